@@ -1,0 +1,324 @@
+"""What a convt5 encoder-decoder is made of: sizes and the mixing of each layer, without arrays.
+
+`model` builds modules from these values, `inspect` computes receptive fields and costs from them,
+gin files set them. Everything is checked here, before anything is allocated.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar, get_args
+
+from convt5 import errors
+from convt5.ops.padding import Padding, pad_widths
+
+MixingKind = Literal["depthwise", "lightweight", "dynamic", "attention"]
+InputProjection = Literal["gated", "linear", "none"]
+LayerOrder = Literal["pre", "branch", "post"]
+NormKind = Literal["rms", "layer"]
+MlpKind = Literal["relu", "gated_gelu"]
+Positions = Literal["none", "learned", "relative"]
+
+T = TypeVar("T")
+PerLayer = T | Sequence[T]
+"""One value for all layers, or a sequence with exactly one value per layer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixingConfig:
+    """How one layer mixes along the sequence, in the place of T5's self-attention.
+
+    Attributes:
+        kind: the operator. Convolutions: `depthwise` (one free kernel per channel), `lightweight`
+            (softmax-normalised kernels shared by groups of channels), `dynamic` (kernels predicted
+            at each position). `attention`: T5 self-attention.
+        kernel_size: taps K. Ignored by attention, as are the following fields.
+        dilation: distance between taps; 1 means adjacent.
+        num_kernels: kernels H shared by groups of emb_dim / H neighbouring channels; None gives
+            each channel its own. Depthwise has one per channel always.
+        padding: "CENTERED", "CAUSAL" or explicit (left, right) positions.
+        input_projection: "gated" is (X W^I) * sigmoid(X W^S), the gated linear unit of the paper;
+            "linear" is X W^I; "none" feeds X itself.
+        pointwise: a dense layer directly after the taps, as in a depthwise-separable convolution.
+        output_projection: the dense layer W^O that ends the convolution block.
+        projection_bias: biases in the dense layers above.
+        predictor_bias: a bias in the dense layer that predicts dynamic kernels.
+        conv_bias: a bias added to the sum over the taps.
+        tap_dropout_rate: dropout of the normalised taps (DropConnect of Wu et al. 2019,
+            arXiv 1901.10430), in [0, 1).
+    """
+
+    kind: MixingKind
+    kernel_size: int = 7
+    dilation: int = 1
+    num_kernels: int | None = None
+    padding: Padding = "CENTERED"
+    input_projection: InputProjection = "gated"
+    pointwise: bool = False
+    output_projection: bool = True
+    projection_bias: bool = False
+    predictor_bias: bool = False
+    conv_bias: bool = False
+    tap_dropout_rate: float = 0.0
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """Positions read to the left and to the right of the output position."""
+        return pad_widths(self.kernel_size, self.dilation, self.padding)
+
+    def faults(self, where: str) -> list[str]:
+        """Returns every broken rule as one sentence; `where` names the layer."""
+        found = []
+        if self.kind not in get_args(MixingKind):
+            found.append(
+                f"{where}.mixing={self.kind!r} is no mixing; use one of "
+                f"{', '.join(get_args(MixingKind))}.{errors.suggest(str(self.kind), get_args(MixingKind))}"
+            )
+        if self.kind == "attention":
+            return found
+        if not _is_positive_int(self.kernel_size):
+            found.append(
+                f"{where}.kernel_size={self.kernel_size!r} must be an integer of at least 1 "
+                f"(the number of taps); set {where}.kernel_size to positive integers."
+            )
+        if not _is_positive_int(self.dilation):
+            found.append(
+                f"{where}.dilation={self.dilation!r} must be an integer of at least 1 "
+                f"(1 means adjacent taps); set {where}.dilation to positive integers."
+            )
+        if self.num_kernels is not None and not _is_positive_int(self.num_kernels):
+            found.append(
+                f"{where}.num_kernels={self.num_kernels!r} must be a positive integer, or None for "
+                "one kernel per channel."
+            )
+        if self.kind == "depthwise" and self.num_kernels is not None:
+            found.append(
+                f"{where}.num_kernels={self.num_kernels} has no meaning for a depthwise convolution, "
+                "which has one kernel per channel; remove it or choose lightweight."
+            )
+        if self.input_projection not in get_args(InputProjection):
+            found.append(
+                f"{where}.input_projection={self.input_projection!r} must be one of "
+                f"{', '.join(get_args(InputProjection))}."
+            )
+        if not 0 <= self.tap_dropout_rate < 1:
+            found.append(f"{where}.tap_dropout_rate={self.tap_dropout_rate} must be in [0, 1).")
+        if not found:
+            try:
+                pad_widths(self.kernel_size, self.dilation, self.padding)
+            except ValueError as error:
+                found.append(f"{where}: {error}")
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StackConfig:
+    """One stack of layers, encoder or decoder; fields typed PerLayer take one value or a list.
+
+    Attributes:
+        num_layers: layers in the stack.
+        mixing: the mixing of each layer, see `MixingConfig.kind`.
+        attention_layers: layers that use attention whatever `mixing` says; negative numbers count
+            from the last layer, so [-1] gives the top layer attention.
+        kernel_size: taps of each layer.
+        dilation: dilation of each layer.
+        num_kernels: kernels of each layer; None for one per channel.
+        padding: None centers an encoder's taps and makes a decoder's causal.
+        input_projection, pointwise, output_projection, projection_bias, predictor_bias, conv_bias,
+            tap_dropout_rate: as in `MixingConfig`, for every convolution of the stack.
+    """
+
+    num_layers: int
+    mixing: PerLayer[MixingKind] = "dynamic"
+    attention_layers: Sequence[int] = ()
+    kernel_size: PerLayer[int] = 7
+    dilation: PerLayer[int] = 1
+    num_kernels: PerLayer[int | None] = None
+    padding: Padding | None = None
+    input_projection: InputProjection = "gated"
+    pointwise: bool = False
+    output_projection: bool = True
+    projection_bias: bool = False
+    predictor_bias: bool = False
+    conv_bias: bool = False
+    tap_dropout_rate: float = 0.0
+
+    def layers(self, *, default_padding: Padding = "CENTERED") -> tuple[MixingConfig, ...]:
+        """Returns the mixing of every layer, bottom first; call on a checked config."""
+        count = self.num_layers
+        per_layer = {
+            name: _per_layer(getattr(self, name), count)
+            for name in ("mixing", "kernel_size", "dilation", "num_kernels")
+        }
+        attention = {index % count for index in self.attention_layers}
+        shared = {
+            name: getattr(self, name)
+            for name in (
+                "input_projection",
+                "pointwise",
+                "output_projection",
+                "projection_bias",
+                "predictor_bias",
+                "conv_bias",
+                "tap_dropout_rate",
+            )
+        }
+        padding = self.padding if self.padding is not None else default_padding
+        return tuple(
+            MixingConfig(
+                kind="attention" if i in attention else per_layer["mixing"][i],
+                kernel_size=per_layer["kernel_size"][i],
+                dilation=per_layer["dilation"][i],
+                num_kernels=per_layer["num_kernels"][i],
+                padding=tuple(padding) if not isinstance(padding, str) else padding,
+                **shared,
+            )
+            for i in range(count)
+        )
+
+    def faults(self, where: str, *, emb_dim: int) -> list[str]:
+        """Returns every broken rule as one sentence; `where` is encoder or decoder."""
+        if not _is_positive_int(self.num_layers):
+            return [f"{where}.num_layers={self.num_layers!r} must be an integer of at least 1."]
+        found = []
+        for name in ("mixing", "kernel_size", "dilation", "num_kernels"):
+            value = getattr(self, name)
+            if _is_list(value) and len(value) != self.num_layers:
+                found.append(
+                    f"{where}.{name} lists {len(value)} values for {where}.num_layers="
+                    f"{self.num_layers}; give one value per layer, or a single value for all."
+                )
+        for index in self.attention_layers:
+            if not isinstance(index, int) or not -self.num_layers <= index < self.num_layers:
+                found.append(
+                    f"{where}.attention_layers holds {index!r}, but layers run from "
+                    f"{-self.num_layers} to {self.num_layers - 1}; name layers in that range."
+                )
+        if found:
+            return found
+        for i, layer in enumerate(self.layers()):
+            layer_faults = layer.faults(f"{where}[layer {i}]")
+            if not layer_faults and layer.num_kernels and emb_dim % layer.num_kernels:
+                layer_faults.append(
+                    f"{where}[layer {i}].num_kernels={layer.num_kernels} must divide emb_dim="
+                    f"{emb_dim}: each kernel serves emb_dim / num_kernels neighbouring channels."
+                )
+            found += [fault for fault in layer_faults if fault not in found]
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvT5Config:
+    """A text-to-text encoder-decoder whose layers mix the sequence as each stack says.
+
+    Attributes:
+        vocab_size: rows of the token table; ids at or above it are an error.
+        emb_dim, mlp_dim: channels of the residual stream and inside the feed-forward layers.
+        num_heads, head_dim: attention heads (encoder-decoder attention, and attention layers).
+        encoder, decoder: the two stacks. The decoder is causal and attends to the encoder.
+        layer_order: "pre" is T5's x + f(norm(x)); "branch" is the paper's norm(f(x)) + x
+            (arXiv 2105.03322); "post" is norm(x + f(x)), as in fairseq's default.
+        norm: "rms" (T5, no mean, no bias) or "layer" (mean subtracted, with bias).
+        norm_epsilon: added to the (mean) square before the root.
+        mlp: "relu" (T5 1.0 and the paper) or "gated_gelu" (T5 1.1).
+        mlp_bias: biases in the feed-forward layers.
+        tie_output: logits through the token table, scaled by emb_dim ** -0.5 (T5 1.0); otherwise a
+            separate output layer (T5 1.1).
+        positions: "learned" absolute positions, one table shared by both stacks; "relative" T5
+            bias in attention layers; "none".
+        max_positions: rows of the learned table, and so the longest sequence; None otherwise.
+        relative_buckets, relative_max_distance: T5's bucketing of relative positions.
+        dropout_rate: on embeddings, each branch, feed-forward activations and attention
+            probabilities, in [0, 1).
+        dtype: of activations ("bfloat16", "float32"); parameters are float32, and softmax, norms
+            and loss are computed in at least float32.
+        hide_start_token: the decoder's convolutions read zero where the input id is 0, as the
+            released Mesh TensorFlow models were trained.
+        taps_cross_segments: convolutions of packed rows read across segment boundaries, as the
+            original does. Only for comparison with it: the default never leaks.
+    """
+
+    vocab_size: int
+    emb_dim: int
+    mlp_dim: int
+    num_heads: int
+    head_dim: int
+    encoder: StackConfig
+    decoder: StackConfig
+    layer_order: LayerOrder = "pre"
+    norm: NormKind = "rms"
+    norm_epsilon: float = 1e-6
+    mlp: MlpKind = "relu"
+    mlp_bias: bool = False
+    tie_output: bool = True
+    positions: Positions = "none"
+    max_positions: int | None = None
+    relative_buckets: int = 32
+    relative_max_distance: int = 128
+    dropout_rate: float = 0.0
+    dtype: str = "bfloat16"
+    hide_start_token: bool = False
+    taps_cross_segments: bool = False
+
+    def __post_init__(self):
+        errors.raise_all(self._faults(), where="ConvT5Config")
+
+    @property
+    def encoder_layers(self) -> tuple[MixingConfig, ...]:
+        return self.encoder.layers(default_padding="CENTERED")
+
+    @property
+    def decoder_layers(self) -> tuple[MixingConfig, ...]:
+        return self.decoder.layers(default_padding="CAUSAL")
+
+    def _faults(self) -> list[str]:
+        found = []
+        for name in ("vocab_size", "emb_dim", "mlp_dim", "num_heads", "head_dim"):
+            value = getattr(self, name)
+            if not _is_positive_int(value):
+                found.append(f"{name}={value!r} must be an integer of at least 1.")
+        if found:
+            return found
+        for name, kinds in (
+            ("layer_order", LayerOrder),
+            ("norm", NormKind),
+            ("mlp", MlpKind),
+            ("positions", Positions),
+        ):
+            value = getattr(self, name)
+            if value not in get_args(kinds):
+                found.append(
+                    f"{name}={value!r} must be one of {', '.join(get_args(kinds))}."
+                    f"{errors.suggest(str(value), get_args(kinds))}"
+                )
+        if self.dtype not in ("bfloat16", "float32", "float64"):
+            found.append(f"dtype={self.dtype!r} must be bfloat16, float32 or float64.")
+        if not 0 <= self.dropout_rate < 1:
+            found.append(f"dropout_rate={self.dropout_rate} must be in [0, 1).")
+        if self.positions == "learned" and not _is_positive_int(self.max_positions):
+            found.append(
+                f"max_positions={self.max_positions!r} must be the longest sequence in tokens when "
+                "positions='learned'."
+            )
+        found += self.encoder.faults("encoder", emb_dim=self.emb_dim)
+        decoder_faults = self.decoder.faults("decoder", emb_dim=self.emb_dim)
+        found += decoder_faults
+        if not decoder_faults:
+            found += [
+                f"decoder[layer {i}].padding={layer.padding} reads {layer.reach[1]} positions of the "
+                "future; a decoder must be causal: leave padding unset or use 'CAUSAL'."
+                for i, layer in enumerate(self.decoder_layers)
+                if layer.kind != "attention" and layer.reach[1]
+            ]
+        return found
+
+
+def _per_layer(value: Any, count: int) -> tuple[Any, ...]:
+    return tuple(value) if _is_list(value) else (value,) * count
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _is_positive_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

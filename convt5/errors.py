@@ -1,0 +1,37 @@
+"""Errors that are the user's to fix: one clear message, no traceback, a documented exit code.
+
+Every command line prints a `UserError` as its message alone and exits with `exit_code`.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """A setting, file or input that is wrong; the message says which, why, and what to change."""
+
+    exit_code = 2
+
+
+class TrainingError(UserError):
+    """A run that was configured correctly but cannot go on, such as a loss that is not finite."""
+
+    exit_code = 1
+
+
+def suggest(name: str, candidates: Iterable[str], *, limit: int = 3) -> str:
+    """Returns ` Did you mean a, b or c?` for the candidates nearest to `name`, or ``""``."""
+    nearest = difflib.get_close_matches(name, list(candidates), n=limit, cutoff=0.6)
+    if not nearest:
+        return ""
+    *rest, last = nearest
+    return f" Did you mean {', '.join(rest) + ' or ' if rest else ''}{last}?"
+
+
+def raise_all(faults: Iterable[str], *, where: str) -> None:
+    """Raises one `UserError` that lists every fault found in `where`; does nothing without any."""
+    faults = list(faults)
+    if len(faults) == 1:
+        raise UserError(f"{where}: {faults[0]}")
+    if faults:
+        raise UserError(f"{where} has {len(faults)} faults:\n" + "\n".join(f"- {f}" for f in faults))

@@ -1,0 +1,61 @@
+"""Test settings that must hold before jax is imported, and the references beside the project."""
+
+import os
+import pathlib
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Flax's announced defaults: modules are trees, never graphs (STYLE: NNX dialect, rule 8).
+os.environ["NNX_GRAPH_MODE"] = "false"
+os.environ["NNX_GRAPH_UPDATES"] = "false"
+
+from jaxtyping import install_import_hook  # noqa: E402
+
+# Array shapes and dtypes in annotations are checked while tests run; training pays nothing.
+install_import_hook(
+    [
+        "convt5.ops",
+        "convt5.layers",
+        "convt5.mixing",
+        "convt5.blocks",
+        "convt5.model",
+        "convt5.decoding",
+    ],
+    "beartype.beartype",
+)
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_enable_custom_prng", True)
+
+SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="session")
+def golden() -> pathlib.Path:
+    """The recorded reference outputs, which lie beside the project's root and never in it."""
+    path = SHARED / "golden"
+    if not path.is_dir():
+        pytest.skip("reference numbers are absent: no ../shared/golden beside the project")
+    return path
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> pathlib.Path:
+    """Real data of the paper's tasks, which lies beside the project's root and never in it."""
+    path = SHARED / "data"
+    if not path.is_dir():
+        pytest.skip("real data is absent: no ../shared/data beside the project")
+    return path
+
+
+@pytest.fixture
+def x64():
+    """Computes in float64 for the duration of one test."""
+    with jax.enable_x64(True):
+        yield
