@@ -1,0 +1,25 @@
+"""convt5: pretrain, fine-tune, evaluate and study T5-style encoder-decoders built from convolutions.
+
+Importing the package loads nothing else. The model, operators, training step and decoding import
+only JAX; data, tasks and evaluation need TensorFlow and seqio.
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "ConvT5": "convt5.model",
+    "ConvT5Config": "convt5.architecture",
+    "StackConfig": "convt5.architecture",
+    "UserError": "convt5.errors",
+    "load_model": "convt5.loading",
+}
+
+__all__ = [*sorted(_LAZY), "__version__"]
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

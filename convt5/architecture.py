@@ -142,6 +142,12 @@ class StackConfig:
     conv_bias: bool = False
     tap_dropout_rate: float = 0.0
 
+    def __post_init__(self):
+        # Gin gives lists; tuples are hashable, as the static part of a jitted module must be.
+        for field in dataclasses.fields(self):
+            if isinstance(getattr(self, field.name), list):
+                object.__setattr__(self, field.name, tuple(getattr(self, field.name)))
+
     def layers(self, *, default_padding: Padding = "CENTERED") -> tuple[MixingConfig, ...]:
         """Returns the mixing of every layer, bottom first; call on a checked config."""
         count = self.num_layers
@@ -261,6 +267,12 @@ class ConvT5Config:
 
     def __post_init__(self):
         errors.raise_all(self._faults(), where="ConvT5Config")
+
+    def build(self, key):
+        """Builds the model; under `jax.eval_shape` nothing is allocated."""
+        from convt5.model import ConvT5  # The description must import without jax.
+
+        return ConvT5(self, key=key)
 
     @property
     def encoder_layers(self) -> tuple[MixingConfig, ...]:

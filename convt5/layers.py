@@ -1,0 +1,155 @@
+"""Thin NNX modules shared by every stack: dense, embedding, norm, feed-forward, dropout.
+
+Modules compute in the dtype of their input and hold float32 parameters; they keep no random
+state (`dropout_key=None` means deterministic) and change nothing when called.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from convt5.architecture import MlpKind, NormKind
+
+DropoutKey = PRNGKeyArray | None
+
+
+class Dense(nnx.Module):
+    """y = x @ kernel + bias, kernel [in, out]; truncated normal of scale 1/sqrt(in) as in T5."""
+
+    def __init__(
+        self,
+        in_dim: int,
+        out_dim: int,
+        *,
+        key: PRNGKeyArray,
+        use_bias: bool = False,
+        init: jax.nn.initializers.Initializer | None = None,
+    ):
+        init = init or truncated_normal(in_dim**-0.5)
+        self.kernel = nnx.Param(init(key, (in_dim, out_dim), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((out_dim,), jnp.float32)) if use_bias else None
+
+    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
+        y = jnp.dot(x, self.kernel[...].astype(x.dtype))
+        return y if self.bias is None else add_vector(y, self.bias[...])
+
+
+class Embed(nnx.Module):
+    """A table of vectors; normal of scale 1 as in T5."""
+
+    def __init__(self, rows: int, emb_dim: int, *, key: PRNGKeyArray):
+        self.embedding = nnx.Param(jax.random.normal(key, (rows, emb_dim), jnp.float32))
+
+    def __call__(
+        self, ids: Int[Array, "batch length"], *, dtype: jnp.dtype
+    ) -> Float[Array, "batch length embed"]:
+        return self.embedding[...].at[ids].get(mode="clip").astype(dtype)
+
+    def attend(
+        self, x: Float[Array, "batch length embed"]
+    ) -> Float[Array, "batch length vocab"]:
+        """Returns the products of x with every row, accumulated in at least float32."""
+        return jnp.einsum(
+            "ble,ve->blv",
+            x,
+            self.embedding[...].astype(x.dtype),
+            preferred_element_type=at_least_float32(x.dtype),
+        )
+
+
+class Norm(nnx.Module):
+    """Root-mean-square norm of T5 ("rms"), or layer norm with mean and bias ("layer")."""
+
+    def __init__(self, dim: int, *, kind: NormKind = "rms", epsilon: float = 1e-6):
+        self.scale = nnx.Param(jnp.ones((dim,), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((dim,), jnp.float32)) if kind == "layer" else None
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
+        y = x.astype(at_least_float32(x.dtype))
+        if self.bias is not None:
+            y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.epsilon)
+        y = y * as_row(self.scale[...].astype(y.dtype), y.ndim)
+        if self.bias is not None:
+            y = add_vector(y, self.bias[...])
+        return y.astype(x.dtype)
+
+
+class Mlp(nnx.Module):
+    """Feed-forward layers: relu(x wi) wo of T5 1.0, or (gelu(x wi_0) * (x wi_1)) wo of T5 1.1."""
+
+    def __init__(
+        self,
+        emb_dim: int,
+        mlp_dim: int,
+        *,
+        kind: MlpKind,
+        use_bias: bool,
+        dropout_rate: float,
+        key: PRNGKeyArray,
+    ):
+        keys = jax.random.split(key, 3)
+        inward = lambda key: Dense(emb_dim, mlp_dim, key=key, use_bias=use_bias)  # noqa: E731
+        if kind == "gated_gelu":
+            self.wi_0, self.wi_1 = inward(keys[0]), inward(keys[1])
+        else:
+            self.wi = inward(keys[0])
+        self.wo = Dense(mlp_dim, emb_dim, key=keys[2], use_bias=use_bias)
+        self.kind = kind
+        self.dropout_rate = dropout_rate
+
+    def __call__(
+        self, x: Float[Array, "batch length embed"], *, dropout_key: DropoutKey = None
+    ) -> Float[Array, "batch length embed"]:
+        if self.kind == "gated_gelu":
+            hidden = jax.nn.gelu(self.wi_0(x), approximate=True) * self.wi_1(x)
+        else:
+            hidden = jax.nn.relu(self.wi(x))
+        # batch length mlp
+        return self.wo(dropout(hidden, self.dropout_rate, dropout_key))
+
+
+def dropout(
+    x: Float[Array, "batch length *rest"], rate: float, key: DropoutKey
+) -> Float[Array, "batch length *rest"]:
+    """Zeroes features with probability `rate` and scales the rest by 1 / (1 - rate).
+
+    One mask serves all positions of a row, as in T5, so its cost does not grow with length.
+    """
+    if key is None or rate == 0.0:
+        return x
+    keep = jax.random.bernoulli(key, 1.0 - rate, (x.shape[0], 1, *x.shape[2:]))
+    return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
+
+
+def split_key(key: DropoutKey, num: int) -> tuple[DropoutKey, ...]:
+    """Splits a key into `num`; None, which means deterministic, stays None."""
+    return (None,) * num if key is None else tuple(jax.random.split(key, num))
+
+
+def truncated_normal(stddev: float) -> jax.nn.initializers.Initializer:
+    """Normal of nominal `stddev` cut at two of them, not corrected for the cut, as in T5."""
+
+    def init(key, shape, dtype=jnp.float32, out_sharding=None):
+        del out_sharding  # Shardings are decided outside the modules.
+        return stddev * jax.random.truncated_normal(key, -2.0, 2.0, shape, dtype)
+
+    return init
+
+
+def at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype in which softmax, norms and sums of `dtype` values are computed."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def as_row(vector: Float[Array, " dim"], ndim: int) -> Float[Array, "..."]:
+    """Gives a vector leading axes of size one, so that it broadcasts against `ndim` axes."""
+    return vector.reshape((1,) * (ndim - 1) + vector.shape)
+
+
+def add_vector(
+    x: Float[Array, "*batch dim"], vector: Float[Array, " dim"]
+) -> Float[Array, "*batch dim"]:
+    return x + as_row(vector.astype(x.dtype), x.ndim)

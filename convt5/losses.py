@@ -1,0 +1,82 @@
+"""Losses that the trainer minimises: a model and a batch in, weighted sums out."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from convt5 import errors
+from convt5.layers import DropoutKey
+from convt5.model import ConvT5
+from convt5.ops import token_cross_entropy
+from convt5.train_step import LossSums
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextLoss:
+    """Token cross-entropy with teacher forcing on a seqio encoder-decoder batch.
+
+    Attributes:
+        z_loss: factor of logsumexp(logits)^2, which keeps the softmax normaliser near 1.
+        label_smoothing: probability spread over the whole vocabulary, in [0, 1).
+        normalize_by: "tokens" divides by the weighted target tokens; "positions" by all target
+            positions, padding included, as the original does.
+    """
+
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    normalize_by: str = "tokens"
+
+    def __post_init__(self):
+        faults = []
+        if self.z_loss < 0:
+            faults.append(f"z_loss={self.z_loss} must be at least 0.")
+        if not 0 <= self.label_smoothing < 1:
+            faults.append(f"label_smoothing={self.label_smoothing} must be in [0, 1).")
+        if self.normalize_by not in ("tokens", "positions"):
+            faults.append(f"normalize_by={self.normalize_by!r} must be 'tokens' or 'positions'.")
+        errors.raise_all(faults, where="TextLoss")
+
+    def __call__(
+        self, model: ConvT5, batch: Mapping[str, jax.Array], *, dropout_key: DropoutKey = None
+    ) -> LossSums:
+        """Returns sums over the batch; `batch` has the names of seqio's EncDecFeatureConverter.
+
+        `decoder_target_bytes`, the bytes of text each target stands for, is optional and adds
+        bits per byte.
+        """
+        logits = model(
+            batch["encoder_input_tokens"],
+            batch["decoder_input_tokens"],
+            encoder_segment_ids=batch.get("encoder_segment_ids"),
+            decoder_segment_ids=batch.get("decoder_segment_ids"),
+            encoder_positions=batch.get("encoder_positions"),
+            decoder_positions=batch.get("decoder_positions"),
+            dropout_key=dropout_key,
+        )
+        targets = batch["decoder_target_tokens"]
+        weights = batch["decoder_loss_weights"].astype(logits.dtype)
+        nll, z_term = token_cross_entropy(
+            logits, targets, z_loss=self.z_loss, label_smoothing=self.label_smoothing
+        )
+        total = jnp.sum(nll * weights)
+        weight = jnp.sum(weights)
+        right = (jnp.argmax(logits, axis=-1) == targets).astype(logits.dtype)
+        metrics = {
+            "cross_entropy": (total, weight),
+            "accuracy": (jnp.sum(right * weights), weight),
+            "z_loss": (jnp.sum(z_term * weights), weight),
+        }
+        if "decoder_target_bytes" in batch:
+            size = batch["decoder_target_bytes"].astype(logits.dtype)
+            metrics["bits_per_byte"] = (total / jnp.log(2.0), jnp.sum(size * weights))
+        return LossSums(
+            loss_sum=jnp.sum((nll + z_term) * weights),
+            weight_sum=(
+                weight
+                if self.normalize_by == "tokens"
+                else jnp.asarray(targets.size, logits.dtype)
+            ),
+            metrics=metrics,
+        )

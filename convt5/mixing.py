@@ -1,0 +1,317 @@
+"""What takes self-attention's place: convolution blocks, and attention itself for the baseline.
+
+`Convolution` and `Attention` are called on whole sequences in training and stepped one position
+at a time in decoding; both give the same numbers. The state of a convolution is its last
+(K - 1) * dilation inputs, so it does not grow with the length of the output.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from convt5.architecture import ConvT5Config, MixingConfig
+from convt5.layers import Dense, DropoutKey, add_vector, at_least_float32, truncated_normal
+from convt5.ops import depthwise_conv, dynamic_conv, lightweight_conv
+
+
+class TapPredictor(nnx.Module):
+    """The linear map from the features of a position to the tap logits of its kernels."""
+
+    def __init__(
+        self,
+        kernel_size: int,
+        emb_dim: int,
+        num_kernels: int,
+        *,
+        use_bias: bool,
+        key: PRNGKeyArray,
+    ):
+        # Taps lead, as K separate matrices: Adafactor's statistics are kept per tap (optimizer).
+        init = truncated_normal((kernel_size * emb_dim) ** -0.5)
+        self.kernel = nnx.Param(init(key, (kernel_size, emb_dim, num_kernels), jnp.float32))
+        self.bias = (
+            nnx.Param(jnp.zeros((kernel_size, num_kernels), jnp.float32)) if use_bias else None
+        )
+
+    def __call__(
+        self, x: Float[Array, "batch length embed"]
+    ) -> Float[Array, "batch length kernel heads"]:
+        logits = jnp.einsum("ble,keh->blkh", x, self.kernel[...].astype(x.dtype))
+        if self.bias is not None:
+            logits = logits + self.bias[...].astype(x.dtype)[None, None]
+        return logits
+
+
+class ConvolutionState(NamedTuple):
+    """A ring buffer of the last inputs of the taps; slot t mod size holds the input of step t."""
+
+    inputs: Float[Array, "batch slots embed"]
+
+
+class Convolution(nnx.Module):
+    """The convolution block: X1 = (X W^I) * sigmoid(X W^S); X2 = conv(X1); X3 = X2 W^O.
+
+    Tay et al. 2021, arXiv 2105.03322, section 3, after Wu et al. 2019, arXiv 1901.10430. Each part
+    can be left out, see `architecture.MixingConfig`. Dynamic kernels are predicted from X1.
+    """
+
+    def __init__(self, config: MixingConfig, emb_dim: int, *, key: PRNGKeyArray):
+        keys = jax.random.split(key, 5)
+        dense = lambda key: Dense(  # noqa: E731
+            emb_dim, emb_dim, key=key, use_bias=config.projection_bias
+        )
+        taps, num_kernels = config.kernel_size, config.num_kernels or emb_dim
+        self.input = dense(keys[0]) if config.input_projection != "none" else None
+        self.gate = dense(keys[1]) if config.input_projection == "gated" else None
+        tap_init = truncated_normal(taps**-0.5)
+        if config.kind == "depthwise":
+            self.kernel = nnx.Param(tap_init(keys[2], (taps, emb_dim), jnp.float32))
+        elif config.kind == "lightweight":
+            self.kernel_logits = nnx.Param(tap_init(keys[2], (taps, num_kernels), jnp.float32))
+        else:
+            self.predictor = TapPredictor(
+                taps, emb_dim, num_kernels, use_bias=config.predictor_bias, key=keys[2]
+            )
+        self.conv_bias = (
+            nnx.Param(jnp.zeros((emb_dim,), jnp.float32)) if config.conv_bias else None
+        )
+        self.pointwise = dense(keys[3]) if config.pointwise else None
+        self.output = dense(keys[4]) if config.output_projection else None
+        self.config = config
+
+    def __call__(
+        self,
+        x: Float[Array, "batch length embed"],
+        segment_ids: Int[Array, "batch length"],
+        *,
+        readable: Bool[Array, "batch length"] | None = None,
+        taps_cross_segments: bool = False,
+        dropout_key: DropoutKey = None,
+    ) -> Float[Array, "batch length embed"]:
+        """Mixes a whole sequence; taps read zero at padding and wherever not `readable`."""
+        config = self.config
+        gated = self._gated(x)
+        where = {
+            "dilation": config.dilation,
+            "padding": config.padding,
+            "segment_ids": segment_ids,
+            "taps_cross_segments": taps_cross_segments,
+        }
+        inputs = gated if readable is None else gated * readable[..., None].astype(gated.dtype)
+        dropped = {"tap_dropout_rate": config.tap_dropout_rate, "dropout_key": dropout_key}
+        if config.kind == "depthwise":
+            y = depthwise_conv(inputs, self.kernel[...], **where)
+        elif config.kind == "lightweight":
+            y = lightweight_conv(inputs, self.kernel_logits[...], **where, **dropped)
+        else:
+            y = dynamic_conv(inputs, self.predictor(gated), **where, **dropped)
+        return self._project(y)
+
+    def init_state(self, batch: int, emb_dim: int, dtype: jnp.dtype) -> ConvolutionState:
+        """Returns the state before the first position: everything earlier reads as zero."""
+        left, _ = self.config.reach
+        return ConvolutionState(jnp.zeros((batch, left + 1, emb_dim), dtype))
+
+    def step(
+        self,
+        x: Float[Array, "batch 1 embed"],
+        state: ConvolutionState,
+        position: Int[Array, " batch"],
+        *,
+        readable: Bool[Array, "batch 1"] | None = None,
+    ) -> tuple[Float[Array, "batch 1 embed"], ConvolutionState]:
+        """Mixes the next position of a causal convolution; `position` counts from 0."""
+        config = self.config
+        slots = state.inputs.shape[1]
+        gated = self._gated(x)
+        # batch embed
+        newest = gated[:, 0] if readable is None else gated[:, 0] * readable.astype(x.dtype)
+        rows = jnp.arange(x.shape[0])
+        inputs = state.inputs.at[rows, position % slots].set(newest)
+        offsets = config.dilation * jnp.arange(1 - config.kernel_size, 1)
+        taken = (position[:, None] + offsets[None]) % slots
+        # batch kernel embed
+        read = jnp.take_along_axis(inputs, taken[..., None], axis=1)
+        weights = self._step_weights(gated)
+        y = jnp.sum(read.astype(weights.dtype) * weights, axis=1, keepdims=True)
+        return self._project(y.astype(x.dtype)), ConvolutionState(inputs)
+
+    def _gated(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
+        y = x if self.input is None else self.input(x)
+        return y if self.gate is None else y * jax.nn.sigmoid(self.gate(x))
+
+    def _step_weights(
+        self, gated: Float[Array, "batch 1 embed"]
+    ) -> Float[Array, "rows kernel embed"]:
+        """The weight of every tap and channel at one position; one row serves all if static."""
+        wide = at_least_float32(gated.dtype)
+        if self.config.kind == "depthwise":
+            return self.kernel[...].astype(wide)[None]
+        if self.config.kind == "lightweight":
+            logits = self.kernel_logits[...][None]
+        else:
+            logits = self.predictor(gated)[:, 0]
+        # rows kernel heads
+        weights = jax.nn.softmax(logits.astype(wide), axis=1)
+        return jnp.repeat(weights, gated.shape[-1] // weights.shape[-1], axis=-1)
+
+    def _project(
+        self, y: Float[Array, "batch length embed"]
+    ) -> Float[Array, "batch length embed"]:
+        if self.conv_bias is not None:
+            y = add_vector(y, self.conv_bias[...])
+        y = y if self.pointwise is None else self.pointwise(y)
+        return y if self.output is None else self.output(y)
+
+
+class AttentionState(NamedTuple):
+    """Keys and values of the positions seen so far, in order."""
+
+    keys: Float[Array, "batch length heads head_dim"]
+    values: Float[Array, "batch length heads head_dim"]
+
+
+class Attention(nnx.Module):
+    """T5 attention: no 1/sqrt(head_dim) factor (the initial query scale holds it), no biases."""
+
+    def __init__(self, config: ConvT5Config, *, key: PRNGKeyArray):
+        emb, heads, head_dim = config.emb_dim, config.num_heads, config.head_dim
+        keys = jax.random.split(key, 4)
+        normal = jax.nn.initializers.normal
+        inner = heads * head_dim
+        self.query = Dense(emb, inner, key=keys[0], init=normal((emb * head_dim) ** -0.5))
+        self.key = Dense(emb, inner, key=keys[1], init=normal(emb**-0.5))
+        self.value = Dense(emb, inner, key=keys[2], init=normal(emb**-0.5))
+        self.output = Dense(inner, emb, key=keys[3], init=normal(inner**-0.5))
+        self.num_heads = heads
+        self.dropout_rate = config.dropout_rate
+
+    def __call__(
+        self,
+        x: Float[Array, "batch target embed"],
+        memory: Float[Array, "batch source embed"],
+        mask: Bool[Array, "batch target source"],
+        *,
+        bias: Float[Array, "1 heads target source"] | None = None,
+        dropout_key: DropoutKey = None,
+    ) -> Float[Array, "batch target embed"]:
+        """Attends from x to memory where `mask` is true."""
+        return self.attend(x, self.memory_state(memory), mask, bias=bias, dropout_key=dropout_key)
+
+    def memory_state(self, memory: Float[Array, "batch source embed"]) -> AttentionState:
+        """Projects a whole memory once; decoding keeps it for encoder-decoder attention."""
+        return AttentionState(self._heads(self.key(memory)), self._heads(self.value(memory)))
+
+    def init_state(self, batch: int, length: int, dtype: jnp.dtype) -> AttentionState:
+        """Returns an empty cache for `length` positions of self-attention."""
+        inner = self.key.kernel[...].shape[1]
+        empty = jnp.zeros((batch, length, self.num_heads, inner // self.num_heads), dtype)
+        return AttentionState(empty, empty)
+
+    def step(
+        self,
+        x: Float[Array, "batch 1 embed"],
+        state: AttentionState,
+        position: Int[Array, " batch"],
+        *,
+        bias: Float[Array, "rows heads 1 length"] | None = None,
+    ) -> tuple[Float[Array, "batch 1 embed"], AttentionState]:
+        """Writes the next position into the cache and attends to all positions up to it."""
+        rows = jnp.arange(x.shape[0])
+        state = AttentionState(
+            state.keys.at[rows, position].set(self._heads(self.key(x))[:, 0]),
+            state.values.at[rows, position].set(self._heads(self.value(x))[:, 0]),
+        )
+        seen = jnp.arange(state.keys.shape[1])[None, None] <= position[:, None, None]
+        return self.attend(x, state, seen, bias=bias), state
+
+    def attend(
+        self,
+        x: Float[Array, "batch target embed"],
+        state: AttentionState,
+        mask: Bool[Array, "batch target source"],
+        *,
+        bias: Float[Array, "rows heads target source"] | None = None,
+        dropout_key: DropoutKey = None,
+    ) -> Float[Array, "batch target embed"]:
+        """Attends from x to projected keys and values; softmax in at least float32."""
+        query = self._heads(self.query(x))
+        # batch heads target source
+        logits = jnp.einsum(
+            "bqhd,bkhd->bhqk",
+            query,
+            state.keys,
+            preferred_element_type=at_least_float32(x.dtype),
+        )
+        if bias is not None:
+            logits = logits + bias.astype(logits.dtype)
+        logits = jnp.where(mask[:, None], logits, -1e9)
+        weights = jax.nn.softmax(logits, axis=-1).astype(x.dtype)
+        if dropout_key is not None and self.dropout_rate > 0.0:
+            # One mask for all queries, as in T5.
+            kept = jax.random.bernoulli(
+                dropout_key, 1.0 - self.dropout_rate, (*weights.shape[:2], 1, weights.shape[3])
+            )
+            weights = jnp.where(kept, weights / (1.0 - self.dropout_rate), 0.0)
+        y = jnp.einsum("bhqk,bkhd->bqhd", weights, state.values)
+        return self.output(y.reshape(*y.shape[:2], -1))
+
+    def _heads(
+        self, x: Float[Array, "batch length inner"]
+    ) -> Float[Array, "batch length heads head_dim"]:
+        return x.reshape(*x.shape[:2], self.num_heads, -1)
+
+
+class RelativeBias(nnx.Module):
+    """T5's learned bias per head and bucket of relative position (Raffel et al. 2020)."""
+
+    def __init__(self, config: ConvT5Config, *, bidirectional: bool, key: PRNGKeyArray):
+        init = jax.nn.initializers.glorot_uniform()
+        self.embedding = nnx.Param(
+            init(key, (config.relative_buckets, config.num_heads), jnp.float32)
+        )
+        self.bidirectional = bidirectional
+        self.max_distance = config.relative_max_distance
+
+    def __call__(
+        self, query_positions: Int[Array, "rows target"], key_positions: Int[Array, " source"]
+    ) -> Float[Array, "rows heads target source"]:
+        table = self.embedding[...]
+        buckets = relative_position_bucket(
+            key_positions[None, None, :] - query_positions[:, :, None],
+            bidirectional=self.bidirectional,
+            num_buckets=table.shape[0],
+            max_distance=self.max_distance,
+        )
+        return jnp.moveaxis(table[buckets], -1, 1)
+
+
+def relative_position_bucket(
+    relative_position: Int[Array, "..."],
+    *,
+    bidirectional: bool,
+    num_buckets: int = 32,
+    max_distance: int = 128,
+) -> Int[Array, "..."]:
+    """Returns the bucket of key position minus query position (Raffel et al. 2020, section 2.1).
+
+    Half of the buckets hold one distance each, the rest grow logarithmically up to
+    `max_distance`; beyond it all share the last. Bidirectional: half of them for each sign.
+    """
+    offset = jnp.zeros_like(relative_position)
+    if bidirectional:
+        num_buckets //= 2
+        offset = jnp.where(relative_position > 0, num_buckets, 0)
+        distance = jnp.abs(relative_position)
+    else:
+        distance = jnp.maximum(-relative_position, 0)
+    exact = num_buckets // 2
+    # log(0) is never used: small distances take the exact branch.
+    ratio = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / exact)
+    ratio = ratio / math.log(max_distance / exact) * (num_buckets - exact)
+    logarithmic = jnp.minimum(exact + ratio.astype(jnp.int32), num_buckets - 1)
+    return offset + jnp.where(distance < exact, distance, logarithmic)

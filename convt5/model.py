@@ -1,0 +1,206 @@
+"""ConvT5: tokens in, logits out; an encoder-decoder whose mixing is chosen layer by layer.
+
+`ConvT5Config` (in `architecture`) says what is built. Training calls the model on whole
+sequences, `decoding` steps it one position at a time; both compute the same function.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from convt5 import errors
+from convt5.architecture import ConvT5Config
+from convt5.blocks import LayerState, Stack, StackInputs
+from convt5.layers import Dense, DropoutKey, Embed, at_least_float32, split_key
+from convt5.ops import attention_mask
+
+Tokens = Int[Array, "batch length"]
+
+
+class DecoderState(NamedTuple):
+    """What a model remembers between decoding steps.
+
+    Attributes:
+        layers: the state of every decoder layer.
+        memory_mask: the encoder positions that may be read.
+        position: the position of the next token of each row, from 0.
+    """
+
+    layers: tuple[LayerState, ...]
+    memory_mask: Bool[Array, "batch 1 source"]
+    position: Int[Array, " batch"]
+
+
+class ConvT5(nnx.Module):
+    """The model; parameter paths are listed in the README."""
+
+    def __init__(self, config: ConvT5Config, *, key: PRNGKeyArray):
+        keys = jax.random.split(key, 5)
+        self.token_embedder = Embed(config.vocab_size, config.emb_dim, key=keys[0])
+        self.position_embedder = (
+            Embed(config.max_positions, config.emb_dim, key=keys[1])
+            if config.positions == "learned"
+            else None
+        )
+        self.encoder = Stack(config, decoder=False, key=keys[2])
+        self.decoder = Stack(config, decoder=True, key=keys[3])
+        self.output_head = (
+            None
+            if config.tie_output
+            else Dense(config.emb_dim, config.vocab_size, key=keys[4])
+        )
+        self.config = config
+
+    def __call__(
+        self,
+        encoder_input_tokens: Int[Array, "batch source"],
+        decoder_input_tokens: Int[Array, "batch target"],
+        *,
+        encoder_segment_ids: Int[Array, "batch source"] | None = None,
+        decoder_segment_ids: Int[Array, "batch target"] | None = None,
+        encoder_positions: Int[Array, "batch source"] | None = None,
+        decoder_positions: Int[Array, "batch target"] | None = None,
+        dropout_key: DropoutKey = None,
+    ) -> Float[Array, "batch target vocab"]:
+        """Returns float32 logits for every decoder position.
+
+        Args:
+            encoder_input_tokens: the source, 0 where padded.
+            decoder_input_tokens: the target shifted right by one, starting with 0.
+            encoder_segment_ids: which packed example each position belongs to, 0 for padding; by
+                default one example per row and padding wherever the token is 0.
+            decoder_segment_ids: likewise; by default the whole row is one example, which is exact
+                for every real position because the decoder is causal.
+            encoder_positions, decoder_positions: positions within each packed example; by default
+                counted from the start of the row. Used by learned positions only.
+            dropout_key: None for deterministic.
+        """
+        encoder_key, decoder_key = split_key(dropout_key, 2)
+        if encoder_segment_ids is None:
+            encoder_segment_ids = (encoder_input_tokens != 0).astype(jnp.int32)
+        if decoder_segment_ids is None:
+            # A packed row without segments would attend to every source example at once.
+            decoder_segment_ids = jnp.ones_like(decoder_input_tokens)
+        encoded = self.encode(
+            encoder_input_tokens,
+            segment_ids=encoder_segment_ids,
+            positions=encoder_positions,
+            dropout_key=encoder_key,
+        )
+        return self.decode(
+            encoded,
+            decoder_input_tokens,
+            encoder_segment_ids=encoder_segment_ids,
+            segment_ids=decoder_segment_ids,
+            positions=decoder_positions,
+            dropout_key=decoder_key,
+        )
+
+    def encode(
+        self,
+        tokens: Tokens,
+        *,
+        segment_ids: Tokens | None = None,
+        positions: Tokens | None = None,
+        dropout_key: DropoutKey = None,
+    ) -> Float[Array, "batch length embed"]:
+        """Returns the encoder's output, zero at padding."""
+        if segment_ids is None:
+            segment_ids = (tokens != 0).astype(jnp.int32)
+        x = self.encoder(
+            self._embed(tokens, positions),
+            StackInputs(segment_ids),
+            dropout_key=dropout_key,
+        )
+        return x * (segment_ids != 0)[..., None].astype(x.dtype)
+
+    def decode(
+        self,
+        encoded: Float[Array, "batch source embed"],
+        tokens: Int[Array, "batch target"],
+        *,
+        encoder_segment_ids: Int[Array, "batch source"],
+        segment_ids: Int[Array, "batch target"] | None = None,
+        positions: Int[Array, "batch target"] | None = None,
+        dropout_key: DropoutKey = None,
+    ) -> Float[Array, "batch target vocab"]:
+        """Returns logits for shifted target tokens, all positions at once."""
+        if segment_ids is None:
+            segment_ids = jnp.ones_like(tokens)
+        inputs = StackInputs(
+            segment_ids,
+            readable=self._readable(tokens),
+            memory=encoded,
+            memory_mask=attention_mask(segment_ids, encoder_segment_ids, causal=False),
+        )
+        x = self.decoder(self._embed(tokens, positions), inputs, dropout_key=dropout_key)
+        return self._logits(x)
+
+    def init_decoding(
+        self,
+        encoded: Float[Array, "batch source embed"],
+        *,
+        encoder_segment_ids: Int[Array, "batch source"],
+        length: int,
+    ) -> DecoderState:
+        """Returns the state before the first of at most `length` decoding steps."""
+        self._check_length(length)
+        batch = encoded.shape[0]
+        return DecoderState(
+            layers=self.decoder.init_state(encoded, length=length),
+            memory_mask=(encoder_segment_ids != 0)[:, None],
+            position=jnp.zeros((batch,), jnp.int32),
+        )
+
+    def decode_step(
+        self, state: DecoderState, tokens: Int[Array, " batch"], *, hide_start_token: bool | None = None
+    ) -> tuple[Float[Array, "batch vocab"], DecoderState]:
+        """Feeds one token per row and returns the logits of the next one.
+
+        Args:
+            state: from `init_decoding` or an earlier step.
+            tokens: the previous token of each row, 0 at the start.
+            hide_start_token: overrides the config's; False repeats the original's decoding, which
+                is not the function it was trained as.
+        """
+        tokens = tokens[:, None]
+        x = self._embed(tokens, state.position[:, None])
+        x, layers = self.decoder.step(
+            x,
+            state.layers,
+            state.position,
+            memory_mask=state.memory_mask,
+            readable=self._readable(tokens, hide_start_token),
+        )
+        after = state._replace(layers=layers, position=state.position + 1)
+        return self._logits(x)[:, 0], after
+
+    def _embed(self, tokens, positions):
+        dtype = jnp.dtype(self.config.dtype)
+        x = self.token_embedder(tokens, dtype=dtype)
+        if self.position_embedder is None:
+            return x
+        if positions is None:
+            self._check_length(tokens.shape[1])
+            positions = jnp.arange(tokens.shape[1])[None]
+        return x + self.position_embedder(positions, dtype=dtype)
+
+    def _readable(self, tokens, hide_start_token: bool | None = None):
+        hide = self.config.hide_start_token if hide_start_token is None else hide_start_token
+        return tokens != 0 if hide else None
+
+    def _logits(self, x):
+        if self.output_head is None:
+            return self.token_embedder.attend(x * self.config.emb_dim**-0.5)
+        return self.output_head(x).astype(at_least_float32(x.dtype))
+
+    def _check_length(self, length: int) -> None:
+        limit = self.config.max_positions
+        if self.config.positions == "learned" and length > limit:
+            raise errors.UserError(
+                f"a sequence of {length} tokens is longer than max_positions={limit}, the rows of "
+                "the learned position table; shorten it or train with a larger max_positions."
+            )

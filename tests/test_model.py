@@ -1,0 +1,246 @@
+"""The whole model: causality, padding, packing, decoding steps, and where its parameters live."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from convt5.architecture import ConvT5Config, StackConfig
+from convt5.errors import UserError
+from convt5.losses import TextLoss
+
+VOCAB = 32
+
+VARIANTS = {
+    "attention": {"mixing": "attention"},
+    "depthwise": {"mixing": "depthwise", "kernel_size": 4},
+    "lightweight": {"mixing": "lightweight", "num_kernels": 2, "kernel_size": 3},
+    "dynamic": {"mixing": "dynamic", "num_kernels": 2, "kernel_size": 3},
+    "dilated": {"mixing": "depthwise", "kernel_size": (2, 3), "dilation": (1, 3)},
+    "hybrid": {"mixing": "dynamic", "num_kernels": 4, "attention_layers": (-1,)},
+    "released": {
+        "mixing": "dynamic",
+        "kernel_size": 5,
+        "pointwise": True,
+        "projection_bias": True,
+        "predictor_bias": True,
+        "conv_bias": True,
+    },
+}
+
+
+def tiny_config(variant: str = "dynamic", **overrides) -> ConvT5Config:
+    stack = StackConfig(num_layers=2, **VARIANTS[variant])
+    settings = {
+        "vocab_size": VOCAB,
+        "emb_dim": 8,
+        "mlp_dim": 16,
+        "num_heads": 2,
+        "head_dim": 4,
+        "encoder": stack,
+        "decoder": stack,
+        "dtype": "float32",
+        "positions": "relative" if variant in ("attention", "hybrid") else "none",
+    }
+    return ConvT5Config(**{**settings, **overrides})
+
+
+def tiny_model(variant: str = "dynamic", **overrides):
+    return tiny_config(variant, **overrides).build(jax.random.key(0))
+
+
+def random_tokens(seed: int, batch: int, length: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(1, VOCAB, (batch, length), dtype=np.int32)
+
+
+def shift(targets: np.ndarray) -> np.ndarray:
+    return np.pad(targets[:, :-1], ((0, 0), (1, 0)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_float32_and_finite(variant):
+    source, target = random_tokens(0, 2, 7), random_tokens(1, 2, 5)
+    logits = tiny_model(variant, dtype="bfloat16")(source, shift(target))
+    assert logits.shape == (2, 5, VOCAB)
+    assert logits.dtype == jnp.float32
+    assert jnp.all(jnp.isfinite(logits))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_decoder_never_reads_the_future(variant):
+    model = tiny_model(variant)
+    source, target = random_tokens(0, 1, 7), random_tokens(1, 1, 6)
+    changed = target.copy()
+    changed[:, 3:] = (changed[:, 3:] + 5) % (VOCAB - 1) + 1
+    before, after = model(source, target), model(source, changed)
+    np.testing.assert_array_equal(before[:, :3], after[:, :3])
+    assert not np.array_equal(before[:, 3:], after[:, 3:])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_longer_padding_changes_nothing(variant):
+    model = tiny_model(variant)
+    source, target = random_tokens(0, 2, 7), shift(random_tokens(1, 2, 5))
+    padded = model(np.pad(source, ((0, 0), (0, 4))), np.pad(target, ((0, 0), (0, 3))))
+    np.testing.assert_allclose(padded[:, :5], model(source, target), atol=2e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("positions", ["none", "learned"])
+def test_packed_examples_equal_separate_ones(variant, positions):
+    model = tiny_model(variant, positions=positions, max_positions=16)
+    sources = [random_tokens(i, 1, n) for i, n in enumerate((4, 6))]
+    targets = [random_tokens(9 + i, 1, n) for i, n in enumerate((5, 3))]
+
+    def pack(rows, numbers):
+        return np.pad(np.concatenate(rows, 1), ((0, 0), (0, 2))), numbers
+
+    def numbered(rows, value):
+        parts = [np.full_like(r, value(i)) if value else np.arange(r.shape[1])[None] for i, r in enumerate(rows)]
+        return np.pad(np.concatenate(parts, 1), ((0, 0), (0, 2))).astype(np.int32)
+
+    packed = model(
+        pack(sources, None)[0],
+        pack([shift(t) for t in targets], None)[0],
+        encoder_segment_ids=numbered(sources, lambda i: i + 1),
+        decoder_segment_ids=numbered(targets, lambda i: i + 1),
+        encoder_positions=numbered(sources, None),
+        decoder_positions=numbered(targets, None),
+    )
+    start = 0
+    for source, target in zip(sources, targets, strict=True):
+        alone = model(source, shift(target))
+        stop = start + target.shape[1]
+        np.testing.assert_allclose(packed[:, start:stop], alone, atol=2e-5)
+        start = stop
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("hide_start_token", [False, True])
+def test_stepwise_decoding_equals_teacher_forcing(variant, hide_start_token):
+    model = tiny_model(variant, hide_start_token=hide_start_token)
+    source, target = random_tokens(0, 2, 7), shift(random_tokens(1, 2, 9))
+    source[1, 5:] = 0
+    segments = (source != 0).astype(np.int32)
+    state = model.init_decoding(
+        model.encode(source, segment_ids=segments), encoder_segment_ids=segments, length=9
+    )
+    step = jax.jit(type(model).decode_step)
+    stepped = []
+    for i in range(target.shape[1]):
+        logits, state = step(model, state, jnp.asarray(target[:, i]))
+        stepped.append(logits)
+    np.testing.assert_allclose(np.stack(stepped, 1), model(source, target), atol=2e-5)
+
+
+def test_convolution_state_does_not_grow_with_length():
+    model = tiny_model("dynamic")
+    encoded = model.encode(random_tokens(0, 1, 4))
+    segments = np.ones((1, 4), np.int32)
+    sizes = {
+        length: jax.tree.map(
+            jnp.shape,
+            [s.mixing for s in model.init_decoding(encoded, encoder_segment_ids=segments, length=length).layers],
+        )
+        for length in (8, 4096)
+    }
+    assert sizes[8] == sizes[4096]
+
+
+def test_no_parameter_is_owned_twice():
+    model = tiny_model("released", positions="learned", max_positions=8)
+    owners = [id(value) for _, value in nnx.to_flat_state(nnx.state(model))]
+    assert len(owners) == len(set(owners))
+
+
+def test_dropout_needs_a_key_and_follows_it():
+    model = tiny_model(dropout_rate=0.5)
+    source, target = random_tokens(0, 1, 7), shift(random_tokens(1, 1, 5))
+    plain = model(source, target)
+    np.testing.assert_array_equal(plain, model(source, target))
+    once = model(source, target, dropout_key=jax.random.key(1))
+    np.testing.assert_array_equal(once, model(source, target, dropout_key=jax.random.key(1)))
+    assert not np.array_equal(once, model(source, target, dropout_key=jax.random.key(2)))
+    assert not np.array_equal(once, plain)
+
+
+@pytest.mark.parametrize("layer_order", ["pre", "branch", "post"])
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_both_norms_work_in_every_layer_order(layer_order, norm):
+    model = tiny_model(layer_order=layer_order, norm=norm, mlp="gated_gelu", tie_output=False)
+    logits = model(random_tokens(0, 2, 7), shift(random_tokens(1, 2, 5)))
+    assert jnp.all(jnp.isfinite(logits))
+    assert (model.decoder.final_norm is None) == (layer_order == "post")
+
+
+def test_first_loss_is_near_the_log_of_the_vocabulary():
+    config = tiny_config(emb_dim=64, vocab_size=512)
+    model = config.build(jax.random.key(1))
+    target = random_tokens(1, 8, 16)
+    batch = {
+        "encoder_input_tokens": random_tokens(0, 8, 16),
+        "decoder_input_tokens": shift(target),
+        "decoder_target_tokens": target,
+        "decoder_loss_weights": np.ones_like(target),
+    }
+    sums = TextLoss()(model, batch)
+    # A tied unit-variance embedding adds about half a nat of noise to a uniform guess.
+    assert abs(sums.loss_sum / sums.weight_sum - np.log(512)) < 0.8
+
+
+def test_padding_targets_do_not_count_in_the_loss():
+    model = tiny_model()
+    target = random_tokens(1, 2, 6)
+    weights = np.ones_like(target)
+    weights[:, 4:] = 0
+    batch = {
+        "encoder_input_tokens": random_tokens(0, 2, 6),
+        "decoder_input_tokens": shift(target),
+        "decoder_target_tokens": target,
+        "decoder_loss_weights": weights,
+    }
+    other = dict(batch, decoder_target_tokens=np.where(weights, target, 3).astype(np.int32))
+    assert TextLoss()(model, batch).weight_sum == 8
+    assert TextLoss()(model, batch).loss_sum == TextLoss()(model, other).loss_sum
+    assert TextLoss(normalize_by="positions")(model, batch).weight_sum == 12
+
+
+def test_sequence_longer_than_the_position_table_is_refused():
+    model = tiny_model(positions="learned", max_positions=6)
+    with pytest.raises(UserError, match="7 tokens is longer than max_positions=6"):
+        model(random_tokens(0, 1, 7), random_tokens(1, 1, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"encoder": StackConfig(num_layers=2, kernel_size=(3, 5, 7))}, "encoder.kernel_size lists 3"),
+        ({"encoder": StackConfig(num_layers=2, dilation=0)}, "dilation=0 must be an integer of"),
+        ({"encoder": StackConfig(num_layers=2, kernel_size=0)}, "kernel_size=0 must be an integer"),
+        ({"encoder": StackConfig(num_layers=2, num_kernels=3)}, "num_kernels=3 must divide emb_dim=8"),
+        ({"decoder": StackConfig(num_layers=2, padding="CENTERED")}, "must be causal"),
+        ({"encoder": StackConfig(num_layers=2, mixing="dynmic")}, "Did you mean dynamic"),
+        ({"encoder": StackConfig(num_layers=2, attention_layers=(2,))}, "attention_layers holds 2"),
+        ({"positions": "learned"}, "max_positions=None must be the longest"),
+        ({"dropout_rate": 1.0}, r"dropout_rate=1.0 must be in \[0, 1\)"),
+        ({"emb_dim": 0}, "emb_dim=0 must be an integer"),
+    ],
+)
+def test_a_broken_rule_is_named_with_its_value(change, message):
+    with pytest.raises(UserError, match=message):
+        tiny_config(**change)
+
+
+def test_several_faults_are_reported_together():
+    with pytest.raises(UserError, match="2 faults") as caught:
+        tiny_config(dropout_rate=2.0, dtype="float8")
+    assert "dropout_rate" in str(caught.value)
+    assert "dtype" in str(caught.value)
+
+
+def test_configs_from_gin_lists_are_hashable():
+    stack = StackConfig(num_layers=2, kernel_size=[3, 5], attention_layers=[-1])
+    assert hash(dataclasses.replace(stack, pointwise=True)) != hash(stack)
