@@ -1,0 +1,17 @@
+"""Array functions of sequence models: convolutions, masks and losses; arrays in, arrays out."""
+
+from convt5.ops.convolution import depthwise_conv, dynamic_conv, lightweight_conv
+from convt5.ops.losses import token_cross_entropy
+from convt5.ops.masking import attention_mask, shift_right
+from convt5.ops.padding import Padding, pad_widths
+
+__all__ = [
+    "Padding",
+    "attention_mask",
+    "depthwise_conv",
+    "dynamic_conv",
+    "lightweight_conv",
+    "pad_widths",
+    "shift_right",
+    "token_cross_entropy",
+]

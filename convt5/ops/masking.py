@@ -1,0 +1,43 @@
+"""Masks for padded and packed rows; used by attention, by the model and by decoding."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+
+def attention_mask(
+    query_segment_ids: Int[Array, "batch target"],
+    key_segment_ids: Int[Array, "batch source"],
+    *,
+    causal: bool,
+) -> Bool[Array, "batch target source"]:
+    """Returns which keys each query may read: those of its own segment, never padding.
+
+    Segment 0 is padding: it reads nothing and is read by nothing.
+
+    Args:
+        query_segment_ids: segment of each query position.
+        key_segment_ids: segment of each key position.
+        causal: keys after the query's own position are hidden as well.
+    """
+    query, key = query_segment_ids[:, :, None], key_segment_ids[:, None, :]
+    mask = (query == key) & (key != 0)
+    if causal:
+        query_index = jnp.arange(query.shape[1])[None, :, None]
+        key_index = jnp.arange(key.shape[2])[None, None, :]
+        mask &= key_index <= query_index
+    return mask
+
+
+def shift_right(
+    tokens: Int[Array, "batch length"],
+    segment_ids: Int[Array, "batch length"] | None = None,
+) -> Int[Array, "batch length"]:
+    """Returns decoder inputs for target `tokens`: each position holds the token before it.
+
+    The first position of a row, and of every segment where they are given, holds 0.
+    """
+    shifted = jnp.pad(tokens[:, :-1], ((0, 0), (1, 0)))
+    if segment_ids is None:
+        return shifted
+    before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
+    return jnp.where(segment_ids == before, shifted, 0)
