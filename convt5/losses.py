@@ -55,8 +55,8 @@ class TextLoss:
             decoder_positions=batch.get("decoder_positions"),
             dropout_key=dropout_key,
         )
-        targets = batch["decoder_target_tokens"]
-        weights = batch["decoder_loss_weights"].astype(logits.dtype)
+        targets = jnp.asarray(batch["decoder_target_tokens"])
+        weights = jnp.asarray(batch["decoder_loss_weights"], logits.dtype)
         nll, z_term = token_cross_entropy(
             logits, targets, z_loss=self.z_loss, label_smoothing=self.label_smoothing
         )
@@ -69,7 +69,7 @@ class TextLoss:
             "z_loss": (jnp.sum(z_term * weights), weight),
         }
         if "decoder_target_bytes" in batch:
-            size = batch["decoder_target_bytes"].astype(logits.dtype)
+            size = jnp.asarray(batch["decoder_target_bytes"], logits.dtype)
             metrics["bits_per_byte"] = (total / jnp.log(2.0), jnp.sum(size * weights))
         return LossSums(
             loss_sum=jnp.sum((nll + z_term) * weights),

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
@@ -17,7 +18,8 @@ from convt5.blocks import LayerState, Stack, StackInputs
 from convt5.layers import Dense, DropoutKey, Embed, at_least_float32, split_key
 from convt5.ops import attention_mask
 
-Tokens = Int[Array, "batch length"]
+HostOrDevice = jax.Array | np.ndarray
+Tokens = Int[HostOrDevice, "batch length"]
 
 
 class DecoderState(NamedTuple):
@@ -31,7 +33,7 @@ class DecoderState(NamedTuple):
 
     layers: tuple[LayerState, ...]
     memory_mask: Bool[Array, "batch 1 source"]
-    position: Int[Array, " batch"]
+    position: Int[HostOrDevice, " batch"]
 
 
 class ConvT5(nnx.Module):
@@ -56,13 +58,13 @@ class ConvT5(nnx.Module):
 
     def __call__(
         self,
-        encoder_input_tokens: Int[Array, "batch source"],
-        decoder_input_tokens: Int[Array, "batch target"],
+        encoder_input_tokens: Int[HostOrDevice, "batch source"],
+        decoder_input_tokens: Int[HostOrDevice, "batch target"],
         *,
-        encoder_segment_ids: Int[Array, "batch source"] | None = None,
-        decoder_segment_ids: Int[Array, "batch target"] | None = None,
-        encoder_positions: Int[Array, "batch source"] | None = None,
-        decoder_positions: Int[Array, "batch target"] | None = None,
+        encoder_segment_ids: Int[HostOrDevice, "batch source"] | None = None,
+        decoder_segment_ids: Int[HostOrDevice, "batch target"] | None = None,
+        encoder_positions: Int[HostOrDevice, "batch source"] | None = None,
+        decoder_positions: Int[HostOrDevice, "batch target"] | None = None,
         dropout_key: DropoutKey = None,
     ) -> Float[Array, "batch target vocab"]:
         """Returns float32 logits for every decoder position.
@@ -110,6 +112,7 @@ class ConvT5(nnx.Module):
         """Returns the encoder's output, zero at padding."""
         if segment_ids is None:
             segment_ids = (tokens != 0).astype(jnp.int32)
+        tokens, segment_ids = jnp.asarray(tokens), jnp.asarray(segment_ids)
         x = self.encoder(
             self._embed(tokens, positions),
             StackInputs(segment_ids),
@@ -120,21 +123,24 @@ class ConvT5(nnx.Module):
     def decode(
         self,
         encoded: Float[Array, "batch source embed"],
-        tokens: Int[Array, "batch target"],
+        tokens: Int[HostOrDevice, "batch target"],
         *,
-        encoder_segment_ids: Int[Array, "batch source"],
-        segment_ids: Int[Array, "batch target"] | None = None,
-        positions: Int[Array, "batch target"] | None = None,
+        encoder_segment_ids: Int[HostOrDevice, "batch source"],
+        segment_ids: Int[HostOrDevice, "batch target"] | None = None,
+        positions: Int[HostOrDevice, "batch target"] | None = None,
         dropout_key: DropoutKey = None,
     ) -> Float[Array, "batch target vocab"]:
         """Returns logits for shifted target tokens, all positions at once."""
         if segment_ids is None:
             segment_ids = jnp.ones_like(tokens)
+        tokens, segment_ids = jnp.asarray(tokens), jnp.asarray(segment_ids)
         inputs = StackInputs(
             segment_ids,
             readable=self._readable(tokens),
             memory=encoded,
-            memory_mask=attention_mask(segment_ids, encoder_segment_ids, causal=False),
+            memory_mask=attention_mask(
+                segment_ids, jnp.asarray(encoder_segment_ids), causal=False
+            ),
         )
         x = self.decoder(self._embed(tokens, positions), inputs, dropout_key=dropout_key)
         return self._logits(x)
@@ -143,7 +149,7 @@ class ConvT5(nnx.Module):
         self,
         encoded: Float[Array, "batch source embed"],
         *,
-        encoder_segment_ids: Int[Array, "batch source"],
+        encoder_segment_ids: Int[HostOrDevice, "batch source"],
         length: int,
     ) -> DecoderState:
         """Returns the state before the first of at most `length` decoding steps."""
@@ -151,12 +157,12 @@ class ConvT5(nnx.Module):
         batch = encoded.shape[0]
         return DecoderState(
             layers=self.decoder.init_state(encoded, length=length),
-            memory_mask=(encoder_segment_ids != 0)[:, None],
+            memory_mask=(jnp.asarray(encoder_segment_ids) != 0)[:, None],
             position=jnp.zeros((batch,), jnp.int32),
         )
 
     def decode_step(
-        self, state: DecoderState, tokens: Int[Array, " batch"], *, hide_start_token: bool | None = None
+        self, state: DecoderState, tokens: Int[HostOrDevice, " batch"], *, hide_start_token: bool | None = None
     ) -> tuple[Float[Array, "batch vocab"], DecoderState]:
         """Feeds one token per row and returns the logits of the next one.
 
@@ -166,7 +172,7 @@ class ConvT5(nnx.Module):
             hide_start_token: overrides the config's; False repeats the original's decoding, which
                 is not the function it was trained as.
         """
-        tokens = tokens[:, None]
+        tokens = jnp.asarray(tokens)[:, None]
         x = self._embed(tokens, state.position[:, None])
         x, layers = self.decoder.step(
             x,
@@ -186,7 +192,7 @@ class ConvT5(nnx.Module):
         if positions is None:
             self._check_length(tokens.shape[1])
             positions = jnp.arange(tokens.shape[1])[None]
-        return x + self.position_embedder(positions, dtype=dtype)
+        return x + self.position_embedder(jnp.asarray(positions), dtype=dtype)
 
     def _readable(self, tokens, hide_start_token: bool | None = None):
         hide = self.config.hide_start_token if hide_start_token is None else hide_start_token
