@@ -1,0 +1,343 @@
+"""Optimizers as frozen descriptions that build optax transformations: Adafactor, AdamW, SGD.
+
+They work on trees of arrays and choose parameters by name (`tree_paths`), never by module.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from convt5 import errors
+from convt5.schedule import Schedule
+from convt5.tree_paths import named_leaves
+
+Tree = Any
+Moment = dict[str, Array]
+
+STACKED_TAPS = (
+    r"mixing/kernel$",
+    r"mixing/kernel_logits$",
+    r"mixing/predictor/(kernel|bias)$",
+)
+"""The taps of a convolution: one array here, one variable per tap in the original."""
+
+NOT_DECAYED = (r"(^|/)\w*bias(/|$)", r"norm/scale$")
+"""Biases, relative biases and norm scales, which weight decay would pull to a wrong value."""
+
+
+class OptimizerConfig(Protocol):
+    """What every optimizer description does."""
+
+    def build(self, schedule: Schedule) -> optax.GradientTransformation: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdafactorConfig:
+    """Adafactor as T5 was trained with it (Shazeer and Stern 2018, arXiv 1804.04235).
+
+    With step s from 0, gradient g and decay 1 - (s + 1) ** -decay_exponent, each parameter keeps
+    the decayed mean v of g^2 + epsilon, for large matrices only its row and column means; then
+    u = g / sqrt(v); u /= max(1, rms(u) / clipping_threshold);
+    parameter -= rate(s) * max(rms(parameter), min_parameter_scale) * u. No momentum.
+
+    This equals `optax.adafactor` with these values, except that optax knows only whole leaves: it
+    would share statistics, clipping and scale among the taps of one convolution, which the
+    original holds as separate variables. Parameters named in `stacked` are treated as one
+    parameter for each index of their first axis.
+
+    Attributes:
+        decay_exponent: larger forgets more slowly; T5: 0.8.
+        clipping_threshold: largest rms of an update before scaling; None for no limit.
+        scale_by_parameter: makes the rate relative to the rms of the parameter.
+        min_parameter_scale: floor of that rms, which lets a zero parameter move.
+        epsilon: added to the squared gradient.
+        min_dim_to_factor: row and column means are used where the two largest axes are both at
+            least this long.
+        stacked: regular expressions searched in parameter names; see above.
+        weight_decay: rate-scaled decay of the parameters not in `not_decayed`; T5: 0.
+        not_decayed: regular expressions of parameter names.
+        max_grad_norm: clips the norm of all gradients together first; T5: None.
+    """
+
+    decay_exponent: float = 0.8
+    clipping_threshold: float | None = 1.0
+    scale_by_parameter: bool = True
+    min_parameter_scale: float = 1e-3
+    epsilon: float = 1e-30
+    min_dim_to_factor: int = 128
+    stacked: Sequence[str] = STACKED_TAPS
+    weight_decay: float = 0.0
+    not_decayed: Sequence[str] = NOT_DECAYED
+    max_grad_norm: float | None = None
+
+    def __post_init__(self):
+        faults = _positive_faults(
+            decay_exponent=self.decay_exponent,
+            clipping_threshold=self.clipping_threshold,
+            min_parameter_scale=self.min_parameter_scale,
+            epsilon=self.epsilon,
+            min_dim_to_factor=self.min_dim_to_factor,
+            max_grad_norm=self.max_grad_norm,
+        )
+        faults += _decay_faults(self.weight_decay)
+        faults += _pattern_faults(stacked=self.stacked, not_decayed=self.not_decayed)
+        errors.raise_all(faults, where="AdafactorConfig")
+
+    def build(self, schedule: Schedule) -> optax.GradientTransformation:
+        """Returns the transformation; its updates are to be added to the parameters."""
+        parts = [
+            _clip_gradients(self.max_grad_norm),
+            scale_by_second_moment(
+                decay_exponent=self.decay_exponent,
+                epsilon=self.epsilon,
+                min_dim_to_factor=self.min_dim_to_factor,
+                stacked=self.stacked,
+            ),
+        ]
+        if self.clipping_threshold is not None:
+            parts.append(clip_by_rms(self.clipping_threshold, stacked=self.stacked))
+        if self.scale_by_parameter:
+            parts.append(scale_by_parameter_rms(self.min_parameter_scale, stacked=self.stacked))
+        if self.weight_decay:
+            parts.append(_decay(self.weight_decay, self.not_decayed))
+        return optax.chain(*parts, optax.scale_by_learning_rate(schedule))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamWConfig:
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101).
+
+    Attributes:
+        b1, b2: decays of the first and second moment, in [0, 1).
+        epsilon: added to the root of the second moment.
+        weight_decay: rate-scaled decay of the parameters not in `not_decayed`.
+        not_decayed: regular expressions searched in parameter names.
+        max_grad_norm: clips the norm of all gradients together first; None for no limit.
+    """
+
+    b1: float = 0.9
+    b2: float = 0.999
+    epsilon: float = 1e-8
+    weight_decay: float = 0.01
+    not_decayed: Sequence[str] = NOT_DECAYED
+    max_grad_norm: float | None = 1.0
+
+    def __post_init__(self):
+        faults = _positive_faults(epsilon=self.epsilon, max_grad_norm=self.max_grad_norm)
+        faults += _fraction_faults(b1=self.b1, b2=self.b2)
+        faults += _decay_faults(self.weight_decay)
+        faults += _pattern_faults(not_decayed=self.not_decayed)
+        errors.raise_all(faults, where="AdamWConfig")
+
+    def build(self, schedule: Schedule) -> optax.GradientTransformation:
+        """Returns the transformation; its updates are to be added to the parameters."""
+        return optax.chain(
+            _clip_gradients(self.max_grad_norm),
+            optax.scale_by_adam(b1=self.b1, b2=self.b2, eps=self.epsilon),
+            _decay(self.weight_decay, self.not_decayed),
+            optax.scale_by_learning_rate(schedule),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SGDConfig:
+    """Stochastic gradient descent, with momentum if asked; fields as in `AdamWConfig`."""
+
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    not_decayed: Sequence[str] = NOT_DECAYED
+    max_grad_norm: float | None = None
+
+    def __post_init__(self):
+        faults = _positive_faults(max_grad_norm=self.max_grad_norm)
+        faults += _fraction_faults(momentum=self.momentum)
+        faults += _decay_faults(self.weight_decay)
+        faults += _pattern_faults(not_decayed=self.not_decayed)
+        errors.raise_all(faults, where="SGDConfig")
+
+    def build(self, schedule: Schedule) -> optax.GradientTransformation:
+        """Returns the transformation; its updates are to be added to the parameters."""
+        trace = optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()
+        # Decay before momentum: it is part of the gradient of a penalised loss, as in torch's SGD.
+        return optax.chain(
+            _clip_gradients(self.max_grad_norm),
+            _decay(self.weight_decay, self.not_decayed),
+            trace,
+            optax.scale_by_learning_rate(schedule),
+        )
+
+
+class SecondMomentState(NamedTuple):
+    """Adafactor's memory.
+
+    Attributes:
+        count: updates made.
+        moments: in the place of each parameter, {"full": v} or, if factored, {"row": v averaged
+            over the longest axis, "column": v averaged over the second longest}. Averaged axes are
+            kept with length 1, so every array has the rank, and takes the sharding, of its
+            parameter.
+    """
+
+    count: Int[Array, ""]
+    moments: Tree
+
+
+def scale_by_second_moment(
+    *, decay_exponent: float, epsilon: float, min_dim_to_factor: int, stacked: Sequence[str] = ()
+) -> optax.GradientTransformation:
+    """Divides gradients by the root of their decayed, perhaps factored, mean square."""
+
+    def init(params: Tree) -> SecondMomentState:
+        def zeros(leaf: Array, is_stacked: bool) -> Moment:
+            factored = factored_axes(leaf.shape, min_dim_to_factor, is_stacked=is_stacked)
+            if factored is None:
+                return {"full": jnp.zeros_like(leaf)}
+            return {
+                name: jnp.zeros(
+                    [1 if i == axis else n for i, n in enumerate(leaf.shape)], leaf.dtype
+                )
+                for name, axis in zip(("row", "column"), factored, strict=True)
+            }
+
+        return SecondMomentState(jnp.zeros([], jnp.int32), _map_blocks(zeros, stacked, params))
+
+    def update(updates: Tree, state: SecondMomentState, params: Tree | None = None):
+        del params
+        decay = 1.0 - (state.count + 1.0) ** -decay_exponent
+
+        def next_moment(gradient: Array, is_stacked: bool, moment: Moment) -> Moment:
+            square = jnp.square(gradient) + epsilon
+            axes = factored_axes(gradient.shape, min_dim_to_factor, is_stacked=is_stacked)
+            averaged = dict(zip(("row", "column"), axes or (), strict=False))
+            return {
+                name: _decayed(
+                    decay,
+                    old,
+                    square
+                    if name == "full"
+                    else jnp.mean(square, axis=averaged[name], keepdims=True),
+                )
+                for name, old in moment.items()
+            }
+
+        def scaled(gradient: Array, is_stacked: bool, moment: Moment) -> Array:
+            if "full" in moment:
+                return gradient * jax.lax.rsqrt(moment["full"])
+            row = moment["row"]
+            row_mean = jnp.mean(row, axis=_block_axes(row, is_stacked), keepdims=True)
+            return gradient * jax.lax.rsqrt(row / row_mean) * jax.lax.rsqrt(moment["column"])
+
+        moments = _map_blocks(next_moment, stacked, updates, state.moments)
+        scaled_updates = _map_blocks(scaled, stacked, updates, moments)
+        return scaled_updates, SecondMomentState(state.count + 1, moments)
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def clip_by_rms(threshold: float, *, stacked: Sequence[str] = ()) -> optax.GradientTransformation:
+    """Scales each parameter's update down to an rms of at most `threshold`."""
+
+    def clip(update: Array, is_stacked: bool) -> Array:
+        return update / jnp.maximum(1.0, _rms(update, is_stacked) / threshold)
+
+    return optax.stateless(lambda updates, _: _map_blocks(clip, stacked, updates))
+
+
+def scale_by_parameter_rms(
+    min_scale: float, *, stacked: Sequence[str] = ()
+) -> optax.GradientTransformation:
+    """Multiplies each parameter's update by the rms of the parameter, at least `min_scale`."""
+
+    def scale(update: Array, is_stacked: bool, parameter: Array) -> Array:
+        return update * jnp.maximum(_rms(parameter, is_stacked), min_scale)
+
+    return optax.stateless(lambda updates, params: _map_blocks(scale, stacked, updates, params))
+
+
+def factored_axes(
+    shape: Sequence[int], min_dim_to_factor: int, *, is_stacked: bool = False
+) -> tuple[int, int] | None:
+    """Returns the longest and the second longest axis, or None if the statistics stay whole."""
+    axes = range(1 if is_stacked else 0, len(shape))
+    # Stable: of equal axes the first counts as the longest, as in the original.
+    longest = sorted(axes, key=lambda axis: -shape[axis])[:2]
+    if len(longest) < 2 or shape[longest[1]] < min_dim_to_factor:
+        return None
+    return longest[0], longest[1]
+
+
+def _map_blocks(function: Callable[..., Any], stacked: Sequence[str], tree: Tree, *rest: Tree):
+    """Maps `function(leaf, is_stacked, *rest)`; `rest` may hold whole subtrees at a leaf."""
+    treedef = jax.tree.structure(tree)
+    others = [treedef.flatten_up_to(other) for other in rest]
+    return treedef.unflatten(
+        function(leaf, _matches(name, stacked), *more)
+        for (name, leaf), *more in zip(named_leaves(tree), *others, strict=True)
+    )
+
+
+def _block_axes(leaf: Array, is_stacked: bool) -> tuple[int, ...]:
+    return tuple(range(1 if is_stacked else 0, leaf.ndim))
+
+
+def _rms(leaf: Array, is_stacked: bool) -> Float[Array, "..."]:
+    axes = _block_axes(leaf, is_stacked)
+    return jnp.sqrt(jnp.mean(jnp.square(leaf), axis=axes, keepdims=True))
+
+
+def _decayed(decay: Float[Array, ""], old: Array, new: Array) -> Array:
+    return (decay * old + (1.0 - decay) * new).astype(old.dtype)
+
+
+def _decay(weight_decay: float, not_decayed: Sequence[str]) -> optax.GradientTransformation:
+    def mask(params: Tree) -> Tree:
+        return _map_blocks(lambda _, is_exempt: not is_exempt, not_decayed, params)
+
+    return optax.add_decayed_weights(weight_decay, mask) if weight_decay else optax.identity()
+
+
+def _clip_gradients(max_norm: float | None) -> optax.GradientTransformation:
+    return optax.identity() if max_norm is None else optax.clip_by_global_norm(max_norm)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _positive_faults(**values: float | None) -> list[str]:
+    return [
+        f"{name}={value} must be positive."
+        for name, value in values.items()
+        if value is not None and not value > 0
+    ]
+
+
+def _fraction_faults(**values: float) -> list[str]:
+    return [
+        f"{name}={value} must be in [0, 1)." for name, value in values.items() if not 0 <= value < 1
+    ]
+
+
+def _decay_faults(weight_decay: float) -> list[str]:
+    return [] if weight_decay >= 0 else [f"weight_decay={weight_decay} must be at least 0."]
+
+
+def _pattern_faults(**patterns: Sequence[str]) -> list[str]:
+    faults = []
+    for name, values in patterns.items():
+        if isinstance(values, str):
+            faults.append(f"{name}={values!r} must be a list of regular expressions.")
+            continue
+        for value in values:
+            try:
+                re.compile(value)
+            except re.error as error:
+                faults.append(f"{name} holds {value!r}, no regular expression: {error}.")
+    return faults

@@ -1,0 +1,150 @@
+"""Learning-rate schedules: the number of updates already made in, a rate out.
+
+Each schedule is a frozen description that is called inside the jitted step; gin chooses one.
+"""
+
+import dataclasses
+import math
+from typing import Protocol
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from convt5 import errors
+
+Step = Int[Array, ""] | int
+Rate = Float[Array, ""]
+
+
+class Schedule(Protocol):
+    """What every schedule does."""
+
+    def __call__(self, step: Step) -> Rate: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Constant:
+    """One rate for all steps, as in T5 fine-tuning."""
+
+    rate: float
+
+    def __post_init__(self):
+        errors.raise_all(_faults(rate=self.rate), where="Constant")
+
+    def __call__(self, step: Step) -> Rate:
+        return jnp.full_like(_as_float(step), self.rate)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InverseSqrt:
+    """multiplier / sqrt(max(step, warmup_steps)): T5's pre-training schedule.
+
+    Raffel et al. 2020, arXiv 1910.10683, section 3.1.2. During the warm-up the rate is constant at
+    multiplier / sqrt(warmup_steps), 0.01 by default, not rising.
+
+    Attributes:
+        multiplier: scales the whole curve. With a parameter-scaled optimizer (Adafactor) the rate
+            is relative to the size of each parameter, so T5's 1.0 suits every model size.
+        warmup_steps: steps before the rate decays.
+        linear_warmup: rises linearly to the constant rate instead, for optimizers whose first
+            steps are unstable; not done by T5.
+    """
+
+    multiplier: float = 1.0
+    warmup_steps: int = 10_000
+    linear_warmup: bool = False
+
+    def __post_init__(self):
+        faults = _faults(multiplier=self.multiplier)
+        if self.warmup_steps < 1:
+            faults.append(
+                f"warmup_steps={self.warmup_steps} must be at least 1: the first rate is "
+                "multiplier / sqrt(warmup_steps)."
+            )
+        errors.raise_all(faults, where="InverseSqrt")
+
+    def __call__(self, step: Step) -> Rate:
+        step = _as_float(step)
+        rate = self.multiplier / jnp.sqrt(jnp.maximum(step, self.warmup_steps))
+        return rate * _warmup(step, self.warmup_steps) if self.linear_warmup else rate
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cosine:
+    """A linear rise to `peak`, then half a cosine down to `final_fraction` of it.
+
+    Attributes:
+        peak: the highest rate, reached after `warmup_steps`.
+        total_steps: where the fall ends, warm-up included; the rate stays there afterwards.
+        warmup_steps: steps of the rise; 0 starts at the peak.
+        final_fraction: the last rate as a fraction of the peak, in [0, 1].
+    """
+
+    peak: float
+    total_steps: int
+    warmup_steps: int = 0
+    final_fraction: float = 0.0
+
+    def __post_init__(self):
+        errors.raise_all(_decay_faults(self), where="Cosine")
+
+    def __call__(self, step: Step) -> Rate:
+        step = _as_float(step)
+        fall = 0.5 * (1.0 + jnp.cos(math.pi * _progress(step, self)))
+        fraction = self.final_fraction + (1.0 - self.final_fraction) * fall
+        return self.peak * fraction * _warmup(step, self.warmup_steps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Linear:
+    """A linear rise to `peak`, then a linear fall to `final_fraction` of it; fields as `Cosine`."""
+
+    peak: float
+    total_steps: int
+    warmup_steps: int = 0
+    final_fraction: float = 0.0
+
+    def __post_init__(self):
+        errors.raise_all(_decay_faults(self), where="Linear")
+
+    def __call__(self, step: Step) -> Rate:
+        step = _as_float(step)
+        fraction = 1.0 - (1.0 - self.final_fraction) * _progress(step, self)
+        return self.peak * fraction * _warmup(step, self.warmup_steps)
+
+
+def _as_float(step: Step) -> Rate:
+    return jnp.asarray(step).astype(jnp.float32)
+
+
+def _warmup(step: Rate, warmup_steps: int) -> Rate:
+    # The first update, at step 0, already moves: a rate of zero would waste its batch.
+    return jnp.minimum(1.0, (step + 1.0) / max(warmup_steps, 1))
+
+
+def _progress(step: Rate, schedule: Cosine | Linear) -> Rate:
+    """The share of the fall that is over, from 0 at the end of the warm-up to 1."""
+    fall_steps = schedule.total_steps - schedule.warmup_steps
+    return jnp.clip((step - schedule.warmup_steps) / fall_steps, 0.0, 1.0)
+
+
+def _faults(**rates: float) -> list[str]:
+    return [
+        f"{name}={rate} must be a positive finite number."
+        for name, rate in rates.items()
+        if not (math.isfinite(rate) and rate > 0)
+    ]
+
+
+def _decay_faults(schedule: Cosine | Linear) -> list[str]:
+    faults = _faults(peak=schedule.peak)
+    if schedule.warmup_steps < 0:
+        faults.append(f"warmup_steps={schedule.warmup_steps} must be at least 0.")
+    if schedule.total_steps <= schedule.warmup_steps:
+        faults.append(
+            f"total_steps={schedule.total_steps} must be greater than warmup_steps="
+            f"{schedule.warmup_steps}: it counts the warm-up too."
+        )
+    if not 0 <= schedule.final_fraction <= 1:
+        faults.append(f"final_fraction={schedule.final_fraction} must be in [0, 1].")
+    return faults

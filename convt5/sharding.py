@@ -1,0 +1,270 @@
+"""Where arrays live: the device mesh, and a table of rules from parameter names to axes.
+
+Models name nothing of this. A table is applied to abstract shapes, to parameters and optimizer
+state alike; the trainer takes it as an argument, so that other models bring their own.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from convt5 import errors
+from convt5.tree_paths import named_leaves, path_name
+
+Tree = Any
+
+AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How many ways the work is split; -1, at one place, takes all devices that remain.
+
+    Attributes:
+        data: groups that each hold all parameters and take a part of the batch.
+        fsdp: devices that split the batch and hold a part of each parameter and of its optimizer
+            state, gathered when used (fully sharded data parallel).
+        tensor: devices that split the channels of each layer (tensor parallel).
+    """
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+
+    def __post_init__(self):
+        sizes = dataclasses.asdict(self)
+        faults = [
+            f"{axis}={size!r} must be a positive integer, or -1 for all devices that remain."
+            for axis, size in sizes.items()
+            if not isinstance(size, int) or size == 0 or size < -1
+        ]
+        if list(sizes.values()).count(-1) > 1:
+            faults.append(f"{self._text()}: only one axis can take the remaining devices (-1).")
+        errors.raise_all(faults, where="MeshConfig")
+
+    def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+        """Returns the mesh over `devices`, by default all of every host.
+
+        Raises:
+            UserError: the sizes do not multiply to the number of devices.
+        """
+        devices = list(jax.devices() if devices is None else devices)
+        # Auto: the compiler places everything between the inputs and outputs of the step.
+        types = (AxisType.Auto,) * len(AXES)
+        return jax.make_mesh(self.sizes(len(devices)), AXES, types, devices=devices)
+
+    def sizes(self, num_devices: int) -> tuple[int, int, int]:
+        """Returns the size of each of `AXES` on `num_devices` devices."""
+        known = math.prod(size for size in dataclasses.astuple(self) if size != -1)
+        if num_devices % known or (-1 not in dataclasses.astuple(self) and known != num_devices):
+            raise errors.UserError(
+                f"MeshConfig({self._text()}) needs a multiple of {known} devices, and all of them, "
+                f"but there are {num_devices}; choose sizes that multiply to {num_devices}, or -1 "
+                "for one of them."
+            )
+        rest = num_devices // known
+        data, fsdp, tensor = (rest if s == -1 else s for s in dataclasses.astuple(self))
+        return data, fsdp, tensor
+
+    def _text(self) -> str:
+        return ", ".join(f"{axis}={size}" for axis, size in dataclasses.asdict(self).items())
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One line of a sharding table; the first rule whose pattern is found in a name decides.
+
+    Attributes:
+        pattern: regular expression searched in the parameter name.
+        axes: the mesh axis, the axes, or None, for each array axis; missing ones are None.
+        optional: whether a model may have no such parameter; otherwise that is an error.
+    """
+
+    pattern: str
+    axes: tuple[str | tuple[str, ...] | None, ...] = ()
+    optional: bool = False
+
+
+# Channels of a convolution are independent, so they stay split over "tensor" from the input
+# projection to the output projection and only the latter communicates; attention heads and the
+# feed-forward layer likewise. "fsdp" takes the other axis, "data" none.
+TEXT_RULES = (
+    Rule(r"token_embedder/embedding$", ("tensor", "fsdp")),
+    Rule(r"position_embedder/embedding$", (None, "fsdp"), optional=True),
+    Rule(r"relative_bias/embedding$", (None, "tensor"), optional=True),
+    Rule(r"norm/(scale|bias)$"),
+    Rule(r"mixing/(input|gate)/kernel$", ("fsdp", "tensor"), optional=True),
+    Rule(r"mixing/(input|gate)/bias$", ("tensor",), optional=True),
+    Rule(r"mixing/kernel$", (None, "tensor"), optional=True),
+    # Kernels shared by groups of channels may be fewer than devices, and are small.
+    Rule(r"mixing/kernel_logits$", optional=True),
+    Rule(r"mixing/predictor/kernel$", (None, ("tensor", "fsdp")), optional=True),
+    Rule(r"mixing/predictor/bias$", optional=True),
+    Rule(r"mixing/conv_bias$", ("tensor",), optional=True),
+    Rule(r"(mixing|cross_attention)/(query|key|value)/kernel$", ("fsdp", "tensor")),
+    Rule(r"(mixing|cross_attention)/(pointwise|output)/kernel$", ("tensor", "fsdp")),
+    Rule(r"mixing/(pointwise|output)/bias$", optional=True),
+    Rule(r"mlp/wi(_[01])?/kernel$", ("fsdp", "tensor")),
+    Rule(r"mlp/wi(_[01])?/bias$", ("tensor",), optional=True),
+    Rule(r"mlp/wo/kernel$", ("tensor", "fsdp")),
+    Rule(r"mlp/wo/bias$", optional=True),
+    Rule(r"output_head/kernel$", ("fsdp", "tensor"), optional=True),
+)
+"""The table of the text models."""
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of values that every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of batches: the first axis is split over `BATCH_AXES`."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def parameter_specs(parameters: Tree, rules: Sequence[Rule]) -> dict[str, PartitionSpec]:
+    """Returns the spec of every parameter by name, one entry per array axis.
+
+    Raises:
+        UserError: a parameter that no rule matches, a rule that is not optional and decides
+            nothing, or a rule with more axes than its parameter. All are listed.
+    """
+    specs, faults, used = {}, [], set()
+    for name, leaf in named_leaves(parameters):
+        rule = next((rule for rule in rules if re.search(rule.pattern, name)), None)
+        if rule is None:
+            faults.append(f"no rule matches parameter {name} {tuple(leaf.shape)}; add one for it.")
+            continue
+        used.add(rule)
+        if len(rule.axes) > len(leaf.shape):
+            faults.append(
+                f"rule {rule.pattern!r} names {len(rule.axes)} axes, but parameter {name} has "
+                f"shape {tuple(leaf.shape)}; give at most one entry per array axis."
+            )
+            continue
+        missing = len(leaf.shape) - len(rule.axes)
+        specs[name] = PartitionSpec(*rule.axes, *(None,) * missing)
+    faults += [
+        f"rule {rule.pattern!r} decides no parameter; correct its pattern or its place, or mark it "
+        "optional."
+        for rule in rules
+        if rule not in used and not rule.optional
+    ]
+    errors.raise_all(faults, where="sharding rules")
+    return specs
+
+
+def tree_shardings(tree: Tree, parameters: Tree, mesh: Mesh, rules: Sequence[Rule]) -> Tree:
+    """Returns a `NamedSharding` for every leaf of `tree`, which may be abstract.
+
+    A leaf whose name contains a parameter's name, as optimizer state does, is placed like that
+    parameter; axes of length 1 (averaged statistics) are not split. Scalars are replicated.
+
+    Raises:
+        UserError: faults of `parameter_specs`, or array axes that the mesh does not divide.
+    """
+    specs = parameter_specs(parameters, rules)
+    shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(parameters)}
+    faults = []
+
+    def place(path, leaf) -> NamedSharding:
+        name = path_name(path)
+        owner = _owner(name, shapes)
+        if owner is None or len(leaf.shape) != len(shapes[owner]):
+            if leaf.shape:
+                faults.append(
+                    f"{name} {tuple(leaf.shape)} is neither a scalar nor shaped like a parameter, so "
+                    "no rule applies to it."
+                )
+            return replicated(mesh)
+        spec = _spec_of_state(tuple(leaf.shape), shapes[owner], specs[owner])
+        faults.extend(_division_faults(name, tuple(leaf.shape), spec, mesh))
+        return NamedSharding(mesh, spec)
+
+    shardings = jax.tree_util.tree_map_with_path(place, tree)
+    errors.raise_all(faults, where=f"mesh {dict(mesh.shape)}")
+    return shardings
+
+
+def check_mesh(
+    mesh: Mesh,
+    *,
+    batch_size: int,
+    grad_accum_steps: int = 1,
+    tensor_divides: Mapping[str, int] | None = None,
+) -> None:
+    """Checks what the shapes of parameters do not show.
+
+    Args:
+        mesh: from `MeshConfig.build`.
+        batch_size: rows of the global batch.
+        grad_accum_steps: microbatches each batch is cut into.
+        tensor_divides: sizes that the axis "tensor" must divide, by the name of their setting,
+            such as {"num_heads": 12}.
+
+    Raises:
+        UserError: listing every size that does not divide.
+    """
+    ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    faults = []
+    if grad_accum_steps < 1:
+        faults.append(f"grad_accum_steps={grad_accum_steps} must be at least 1.")
+    elif batch_size < 1 or batch_size % (ways * grad_accum_steps):
+        faults.append(
+            f"batch_size={batch_size} must be a multiple of data * fsdp * grad_accum_steps = "
+            f"{mesh.shape['data']} * {mesh.shape['fsdp']} * {grad_accum_steps} = "
+            f"{ways * grad_accum_steps}: every device takes equally many rows of each microbatch."
+        )
+    faults += [
+        f"{name}={size} must be a multiple of tensor={mesh.shape['tensor']}; set MeshConfig.tensor "
+        f"to a divisor of {size}."
+        for name, size in (tensor_divides or {}).items()
+        if size % mesh.shape["tensor"]
+    ]
+    errors.raise_all(faults, where=f"mesh {dict(mesh.shape)}")
+
+
+def _owner(name: str, parameters: Mapping[str, Any]) -> str | None:
+    """Returns the longest parameter name that is a run of whole components of `name`."""
+    parts = name.split("/")
+    runs = (
+        "/".join(parts[start : start + length])
+        for length in range(len(parts), 0, -1)
+        for start in range(len(parts) - length + 1)
+    )
+    return next((run for run in runs if run in parameters), None)
+
+
+def _spec_of_state(
+    shape: tuple[int, ...], owner_shape: tuple[int, ...], spec: PartitionSpec
+) -> PartitionSpec:
+    """Returns the parameter's spec without the axes that the state has averaged away."""
+    return PartitionSpec(
+        *(
+            axes if size == owner_size else None
+            for size, owner_size, axes in zip(shape, owner_shape, spec, strict=True)
+        )
+    )
+
+
+def _division_faults(
+    name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh
+) -> list[str]:
+    faults = []
+    for size, axes in zip(shape, spec, strict=True):
+        axes = (axes,) if isinstance(axes, str) else axes or ()
+        ways = math.prod(mesh.shape[axis] for axis in axes)
+        if size % ways:
+            split = " * ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+            faults.append(
+                f"{name} {shape} has an axis of {size} that {split} must divide; choose other mesh "
+                "sizes or change the model's size."
+            )
+    return faults

@@ -1,0 +1,94 @@
+"""Everything that one update changes: step, model, optimizer state; made directly where it lives.
+
+`trainer` and `checkpoint` use the abstract state (shapes) and its shardings before any allocation.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Int, PRNGKeyArray
+
+from convt5 import sharding
+
+Tree = Any
+
+
+class ModelConfig(Protocol):
+    """A description that builds a model all of whose leaves are trained."""
+
+    def build(self, key: PRNGKeyArray) -> nnx.Module: ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """The state of training after `step` updates.
+
+    Attributes:
+        step: updates made.
+        model: an NNX module; as a tree it holds the parameters and nothing else.
+        opt_state: of the optimizer over `parameters(model)`: plain containers and arrays.
+    """
+
+    step: Int[Array, ""]
+    model: nnx.Module
+    opt_state: Tree
+
+    def apply_gradients(
+        self, optimizer: optax.GradientTransformation, gradients: nnx.Module
+    ) -> "TrainState":
+        """Returns the state after one update; `gradients` has the structure of the model."""
+        before = parameters(self.model)
+        updates, opt_state = optimizer.update(parameters(gradients), self.opt_state, before)
+        after = optax.apply_updates(before, updates)
+        return TrainState(self.step + 1, with_parameters(self.model, after), opt_state)
+
+
+def parameters(model: nnx.Module) -> dict[str, Any]:
+    """Returns the parameters as nested plain dicts: arrays and names, no library classes."""
+    return nnx.to_pure_dict(nnx.state(model))
+
+
+def with_parameters(model: nnx.Module, values: dict[str, Any]) -> nnx.Module:
+    """Returns a model like `model` that holds `values`, nested as `parameters` returns them."""
+    graph, state = nnx.split(model)
+    nnx.replace_by_pure_dict(state, values)
+    return nnx.merge(graph, state)
+
+
+def new_state(
+    model_config: ModelConfig, optimizer: optax.GradientTransformation, key: PRNGKeyArray
+) -> TrainState:
+    """Returns the state before the first update, wherever jax places it by itself."""
+    model = model_config.build(key)
+    return TrainState(jnp.zeros([], jnp.int32), model, optimizer.init(parameters(model)))
+
+
+def abstract_state(
+    model_config: ModelConfig, optimizer: optax.GradientTransformation
+) -> TrainState:
+    """Returns the state with shapes in the place of arrays; allocates nothing."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.eval_shape(lambda key: new_state(model_config, optimizer, key), key)
+
+
+def state_shardings(abstract: TrainState, mesh: Mesh, rules: Sequence[sharding.Rule]) -> TrainState:
+    """Returns the state with shardings in the place of arrays, by a table of rules."""
+    return sharding.tree_shardings(abstract, abstract.model, mesh, rules)
+
+
+def init_state(
+    model_config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    key: PRNGKeyArray,
+    shardings: TrainState,
+) -> TrainState:
+    """Returns the state before the first update, each device making only its own part."""
+    make = jax.jit(lambda key: new_state(model_config, optimizer, key), out_shardings=shardings)
+    return make(key)

@@ -1,0 +1,201 @@
+"""One update, and one evaluation, as jitted functions of a state and a global batch.
+
+A loss returns weighted sums, so that means are over the global batch however it is split among
+devices and microbatches. An update that is not finite is not made: the metrics say so.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from convt5.schedule import Schedule
+from convt5.sharding import replicated
+from convt5.train_state import TrainState
+from convt5.tree_paths import named_leaves
+
+Tree = Any
+Scalar = Float[Array, ""]
+Batch = Mapping[str, Array]
+Metrics = dict[str, Array]
+
+ALL_FINITE = "all_finite"
+NONFINITE_INDEX = "nonfinite_index"
+"""Metrics that say whether the update was made; `describe_nonfinite` explains the index."""
+
+
+class LossSums(NamedTuple):
+    """Sums over a batch; the loss is loss_sum / weight_sum.
+
+    Attributes:
+        loss_sum: what is minimised, summed over the batch.
+        weight_sum: what it is divided by, such as the number of target tokens.
+        metrics: for each name a sum and the weight it is divided by.
+    """
+
+    loss_sum: Scalar
+    weight_sum: Scalar
+    metrics: dict[str, tuple[Scalar, Scalar]]
+
+    def means(self) -> Metrics:
+        """Returns the loss and every metric as means; 0 where the weight is 0."""
+        means = {name: _mean(*sums) for name, sums in self.metrics.items()}
+        return {"loss": _mean(self.loss_sum, self.weight_sum), **means}
+
+
+class Loss(Protocol):
+    """What the trainer minimises; `dropout_key` is None in evaluation."""
+
+    def __call__(
+        self, model: Any, batch: Any, *, dropout_key: PRNGKeyArray | None = None
+    ) -> LossSums: ...
+
+
+def make_train_step(
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    state_shardings: TrainState,
+    batch_sharding: NamedSharding,
+    *,
+    schedule: Schedule | None = None,
+    grad_accum_steps: int = 1,
+    seed_key: PRNGKeyArray,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """Returns the jitted update; it consumes (donates) the state it is given.
+
+    Args:
+        loss: called on a model and a batch or microbatch.
+        optimizer: from `optimizer.*Config.build`.
+        state_shardings: of the state, in and out.
+        batch_sharding: of every array of the batch.
+        schedule: reported as the metric `learning_rate`.
+        grad_accum_steps: microbatches whose gradients are summed before the update, which is the
+            same as without them but needs the memory of one. It must divide the batch.
+        seed_key: with the step number it determines all dropout, so a resumed run repeats it.
+
+    Returns:
+        A function from state and batch to the next state and scalar metrics: `loss`, those of the
+        loss, `loss_weight`, `grad_norm`, `param_norm` (before the update), `learning_rate`,
+        `all_finite` and `nonfinite_index`. If anything is not finite the state comes back as it
+        was, step number included.
+    """
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(seed_key, state.step)
+        sums, gradients = _accumulated(loss, state.model, batch, key, grad_accum_steps)
+        gradients = jax.tree.map(lambda g: _mean(g, sums.weight_sum), gradients)
+        updated = state.apply_gradients(optimizer, gradients)
+        index = _nonfinite_index(sums.loss_sum, state.model, gradients, updated)
+        all_finite = index < 0
+        after = jax.tree.map(lambda new, old: jnp.where(all_finite, new, old), updated, state)
+        metrics = {
+            **sums.means(),
+            "loss_weight": sums.weight_sum,
+            "grad_norm": optax.tree.norm(gradients),
+            "param_norm": optax.tree.norm(state.model),
+            ALL_FINITE: all_finite,
+            NONFINITE_INDEX: index,
+        }
+        if schedule is not None:
+            metrics["learning_rate"] = schedule(state.step)
+        return after, metrics
+
+    return jax.jit(
+        train_step,
+        in_shardings=(state_shardings, batch_sharding),
+        out_shardings=(state_shardings, replicated(batch_sharding.mesh)),
+        donate_argnums=0,
+    )
+
+
+def make_eval_step(
+    loss: Loss, model_shardings: nnx.Module, batch_sharding: NamedSharding
+) -> Callable[[nnx.Module, Batch], LossSums]:
+    """Returns the jitted evaluation of one batch, without dropout; add its sums, then `means()`."""
+    return jax.jit(
+        lambda model, batch: loss(model, batch, dropout_key=None),
+        in_shardings=(model_shardings, batch_sharding),
+        out_shardings=replicated(batch_sharding.mesh),
+    )
+
+
+def first_nonfinite(tree: Tree) -> str | None:
+    """Returns the name of the first array that holds NaN or infinity; reads every array."""
+    for name, leaf in named_leaves(tree):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) and not bool(jnp.isfinite(leaf).all()):
+            return name
+    return None
+
+
+def describe_nonfinite(metrics: Mapping[str, Any], model: nnx.Module) -> str | None:
+    """Says what was not finite in a step, or returns None if all was; `model` may be abstract."""
+    index = int(np.asarray(metrics[NONFINITE_INDEX]))
+    names = [name for name, _ in named_leaves(model)]
+    if index < 0:
+        return None
+    if index < len(names):
+        return f"parameter {names[index]}"
+    if index < 2 * len(names):
+        return f"gradient of parameter {names[index - len(names)]}"
+    return "the loss" if index == 2 * len(names) else "the updated parameters or optimizer state"
+
+
+def _accumulated(
+    loss: Loss, model: nnx.Module, batch: Batch, key: PRNGKeyArray, num_parts: int
+) -> tuple[LossSums, nnx.Module]:
+    """Returns the sums over the batch and the gradients of `loss_sum`, one part at a time."""
+
+    def sums_and_gradients(part: Batch, key: PRNGKeyArray) -> tuple[LossSums, nnx.Module]:
+        def loss_sum(model: nnx.Module) -> tuple[Scalar, LossSums]:
+            sums = loss(model, part, dropout_key=key)
+            return sums.loss_sum, sums
+
+        (_, sums), gradients = jax.value_and_grad(loss_sum, has_aux=True)(model)
+        return sums, gradients
+
+    if num_parts == 1:
+        return sums_and_gradients(batch, key)
+
+    def add_part(total, part_and_key):
+        return jax.tree.map(jnp.add, total, sums_and_gradients(*part_and_key)), None
+
+    parts = jax.tree.map(lambda x: _split(x, num_parts), batch)
+    keys = jax.random.split(key, num_parts)
+    one = jax.eval_shape(sums_and_gradients, jax.tree.map(lambda x: x[0], parts), keys[0])
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), one)
+    total, _ = jax.lax.scan(add_part, zeros, (parts, keys))
+    return total
+
+
+def _split(x: Array, num_parts: int) -> Array:
+    """Cuts rows into parts, part i taking every num_parts-th row from i.
+
+    Neighbouring rows lie on one device, so each device finds its share of every part at home.
+    """
+    return jnp.moveaxis(x.reshape(x.shape[0] // num_parts, num_parts, *x.shape[1:]), 1, 0)
+
+
+def _mean(total: Array, weight: Scalar) -> Array:
+    """Divides, giving 0 where nothing was weighed: a batch without targets is no fault."""
+    return total / jnp.where(weight == 0, 1, weight)
+
+
+def _nonfinite_index(
+    loss_sum: Scalar, model: nnx.Module, gradients: nnx.Module, updated: TrainState
+) -> Int[Array, ""]:
+    """Returns -1, or what is first not finite: parameters, gradients, loss, then the update."""
+    flags = [*_finite(model), *_finite(gradients), jnp.isfinite(loss_sum)]
+    flags.append(jnp.stack(_finite(updated)).all())
+    broken = ~jnp.stack(flags)
+    return jnp.where(broken.any(), jnp.argmax(broken), -1).astype(jnp.int32)
+
+
+def _finite(tree: Tree) -> Sequence[Bool[Array, ""]]:
+    # Integers have no infinities; they count as finite.
+    return [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]

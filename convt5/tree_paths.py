@@ -1,0 +1,23 @@
+"""Names of the leaves of a tree, as they appear in rules, messages and checkpoints.
+
+`optimizer`, `sharding` and `train_step` choose parameters by these names, such as
+`encoder/layers/0/mlp/wi/kernel`; a module and the plain dict of its parameters give the same ones.
+"""
+
+from typing import Any
+
+import jax
+
+
+def path_name(key_path: tuple[Any, ...]) -> str:
+    """Returns a jax key path joined with slashes, without the attribute inside an NNX variable."""
+    last = key_path[-1] if key_path else None
+    # An nnx.Param is a tree node whose only child is its attribute `value`; dicts keep theirs.
+    if isinstance(last, jax.tree_util.GetAttrKey) and last.name == "value":
+        key_path = key_path[:-1]
+    return jax.tree_util.keystr(key_path, simple=True, separator="/")
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Returns every leaf with its name, in the order of `jax.tree.leaves`."""
+    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
