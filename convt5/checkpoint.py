@@ -1,0 +1,477 @@
+"""Checkpoints: plain trees of arrays, the optimizer's state and the position in the data.
+
+`Checkpointer` writes them in the background and finds the newest one that can be read; the trainer
+uses it, and `load_params` reads the parameters alone for evaluation, inference and fine-tuning.
+A checkpoint is one folder named after its step; it appears under that name only when complete.
+"""
+
+import base64
+import contextlib
+import dataclasses
+import hashlib
+import json
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint.checkpoint_managers import (
+    AnyPreservationPolicy,
+    BestN,
+    EveryNSteps,
+    LatestN,
+)
+
+from convt5 import errors, tree_paths
+
+FORMAT = 1
+_SHOWN = 8  # Parameters named in one message; the rest are counted.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are written and which are kept.
+
+    Attributes:
+        every_steps: steps between checkpoints; the last step is always saved.
+        keep_last: the newest checkpoints kept, at least 1. Two let a run continue when the newest
+            is damaged.
+        keep_best: checkpoints of lowest validation loss kept as well.
+        keep_every_steps: every checkpoint whose step is a multiple is kept for good; None for none.
+    """
+
+    every_steps: int = 1000
+    keep_last: int = 2
+    keep_best: int = 1
+    keep_every_steps: int | None = None
+
+    def __post_init__(self):
+        faults = []
+        for name, least in (("every_steps", 1), ("keep_last", 1), ("keep_best", 0)):
+            if getattr(self, name) < least:
+                faults.append(f"{name}={getattr(self, name)} must be at least {least}.")
+        if self.keep_every_steps is not None and self.keep_every_steps < 1:
+            faults.append(
+                f"keep_every_steps={self.keep_every_steps} must be at least 1, or None for none."
+            )
+        errors.raise_all(faults, where="CheckpointConfig")
+
+
+class Restored(NamedTuple):
+    """What a checkpoint held.
+
+    Attributes:
+        step: updates done when it was written.
+        state: the training state, placed as asked.
+        data_state: this process's position in the data; None if written by another number of
+            processes, which read the data differently.
+        progress: the trainer's own small record.
+    """
+
+    step: int
+    state: Any
+    data_state: bytes | None
+    progress: dict[str, Any]
+
+
+class Checkpointer:
+    """Writes the checkpoints of one run and reads them back.
+
+    Args:
+        directory: where the checkpoints of the run lie; made at the first save.
+        config: when to save and what to keep.
+        model_config: the dataclass the model is built from; recorded, and compared on restore.
+    """
+
+    def __init__(self, directory: epath.PathLike, config: CheckpointConfig, *, model_config: Any):
+        self.directory = epath.Path(directory)
+        self.config = config
+        self._description = describe_config(model_config)
+        self._manager = _manager(self.directory, config)
+
+    def is_due(self, step: int) -> bool:
+        return step % self.config.every_steps == 0
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        data_state: bytes,
+        progress: Mapping[str, Any] | None = None,
+        validation_loss: float | None = None,
+    ) -> None:
+        """Copies the state off the devices, then writes it in the background.
+
+        Args:
+            step: updates done; the checkpoint's name.
+            state: has the attributes `model`, `opt_state` and `step`; may be donated on return.
+            data_state: this process's position in the data after `step` batches.
+            progress: small JSON values of the trainer.
+            validation_loss: decides which checkpoints are the best; None where not measured.
+        """
+        params, optimizer = _split(state)
+        about = {
+            "format": FORMAT,
+            "params": _shapes(params),
+            "optimizer": _shapes(optimizer),
+            "model": self._description,
+            "num_processes": jax.process_count(),
+            "progress": dict(progress or {}),
+        }
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardSave(_nest(params)),
+                optimizer=ocp.args.StandardSave(_nest(optimizer)),
+                about=ocp.args.JsonSave(about),
+                data=_SaveBytes(data_state),
+            ),
+            metrics=None if validation_loss is None else {"loss": float(validation_loss)},
+            force=True,
+        )
+
+    def restore(self, abstract_state: Any) -> Restored | None:
+        """Returns the newest checkpoint that can be read; None where none was ever written.
+
+        A checkpoint that cannot be read, for instance a truncated one, is reported by a warning and
+        set aside in `damaged/`, and the one before it is taken.
+
+        Args:
+            abstract_state: shapes, dtypes and shardings of the state; the shardings may differ from
+                those it was saved with.
+
+        Raises:
+            UserError: another architecture or optimizer wrote it, or none of several can be read.
+        """
+        with _without_late_read_errors():
+            return self._restore_newest(abstract_state)
+
+    def wait(self) -> None:
+        """Returns when everything saved so far is complete on disk."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        self._manager.close()
+
+    def reached_preemption(self, step: int) -> bool:
+        """Whether the machines of a multi-host run agreed to stop at this step."""
+        return self._manager.reached_preemption(step)
+
+    def _restore_newest(self, abstract_state: Any) -> Restored | None:
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        failures: dict[int, Exception] = {}
+        for step in steps:
+            try:
+                restored = self._restore_step(step, abstract_state)
+            except errors.UserError:
+                raise
+            except Exception as error:  # Readers fail in many ways on damaged files.
+                failures[step] = error
+                warnings.warn(
+                    f"the checkpoint of step {step} in {self.directory} is damaged and is skipped: "
+                    f"{_first_line(error)}",
+                    stacklevel=4,
+                )
+                continue
+            self._set_aside(failures)
+            return restored
+        if not failures:
+            return None
+        step, error = next(iter(failures.items()))
+        raise errors.UserError(
+            f"none of the checkpoints in {self.directory} can be read (steps "
+            f"{', '.join(map(str, failures))}); the newest, {step}, fails with: "
+            f"{_first_line(error)}. Put back a good copy, or choose another run_dir to start anew."
+        )
+
+    def _restore_step(self, step: int, abstract_state: Any) -> Restored:
+        about = _read_about(self.directory / str(step))
+        params, optimizer = _split(abstract_state)
+        where = f"the checkpoint of step {step} in {self.directory}"
+        _check_shapes(about["params"], _shapes(params), what="parameters", where=where)
+        _check_shapes(about["optimizer"], _shapes(optimizer), what="optimizer state", where=where)
+        same_processes = about["num_processes"] == jax.process_count()
+        items: dict[str, ocp.args.CheckpointArgs] = {
+            "params": ocp.args.StandardRestore(_nest(params)),
+            "optimizer": ocp.args.StandardRestore(_nest(optimizer)),
+        }
+        if same_processes:
+            items["data"] = _RestoreBytes()
+        else:
+            warnings.warn(
+                f"{where} was written by {about['num_processes']} processes and this run has "
+                f"{jax.process_count()}: the data starts again from its beginning.",
+                stacklevel=3,
+            )
+        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        for line in differences(about["model"], self._description):
+            warnings.warn(f"the model's settings differ from {where}: {line}", stacklevel=3)
+        return Restored(
+            step=step,
+            state=_join(abstract_state, restored["params"], restored["optimizer"]),
+            data_state=restored["data"] if same_processes else None,
+            progress=about["progress"],
+        )
+
+    def _set_aside(self, steps: Mapping[int, Exception]) -> None:
+        if not steps:
+            return
+        if jax.process_index() == 0:
+            aside = self.directory.parent / "damaged"
+            aside.mkdir(parents=True, exist_ok=True)
+            for step in steps:
+                target = aside / str(step)
+                if target.exists():
+                    target.rmtree()
+                (self.directory / str(step)).rename(target)
+        self._manager.reload()
+
+
+def load_params(path: epath.PathLike, abstract_model: Any, *, step: int | None = None) -> Any:
+    """Reads a model's parameters alone, without optimizer state or data position.
+
+    Args:
+        path: a run directory, its `checkpoints` folder, or the folder of one step.
+        abstract_model: the model's shapes, for instance from `jax.eval_shape`; leaves may carry
+            shardings, and are otherwise placed on the default device.
+        step: the step wanted; None for the newest.
+
+    Raises:
+        UserError: no checkpoint there, or one of another architecture.
+    """
+    folder = find_checkpoint(path, step=step)
+    about = _read_about(folder)
+    params = _by_path(abstract_model)
+    _check_shapes(about["params"], _shapes(params), what="parameters", where=str(folder))
+    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = {
+        name: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or default
+        )
+        for name, leaf in params.items()
+    }
+    with ocp.StandardCheckpointer() as reader:
+        nested = reader.restore(folder / "params", _nest(wanted))
+    return _fill(abstract_model, nested)
+
+
+def find_checkpoint(path: epath.PathLike, *, step: int | None = None) -> epath.Path:
+    """Returns the folder of one checkpoint, given a run directory or anything inside it."""
+    path = epath.Path(path)
+    if (path / "about").exists():
+        return path
+    for folder in (path / "checkpoints", path):
+        steps = _steps_in(folder)
+        if steps and (step is None or step in steps):
+            return folder / str(max(steps) if step is None else step)
+        if steps:
+            raise errors.UserError(
+                f"step={step} is not among the checkpoints in {folder}: "
+                f"{', '.join(map(str, steps))}; choose one of these."
+            )
+    raise errors.UserError(
+        f"no checkpoint in {path}: expected a run directory that holds checkpoints/<step>, or one "
+        "such step; check the path, or train first."
+    )
+
+
+def describe_config(config: Any) -> Any:
+    """Returns a dataclass as plain JSON values."""
+    if not dataclasses.is_dataclass(config) or isinstance(config, type):
+        return repr(config)
+    return json.loads(json.dumps(dataclasses.asdict(config), default=repr))
+
+
+def differences(old: Any, new: Any, *, name: str = "") -> list[str]:
+    """Returns one line `name: old -> new` for each setting that differs."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            line
+            for key in sorted(old.keys() | new.keys())
+            for line in differences(
+                old.get(key), new.get(key), name=f"{name}.{key}" if name else key
+            )
+        ]
+    return [] if old == new else [f"{name}: {old} -> {new}"]
+
+
+def _manager(directory: epath.Path, config: CheckpointConfig) -> ocp.CheckpointManager:
+    policies: list[Any] = [LatestN(config.keep_last)]
+    if config.keep_best:
+        policies.append(
+            _MeasuredBest(
+                get_metric_fn=lambda metrics: metrics["loss"], reverse=True, n=config.keep_best
+            )
+        )
+    if config.keep_every_steps:
+        policies.append(EveryNSteps(config.keep_every_steps))
+    return ocp.CheckpointManager(
+        directory,
+        options=ocp.CheckpointManagerOptions(
+            preservation_policy=AnyPreservationPolicy(policies),
+            # What a killed process left half-written has a temporary name and is removed here.
+            cleanup_tmp_directories=True,
+        ),
+        item_handlers={
+            "params": ocp.StandardCheckpointHandler(),
+            "optimizer": ocp.StandardCheckpointHandler(),
+            "about": ocp.JsonCheckpointHandler(),
+            "data": _BytesHandler(),
+        },
+    )
+
+
+class _MeasuredBest(BestN):
+    """`BestN` among the checkpoints that have a validation loss, and no others."""
+
+    def should_preserve(self, checkpoints, *, context):
+        measured = [info for info in checkpoints if info.metrics is not None]
+        kept = zip(measured, super().should_preserve(measured, context=context), strict=True)
+        best = {info.step for info, keep in kept if keep}
+        return [info.step in best for info in checkpoints]
+
+
+class _BytesHandler(ocp.CheckpointHandler):
+    """Keeps one blob of bytes for each process, and notices when one was truncated."""
+
+    def save(self, directory: epath.Path, *args, **kwargs) -> None:
+        (saving,) = [*args, *kwargs.values()]
+        digest = hashlib.sha256(saving.content).hexdigest()
+        text = base64.b64encode(saving.content).decode()
+        self._path(directory).write_text(json.dumps({"sha256": digest, "base64": text}))
+
+    def restore(self, directory: epath.Path, *args, **kwargs) -> bytes:
+        record = json.loads(self._path(directory).read_text())
+        content = base64.b64decode(record["base64"])
+        if hashlib.sha256(content).hexdigest() != record["sha256"]:
+            raise ValueError(f"{self._path(directory)} does not match its checksum")
+        return content
+
+    def _path(self, directory: epath.Path) -> epath.Path:
+        return directory / f"process_{jax.process_index()}.json"
+
+
+@ocp.args.register_with_handler(_BytesHandler, for_save=True)
+@dataclasses.dataclass
+class _SaveBytes(ocp.args.CheckpointArgs):
+    content: bytes
+
+
+@ocp.args.register_with_handler(_BytesHandler, for_restore=True)
+@dataclasses.dataclass
+class _RestoreBytes(ocp.args.CheckpointArgs):
+    pass
+
+
+def _split(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns parameters, and everything else of a training state, by path."""
+    return _by_path(state.model), _by_path({"step": state.step, "state": state.opt_state})
+
+
+def _join(like: Any, params: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Any:
+    rest = _fill({"step": like.step, "state": like.opt_state}, optimizer)
+    return dataclasses.replace(
+        like, model=_fill(like.model, params), step=rest["step"], opt_state=rest["state"]
+    )
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of a tree by path, such as `encoder/layers/0/mlp/wi/kernel`."""
+    return dict(tree_paths.named_leaves(tree))
+
+
+def _nest(by_path: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for path, leaf in by_path.items():
+        *folders, name = path.split("/")
+        inner = nested
+        for folder in folders:
+            inner = inner.setdefault(folder, {})
+        inner[name] = leaf
+    return nested
+
+
+def _fill(like: Any, nested: Mapping[str, Any]) -> Any:
+    """Returns a tree shaped as `like` with the leaves of `nested`."""
+
+    def find(path, _):
+        found: Any = nested
+        for name in tree_paths.path_name(path).split("/"):
+            found = found[name]
+        return found
+
+    return jax.tree.map_with_path(find, like)
+
+
+def _shapes(by_path: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        path: f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for path, leaf in by_path.items()
+    }
+
+
+def _read_about(folder: epath.Path) -> dict[str, Any]:
+    about = json.loads((folder / "about" / "metadata").read_text())
+    if about["format"] != FORMAT:
+        raise errors.UserError(
+            f"{folder} has checkpoint format {about['format']}; this version reads format "
+            f"{FORMAT}: use the version of convt5 that wrote it."
+        )
+    return about
+
+
+def _check_shapes(
+    saved: Mapping[str, str], wanted: Mapping[str, str], *, what: str, where: str
+) -> None:
+    """Raises a `UserError` that names what differs between a checkpoint and the model."""
+    lines = [f"{name}: missing in the checkpoint" for name in wanted if name not in saved]
+    lines += [f"{name}: not in this model" for name in saved if name not in wanted]
+    lines += [
+        f"{name}: {saved[name]} in the checkpoint, {shape} in this model"
+        for name, shape in wanted.items()
+        if name in saved and saved[name] != shape
+    ]
+    if not lines:
+        return
+    cause = "architecture" if what == "parameters" else "optimizer"
+    more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    raise errors.UserError(
+        f"{where} was made by another {cause}; {len(lines)} of its {what} differ:\n"
+        + "\n".join(f"- {line}" for line in [*lines[:_SHOWN], *more])
+        + f"\nUse the {cause} it was made with (config.gin in its run directory), or choose "
+        "another run_dir."
+    )
+
+
+def _steps_in(folder: epath.Path) -> list[int]:
+    if not folder.is_dir():
+        return []
+    return sorted(int(child.name) for child in folder.iterdir() if child.name.isdigit())
+
+
+@contextlib.contextmanager
+def _without_late_read_errors() -> Iterator[None]:
+    """Silences readers that finish after the first of them has failed.
+
+    Each of them prints a traceback about a closed event loop, which would bury the one warning that
+    says what is wrong.
+    """
+    report = sys.unraisablehook
+
+    def hook(raised: Any) -> None:
+        if "Event loop is closed" not in str(raised.exc_value):
+            report(raised)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = report
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"

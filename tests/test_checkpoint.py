@@ -1,0 +1,256 @@
+"""Checkpoints come back exactly, on any mesh, and say what is wrong when they do not fit."""
+
+import dataclasses
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from convt5 import checkpoint, errors
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    step: jax.Array
+    model: dict
+    opt_state: tuple
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    width: int = 8
+    dilation: tuple[int, ...] = (1, 2)
+
+
+def make_state(seed=0, width=8, sharding=None, optimizer=None):
+    values = np.random.default_rng(seed)
+    model = {
+        "layers": [
+            {"kernel": jnp.asarray(values.normal(size=(8, width)), jnp.float32)} for _ in range(2)
+        ],
+        "scale": jnp.asarray(values.normal(size=(width,)), jnp.bfloat16),
+    }
+    optimizer = optimizer or optax.adam(1e-3)
+    state = State(jnp.asarray(seed, jnp.int32), model, optimizer.init(model))
+    return jax.device_put(state, sharding) if sharding is not None else state
+
+
+def abstract(state):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+
+
+@pytest.fixture
+def open_run(tmp_path):
+    """Opens checkpointers on one run directory, each as a new process would."""
+    opened = []
+
+    def start(*, model_config=None, **settings):
+        config = checkpoint.CheckpointConfig(**settings)
+        opened.append(
+            checkpoint.Checkpointer(
+                tmp_path / "checkpoints", config, model_config=model_config or ModelConfig()
+            )
+        )
+        return opened[-1]
+
+    yield start
+    for checkpointer in opened:
+        checkpointer.close()
+
+
+def save_steps(checkpointer, *steps, losses=None):
+    for index, step in enumerate(steps):
+        checkpointer.save(
+            step,
+            make_state(step),
+            data_state=f"position {step}".encode(),
+            progress={"seconds": float(step)},
+            validation_loss=losses[index] if losses else None,
+        )
+    checkpointer.wait()
+
+
+def assert_same(state, other):
+    jax.tree.map(np.testing.assert_array_equal, state, other)
+
+
+def damage(folder, name="d"):
+    """Cuts every array file of a checkpoint in half, as a full disk or a bad copy would."""
+    files = [path for path in folder.rglob(f"{name}/*") if path.is_file()]
+    assert files
+    for path in files:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def test_everything_saved_comes_back_bit_for_bit(open_run):
+    save_steps(open_run(), 5)
+    restored = open_run().restore(abstract(make_state()))
+    assert_same(restored.state, make_state(5))
+    assert restored.step == 5
+    assert restored.data_state == b"position 5"
+    assert restored.progress == {"seconds": 5.0}
+
+
+def test_a_run_without_checkpoints_restores_nothing(open_run):
+    assert open_run().restore(abstract(make_state())) is None
+
+
+def test_the_state_may_be_donated_as_soon_as_save_returns(open_run):
+    checkpointer = open_run()
+    state = make_state(1)
+    overwrite = jax.jit(lambda s: jax.tree.map(lambda x: x * 0, s), donate_argnums=0)
+    checkpointer.save(1, state, data_state=b"")
+    jax.block_until_ready(overwrite(state))
+    checkpointer.wait()
+    assert_same(checkpointer.restore(abstract(make_state())).state, make_state(1))
+
+
+def test_a_checkpoint_is_restored_onto_another_mesh(open_run):
+    devices = np.array(jax.devices())
+    eight = NamedSharding(Mesh(devices.reshape(8), ("data",)), P("data"))
+    four = Mesh(devices.reshape(2, 4), ("data", "tensor"))
+
+    def place(state, spec_of):
+        return jax.tree.map(lambda x: jax.device_put(x, spec_of(x)), state)
+
+    saved = place(make_state(3), lambda x: eight if x.ndim else NamedSharding(eight.mesh, P()))
+    checkpointer = open_run()
+    checkpointer.save(3, saved, data_state=b"")
+    wanted = place(
+        make_state(0), lambda x: NamedSharding(four, P("tensor", "data") if x.ndim == 2 else P())
+    )
+    restored = checkpointer.restore(abstract(wanted)).state
+    assert_same(restored, make_state(3))
+    kernel = restored.model["layers"][0]["kernel"]
+    assert kernel.sharding.spec == P("tensor", "data")
+
+
+def test_the_last_and_the_best_checkpoints_are_kept(open_run, tmp_path):
+    checkpointer = open_run(keep_last=2, keep_best=1)
+    save_steps(checkpointer, 1, 2, 3, 4, 5, losses=[3.0, 1.0, 2.0, 2.5, 2.2])
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()) == [
+        "2",
+        "4",
+        "5",
+    ]
+
+
+def test_checkpoints_without_a_validation_loss_are_not_the_best(open_run, tmp_path):
+    save_steps(open_run(keep_last=1, keep_best=2), 1, 2, 3)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()] == ["3"]
+
+
+def test_every_multiple_asked_for_is_kept(open_run, tmp_path):
+    save_steps(open_run(keep_last=1, keep_best=0, keep_every_steps=2), 1, 2, 3, 4, 5)
+    kept = {p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()}
+    assert kept == {"2", "4", "5"}
+
+
+def test_another_architecture_is_refused_and_the_parameters_are_named(open_run):
+    save_steps(open_run(), 1)
+    with pytest.raises(errors.UserError) as caught:
+        open_run().restore(abstract(make_state(width=16)))
+    message = str(caught.value)
+    assert "another architecture; 3 of its parameters differ" in message
+    assert "layers/0/kernel: float32[8,8] in the checkpoint, float32[8,16] in this model" in message
+
+
+def test_parameters_missing_on_either_side_are_named(open_run):
+    save_steps(open_run(), 1)
+    state = make_state()
+    model = {"layers": state.model["layers"], "bias": state.model["scale"]}
+    other = dataclasses.replace(state, model=model)
+    with pytest.raises(errors.UserError) as caught:
+        open_run().restore(abstract(other))
+    assert "bias: missing in the checkpoint" in str(caught.value)
+    assert "scale: not in this model" in str(caught.value)
+
+
+def test_another_optimizer_is_refused(open_run):
+    save_steps(open_run(), 1)
+    with pytest.raises(errors.UserError, match="another optimizer"):
+        open_run().restore(abstract(make_state(optimizer=optax.sgd(1e-3, momentum=0.9))))
+
+
+def test_a_setting_that_changes_no_shape_is_reported(open_run):
+    save_steps(open_run(), 1)
+    with pytest.warns(UserWarning, match=r"dilation: \[1, 2\] -> \[1, 4\]"):
+        open_run(model_config=ModelConfig(dilation=(1, 4))).restore(abstract(make_state()))
+
+
+@pytest.mark.parametrize("part", ["params", "optimizer", "about", "data"])
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(open_run, tmp_path, part):
+    save_steps(open_run(), 1, 2)
+    newest = tmp_path / "checkpoints" / "2"
+    damage(newest / part, "d" if part in ("params", "optimizer") else ".")
+    with pytest.warns(UserWarning, match="step 2 .* is damaged and is skipped"):
+        restored = open_run().restore(abstract(make_state()))
+    assert restored.step == 1
+    assert_same(restored.state, make_state(1))
+    assert (tmp_path / "damaged" / "2").is_dir()
+
+
+def test_the_step_of_a_damaged_checkpoint_can_be_saved_again(open_run, tmp_path):
+    save_steps(open_run(), 1, 2)
+    damage(tmp_path / "checkpoints" / "2")
+    checkpointer = open_run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checkpointer.restore(abstract(make_state()))
+    save_steps(checkpointer, 2)
+    assert open_run().restore(abstract(make_state())).step == 2
+
+
+def test_a_run_never_starts_over_silently_when_all_checkpoints_are_damaged(open_run, tmp_path):
+    save_steps(open_run(), 1)
+    damage(tmp_path / "checkpoints" / "1")
+    with (
+        pytest.warns(UserWarning, match="damaged"),
+        pytest.raises(errors.UserError, match="none of the checkpoints"),
+    ):
+        open_run().restore(abstract(make_state()))
+    assert (tmp_path / "checkpoints" / "1").is_dir()
+
+
+def test_half_written_checkpoints_are_not_seen_and_are_removed(open_run, tmp_path):
+    save_steps(open_run(), 1)
+    partial = tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp"
+    partial.mkdir()
+    (partial / "half").write_text("")
+    assert open_run().restore(abstract(make_state())).step == 1
+    assert not partial.exists()
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/2"])
+def test_parameters_alone_are_read_from_a_run_or_a_step(open_run, tmp_path, inside):
+    save_steps(open_run(), 1, 2)
+    model = checkpoint.load_params(tmp_path / inside, abstract(make_state()).model)
+    assert_same(model, make_state(2).model)
+
+
+def test_parameters_of_a_chosen_step_are_read(open_run, tmp_path):
+    save_steps(open_run(), 1, 2)
+    shapes = jax.eval_shape(lambda: make_state().model)
+    assert_same(checkpoint.load_params(tmp_path, shapes, step=1), make_state(1).model)
+
+
+def test_a_missing_checkpoint_is_a_clear_error(open_run, tmp_path):
+    with pytest.raises(errors.UserError, match="no checkpoint in"):
+        checkpoint.find_checkpoint(tmp_path / "nowhere")
+    save_steps(open_run(), 1, 2)
+    with pytest.raises(errors.UserError, match=r"step=7 is not among the checkpoints .*: 1, 2"):
+        checkpoint.find_checkpoint(tmp_path, step=7)
+
+
+def test_impossible_settings_are_reported_together():
+    with pytest.raises(errors.UserError, match="has 3 faults") as caught:
+        checkpoint.CheckpointConfig(every_steps=0, keep_last=0, keep_every_steps=0)
+    assert "keep_last=0 must be at least 1" in str(caught.value)
