@@ -180,8 +180,8 @@ def tree_shardings(tree: Tree, parameters: Tree, mesh: Mesh, rules: Sequence[Rul
         if owner is None or len(leaf.shape) != len(shapes[owner]):
             if leaf.shape:
                 faults.append(
-                    f"{name} {tuple(leaf.shape)} is neither a scalar nor shaped like a parameter, so "
-                    "no rule applies to it."
+                    f"{name} {tuple(leaf.shape)} is neither a scalar nor shaped like a parameter, "
+                    "so no rule applies to it."
                 )
             return replicated(mesh)
         spec = _spec_of_state(tuple(leaf.shape), shapes[owner], specs[owner])
@@ -191,6 +191,18 @@ def tree_shardings(tree: Tree, parameters: Tree, mesh: Mesh, rules: Sequence[Rul
     shardings = jax.tree_util.tree_map_with_path(place, tree)
     errors.raise_all(faults, where=f"mesh {dict(mesh.shape)}")
     return shardings
+
+
+def gathered(shardings: Tree) -> Tree:
+    """Returns the shardings that parameters have while they are used: "fsdp" splits none."""
+
+    def kept(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+        axes = (axes,) if isinstance(axes, str) else axes or ()
+        return tuple(axis for axis in axes if axis != "fsdp")
+
+    return jax.tree.map(
+        lambda s: NamedSharding(s.mesh, PartitionSpec(*map(kept, s.spec))), shardings
+    )
 
 
 def check_mesh(

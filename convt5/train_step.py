@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from convt5.schedule import Schedule
-from convt5.sharding import replicated
+from convt5.sharding import gathered, replicated
 from convt5.train_state import TrainState
 from convt5.tree_paths import named_leaves
 
@@ -57,6 +57,9 @@ class Loss(Protocol):
     ) -> LossSums: ...
 
 
+SumsAndGradients = Callable[[nnx.Module, Batch, PRNGKeyArray], tuple[LossSums, nnx.Module]]
+
+
 def make_train_step(
     loss: Loss,
     optimizer: optax.GradientTransformation,
@@ -86,9 +89,13 @@ def make_train_step(
         was, step number included.
     """
 
+    sums_and_gradients = _differentiated(loss, state_shardings.model)
+
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(seed_key, state.step)
-        sums, gradients = _accumulated(loss, state.model, batch, key, grad_accum_steps)
+        sums, gradients = _accumulated(
+            sums_and_gradients, state.model, batch, key, grad_accum_steps
+        )
         gradients = jax.tree.map(lambda g: _mean(g, sums.weight_sum), gradients)
         updated = state.apply_gradients(optimizer, gradients)
         index = _nonfinite_index(sums.loss_sum, state.model, gradients, updated)
@@ -119,7 +126,7 @@ def make_eval_step(
 ) -> Callable[[nnx.Module, Batch], LossSums]:
     """Returns the jitted evaluation of one batch, without dropout; add its sums, then `means()`."""
     return jax.jit(
-        lambda model, batch: loss(model, batch, dropout_key=None),
+        lambda model, batch: loss(_gather(model, model_shardings), batch, dropout_key=None),
         in_shardings=(model_shardings, batch_sharding),
         out_shardings=replicated(batch_sharding.mesh),
     )
@@ -146,28 +153,47 @@ def describe_nonfinite(metrics: Mapping[str, Any], model: nnx.Module) -> str | N
     return "the loss" if index == 2 * len(names) else "the updated parameters or optimizer state"
 
 
+def _differentiated(loss: Loss, model_shardings: nnx.Module) -> SumsAndGradients:
+    """Returns a function of model, batch and key: sums, and the gradients of `loss_sum`."""
+
+    def loss_sum(model: nnx.Module, batch: Batch, key: PRNGKeyArray) -> tuple[Scalar, LossSums]:
+        sums = loss(_gather(model, model_shardings), batch, dropout_key=key)
+        return sums.loss_sum, sums
+
+    def sums_and_gradients(model, batch, key):
+        (_, sums), gradients = jax.value_and_grad(loss_sum, has_aux=True)(model, batch, key)
+        # Sums of gradients over microbatches are split among devices like the parameters.
+        return sums, jax.lax.with_sharding_constraint(gradients, model_shardings)
+
+    return sums_and_gradients
+
+
+def _gather(model: nnx.Module, model_shardings: nnx.Module) -> nnx.Module:
+    """Returns the model with every parameter whole along "fsdp", as the layers use it.
+
+    Left to itself the compiler of jaxlib 0.10.2 computes wrong gradients, silently, on meshes
+    where "data", "fsdp" and "tensor" are all larger than 1 (as in openxla/xla issue 40034).
+    """
+    return jax.lax.with_sharding_constraint(model, gathered(model_shardings))
+
+
 def _accumulated(
-    loss: Loss, model: nnx.Module, batch: Batch, key: PRNGKeyArray, num_parts: int
+    sums_and_gradients: SumsAndGradients,
+    model: nnx.Module,
+    batch: Batch,
+    key: PRNGKeyArray,
+    num_parts: int,
 ) -> tuple[LossSums, nnx.Module]:
     """Returns the sums over the batch and the gradients of `loss_sum`, one part at a time."""
-
-    def sums_and_gradients(part: Batch, key: PRNGKeyArray) -> tuple[LossSums, nnx.Module]:
-        def loss_sum(model: nnx.Module) -> tuple[Scalar, LossSums]:
-            sums = loss(model, part, dropout_key=key)
-            return sums.loss_sum, sums
-
-        (_, sums), gradients = jax.value_and_grad(loss_sum, has_aux=True)(model)
-        return sums, gradients
-
     if num_parts == 1:
-        return sums_and_gradients(batch, key)
+        return sums_and_gradients(model, batch, key)
 
     def add_part(total, part_and_key):
-        return jax.tree.map(jnp.add, total, sums_and_gradients(*part_and_key)), None
+        return jax.tree.map(jnp.add, total, sums_and_gradients(model, *part_and_key)), None
 
     parts = jax.tree.map(lambda x: _split(x, num_parts), batch)
     keys = jax.random.split(key, num_parts)
-    one = jax.eval_shape(sums_and_gradients, jax.tree.map(lambda x: x[0], parts), keys[0])
+    one = jax.eval_shape(sums_and_gradients, model, jax.tree.map(lambda x: x[0], parts), keys[0])
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), one)
     total, _ = jax.lax.scan(add_part, zeros, (parts, keys))
     return total
