@@ -1,15 +1,20 @@
 """Depthwise, lightweight and dynamic convolution over packed sequences, with any dilation.
 
-All three are sums over shifted inputs: output i of channel c is
-sum_j w[j, c] * x[i + j * dilation - left, c], a cross-correlation (the taps are not flipped), zero
-outside the row, at padding and, unless asked otherwise, in other segments. Used by `mixing`.
+All are sums over shifted inputs: output i of channel c is the sum over taps j of
+w[j, c] * x[i + j * dilation - left, c], a cross-correlation (the taps are not flipped) that reads
+zero outside the row, at padding and, unless asked otherwise, in other segments. The backward pass
+is written by hand: differentiating the sum would store one product per tap. Used by `mixing`.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from convt5.ops import taps
 from convt5.ops.padding import Padding, pad_widths
+from convt5.ops.taps import Taps
 
 Segments = Int[Array, "batch length"] | None
 
@@ -23,7 +28,32 @@ def depthwise_conv(
     segment_ids: Segments = None,
     taps_cross_segments: bool = False,
 ) -> Float[Array, "batch length embed"]:
-    return _shifted_sum(x, kernel[None, None], dilation, padding, segment_ids, taps_cross_segments)
+    """Convolves each channel with its own kernel (Tay et al. 2021, arXiv 2105.03322, section 3).
+
+    Products and sums are taken in at least float32; the result has the dtype of `x`.
+
+    Args:
+        x: the inputs.
+        kernel: weight of each tap and channel; the first tap reads furthest to the left.
+        dilation: distance between neighbouring taps in positions; 1 means adjacent.
+        padding: "CENTERED": output i reads i + dilation * (j - ceil((K + 1) / 2)), j = 1..K, so
+            an even kernel holds the current position and leans left. "CAUSAL": the last tap reads
+            the current position. (left, right): positions read on each side, which add up to
+            (K - 1) * dilation.
+        segment_ids: which packed example each position belongs to; 0 is padding, which reads as
+            zero and whose output is zero. None: the whole row is one example.
+        taps_cross_segments: taps read other segments of the row, though still not padding.
+
+    Raises:
+        ValueError: dilation, padding or the shapes of the arrays do not fit together.
+    """
+    if kernel.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"kernel has {kernel.shape[1]} channels but x has embed={x.shape[-1]}; a depthwise "
+            "kernel has shape [kernel, embed]."
+        )
+    where = _taps(kernel.shape[0], dilation, padding, taps_cross_segments)
+    return _static_conv(where, x, kernel, segment_ids)
 
 
 def lightweight_conv(
@@ -34,11 +64,31 @@ def lightweight_conv(
     padding: Padding = "CENTERED",
     segment_ids: Segments = None,
     taps_cross_segments: bool = False,
+    softmax: bool = True,
     tap_dropout_rate: float = 0.0,
     dropout_key: PRNGKeyArray | None = None,
 ) -> Float[Array, "batch length embed"]:
-    weights = _tap_weights(kernel_logits, tap_dropout_rate, dropout_key)
-    return _shifted_sum(x, weights[None, None], dilation, padding, segment_ids, taps_cross_segments)
+    """Convolves groups of channels with shared, softmax-normalised kernels.
+
+    Wu et al. 2019, arXiv 1901.10430, equation 4: channel c uses kernel floor(c * heads / embed).
+    The softmax runs over all taps, in at least float32; weight that falls on a position which
+    reads as zero is lost, not redistributed.
+
+    Args:
+        x, dilation, padding, segment_ids, taps_cross_segments: as in `depthwise_conv`.
+        kernel_logits: logits of the taps of each kernel; heads divides embed.
+        softmax: False takes `kernel_logits` themselves as the weights.
+        tap_dropout_rate: share of normalised taps set to zero, the others scaled up to keep the
+            mean (DropConnect of Wu et al.); one draw for the whole batch.
+        dropout_key: None for deterministic.
+
+    Raises:
+        ValueError: as in `depthwise_conv`, or heads does not divide embed.
+    """
+    where = _taps(kernel_logits.shape[0], dilation, padding, taps_cross_segments)
+    group = _group_size(x, kernel_logits)
+    weights = _normalize(softmax, tap_dropout_rate, kernel_logits, dropout_key)
+    return _static_conv(where, x, jnp.repeat(weights, group, axis=1), segment_ids)
 
 
 def dynamic_conv(
@@ -49,41 +99,101 @@ def dynamic_conv(
     padding: Padding = "CENTERED",
     segment_ids: Segments = None,
     taps_cross_segments: bool = False,
+    softmax: bool = True,
     tap_dropout_rate: float = 0.0,
     dropout_key: PRNGKeyArray | None = None,
 ) -> Float[Array, "batch length embed"]:
-    weights = _tap_weights(kernel_logits, tap_dropout_rate, dropout_key)
-    return _shifted_sum(x, weights, dilation, padding, segment_ids, taps_cross_segments)
+    """Convolves groups of channels with kernels given for every output position.
+
+    Wu et al. 2019, arXiv 1901.10430, equation 5, with the kernels already predicted. What is kept
+    for the backward pass is `x` and `kernel_logits`: the softmax is computed again.
+
+    Args:
+        x, dilation, padding, segment_ids, taps_cross_segments: as in `depthwise_conv`.
+        kernel_logits: logits of the taps of each kernel of each output position.
+        softmax, tap_dropout_rate, dropout_key: as in `lightweight_conv`; every position and
+            kernel has its own draw of the dropout.
+
+    Raises:
+        ValueError: as in `lightweight_conv`.
+    """
+    where = _taps(kernel_logits.shape[2], dilation, padding, taps_cross_segments)
+    _group_size(x, kernel_logits)
+    return _dynamic_conv(
+        where, softmax, tap_dropout_rate, x, kernel_logits, segment_ids, dropout_key
+    )
 
 
-def _tap_weights(logits, rate, key):
-    wide = jnp.promote_types(logits.dtype, jnp.float32)
-    weights = jax.nn.softmax(logits.astype(wide), axis=-2)
-    if key is not None and rate > 0.0:
-        kept = jax.random.bernoulli(key, 1.0 - rate, weights.shape)
-        weights = jnp.where(kept, weights / (1.0 - rate), 0.0)
-    return weights
+def _taps(kernel_size, dilation, padding, crosses) -> Taps:
+    if dilation < 1:
+        raise ValueError(
+            f"dilation={dilation} must be at least 1 (1 means adjacent taps); set it to a positive "
+            "integer."
+        )
+    left, right = pad_widths(kernel_size, dilation, padding)
+    return Taps(kernel_size, dilation, left, right, crosses)
 
 
-def _shifted_sum(x, weights, dilation, padding, segment_ids, taps_cross_segments):
-    batch, length, embed = x.shape
-    taps, heads = weights.shape[-2:]
-    left, right = pad_widths(taps, dilation, padding)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    if segment_ids is not None:
-        x = jnp.where((segment_ids != 0)[..., None], x, 0)
-        beside = jnp.pad(segment_ids, ((0, 0), (left, right)))
-    padded = jnp.pad(x, ((0, 0), (left, right), (0, 0)))
-    y = jnp.zeros((batch, length, heads, embed // heads), wide)
-    for tap in range(taps):
-        start = tap * dilation
-        read = padded[:, start : start + length].astype(wide)
-        if segment_ids is not None and not taps_cross_segments:
-            same = beside[:, start : start + length] == segment_ids
-            read = jnp.where(same[..., None], read, 0)
-        read = read.reshape(batch, length, heads, embed // heads)
-        y = y + weights[:, :, tap, :, None].astype(wide) * read
-    y = y.reshape(x.shape).astype(x.dtype)
-    if segment_ids is not None:
-        y = jnp.where((segment_ids != 0)[..., None], y, 0)
-    return y
+def _group_size(x, kernel_logits) -> int:
+    embed, heads = x.shape[-1], kernel_logits.shape[-1]
+    if embed % heads:
+        raise ValueError(
+            f"kernel_logits has heads={heads}, which must divide embed={embed}: each kernel serves "
+            "embed / heads neighbouring channels."
+        )
+    return embed // heads
+
+
+def _normalize(softmax, rate, logits, key):
+    """Returns the weights of the taps in at least float32; taps are the axis before the last."""
+    weights = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    if softmax:
+        weights = jax.nn.softmax(weights, axis=-2)
+    if key is None or rate == 0.0:
+        return weights
+    kept = jax.random.bernoulli(key, 1.0 - rate, weights.shape)
+    return jnp.where(kept, weights / (1.0 - rate), 0.0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _static_conv(where: Taps, x, kernel, segment_ids):
+    return taps.weighted_sum(where, x, kernel[None, None], segment_ids)
+
+
+def _static_forward(where, x, kernel, segment_ids):
+    return _static_conv(where, x, kernel, segment_ids), (x, kernel, segment_ids)
+
+
+def _static_backward(where, residuals, cotangent):
+    x, kernel, segment_ids = residuals
+    # Transposing a sum of shifts mirrors it: row i was read by the rows that it would read.
+    mirrored = kernel[::-1][None, None]
+    dx = taps.weighted_sum(where.mirrored(), cotangent, mirrored, segment_ids)
+    dkernel = taps.static_weight_gradient(where, x, cotangent, segment_ids)
+    return dx.astype(x.dtype), dkernel.astype(kernel.dtype), None
+
+
+_static_conv.defvjp(_static_forward, _static_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _dynamic_conv(where: Taps, softmax, rate, x, logits, segment_ids, key):
+    return taps.weighted_sum(where, x, _normalize(softmax, rate, logits, key), segment_ids)
+
+
+def _dynamic_forward(where, softmax, rate, x, logits, segment_ids, key):
+    y = _dynamic_conv(where, softmax, rate, x, logits, segment_ids, key)
+    return y, (x, logits, segment_ids, key)
+
+
+def _dynamic_backward(where, softmax, rate, residuals, cotangent):
+    x, logits, segment_ids, key = residuals
+    normalize = functools.partial(_normalize, softmax, rate, key=key)
+    weights, normalize_vjp = jax.vjp(normalize, logits)
+    dx = taps.transposed_sum(where, cotangent, weights, segment_ids)
+    dweights = taps.dynamic_weight_gradient(where, x, cotangent, segment_ids, weights.shape[-1])
+    (dlogits,) = normalize_vjp(dweights.astype(weights.dtype))
+    return dx.astype(x.dtype), dlogits, None, None
+
+
+_dynamic_conv.defvjp(_dynamic_forward, _dynamic_backward)

@@ -1,0 +1,276 @@
+"""Sums over the shifted rows of a sequence, and their transposes; the arithmetic of `convolution`.
+
+Every sum runs over all taps in one order, whatever the length of the row and wherever a segment
+lies in it: terms that read nothing are zeros, never left out. That keeps a packed example equal to
+the example alone, bit for bit. The gradients of weights, which sum over positions, choose their
+formulation by platform: XLA:CPU reduces well only while a chunk of rows stays in its cache.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax.numpy as jnp
+from jax import lax
+
+CHUNK_ELEMENTS = 2**15
+"""Elements of x in one chunk on CPU: 128 KiB of float32, well inside a second-level cache."""
+
+BAND_ROWS = 32
+"""Output rows of one banded matrix product on CPU."""
+
+BAND_MIN_TAPS = 16
+"""Below this many taps a banded product computes more than it saves (measured on CPU)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Taps:
+    """Where the taps lie: tap j of output i reads row i + j * dilation - left.
+
+    Attributes:
+        count: taps.
+        dilation: rows between neighbouring taps.
+        left, right: rows read on each side of the output, (count - 1) * dilation together.
+        cross_segments: whether taps read other segments of the row.
+    """
+
+    count: int
+    dilation: int
+    left: int
+    right: int
+    cross_segments: bool
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return tuple(j * self.dilation - self.left for j in range(self.count))
+
+    def mirrored(self) -> "Taps":
+        return dataclasses.replace(self, left=self.right, right=self.left)
+
+
+def weighted_sum(where: Taps, x, weights, segment_ids):
+    """Returns sum_j weights[i, j, h] x[i + offset j, c] with h the kernel of channel c.
+
+    Args:
+        where: the taps.
+        x: [batch, length, embed].
+        weights: [batch, length, kernel, heads]; batch and length may be 1.
+        segment_ids: [batch, length] or None.
+    """
+    heads = weights.shape[-1]
+    wide = _wide(x, weights)
+    read = _Reader(where, x, segment_ids)
+    total = jnp.zeros(_split(x, heads).shape, wide)
+    for tap in range(where.count):
+        shifted = _split(read(tap).astype(wide), heads)
+        total = total + weights[:, :, tap, :, None].astype(wide) * shifted
+    return hide_padding(total.reshape(x.shape).astype(x.dtype), segment_ids)
+
+
+def transposed_sum(where: Taps, cotangent, weights, segment_ids):
+    """Returns the gradient of `weighted_sum` in x, for weights that differ between positions.
+
+    Row i collects weights[s, j] * cotangent[s] from the rows s = i - offset j that read it. Rows
+    far from both ends need no padding, so that only the ends of `weights`, often the largest array
+    in sight, are copied.
+    """
+    length, heads = cotangent.shape[1], weights.shape[-1]
+    wide = _wide(cotangent, weights)
+    hidden = hide_padding(cotangent, segment_ids)
+
+    def rows(start, stop):
+        total = jnp.zeros(_split(cotangent[:, start:stop], heads).shape, wide)
+        for tap, offset in enumerate(where.offsets):
+            span = start - offset, stop - offset
+            shifted = _rows(hidden, *span)
+            if segment_ids is not None and not where.cross_segments:
+                same = _rows(segment_ids, *span) == segment_ids[:, start:stop]
+                shifted = jnp.where(same[..., None], shifted, 0)
+            weight = _rows(weights[:, :, tap], *span)[..., None].astype(wide)
+            total = total + weight * _split(shifted.astype(wide), heads)
+        return total.reshape(cotangent.shape[0], stop - start, -1).astype(cotangent.dtype)
+
+    if length <= where.left + where.right:
+        dx = rows(0, length)
+    else:
+        cuts = sorted({0, where.right, length - where.left, length})
+        dx = jnp.concatenate([rows(*span) for span in itertools.pairwise(cuts)], axis=1)
+    return hide_padding(dx, segment_ids)
+
+
+def static_weight_gradient(where: Taps, x, cotangent, segment_ids):
+    """Returns sum_i cotangent[i, c] x[i + offset j, c] over all rows, [kernel, embed]."""
+    wide = _wide(x, cotangent)
+    hidden = hide_padding(cotangent, segment_ids)
+    read = _Reader(where, x, segment_ids)
+
+    def gradient(start, rows):
+        # Sums over batch and rows of one chunk.
+        part = _chunk(hidden, start, rows).astype(wide)
+        return jnp.stack(
+            [
+                jnp.sum(read(tap, start, rows).astype(wide) * part, axis=(0, 1))
+                for tap in range(where.count)
+            ]
+        )
+
+    def chunked():
+        length, rows = x.shape[1], _chunk_rows(x)
+        total = gradient(length - length % rows, length % rows)
+        return lax.fori_loop(
+            0, length // rows, lambda i, total: total + gradient(i * rows, rows), total
+        )
+
+    return lax.platform_dependent(cpu=chunked, default=lambda: gradient(0, x.shape[1]))
+
+
+def dynamic_weight_gradient(where: Taps, x, cotangent, segment_ids, heads):
+    """Returns the sum over the channels c of kernel h of cotangent[i, c] x[i + offset j, c].
+
+    The result is [batch, length, kernel, heads].
+    """
+    batch, length, embed = x.shape
+    wide = _wide(x, cotangent)
+    hidden = hide_padding(cotangent, segment_ids)
+    read = _Reader(where, x, segment_ids)
+
+    def gradient(start, rows):
+        part = _chunk(hidden, start, rows).astype(wide)
+        return jnp.stack(
+            [
+                jnp.sum(_split(read(tap, start, rows).astype(wide) * part, heads), axis=-1)
+                for tap in range(where.count)
+            ],
+            axis=2,
+        )
+
+    def chunked():
+        rows = _chunk_rows(x)
+
+        def body(i, filled):
+            # The last chunk may overlap the one before it, and writes the same numbers again.
+            start = jnp.minimum(i * rows, length - rows)
+            return lax.dynamic_update_slice_in_dim(filled, gradient(start, rows), start, axis=1)
+
+        empty = jnp.zeros((batch, length, where.count, heads), wide)
+        return lax.fori_loop(0, -(-length // rows), body, empty)
+
+    whole = functools.partial(gradient, 0, length)
+    if heads == embed:  # Nothing is summed: the products are the result.
+        return whole()
+    if where.count >= BAND_MIN_TAPS and where.left + where.right <= length:
+        on_cpu = functools.partial(_banded_products, where, x, hidden, segment_ids, heads)
+    else:
+        on_cpu = chunked
+    return lax.platform_dependent(cpu=on_cpu, default=whole)
+
+
+def _banded_products(where: Taps, x, cotangent, segment_ids, heads):
+    """Computes `dynamic_weight_gradient` as matrix products of blocks of rows.
+
+    A block of R rows of the cotangent times the R + K - 1 rows of x that it reads gives a matrix
+    whose K diagonals are the result. A dilation d is d interleaved sequences of adjacent taps.
+    """
+    batch, length, embed = x.shape
+    taps, phases = where.count, where.dilation
+    rows = min(BAND_ROWS, -(-length // phases))
+    window = rows + taps - 1
+    blocks = -(-length // (rows * phases))
+    after = blocks * rows * phases - length
+    wide = _wide(x, cotangent)
+
+    def phased(a, before, after):
+        # batch rows phases heads group
+        a = jnp.pad(a.astype(wide), ((0, 0), (before, after), (0, 0)))
+        return a.reshape(batch, -1, phases, heads, embed // heads)
+
+    x_rows = phased(hide_padding(x, segment_ids), where.left, where.right + after)
+    y_rows = phased(cotangent, 0, after)
+
+    def body(i, filled):
+        product = jnp.einsum(
+            "brphg,bwphg->bphrw",
+            _chunk(y_rows, i * rows, rows),
+            _chunk(x_rows, i * rows, window),
+            precision=lax.Precision.HIGHEST,
+        )
+        # Rows one longer than the matrix's turn its diagonals into columns.
+        flat = product.reshape(*product.shape[:3], rows * window)
+        flat = jnp.pad(flat, ((0, 0), (0, 0), (0, 0), (0, rows)))
+        diagonals = flat.reshape(*product.shape[:3], rows, window + 1)[..., :taps]
+        return lax.dynamic_update_slice_in_dim(
+            filled, jnp.moveaxis(diagonals, (3, 4), (1, 3)), i * rows, axis=1
+        )
+
+    empty = jnp.zeros((batch, blocks * rows, phases, taps, heads), wide)
+    filled = lax.fori_loop(0, blocks, body, empty)
+    gradient = filled.reshape(batch, blocks * rows * phases, taps, heads)[:, :length]
+    if segment_ids is None or where.cross_segments:
+        return gradient
+    padded = _rows(segment_ids, -where.left, length + where.right)
+    same = [padded[:, j * phases : j * phases + length] == segment_ids for j in range(taps)]
+    return jnp.where(jnp.stack(same, axis=-1)[..., None], gradient, 0)
+
+
+class _Reader:
+    """Reads, for a tap, the row of x that each output row sees: zero where it sees nothing."""
+
+    def __init__(self, where: Taps, x, segment_ids):
+        length = x.shape[1]
+        # Taps further away than the row is long read zeros wherever they are.
+        left, right = min(where.left, length), min(where.right, length)
+        self._starts = [left + max(-left, min(right, o)) for o in where.offsets]
+        self._padded = _rows(hide_padding(x, segment_ids), -left, length + right)
+        self._length = length
+        self._segment_ids = None if where.cross_segments else segment_ids
+        if self._segment_ids is not None:
+            self._padded_ids = _rows(segment_ids, -left, length + right)
+
+    def __call__(self, tap: int, start=0, rows: int | None = None):
+        """Returns what output rows start to start + rows see; `start` may be traced."""
+        rows = self._length if rows is None else rows
+        first = self._starts[tap] + start
+        read = _chunk(self._padded, first, rows)
+        if self._segment_ids is None:
+            return read
+        theirs = _chunk(self._padded_ids, first, rows)
+        ours = _chunk(self._segment_ids, start, rows)
+        return jnp.where((theirs == ours)[..., None], read, 0)
+
+
+def hide_padding(x, segment_ids):
+    """Returns [batch, length, embed] with zeros in segment 0, whatever was there."""
+    return x if segment_ids is None else jnp.where((segment_ids != 0)[..., None], x, 0)
+
+
+def _rows(a, start: int, stop: int):
+    """Returns rows start to stop of the second axis, with zeros outside the array."""
+    length = a.shape[1]
+    first, last = (max(0, min(length, i)) for i in (start, stop))
+    inside = a[:, first:last]
+    if last - first == stop - start:
+        return inside
+    before = min(max(0, -start), stop - start)
+    after = stop - start - before - (last - first)
+    return jnp.pad(inside, ((0, 0), (before, after)) + ((0, 0),) * (a.ndim - 2))
+
+
+def _chunk(a, start, rows: int):
+    """Returns `rows` rows of the second axis from `start`, which may be traced."""
+    if isinstance(start, int):
+        return a[:, start : start + rows]
+    return lax.dynamic_slice_in_dim(a, start, rows, axis=1)
+
+
+def _split(x, heads: int):
+    """Gives the channels of each kernel an axis: [batch, length, heads, group]."""
+    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
+
+
+def _wide(*arrays) -> jnp.dtype:
+    return functools.reduce(jnp.promote_types, (a.dtype for a in arrays), jnp.float32)
+
+
+def _chunk_rows(x) -> int:
+    batch, length, embed = x.shape
+    return min(length, max(8, CHUNK_ELEMENTS // (batch * embed)))
