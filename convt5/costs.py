@@ -78,7 +78,7 @@ class ModelCost:
 
     FLOPs count two for each multiply-add of matrix products, attention and convolution taps.
     Elementwise work (norms, activations, softmax, masks) is left out: 1 % of what the compiler
-    counts at emb_dim 512. Attention is counted over the whole rectangle, masked or not, as it is computed.
+    counts at emb_dim 512. Attention counts the whole rectangle, masked or not, as it is computed.
 
     Attributes:
         encoder_length, decoder_length: tokens of the row.
@@ -191,7 +191,7 @@ def training_memory(
 def optimizer_bytes(optimizer: OptimizerConfig, shapes: Shapes) -> int:
     """Returns the bytes of the optimizer's state for float32 parameters of these shapes."""
     parameters = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in shapes.items()}
-    state = jax.eval_shape(optimizer.build(schedule.Constant(rate=0.0)).init, parameters)
+    state = jax.eval_shape(optimizer.build(schedule.Constant(rate=1.0)).init, parameters)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
