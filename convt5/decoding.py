@@ -1,0 +1,312 @@
+"""From sources to results: decoding and scoring with any model, whatever its layers mix with.
+
+`decode` and `score` take and return host arrays. Batches and lengths are padded up to buckets, so
+that inputs of many shapes share few compilations; the results do not depend on that padding.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from convt5 import errors
+from convt5.model import ConvT5, HostOrDevice
+from convt5.ops import shift_right, token_cross_entropy
+from convt5.search import BeamSearch, Found, Greedy, Sampling, SearchInputs, Strategy, search
+
+__all__ = [
+    "BeamSearch",
+    "Found",
+    "Greedy",
+    "Sampling",
+    "Scores",
+    "SearchInputs",
+    "Strategy",
+    "bucket_size",
+    "decode",
+    "score",
+    "search",
+]
+
+SMALLEST_LENGTH = 8
+"""The shortest length that is compiled for."""
+
+
+class Scores(NamedTuple):
+    """What a model thinks of given sequences.
+
+    Attributes:
+        token_log_probs: log-probability of every token given those before it and the source; 0 for
+            the prefix and after the end of the sequence.
+        log_probs: their sum.
+        scores: log_probs over the number of scored tokens ** length_penalty.
+    """
+
+    token_log_probs: Float[HostOrDevice, "batch choices length"]
+    log_probs: Float[HostOrDevice, "batch choices"]
+    scores: Float[HostOrDevice, "batch choices"]
+
+
+def decode(
+    model: ConvT5,
+    encoder_input_tokens: Int[HostOrDevice, "batch source"],
+    *,
+    max_length: int,
+    strategy: Strategy | None = None,
+    max_lengths: Int[HostOrDevice, " batch"] | None = None,
+    prefix: Int[HostOrDevice, "batch prefix"] | None = None,
+    key: Key[Array, "..."] | None = None,
+    end_id: int = 1,
+    hide_start_token: bool | None = None,
+    batch_sharding: jax.sharding.Sharding | None = None,
+) -> Found:
+    """Decodes each source; the result of a row depends on nothing but that row.
+
+    Args:
+        model: parameters may lie on a mesh.
+        encoder_input_tokens: sources, 0 where padded.
+        max_length: the longest result in tokens, with forced prefix and end token.
+        strategy: how tokens are chosen; `Greedy()` by default.
+        max_lengths: the same limit for each row, at most `max_length`; 0 asks for no result.
+        prefix: tokens that every result of a row starts with, 0 where padded on the right. They
+            are given, not predicted, so they are not scored.
+        key: for sampling: one key, of which row i takes fold_in(key, i), or a key for each row.
+        end_id: the token that ends a result.
+        hide_start_token: overrides the config's; False decodes the released models as the original
+            does, which is not the function they were trained as.
+        batch_sharding: spreads rows over devices; None leaves it to the model's placement.
+
+    Returns:
+        Host arrays with the rows of `encoder_input_tokens` and `max_length` positions.
+
+    Raises:
+        UserError: for tokens outside the vocabulary and for limits that contradict each other.
+    """
+    strategy = strategy or Greedy()
+    sources = np.asarray(encoder_input_tokens)
+    batch = sources.shape[0]
+    prefix = np.zeros((batch, 0), np.int32) if prefix is None else _trimmed(np.asarray(prefix))
+    limits = np.full((batch,), max_length) if max_lengths is None else np.asarray(max_lengths)
+    _check_tokens(model, "encoder_input_tokens", sources)
+    _check_tokens(model, "prefix", prefix)
+    _check_limits(max_length, limits, prefix, end_id)
+    keys = _row_keys(key, batch, strategy)
+    if batch == 0:
+        return _nothing(strategy.num_results, max_length)
+
+    rows = _row_bucket(batch, batch_sharding)
+    length = _length_bucket(model, max_length)
+    inputs = SearchInputs(
+        encoder_input_tokens=_padded_sources(model, sources, rows),
+        prefix=_fitted(prefix, (rows, length)),
+        prefix_lengths=_fitted(_lengths(prefix), (rows,)),
+        max_lengths=_fitted(limits, (rows,)),
+        # Padding rows draw from a copied key and are thrown away.
+        keys=None if keys is None else keys[np.minimum(np.arange(rows), batch - 1)],
+    )
+    found = _search(
+        model,
+        _placed(inputs, batch_sharding),
+        strategy=strategy,
+        end_id=end_id,
+        hide_start_token=hide_start_token,
+    )
+    found = jax.tree.map(lambda x: np.asarray(x)[:batch], found)
+    return found._replace(tokens=found.tokens[:, :, :max_length])
+
+
+def score(
+    model: ConvT5,
+    encoder_input_tokens: Int[HostOrDevice, "batch source"],
+    targets: Int[HostOrDevice, "batch choices length"],
+    *,
+    lengths: Int[HostOrDevice, "batch choices"] | None = None,
+    prefix_lengths: Int[HostOrDevice, " batch"] | None = None,
+    length_penalty: float = 0.0,
+    batch_sharding: jax.sharding.Sharding | None = None,
+) -> Scores:
+    """Scores given results by teacher forcing; equals the scores with which `decode` found them.
+
+    Args:
+        model: as in `decode`.
+        encoder_input_tokens: sources, 0 where padded.
+        targets: several candidate results for each source, such as `Found.tokens` or the labels of
+            a classification task; each includes its end token if that is to be scored.
+        lengths: tokens of each target; by default up to the last one that is not 0.
+        prefix_lengths: leading tokens of each row's targets that are given and not scored.
+        length_penalty: as in `BeamSearch`; 0 compares plain sums.
+        batch_sharding: as in `decode`.
+
+    Raises:
+        UserError: for tokens outside the vocabulary.
+    """
+    sources, targets = np.asarray(encoder_input_tokens), np.asarray(targets)
+    batch, choices, longest = targets.shape
+    lengths = _lengths(targets) if lengths is None else np.asarray(lengths)
+    starts = np.zeros((batch,), np.int32) if prefix_lengths is None else np.asarray(prefix_lengths)
+    _check_tokens(model, "encoder_input_tokens", sources)
+    _check_tokens(model, "targets", targets)
+    if targets.size == 0:
+        empty = np.zeros((batch, choices), np.float32)
+        return Scores(np.zeros(targets.shape, np.float32), empty, empty)
+    rows, columns = _row_bucket(batch, batch_sharding), bucket_size(choices)
+    inputs = (
+        _padded_sources(model, sources, rows),
+        _fitted(targets, (rows, columns, _length_bucket(model, longest))),
+        _fitted(lengths, (rows, columns)),
+        _fitted(starts, (rows,)),
+    )
+    token_log_probs = _score_tokens(model, *_placed(inputs, batch_sharding))
+    token_log_probs = np.asarray(token_log_probs)[:batch, :choices, :longest]
+    log_probs = token_log_probs.sum(axis=-1)
+    scored = np.maximum(lengths - starts[:, None], 1).astype(np.float32)
+    return Scores(token_log_probs, log_probs, log_probs / scored**length_penalty)
+
+
+def bucket_size(count: int, *, smallest: int = 1) -> int:
+    """Returns the first of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at least both arguments.
+
+    Two sizes for every doubling: at most half again as much work as asked for, and the number of
+    sizes, hence of compilations, grows with the logarithm of the largest one.
+    """
+    count = max(count, smallest, 1)
+    power = 1 << (count - 1).bit_length()
+    return power if count > power * 3 // 4 or power < 4 else power * 3 // 4
+
+
+@functools.partial(jax.jit, static_argnames=("strategy", "end_id", "hide_start_token"))
+def _search(model, inputs, *, strategy, end_id, hide_start_token):
+    return search(
+        model, inputs, strategy=strategy, end_id=end_id, hide_start_token=hide_start_token
+    )
+
+
+@jax.jit
+def _score_tokens(
+    model: ConvT5,
+    sources: Int[Array, "batch source"],
+    targets: Int[Array, "batch choices length"],
+    lengths: Int[Array, "batch choices"],
+    starts: Int[Array, " batch"],
+) -> Float[Array, "batch choices length"]:
+    choices = targets.shape[1]
+    segment_ids = (sources != 0).astype(jnp.int32)
+    encoded = model.encode(sources, segment_ids=segment_ids)
+    # Every choice reads the same source, which is encoded once.
+    flat = targets.reshape(-1, targets.shape[2])
+    logits = model.decode(
+        jnp.repeat(encoded, choices, axis=0),
+        shift_right(flat),
+        encoder_segment_ids=jnp.repeat(segment_ids, choices, axis=0),
+    )
+    negative, _ = token_cross_entropy(logits, flat)
+    at = jnp.arange(targets.shape[2])[None, None]
+    is_scored = (at >= starts[:, None, None]) & (at < lengths[..., None])
+    return jnp.where(is_scored, -negative.reshape(targets.shape), 0.0)
+
+
+def _row_keys(key, batch: int, strategy: Strategy):
+    if not isinstance(strategy, Sampling):
+        return None
+    if key is None:
+        raise errors.UserError(
+            "decode: key=None with Sampling, which draws at random; pass key=jax.random.key(seed)."
+        )
+    if key.ndim == 0:
+        return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(batch))
+    if key.shape != (batch,):
+        raise errors.UserError(
+            f"decode: key has shape {key.shape} for {batch} rows; pass one key, or one per row."
+        )
+    return key
+
+
+def _check_tokens(model: ConvT5, name: str, tokens: np.ndarray) -> None:
+    vocab_size = model.config.vocab_size
+    wrong = tokens[(tokens < 0) | (tokens >= vocab_size)]
+    if wrong.size:
+        raise errors.UserError(
+            f"{name} holds the id {wrong[0]}, but the model's vocab_size={vocab_size} allows 0 to "
+            f"{vocab_size - 1}; encode the text with the vocabulary the model was trained with."
+        )
+
+
+def _check_limits(max_length: int, limits: np.ndarray, prefix: np.ndarray, end_id: int) -> None:
+    found = []
+    if max_length < 1:
+        found.append(f"max_length={max_length} must be at least 1 token.")
+    if limits.size and (limits.min() < 0 or limits.max() > max_length):
+        found.append(
+            f"max_lengths runs from {limits.min()} to {limits.max()}, but must lie between 0 and "
+            f"max_length={max_length}; raise max_length or lower the limits of the rows."
+        )
+    lengths = _lengths(prefix)
+    too_long = np.flatnonzero((lengths >= limits) & (lengths > 0) & (limits > 0))
+    if too_long.size:
+        row = too_long[0]
+        found.append(
+            f"prefix of row {row} has {lengths[row]} tokens, which leaves nothing to generate "
+            f"within its limit of {limits[row]}; shorten it or raise max_length."
+        )
+    inside = np.arange(prefix.shape[1])[None] < lengths[:, None]
+    if np.any(prefix[inside] == 0):
+        found.append("prefix holds padding (0) between tokens; pad it on the right.")
+    if np.any(prefix == end_id):
+        found.append(f"prefix holds the end token {end_id}, after which nothing can follow.")
+    errors.raise_all(found, where="decode")
+
+
+def _row_bucket(batch: int, sharding: jax.sharding.Sharding | None) -> int:
+    if sharding is None:
+        return bucket_size(batch)
+    devices = sharding.num_devices
+    shards = devices // sharding.shard_shape((devices,))[0]
+    return shards * bucket_size(-(-batch // shards))
+
+
+def _length_bucket(model: ConvT5, length: int) -> int:
+    """The bucket of a length, but never more positions than the model has."""
+    size = bucket_size(length, smallest=SMALLEST_LENGTH)
+    limit = model.config.max_positions if model.config.positions == "learned" else None
+    return size if limit is None else max(length, min(size, limit))
+
+
+def _padded_sources(model: ConvT5, sources: np.ndarray, rows: int) -> np.ndarray:
+    sources = _trimmed(sources)
+    return _fitted(sources, (rows, _length_bucket(model, sources.shape[1])))
+
+
+def _trimmed(tokens: np.ndarray) -> np.ndarray:
+    """Without the columns on the right that hold nothing but padding."""
+    return tokens[:, : _lengths(tokens).max(initial=0)]
+
+
+def _lengths(tokens: np.ndarray) -> np.ndarray:
+    """Positions up to the last token that is not 0."""
+    places = np.arange(1, tokens.shape[-1] + 1).reshape((1,) * (tokens.ndim - 1) + (-1,))
+    return np.max(np.where(tokens != 0, places, 0), axis=-1, initial=0).astype(np.int32)
+
+
+def _fitted(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Extended by zeros to `shape`."""
+    widths = [(0, size - now) for size, now in zip(shape, x.shape, strict=True)]
+    return np.pad(x, widths).astype(np.int32)
+
+
+def _placed(inputs, sharding: jax.sharding.Sharding | None):
+    return inputs if sharding is None else jax.device_put(inputs, sharding)
+
+
+def _nothing(num_results: int | None, max_length: int) -> Found:
+    shape = (0, num_results or 1)
+    numbers = np.zeros(shape, np.float32)
+    return Found(
+        np.zeros((*shape, max_length), np.int32),
+        np.zeros(shape, np.int32),
+        numbers,
+        numbers,
+        np.zeros(shape, bool),
+    )

@@ -1,0 +1,149 @@
+"""Readable samples of span corruption: the corrupted text, the model's filling, and the truth.
+
+The trainer prints them at the end of a run. Any vocabulary will do that follows T5's sentinels:
+the highest ids, descending from the last one.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from convt5 import decoding
+from convt5.model import ConvT5, HostOrDevice
+
+PADDING_ID = 0
+
+
+class TextVocabulary(Protocol):
+    """The part of a `seqio.Vocabulary` that is needed here."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def extra_ids(self) -> int: ...
+
+    @property
+    def eos_id(self) -> int | None: ...
+
+    def decode(self, ids: Sequence[int], /) -> str: ...
+
+
+class SpanExample(NamedTuple):
+    """Token ids of one corrupted text and of the spans that were taken out of it."""
+
+    source: np.ndarray
+    target: np.ndarray
+
+
+def render_span_samples(
+    model: ConvT5,
+    batch: Mapping[str, HostOrDevice],
+    vocabulary: TextVocabulary,
+    num: int = 3,
+) -> str:
+    """Fills the spans of the first `num` examples of a batch greedily and shows them as text.
+
+    Args:
+        model: the model to show.
+        batch: span corruption with seqio's feature names, packed or not.
+        vocabulary: what the ids stand for; sentinels appear as <1>, <2>, ...
+        num: examples to show; a batch with fewer shows all of them.
+    """
+    examples = [example for example, _ in zip(span_examples(batch), range(num), strict=False)]
+    if not examples:
+        return "no example to show: the batch holds nothing but padding"
+    fillings = fill_spans(model, examples, end_id=_end_id(vocabulary))
+    parts = []
+    for i, (example, filling) in enumerate(zip(examples, fillings, strict=True), start=1):
+        parts.append(
+            f"sample {i}\n"
+            f"  corrupted: {render(example.source, vocabulary)}\n"
+            f"  filling:   {render(filling, vocabulary)}\n"
+            f"  truth:     {render(example.target, vocabulary)}"
+        )
+    return "\n".join(parts)
+
+
+def span_examples(batch: Mapping[str, HostOrDevice]) -> Iterator[SpanExample]:
+    """Yields the examples of a batch one by one, taking packed rows apart."""
+    sources = np.asarray(batch["encoder_input_tokens"])
+    targets = np.asarray(batch["decoder_target_tokens"])
+    source_segments = _segments(batch, "encoder_segment_ids", sources)
+    target_segments = _segments(batch, "decoder_segment_ids", targets)
+    for row in range(sources.shape[0]):
+        for segment in range(1, source_segments[row].max(initial=0) + 1):
+            yield SpanExample(
+                sources[row, source_segments[row] == segment],
+                targets[row, target_segments[row] == segment],
+            )
+
+
+def fill_spans(model: ConvT5, examples: Sequence[SpanExample], *, end_id: int) -> list[np.ndarray]:
+    """Returns the greedy filling of each example, at most half again as long as the truth."""
+    limits = np.array([max(len(e.target) * 3 // 2, 1) for e in examples], np.int32)
+    longest = model.config.max_positions if model.config.positions == "learned" else None
+    limits = limits if longest is None else np.minimum(limits, longest)
+    found = decoding.decode(
+        model,
+        _stacked([e.source for e in examples]),
+        max_length=int(limits.max()),
+        max_lengths=limits,
+        end_id=end_id,
+    )
+    return [
+        tokens[0, : lengths[0]]
+        for tokens, lengths in zip(np.asarray(found.tokens), np.asarray(found.lengths), strict=True)
+    ]
+
+
+def render(ids: np.ndarray, vocabulary: TextVocabulary) -> str:
+    """Returns ids as one line of text up to the end token, with sentinels as <1>, <2>, ..."""
+    kept = _until_end(ids, _end_id(vocabulary))
+    first_sentinel = vocabulary.vocab_size - vocabulary.extra_ids
+    pieces, before, run = [], [], []
+    for token in [*kept, None]:
+        if token is not None and token < first_sentinel:
+            run.append(token)
+            continue
+        pieces.append(_continued(before, run, vocabulary))
+        before, run = before + run, []
+        if token is not None:
+            # A table may have more rows than the vocabulary has ids; they stand for nothing.
+            number = vocabulary.vocab_size - token
+            pieces.append(f"<{number}>" if number > 0 else "<?>")
+    return "".join(pieces).replace("\n", "\\n")
+
+
+def _continued(before: list[int], run: list[int], vocabulary: TextVocabulary) -> str:
+    """The text of `run` after `before`: a vocabulary may drop a space at the start of a text."""
+    if not run:
+        return ""
+    start, whole = vocabulary.decode(before), vocabulary.decode(before + run)
+    return whole[len(start) :] if whole.startswith(start) else vocabulary.decode(run)
+
+
+def _until_end(ids: np.ndarray, end_id: int) -> list[int]:
+    kept = []
+    for token in ids.tolist():
+        if token == end_id:
+            break
+        if token != PADDING_ID:
+            kept.append(token)
+    return kept
+
+
+def _end_id(vocabulary: TextVocabulary) -> int:
+    return 1 if vocabulary.eos_id is None else vocabulary.eos_id
+
+
+def _segments(batch: Mapping[str, HostOrDevice], name: str, tokens: np.ndarray) -> np.ndarray:
+    return np.asarray(batch[name]) if name in batch else (tokens != PADDING_ID).astype(np.int32)
+
+
+def _stacked(rows: Sequence[np.ndarray]) -> np.ndarray:
+    stacked = np.zeros((len(rows), max(len(row) for row in rows)), np.int32)
+    for i, row in enumerate(rows):
+        stacked[i, : len(row)] = row
+    return stacked

@@ -1,0 +1,447 @@
+"""Searching for output sequences one token at a time: greedy, sampling and beam search.
+
+Everything here is traced: arrays in, arrays out, one while loop that stops when every row has
+ended. `decoding` brings host arrays into bucketed shapes and calls it.
+"""
+
+import dataclasses
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from convt5 import errors
+from convt5.layers import at_least_float32
+from convt5.model import ConvT5, DecoderState, HostOrDevice
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Greedy:
+    """The likeliest token at every step; one result per row."""
+
+    @property
+    def num_results(self) -> int:
+        return 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Tokens drawn from the model's distribution, possibly sharpened and cut.
+
+    Attributes:
+        temperature: logits are divided by it; below 1 sharpens. Use `Greedy` for the limit 0.
+        top_k: draw among this many likeliest tokens only; None for all.
+        top_p: draw among the smallest set of likeliest tokens whose probability, after temperature
+            and top_k, reaches this much (Holtzman et al. 2020, arXiv 1904.09751); 1 for all.
+        num_results: independent samples per row, in the order drawn.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    num_results: int = 1
+
+    def __post_init__(self):
+        found = []
+        if not self.temperature > 0:
+            found.append(
+                f"temperature={self.temperature} must be above 0; use Greedy for its limit 0."
+            )
+        if self.top_k is not None and self.top_k < 1:
+            found.append(f"top_k={self.top_k} must be at least 1, or None for every token.")
+        if not 0 < self.top_p <= 1:
+            found.append(f"top_p={self.top_p} must be in (0, 1]; 1 keeps every token.")
+        if self.num_results < 1:
+            found.append(f"num_results={self.num_results} must be at least 1.")
+        errors.raise_all(found, where="Sampling")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BeamSearch:
+    """The sequences of highest score, keeping `beam_size` unfinished ones at every step.
+
+    The score is the sum of log-probabilities over length ** length_penalty, where the length
+    counts the generated tokens with the end token and without a forced prefix. At each step the
+    2 * beam_size best continuations are looked at: those among the first beam_size that end
+    compete for the results, and the best beam_size that do not end go on. These are the conventions
+    of Hugging Face transformers, which the results equal.
+
+    Attributes:
+        beam_size: sequences kept; 1 is greedy search.
+        length_penalty: exponent; above 0 favours longer results, 0 compares plain sums.
+        num_results: results per row, best first; None for beam_size.
+        early_stopping: when a row with beam_size results stops. True: at once. False: when its
+            worst result is not below the best unfinished sum scored at its present length.
+            "never": likewise, scored at the longest length allowed if length_penalty is positive,
+            so that no better result can have been missed.
+    """
+
+    beam_size: int = 4
+    length_penalty: float = 1.0
+    num_results: int | None = None
+    early_stopping: bool | Literal["never"] = False
+
+    def __post_init__(self):
+        found = []
+        if self.beam_size < 1:
+            found.append(f"beam_size={self.beam_size} must be at least 1.")
+        if self.num_results is None:
+            object.__setattr__(self, "num_results", self.beam_size)
+        elif not 1 <= self.num_results <= self.beam_size:
+            found.append(
+                f"num_results={self.num_results} must be between 1 and beam_size="
+                f"{self.beam_size}; a search keeps no more than beam_size results."
+            )
+        if self.early_stopping not in (True, False, "never"):
+            found.append(f"early_stopping={self.early_stopping!r} must be True, False or 'never'.")
+        errors.raise_all(found, where="BeamSearch")
+
+
+Strategy = Greedy | Sampling | BeamSearch
+
+
+class SearchInputs(NamedTuple):
+    """What a search is given, row by row.
+
+    Attributes:
+        encoder_input_tokens: the source, 0 where padded.
+        prefix: tokens every result starts with, read up to prefix_lengths.
+        prefix_lengths: 0 for no forced prefix.
+        max_lengths: the longest result in tokens, prefix and end included; 0 asks for none.
+        keys: randomness of each row, for sampling.
+    """
+
+    encoder_input_tokens: Int[HostOrDevice, "batch source"]
+    prefix: Int[HostOrDevice, "batch length"]
+    prefix_lengths: Int[HostOrDevice, " batch"]
+    max_lengths: Int[HostOrDevice, " batch"]
+    keys: Key[Array, " batch"] | None = None
+
+
+class Found(NamedTuple):
+    """The results of a search.
+
+    Attributes:
+        tokens: forced prefix, generated tokens and the end token if it came; 0 after.
+        lengths: tokens of each result, prefix and end included; 0 where there is no result, which
+            happens when fewer than num_results sequences exist.
+        log_probs: log-probability of the generated tokens given the source and the prefix.
+        scores: what results are ranked by: log_probs, for beam search over
+            length ** length_penalty; -inf where there is no result.
+        ended: whether the end token came; False for a result cut at its longest length.
+    """
+
+    tokens: Int[HostOrDevice, "batch results length"]
+    lengths: Int[HostOrDevice, "batch results"]
+    log_probs: Float[HostOrDevice, "batch results"]
+    scores: Float[HostOrDevice, "batch results"]
+    ended: Bool[HostOrDevice, "batch results"]
+
+
+def search(
+    model: ConvT5,
+    inputs: SearchInputs,
+    *,
+    strategy: Strategy,
+    end_id: int = 1,
+    hide_start_token: bool | None = None,
+) -> Found:
+    """Encodes the sources and searches for results of at most `inputs.prefix.shape[1]` tokens.
+
+    Rows do not influence each other. `hide_start_token` overrides the config's, see
+    `ConvT5.decode_step`.
+    """
+    step_model = functools.partial(model.decode_step, hide_start_token=hide_start_token)
+    dtype = at_least_float32(jnp.dtype(model.config.dtype))
+    if isinstance(strategy, BeamSearch):
+        state = _initial_state(model, inputs, strategy.beam_size)
+        start = _no_beams(state, inputs, strategy, dtype)
+        return _beam_search(step_model, start, inputs, strategy, end_id)
+    state = _initial_state(model, inputs, strategy.num_results)
+    start = _no_draws(state, inputs, strategy, dtype)
+    return _draw(step_model, start, inputs, strategy, end_id)
+
+
+def _initial_state(model: ConvT5, inputs: SearchInputs, copies: int) -> DecoderState:
+    """The decoder's state before the first step, with `copies` adjacent rows for each source."""
+    tokens = inputs.encoder_input_tokens
+    segment_ids = (tokens != 0).astype(jnp.int32)
+    encoded = model.encode(tokens, segment_ids=segment_ids)
+    return model.init_decoding(
+        jnp.repeat(encoded, copies, axis=0),
+        encoder_segment_ids=jnp.repeat(segment_ids, copies, axis=0),
+        length=inputs.prefix.shape[1],
+    )
+
+
+class _Draws(NamedTuple):
+    """The sequences of a greedy search or of sampling, each on its own row."""
+
+    step: Int[Array, ""]
+    state: DecoderState
+    last: Int[Array, " rows"]
+    tokens: Int[Array, "rows length"]
+    lengths: Int[Array, " rows"]
+    log_probs: Float[Array, " rows"]
+    ended: Bool[Array, " rows"]
+
+
+def _no_draws(state, inputs: SearchInputs, strategy: Greedy | Sampling, dtype) -> _Draws:
+    batch, length = inputs.prefix.shape
+    rows = batch * strategy.num_results
+    return _Draws(
+        step=jnp.zeros((), jnp.int32),
+        state=state,
+        last=jnp.zeros((rows,), jnp.int32),
+        tokens=jnp.zeros((rows, length), jnp.int32),
+        lengths=jnp.zeros((rows,), jnp.int32),
+        log_probs=jnp.zeros((rows,), dtype),
+        ended=jnp.zeros((rows,), bool),
+    )
+
+
+def _draw(
+    step_model, start: _Draws, inputs: SearchInputs, strategy: Greedy | Sampling, end_id: int
+) -> Found:
+    copies = strategy.num_results
+    prefix = jnp.repeat(inputs.prefix, copies, axis=0)
+    prefix_lengths = jnp.repeat(inputs.prefix_lengths, copies)
+    max_lengths = jnp.repeat(inputs.max_lengths, copies)
+    keys = _keys_of_copies(inputs.keys, copies)
+
+    def active(draws: _Draws):
+        return ~draws.ended & (draws.lengths < max_lengths)
+
+    def body(draws: _Draws) -> _Draws:
+        step = draws.step
+        logits, state = step_model(draws.state, draws.last)
+        chosen = _choose(logits, strategy, keys, step)
+        forced, going_on = step < prefix_lengths, active(draws)
+        token = jnp.where(forced, prefix[:, step], chosen)
+        log_prob = _taken(jax.nn.log_softmax(logits), token)
+        token = jnp.where(going_on, token, 0)
+        return _Draws(
+            step=step + 1,
+            state=state,
+            last=token,
+            tokens=draws.tokens.at[:, step].set(token),
+            lengths=draws.lengths + going_on,
+            log_probs=draws.log_probs + jnp.where(going_on & ~forced, log_prob, 0.0),
+            ended=draws.ended | (going_on & ~forced & (token == end_id)),
+        )
+
+    end = jax.lax.while_loop(lambda draws: jnp.any(active(draws)), body, start)
+    by_row = lambda x: x.reshape(-1, copies, *x.shape[1:])  # noqa: E731
+    log_probs = by_row(end.log_probs)
+    lengths = by_row(end.lengths)
+    scores = jnp.where(lengths > 0, log_probs, -jnp.inf)
+    return Found(by_row(end.tokens), lengths, log_probs, scores, by_row(end.ended))
+
+
+def _choose(
+    logits: Float[Array, "rows vocab"],
+    strategy: Greedy | Sampling,
+    keys: Key[Array, " rows"] | None,
+    step: Int[Array, ""],
+) -> Int[Array, " rows"]:
+    """The next token of each row."""
+    if isinstance(strategy, Greedy):
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    assert keys is not None
+    step_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, step)
+    logits = logits / strategy.temperature
+    draw = jax.vmap(jax.random.categorical)
+    if strategy.top_k is None and strategy.top_p == 1.0:
+        return draw(step_keys, logits).astype(jnp.int32)
+    # Sorted, so that ties never let more than top_k tokens in.
+    logits, ids = jax.lax.top_k(logits, min(strategy.top_k or logits.shape[-1], logits.shape[-1]))
+    probabilities = jax.nn.softmax(logits)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    # The likeliest token stays whatever top_p is: nothing stands before it.
+    logits = jnp.where(before < strategy.top_p, logits, -jnp.inf)
+    return _taken(ids, draw(step_keys, logits)).astype(jnp.int32)
+
+
+def _keys_of_copies(keys: Key[Array, " batch"] | None, copies: int):
+    if keys is None:
+        return None
+    folded = jax.vmap(
+        lambda key: jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(copies))
+    )(keys)
+    return folded.reshape(-1)
+
+
+class _Beams(NamedTuple):
+    """Unfinished sequences, best first, and the best results so far; -inf marks what is absent."""
+
+    step: Int[Array, ""]
+    state: DecoderState
+    tokens: Int[Array, "batch beams length"]
+    last: Int[Array, "batch beams"]
+    log_probs: Float[Array, "batch beams"]
+    results: Found
+    done: Bool[Array, " batch"]
+
+
+def _beam_search(
+    step_model, start: _Beams, inputs: SearchInputs, strategy: BeamSearch, end_id: int
+) -> Found:
+    def body(beams: _Beams) -> _Beams:
+        logits, state = step_model(beams.state, beams.last.reshape(-1))
+        candidates = _best_continuations(beams, logits)
+        results = _with_ended(beams, candidates, inputs, strategy, end_id)
+        chosen = _go_on(beams, candidates, inputs, end_id)
+        log_probs = chosen.log_probs
+        return _Beams(
+            step=beams.step + 1,
+            state=_reordered(state, chosen.parents),
+            tokens=chosen.tokens,
+            last=chosen.last,
+            log_probs=log_probs,
+            results=results,
+            done=beams.done | _is_done(beams.step + 1, log_probs, results, inputs, strategy),
+        )
+
+    beams = jax.lax.while_loop(lambda beams: ~jnp.all(beams.done), body, start)
+    return jax.tree.map(lambda x: x[:, : strategy.num_results], beams.results)
+
+
+def _no_beams(state, inputs: SearchInputs, strategy: BeamSearch, dtype) -> _Beams:
+    batch, length = inputs.prefix.shape
+    shape = (batch, strategy.beam_size)
+    absent = jnp.full(shape, -jnp.inf, dtype)
+    tokens = jnp.zeros((*shape, length), jnp.int32)
+    return _Beams(
+        step=jnp.zeros((), jnp.int32),
+        state=state,
+        tokens=tokens,
+        last=jnp.zeros(shape, jnp.int32),
+        # All beams are the same start token; one of them is enough.
+        log_probs=absent.at[:, 0].set(0.0),
+        results=Found(tokens, jnp.zeros(shape, jnp.int32), absent, absent, jnp.zeros(shape, bool)),
+        done=inputs.max_lengths <= 0,
+    )
+
+
+class _Candidates(NamedTuple):
+    """Continuations of the beams by one token, best first."""
+
+    parents: Int[Array, "batch candidates"]
+    last: Int[Array, "batch candidates"]
+    tokens: Int[Array, "batch candidates length"]
+    log_probs: Float[Array, "batch candidates"]
+
+
+def _best_continuations(beams: _Beams, logits: Float[Array, "rows vocab"]) -> _Candidates:
+    batch, count = beams.log_probs.shape
+    vocab = logits.shape[-1]
+    token_log_probs = jax.nn.log_softmax(logits).reshape(batch, count, vocab)
+    sums = (beams.log_probs[..., None] + token_log_probs).reshape(batch, count * vocab)
+    # Twice the beams: should all the best ones end, as many are left to go on.
+    log_probs, chosen = jax.lax.top_k(sums, 2 * count)
+    parents, last = chosen // vocab, chosen % vocab
+    tokens = jnp.take_along_axis(beams.tokens, parents[..., None], axis=1)
+    return _Candidates(parents, last, tokens.at[:, :, beams.step].set(last), log_probs)
+
+
+def _with_ended(
+    beams: _Beams, candidates: _Candidates, inputs: SearchInputs, strategy: BeamSearch, end_id: int
+) -> Found:
+    """The best beam_size of the results so far and of the candidates that end here."""
+    length = beams.step + 1
+    has_end = candidates.last == end_id
+    is_first = jnp.arange(has_end.shape[1])[None] < strategy.beam_size
+    generated = length - inputs.prefix_lengths
+    allowed = (~beams.done & (generated > 0))[:, None]
+    stops = has_end | (length >= inputs.max_lengths)[:, None]
+    scores = candidates.log_probs / _length_factor(generated, strategy)[:, None]
+    ending = Found(
+        tokens=candidates.tokens,
+        lengths=jnp.full_like(candidates.last, length),
+        log_probs=candidates.log_probs,
+        scores=jnp.where(stops & is_first & allowed, scores, -jnp.inf),
+        ended=has_end,
+    )
+    merged = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), beams.results, ending)
+    scores, chosen = jax.lax.top_k(merged.scores, strategy.beam_size)
+    best = jax.tree.map(lambda x: _rows_taken(x, chosen), merged)
+    exists = scores > -jnp.inf
+    # A slot without result must not show the candidate that failed to fill it.
+    return Found(
+        tokens=jnp.where(exists[..., None], best.tokens, 0),
+        lengths=jnp.where(exists, best.lengths, 0),
+        log_probs=jnp.where(exists, best.log_probs, -jnp.inf),
+        scores=scores,
+        ended=exists & best.ended,
+    )
+
+
+def _go_on(
+    beams: _Beams, candidates: _Candidates, inputs: SearchInputs, end_id: int
+) -> _Candidates:
+    """The beams of the next step: the best that do not end, or the forced prefix."""
+    count = beams.log_probs.shape[1]
+    unfinished = jnp.where(candidates.last == end_id, -jnp.inf, candidates.log_probs)
+    log_probs, chosen = jax.lax.top_k(unfinished, count)
+    best = jax.tree.map(lambda x: _rows_taken(x, chosen), candidates)._replace(log_probs=log_probs)
+    prescribed = jnp.broadcast_to(inputs.prefix[:, beams.step, None], beams.last.shape)
+    forced = _Candidates(
+        parents=jnp.broadcast_to(jnp.arange(count)[None], best.parents.shape),
+        last=prescribed,
+        tokens=beams.tokens.at[:, :, beams.step].set(prescribed),
+        log_probs=beams.log_probs,
+    )
+    is_forced = beams.step < inputs.prefix_lengths
+    return jax.tree.map(
+        lambda yes, no: jnp.where(is_forced.reshape(-1, *(1,) * (no.ndim - 1)), yes, no),
+        forced,
+        best,
+    )
+
+
+def _is_done(
+    length: Int[Array, ""],
+    log_probs: Float[Array, "batch beams"],
+    results: Found,
+    inputs: SearchInputs,
+    strategy: BeamSearch,
+) -> Bool[Array, " batch"]:
+    """Whether each row has its results, after `length` tokens."""
+    at_limit = length >= inputs.max_lengths
+    worst = jnp.min(results.scores, axis=1)
+    if strategy.early_stopping is True:
+        return at_limit | (worst > -jnp.inf)
+    to_limit = strategy.early_stopping == "never" and strategy.length_penalty > 0
+    hoped_for = jnp.where(to_limit, inputs.max_lengths, length) - inputs.prefix_lengths
+    bound = log_probs[:, 0] / _length_factor(hoped_for, strategy)
+    # Inside a forced prefix nothing has been scored yet.
+    return at_limit | ((length > inputs.prefix_lengths) & (bound <= worst))
+
+
+def _length_factor(generated: Int[Array, " batch"], strategy: BeamSearch) -> Float[Array, " batch"]:
+    return jnp.maximum(generated, 1).astype(jnp.float32) ** strategy.length_penalty
+
+
+def _reordered(state: DecoderState, parents: Int[Array, "batch beams"]) -> DecoderState:
+    """The state after each beam takes over its parent's past."""
+    batch, count = parents.shape
+    if count == 1:
+        return state
+    rows = (jnp.arange(batch)[:, None] * count + parents).reshape(-1)
+    # All beams of a row read the same encoder output: only what mixing remembers moves.
+    return state._replace(
+        layers=tuple(
+            layer._replace(mixing=jax.tree.map(lambda x: x[rows], layer.mixing))
+            for layer in state.layers
+        )
+    )
+
+
+def _rows_taken(x: Array, chosen: Int[Array, "batch taken"]) -> Array:
+    return jnp.take_along_axis(x, chosen.reshape(*chosen.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+def _taken(x: Array, indices: Int[Array, " rows"]) -> Array:
+    return jnp.take_along_axis(x, indices[:, None], axis=1)[:, 0]
