@@ -194,17 +194,19 @@ def scale_by_second_moment(
 ) -> optax.GradientTransformation:
     """Divides gradients by the root of their decayed, perhaps factored, mean square."""
 
+    def means_of(leaf: Array, is_stacked: bool) -> Moment:
+        axes = factored_axes(leaf.shape, min_dim_to_factor, is_stacked=is_stacked)
+        if axes is None:
+            return {"full": leaf}
+        longest, second = axes
+        return {
+            "row": jnp.mean(leaf, axis=longest, keepdims=True),
+            "column": jnp.mean(leaf, axis=second, keepdims=True),
+        }
+
     def init(params: Tree) -> SecondMomentState:
         def zeros(leaf: Array, is_stacked: bool) -> Moment:
-            factored = factored_axes(leaf.shape, min_dim_to_factor, is_stacked=is_stacked)
-            if factored is None:
-                return {"full": jnp.zeros_like(leaf)}
-            return {
-                name: jnp.zeros(
-                    [1 if i == axis else n for i, n in enumerate(leaf.shape)], leaf.dtype
-                )
-                for name, axis in zip(("row", "column"), factored, strict=True)
-            }
+            return jax.tree.map(jnp.zeros_like, means_of(leaf, is_stacked))
 
         return SecondMomentState(jnp.zeros([], jnp.int32), _map_blocks(zeros, stacked, params))
 
@@ -213,26 +215,20 @@ def scale_by_second_moment(
         decay = 1.0 - (state.count + 1.0) ** -decay_exponent
 
         def next_moment(gradient: Array, is_stacked: bool, moment: Moment) -> Moment:
-            square = jnp.square(gradient) + epsilon
-            axes = factored_axes(gradient.shape, min_dim_to_factor, is_stacked=is_stacked)
-            averaged = dict(zip(("row", "column"), axes or (), strict=False))
-            return {
-                name: _decayed(
-                    decay,
-                    old,
-                    square
-                    if name == "full"
-                    else jnp.mean(square, axis=averaged[name], keepdims=True),
-                )
-                for name, old in moment.items()
-            }
+            means = means_of(jnp.square(gradient) + epsilon, is_stacked)
+            return jax.tree.map(
+                lambda old, new: (decay * old + (1.0 - decay) * new).astype(old.dtype),
+                moment,
+                means,
+            )
 
         def scaled(gradient: Array, is_stacked: bool, moment: Moment) -> Array:
-            if "full" in moment:
+            axes = factored_axes(gradient.shape, min_dim_to_factor, is_stacked=is_stacked)
+            if axes is None:
                 return gradient * jax.lax.rsqrt(moment["full"])
-            row = moment["row"]
-            row_mean = jnp.mean(row, axis=_block_axes(row, is_stacked), keepdims=True)
-            return gradient * jax.lax.rsqrt(row / row_mean) * jax.lax.rsqrt(moment["column"])
+            row_mean = jnp.mean(moment["row"], axis=axes[1], keepdims=True)
+            row_factor = jax.lax.rsqrt(moment["row"] / row_mean)
+            return gradient * row_factor * jax.lax.rsqrt(moment["column"])
 
         moments = _map_blocks(next_moment, stacked, updates, state.moments)
         scaled_updates = _map_blocks(scaled, stacked, updates, moments)
@@ -283,17 +279,9 @@ def _map_blocks(function: Callable[..., Any], stacked: Sequence[str], tree: Tree
     )
 
 
-def _block_axes(leaf: Array, is_stacked: bool) -> tuple[int, ...]:
-    return tuple(range(1 if is_stacked else 0, leaf.ndim))
-
-
 def _rms(leaf: Array, is_stacked: bool) -> Float[Array, "..."]:
-    axes = _block_axes(leaf, is_stacked)
+    axes = tuple(range(1 if is_stacked else 0, leaf.ndim))
     return jnp.sqrt(jnp.mean(jnp.square(leaf), axis=axes, keepdims=True))
-
-
-def _decayed(decay: Float[Array, ""], old: Array, new: Array) -> Array:
-    return (decay * old + (1.0 - decay) * new).astype(old.dtype)
 
 
 def _decay(weight_decay: float, not_decayed: Sequence[str]) -> optax.GradientTransformation:

@@ -8,18 +8,18 @@ import math
 from typing import Protocol
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
 
 from convt5 import errors
 
-Step = Int[Array, ""] | int
 Rate = Float[Array, ""]
 
 
 class Schedule(Protocol):
     """What every schedule does."""
 
-    def __call__(self, step: Step) -> Rate: ...
+    def __call__(self, step: ArrayLike) -> Rate: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Constant:
     def __post_init__(self):
         errors.raise_all(_faults(rate=self.rate), where="Constant")
 
-    def __call__(self, step: Step) -> Rate:
+    def __call__(self, step: ArrayLike) -> Rate:
         return jnp.full_like(_as_float(step), self.rate)
 
 
@@ -63,7 +63,7 @@ class InverseSqrt:
             )
         errors.raise_all(faults, where="InverseSqrt")
 
-    def __call__(self, step: Step) -> Rate:
+    def __call__(self, step: ArrayLike) -> Rate:
         step = _as_float(step)
         rate = self.multiplier / jnp.sqrt(jnp.maximum(step, self.warmup_steps))
         return rate * _warmup(step, self.warmup_steps) if self.linear_warmup else rate
@@ -88,7 +88,7 @@ class Cosine:
     def __post_init__(self):
         errors.raise_all(_decay_faults(self), where="Cosine")
 
-    def __call__(self, step: Step) -> Rate:
+    def __call__(self, step: ArrayLike) -> Rate:
         step = _as_float(step)
         fall = 0.5 * (1.0 + jnp.cos(math.pi * _progress(step, self)))
         fraction = self.final_fraction + (1.0 - self.final_fraction) * fall
@@ -107,13 +107,13 @@ class Linear:
     def __post_init__(self):
         errors.raise_all(_decay_faults(self), where="Linear")
 
-    def __call__(self, step: Step) -> Rate:
+    def __call__(self, step: ArrayLike) -> Rate:
         step = _as_float(step)
         fraction = 1.0 - (1.0 - self.final_fraction) * _progress(step, self)
         return self.peak * fraction * _warmup(step, self.warmup_steps)
 
 
-def _as_float(step: Step) -> Rate:
+def _as_float(step: ArrayLike) -> Rate:
     return jnp.asarray(step).astype(jnp.float32)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from convt5 import errors
 from convt5.tree_paths import named_leaves, path_name
@@ -48,7 +48,7 @@ class MeshConfig:
             faults.append(f"{self._text()}: only one axis can take the remaining devices (-1).")
         errors.raise_all(faults, where="MeshConfig")
 
-    def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    def build(self, devices: Sequence[Any] | None = None) -> Mesh:
         """Returns the mesh over `devices`, by default all of every host.
 
         Raises:
@@ -119,7 +119,7 @@ TEXT_RULES = (
 """The table of the text models."""
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Returns the sharding of values that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 

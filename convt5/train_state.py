@@ -55,7 +55,7 @@ def parameters(model: nnx.Module) -> dict[str, Any]:
     return nnx.to_pure_dict(nnx.state(model))
 
 
-def with_parameters(model: nnx.Module, values: dict[str, Any]) -> nnx.Module:
+def with_parameters(model: nnx.Module, values: Tree) -> nnx.Module:
     """Returns a model like `model` that holds `values`, nested as `parameters` returns them."""
     graph, state = nnx.split(model)
     nnx.replace_by_pure_dict(state, values)

@@ -11,9 +11,8 @@ import jax
 
 def path_name(key_path: tuple[Any, ...]) -> str:
     """Returns a jax key path joined with slashes, without the attribute inside an NNX variable."""
-    last = key_path[-1] if key_path else None
     # An nnx.Param is a tree node whose only child is its attribute `value`; dicts keep theirs.
-    if isinstance(last, jax.tree_util.GetAttrKey) and last.name == "value":
+    if key_path and key_path[-1] == jax.tree_util.GetAttrKey("value"):
         key_path = key_path[:-1]
     return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
