@@ -1,0 +1,191 @@
+"""What all commands share: `--gin_file`, `--gin.NAME=VALUE`, `--help` with examples, exit codes.
+
+Nothing heavy is imported here, so that help and usage errors come at once.
+"""
+
+import argparse
+import dataclasses
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from convt5 import errors
+
+_GIN_HELP = """\
+configuration:
+  --gin_file=FILE        a gin file; may be repeated, later ones override earlier ones.
+                         Paths start from the working directory or from the installed
+                         package. A file of gin/models takes the place of the model that
+                         a run file includes.
+  --gin.NAME=VALUE       sets a macro (--gin.NUM_STEPS=100) or a parameter
+                         (--gin.architecture.ConvT5Config.dropout_rate=0.1,
+                         --gin.encoder/architecture.StackConfig.kernel_size=9).
+                         Texts need no quotes: --gin.RUN_DIR=/tmp/run. May be repeated.
+"""
+
+_EXIT_HELP = """\
+exit code:
+  0 success, 2 a usage or configuration error, 1 a run that could not go on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """One flag of a command beside the gin flags; keywords go to `argparse.add_argument`."""
+
+    name: str
+    help: str
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command as its help describes it.
+
+    Attributes:
+        name: run as `python -m convt5.<name>`.
+        summary: one or two sentences.
+        examples: pairs of a comment and the arguments after `python -m convt5.<name>`.
+        flags: flags of this command alone.
+        needs_gin_file: whether at least one `--gin_file` must be given.
+    """
+
+    name: str
+    summary: str
+    examples: Sequence[tuple[str, str]]
+    flags: Sequence[Flag] = ()
+    needs_gin_file: bool = True
+
+    @property
+    def program(self) -> str:
+        return f"python -m convt5.{self.name}"
+
+    def help(self) -> str:
+        """Returns the text of `--help`."""
+        flags = "".join(_flag_help(flag) for flag in self.flags)
+        examples = "\n".join(
+            f"  # {comment}\n  {self.program} {' '.join(arguments.split())}"
+            for comment, arguments in self.examples
+        )
+        return "\n".join(
+            [
+                f"usage: {self.program} --gin_file=FILE [--gin_file=FILE ...] "
+                "[--gin.NAME=VALUE ...] [flags]",
+                "",
+                textwrap.fill(self.summary, 88),
+                "",
+                _GIN_HELP,
+                f"flags:\n{flags}  -h, --help             shows this and exits.\n",
+                f"examples:\n{examples}\n",
+                _EXIT_HELP,
+            ]
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """A parsed command line: gin files, gin bindings as NAME=VALUE, and the command's flags."""
+
+    gin_files: tuple[str, ...]
+    gin_bindings: tuple[str, ...]
+    flags: argparse.Namespace
+
+
+def parse(command: Command, argv: Sequence[str]) -> Arguments:
+    """Returns the parsed arguments; `--help` prints and exits with 0.
+
+    Raises:
+        UserError: an unknown flag (close ones are named), a flag without its value, or no
+            `--gin_file` where one is needed.
+    """
+    bindings, rest = _split_bindings(command, argv)
+    parser = _Parser(command)
+    parser.add_argument("--gin_file", action="append", default=[], metavar="FILE")
+    parser.add_argument("-h", "--help", action="store_true")
+    for flag in command.flags:
+        parser.add_argument(f"--{flag.name}", **flag.options)
+    parsed, unknown = parser.parse_known_args(rest)
+    if parsed.help:
+        print(command.help())
+        raise SystemExit(0)
+    if unknown:
+        known = ["gin_file", "help", "gin.NAME=VALUE", *(flag.name for flag in command.flags)]
+        parser.error(_unknown(unknown[0], known))
+    if command.needs_gin_file and not parsed.gin_file:
+        example = command.examples[0][1]
+        parser.error(f"--gin_file is missing: give at least one, for example {example}.")
+    return Arguments(tuple(parsed.gin_file), bindings, parsed)
+
+
+def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
+    """Calls `main(arguments)` and exits: with its result, or with one message and no traceback.
+
+    A `UserError` is printed as its message, and its `exit_code` is the exit code. Any other
+    exception is a defect and keeps its traceback.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    try:
+        code = main(sys.argv[1:])
+        sys.stdout.flush()
+    except errors.UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:
+        # The reader of a pipe such as `| head` has enough; flushing again would raise again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    raise SystemExit(code)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises where argparse would print its usage and exit."""
+
+    def __init__(self, command: Command):
+        super().__init__(prog=command.program, add_help=False, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        text = message if message.endswith((".", "?")) else f"{message}."
+        raise errors.UserError(f"{text} See {self.prog} --help.")
+
+
+def _split_bindings(command: Command, argv: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """Takes `--gin.NAME=VALUE` and `--gin.NAME VALUE` out of the arguments."""
+    bindings, rest, arguments = [], [], iter(argv)
+    for argument in arguments:
+        if not argument.startswith("--gin."):
+            rest.append(argument)
+            continue
+        binding = argument.removeprefix("--gin.")
+        if "=" not in binding:
+            value = next(arguments, None)
+            if value is None or value.startswith("--"):
+                _Parser(command).error(f"{argument} has no value; write {argument}=VALUE")
+            binding = f"{binding}={value}"
+        bindings.append(binding)
+    return tuple(bindings), rest
+
+
+def _unknown(argument: str, known: Sequence[str]) -> str:
+    if not argument.startswith("-"):
+        return (
+            f"unexpected argument {argument!r}: every argument is a flag, such as --gin_file=FILE"
+        )
+    name = argument.lstrip("-").partition("=")[0]
+    hint = errors.suggest(name, known)
+    for candidate in known:
+        hint = hint.replace(f" {candidate}", f" --{candidate}")
+    if not hint and name.isupper():
+        hint = f" Did you mean --gin.{name}?"
+    return f"unknown flag {argument.partition('=')[0]}.{hint}"
+
+
+def _flag_help(flag: Flag) -> str:
+    value = "" if flag.options.get("action") == "store_true" else f"={flag.name[:1].upper()}"
+    first, *more = textwrap.wrap(flag.help, 64)
+    head = f"  --{flag.name}{value}"
+    lines = [f"{head:<25}{first}" if len(head) < 25 else f"{head}\n{'':25}{first}"]
+    return "\n".join([*lines, *(f"{'':25}{line}" for line in more)]) + "\n"

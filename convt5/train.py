@@ -1,0 +1,111 @@
+"""Entry point of `python -m convt5.train`: reads the settings, then checks them or trains.
+
+Nothing here can be bound by gin: this file runs as `__main__`, and a gin file that imported it would
+bind a second copy. Bind `trainer.train`.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from convt5 import command_line, gin_config
+
+COMMAND = command_line.Command(
+    name="train",
+    summary="Trains a model as gin files describe it. The same command continues a run that was "
+    "interrupted, with the same batches as if it had never stopped.",
+    examples=[
+        (
+            "a tiny dynamic-convolution T5 on the English text inside Python, in minutes on a CPU",
+            "--gin_file=gin/runs/quickstart.gin",
+        ),
+        (
+            "the same run with another model, and fewer steps",
+            "--gin_file=gin/runs/quickstart.gin --gin_file=gin/models/dilated_tiny.gin "
+            "--gin.NUM_STEPS=100",
+        ),
+        (
+            "your own text and SentencePiece vocabulary",
+            "--gin_file=gin/runs/pretrain_text.gin --gin.TEXT='corpus/*.txt.gz' "
+            "--gin.VOCABULARY=corpus/spm.model --gin.RUN_DIR=runs/corpus",
+        ),
+        (
+            "what is missing for C4 pre-training at base size, and does it fit 8 devices?",
+            "--gin_file=gin/runs/pretrain_c4.gin --gin.RUN_DIR=/tmp/c4 --gin.sharding.MeshConfig."
+            "fsdp=8 --dry_run",
+        ),
+    ],
+    flags=[
+        command_line.Flag(
+            "dry_run",
+            "checks everything that can be checked before compiling: missing settings, "
+            "files, mesh, batch and model shapes; trains nothing.",
+            {"action": "store_true"},
+        ),
+        command_line.Flag(
+            "multi_host",
+            "joins the other hosts of a run over several machines (jax.distributed).",
+            {"action": "store_true"},
+        ),
+    ],
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains with the settings of the command line; returns the exit code."""
+    arguments = command_line.parse(COMMAND, argv)
+    config = gin_config.load(
+        arguments.gin_files,
+        arguments.gin_bindings,
+        roots=["@trainer.train"],
+        supplied=["config_text"],
+    )
+    from convt5 import trainer  # Imports jax, which help and misspelt flags need not wait for.
+
+    if arguments.flags.multi_host:
+        import jax
+
+        jax.distributed.initialize()
+    settings = config.arguments(trainer.train)
+    if arguments.flags.dry_run:
+        print(dry_run(settings))
+        return 0
+    trainer.train(**settings, config_text=config.text)
+    return 0
+
+
+def dry_run(settings: Mapping[str, Any]) -> str:
+    """Checks the arguments of `trainer.train` without compiling; returns what would be trained.
+
+    Raises:
+        UserError: sizes that do not fit each other or the devices.
+    """
+    import jax
+
+    from convt5 import trainer
+
+    call = inspect.signature(trainer.train).bind(**settings)
+    call.apply_defaults()
+    values = {**call.arguments, "batch_size": settings["train_data"].batch_size}
+    trainer.Intervals(**_accepted(trainer.Intervals, values))
+    plan = trainer.make_plan(**_accepted(trainer.make_plan, values))
+    mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
+    return "\n".join(
+        [
+            "The configuration is complete and consistent; nothing was trained.",
+            f"  parameters     {plan.num_parameters():,}",
+            f"  devices        {jax.device_count()} x {jax.devices()[0].device_kind} ({mesh})",
+            f"  batch          {values['batch_size']} rows",
+            f"  steps          {values['num_steps']:,}",
+            f"  run directory  {values['run_dir']}",
+        ]
+    )
+
+
+def _accepted(function: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters
+    return {name: values[name] for name in parameters if name in values}
+
+
+if __name__ == "__main__":
+    command_line.run(main)
