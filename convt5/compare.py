@@ -1,0 +1,296 @@
+"""Compares finished or running runs: a table and a plot of their losses over steps and seconds.
+
+`python -m convt5.compare RUN_DIR ... --output=DIR` reads the metrics.jsonl of each run directory
+and writes `comparison.md` and `comparison.png`.
+"""
+
+import argparse
+import dataclasses
+import math
+import pathlib
+import statistics
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from convt5 import command_line, errors
+from convt5.run_log import METRICS_FILE, duration, read_records
+
+DEFAULT_METRIC = "validation/loss"
+
+_DESCRIPTION = """\
+Compares runs: a table (comparison.md, also printed) and a plot (comparison.png, needs the extra
+'plot') of one metric against training steps and against training seconds."""
+
+_EXAMPLES = """\
+examples:
+  # two runs, by the names of their directories
+  python -m convt5.compare runs/t5_tiny runs/dynamic_tiny --output=comparison
+
+  # names of your own, and another metric
+  python -m convt5.compare attention=runs/a convolution=runs/b --metric=validation/accuracy
+
+exit code:
+  0 success, 2 a usage error or a directory that holds no run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A recorded value of the compared metric; `seconds` counts training time alone."""
+
+    step: int
+    seconds: float
+    value: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is compared of one run.
+
+    Attributes:
+        name: as shown.
+        points: of the compared metric, by step; at least one.
+        tokens_per_second: median over the run; None if not recorded.
+        bits_per_byte: of the last validation; None if not recorded.
+    """
+
+    name: str
+    points: tuple[Point, ...]
+    tokens_per_second: float | None
+    bits_per_byte: float | None
+
+    @property
+    def last(self) -> Point:
+        return self.points[-1]
+
+    def at_seconds(self, seconds: float) -> float | None:
+        """Returns the last value recorded within `seconds` of training; None if there is none."""
+        return next((p.value for p in reversed(self.points) if p.seconds <= seconds), None)
+
+    def at_step(self, step: int) -> float | None:
+        """Returns the last value recorded within `step` steps; None if there is none."""
+        return next((p.value for p in reversed(self.points) if p.step <= step), None)
+
+
+def main(argv: Sequence[str]) -> None:
+    arguments = _parser().parse_args(argv)
+    runs = read_runs(arguments.runs, metric=arguments.metric)
+    table = markdown_table(runs, metric=arguments.metric)
+    print(table, end="")
+    output = pathlib.Path(arguments.output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "comparison.md").write_text(table)
+    except OSError as error:
+        raise errors.UserError(
+            f"output={arguments.output} cannot be written ({error.strerror}); give a folder that "
+            "can, with --output=DIR."
+        ) from error
+    plot(runs, output / "comparison.png", metric=arguments.metric)
+    print(f"\nwrote {output / 'comparison.md'} and {output / 'comparison.png'}")
+
+
+def read_runs(names: Sequence[str], *, metric: str = DEFAULT_METRIC) -> list[Run]:
+    """Reads run directories, each given as `DIR` or `NAME=DIR`, in the given order.
+
+    Raises:
+        UserError: listing each directory without records of `metric`.
+    """
+    runs, faults = [], []
+    for name, folder in _named(names):
+        found = _read_run(name, folder, metric)
+        if isinstance(found, Run):
+            runs.append(found)
+        else:
+            faults.append(found)
+    errors.raise_all(faults, where="compare")
+    return runs
+
+
+def markdown_table(runs: Sequence[Run], *, metric: str = DEFAULT_METRIC) -> str:
+    """Returns a table of the runs, best last value first, with values at equal steps and time.
+
+    Equal steps and equal time are the most that all the runs have reached.
+    """
+    steps = min(run.last.step for run in runs)
+    seconds = min(run.last.seconds for run in runs)
+    better = min if _lower_is_better(metric) else max
+    ordered = sorted(runs, key=lambda r: r.last.value, reverse=not _lower_is_better(metric))
+    rows = []
+    for run in ordered:
+        row = {
+            "run": run.name,
+            "steps": f"{run.last.step:,}",
+            "training time": duration(run.last.seconds),
+            f"last {metric}": _number(run.last.value),
+            f"best {metric}": _number(better(point.value for point in run.points)),
+            f"at step {steps:,}": _number(run.at_step(steps)),
+            f"at {duration(seconds)}": _number(run.at_seconds(seconds)),
+            "bits per byte": _number(run.bits_per_byte),
+            "tokens/s": "" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}",
+        }
+        rows.append(row)
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    return _markdown({name: cells for name, cells in columns.items() if any(cells)})
+
+
+def plot(runs: Sequence[Run], path: pathlib.Path, *, metric: str = DEFAULT_METRIC) -> None:
+    """Draws the metric of all runs against steps (left) and training time (right).
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    figure_class = _figure_class()
+    figure = figure_class(figsize=(11, 4.5), layout="constrained")
+    by_step, by_time = figure.subplots(1, 2, sharey=True)
+    unit, unit_seconds = _time_unit(max(run.last.seconds for run in runs))
+    ordered = sorted(runs, key=lambda r: r.last.value, reverse=_lower_is_better(metric))
+    for run in reversed(ordered):
+        values = [point.value for point in run.points]
+        label = f"{run.name} ({_number(run.last.value)})"
+        style: dict[str, Any] = {"label": label, "linewidth": 1.6, "marker": ".", "markersize": 4}
+        by_step.plot([point.step for point in run.points], values, **style)
+        by_time.plot([point.seconds / unit_seconds for point in run.points], values, **style)
+    for axes, name in ((by_step, "training steps"), (by_time, f"training time in {unit}")):
+        axes.set_xlabel(name)
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    by_step.set_ylabel(metric.replace("/", " ").replace("_", " "))
+    _leave_out_the_start(by_step, runs, metric)
+    by_time.legend(frameon=False, title="run (last value)")
+    figure.savefig(path, dpi=150)
+
+
+def _named(names: Sequence[str]) -> list[tuple[str, pathlib.Path]]:
+    """Splits NAME=DIR; a directory alone is named by as much of its path as tells it apart."""
+    given = [("", "", n) if pathlib.Path(n).is_dir() else n.rpartition("=") for n in names]
+    folders = [pathlib.Path(folder) for _, _, folder in given]
+    parts = [folder.resolve().parts for folder in folders]
+    depth = 1
+    while depth < max(map(len, parts)) and len({p[-depth:] for p in parts}) < len(set(parts)):
+        depth += 1
+    return [
+        (name or "/".join(part[-depth:]), folder)
+        for (name, _, _), folder, part in zip(given, folders, parts, strict=True)
+    ]
+
+
+def _read_run(name: str, folder: pathlib.Path, metric: str) -> Run | str:
+    """Returns the run, or what is wrong with its directory."""
+    if not folder.is_dir():
+        return f"{folder} is no directory; give the run_dir of a run."
+    if not (folder / METRICS_FILE).exists():
+        return f"{folder} holds no {METRICS_FILE}, so it is no run directory; give run_dir itself."
+    records = read_records(folder / METRICS_FILE)
+    points = tuple(
+        Point(record["step"], record.get("train_seconds", math.nan), record[metric])
+        for record in _with_train_seconds(records)
+        if isinstance(record.get(metric), (int, float))
+    )
+    if not points:
+        held = sorted({key for record in records for key in record} - {"step"})
+        hint = errors.suggest(metric, held) or f" It records: {', '.join(held) or 'nothing yet'}."
+        return f"{folder} has no record of {metric!r}; choose another with --metric.{hint}"
+    speeds = [r["tokens_per_second"] for r in records if "tokens_per_second" in r]
+    bits = [r["validation/bits_per_byte"] for r in records if "validation/bits_per_byte" in r]
+    return Run(
+        name=name,
+        points=points,
+        tokens_per_second=statistics.median(speeds) if speeds else None,
+        bits_per_byte=bits[-1] if bits else None,
+    )
+
+
+def _with_train_seconds(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Gives records that lack it the training time of the record before."""
+    filled, seconds = [], 0.0
+    for record in records:
+        seconds = record.get("train_seconds", seconds)
+        filled.append({**record, "train_seconds": seconds})
+    return filled
+
+
+def _lower_is_better(metric: str) -> bool:
+    return not any(word in metric for word in ("accuracy", "per_second", "f1", "match", "bleu"))
+
+
+def _leave_out_the_start(axes: Any, runs: Sequence[Run], metric: str) -> None:
+    """Limits the value axis to what follows the first tenth of each run, where losses fall most."""
+    if not _lower_is_better(metric):
+        return
+    later = [p.value for run in runs for p in run.points if p.step >= run.last.step / 10]
+    low, high = min(later), max(later)
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    axes.set_ylim(low - margin, high + margin)
+
+
+def _time_unit(seconds: float) -> tuple[str, float]:
+    for unit, size in (("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 3 * size:
+            return unit, size
+    return "seconds", 1.0
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _markdown(columns: dict[str, list[str]]) -> str:
+    """Returns a markdown table that is aligned as plain text too; numbers to the right."""
+    widths = {name: max(len(name), 3, *map(len, cells)) for name, cells in columns.items()}
+    first = next(iter(columns))
+
+    def line(cells: dict[str, str]) -> str:
+        aligned = (
+            text.ljust(widths[name]) if name == first else text.rjust(widths[name])
+            for name, text in cells.items()
+        )
+        return f"| {' | '.join(aligned)} |"
+
+    rules = {
+        name: "-" * width if name == first else "-" * (width - 1) + ":"
+        for name, width in widths.items()
+    }
+    rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
+    return "\n".join([line({name: name for name in columns}), line(rules), *map(line, rows)]) + "\n"
+
+
+def _figure_class() -> Any:
+    try:
+        # The class draws without a display and without matplotlib's global state.
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise errors.UserError(
+            "the plot needs the package matplotlib, which is not installed (the table is written); "
+            "pip install 'convt5[plot]'."
+        ) from error
+    return Figure
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise errors.UserError(f"{message}. See python -m convt5.compare --help.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m convt5.compare",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="a run directory, or NAME=DIR")
+    parser.add_argument(
+        "--output", default=".", metavar="DIR", help="where the files go (default: here)"
+    )
+    parser.add_argument(
+        "--metric",
+        default=DEFAULT_METRIC,
+        help=f"a name in {METRICS_FILE} (default: {DEFAULT_METRIC})",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,145 @@
+"""Comparing runs: reading their metrics, the table at equal steps and time, and the plot."""
+
+import json
+import math
+import pathlib
+import sys
+
+import pytest
+
+from convt5 import compare
+from convt5.errors import UserError
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def write_run(folder: pathlib.Path, losses, *, seconds_per_step: float = 1.0) -> pathlib.Path:
+    """A run directory with a training record each 10 steps and a validation each 20."""
+    folder.mkdir(parents=True)
+    lines = []
+    for step in range(10, 20 * len(losses) + 1, 10):
+        record = {
+            "step": step,
+            "loss": 9.0,
+            "tokens_per_second": 100.0 / seconds_per_step,
+            "train_seconds": step * seconds_per_step,
+        }
+        if step % 20 == 0:
+            record["validation/loss"] = losses[step // 20 - 1]
+            record["validation/bits_per_byte"] = losses[step // 20 - 1] / 2
+        lines.append(json.dumps(record) + "\n")
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture
+def two_runs(tmp_path) -> list[str]:
+    fast = write_run(tmp_path / "fast", [5.0, 4.0, 3.5], seconds_per_step=1.0)
+    slow = write_run(tmp_path / "slow", [4.5, 3.0], seconds_per_step=4.0)
+    return [str(fast), str(slow)]
+
+
+def cells(table: str) -> list[dict[str, str]]:
+    head, _, *rows = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()
+    )
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def test_table_orders_by_last_value_and_compares_at_equal_steps_and_time(two_runs):
+    rows = cells(compare.markdown_table(compare.read_runs(two_runs)))
+    assert [row["run"] for row in rows] == ["slow", "fast"]
+    # Both reached step 40; the fast run ended after 60 s, when the slow one had made 15 steps.
+    assert [row["at step 40"] for row in rows] == ["3.0000", "4.0000"]
+    assert [row["at 1m 00s"] for row in rows] == ["", "3.5000"]
+    assert [row["tokens/s"] for row in rows] == ["25", "100"]
+    assert [row["bits per byte"] for row in rows] == ["1.5000", "1.7500"]
+
+
+def test_table_is_aligned_as_plain_text(two_runs):
+    lines = compare.markdown_table(compare.read_runs(two_runs)).splitlines()
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_higher_accuracy_is_better(tmp_path):
+    for name, value in (("low", 0.25), ("high", 0.5)):
+        folder = tmp_path / name
+        folder.mkdir()
+        record = {"step": 1, "validation/accuracy": value, "train_seconds": 1.0}
+        (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    metric = "validation/accuracy"
+    runs = compare.read_runs([str(tmp_path / "low"), str(tmp_path / "high")], metric=metric)
+    assert [r["run"] for r in cells(compare.markdown_table(runs, metric=metric))] == ["high", "low"]
+
+
+def test_runs_are_named_by_their_directory_or_as_given(tmp_path):
+    first = write_run(tmp_path / "a" / "seed0", [1.0])
+    second = write_run(tmp_path / "b" / "seed0", [1.0])
+    by_folder = compare.read_runs([str(first), str(second)])
+    assert [run.name for run in by_folder] == ["a/seed0", "b/seed0"]
+    named = compare.read_runs([f"attention={first}", f"dynamic={second}"])
+    assert [run.name for run in named] == ["attention", "dynamic"]
+
+
+def test_an_equals_sign_in_a_directory_is_part_of_its_name(tmp_path):
+    (run,) = compare.read_runs([str(write_run(tmp_path / "rate=0.1", [1.0]))])
+    assert run.name == "rate=0.1"
+
+
+def test_not_a_number_is_left_out_of_the_curve(tmp_path):
+    folder = write_run(tmp_path / "run", [2.0])
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 30, "validation/loss": "nan", "train_seconds": 30}\n')
+    (run,) = compare.read_runs([str(folder)])
+    assert run.last.step == 20
+    assert math.isfinite(run.last.value)
+
+
+def test_command_writes_table_and_plot(two_runs, tmp_path, capsys):
+    output = tmp_path / "out" / "deep"
+    compare.main([*two_runs, f"--output={output}"])
+    table = (output / "comparison.md").read_text()
+    assert capsys.readouterr().out.startswith(table)
+    assert (output / "comparison.png").read_bytes().startswith(PNG_SIGNATURE)
+
+
+def test_every_directory_that_is_no_run_is_named(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError) as caught:
+        compare.read_runs([str(tmp_path / "empty"), str(tmp_path / "missing")])
+    assert "holds no metrics.jsonl" in str(caught.value)
+    assert "missing is no directory" in str(caught.value)
+
+
+def test_unknown_metric_suggests_a_recorded_one(two_runs):
+    with pytest.raises(UserError, match="Did you mean validation/loss"):
+        compare.read_runs(two_runs, metric="validation/los")
+
+
+def test_without_matplotlib_the_table_is_written_and_the_message_says_what_to_install(
+    two_runs, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UserError, match=r"pip install 'convt5\[plot\]'"):
+        compare.main([*two_runs, f"--output={tmp_path}"])
+    assert (tmp_path / "comparison.md").exists()
+
+
+def test_output_that_cannot_be_written_is_a_user_error(two_runs, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(UserError, match="output="):
+        compare.main([*two_runs, f"--output={blocked}"])
+
+
+@pytest.mark.parametrize("argv", [[], ["--metrics=loss", "run"]])
+def test_usage_errors_point_to_help(argv):
+    with pytest.raises(UserError, match="--help"):
+        compare.main(argv)
+
+
+def test_help_shows_examples(capsys):
+    with pytest.raises(SystemExit) as caught:
+        compare.main(["--help"])
+    assert caught.value.code == 0
+    assert "python -m convt5.compare runs/t5_tiny" in capsys.readouterr().out
