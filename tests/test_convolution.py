@@ -1,0 +1,589 @@
+"""The three convolutions against loops, references, and the properties they must have."""
+
+import functools
+import json
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from convt5.ops import depthwise_conv, dynamic_conv, lightweight_conv, pad_widths, taps
+
+KINDS = ["depthwise", "lightweight", "dynamic"]
+CONVOLUTIONS = {
+    "depthwise": depthwise_conv,
+    "lightweight": lightweight_conv,
+    "dynamic": dynamic_conv,
+}
+EMBED = 4
+few = hypothesis.settings(max_examples=15, deadline=None, derandomize=True)
+
+
+def draw(kind, *, batch=2, length=9, taps=3, heads=2, embed=EMBED, seed=0, dtype=np.float64):
+    """Inputs and kernel (or logits) of one convolution."""
+    rng = np.random.default_rng(seed)
+    shape = {
+        "depthwise": (taps, embed),
+        "lightweight": (taps, heads),
+        "dynamic": (batch, length, taps, heads),
+    }[kind]
+    x = rng.normal(size=(batch, length, embed))
+    return jnp.asarray(x, dtype), jnp.asarray(rng.normal(size=shape), dtype)
+
+
+def segments_of(*lengths, length):
+    """One row of segment ids 1, 2, ... of the given lengths, then padding."""
+    ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    return jnp.asarray(np.pad(ids, (0, length - len(ids))), jnp.int32)
+
+
+def weights_of(kind, kernel, x):
+    """The oracle's weight of every tap: [batch, length, K, embed]."""
+    batch, length, embed = x.shape
+    if kind == "depthwise":
+        return oracles.depthwise_weights(np.asarray(kernel), batch, length)
+    if kind == "lightweight":
+        return oracles.lightweight_weights(kernel, batch, length, embed)
+    return oracles.dynamic_weights(kernel, embed)
+
+
+def kernel_gradient(kind, kernel, weight_gradient):
+    """The gradient in kernel or logits, from the oracle's in the weights of every tap."""
+    if kind == "depthwise":
+        return weight_gradient.sum(axis=(0, 1))
+    heads = kernel.shape[-1]
+    slope = weight_gradient.reshape(*weight_gradient.shape[:3], heads, -1).sum(axis=-1)
+    if kind == "lightweight":
+        slope = slope.sum(axis=(0, 1))
+    weights = oracles.softmax(np.asarray(kernel), axis=-2)
+    return weights * (slope - np.sum(weights * slope, axis=-2, keepdims=True))
+
+
+def relative_error(found, expected):
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    scale = np.max(np.abs(expected))
+    return np.max(np.abs(found - expected)) / (scale if scale > 0 else 1.0)
+
+
+def output_and_gradients(function, inputs, cotangent):
+    output, vjp = jax.vjp(jax.jit(function), *inputs)
+    return output, vjp(jnp.asarray(cotangent, output.dtype))
+
+
+# --- Against loops -------------------------------------------------------------------------------
+
+CASES = {
+    "adjacent": {"taps": 3},
+    "even": {"taps": 4, "dilation": 2},
+    "causal": {"taps": 3, "dilation": 2, "padding": "CAUSAL"},
+    "explicit": {"taps": 3, "dilation": 2, "padding": (1, 3)},
+    "one tap": {"taps": 1, "dilation": 3},
+    "one position": {"taps": 3, "length": 1},
+    "more taps than positions": {"taps": 9, "length": 4},
+    "dilation beyond the row": {"taps": 3, "length": 4, "dilation": 11},
+    "one kernel": {"taps": 3, "heads": 1},
+    "kernel per channel": {"taps": 3, "heads": EMBED},
+    "packed": {"taps": 3, "packed": True},
+    "packed, even, causal": {"taps": 4, "dilation": 2, "padding": "CAUSAL", "packed": True},
+    "packed, crossing": {"taps": 5, "packed": True, "taps_cross_segments": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_gradients_equal_loops_written_from_the_equations(x64, kind, case):
+    _check_against_loops(kind, **CASES[case])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"taps": 3, "dilation": 2, "length": 21, "packed": True},
+        {"taps": 5, "padding": "CAUSAL", "length": 19},
+        {"taps": 4, "dilation": 3, "length": 17, "packed": True, "taps_cross_segments": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("banded", [False, True])
+def test_every_formulation_of_the_backward_pass_is_exact(x64, monkeypatch, kind, case, banded):
+    # Chunks and bands of a few rows that do not divide the row.
+    monkeypatch.setattr(taps, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(taps, "BAND_ROWS", 4)
+    monkeypatch.setattr(taps, "BAND_MIN_TAPS", 1 if banded else 1000)
+    _check_against_loops(kind, **case)
+
+
+def _check_against_loops(
+    kind,
+    *,
+    taps,
+    length=9,
+    heads=2,
+    dilation=1,
+    padding="CENTERED",
+    packed=False,
+    taps_cross_segments=False,
+):
+    x, kernel = draw(kind, length=length, taps=taps, heads=heads)
+    cotangent = draw("depthwise", length=length, seed=1)[0]
+    ids = None
+    if packed:
+        ids = jnp.stack([segments_of(2, 3, length=length), segments_of(4, length=length)])
+    convolve = functools.partial(
+        CONVOLUTIONS[kind],
+        dilation=dilation,
+        padding=padding,
+        segment_ids=ids,
+        taps_cross_segments=taps_cross_segments,
+    )
+    found, (dx, dkernel) = output_and_gradients(convolve, (x, kernel), cotangent)
+
+    where = {"dilation": dilation, "padding": padding, "segment_ids": ids}
+    where["segment_ids"] = None if ids is None else np.asarray(ids)
+    where["crosses"] = taps_cross_segments
+    weights = weights_of(kind, kernel, x)
+    expected_dx, dweights = oracles.convolve_gradients(x, weights, np.asarray(cotangent), **where)
+    assert relative_error(found, oracles.convolve(x, weights, **where)) < 1e-12
+    assert relative_error(dx, expected_dx) < 1e-12
+    np.testing.assert_allclose(
+        dkernel, kernel_gradient(kind, kernel, dweights), rtol=1e-12, atol=1e-13
+    )
+
+
+# --- Against other implementations ---------------------------------------------------------------
+
+PRECISIONS = [("float64", 1e-12), ("float32", 1e-5)]
+
+
+def _recorded(golden, name):
+    folder, _, file = name.partition("/")
+    cases = json.loads((golden / folder / f"{file}.json").read_text())
+    cases = cases["cases"] if isinstance(cases, dict) else cases
+    return cases, np.load(golden / folder / f"{file}.npz")
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+def test_dilated_convolutions_equal_the_recorded_ones(golden, x64, dtype, tolerance):
+    cases, arrays = _recorded(golden, "oracle/dilated")
+    x, cotangent = (jnp.asarray(arrays[name], dtype) for name in ("x", "cotangent"))
+    for case in cases:
+        name, kernel = case["name"], jnp.asarray(arrays[f"w_k{case['kernel']}"], dtype)
+        convolve = functools.partial(
+            depthwise_conv,
+            dilation=case["dilation"],
+            padding=(case["pad_left"], case["pad_right"]),
+        )
+        y, (dx, dw) = output_and_gradients(convolve, (x, kernel), cotangent)
+        assert y.dtype == dx.dtype == dw.dtype == dtype
+        assert relative_error(y, arrays[f"{name}.y"]) < tolerance, name
+        assert relative_error(dx, arrays[f"{name}.dx"]) < tolerance, name
+        assert relative_error(dw, arrays[f"{name}.dw"]) < tolerance, name
+    assert len(cases) == 34
+
+
+def _case_arrays(arrays, name, dtype):
+    prefix = f"{name}."
+    found = {key[len(prefix) :]: arrays[key] for key in arrays.files if key.startswith(prefix)}
+    return {
+        key: jnp.asarray(value, dtype if value.dtype.kind == "f" else None)
+        for key, value in found.items()
+    }
+
+
+def _as_fairseq(convolve, case, inputs):
+    """Zeroes padded inputs first and leaves padded outputs as they come, as fairseq does."""
+    visible = 1 - inputs["pad_mask"].T[..., None].astype(int) if case["mask"] else None
+
+    def run(x, *rest):
+        x = x if visible is None else x * visible.astype(x.dtype)
+        return convolve(jnp.swapaxes(x, 0, 1), *rest).swapaxes(0, 1)
+
+    return run
+
+
+def _check_case(case, inputs, run, names, tolerance):
+    arguments = {name: inputs[name] for name in names if name in inputs}
+    y, gradients = output_and_gradients(
+        lambda *values: run(**dict(zip(arguments, values, strict=True))),
+        tuple(arguments.values()),
+        inputs["cotangent"],
+    )
+    assert relative_error(y, inputs["y"]) < tolerance, case["name"]
+    for name, gradient in zip(arguments, gradients, strict=True):
+        error = relative_error(gradient, inputs[f"d{name}"])
+        assert error < tolerance, f"{case['name']}: gradient of {name}"
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+def test_lightweight_convolutions_equal_fairseq(golden, x64, dtype, tolerance):
+    cases, arrays = _recorded(golden, "fairseq/lightweight")
+    # The batch-channel-time module shares kernels between interleaved channels: another function.
+    cases = [case for case in cases if case["layout"] == "TBC"]
+    for case in cases:
+        inputs = _case_arrays(arrays, case["name"], dtype)
+        convolve = functools.partial(
+            lightweight_conv,
+            padding=(case["padding_l"], case["K"] - 1 - case["padding_l"]),
+            softmax=case["softmax"],
+        )
+        fairseq = _as_fairseq(convolve, case, inputs)
+
+        def run(x, weight, bias=None, fairseq=fairseq):
+            y = fairseq(x, weight[:, 0].T)
+            return y if bias is None else y + bias[None, None]
+
+        _check_case(case, inputs, run, ("x", "weight", "bias"), tolerance)
+    assert len(cases) == 17
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+def test_dynamic_convolutions_equal_fairseq(golden, x64, dtype, tolerance):
+    cases, arrays = _recorded(golden, "fairseq/dynamic")
+    for case in cases:
+        inputs = _case_arrays(arrays, case["name"], dtype)
+        names = ("x", "weight_linear.weight", "weight_linear.bias", "conv_bias", "query")
+        run = functools.partial(_fairseq_dynamic, case, inputs)
+        _check_case(case, inputs, lambda run=run, **given: run(given), names, tolerance)
+    assert len(cases) == 17
+
+
+def _fairseq_dynamic(case, inputs, given):
+    left, taps, heads = case["padding_l"], case["K"], case["H"]
+    x = given["x"]
+    if case["mask"]:
+        x = x * (1 - inputs["pad_mask"].T[..., None].astype(x.dtype))
+    linear = given.get("query", x) @ given["weight_linear.weight"].T
+    if "weight_linear.bias" in given:
+        linear = linear + given["weight_linear.bias"][None, None]
+    if case["in_proj"]:
+        x, linear = linear[..., : case["C"]], linear[..., case["C"] :]
+    # time batch heads taps -> batch time taps heads
+    logits = linear.reshape(*linear.shape[:2], heads, taps).transpose(1, 0, 3, 2)
+    if case["renorm"]:
+        source = jnp.arange(case["T"])[:, None] + jnp.arange(taps)[None] - left
+        inside = (source >= 0) & (source < case["T"])
+        logits = jnp.where(inside[None, :, :, None], logits, -jnp.inf)
+    y = dynamic_conv(
+        jnp.swapaxes(x, 0, 1), logits, padding=(left, taps - 1 - left), softmax=case["softmax"]
+    ).swapaxes(0, 1)
+    return y + given["conv_bias"][None, None] if "conv_bias" in given else y
+
+
+# --- Algebra -------------------------------------------------------------------------------------
+
+
+def test_lightweight_equals_depthwise_with_repeated_softmax_kernels(x64):
+    x, logits = draw("lightweight", taps=5, embed=8)
+    kernel = jnp.repeat(jax.nn.softmax(logits, axis=0), 4, axis=1)
+    np.testing.assert_allclose(
+        lightweight_conv(x, logits), depthwise_conv(x, kernel), rtol=1e-12, atol=1e-14
+    )
+
+
+def test_dynamic_with_the_same_kernels_everywhere_equals_lightweight(x64):
+    x, logits = draw("lightweight", taps=5)
+    everywhere = jnp.broadcast_to(logits, (*x.shape[:2], *logits.shape))
+    np.testing.assert_allclose(
+        dynamic_conv(x, everywhere), lightweight_conv(x, logits), rtol=1e-12, atol=1e-14
+    )
+
+
+@pytest.mark.parametrize("padding", ["CENTERED", "CAUSAL"])
+def test_dilation_equals_a_kernel_with_zeros_between_the_taps(x64, padding):
+    x, kernel = draw("depthwise", length=20, taps=4)
+    spread = jnp.zeros((10, EMBED)).at[::3].set(kernel)
+    widths = pad_widths(4, 3, padding)
+    np.testing.assert_allclose(
+        depthwise_conv(x, kernel, dilation=3, padding=padding),
+        depthwise_conv(x, spread, padding=widths),
+        rtol=1e-12,
+        atol=1e-14,
+    )
+
+
+def test_a_dilated_causal_stack_sees_4096_positions():
+    def stack(x):
+        for layer in range(12):
+            x = depthwise_conv(x, jnp.ones((2, 1)), dilation=2**layer, padding="CAUSAL")
+        return x
+
+    seen = jax.jit(jax.grad(lambda x: stack(x)[0, 4500, 0]))(jnp.zeros((1, 5000, 1)))[0, :, 0]
+    np.testing.assert_array_equal(np.flatnonzero(seen), np.arange(4500 - 4095, 4501))
+
+
+# --- Properties ----------------------------------------------------------------------------------
+
+geometry = st.fixed_dictionaries(
+    {
+        "kind": st.sampled_from(KINDS),
+        "taps": st.sampled_from([1, 2, 3, 4, 7]),
+        "dilation": st.sampled_from([1, 2, 5]),
+        "padding": st.sampled_from(["CENTERED", "CAUSAL"]),
+    }
+)
+
+
+def _convolution(kind, taps, dilation, padding, *, dtype=np.float32, **sizes):
+    x, kernel = draw(kind, taps=taps, dtype=dtype, **sizes)
+    convolve = functools.partial(CONVOLUTIONS[kind], dilation=dilation, padding=padding)
+    return jax.jit(convolve), x, kernel
+
+
+@few
+@hypothesis.given(geometry, st.sampled_from([1, 4]))
+def test_shifting_the_input_shifts_the_output_away_from_the_ends(where, shift):
+    convolve, x, kernel = _convolution(**where, length=24)
+    if where["kind"] == "dynamic":  # The kernels move along.
+        moved_kernel = jnp.roll(kernel, shift, axis=1)
+    else:
+        moved_kernel = kernel
+    left, right = pad_widths(where["taps"], where["dilation"], where["padding"])
+    hypothesis.assume(left + right + shift < 24)
+    moved = convolve(jnp.roll(x, shift, axis=1), moved_kernel)
+    inner = slice(left, 24 - right - shift)
+    expected = convolve(x, kernel)[:, inner]
+    np.testing.assert_array_equal(moved[:, left + shift : 24 - right], expected)
+
+
+@few
+@hypothesis.given(geometry)
+def test_the_output_is_linear_in_the_input(where):
+    convolve, x, kernel = _convolution(**where)
+    other = draw("depthwise", seed=7, dtype=np.float32)[0]
+    combined = convolve(2.0 * x - 3.0 * other, kernel)
+    separate = 2.0 * convolve(x, kernel) - 3.0 * convolve(other, kernel)
+    # Sums of at most seven terms of size about ten, in float32.
+    np.testing.assert_allclose(combined, separate, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dilation", [1, 3])
+def test_causal_convolution_never_reads_the_future(kind, dilation):
+    convolve, x, kernel = _convolution(kind, 4, dilation, "CAUSAL", length=12)
+    jacobian = jax.jit(jax.jacobian(lambda x: convolve(x, kernel)[0, :, 0]))(x)[:, 0, :, 0]
+    np.testing.assert_array_equal(np.triu(jacobian, k=1), 0)
+    assert np.all(np.diagonal(jacobian) != 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_reaches_exactly_the_taps(kind):
+    convolve, x, kernel = _convolution(kind, 4, 2, "CENTERED", length=15)
+    gradient = jax.grad(lambda x: convolve(x, kernel)[0, 8, 0])(x)
+    np.testing.assert_array_equal(np.unique(np.nonzero(gradient)[1]), [4, 6, 8, 10])
+
+
+@few
+@hypothesis.given(geometry, st.sampled_from([1, 6]))
+def test_longer_padding_leaves_the_output_bit_for_bit(where, extra):
+    convolve, x, kernel = _convolution(**where)
+    ids = jnp.ones(x.shape[:2], jnp.int32).at[1, 5:].set(0)
+    longer = [jnp.pad(a, ((0, 0), (0, extra), (0, 0)), constant_values=99.0) for a in (x,)][0]
+    longer_ids = jnp.pad(ids, ((0, 0), (0, extra)))
+    longer_kernel = kernel
+    if where["kind"] == "dynamic":
+        longer_kernel = jnp.pad(kernel, ((0, 0), (0, extra), (0, 0), (0, 0)))
+    y = convolve(x, kernel, segment_ids=ids)
+    longer_y = convolve(longer, longer_kernel, segment_ids=longer_ids)
+    np.testing.assert_array_equal(longer_y[:, :9], y)
+    np.testing.assert_array_equal(longer_y[:, 9:], 0)
+    np.testing.assert_array_equal(y[1, 5:], 0)
+
+
+PACKINGS = [(5, 7, 4), (1, 1, 14), (16,), (3, 2, 1)]
+
+
+@few
+@hypothesis.given(geometry, st.sampled_from(PACKINGS), st.sampled_from([1, 2, EMBED]))
+def test_packed_examples_equal_separate_ones_bit_for_bit(where, lengths, heads):
+    kind = where["kind"]
+    convolve, x, kernel = _convolution(**where, batch=1, length=16, heads=heads)
+    cotangent = draw("depthwise", batch=1, length=16, seed=3, dtype=np.float32)[0]
+
+    @jax.jit
+    def run(x, kernel, ids, cotangent):
+        y, vjp = jax.vjp(lambda x, kernel: convolve(x, kernel, segment_ids=ids), x, kernel)
+        return y, *vjp(cotangent)
+
+    packed = run(x, kernel, segments_of(*lengths, length=16)[None], cotangent)
+    start = 0
+    for length in lengths:
+        own = slice(start, start + length)
+        own_kernel = kernel[:, own] if kind == "dynamic" else kernel
+        alone = run(x[:, own], own_kernel, jnp.ones((1, length), jnp.int32), cotangent[:, own])
+        compared = 3 if kind == "dynamic" else 2
+        for whole, part in zip(packed[:compared], alone[:compared], strict=True):
+            np.testing.assert_array_equal(whole[:, own], part)
+        start += length
+    for whole in packed[:2]:
+        np.testing.assert_array_equal(whole[:, start:], 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_segment_equals_no_segments_bit_for_bit(kind):
+    convolve, x, kernel = _convolution(kind, 4, 2, "CENTERED")
+    ids = jnp.full(x.shape[:2], 5, jnp.int32)
+    np.testing.assert_array_equal(convolve(x, kernel, segment_ids=ids), convolve(x, kernel))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_lies_in_padding_or_another_segment_is_never_touched(kind):
+    convolve, x, kernel = _convolution(kind, 5, 1, "CENTERED", batch=1)
+    ids = segments_of(3, 4, length=9)[None]
+
+    def loss(x, kernel):
+        return jnp.sum(jnp.square(convolve(x, kernel, segment_ids=ids)[:, :3]))
+
+    poisoned = x.at[:, 3:].set(jnp.nan)
+    value, gradient = jax.value_and_grad(loss)(poisoned, kernel)
+    expected, expected_gradient = jax.value_and_grad(loss)(x, kernel)
+    assert value == expected
+    np.testing.assert_array_equal(gradient, expected_gradient)
+    np.testing.assert_array_equal(gradient[:, 3:], 0)
+
+
+@pytest.mark.parametrize("kind", ["lightweight", "dynamic"])
+def test_softmax_kernels_sum_to_one(kind):
+    convolve, x, kernel = _convolution(kind, 5, 1, "CENTERED", length=12)
+    # A constant signal passes unchanged wherever every tap lies inside the row.
+    y = convolve(jnp.ones_like(x), 30.0 * kernel)
+    np.testing.assert_allclose(y[:, 2:-2], 1.0, rtol=1e-6)
+    assert np.all(np.asarray(y) < 1.0 + 1e-6)
+
+
+# --- Dropout of taps -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["lightweight", "dynamic"])
+def test_tap_dropout_keeps_the_mean_and_drops_the_stated_share(kind):
+    convolve = functools.partial(CONVOLUTIONS[kind], tap_dropout_rate=0.25)
+    _, logits = draw(kind, batch=2, length=4, taps=1, heads=4, dtype=np.float32)
+    x = jnp.ones((2, 4, EMBED))
+    keys = jax.random.split(jax.random.key(0), 2000)
+    # One tap, so its weight is 0 or 1 / 0.75.
+    y = np.asarray(jax.jit(jax.vmap(lambda key: convolve(x, logits, dropout_key=key)))(keys))
+    np.testing.assert_allclose(np.unique(y), [0.0, 1 / 0.75], rtol=1e-6)
+    # 8000 independent draws at least: one standard deviation is below 0.005.
+    assert abs(np.mean(y == 0) - 0.25) < 0.02
+
+
+def test_every_position_has_its_own_draw_in_dynamic_convolution():
+    x = jnp.ones((2, 64, EMBED))
+    y = dynamic_conv(
+        x,
+        jnp.zeros((2, 64, 1, 1)),
+        tap_dropout_rate=0.5,
+        dropout_key=jax.random.key(1),
+    )
+    assert 0.2 < np.mean(np.asarray(y[:, :, 0]) == 0) < 0.8
+    assert np.any(np.asarray(y[0]) != np.asarray(y[1]))
+
+
+@pytest.mark.parametrize("kind", ["lightweight", "dynamic"])
+def test_without_a_key_nothing_is_dropped(kind):
+    x, kernel = draw(kind, dtype=np.float32)
+    convolve = CONVOLUTIONS[kind]
+    np.testing.assert_array_equal(convolve(x, kernel, tap_dropout_rate=0.5), convolve(x, kernel))
+
+
+@pytest.mark.parametrize("kind", ["lightweight", "dynamic"])
+def test_gradients_pass_through_the_taps_that_were_kept(x64, kind):
+    x, logits = draw(kind)
+    convolve = functools.partial(
+        CONVOLUTIONS[kind], tap_dropout_rate=0.4, dropout_key=jax.random.key(2)
+    )
+    loss = jax.jit(lambda x, logits: jnp.sum(jnp.sin(convolve(x, logits))))
+    direction = draw(kind, seed=5)
+    slopes = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, logits)
+    step = 1e-5
+    moved = [
+        loss(*(a + sign * step * d for a, d in zip((x, logits), direction, strict=True)))
+        for sign in (1, -1)
+    ]
+    expected = sum(jnp.sum(s * d) for s, d in zip(slopes, direction, strict=True))
+    # Central differences in float64: error of the order of step squared.
+    np.testing.assert_allclose((moved[0] - moved[1]) / (2 * step), expected, rtol=1e-8)
+
+
+# --- Types, transformations, devices -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_is_rounded_once_after_a_float32_sum(kind):
+    x, kernel = draw(kind, taps=7, dtype=jnp.bfloat16)
+    y, (dx, dkernel) = output_and_gradients(
+        CONVOLUTIONS[kind], (x, kernel.astype(jnp.float32)), jnp.ones_like(x)
+    )
+    assert y.dtype == dx.dtype == jnp.bfloat16
+    assert dkernel.dtype == jnp.float32
+    exact = CONVOLUTIONS[kind](x.astype(jnp.float32), kernel.astype(jnp.float32))
+    np.testing.assert_array_equal(y, exact.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vmap_and_remat_change_nothing(kind):
+    x, kernel = draw(kind, dtype=np.float32)
+    ids = jnp.stack([segments_of(2, 5, length=9)] * 2)
+    convolve = functools.partial(CONVOLUTIONS[kind], segment_ids=ids)
+    loss = lambda x, kernel: jnp.sum(jnp.sin(convolve(x, kernel)))  # noqa: E731
+    plain = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    rematerialised = jax.jit(jax.grad(jax.checkpoint(loss), argnums=(0, 1)))
+    doubled = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1))))
+    expected = plain(x, kernel)
+    for i, gradient in enumerate(expected):
+        np.testing.assert_allclose(rematerialised(x, kernel)[i], gradient, rtol=1e-6, atol=1e-6)
+        both = doubled(jnp.stack([x, x]), jnp.stack([kernel, kernel]))[i]
+        np.testing.assert_allclose(both[1], gradient, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_split_over_devices_gives_the_same_gradients(monkeypatch, kind):
+    monkeypatch.setattr(taps, "CHUNK_ELEMENTS", 1)
+    x, kernel = draw(kind, batch=8, length=20, dtype=np.float32)
+    split = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
+    loss = lambda x, kernel: jnp.sum(jnp.sin(CONVOLUTIONS[kind](x, kernel)))  # noqa: E731
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    # Sums over the batch are taken in another order.
+    for found, expected in zip(
+        gradients(jax.device_put(x, split), kernel), gradients(x, kernel), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kernel_size", [7, 31])
+def test_a_long_sequence_needs_memory_for_no_products_of_taps(kind, kernel_size):
+    # 64 channels of each kernel, so that the tap weights are small beside the activations.
+    x, kernel = jax.eval_shape(
+        lambda: draw(kind, batch=1, length=4096, taps=kernel_size, embed=128, dtype=np.float32)
+    )
+    ids = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
+
+    def loss(x, kernel, ids):
+        return jnp.sum(jnp.square(CONVOLUTIONS[kind](x, kernel, segment_ids=ids)))
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, kernel, ids).compile()
+    activations = 4 * x.size
+    assert compiled.memory_analysis().temp_size_in_bytes < 8 * activations
+
+
+# --- Mistakes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dilation_below_one_is_refused(kind):
+    x, kernel = draw(kind, dtype=np.float32)
+    with pytest.raises(ValueError, match="dilation=0 must be at least 1"):
+        CONVOLUTIONS[kind](x, kernel, dilation=0)
+
+
+@pytest.mark.parametrize("kind", ["lightweight", "dynamic"])
+def test_kernels_that_do_not_divide_the_channels_are_refused(kind):
+    x, kernel = draw(kind, heads=3, dtype=np.float32)
+    with pytest.raises(ValueError, match="heads=3, which must divide embed=4"):
+        CONVOLUTIONS[kind](x, kernel)
