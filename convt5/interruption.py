@@ -1,0 +1,73 @@
+"""Stopping a run on request: the state is saved after the step in progress, then the run ends."""
+
+import signal
+import threading
+from types import FrameType
+from typing import Protocol
+
+from convt5 import errors
+
+
+class Interrupted(errors.TrainingError):
+    """The run was asked to stop and has saved its state; the same command continues it.
+
+    The exit code is 128 plus the signal's number, as shells have it: 143 after SIGTERM, 130 after
+    Ctrl-C.
+    """
+
+    def __init__(self, message: str, *, signal_number: int):
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
+
+
+class PreemptionNotice(Protocol):
+    """How the hosts of a run agree on the step to stop at; `checkpoint.Checkpointer` is one."""
+
+    def reached_preemption(self, step: int) -> bool: ...
+
+
+class Interruption:
+    """Takes note of SIGTERM and Ctrl-C while the context lasts; a second signal ends at once.
+
+    Args:
+        hosts: asked as well, since a run of several hosts must stop at one step everywhere.
+    """
+
+    def __init__(self, hosts: PreemptionNotice):
+        self._hosts = hosts
+        self._before: dict[signal.Signals, object] = {}
+        self._received: signal.Signals | None = None
+
+    def requested(self, step: int) -> bool:
+        """Whether the run should stop after this step; call after every step."""
+        if self._received is None and self._hosts.reached_preemption(step):
+            self._received = signal.SIGTERM
+        return self._received is not None
+
+    def error(self, step: int) -> Interrupted:
+        """Returns what to raise once the state is saved."""
+        received = self._received or signal.SIGTERM
+        return Interrupted(
+            f"stopped by {received.name} after step {step}, which is saved; give the same command "
+            "again to continue.",
+            signal_number=received,
+        )
+
+    def __enter__(self) -> "Interruption":
+        # Python delivers signals to the main thread only.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self._received = signal.Signals(number)
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+        self._before.clear()

@@ -1,0 +1,234 @@
+"""The loop of a run: update, read metrics, evaluate, save, in an order that matters.
+
+Step n is dispatched before the metrics of step n-1 are read, so that the devices never wait for the
+host. What a step logged is on disk before the checkpoint of that step is.
+"""
+
+import dataclasses
+import time
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+from convt5 import compilation, errors, run_log
+from convt5.checkpoint import Checkpointer, Restored
+from convt5.interruption import Interruption
+from convt5.plan import Plan
+from convt5.train_step import ALL_FINITE, NONFINITE_INDEX, describe_nonfinite
+from convt5.validation import PlacedBatch, Validation
+
+# Weights and flags of one step, which say nothing as means over many.
+_NOT_LOGGED = (ALL_FINITE, NONFINITE_INDEX, "loss_weight")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Intervals:
+    """How many steps, and what happens after which; see `trainer.train`."""
+
+    num_steps: int
+    log_every_steps: int
+    eval_every_steps: int | None
+
+    def __post_init__(self):
+        errors.raise_all(
+            (
+                f"{name}={value!r} must be an integer of at least 1."
+                for name, value in dataclasses.asdict(self).items()
+                if not (isinstance(value, int) and value >= 1)
+                and not (name == "eval_every_steps" and value is None)
+            ),
+            where="train",
+        )
+
+    def logs(self, step: int) -> bool:
+        """Whether a record is due; the first step's shows the loss at the start."""
+        return (
+            step in (1, self.num_steps) or step % self.log_every_steps == 0 or self.evaluates(step)
+        )
+
+    def evaluates(self, step: int) -> bool:
+        return step == self.num_steps or bool(
+            self.eval_every_steps and step % self.eval_every_steps == 0
+        )
+
+
+class Batches(Protocol):
+    """Placed batches made ready in the background; `data.Prefetcher` is one."""
+
+    def __next__(self) -> PlacedBatch: ...
+
+    def get_state(self) -> bytes:
+        """Returns the position after the batches that were taken, not those made ready."""
+        ...
+
+
+class _Pending(NamedTuple):
+    """A step that was dispatched and whose metrics were not read yet."""
+
+    step: int
+    metrics: dict[str, jax.Array]
+    num_tokens: int
+    data_wait: float
+
+
+class Loop:
+    """A run while it trains.
+
+    Attributes:
+        step: updates made.
+        last_record: what was last logged; None if nothing was.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        intervals: Intervals,
+        *,
+        log: run_log.RunLog,
+        checkpointer: Checkpointer,
+        validation: Validation | None,
+        restored: Restored | None,
+    ):
+        self._plan = plan
+        self._intervals = intervals
+        self._log = log
+        self._checkpointer = checkpointer
+        self._validation = validation
+        self._meter = run_log.Meter(
+            peak_flops=compilation.peak_flops(plan.mesh.devices.flatten().tolist()),
+            state=restored.progress if restored else None,
+        )
+        self._state = restored.state if restored else plan.init_state()
+        self.step = restored.step if restored else 0
+        self._saved_step = self.step
+        self._compiled: compilation.CompiledStep | None = None
+        self._pending: _Pending | None = None
+        self._validation_loss: tuple[int, float] | None = None  # step, loss
+        self.last_record: dict[str, float] | None = None
+
+    def run(self, batches: Batches, interruption: Interruption) -> None:
+        """Makes the updates that are missing, until `num_steps` or the end of the data.
+
+        Raises:
+            TrainingError: a step was not finite.
+            Interrupted: asked to stop; the state is saved.
+        """
+        if self._meter.num_steps and self._intervals.logs(self.step):
+            self._record()  # Interrupted just before the record of its last step.
+        while self.step < self._intervals.num_steps:
+            asked = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
+            waited = time.perf_counter() - asked
+            metrics = self._update(batch)
+            self._read_pending()
+            self._pending = _Pending(self.step, metrics, batch.num_tokens, waited)
+            if interruption.requested(self.step):
+                self._read_pending()
+                self._save(batches)
+                raise interruption.error(self.step)
+            if self._intervals.evaluates(self.step) or self._checkpointer.is_due(self.step):
+                self._pause(batches)
+        self._end(batches)
+
+    def _update(self, batch: PlacedBatch) -> dict[str, jax.Array]:
+        if self._compiled is None:
+            self._compiled = self._compile(batch)
+            self._meter.start()
+        self._state, metrics = self._compiled.call(self._state, batch.arrays)
+        self.step += 1
+        return metrics
+
+    def _compile(self, batch: PlacedBatch) -> compilation.CompiledStep:
+        compiled = compilation.compile_step(self._plan.train_step, self._state, batch.arrays)
+        self._meter.flops_per_step = compiled.flops
+        facts = [f"compiled the training step in {run_log.duration(compiled.seconds)}"]
+        if compiled.flops:
+            facts.append(f"{run_log.short_number(compiled.flops, 'FLOP')} per step")
+        if compiled.temporary_bytes:
+            memory = run_log.short_number(compiled.temporary_bytes, "B")
+            facts.append(f"{memory} of temporary memory per device")
+        self._log.message(", ".join(facts))
+        return compiled
+
+    def _read_pending(self) -> None:
+        """Waits for the pending step and takes in its metrics."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        metrics = jax.device_get(pending.metrics)
+        if not metrics[ALL_FINITE]:
+            raise self._nonfinite(pending.step, metrics)
+        self._meter.add_step(
+            {name: float(value) for name, value in metrics.items() if name not in _NOT_LOGGED},
+            tokens=pending.num_tokens,
+            data_wait=pending.data_wait,
+        )
+        self._log.step(pending.step)
+        if self._intervals.logs(pending.step) and not self._measures(pending.step):
+            self._write(pending.step, self._meter.take())
+
+    def _pause(self, batches: Batches) -> None:
+        """Evaluates and saves, where due, while the clock of training stands."""
+        self._read_pending()
+        self._meter.stop()
+        if self._measures(self.step):
+            self._record()
+        if self._checkpointer.is_due(self.step):
+            self._save(batches)
+        self._meter.start()
+
+    def _end(self, batches: Batches) -> None:
+        """Evaluates and saves after the last step, which the data may decide."""
+        self._read_pending()
+        self._meter.stop()
+        if self._meter.num_steps:
+            self._record()
+        self._save(batches)
+        self._checkpointer.wait()
+
+    def _measures(self, step: int) -> bool:
+        return self._validation is not None and self._intervals.evaluates(step)
+
+    def _record(self) -> None:
+        """Writes the record of this step, with the validation metrics if there is such data."""
+        record = self._meter.take()
+        if self._validation is not None:
+            metrics = self._validation.measure(self._state.model)
+            self._validation_loss = (self.step, metrics["loss"])
+            record |= {f"validation/{name}": value for name, value in metrics.items()}
+        self._write(self.step, record)
+
+    def _write(self, step: int, record: dict[str, float]) -> None:
+        self._log.record(step, record)
+        self.last_record = record
+
+    def _save(self, batches: Batches) -> None:
+        if self.step == self._saved_step:
+            return
+        self._log.sync()
+        measured, loss = self._validation_loss or (None, None)
+        self._checkpointer.save(
+            self.step,
+            self._state,
+            data_state=batches.get_state(),
+            progress=self._meter.state(),
+            validation_loss=loss if measured == self.step else None,
+        )
+        self._saved_step = self.step
+
+    def _nonfinite(self, step: int, metrics: dict[str, Any]) -> errors.TrainingError:
+        what = describe_nonfinite(metrics, self._plan.abstract.model)
+        kept = (
+            f"the last good checkpoint is that of step {self._saved_step}, in "
+            f"{self._checkpointer.directory}"
+            if self._saved_step
+            else "no checkpoint was written before"
+        )
+        return errors.TrainingError(
+            f"training stopped at step {step}: {what} is not finite (loss {metrics['loss']}); "
+            f"{kept}. Lower the learning rate, warm up longer or clip gradients; if it happens at "
+            "the first steps, check the data and try dtype='float32'."
+        )

@@ -1,0 +1,112 @@
+"""A run before anything is allocated or compiled: mesh, shapes, shardings and the step functions.
+
+`trainer` runs it; `train --dry_run` stops here, having checked that everything fits together.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PRNGKeyArray
+
+from convt5 import sharding
+from convt5.optimizer import OptimizerConfig
+from convt5.schedule import Schedule
+from convt5.train_state import (
+    ModelConfig,
+    TrainState,
+    abstract_state,
+    init_state,
+    state_shardings,
+)
+from convt5.train_step import Loss, make_eval_step, make_train_step
+
+
+class Plan(NamedTuple):
+    """A run before anything is allocated or compiled.
+
+    Attributes:
+        model: what `init_state` builds.
+        updates: the optimizer.
+        mesh: the devices.
+        abstract: shapes and shardings of the state.
+        shardings: of the state.
+        batch_sharding: of every array of a batch.
+        train_step, eval_step: jitted, not yet compiled.
+        init_key: for the initial parameters.
+    """
+
+    model: ModelConfig
+    updates: optax.GradientTransformation
+    mesh: Mesh
+    abstract: TrainState
+    shardings: TrainState
+    batch_sharding: NamedSharding
+    train_step: Any
+    eval_step: Any
+    init_key: PRNGKeyArray
+
+    def init_state(self) -> TrainState:
+        """Allocates the state before the first update."""
+        return init_state(self.model, self.updates, self.init_key, self.shardings)
+
+    def num_parameters(self) -> int:
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.abstract.model))
+
+
+def make_plan(
+    *,
+    model: ModelConfig,
+    loss: Loss,
+    optimizer: OptimizerConfig,
+    schedule: Schedule,
+    batch_size: int,
+    mesh: sharding.MeshConfig | None = None,
+    grad_accum_steps: int = 1,
+    seed: int = 0,
+    sharding_rules: Sequence[sharding.Rule] = sharding.TEXT_RULES,
+) -> Plan:
+    """Checks that model, batch and devices fit together; arguments as those of `trainer.train`.
+
+    Raises:
+        UserError: sizes that the mesh does not divide, or rules that do not fit the model.
+    """
+    devices = (mesh or sharding.MeshConfig()).build()
+    heads = getattr(model, "num_heads", None)
+    sharding.check_mesh(
+        devices,
+        batch_size=batch_size,
+        grad_accum_steps=grad_accum_steps,
+        tensor_divides={"num_heads": heads} if heads else None,
+    )
+    updates = optimizer.build(schedule)
+    abstract = abstract_state(model, updates)
+    shardings = state_shardings(abstract, devices, sharding_rules)
+    batch_sharding = sharding.batch_sharding(devices)
+    init_key, dropout_key = jax.random.split(jax.random.key(seed))
+    return Plan(
+        model=model,
+        updates=updates,
+        mesh=devices,
+        abstract=jax.tree.map(
+            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+            abstract,
+            shardings,
+        ),
+        shardings=shardings,
+        batch_sharding=batch_sharding,
+        train_step=make_train_step(
+            loss,
+            updates,
+            shardings,
+            batch_sharding,
+            schedule=schedule,
+            grad_accum_steps=grad_accum_steps,
+            seed_key=dropout_key,
+        ),
+        eval_step=make_eval_step(loss, shardings.model, batch_sharding),
+        init_key=init_key,
+    )

@@ -1,0 +1,409 @@
+"""What a run reports: metrics.jsonl, TensorBoard, Weights & Biases, and the terminal.
+
+The trainer hands over one record for each logged step. A run that continues drops what was logged
+beyond the checkpoint it continues from, so that every step is recorded once.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any, Protocol, TextIO
+
+from etils import epath
+from tqdm import tqdm
+
+from convt5 import errors
+
+Record = Mapping[str, float]
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Writer(Protocol):
+    """Somewhere records go."""
+
+    def write(self, step: int, record: Record) -> None: ...
+
+    def sync(self) -> None:
+        """Makes sure that what was written outlasts the process and the machine."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """One JSON object for each recorded step, in order: {"step": 10, "loss": 5.1, ...}.
+
+    Args:
+        path: the file; continued if it exists.
+        last_step: records beyond this step, which the run is about to repeat, are dropped.
+    """
+
+    def __init__(self, path: epath.PathLike, *, last_step: int):
+        self._path = epath.Path(path)
+        kept = [r for r in read_records(self._path) if r["step"] <= last_step]
+        self._text = "".join(json.dumps(record) + "\n" for record in kept)
+        # Object stores cannot append; there the whole file is written again at each `sync`.
+        self._is_local = "://" not in str(path)
+        if self._is_local:
+            partial = self._path.with_name(self._path.name + ".partial")
+            partial.write_text(self._text)
+            partial.replace(self._path)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+
+    def write(self, step: int, record: Record) -> None:
+        line = json.dumps({"step": step, **{k: _json_number(v) for k, v in record.items()}}) + "\n"
+        if self._is_local:
+            os.write(self._file, line.encode())
+        else:
+            self._text += line
+
+    def sync(self) -> None:
+        if self._is_local:
+            os.fsync(self._file)
+        else:
+            self._path.write_text(self._text)
+
+    def close(self) -> None:
+        self.sync()
+        if self._is_local:
+            os.close(self._file)
+
+
+def read_records(path: epath.PathLike) -> list[dict[str, Any]]:
+    """Returns the records of a metrics.jsonl, leaving out a last line cut short by a kill."""
+    path = epath.Path(path)
+    if not path.exists():
+        return []
+    # A line is complete only with its newline, which is what follows the last split.
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+class TensorBoard:
+    """Scalars for `tensorboard --logdir`; a name with a slash gets a section of its own."""
+
+    def __init__(self, folder: epath.PathLike, *, last_step: int):
+        from tensorboardX import SummaryWriter
+
+        # Hides what an interrupted run logged beyond its checkpoint.
+        purge_step = last_step + 1 if last_step else None
+        self._writer = SummaryWriter(os.fspath(folder), purge_step=purge_step)
+
+    def write(self, step: int, record: Record) -> None:
+        for name, value in record.items():
+            tag = name if "/" in name else f"train/{name}"
+            self._writer.add_scalar(tag, value, step)
+
+    def sync(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Scalars for wandb.ai; needs the extra `wandb`.
+
+    A run that continues finds its id in the run directory and continues the same page.
+    """
+
+    def __init__(self, run_dir: epath.PathLike, *, project: str, config: Mapping[str, Any]):
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]  # An optional dependency.
+        except ImportError as error:
+            raise errors.UserError(
+                f"wandb_project={project!r} needs the package wandb, which is not installed; "
+                "pip install 'convt5[wandb]', or leave wandb_project unset."
+            ) from error
+        id_file = epath.Path(run_dir) / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex)
+        self._run = wandb.init(
+            project=project,
+            id=id_file.read_text(),
+            resume="allow",
+            name=epath.Path(run_dir).name,
+            config=dict(config),
+        )
+        # Own step axis: steps repeated after a kill are refused on wandb's.
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, record: Record) -> None:
+        self._run.log({"step": step, **record})
+
+    def sync(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Progress:
+    """A bar with the time left in a terminal, plain lines anywhere else.
+
+    Args:
+        num_steps: steps of the whole run.
+        first_step: steps done before this process began.
+        out: where lines and the bar go; standard error by default.
+        seconds_between_lines: plain lines that come sooner are left out, except those with an
+            evaluation, the first and the last.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_steps: int,
+        first_step: int,
+        out: TextIO | None = None,
+        seconds_between_lines: float = 5.0,
+    ):
+        self._out = out or sys.stderr
+        self._num_steps = num_steps
+        self._interval = seconds_between_lines
+        self._last_line = -math.inf
+        self._bar = None
+        if self._out.isatty():
+            self._bar = tqdm(
+                total=num_steps,
+                initial=first_step,
+                unit="step",
+                dynamic_ncols=True,
+                file=self._out,
+                smoothing=0.05,
+            )
+
+    def step(self, step: int) -> None:
+        """Moves the bar; lines are written by `record`."""
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def record(self, step: int, record: Record) -> None:
+        """Shows the metrics of a logged step."""
+        evaluated = any(name.startswith("validation/") for name in record)
+        if self._bar is not None:
+            self._bar.set_postfix_str(_brief(record))
+            if evaluated:
+                self.message(f"step {step}  {_brief_validation(record)}")
+            return
+        now = time.monotonic()
+        if now - self._last_line < self._interval and not evaluated and step != self._num_steps:
+            return
+        self._last_line = now
+        share = f"{100 * step / self._num_steps:.0f}%"
+        parts = [f"step {step}/{self._num_steps} ({share})", _brief(record)]
+        if evaluated:
+            parts.append(_brief_validation(record))
+        if record.get("seconds_per_step"):
+            left = (self._num_steps - step) * record["seconds_per_step"]
+            parts.append(f"{record['seconds_per_step']:.3g} s/step  ETA {duration(left)}")
+        self.message("  ".join(parts))
+
+    def message(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.write(text, file=self._out)
+        else:
+            print(text, file=self._out, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class RunLog:
+    """All writers of one process together; the first process of a run alone has any."""
+
+    def __init__(self, writers: list[Writer], progress: Progress | None):
+        self._writers = writers
+        self._progress = progress
+
+    def step(self, step: int) -> None:
+        if self._progress:
+            self._progress.step(step)
+
+    def record(self, step: int, record: Record) -> None:
+        """Writes the metrics of one step everywhere; call once for a step, in order."""
+        for writer in self._writers:
+            writer.write(step, record)
+        if self._progress:
+            self._progress.record(step, record)
+
+    def message(self, text: str) -> None:
+        """Shows a line in the terminal, above the bar."""
+        if self._progress:
+            self._progress.message(text)
+
+    def sync(self) -> None:
+        for writer in self._writers:
+            writer.sync()
+
+    def close(self) -> None:
+        if self._progress:
+            self._progress.close()
+        for writer in self._writers:
+            writer.close()
+
+
+def open_run_log(
+    run_dir: epath.PathLike,
+    *,
+    num_steps: int,
+    last_step: int,
+    is_first_process: bool,
+    wandb_project: str | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> RunLog:
+    """Opens the log of a run that begins, or continues, after `last_step`."""
+    if not is_first_process:
+        return RunLog([], None)
+    run_dir = epath.Path(run_dir)
+    writers: list[Writer] = [
+        JsonLines(run_dir / METRICS_FILE, last_step=last_step),
+        TensorBoard(run_dir / "tensorboard", last_step=last_step),
+    ]
+    if wandb_project:
+        writers.append(WeightsAndBiases(run_dir, project=wandb_project, config=config or {}))
+    return RunLog(writers, Progress(num_steps=num_steps, first_step=last_step))
+
+
+class Meter:
+    """Means of the step metrics between two records, and where the time went.
+
+    Time counts only while the meter runs, so that compiling, evaluating and waiting for a
+    checkpoint are not taken for training.
+
+    Args:
+        flops_per_step: of the model's step over all devices; None where unknown.
+        peak_flops: floating-point operations per second of all devices; None where unknown.
+        state: from `state()` of an interrupted run; its window is continued.
+    """
+
+    def __init__(
+        self,
+        *,
+        flops_per_step: float | None = None,
+        peak_flops: float | None = None,
+        state: Mapping[str, Any] | None = None,
+    ):
+        self.flops_per_step = flops_per_step
+        self.peak_flops = peak_flops
+        self._started: float | None = None
+        self._total_seconds = 0.0
+        self._window: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+        if state:
+            self._total_seconds = state["total_seconds"]
+            self._window = dict(state["window"])
+            self._last = dict(state["last"])
+
+    @property
+    def num_steps(self) -> int:
+        """Steps counted since the last record."""
+        return int(self._window.get("_steps", 0))
+
+    def start(self) -> None:
+        if self._started is None:
+            self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        if self._started is not None:
+            elapsed = time.perf_counter() - self._started
+            self._started = None
+            self._add("_seconds", elapsed)
+            self._total_seconds += elapsed
+
+    def add_step(self, metrics: Record, *, tokens: float, data_wait: float) -> None:
+        """Counts one step; `data_wait` is the time in seconds the loop stood without a batch."""
+        self._add("_steps", 1)
+        self._add("_tokens", tokens)
+        self._add("_data_wait", data_wait)
+        for name, value in metrics.items():
+            self._add(name, value)
+        self._last = {k: v for k, v in metrics.items() if k == "learning_rate"}
+
+    def take(self) -> dict[str, float]:
+        """Returns the record of the window, and begins the next one.
+
+        Means over the steps since the last record (the learning rate: of the last step), and
+        `tokens_per_second`, `seconds_per_step`, `data_wait_share` in [0, 1], `train_seconds` since
+        the run began, and `flops_utilization` in [0, 1] where the peak is known.
+        """
+        running = self._started is not None
+        self.stop()
+        window, self._window = self._window, {}
+        if running:
+            self.start()
+        steps = window.get("_steps", 0)
+        if not steps:
+            return {}  # Nothing was counted: an evaluation alone.
+        seconds = max(window.get("_seconds", 0.0), 1e-9)
+        record = {k: v / steps for k, v in window.items() if not k.startswith("_")} | self._last
+        record["seconds_per_step"] = seconds / steps
+        record["data_wait_share"] = min(1.0, window["_data_wait"] / seconds)
+        record["train_seconds"] = self._total_seconds
+        if window["_tokens"]:
+            record["tokens_per_second"] = window["_tokens"] / seconds
+        if self.flops_per_step and self.peak_flops:
+            record["flops_utilization"] = self.flops_per_step * steps / seconds / self.peak_flops
+        return record
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a run that continues needs, as JSON values; stops the meter."""
+        self.stop()
+        return {
+            "total_seconds": self._total_seconds,
+            "window": dict(self._window),
+            "last": dict(self._last),
+        }
+
+    def _add(self, name: str, value: float) -> None:
+        self._window[name] = self._window.get(name, 0.0) + value
+
+
+def duration(seconds: float) -> str:
+    """Returns a time for people: 8s, 3m 05s, 2h 07m, 4d 03h."""
+    seconds = max(0, round(seconds))
+    if seconds < 60:
+        return f"{seconds}s"
+    minutes, seconds = divmod(seconds, 60)
+    if minutes < 60:
+        return f"{minutes}m {seconds:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours}h {minutes:02d}m"
+    return f"{hours // 24}d {hours % 24:02d}h"
+
+
+def short_number(value: float, unit: str = "") -> str:
+    """Returns a count for people: 312, 12.3k, 4.56M; with a unit 7.89 GB."""
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{' ' * bool(unit)}{prefix}{unit}"
+    return f"{value:.3g}{' ' * bool(unit)}{unit}"
+
+
+def _brief(record: Record) -> str:
+    parts = [f"loss {record['loss']:.4f}"] if "loss" in record else []
+    if "accuracy" in record:
+        parts.append(f"accuracy {record['accuracy']:.3f}")
+    if "tokens_per_second" in record:
+        parts.append(f"{short_number(record['tokens_per_second'])} tokens/s")
+    return "  ".join(parts)
+
+
+def _brief_validation(record: Record) -> str:
+    names = ("loss", "accuracy", "bits_per_byte")
+    shown = [
+        f"{name.replace('_', ' ')} {record[f'validation/{name}']:.4f}"
+        for name in names
+        if f"validation/{name}" in record
+    ]
+    return "validation " + "  ".join(shown)
+
+
+def _json_number(value: float) -> float | int | str:
+    """Numbers as they are, except that JSON has no NaN and no infinity: those become strings."""
+    return value if math.isfinite(value) else str(value)

@@ -1,0 +1,236 @@
+"""Training from a description: `train` is what gin binds and `python -m convt5.train` calls.
+
+A run lives in its run directory. The same call on the same directory continues it, with the same
+batches and the same random numbers as if it had never stopped.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+
+import jax
+from etils import epath
+
+from convt5 import compilation, run_directory, run_log, sharding
+from convt5.checkpoint import CheckpointConfig, Checkpointer, describe_config
+from convt5.interruption import Interruption
+from convt5.loop import Intervals, Loop
+from convt5.optimizer import OptimizerConfig
+from convt5.plan import Plan, make_plan
+from convt5.schedule import Schedule
+from convt5.train_state import ModelConfig
+from convt5.train_step import Loss
+from convt5.validation import DataConfig, Validation, place_batch
+
+_PREFETCHED = 2  # Batches made ready while a step runs.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """How a run ended; also written to `summary.json`.
+
+    Attributes:
+        run_dir: where everything lies.
+        step: updates made.
+        num_parameters: of the model.
+        train_seconds: time spent in training steps, without compiling and evaluating.
+        train_loss: mean over the steps of the last record.
+        validation_loss: after the last step; None without evaluation data.
+        target_unigram_entropy: of the target tokens of the evaluation data, in nats per token: no
+            model that ignores its context has a lower loss on them. None without target tokens.
+    """
+
+    run_dir: str
+    step: int
+    num_parameters: int
+    train_seconds: float | None = None
+    train_loss: float | None = None
+    validation_loss: float | None = None
+    target_unigram_entropy: float | None = None
+
+
+def train(
+    *,
+    run_dir: str,
+    model: ModelConfig,
+    loss: Loss,
+    train_data: DataConfig,
+    optimizer: OptimizerConfig,
+    schedule: Schedule,
+    num_steps: int,
+    mesh: sharding.MeshConfig | None = None,
+    checkpoint: CheckpointConfig | None = None,
+    eval_data: DataConfig | None = None,
+    eval_every_steps: int | None = None,
+    eval_num_batches: int | None = None,
+    log_every_steps: int = 50,
+    grad_accum_steps: int = 1,
+    seed: int = 0,
+    sharding_rules: Sequence[sharding.Rule] = sharding.TEXT_RULES,
+    wandb_project: str | None = None,
+    config_text: str | None = None,
+) -> Result:
+    """Trains a model, or continues to, until it has made `num_steps` updates.
+
+    Args:
+        run_dir: folder of the run. If it holds a checkpoint the run continues from there.
+        model: description of the model, with a method `build(key)`.
+        loss: what is minimised, such as `losses.TextLoss`.
+        train_data: the batches; `batch_size` is over all devices and hosts.
+        optimizer: how gradients become updates.
+        schedule: the learning rate of each step.
+        num_steps: updates in total, those before an interruption included.
+        mesh: how devices share the work; by default all split the batch.
+        checkpoint: when to save and what to keep.
+        eval_data: batches for the validation loss; they must end, or set `eval_num_batches`.
+        eval_every_steps: steps between evaluations; None evaluates only after the last step.
+        eval_num_batches: batches of one evaluation; None takes all.
+        log_every_steps: steps between records.
+        grad_accum_steps: microbatches that each batch is cut into, to save memory.
+        seed: of the initial parameters and of dropout.
+        sharding_rules: table of parameter names and mesh axes.
+        wandb_project: also logs to this project on wandb.ai.
+        config_text: the settings, kept beside the checkpoints.
+
+    Raises:
+        UserError: a setting is wrong, or the checkpoint does not fit.
+        TrainingError: the loss is no longer finite; `Interrupted`: SIGTERM or Ctrl-C.
+    """
+    intervals = Intervals(
+        num_steps=num_steps, log_every_steps=log_every_steps, eval_every_steps=eval_every_steps
+    )
+    compilation.enable_persistent_cache()
+    plan = make_plan(
+        model=model,
+        loss=loss,
+        optimizer=optimizer,
+        schedule=schedule,
+        batch_size=train_data.batch_size,
+        mesh=mesh,
+        grad_accum_steps=grad_accum_steps,
+        seed=seed,
+        sharding_rules=sharding_rules,
+    )
+    validation = None
+    if eval_data is not None:
+        validation = Validation(
+            eval_data, plan.eval_step, plan.batch_sharding, num_batches=eval_num_batches
+        )
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(run_directory.hold(run_dir))
+        checkpointer = Checkpointer(
+            folder / "checkpoints", checkpoint or CheckpointConfig(), model_config=model
+        )
+        stack.enter_context(contextlib.closing(checkpointer))
+        restored = checkpointer.restore(plan.abstract)
+        first_step = restored.step if restored else 0
+        log = run_log.open_run_log(
+            folder,
+            num_steps=num_steps,
+            last_step=first_step,
+            is_first_process=jax.process_index() == 0,
+            wandb_project=wandb_project,
+            config={"model": describe_config(model)},
+        )
+        stack.enter_context(contextlib.closing(log))
+        _announce(log, plan, folder, step=first_step, num_steps=num_steps)
+        changed = run_directory.write_config(folder, config_text, step=first_step)
+        if changed:
+            log.message(changed)
+        loop = Loop(
+            plan,
+            intervals,
+            log=log,
+            checkpointer=checkpointer,
+            validation=validation,
+            restored=restored,
+        )
+        if first_step < num_steps:
+            batches = stack.enter_context(
+                contextlib.closing(
+                    _batches(train_data, plan, state=restored.data_state if restored else None)
+                )
+            )
+            with Interruption(checkpointer) as interruption:
+                loop.run(batches, interruption)
+        result = _result(folder, plan, loop, validation)
+        log.message(describe(result))
+        return result
+
+
+def describe(result: Result) -> str:
+    """Returns the last lines of a run."""
+    lines = [
+        f"{result.step} steps done"
+        + (
+            f" in {run_log.duration(result.train_seconds)} of training"
+            if result.train_seconds
+            else ""
+        ),
+        f"  run directory    {result.run_dir}",
+    ]
+    if result.train_loss is not None:
+        lines.append(f"  train loss       {result.train_loss:.4f}")
+    if result.validation_loss is not None:
+        lines.append(f"  validation loss  {result.validation_loss:.4f}")
+    if result.target_unigram_entropy is not None:
+        lines.append(
+            f"  unigram entropy  {result.target_unigram_entropy:.4f}  of the validation targets: "
+            "the least loss of a model that ignores the context"
+        )
+    return "\n".join(lines)
+
+
+def _batches(train_data: DataConfig, plan: Plan, *, state: bytes | None):
+    """Returns placed batches from `state` on, made ready in the background."""
+    from convt5.data import Prefetcher
+
+    batches = train_data.build(process_index=jax.process_index(), process_count=jax.process_count())
+    if state is not None:
+        batches.set_state(state)
+    place = functools.partial(
+        place_batch, batch_sharding=plan.batch_sharding, token_bytes=batches.token_bytes
+    )
+    return Prefetcher(batches, place, depth=_PREFETCHED)
+
+
+def _announce(
+    log: run_log.RunLog, plan: Plan, folder: epath.Path, *, step: int, num_steps: int
+) -> None:
+    mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items() if size > 1)
+    kind = plan.mesh.devices.flat[0].device_kind
+    log.message(
+        f"{run_log.short_number(plan.num_parameters())} parameters on {plan.mesh.devices.size} x "
+        f"{kind}{f' ({mesh})' if mesh else ''}, run directory {folder}"
+    )
+    if step:
+        left = f"{num_steps - step} to go" if step < num_steps else "none are left to do"
+        log.message(f"continues from the checkpoint of step {step}; of {num_steps} steps {left}")
+
+
+def _result(folder: epath.Path, plan: Plan, loop: Loop, validation: Validation | None) -> Result:
+    """Returns how the run ended, from its last record; writes `summary.json`."""
+    path = folder / "summary.json"
+    record = loop.last_record or _last_record(folder)
+    entropy = validation.target_unigram_entropy() if validation else None
+    if entropy is None and path.exists():
+        entropy = json.loads(path.read_text()).get("target_unigram_entropy")
+    result = Result(
+        run_dir=str(folder),
+        step=loop.step,
+        num_parameters=plan.num_parameters(),
+        train_seconds=record.get("train_seconds"),
+        train_loss=record.get("loss"),
+        validation_loss=record.get("validation/loss"),
+        target_unigram_entropy=entropy,
+    )
+    if jax.process_index() == 0:
+        path.write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+    return result
+
+
+def _last_record(folder: epath.Path) -> dict[str, float]:
+    records = run_log.read_records(folder / run_log.METRICS_FILE)
+    return records[-1] if records else {}

@@ -1,0 +1,194 @@
+"""The loss on held-out batches, and placing host batches on the devices.
+
+The trainer measures it now and then; the unigram entropy of the targets puts the number in context.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+
+from convt5 import errors
+from convt5.train_step import LossSums
+
+_COUNTED_TOKENS = ("encoder_input_tokens", "decoder_target_tokens")
+
+HostBatch = Mapping[str, np.ndarray]
+
+
+class BatchIterator(Protocol):
+    """Host batches with a position that can be saved and set, such as `data.BatchIterator`.
+
+    `token_bytes` holds the bytes of text that each token id stands for; None where that has no
+    meaning.
+    """
+
+    token_bytes: np.ndarray | None
+
+    def __next__(self) -> dict[str, np.ndarray]: ...
+
+    def get_state(self) -> bytes: ...
+
+    def set_state(self, state: bytes) -> None: ...
+
+
+class DataConfig(Protocol):
+    """A description that builds batches, such as `data.DataConfig`.
+
+    `batch_size` counts rows over all hosts; `num_epochs` is None for batches without end.
+    """
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def num_epochs(self) -> int | None: ...
+
+    def build(self, *, process_index: int, process_count: int) -> BatchIterator: ...
+
+
+class PlacedBatch(NamedTuple):
+    """A global batch on the devices.
+
+    Attributes:
+        arrays: by name, split over the devices of all hosts.
+        num_tokens: source and target tokens in it that are no padding, over all hosts.
+    """
+
+    arrays: dict[str, jax.Array]
+    num_tokens: int
+
+
+def place_batch(
+    batch: HostBatch, batch_sharding: NamedSharding, *, token_bytes: np.ndarray | None = None
+) -> PlacedBatch:
+    """Puts this host's rows on its devices as part of the global batch."""
+    batch = dict(batch)
+    if token_bytes is not None and "decoder_target_tokens" in batch:
+        batch["decoder_target_bytes"] = token_bytes[batch["decoder_target_tokens"]]
+    arrays = {
+        name: jax.make_array_from_process_local_data(batch_sharding, np.asarray(rows))
+        for name, rows in batch.items()
+    }
+    local = sum(np.count_nonzero(batch[name]) for name in _COUNTED_TOKENS if name in batch)
+    # Hosts read equal shares, so that this host's count stands for all.
+    return PlacedBatch(arrays, int(local) * jax.process_count())
+
+
+class TargetCounts:
+    """How often each target token occurs."""
+
+    def __init__(self):
+        self._counts = np.zeros(0, np.int64)
+
+    def add(self, batch: HostBatch) -> None:
+        """Counts the targets of positive weight; does nothing for batches without targets."""
+        if "decoder_target_tokens" not in batch:
+            return
+        tokens = batch["decoder_target_tokens"][batch["decoder_loss_weights"] > 0]
+        longer = max(len(self._counts), int(tokens.max(initial=-1)) + 1)
+        counts = np.bincount(tokens.ravel(), minlength=longer)
+        counts[: len(self._counts)] += self._counts
+        self._counts = counts
+
+    def over_all_hosts(self) -> "TargetCounts":
+        """Returns the sum over hosts; all of them must call it."""
+        if jax.process_count() == 1:
+            return self
+        longest = int(multihost_utils.process_allgather(np.array(len(self._counts))).max())
+        padded = np.pad(self._counts, (0, longest - len(self._counts)))
+        total = TargetCounts()
+        total._counts = np.asarray(multihost_utils.process_allgather(padded)).sum(axis=0)
+        return total
+
+    def entropy(self) -> float | None:
+        """Returns the unigram entropy in nats per token; None where nothing was counted."""
+        total = self._counts.sum()
+        if not total:
+            return None
+        shares = self._counts[self._counts > 0] / total
+        return float(-(shares * np.log(shares)).sum())
+
+
+class Validation:
+    """Measures the loss on the same held-out batches each time.
+
+    Args:
+        config: the batches.
+        eval_step: from `train_step.make_eval_step`.
+        batch_sharding: how batches are split.
+        num_batches: how many are taken; None takes all.
+
+    Raises:
+        UserError: the batches never end and `num_batches` is None.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        eval_step: Callable[[nnx.Module, Any], LossSums],
+        batch_sharding: NamedSharding,
+        *,
+        num_batches: int | None,
+    ):
+        if num_batches is None and config.num_epochs is None:
+            raise errors.UserError(
+                "eval_num_batches=None takes every batch of eval_data, but num_epochs=None of "
+                "eval_data means that they never end; set eval_num_batches, or num_epochs=1."
+            )
+        self._config = config
+        self._eval_step = eval_step
+        self._batch_sharding = batch_sharding
+        self._num_batches = math.inf if num_batches is None else num_batches
+        self._batches: BatchIterator | None = None
+        self._token_bytes: np.ndarray | None = None
+        self._start = b""
+        self._counts: TargetCounts | None = None
+
+    def measure(self, model: nnx.Module) -> dict[str, float]:
+        """Returns the loss and the other metrics of the loss function, as means over all batches.
+
+        Raises:
+            UserError: there is not one batch.
+        """
+        total = None
+        counts = TargetCounts()
+        for batch in self._from_the_start():
+            counts.add(batch)
+            placed = place_batch(batch, self._batch_sharding, token_bytes=self._token_bytes)
+            sums = self._eval_step(model, placed.arrays)
+            total = sums if total is None else jax.tree.map(jnp.add, total, sums)
+        if total is None:
+            raise errors.UserError(
+                "eval_data holds no batch; check its split, or set batch_size to fewer rows."
+            )
+        self._counts = counts.over_all_hosts()
+        return {name: float(value) for name, value in jax.device_get(total.means()).items()}
+
+    def target_unigram_entropy(self) -> float | None:
+        """Returns that of the targets last measured, in nats per token."""
+        return self._counts.entropy() if self._counts else None
+
+    def _from_the_start(self) -> Iterator[dict[str, np.ndarray]]:
+        if self._batches is None:
+            self._batches = self._config.build(
+                process_index=jax.process_index(), process_count=jax.process_count()
+            )
+            self._token_bytes = self._batches.token_bytes
+            self._start = self._batches.get_state()
+        else:
+            self._batches.set_state(self._start)
+        taken = 0
+        while taken < self._num_batches:
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                return
+            yield batch
+            taken += 1

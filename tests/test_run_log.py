@@ -1,0 +1,196 @@
+"""Every step is recorded once, whatever happens, and people can read the numbers."""
+
+import io
+import json
+import math
+
+import pytest
+
+from convt5 import errors, run_log
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "metrics.jsonl"
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that moves only when told."""
+    now = [0.0]
+    monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(run_log.time, "monotonic", lambda: now[0])
+
+    def advance(seconds):
+        now[0] += seconds
+
+    return advance
+
+
+def write_steps(path, steps, *, last_step=0):
+    writer = run_log.JsonLines(path, last_step=last_step)
+    for step in steps:
+        writer.write(step, {"loss": 1.0 / step})
+    writer.close()
+
+
+def test_each_record_is_one_line_of_json(path):
+    write_steps(path, [1, 2])
+    lines = path.read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 0.5},
+    ]
+
+
+def test_records_are_readable_before_the_file_is_closed(path):
+    writer = run_log.JsonLines(path, last_step=0)
+    writer.write(1, {"loss": 1.0})
+    assert len(run_log.read_records(path)) == 1
+    writer.close()
+
+
+def test_a_run_that_continues_repeats_no_step(path):
+    write_steps(path, [1, 2, 3, 4])
+    write_steps(path, [3, 4, 5], last_step=2)
+    assert [r["step"] for r in run_log.read_records(path)] == [1, 2, 3, 4, 5]
+
+
+def test_a_line_cut_short_by_a_kill_is_dropped(path):
+    write_steps(path, [1, 2])
+    with path.open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert [r["step"] for r in run_log.read_records(path)] == [1, 2]
+    write_steps(path, [3], last_step=2)
+    assert [r["step"] for r in run_log.read_records(path)] == [1, 2, 3]
+
+
+def test_numbers_that_json_lacks_become_strings(path):
+    writer = run_log.JsonLines(path, last_step=0)
+    writer.write(1, {"loss": math.nan, "other": math.inf})
+    writer.close()
+    assert json.loads(path.read_text()) == {"step": 1, "loss": "nan", "other": "inf"}
+
+
+def test_tensorboard_files_are_written(tmp_path):
+    writer = run_log.TensorBoard(tmp_path / "tensorboard", last_step=0)
+    writer.write(1, {"loss": 1.0, "validation/loss": 2.0})
+    writer.close()
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    content = events.read_bytes()
+    assert b"train/loss" in content
+    assert b"validation/loss" in content
+
+
+def test_wandb_without_its_package_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(errors.UserError, match=r"pip install 'convt5\[wandb\]'"):
+        run_log.WeightsAndBiases(tmp_path, project="p", config={})
+
+
+def test_later_processes_of_a_run_write_nothing(tmp_path):
+    log = run_log.open_run_log(tmp_path, num_steps=2, last_step=0, is_first_process=False)
+    log.record(1, {"loss": 1.0})
+    log.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_plain_lines_show_step_loss_speed_and_time_left(clock):
+    out = io.StringIO()
+    progress = run_log.Progress(num_steps=200, first_step=0, out=out)
+    progress.record(
+        50, {"loss": 3.25, "accuracy": 0.5, "tokens_per_second": 12345, "seconds_per_step": 2.0}
+    )
+    assert out.getvalue() == (
+        "step 50/200 (25%)  loss 3.2500  accuracy 0.500  12.3k tokens/s  2 s/step  ETA 5m 00s\n"
+    )
+
+
+def test_plain_lines_come_at_intervals_except_evaluations_and_the_last(clock):
+    out = io.StringIO()
+    progress = run_log.Progress(num_steps=9, first_step=0, out=out, seconds_between_lines=5)
+    for step, record in enumerate([{}, {}, {"validation/loss": 1.5}, {}, {}, {}, {}, {}, {}], 1):
+        progress.record(step, {"loss": 2.0, **record})
+        clock(2)
+    shown = [line.split("/")[0] for line in out.getvalue().splitlines()]
+    assert shown == ["step 1", "step 3", "step 6", "step 9"]
+    assert "validation loss 1.5000" in out.getvalue()
+
+
+def test_a_terminal_shows_a_bar_with_loss_and_time_left():
+    out = Terminal()
+    progress = run_log.Progress(num_steps=10, first_step=4, out=out)
+    progress.step(5)
+    progress.record(5, {"loss": 3.25, "tokens_per_second": 999.0})
+    progress.message("hello")
+    progress.close()
+    shown = out.getvalue()
+    assert "5/10" in shown
+    assert "loss 3.2500" in shown
+    assert "hello\n" in shown
+
+
+def test_means_and_rates_are_over_the_steps_since_the_last_record(clock):
+    meter = run_log.Meter(flops_per_step=100.0, peak_flops=1000.0)
+    meter.start()
+    for loss in (1.0, 2.0):
+        clock(0.5)
+        meter.add_step({"loss": loss, "learning_rate": loss}, tokens=30, data_wait=0.1)
+    assert meter.take() == pytest.approx(
+        {
+            "loss": 1.5,
+            "learning_rate": 2.0,
+            "seconds_per_step": 0.5,
+            "data_wait_share": 0.2,
+            "train_seconds": 1.0,
+            "tokens_per_second": 60.0,
+            "flops_utilization": 0.2,
+        }
+    )
+    assert meter.take() == {}
+
+
+def test_time_counts_only_while_the_meter_runs(clock):
+    meter = run_log.Meter()
+    clock(10)
+    meter.start()
+    clock(1)
+    meter.stop()
+    clock(10)
+    meter.add_step({}, tokens=0, data_wait=0)
+    assert meter.take()["train_seconds"] == 1.0
+
+
+def test_an_interrupted_window_is_continued(clock):
+    meter = run_log.Meter()
+    meter.start()
+    clock(1)
+    meter.add_step({"loss": 1.0}, tokens=10, data_wait=0)
+    again = run_log.Meter(state=json.loads(json.dumps(meter.state())))
+    assert again.num_steps == 1
+    again.start()
+    clock(1)
+    again.add_step({"loss": 3.0}, tokens=10, data_wait=0)
+    record = again.take()
+    assert record["loss"] == 2.0
+    assert record["train_seconds"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(8.4, "8s"), (185, "3m 05s"), (7620, "2h 07m"), (356400, "4d 03h")]
+)
+def test_durations_are_readable(seconds, text):
+    assert run_log.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [(312, "", "312"), (12345, "", "12.3k"), (7.89e9, "B", "7.89 GB"), (5, "B", "5 B")],
+)
+def test_counts_are_readable(value, unit, text):
+    assert run_log.short_number(value, unit) == text
