@@ -1,0 +1,195 @@
+"""How arrays of a foreign checkpoint make up the parameters of a model, and a report about it.
+
+A table of `Source` values is the whole description of a format: import, export and the import of
+optimizer state read the same table.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from convt5 import errors
+from convt5.architecture import ConvT5Config
+from convt5.model import ConvT5
+from convt5.tree_paths import named_leaves
+
+Shape = tuple[int, ...]
+Arrays = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where one parameter comes from.
+
+    Attributes:
+        path: the parameter, such as `encoder/layers/0/mlp/wi/kernel`.
+        names: the foreign array; several are stacked along a new first axis.
+        stacked: whether a first axis is made, which is so even for a single name.
+        transposed: whether the foreign arrays are matrices with swapped axes.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    stacked: bool = False
+    transposed: bool = False
+
+    def shapes(self, shape: Shape) -> Shape:
+        """Returns the shape each foreign array must have, given the parameter's."""
+        one = shape[1:] if self.stacked else shape
+        return one[::-1] if self.transposed else one
+
+    def assemble(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
+        """Returns the parameter in float32, holding at most one foreign array beside it."""
+        if not self.stacked:
+            return np.ascontiguousarray(self._turn(read(self.names[0])), dtype=np.float32)
+        first = self._turn(read(self.names[0]))
+        whole = np.empty((len(self.names), *first.shape), np.float32)
+        whole[0] = first
+        for index, name in enumerate(self.names[1:], start=1):
+            whole[index] = self._turn(read(name))
+        return whole
+
+    def take_apart(self, value: np.ndarray) -> Arrays:
+        """Returns the foreign arrays of a parameter, or of a gradient of it."""
+        if not self.stacked:
+            return {self.names[0]: np.ascontiguousarray(self._turn(value))}
+        return {name: self._turn(part) for name, part in zip(self.names, value, strict=True)}
+
+    def _turn(self, array: np.ndarray) -> np.ndarray:
+        return array.T if self.transposed else array
+
+
+def take_apart(sources: Iterable[Source], values: Mapping[str, np.ndarray]) -> Arrays:
+    """Returns all foreign arrays of a model, or of its gradients, given by path."""
+    return {
+        name: array
+        for source in sources
+        for name, array in source.take_apart(np.asarray(values[source.path])).items()
+    }
+
+
+def build_model(config: ConvT5Config, params: Mapping[str, np.ndarray]) -> ConvT5:
+    """Returns the model that holds `params`, given by path; initialises nothing at random."""
+    abstract = jax.eval_shape(lambda: config.build(jax.random.key(0)))
+    leaves = [jnp.asarray(params[name]) for name, _ in named_leaves(abstract)]
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+def parameter_shapes(config: ConvT5Config) -> dict[str, Shape]:
+    """Returns the shape of every parameter of a model by path; allocates nothing."""
+    abstract = jax.eval_shape(lambda: config.build(jax.random.key(0)))
+    return {name: tuple(leaf.shape) for name, leaf in named_leaves(abstract)}
+
+
+@dataclasses.dataclass
+class Report:
+    """What became of every array of a foreign checkpoint.
+
+    Attributes:
+        mapped: (foreign name, parameter path).
+        skipped: (foreign name, reason).
+        unmapped: foreign names nothing is known about.
+        missing: (parameter path, the foreign name expected).
+        notes: assumptions made where the checkpoint says nothing.
+    """
+
+    mapped: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    skipped: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    unmapped: list[str] = dataclasses.field(default_factory=list)
+    missing: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    def summary(self) -> str:
+        return (
+            f"{len(self.mapped)} variables mapped, {len(self.skipped)} skipped, "
+            f"{len(self.unmapped)} unmapped, {len(self.missing)} missing"
+        )
+
+    def text(self) -> str:
+        """Returns one line for every variable, and the notes."""
+        lines = [self.summary(), *(f"note: {note}" for note in self.notes)]
+        lines += [f"mapped    {name} -> {path}" for name, path in self.mapped]
+        lines += [f"skipped   {name}: {why}" for name, why in self.skipped]
+        lines += [f"unmapped  {name}" for name in self.unmapped]
+        lines += [f"missing   {name}, wanted by {path}" for path, name in self.missing]
+        return "\n".join(lines) + "\n"
+
+
+class Imported(NamedTuple):
+    """A model read from a foreign format.
+
+    Attributes:
+        config: the model.
+        params: float32 parameters by path.
+        sources: the table they were read by.
+        report: what became of every foreign array.
+        step: updates made when it was written.
+    """
+
+    config: ConvT5Config
+    params: Arrays
+    sources: tuple[Source, ...]
+    report: Report
+    step: int = 0
+
+    def model(self) -> ConvT5:
+        return build_model(self.config, self.params)
+
+
+def check(
+    sources: Sequence[Source],
+    config: ConvT5Config,
+    found: Mapping[str, Shape],
+    *,
+    skipped: Mapping[str, str],
+    allow_unmapped: bool,
+    where: str,
+) -> Report:
+    """Compares a table with what a checkpoint holds and with what the model wants.
+
+    Args:
+        sources: the table of the format for this model.
+        config: the model.
+        found: shape of every array of the checkpoint.
+        skipped: arrays that are known and left out, with the reason.
+        allow_unmapped: report arrays that nothing is known about rather than fail.
+        where: names the checkpoint in messages.
+
+    Raises:
+        UserError: listing missing and unmapped arrays and wrong shapes together.
+    """
+    wanted = parameter_shapes(config)
+    report, faults = Report(), []
+    report.skipped = [(name, why) for name, why in skipped.items() if name in found]
+    for source in sources:
+        shape = source.shapes(wanted[source.path])
+        for name in source.names:
+            if name not in found:
+                report.missing.append((source.path, name))
+                faults.append(f"variable {name} is missing; {source.path} is made from it.")
+                continue
+            report.mapped.append((name, source.path))
+            if tuple(found[name]) != shape:
+                faults.append(f"variable {name} has shape {tuple(found[name])}, expected {shape}.")
+    without = wanted.keys() - {source.path for source in sources}
+    faults += [f"nothing is known to make parameter {path} from." for path in sorted(without)]
+    known = {name for name, _ in report.mapped} | set(skipped)
+    report.unmapped = [name for name in found if name not in known]
+    if not allow_unmapped:
+        faults += [
+            f"variable {name} {tuple(found[name])} belongs to no part of this architecture; pass "
+            "--allow_unmapped to leave such variables out."
+            for name in report.unmapped
+        ]
+    errors.raise_all(_shortened(faults), where=where)
+    return report
+
+
+def _shortened(faults: list[str], *, limit: int = 20) -> list[str]:
+    if len(faults) <= limit:
+        return faults
+    return [*faults[:limit], f"and {len(faults) - limit} more of this kind."]

@@ -1,0 +1,264 @@
+"""The T5 of Mesh TensorFlow and the convolutional models built in it, read into convt5.
+
+`read_model` gives parameters, `read_moments` the optimizer's memory, `training_settings` how the
+run was trained. The table of `parameter_table` is the only description of the names.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from convt5 import errors
+from convt5.architecture import ConvT5Config, MixingConfig
+from convt5.interchange.mapping import Arrays, Imported, Shape, Source, check
+from convt5.interchange.mesh_tf_architecture import NORMS, STACKS, TAPS, infer_architecture
+from convt5.interchange.operative_config import OperativeConfig
+from convt5.interchange.tf_checkpoint import STEP, Checkpoint
+from convt5.losses import TextLoss
+from convt5.optimizer import AdafactorConfig
+from convt5.schedule import Constant, InverseSqrt, Schedule
+
+_FINAL_NORMS = ("rms_norm", "final_layer_norm", "layer_norm")
+
+
+class TrainingSettings(NamedTuple):
+    """How a checkpoint was trained, as far as its operative config says; T5's ways elsewhere."""
+
+    optimizer: AdafactorConfig
+    schedule: Schedule
+    loss: TextLoss
+
+
+def read_model(
+    checkpoint: Checkpoint,
+    operative: OperativeConfig | None = None,
+    *,
+    allow_unmapped: bool = False,
+) -> Imported:
+    """Reads the parameters of a checkpoint into float32.
+
+    Args:
+        checkpoint: opened.
+        operative: its operative config; see `infer_architecture`.
+        allow_unmapped: leave out variables that belong to no known part.
+
+    Raises:
+        UserError: an unknown architecture, missing or unmapped variables, damaged files.
+    """
+    variables = checkpoint.variables()
+    architecture = infer_architecture(variables, operative)
+    config = architecture.config
+    table = parameter_table(config, variables)
+    skipped = {name: "optimizer state" for name in checkpoint.slots()} | {STEP: "the step number"}
+    report = check(
+        table,
+        config,
+        checkpoint.shapes,
+        skipped=skipped,
+        allow_unmapped=allow_unmapped,
+        where=f"checkpoint={checkpoint.prefix}",
+    )
+    report.notes += architecture.notes
+    params = {source.path: source.assemble(checkpoint.read) for source in table}
+    return Imported(
+        config=config, params=params, sources=tuple(table), report=report, step=checkpoint.step()
+    )
+
+
+def read_moments(checkpoint: Checkpoint, imported: Imported) -> dict[str, Arrays]:
+    """Reads Adafactor's memory: for each parameter what `optimizer.SecondMomentState` keeps.
+
+    The report of `imported` is brought up to date.
+
+    Raises:
+        UserError: variables of the optimizer are missing, or of another optimizer.
+    """
+    slots, used, moments, faults = checkpoint.slots(), set(), {}, []
+    for source in imported.sources:
+        kinds = ("vr", "vc") if f"{source.names[0]}_slot_vr" in slots else ("v",)
+        names = {kind: tuple(f"{name}_slot_{kind}" for name in source.names) for kind in kinds}
+        absent = [name for group in names.values() for name in group if name not in slots]
+        if absent:
+            faults.append(f"optimizer variable {absent[0]} is missing.")
+            continue
+        used |= {name for group in names.values() for name in group}
+        shape = source.shapes(imported.params[source.path].shape)
+        moments[source.path] = _moment(source, shape, names, checkpoint)
+    faults += [f"optimizer variable {name} is not Adafactor's." for name in slots.keys() - used]
+    errors.raise_all(
+        faults[:20], where=f"checkpoint={checkpoint.prefix} cannot be imported with --optimizer"
+    )
+    owners = {name: source.path for source in imported.sources for name in source.names}
+    report = imported.report
+    report.skipped = [(name, why) for name, why in report.skipped if name not in used]
+    report.mapped += [
+        (name, f"optimizer state of {owners[name.rsplit('_slot_', 1)[0]]}") for name in sorted(used)
+    ]
+    return moments
+
+
+def training_settings(operative: OperativeConfig | None) -> TrainingSettings:
+    """Returns optimizer, schedule and loss of the original run.
+
+    Raises:
+        UserError: a setting that convt5 does not implement, such as momentum.
+    """
+    operative = operative or OperativeConfig("")
+
+    def setting(configurable: str, parameter: str, default: Any) -> Any:
+        value = operative.get(configurable, parameter, scope="decoder")
+        return default if value is None else value
+
+    faults = [
+        f"{configurable}.{parameter}={value!r} is not implemented; remove the line to train with "
+        f"{expected!r} instead."
+        for configurable, parameter, expected in (
+            ("AdafactorOptimizer", "beta1", 0.0),
+            ("AdafactorOptimizer", "decay_rate", None),
+            ("AdafactorOptimizer", "exclude_from_parameter_scale", None),
+            ("adafactor_decay_rate_pow", "offset", 0),
+            ("learning_rate_schedule_noam", "linear_decay_fraction", 0.0),
+            ("learning_rate_schedule_noam", "offset", 0),
+        )
+        if (value := setting(configurable, parameter, expected)) != expected
+    ]
+    errors.raise_all(faults, where=operative.where)
+    factored = setting("AdafactorOptimizer", "factored", True)
+    optimizer = AdafactorConfig(
+        decay_exponent=setting("adafactor_decay_rate_pow", "exponent", 0.8),
+        clipping_threshold=setting("AdafactorOptimizer", "clipping_threshold", 1.0),
+        scale_by_parameter=setting("AdafactorOptimizer", "multiply_by_parameter_scale", True),
+        min_parameter_scale=setting("AdafactorOptimizer", "epsilon2", 1e-3),
+        epsilon=setting("AdafactorOptimizer", "epsilon1", 1e-30),
+        min_dim_to_factor=(
+            setting("AdafactorOptimizer", "min_dim_size_to_factor", 128) if factored else 2**31
+        ),
+    )
+    noam = operative.get("learning_rate_schedule_noam", "warmup_steps")
+    constant = operative.get("constant_learning_rate", "learning_rate")
+    schedule = (
+        Constant(rate=constant)
+        if noam is None and constant is not None
+        else InverseSqrt(
+            multiplier=setting("learning_rate_schedule_noam", "multiplier", 1.0),
+            warmup_steps=noam or 10_000,
+        )
+    )
+    loss = TextLoss(
+        z_loss=setting("Unitransformer", "z_loss", 1e-4),
+        label_smoothing=setting("Unitransformer", "label_smoothing", 0.0),
+        normalize_by="positions",
+    )
+    return TrainingSettings(optimizer, schedule, loss)
+
+
+def _moment(
+    source: Source, shape: Shape, names: Mapping[str, tuple[str, ...]], checkpoint: Checkpoint
+) -> Arrays:
+    """Returns one parameter's moment; averaged axes are kept with length 1."""
+    if "v" in names:
+        return {"full": _renamed(source, names["v"]).assemble(checkpoint.read)}
+    # The original averages over its longer axis first, and of equal ones over its first.
+    longer = 1 if shape[1] > shape[0] else 0
+    averaged = {longer: names["vr"], 1 - longer: names["vc"]}
+    ours = shape[::-1] if source.transposed else shape
+    row_axis = 1 if ours[1] > ours[0] else 0
+    moment = {}
+    for kind, axis in (("row", row_axis), ("column", 1 - row_axis)):
+        theirs = averaged[1 - axis if source.transposed else axis]
+        flat = Source(path=source.path, names=theirs, stacked=source.stacked)
+        moment[kind] = np.expand_dims(flat.assemble(checkpoint.read), axis + int(source.stacked))
+    return moment
+
+
+def _renamed(source: Source, names: tuple[str, ...]) -> Source:
+    return Source(
+        path=source.path, names=names, stacked=source.stacked, transposed=source.transposed
+    )
+
+
+def parameter_table(config: ConvT5Config, variables: Mapping[str, Shape]) -> list[Source]:
+    """Returns which variables make each parameter; `variables` decides old or new norm names."""
+    table = [_same("token_embedder/embedding", "shared/embedding")]
+    if config.positions == "learned":
+        table.append(_same("position_embedder/embedding", "shared/positional_embedding"))
+    if not config.tie_output:
+        table.append(_same("output_head/kernel", "decoder/logits/kernel"))
+    for stack in STACKS:
+        mixings = config.encoder_layers if stack == "encoder" else config.decoder_layers
+        if config.positions == "relative" and any(m.kind == "attention" for m in mixings):
+            bias = f"{stack}/block_000/layer_000/SelfAttention/relative_attention_bias"
+            path = f"{stack}/relative_bias/embedding"
+            table.append(Source(path=path, names=(bias,), transposed=True))
+        norms = [f"{stack}/{norm}/scale" for norm in _FINAL_NORMS]
+        table.append(_same(f"{stack}/final_norm/scale", _first(norms, variables)))
+        for index, mixing in enumerate(mixings):
+            block, layer = f"{stack}/block_{index:03d}", f"{stack}/layers/{index}"
+            table += _norm(f"{layer}/mixing_norm", f"{block}/layer_000", variables)
+            if mixing.kind == "attention":
+                table += _attention(f"{layer}/mixing", f"{block}/layer_000/SelfAttention")
+            else:
+                table += _convolution(f"{layer}/mixing", f"{block}/layer_000", mixing)
+            last = f"{block}/layer_001"
+            if stack == "decoder":
+                table += _norm(f"{layer}/cross_norm", last, variables)
+                table += _attention(f"{layer}/cross_attention", f"{last}/EncDecAttention")
+                last = f"{block}/layer_002"
+            table += _norm(f"{layer}/mlp_norm", last, variables)
+            inward = ("wi_0", "wi_1") if config.mlp == "gated_gelu" else ("wi",)
+            table += [
+                _same(f"{layer}/mlp/{name}/kernel", f"{last}/DenseReluDense/{name}/kernel")
+                for name in (*inward, "wo")
+            ]
+    return table
+
+
+def _same(path: str, name: str) -> Source:
+    return Source(path=path, names=(name,))
+
+
+def _norm(path: str, owner: str, variables: Mapping[str, Shape]) -> list[Source]:
+    names = [f"{owner}/{norm}/scale" for norm in NORMS]
+    return [_same(f"{path}/scale", _first(names, variables))]
+
+
+def _attention(path: str, owner: str) -> list[Source]:
+    ours = {"q": "query", "k": "key", "v": "value", "o": "output"}
+    return [_same(f"{path}/{name}/kernel", f"{owner}/{short}") for short, name in ours.items()]
+
+
+def _convolution(path: str, sublayer: str, mixing: MixingConfig) -> list[Source]:
+    separable = mixing.kind == "depthwise"
+    owner = f"{sublayer}/{'SeparableConv1DLayer' if separable else 'LocalConvAttnBlock'}"
+    stem = next(stem for stem, kind in TAPS.items() if kind == mixing.kind)
+    taps = [f"{owner}/{stem}_{i}" for i in range(mixing.kernel_size)]
+
+    def stacked(leaf: str, part: str) -> Source:
+        names = tuple(f"{tap}/{part}" for tap in taps)
+        return Source(path=f"{path}/{leaf}", names=names, stacked=True)
+
+    def dense(leaf: str, name: str) -> list[Source]:
+        parts = ("kernel", "bias") if mixing.projection_bias else ("kernel",)
+        return [_same(f"{path}/{leaf}/{part}", f"{owner}/{name}/{part}") for part in parts]
+
+    leaves = {"depthwise": "kernel", "lightweight": "kernel_logits", "dynamic": "predictor/kernel"}
+    table = [stacked(leaves[mixing.kind], "kernel")]
+    if mixing.kind == "dynamic" and mixing.predictor_bias:
+        table.append(stacked("predictor/bias", "bias"))
+    if mixing.input_projection != "none":
+        table += dense("input", "local_conv_inp_0")
+    if mixing.input_projection == "gated":
+        table += dense("gate", "local_conv_inp_1")
+    if mixing.conv_bias:
+        bias = f"{owner}/separable_conv1d/depthwise_conv_hack/depthwise_dense_0/bias"
+        table.append(_same(f"{path}/conv_bias", bias))
+    if mixing.pointwise:
+        table += dense("pointwise", "separable_conv1d/pointwise_dense")
+    if mixing.output_projection:
+        table += dense("output", "local_conv_attn_op_projection")
+    return table
+
+
+def _first(names: Sequence[str], variables: Mapping[str, Shape]) -> str:
+    return next((name for name in names if name in variables), names[0])

@@ -1,0 +1,370 @@
+"""Which model a Mesh TensorFlow checkpoint holds, from names, shapes and the operative config.
+
+Known are T5 1.0 and 1.1, T5 with absolute positions, and T5 whose self-attention is replaced by
+lightweight, dynamic or depthwise-separable convolutions, of any size.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from convt5 import errors
+from convt5.architecture import ConvT5Config, MixingKind, StackConfig
+from convt5.interchange.mapping import Shape
+from convt5.interchange.operative_config import OperativeConfig
+from convt5.ops.padding import pad_widths
+
+StackName = Literal["encoder", "decoder"]
+STACKS: tuple[StackName, ...] = ("encoder", "decoder")
+NORMS = ("rms_norm", "layer_norm")
+TAPS: dict[str, MixingKind] = {
+    "lightwt_depthwise_dense": "lightweight",
+    "dyn_conv_depthwise_dense": "dynamic",
+    "separable_conv1d/depthwise_conv_hack/depthwise_dense": "depthwise",
+}
+"""The variables of the taps, numbered from 0 at the leftmost."""
+
+_BLOCK = re.compile(r"^(encoder|decoder)/block_(\d+)/layer_(\d+)/([^/]+)(?:/(.+))?$")
+_DEFAULT_HEAD_DIM = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What a checkpoint holds.
+
+    Attributes:
+        config: the model, computing as it was trained: the start token is hidden from the
+            convolutions of the decoder.
+        notes: what was assumed because the checkpoint does not say it.
+    """
+
+    config: ConvT5Config
+    notes: tuple[str, ...]
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Layer:
+    """What the names and shapes of one block say about its mixing."""
+
+    kind: MixingKind
+    owner: str
+    kernel_size: int = 1
+    parts: tuple[bool, ...] = ()
+
+
+def infer_architecture(
+    variables: Mapping[str, Shape], operative: OperativeConfig | None = None
+) -> Architecture:
+    """Finds the model a checkpoint belongs to.
+
+    Args:
+        variables: shapes of its variables, without slots.
+        operative: the operative config; needed for what shapes do not show: where the taps of a
+            convolution lie, and the number of heads where there is no relative bias.
+
+    Raises:
+        UserError: an architecture that is not one of these, or an operative config that
+            contradicts the shapes.
+    """
+    operative_config = operative or OperativeConfig("")
+    notes: list[str] = []
+    emb_dim, vocab_size = _embedding(variables)
+    layers: dict[StackName, list[_Layer]] = {s: _layers(variables, s) for s in STACKS}
+    heads, head_dim = _heads(variables, operative_config, notes)
+    mlp = _only_shape(variables, r"DenseReluDense/wi(?:_0)?/kernel$", (emb_dim, None))
+    positions, max_positions = _positions(variables)
+    faults = _contradictions(
+        operative_config,
+        sizes={
+            "d_model": emb_dim,
+            "d_ff": mlp[1],
+            "num_heads": heads,
+            "d_kv": head_dim,
+        },
+        max_positions=max_positions,
+        layers=layers,
+    )
+    errors.raise_all(faults, where=operative_config.where)
+    if operative is None:
+        notes.append("no operative config: dropout_rate=0.1 assumed, the original's default.")
+    config = ConvT5Config(
+        vocab_size=vocab_size,
+        emb_dim=emb_dim,
+        mlp_dim=mlp[1],
+        num_heads=heads,
+        head_dim=head_dim,
+        encoder=_stack(layers["encoder"], "encoder", operative_config, notes),
+        decoder=_stack(layers["decoder"], "decoder", operative_config, notes),
+        norm_epsilon=_value(operative_config.get("sublayer_rms_norm", "epsilon"), 1e-6),
+        mlp="gated_gelu" if _any(variables, r"DenseReluDense/wi_0/kernel$") else "relu",
+        tie_output="decoder/logits/kernel" not in variables,
+        positions=positions,
+        max_positions=max_positions,
+        relative_buckets=_buckets(variables),
+        dropout_rate=_value(operative_config.get("sublayer_dropout", "dropout_rate"), 0.1),
+        dtype="float32",
+        hide_start_token=True,
+    )
+    return Architecture(config=config, notes=tuple(notes))
+
+
+def _embedding(variables: Mapping[str, Shape]) -> tuple[int, int]:
+    shape = variables.get("shared/embedding")
+    if shape is None or len(shape) != 2:
+        shown = ", ".join(list(variables)[:5]) or "none"
+        raise errors.UserError(
+            f"the checkpoint is of an unknown architecture: it has no matrix shared/embedding (its "
+            f"first variables: {shown}). Encoder-decoders of Mesh TensorFlow with one token table "
+            "for both stacks can be read."
+        )
+    return shape[1], shape[0]
+
+
+def _positions(variables: Mapping[str, Shape]) -> tuple[Any, int | None]:
+    table = variables.get("shared/positional_embedding")
+    relative = _any(variables, r"/relative_attention_bias$")
+    if table and relative:
+        raise errors.UserError(
+            "the checkpoint is of an unknown architecture: it has both absolute positions "
+            "(shared/positional_embedding) and a relative bias (relative_attention_bias)."
+        )
+    if table:
+        return "learned", table[0]
+    return ("relative" if relative else "none"), None
+
+
+def _buckets(variables: Mapping[str, Shape]) -> int:
+    found = [s for name, s in variables.items() if name.endswith("/relative_attention_bias")]
+    return found[0][-1] if found else 32
+
+
+def _heads(
+    variables: Mapping[str, Shape], operative: OperativeConfig, notes: list[str]
+) -> tuple[int, int]:
+    inner = _only_shape(variables, r"(SelfAttention|EncDecAttention)/q$", (None, None))[1]
+    biases = [s for name, s in variables.items() if name.endswith("/relative_attention_bias")]
+    settings = [
+        operative.get(layer, "num_heads", scope=stack)
+        for layer in ("EncDecAttention", "SelfAttention")
+        for stack in ("decoder", "encoder")
+    ]
+    heads = next((s for s in (*settings, operative.macro("num_heads")) if s is not None), None)
+    if biases:
+        if heads not in (None, biases[0][0]):
+            raise errors.UserError(
+                f"{operative.where}: num_heads={heads} contradicts relative_attention_bias of "
+                f"shape {tuple(biases[0])}, one row per head; pass the config of this checkpoint."
+            )
+        heads = biases[0][0]
+    if heads is None:
+        if inner % _DEFAULT_HEAD_DIM:
+            raise errors.UserError(
+                f"the number of heads is unknown: queries have {inner} columns, no multiple of "
+                f"T5's head size {_DEFAULT_HEAD_DIM}; pass operative_config=FILE, which may hold "
+                "just the line `num_heads = N`."
+            )
+        heads = inner // _DEFAULT_HEAD_DIM
+        notes.append(
+            f"number of heads not given: {heads} of {_DEFAULT_HEAD_DIM} assumed, as in T5."
+        )
+    if not isinstance(heads, int) or heads < 1 or inner % heads:
+        raise errors.UserError(
+            f"{operative.where}: num_heads={heads!r} contradicts queries of {inner} columns, which "
+            "it must divide; pass the config of this checkpoint."
+        )
+    return heads, inner // heads
+
+
+def _layers(variables: Mapping[str, Shape], stack: StackName) -> list[_Layer]:
+    """Returns the mixing of every block of a stack, from the names in its first sublayer."""
+    blocks: dict[int, dict[int, set[str]]] = {}
+    for name in variables:
+        if (match := _BLOCK.match(name)) and match[1] == stack and match[4] not in NORMS:
+            sublayers = blocks.setdefault(int(match[2]), {})
+            sublayers.setdefault(int(match[3]), set()).add(match[4])
+    expected = [{"EncDecAttention"}] * (stack == "decoder") + [{"DenseReluDense"}]
+    if not blocks or sorted(blocks) != list(range(len(blocks))):
+        raise errors.UserError(
+            f"the checkpoint is of an unknown architecture: blocks {sorted(blocks)} of the {stack} "
+            "do not run from 0 without gaps."
+        )
+    for index, sublayers in sorted(blocks.items()):
+        found = [sublayers[i] for i in sorted(sublayers)]
+        if found[1:] != expected or len(found[0]) != 1:
+            text = " | ".join("+".join(sorted(part)) for part in found)
+            raise errors.UserError(
+                f"the checkpoint is of an unknown architecture: {stack}/block_{index:03d} is made "
+                f"of {text}; known are a convolution or SelfAttention"
+                f"{', EncDecAttention' if stack == 'decoder' else ''} and DenseReluDense."
+            )
+    return [
+        _layer(variables, f"{stack}/block_{index:03d}/layer_000", next(iter(blocks[index][0])))
+        for index in sorted(blocks)
+    ]
+
+
+def _layer(variables: Mapping[str, Shape], sublayer: str, owner: str) -> _Layer:
+    here = f"{sublayer}/{owner}"
+    if owner == "SelfAttention":
+        return _Layer(kind="attention", owner=owner)
+    stems: dict[str, MixingKind] = {
+        stem: kind
+        for stem, kind in TAPS.items()
+        if (kind == "depthwise") == (owner == "SeparableConv1DLayer")
+        and f"{here}/{stem}_0/kernel" in variables
+    }
+    if owner not in ("LocalConvAttnBlock", "SeparableConv1DLayer") or len(stems) != 1:
+        raise errors.UserError(
+            f"the checkpoint is of an unknown architecture: {here} is neither attention nor a "
+            "lightweight, dynamic or separable convolution."
+        )
+    stem, kind = stems.popitem()
+    taps = 0
+    while f"{here}/{stem}_{taps}/kernel" in variables:
+        taps += 1
+    dense = ["local_conv_inp_0", "local_conv_inp_1", "separable_conv1d/pointwise_dense"]
+    dense.append("local_conv_attn_op_projection")
+    present = tuple(f"{here}/{name}/kernel" in variables for name in dense)
+    biases = {
+        f"{here}/{name}/bias" in variables
+        for name, there in zip(dense, present, strict=True)
+        if there
+    }
+    if len(biases) > 1:
+        raise errors.UserError(
+            f"the checkpoint is of an unknown architecture: of the dense layers of {here} some "
+            "have a bias and some have none."
+        )
+    conv_bias = "separable_conv1d/depthwise_conv_hack/depthwise_dense_0/bias"
+    parts = (
+        *present,
+        True in biases,
+        f"{here}/{stem}_0/bias" in variables and kind == "dynamic",
+        f"{here}/{conv_bias}" in variables,
+    )
+    return _Layer(kind=kind, owner=owner, kernel_size=taps, parts=parts)
+
+
+def _stack(
+    layers: Sequence[_Layer], stack: StackName, operative: OperativeConfig, notes: list[str]
+) -> StackConfig:
+    convolutions = [layer for layer in layers if layer.kind != "attention"]
+    if not convolutions:
+        return StackConfig(num_layers=len(layers), mixing="attention")
+    if len({(layer.owner, layer.parts) for layer in convolutions}) != 1:
+        raise errors.UserError(
+            f"the checkpoint is of an unknown architecture: the convolution blocks of the {stack} "
+            "differ in their dense layers or biases."
+        )
+    linear, gated, pointwise, output, dense_bias, predictor_bias, conv_bias = convolutions[0].parts
+    kinds = [layer.kind for layer in layers]
+    sizes = [layer.kernel_size for layer in layers]
+    return StackConfig(
+        num_layers=len(layers),
+        mixing=_one_or_all(kinds),
+        kernel_size=_one_or_all(sizes),
+        padding=_padding(convolutions, stack, operative, notes),
+        input_projection="gated" if gated else "linear" if linear else "none",
+        pointwise=pointwise,
+        output_projection=output,
+        projection_bias=dense_bias,
+        predictor_bias=predictor_bias,
+        conv_bias=conv_bias,
+    )
+
+
+def _padding(
+    convolutions: Sequence[_Layer], stack: StackName, operative: OperativeConfig, notes: list[str]
+):
+    """Returns where the taps lie; None is convt5's default, centered or causal."""
+    owner = convolutions[0].owner
+    first = operative.get(owner, "min_relative_pos", scope=stack)
+    last = operative.get(owner, "max_relative_pos", scope=stack)
+    sizes = {layer.kernel_size for layer in convolutions}
+    if first is None or last is None:
+        usual = "centered" if stack == "encoder" else "causal"
+        taps = "/".join(map(str, sorted(sizes)))
+        notes.append(f"place of taps not given: the {taps} of the {stack} are assumed {usual}.")
+        return None
+    if sizes != {last - first + 1}:
+        raise errors.UserError(
+            f"{operative.where}: {stack} taps from {first} to {last} are {last - first + 1}, but "
+            f"the checkpoint holds {'/'.join(map(str, sorted(sizes)))}; pass the config of this "
+            "checkpoint."
+        )
+    if first > 0 or last < 0:
+        raise errors.UserError(
+            f"{operative.where}: {stack} taps from {first} to {last} miss the current position, "
+            "which convt5's convolutions always hold."
+        )
+    default = "CENTERED" if stack == "encoder" else "CAUSAL"
+    widths = (-first, last)
+    return None if pad_widths(last - first + 1, 1, default) == widths else widths
+
+
+def _contradictions(
+    operative: OperativeConfig,
+    *,
+    sizes: Mapping[str, int],
+    max_positions: int | None,
+    layers: Mapping[StackName, Sequence[_Layer]],
+) -> list[str]:
+    """Returns every setting that shapes refute, or that convt5 does not implement."""
+    faults = [
+        f"{name}={operative.macro(name)} contradicts the checkpoint, where it is {size}."
+        for name, size in sizes.items()
+        if operative.macro(name) not in (None, size)
+    ]
+    for stack in STACKS:
+
+        def differs(configurable: str, parameter: str, expected: Any, stack=stack) -> None:
+            value = operative.get(configurable, parameter, scope=stack)
+            if value is not None and value != expected:
+                faults.append(
+                    f"{stack}/{configurable}.{parameter}={value!r} contradicts the checkpoint or "
+                    f"what convt5 implements: {expected!r}."
+                )
+
+        differs("make_layer_stack", "num_layers", len(layers[stack]))
+        differs("Unitransformer", "d_model", sizes["d_model"])
+        differs("DenseReluDense", "hidden_size", sizes["d_ff"])
+        differs("SelfAttention", "num_heads", sizes["num_heads"])
+        differs("SelfAttention", "key_value_size", sizes["d_kv"])
+        if max_positions is not None:
+            differs("Unitransformer", "max_length", max_positions)
+        differs("LocalConvAttnBlock", "activation", "linear")
+        differs("SelfAttention", "fold_scaling_into_initializer", True)
+        differs("SelfAttention", "num_memory_heads", 0)
+        differs("SelfAttention", "shared_kv", False)
+        differs("Unitransformer", "sinusoid_positional_embedding", False)
+        differs("Unitransformer", "input_full_attention", False)
+    if operative.get("VocabEmbedding", "scale_variable_like_classifier_weights"):
+        faults.append("VocabEmbedding.scale_variable_like_classifier_weights is not implemented.")
+    return faults
+
+
+def _only_shape(
+    variables: Mapping[str, Shape], pattern: str, like: tuple[int | None, int | None]
+) -> tuple[int, int]:
+    """Returns the one shape that all variables of a kind share."""
+    shapes = {shape for name, shape in variables.items() if re.search(pattern, name)}
+    (shape,) = shapes if len(shapes) == 1 else ((),)
+    if len(shape) != 2 or any(a not in (None, b) for a, b in zip(like, shape, strict=True)):
+        raise errors.UserError(
+            f"the checkpoint is of an unknown architecture: variables {pattern} have shapes "
+            f"{sorted(shapes)}; expected one matrix shape {like} for all layers."
+        )
+    return shape[0], shape[1]
+
+
+def _one_or_all(values: Sequence[Any]) -> Any:
+    return values[0] if len(set(values)) == 1 else tuple(values)
+
+
+def _value(found: Any, default: float) -> float:
+    return default if found is None else float(found)
+
+
+def _any(variables: Mapping[str, Shape], pattern: str) -> bool:
+    return any(re.search(pattern, name) for name in variables)

@@ -1,0 +1,114 @@
+"""Settings in a gin file of another library, read as plain values.
+
+The file names functions of Mesh TensorFlow, which cannot be imported any more, so gin itself
+cannot parse it; only literal values, lists and macros are of interest here.
+"""
+
+import ast
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from convt5 import errors
+
+_STATEMENT = re.compile(
+    r"^(?P<scope>(?:[\w.-]+/)*)(?P<selector>[A-Za-z_][\w.]*)\s*=\s*(?P<value>.+)$", re.DOTALL
+)
+_COMMENT = re.compile(r"""^((?:[^'"#]|'[^']*'|"[^"]*")*)#.*$""")
+
+
+class OperativeConfig:
+    """The bindings of a gin file; ask for them by scope, configurable and parameter.
+
+    Args:
+        text: the file.
+        where: names the file in messages.
+    """
+
+    def __init__(self, text: str, *, where: str = "the operative config"):
+        self.where = where
+        self._macros: dict[str, str] = {}
+        self._bindings: dict[tuple[str, str, str], str] = {}
+        for statement in _statements(text):
+            if re.match(r"(import|include|from)\b", statement):
+                continue
+            match = _STATEMENT.match(statement)
+            if match is None:
+                raise errors.UserError(
+                    f"{where}: {statement.splitlines()[0]!r} is no gin statement; pass the "
+                    "operative_config.gin that was written beside the checkpoint."
+                )
+            self._add(match["scope"].strip("/"), match["selector"], match["value"].strip())
+
+    @classmethod
+    def read(cls, path: str | pathlib.Path) -> "OperativeConfig":
+        """Reads a file.
+
+        Raises:
+            UserError: it cannot be read, or is no gin file.
+        """
+        try:
+            text = pathlib.Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise errors.UserError(
+                f"operative_config={path} cannot be read ({error}); pass the gin file that was "
+                "written beside the checkpoint."
+            ) from None
+        return cls(text, where=f"operative_config={path}")
+
+    def get(self, configurable: str, parameter: str, *, scope: str = "") -> Any:
+        """Returns a value, the one bound in `scope` before the one bound everywhere, or None.
+
+        `configurable` is matched at the end of the full name. References (@f) come as text.
+        """
+        found: dict[bool, str] = {}
+        for (bound_scope, selector, name), value in self._bindings.items():
+            if name != parameter or not f".{selector}".endswith(f".{configurable}"):
+                continue
+            scopes = bound_scope.split("/") if bound_scope else []
+            if not scopes or scope in scopes:
+                found[bool(scopes)] = value
+        value = found.get(True, found.get(False))
+        return None if value is None else self._value(value)
+
+    def macro(self, name: str) -> Any:
+        """Returns the value of a macro, or None."""
+        return self._value(self._macros[name]) if name in self._macros else None
+
+    def _add(self, scope: str, selector: str, value: str) -> None:
+        configurable, _, parameter = selector.rpartition(".")
+        if not configurable:
+            self._macros[selector] = value
+        elif selector in ("macro.value", "gin.macro.value"):
+            self._macros[scope] = value
+        else:
+            self._bindings[scope, configurable, parameter] = value
+
+    def _value(self, text: str, *, depth: int = 0) -> Any:
+        if text.startswith("%") and text[1:] in self._macros and depth < 10:
+            return self._value(self._macros[text[1:]], depth=depth + 1)
+        try:
+            return ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            return text
+
+
+def _statements(text: str) -> Iterator[str]:
+    """Yields statements: comments removed, continued lines and open brackets joined."""
+    pending = ""
+    for line in text.splitlines():
+        commented = _COMMENT.match(line)
+        line = (commented[1] if commented else line).rstrip()
+        if not line.strip() and not pending:
+            continue
+        pending = f"{pending} {line.strip()}".strip()
+        if pending.endswith("\\"):
+            pending = pending[:-1].rstrip()
+            continue
+        if sum(map(pending.count, "([{")) <= sum(map(pending.count, ")]}")):
+            if pending:
+                yield pending
+            pending = ""
+    if pending:
+        yield pending

@@ -1,0 +1,130 @@
+"""TensorFlow 1 checkpoints: variables by name, read one at a time; needs TensorFlow."""
+
+import pathlib
+import re
+
+import numpy as np
+
+from convt5 import errors
+from convt5.interchange.mapping import Shape
+
+STEP = "global_step"
+SLOT = re.compile(r"^(?P<variable>.+)_slot_(?P<kind>\w+)$")
+
+_FLOATS = ("bfloat16", "float16", "float32")
+
+
+class Checkpoint:
+    """A TensorFlow 1 checkpoint, read one variable at a time.
+
+    Args:
+        path: its prefix (`.../model.ckpt-524288`), one of its files, or the folder it lies in, in
+            which case the newest is taken.
+
+    Raises:
+        UserError: nothing there, files missing or truncated, or a type that is not known.
+    """
+
+    def __init__(self, path: str):
+        import tensorflow as tf  # Only this class needs it.
+
+        # What the reader raises on damaged files depends on where they are damaged.
+        self._errors = (tf.errors.OpError, ValueError, RuntimeError, LookupError)
+        self.prefix = find_prefix(path)
+        self._check_files()
+        try:
+            self._reader = tf.train.load_checkpoint(self.prefix)
+            self.shapes: dict[str, Shape] = {
+                name: tuple(shape)
+                for name, shape in sorted(self._reader.get_variable_to_shape_map().items())
+            }
+            types = self._reader.get_variable_to_dtype_map()
+        except self._errors as error:
+            raise self._damaged(error) from None
+        self.dtypes = {name: types[name].name for name in self.shapes}
+        if "_CHECKPOINTABLE_OBJECT_GRAPH" in self.shapes:
+            raise errors.UserError(
+                f"checkpoint={self.prefix} was written by TensorFlow 2 objects; Mesh TensorFlow "
+                "writes checkpoints by variable name. Pass one of those."
+            )
+        faults = [
+            f"variable {name} is stored as {dtype}, which is none of {', '.join(_FLOATS)}."
+            for name, dtype in self.dtypes.items()
+            if dtype not in _FLOATS and name != STEP
+        ]
+        errors.raise_all(faults, where=f"checkpoint={self.prefix}")
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns a variable in float32."""
+        try:
+            return np.asarray(self._reader.get_tensor(name), np.float32)
+        except self._errors as error:
+            raise self._damaged(error, name) from None
+
+    def step(self) -> int:
+        """Returns the updates made before it was written; 0 where it does not say."""
+        if STEP not in self.shapes:
+            return 0
+        try:
+            return int(self._reader.get_tensor(STEP))
+        except self._errors as error:
+            raise self._damaged(error, STEP) from None
+
+    def variables(self) -> dict[str, Shape]:
+        """Returns the shapes of all variables but optimizer slots and the step."""
+        return {
+            name: shape
+            for name, shape in self.shapes.items()
+            if name != STEP and not SLOT.match(name)
+        }
+
+    def slots(self) -> dict[str, Shape]:
+        """Returns the shapes of the optimizer's variables."""
+        return {name: shape for name, shape in self.shapes.items() if SLOT.match(name)}
+
+    def _check_files(self) -> None:
+        """Names missing shards, which TensorFlow reports only when it comes to read one."""
+        folder, name = pathlib.PurePath(self.prefix).parent, pathlib.PurePath(self.prefix).name
+        if "://" in self.prefix:
+            return
+        present = {p.name for p in pathlib.Path(folder).glob(f"{name}.data-*-of-*")}
+        counts = {int(shard.rsplit("-", 1)[1]) for shard in present}
+        total = max(counts, default=1)
+        wanted = {f"{name}.data-{i:05d}-of-{total:05d}" for i in range(total)}
+        if absent := sorted(wanted - present):
+            raise errors.UserError(
+                f"checkpoint={self.prefix} lacks {', '.join(absent[:5])}"
+                f"{' and others' if len(absent) > 5 else ''}: the index is there, its data is not; "
+                "copy all files of the checkpoint again."
+            )
+
+    def _damaged(self, error: Exception, name: str | None = None) -> errors.UserError:
+        return errors.UserError(
+            f"checkpoint={self.prefix} cannot be read{f' at variable {name}' if name else ''} "
+            f"({_first_line(error)}); the files may be truncated: copy them again and compare "
+            "their sizes."
+        )
+
+
+def find_prefix(path: str) -> str:
+    """Returns the prefix of a checkpoint, given it, one of its files, or its folder."""
+    import tensorflow as tf
+
+    prefix = re.sub(r"\.(index|meta|data-\d+-of-\d+)$", "", path.rstrip("/"))
+    if tf.io.gfile.exists(f"{prefix}.index"):
+        return prefix
+    if tf.io.gfile.isdir(prefix):
+        latest = tf.train.latest_checkpoint(prefix)
+        if latest:
+            return latest
+        found = sorted(name[: -len(".index")] for name in tf.io.gfile.glob(f"{prefix}/*.index"))
+        if found:
+            return max(found, key=lambda name: int((re.findall(r"\d+$", name) or ["0"])[0]))
+    raise errors.UserError(
+        f"checkpoint={path} does not exist: expected the files {path}.index and "
+        f"{path}.data-00000-of-.... Pass the prefix, such as model.ckpt-524288, without endings."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
