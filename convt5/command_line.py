@@ -129,7 +129,9 @@ def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
         code = main(sys.argv[1:])
         sys.stdout.flush()
     except errors.UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        # A run that was asked to stop has made no error.
+        prefix = "" if error.exit_code >= 128 else "error: "
+        print(f"{prefix}{error}", file=sys.stderr)
         code = error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

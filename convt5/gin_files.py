@@ -172,7 +172,9 @@ def _expand(
 
 def roots() -> list[pathlib.Path]:
     """Returns the folders that gin paths start from: here, the checkout, the installed package."""
-    return [pathlib.Path.cwd(), PACKAGE.parent, PACKAGE]
+    # Beside an installed package, gin/ is gin-config itself.
+    checkout = [PACKAGE.parent] if (PACKAGE.parent / "gin" / "models").is_dir() else []
+    return [pathlib.Path.cwd(), *checkout, PACKAGE]
 
 
 def parse_value(text: str) -> Any:
@@ -235,7 +237,7 @@ def _missing(name: str) -> str:
                 for found in _glob(root, str(pattern))
             }
         )
-        places = f"below the working directory or below {PACKAGE.parent}"
+        places = f"below the working directory or below {roots()[1]}"
     by_name = {pathlib.Path(p).name: p for p in reversed(existing)}
     hint = errors.suggest(name, existing) or errors.suggest(path.name, by_name)
     if not hint and existing:

@@ -1,8 +1,8 @@
 """Checks literal values of a configuration against the annotations of what they are bound to."""
 
-import ast
 import collections.abc
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -76,10 +76,11 @@ def fits(value: Any, hint: Any) -> bool:
 
 def is_literal(value: Any) -> bool:
     """Returns whether a gin file can express `value`."""
-    try:
-        return ast.literal_eval(repr(value)) == value
-    except (ValueError, SyntaxError, TypeError):
-        return False
+    if isinstance(value, (list, tuple)):
+        return all(map(is_literal, value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or type(value) in (bool, int, str)
 
 
 def _alternatives(hint: Any) -> Iterator[Any]:
@@ -115,6 +116,8 @@ def _spelling(typed: Typed) -> str:
     wanted = set(_alternatives(typed.hint))
     if bool in wanted and str(typed.value).lower() in ("true", "false"):
         return f" Write {str(typed.value).capitalize()}."
+    if int in wanted and isinstance(typed.value, float) and typed.value.is_integer():
+        return f" Write {int(typed.value)}."
     if str in wanted and not isinstance(typed.value, str):
         return f" Quote it: '\"{typed.value}\"'."
     return ""

@@ -1,7 +1,7 @@
 """Entry point of `python -m convt5.train`: reads the settings, then checks them or trains.
 
-Nothing here can be bound by gin: this file runs as `__main__`, and a gin file that imported it would
-bind a second copy. Bind `trainer.train`.
+Nothing here can be bound by gin: this file runs as `__main__`, and a gin file that imported it
+would bind a second copy. Bind `trainer.train`.
 """
 
 import inspect

@@ -1,0 +1,271 @@
+"""The rules that a configuration must meet before anything is built from it.
+
+Each check yields one sentence per fault, with the file and line; `gin_config` raises them together.
+"""
+
+import importlib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from convt5 import errors, gin_files, gin_types
+from convt5.gin_files import Import, Macro
+from convt5.gin_names import ResolvedReference, Setting, Target, flatten, own_modules
+
+PROGRAM_MACROS = ("MODEL", "MODEL_NAME")
+"""Macros that commands read themselves: the model to build, and what to call it."""
+
+
+def macro_faults(
+    final: Mapping[Any, Setting], every: Sequence[Setting], roots: Sequence[Any]
+) -> Iterator[str]:
+    defined = {setting.name for setting in final.values() if setting.target is None}
+    used = {v.name for s in every for v in flatten(s.value) if isinstance(v, Macro)}
+    used |= {*PROGRAM_MACROS, *(root.name for root in roots if isinstance(root, Macro))}
+    used -= {gin_files.REQUIRED}
+    for setting in final.values():
+        for value in flatten(setting.value):
+            if isinstance(value, Macro) and value.name not in (*defined, gin_files.REQUIRED):
+                yield (
+                    f"{setting.location}: {setting.name} uses %{value.name}, a macro that is not "
+                    f"defined; define it or correct the name.{_similar(value.name, defined)}"
+                )
+    for setting in final.values():
+        if setting.target is None and setting.name not in used:
+            others = sorted(used - {"MODEL", "MODEL_NAME"})
+            hint = _similar(setting.name, used)
+            if not hint and others:
+                hint = f" Macros in use: {', '.join(others)}."
+            yield (
+                f"{setting.location}: macro {setting.name}={setting.value!r} is not used by "
+                f"anything; correct the name or remove it.{hint}"
+            )
+    for root in roots:
+        if isinstance(root, Macro) and root.name not in defined:
+            yield (
+                f"macro {root.name} is not defined; give a gin file that binds it, such as "
+                "--gin_file=gin/models/dynamic_tiny.gin."
+            )
+
+
+def _similar(name: str, candidates: Iterable[str]) -> str:
+    """As `errors.suggest`, whatever the case of the letters."""
+    by_upper = {candidate.upper(): candidate for candidate in candidates}
+    hint = errors.suggest(name.upper(), by_upper)
+    for upper, candidate in by_upper.items():
+        hint = hint.replace(f" {upper}", f" {candidate}")
+    return hint
+
+
+def import_faults(statements: Iterable[Any]) -> Iterator[str]:
+    for statement in statements:
+        if isinstance(statement, Import) and statement.module != gin_files.DYNAMIC_REGISTRATION:
+            try:
+                importlib.import_module(statement.module)
+            except ModuleNotFoundError as error:
+                fault = _not_found(statement.module, error)
+                yield f"{statement.location}: {statement.text}: {fault}"
+
+
+def _not_found(module: str, error: ModuleNotFoundError) -> str:
+    missing = error.name or module
+    if module != missing and not module.startswith(f"{missing}."):
+        return f"module {module} needs {missing}, which is not installed; install it."
+    package, _, name = module.rpartition(".")
+    hint = errors.suggest(name, own_modules()) if package == "convt5" else ""
+    return f"there is no module {module}; correct the name or install the package.{hint}"
+
+
+def target_faults(settings: Iterable[Setting], roots: Sequence[Any]) -> Iterator[str]:
+    """Names that do not exist, and parameters that their class or function does not have."""
+    reported = set()
+    for setting in settings:
+        wanted = [v.target for v in flatten(setting.value) if isinstance(v, ResolvedReference)]
+        for target in [*([setting.target] if setting.target else []), *wanted]:
+            fault = _load_fault(target)
+            if fault and target not in reported:
+                reported.add(target)
+                yield f"{setting.location}: {fault}"
+        if setting.target is None or setting.target in reported:
+            continue
+        names = parameters(setting.target)
+        if names is not None and setting.parameter not in names:
+            yield (
+                f"{setting.location}: {setting.target} has no parameter {setting.parameter!r}; "
+                f"correct the name.{_similar(setting.parameter, names) or _listing(names)}"
+            )
+    for root in roots:
+        if isinstance(root, ResolvedReference) and (fault := _load_fault(root.target)):
+            yield fault
+
+
+def _listing(names: Iterable[str]) -> str:
+    names = list(names)
+    return f" It has: {', '.join(names)}." if names else " It has none."
+
+
+def _load_fault(target: Target) -> str | None:
+    try:
+        loaded = target.load()
+    except ModuleNotFoundError as error:
+        return _not_found(target.module, error)
+    except AttributeError:
+        module = importlib.import_module(target.module)
+        names = [name for name, value in vars(module).items() if _is_configurable(name, value)]
+        return (
+            f"{target.module} has no {target.attributes!r}; correct the name."
+            f"{_similar(target.attributes, names)}"
+        )
+    if not callable(loaded):
+        return f"{target} is no class or function, so nothing can be bound on it."
+    return None
+
+
+def _is_configurable(name: str, value: Any) -> bool:
+    return callable(value) and not name.startswith("_")
+
+
+def parameters(target: Target) -> dict[str, inspect.Parameter] | None:
+    """Returns the parameters that gin can bind, or None if any name is accepted."""
+    try:
+        found = inspect.signature(target.load()).parameters
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.values()):
+        return None
+    return {name: p for name, p in found.items() if p.kind is not inspect.Parameter.VAR_POSITIONAL}
+
+
+def scope_faults(settings: Iterable[Setting], every: Sequence[Setting]) -> Iterator[str]:
+    """A scope that no reference enters: its bindings would do nothing."""
+    entered = {
+        "/".join(value.scopes[:depth])
+        for setting in every
+        for value in flatten(setting.value)
+        if isinstance(value, ResolvedReference)
+        for depth in range(1, len(value.scopes) + 1)
+    }
+    for setting in settings:
+        if setting.target is not None and setting.scope and setting.scope not in entered:
+            yield (
+                f"{setting.location}: {setting.name} has no effect, because nothing refers to "
+                f"@{setting.scope}/...; correct the scope.{_similar(setting.scope, entered)}"
+            )
+
+
+class Walk:
+    """Follows references from the roots: what is built, with which settings, and what lacks."""
+
+    def __init__(self, final: Mapping[Any, Setting], supplied: Sequence[str]):
+        self.reached: dict[tuple[tuple[str, ...], Target], None] = {}
+        self.used_macros: set[str] = set()
+        self.missing: dict[str, str] = {}
+        self._final = final
+        self._supplied = supplied
+
+    def visit(self, value: Any, scope: tuple[str, ...], wanted_by: str) -> None:
+        """Visits what building `value` in `scope` needs; `wanted_by` names the parameter."""
+        for part in flatten(value):
+            if isinstance(part, Macro):
+                self._visit_macro(part, scope, wanted_by)
+            elif isinstance(part, ResolvedReference):
+                self._visit_target(part.target, part.scopes or scope, is_root=not wanted_by)
+
+    def bound(self, target: Target, scope: tuple[str, ...]) -> dict[str, Setting]:
+        """Returns the settings in force for `target` in `scope`: inner scopes win, as in gin."""
+        found = {}
+        for depth in range(len(scope) + 1):
+            prefix = "/".join(scope[:depth])
+            for setting in self._final.values():
+                if setting.target == target and setting.scope == prefix:
+                    found[setting.parameter] = setting
+        return found
+
+    def defaults(self) -> Iterator[Setting]:
+        """Yields the defaults in force that a gin file can express, as settings without scope."""
+        seen = set()
+        for _, target in self.reached:
+            if target in seen:
+                continue
+            seen.add(target)
+            unscoped = self.bound(target, ())
+            for name, parameter in (parameters(target) or {}).items():
+                default = parameter.default
+                if name not in (*unscoped, *self._supplied) and gin_types.is_literal(default):
+                    yield Setting("", target, name, default, gin_files.Location("default"))
+
+    def _visit_macro(self, macro: Macro, scope: tuple[str, ...], wanted_by: str) -> None:
+        if macro.name == gin_files.REQUIRED:
+            self.missing[wanted_by] = ""
+            return
+        self.used_macros.add(macro.name)
+        *_, setting = [s for s in self._final.values() if not s.target and s.name == macro.name]
+        if setting.value == Macro(gin_files.REQUIRED):
+            self.missing[macro.name] = wanted_by
+        else:
+            # Gin evaluates the value of a macro in a scope of the macro's name.
+            self.visit(setting.value, (macro.name,), wanted_by or macro.name)
+
+    def _visit_target(self, target: Target, scope: tuple[str, ...], *, is_root: bool) -> None:
+        if (scope, target) in self.reached:
+            return
+        self.reached[scope, target] = None
+        bound = self.bound(target, scope)
+        prefix = f"{'/'.join(scope)}/" if scope else ""
+        for setting in bound.values():
+            self.visit(setting.value, scope, setting.name)
+        for name, parameter in (parameters(target) or {}).items():
+            supplied = is_root and name in self._supplied
+            if parameter.default is inspect.Parameter.empty and name not in bound and not supplied:
+                shown = prefix if prefix.rstrip("/") not in self.used_macros else ""
+                self.missing[f"{shown}{target}.{name}"] = ""
+
+
+def ineffective(final: Mapping[Any, Setting], walk: Walk) -> Iterator[str]:
+    """Command-line bindings that reach nothing: files may hold unused alternatives."""
+    effective = {
+        setting.key
+        for scope, target in walk.reached
+        for setting in walk.bound(target, scope).values()
+    }
+    for setting in final.values():
+        if setting.location.line or setting.target is None or setting.key in effective:
+            continue
+        same_module = sorted(
+            {str(target) for _, target in walk.reached if target.module == setting.target.module}
+        )
+        hint = f" In use from there: {', '.join(same_module)}." if same_module else ""
+        yield (
+            f"{setting.location} has no effect, because the configuration does not use "
+            f"{setting.target} there; select it first or remove the flag.{hint}"
+        )
+
+
+def missing_message(missing: Mapping[str, str]) -> str:
+    lines = [
+        f"- {name}{f' (for {wanted_by})' if wanted_by else ''}: set --gin.{name}=VALUE"
+        for name, wanted_by in missing.items()
+    ]
+    noun = "value is" if len(lines) == 1 else "values are"
+    return (
+        f"{len(lines)} required {noun} missing; set them on the command line or in a gin file:\n"
+        + "\n".join(lines)
+    )
+
+
+def typed(final: Mapping[Any, Setting]) -> Iterator[gin_types.Typed]:
+    """Yields every literal parameter value, macros resolved, with its annotation."""
+    macros = {s.name: s for s in final.values() if s.target is None}
+    hints: dict[Target, Mapping[str, Any]] = {}
+    for setting in final.values():
+        if setting.target is None:
+            continue
+        if setting.target not in hints:
+            hints[setting.target] = gin_types.hints(setting.target.load())
+        value, location = setting.value, setting.location
+        while isinstance(value, Macro) and value.name in macros:
+            value, location = macros[value.name].value, macros[value.name].location
+        opaque = any(isinstance(v, (Macro, ResolvedReference)) for v in flatten(value))
+        if not opaque and setting.parameter in hints[setting.target]:
+            hint = hints[setting.target][setting.parameter]
+            yield gin_types.Typed(str(location), setting.name, value, hint)

@@ -1,0 +1,149 @@
+"""What names in gin files stand for: settings of classes and functions, however a file calls them.
+
+`gin_config` turns statements into these, `gin_checks` and `gin_text` work on them.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from convt5 import errors, gin_files
+from convt5.gin_files import Binding, Import, Location, Reference
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A class or function that bindings name, such as `convt5.architecture.ConvT5Config`."""
+
+    module: str
+    attributes: str
+
+    def __str__(self) -> str:
+        return f"{self.module.rsplit('.', 1)[-1]}.{self.attributes}"
+
+    def load(self) -> Any:
+        """Imports the module and returns the object; raises `AttributeError` if it has none."""
+        value = importlib.import_module(self.module)
+        for attribute in self.attributes.split("."):
+            value = getattr(value, attribute)
+        return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """The effective value of one parameter (or of a macro, where `target` is None)."""
+
+    scope: str
+    target: Target | None
+    parameter: str
+    value: Any
+    location: Location
+
+    @property
+    def key(self) -> tuple[str, Target | None, str]:
+        return self.scope, self.target, self.parameter
+
+    @property
+    def name(self) -> str:
+        prefix = f"{self.scope}/" if self.scope else ""
+        return f"{prefix}{self.target}.{self.parameter}" if self.target else prefix + self.parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedReference:
+    """As `gin_files.Reference`, with the target in place of a name."""
+
+    scopes: tuple[str, ...]
+    target: Target
+    call: bool
+
+    def __repr__(self) -> str:
+        return f"@{'/'.join((*self.scopes, str(self.target)))}{'()' if self.call else ''}"
+
+
+class Resolver:
+    """Replaces the names that files give to modules by what they stand for."""
+
+    def __init__(self, imports: Iterable[Import]):
+        self.faults: list[str] = []
+        self._named: set[Target] = set()
+        self._by_file: dict[str, list[Import]] = {}
+        for statement in imports:
+            if statement.module != gin_files.DYNAMIC_REGISTRATION:
+                self._by_file.setdefault(statement.location.source, []).append(statement)
+
+    def setting(self, binding: Binding) -> Setting:
+        value = self.value(binding.value, binding.location)
+        if binding.is_macro:
+            return Setting(binding.scope, None, binding.selector, value, binding.location)
+        target = self._target(binding.selector, binding.location)
+        self._named.add(target)
+        return Setting(binding.scope, target, binding.parameter, value, binding.location)
+
+    def value(self, value: Any, location: Location) -> Any:
+        """Returns `value` with the selector of every reference replaced by a `Target`."""
+        if isinstance(value, Reference):
+            return ResolvedReference(
+                value.scopes, self._target(value.selector, location), value.call
+            )
+        if isinstance(value, dict):
+            items = value.items()
+            return {self.value(k, location): self.value(v, location) for k, v in items}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.value(item, location) for item in value)
+        return value
+
+    def _target(self, selector: str, location: Location) -> Target:
+        first, _, rest = selector.partition(".")
+        for statement in self._visible(location):
+            if statement.text.startswith("import ") and " as " not in statement.text:
+                if selector.startswith(f"{statement.module}."):
+                    return Target(statement.module, selector.removeprefix(f"{statement.module}."))
+            elif statement.name == first and rest:
+                return Target(statement.module, rest)
+        if location.line:
+            known = {statement.name for statement in self._visible(location)}
+            hint = errors.suggest(first, known) or f" Import it: from convt5 import {first}"
+            self.faults.append(f"{location}: {selector!r} begins with no imported module.{hint}")
+            return Target(first, rest)
+        # The command line has no import statements: convt5's own modules are understood.
+        names = selector.removeprefix("convt5.")
+        first, _, rest = names.partition(".")
+        if rest and importlib.util.find_spec(f"convt5.{first}") is not None:
+            return Target(f"convt5.{first}", rest)
+        self.faults.append(
+            f"{location}: {selector!r} is no module.Name that the gin files import or convt5 has."
+            f"{self._qualified(selector)}"
+        )
+        return Target(first, rest)
+
+    def _qualified(self, selector: str) -> str:
+        """Suggests the target whose name stands without its module, or a similar module."""
+        for target in self._named:
+            if target.attributes.lower() == selector.lower():
+                return f" Did you mean {target}?"
+        known = {s.name for group in self._by_file.values() for s in group}
+        return errors.suggest(selector.partition(".")[0], {*known, *own_modules()})
+
+    def _visible(self, location: Location) -> list[Import]:
+        if location.line:
+            return self._by_file.get(location.source, [])
+        return [s for group in self._by_file.values() for s in group]
+
+
+def own_modules() -> list[str]:
+    return [path.stem for path in gin_files.PACKAGE.glob("*.py")]
+
+
+def flatten(value: Any) -> Iterator[Any]:
+    """Yields every value inside nested lists, tuples and dictionaries."""
+    if isinstance(value, dict):
+        for item in (*value.keys(), *value.values()):
+            yield from flatten(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from flatten(item)
+    else:
+        yield value

@@ -1,0 +1,78 @@
+"""Writes a checked configuration as one gin file that repeats the run."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from convt5.gin_names import ResolvedReference, Setting, Target, flatten
+
+_HEADER = """\
+# The resolved configuration, defaults included: given alone as --gin_file it repeats the run.
+from __gin__ import dynamic_registration
+"""
+
+
+def text(final: Mapping[Any, Setting], defaults: Iterable[Setting]) -> str:
+    """Returns imports, macros and bindings, sorted; `defaults` are written like bindings."""
+    settings = [*final.values(), *defaults]
+    values = (value for setting in settings for value in flatten(setting.value))
+    targets = {value.target for value in values if isinstance(value, ResolvedReference)}
+    targets |= {setting.target for setting in settings if setting.target}
+    names = _module_names({target.module for target in targets})
+    show = _Shower(names)
+    macros = sorted(f"{s.name} = {show.value(s.value)}" for s in settings if not s.target)
+    bindings = sorted(
+        (show.target(s.target), s.scope, f"{show.setting(s)} = {show.value(s.value)}")
+        for s in settings
+        if s.target
+    )
+    sections = [
+        _HEADER + "\n".join(sorted(map(_import_line, names.items()))),
+        "\n".join(macros),
+        "\n".join(line for *_, line in bindings),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _module_names(modules: Iterable[str]) -> dict[str, str]:
+    """Returns a short unique name for every module."""
+    names: dict[str, str] = {}
+    for module in sorted(modules):
+        short = module.rsplit(".", 1)[-1]
+        taken = short in names.values() or short == "gin"
+        names[module] = module.replace(".", "_") if taken else short
+    return names
+
+
+def _import_line(item: tuple[str, str]) -> str:
+    module, name = item
+    package, _, last = module.rpartition(".")
+    alias = f" as {name}" if name != last else ""
+    return f"from {package} import {last}{alias}" if package else f"import {module}{alias}"
+
+
+class _Shower:
+    """Writes settings as gin, with one name for each module."""
+
+    def __init__(self, names: Mapping[str, str]):
+        self._names = names
+
+    def target(self, target: Target) -> str:
+        return f"{self._names[target.module]}.{target.attributes}"
+
+    def setting(self, setting: Setting) -> str:
+        assert setting.target is not None
+        prefix = f"{setting.scope}/" if setting.scope else ""
+        return f"{prefix}{self.target(setting.target)}.{setting.parameter}"
+
+    def value(self, value: Any) -> str:
+        if isinstance(value, ResolvedReference):
+            name = "/".join((*value.scopes, self.target(value.target)))
+            return f"@{name}{'()' if value.call else ''}"
+        if isinstance(value, dict):
+            items = (f"{self.value(k)}: {self.value(v)}" for k, v in value.items())
+            return f"{{{', '.join(items)}}}"
+        if isinstance(value, list):
+            return f"[{', '.join(map(self.value, value))}]"
+        if isinstance(value, tuple):
+            return f"({', '.join(map(self.value, value))}{',' if len(value) == 1 else ''})"
+        return repr(value)

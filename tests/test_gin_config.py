@@ -1,0 +1,424 @@
+"""Gin files and bindings are read strictly, resolved completely, and built as gin would."""
+
+import pathlib
+
+import gin
+import pytest
+
+from convt5 import architecture, errors, gin_config, gin_files, schedule
+
+HEAD = """
+from __gin__ import dynamic_registration
+from convt5 import architecture
+from convt5 import gin_config
+from convt5 import schedule
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> pathlib.Path:
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def write(folder):
+    """Writes a gin file below the working directory and returns its name."""
+
+    def write(name: str, text: str, *, head: str = HEAD) -> str:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{head.strip()}\n{text.strip()}\n")
+        return name
+
+    return write
+
+
+def fault(*args, **kwargs) -> str:
+    with pytest.raises(errors.UserError) as caught:
+        gin_config.load(*args, **kwargs)
+    return str(caught.value)
+
+
+COSINE = """
+RATE = @schedule.Cosine()
+schedule.Cosine.peak = 0.5
+schedule.Cosine.total_steps = %STEPS
+STEPS = 100
+"""
+
+
+def test_files_and_bindings_build_what_they_say(write):
+    name = write("a.gin", COSINE)
+    config = gin_config.load([name], ["STEPS=10"], roots=["%RATE"])
+    assert config.macro("RATE") == schedule.Cosine(peak=0.5, total_steps=10)
+
+
+def test_a_later_file_overrides_an_earlier_one(write):
+    names = [write("a.gin", COSINE), write("b.gin", "schedule.Cosine.peak = 2.0")]
+    rate = gin_config.load(names, roots=["%RATE"]).macro("RATE")
+    assert rate.peak == 2.0
+
+
+def test_loading_twice_leaves_nothing_of_the_first_configuration(write):
+    name = write("a.gin", COSINE)
+    other = write("b.gin", COSINE)
+    gin_config.load([name], ["schedule.Cosine.final_fraction=0.5"], roots=["%RATE"]).macro("RATE")
+    rate = gin_config.load([other], roots=["%RATE"]).macro("RATE")
+    assert rate.final_fraction == 0.0
+
+
+def test_blocks_lists_and_scopes_are_understood(write):
+    name = write(
+        "a.gin",
+        """
+STACKS = [@encoder/architecture.StackConfig(), @architecture.StackConfig()]
+architecture.StackConfig:
+    num_layers = 2
+    kernel_size = [3,
+                   5]
+encoder/architecture.StackConfig.mixing = 'depthwise'
+""",
+    )
+    first, second = gin_config.load([name], roots=["%STACKS"]).macro("STACKS")
+    assert first == architecture.StackConfig(num_layers=2, kernel_size=(3, 5), mixing="depthwise")
+    assert second == architecture.StackConfig(num_layers=2, kernel_size=(3, 5))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("/tmp/x", "/tmp/x"),
+        ("gs://bucket/run", "gs://bucket/run"),
+        ("runs/2024-01-01", "runs/2024-01-01"),
+        ("data/*.txt", "data/*.txt"),
+        ("c4_v220", "c4_v220"),
+        ("two words", "two words"),
+        ("'quoted'", "quoted"),
+        ('"quoted"', "quoted"),
+        ("a=b", "a=b"),
+        ("7", 7),
+        ("-7", -7),
+        ("1e-3", 1e-3),
+        ("True", True),
+        ("None", None),
+        ("[1, 'a']", [1, "a"]),
+    ],
+)
+def test_command_line_values_are_literals_or_else_text(write, text, value):
+    name = write("a.gin", "X = 0\nMODEL = %X")
+    assert gin_config.load([name], [f"X={text}"]).macro("X") == value
+
+
+@pytest.mark.parametrize("text", ["[1, 2", "'open", "@", "%", ""])
+def test_a_value_that_starts_like_another_kind_is_not_taken_for_text(write, text):
+    message = fault([write("a.gin", "X = 0\nMODEL = %X")], [f"X={text}"])
+    assert f"--gin.X={text}" in message
+    assert "quotes" in message
+
+
+def test_references_and_macros_can_be_given_on_the_command_line(write):
+    name = write("a.gin", COSINE + "schedule.Constant.rate = %PEAK\nPEAK = 3.0")
+    config = gin_config.load([name], ["RATE=@schedule.Constant()"], roots=["%RATE"])
+    assert config.macro("RATE") == schedule.Constant(rate=3.0)
+
+
+def test_command_line_names_need_no_import(write):
+    name = write("a.gin", "MODEL = 0", head="")
+    bindings = ["MODEL=@schedule.Constant()", "schedule.Constant.rate=1.5"]
+    assert gin_config.load([name], bindings, roots=["%MODEL"]).macro("MODEL").rate == 1.5
+
+
+def test_a_misspelt_macro_on_the_command_line_is_an_error_that_names_the_right_one(write):
+    message = fault([write("a.gin", COSINE)], ["STEP=3"], roots=["%RATE"])
+    assert "--gin.STEP" in message
+    assert "STEP=3 is not used" in message
+    assert "Did you mean STEPS?" in message
+
+
+def test_letters_of_another_case_are_recognised(write):
+    assert "Did you mean STEPS?" in fault([write("a.gin", COSINE)], ["steps=3"], roots=["%RATE"])
+
+
+def test_an_undefined_macro_names_file_and_line(write):
+    message = fault([write("a.gin", COSINE + "schedule.Cosine.warmup_steps = %STEP")])
+    assert "a.gin:9" in message
+    assert "%STEP" in message
+    assert "Did you mean STEPS?" in message
+
+
+def test_an_unused_macro_in_a_file_is_an_error(write):
+    message = fault([write("a.gin", COSINE + "WARMUP = 3")], roots=["%RATE"])
+    assert "a.gin:9: macro WARMUP=3 is not used" in message
+
+
+def test_a_macro_whose_only_use_was_overridden_is_no_error(write):
+    name = write("a.gin", COSINE)
+    config = gin_config.load([name], ["schedule.Cosine.total_steps=7"], roots=["%RATE"])
+    assert config.macro("RATE").total_steps == 7
+
+
+def test_a_misspelt_parameter_names_file_line_and_the_right_one(write):
+    message = fault([write("a.gin", COSINE + "schedule.Cosine.warm_steps = 1")], roots=["%RATE"])
+    assert "a.gin:9: schedule.Cosine has no parameter 'warm_steps'" in message
+    assert "Did you mean warmup_steps" in message
+
+
+def test_a_misspelt_class_names_file_line_and_the_right_one(write):
+    message = fault([write("a.gin", "MODEL = @schedule.Cosin()")], roots=["%MODEL"])
+    assert "a.gin:5: convt5.schedule has no 'Cosin'" in message
+    assert "Did you mean Cosine?" in message
+
+
+def test_a_module_that_is_not_imported_names_the_import_to_add(write):
+    message = fault([write("a.gin", "MODEL = @losses.TextLoss()")], roots=["%MODEL"])
+    assert "a.gin:5" in message
+    assert "from convt5 import losses" in message
+
+
+def test_an_import_that_does_not_exist_is_reported_where_it_stands(write):
+    message = fault([write("a.gin", "from convt5 import shedule\nMODEL = 1")])
+    assert "a.gin:5: from convt5 import shedule" in message
+    assert "Did you mean schedule?" in message
+
+
+def test_a_name_without_its_module_is_completed_in_the_message(write):
+    message = fault([write("a.gin", COSINE)], ["Cosine.peak=1.0"], roots=["%RATE"])
+    assert "Did you mean schedule.Cosine?" in message
+
+
+def test_a_scope_that_nothing_enters_is_an_error(write):
+    text = COSINE.replace("@schedule", "@train/schedule") + "trian/schedule.Cosine.peak = 3.0"
+    message = fault([write("a.gin", text)], roots=["%RATE"])
+    assert "a.gin:9: trian/schedule.Cosine.peak has no effect" in message
+    assert "Did you mean train?" in message
+
+
+def test_a_command_line_binding_that_reaches_nothing_is_an_error(write):
+    message = fault([write("a.gin", COSINE)], ["schedule.Constant.rate=3.0"], roots=["%RATE"])
+    assert "--gin.schedule.Constant.rate has no effect" in message
+    assert "In use from there: schedule.Cosine" in message
+
+
+def test_settings_of_related_programs_may_be_given(write):
+    text = COSINE + "MODEL = @schedule.Constant()\nschedule.Constant.rate = 1.0"
+    bindings = ["schedule.Constant.rate=3.0"]
+    config = gin_config.load([write("a.gin", text)], bindings, roots=["%RATE"], related=["%MODEL"])
+    assert config.macro("RATE").peak == 0.5
+
+
+def test_all_missing_values_are_listed_together(write):
+    name = write(
+        "a.gin",
+        """
+MODEL = [@architecture.StackConfig(), @schedule.Cosine(), @schedule.Constant()]
+architecture.StackConfig.num_layers = %LAYERS
+LAYERS = %gin.REQUIRED
+schedule.Cosine.peak = %gin.REQUIRED
+""",
+    )
+    message = fault([name], roots=["%MODEL"])
+    assert "4 required values are missing" in message
+    for setting in ("LAYERS", "schedule.Cosine.peak", "schedule.Cosine.total_steps"):
+        assert f"--gin.{setting}=VALUE" in message
+    assert "--gin.schedule.Constant.rate=VALUE" in message
+
+
+def test_what_is_missing_for_something_unused_does_not_matter(write):
+    name = write("a.gin", COSINE + "schedule.Constant.rate = %gin.REQUIRED")
+    assert gin_config.load([name], roots=["%RATE"]).macro("RATE").peak == 0.5
+
+
+@pytest.mark.parametrize(
+    ("binding", "rule"),
+    [
+        ("schedule.Cosine.total_steps=100k", "must be an integer"),
+        ("schedule.Cosine.total_steps=1e3", "Write 1000."),
+        ("schedule.Cosine.total_steps=None", "must be an integer"),
+        ("schedule.Cosine.peak=high", "must be a number"),
+        ("STEPS='many'", "schedule.Cosine.total_steps='many' must be an integer"),
+    ],
+)
+def test_a_value_of_another_type_is_an_error_before_anything_is_built(write, binding, rule):
+    message = fault([write("a.gin", COSINE)], [binding], roots=["%RATE"])
+    assert rule in message
+    assert f"--gin.{binding.partition('=')[0]}" in message
+
+
+def test_booleans_and_choices_are_checked_with_close_names(write):
+    text = "MODEL = @architecture.StackConfig()\narchitecture.StackConfig.num_layers = 2"
+    name = write("a.gin", text)
+    flag = fault([name], ["architecture.StackConfig.pointwise=true"], roots=["%MODEL"])
+    assert "Write True." in flag
+    mixing = fault([name], ["architecture.StackConfig.mixing=dinamic"], roots=["%MODEL"])
+    assert "must be one of depthwise, lightweight, dynamic, attention" in mixing
+    assert "Did you mean dynamic?" in mixing
+
+
+def test_a_text_setting_given_a_number_says_to_quote_it(write):
+    message = fault(
+        [write("a.gin", "MODEL=@architecture.ConvT5Config()")],
+        ["architecture.ConvT5Config.dtype=32"],
+        roots=["%MODEL"],
+    )
+    assert "must be text" in message
+    assert "Quote it" in message
+
+
+def test_a_missing_file_names_close_ones(write):
+    write("gin/runs/pretrain.gin", "")
+    message = fault(["gin/runs/pretrian.gin"])
+    assert "'gin/runs/pretrian.gin' does not exist" in message
+    assert "gin/runs/pretrain.gin" in message
+
+
+def test_a_missing_file_in_another_folder_is_found_by_its_base_name(folder):
+    assert "gin/models/dynamic_tiny.gin" in fault(["dynamic_tiny.gin"])
+
+
+def test_a_missing_include_names_the_line_that_wants_it(write):
+    message = fault([write("a.gin", "include 'gin/models/dynamic_tinny.gin'")])
+    assert "a.gin:5: gin file 'gin/models/dynamic_tinny.gin' does not exist" in message
+    assert "Did you mean gin/models/dynamic_tiny.gin" in message
+
+
+def test_all_files_that_cannot_be_read_are_listed(write):
+    name = write("a.gin", "X = [1,\nY = 2")
+    message = fault(["none.gin", name])
+    assert "2 faults" in message
+    assert "none.gin" in message
+    assert "a.gin:" in message
+
+
+@pytest.mark.parametrize("line", ["X = depthwise", "X 3", "X = [1, 2", "X = 'open", "= 3"])
+def test_a_line_that_is_no_gin_names_file_and_line(write, line):
+    message = fault([write("a.gin", line, head="# first line")])
+    assert "a.gin:2" in message or "a.gin:3" in message
+
+
+def test_a_file_that_includes_itself_is_an_error(write):
+    write("a.gin", "include 'b.gin'")
+    message = fault([write("b.gin", "include 'a.gin'")])
+    assert "includes itself" in message
+
+
+def test_includes_resolve_beside_the_including_file(write):
+    write("deep/part.gin", COSINE)
+    name = write("deep/a.gin", "include 'part.gin'")
+    assert gin_config.load([name], roots=["%RATE"]).macro("RATE").peak == 0.5
+
+
+def test_files_of_the_working_directory_come_before_those_of_the_package(write):
+    name = write("gin/models/dynamic_tiny.gin", COSINE)
+    assert gin_config.load([name], roots=["%RATE"]).macro("RATE").peak == 0.5
+
+
+def test_files_of_the_package_are_found_from_any_directory(folder):
+    config = gin_config.load(["gin/models/dynamic_tiny.gin"], roots=["%MODEL"])
+    assert config.macro("MODEL").emb_dim == 128
+
+
+MODEL = """
+MODEL = @architecture.StackConfig()
+architecture.StackConfig.num_layers = 2
+"""
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_model_file_replaces_the_included_one_and_nothing_of_it_remains(write, order):
+    write("first.gin", MODEL + "architecture.StackConfig.num_kernels = 2\nMODEL_NAME = 'first'")
+    second = write(
+        "second.gin",
+        MODEL + "architecture.StackConfig.mixing = 'depthwise'\n"
+        "architecture.StackConfig.dilation = 2\nMODEL_NAME = 'second'",
+    )
+    run = write("run.gin", "include 'first.gin'\narchitecture.StackConfig.dilation = 3")
+    files = [[run, second][i] for i in order]
+    config = gin_config.load(files, roots=["%MODEL"])
+    expected = architecture.StackConfig(num_layers=2, mixing="depthwise", dilation=3)
+    assert config.macro("MODEL") == expected  # The run's own setting stands.
+    assert config.macro("MODEL_NAME") == "second"
+
+
+def test_a_model_file_may_build_on_another_one(write):
+    write("first.gin", MODEL + "MODEL_NAME = 'first'")
+    second = write(
+        "second.gin",
+        "include 'first.gin'\narchitecture.StackConfig.dilation = 2\nMODEL_NAME = 'second'",
+    )
+    run = write("run.gin", "include 'first.gin'")
+    config = gin_config.load([run, second], roots=["%MODEL"])
+    assert config.macro("MODEL") == architecture.StackConfig(num_layers=2, dilation=2)
+
+
+def test_two_model_files_are_an_error(folder):
+    files = ["gin/models/dynamic_tiny.gin", "gin/models/t5_tiny.gin"]
+    message = fault(files)
+    assert "are all model files" in message
+    assert all(name in message for name in files)
+
+
+def test_the_resolved_text_repeats_the_configuration_and_holds_the_defaults(write, folder):
+    config = gin_config.load(
+        ["gin/models/hybrid_tiny.gin"],
+        ["encoder/architecture.StackConfig.kernel_size=[3, 5, 7, 9]"],
+        roots=["%MODEL"],
+    )
+    again = gin_config.load([write("again.gin", config.text, head="")], roots=["%MODEL"])
+    assert again.macro("MODEL") == config.macro("MODEL")
+    assert again.text == config.text
+    assert "architecture.ConvT5Config.norm_epsilon = 1e-06" in config.text
+
+
+def test_the_resolved_text_is_plain_gin(folder):
+    config = gin_config.load(["gin/models/dynamic_tiny.gin"], roots=["%MODEL"])
+    gin.clear_config()
+    gin.parse_config(config.text)
+    built = gin.get_configurable(architecture.ConvT5Config)()
+    assert built == config.macro("MODEL")
+
+
+def test_modules_of_one_name_stay_apart_in_the_resolved_text(write, folder, monkeypatch):
+    (folder / "mine").mkdir()
+    (folder / "mine" / "schedule.py").write_text("def half(rate: float): return rate / 2\n")
+    monkeypatch.syspath_prepend(str(folder))
+    name = write(
+        "a.gin",
+        COSINE.replace("0.5", "@other.half()") + "other.half.rate = 1.0",
+        head=HEAD + "from mine import schedule as other",
+    )
+    config = gin_config.load([name], roots=["%RATE"])
+    again = gin_config.load([write("b.gin", config.text, head="")], roots=["%RATE"])
+    assert again.macro("RATE").peak == config.macro("RATE").peak == 0.5
+
+
+def test_user_errors_of_constructors_come_without_the_lines_of_gin(write):
+    config = gin_config.load([write("a.gin", COSINE)], ["STEPS=-1"], roots=["%RATE"])
+    with pytest.raises(errors.UserError) as caught:
+        config.macro("RATE")
+    assert type(caught.value) is errors.UserError
+    assert "configurable" not in str(caught.value)
+    assert "total_steps=-1" in str(caught.value)
+
+
+def test_arguments_of_a_function_are_built(write):
+    name = write("a.gin", "gin_config.folder.parts = ['runs', %MODEL_NAME]\nMODEL_NAME = 'tiny'")
+    config = gin_config.load([name], roots=["@gin_config.folder"])
+    assert config.arguments(gin_config.folder) == {"parts": ["runs", "tiny"]}
+
+
+def test_parameters_that_the_program_supplies_are_not_missing(write):
+    name = write("a.gin", "MODEL = 1")
+    config = gin_config.load([name], roots=["@gin_config.folder"], supplied=["parts"])
+    assert "parts" not in config.text
+
+
+@pytest.mark.parametrize("text", ["X", "=3", "a b=3", "3=x"])
+def test_a_binding_without_a_name_or_value_is_explained(write, text):
+    message = fault([write("a.gin", "MODEL = 1")], [text])
+    assert "--gin" in message
+
+
+def test_the_search_begins_at_the_working_directory(folder):
+    assert gin_files.roots()[0] == folder
