@@ -1,0 +1,77 @@
+"""Steps are compiled once, on the record, and not again by the next process."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from convt5 import compilation
+
+PRINT_CACHE = (
+    "import jax; from convt5 import compilation; compilation.enable_persistent_cache();"
+    "print(jax.config.values['jax_compilation_cache_dir'])"
+)
+
+
+class Device:
+    def __init__(self, kind):
+        self.device_kind = kind
+
+
+def cache_folder(**environment):
+    kept = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+    done = subprocess.run(
+        [sys.executable, "-c", PRINT_CACHE],
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def test_a_compiled_step_tells_its_operations():
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    y = jax.ShapeDtypeStruct((16, 4), jnp.float32)
+    step = compilation.compile_step(jax.jit(jnp.dot), x, y)
+    assert step.flops == 2 * 8 * 16 * 4
+    assert step.seconds > 0
+    assert step.call(jnp.ones(x.shape), jnp.ones(y.shape))[0, 0] == 16
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("TPU v5 lite", 197e12),
+        ("TPU v5", 459e12),
+        ("TPU v4", 275e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+    ],
+)
+def test_the_peak_is_that_of_all_devices_of_their_kind(kind, peak):
+    assert compilation.peak_flops([Device(kind)] * 4) == 4 * peak
+
+
+def test_the_peak_of_an_unknown_device_is_unknown():
+    assert compilation.peak_flops(jax.devices("cpu")) is None
+
+
+def test_compiled_programs_are_kept_in_the_users_cache(tmp_path):
+    expected = tmp_path / "convt5" / "compiled"
+    assert cache_folder(XDG_CACHE_HOME=str(tmp_path)) == str(expected)
+    assert expected.is_dir()
+
+
+def test_jaxs_own_cache_settings_win(tmp_path):
+    own = str(tmp_path / "own")
+    assert cache_folder(JAX_COMPILATION_CACHE_DIR=own) == own
+    assert cache_folder(JAX_ENABLE_COMPILATION_CACHE="false") == "None"
+
+
+def test_a_cache_that_cannot_be_made_is_done_without(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert cache_folder(XDG_CACHE_HOME=str(tmp_path / "file")) == "None"

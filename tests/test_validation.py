@@ -1,0 +1,111 @@
+"""The validation loss is the mean over all tokens of the same batches, each time."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from convt5 import errors, sharding
+from convt5.train_step import LossSums
+from convt5.validation import TargetCounts, Validation, place_batch
+
+
+class ListedBatches:
+    token_bytes = None
+
+    def __init__(self, batches):
+        self.batches = batches
+        self.position = 0
+
+    def __next__(self):
+        if self.position == len(self.batches):
+            raise StopIteration
+        self.position += 1
+        return self.batches[self.position - 1]
+
+    def get_state(self):
+        return bytes([self.position])
+
+    def set_state(self, state):
+        self.position = state[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed:
+    batches: tuple
+    batch_size: int = 8
+    num_epochs: int | None = 1
+
+    def build(self, *, process_index, process_count):
+        return ListedBatches(self.batches)
+
+
+def batch(targets, weights):
+    rows = np.zeros((8, len(targets)), np.int32) + np.asarray(targets, np.int32)
+    return {
+        "decoder_target_tokens": rows,
+        "decoder_loss_weights": np.zeros(rows.shape, np.float32) + np.float32(weights),
+    }
+
+
+@jax.jit
+def eval_step(model, batch):
+    weights = batch["decoder_loss_weights"]
+    total = jnp.sum(batch["decoder_target_tokens"] * model * weights)
+    return LossSums(total, weights.sum(), {"twice": (2 * total, weights.sum())})
+
+
+@pytest.fixture
+def split():
+    return sharding.batch_sharding(sharding.MeshConfig().build())
+
+
+def test_the_loss_is_the_mean_over_tokens_not_over_batches(split):
+    data = Listed((batch([1, 1], [1, 1]), batch([4, 9], [1, 0])))
+    measured = Validation(data, eval_step, split, num_batches=None).measure(jnp.float32(1))
+    assert measured == pytest.approx({"loss": 2.0, "twice": 4.0})
+
+
+def test_every_measurement_takes_the_same_batches(split):
+    data = Listed((batch([1], 1), batch([3], 1)))
+    validation = Validation(data, eval_step, split, num_batches=None)
+    assert [validation.measure(jnp.float32(1))["loss"] for _ in range(3)] == [2.0, 2.0, 2.0]
+
+
+def test_a_number_of_batches_limits_a_measurement(split):
+    data = Listed((batch([1], 1), batch([3], 1)), num_epochs=None)
+    assert Validation(data, eval_step, split, num_batches=1).measure(jnp.float32(1))["loss"] == 1
+
+
+def test_data_without_a_batch_is_an_error(split):
+    with pytest.raises(errors.UserError, match="eval_data holds no batch"):
+        Validation(Listed(()), eval_step, split, num_batches=None).measure(jnp.float32(1))
+
+
+def test_the_entropy_counts_weighted_targets_only(split):
+    data = Listed((batch([1, 2, 7], [1, 1, 0]), batch([1, 2, 7], [1, 1, 0])))
+    validation = Validation(data, eval_step, split, num_batches=None)
+    assert validation.target_unigram_entropy() is None
+    validation.measure(jnp.float32(1))
+    assert validation.target_unigram_entropy() == pytest.approx(np.log(2))
+
+
+def test_batches_without_targets_have_no_entropy():
+    counts = TargetCounts()
+    counts.add({"images": np.zeros((2, 3))})
+    assert counts.entropy() is None
+
+
+def test_a_placed_batch_is_split_over_devices_and_counts_real_tokens(split):
+    placed = place_batch(batch([5, 0, 6], 1) | {"encoder_input_tokens": np.eye(8)}, split)
+    assert placed.num_tokens == 8 * 2 + 8
+    shards = placed.arrays["decoder_target_tokens"].addressable_shards
+    assert {shard.data.shape for shard in shards} == {(1, 3)}
+
+
+def test_targets_get_the_bytes_they_stand_for_where_known(split):
+    token_bytes = np.array([0, 0, 4, 1], np.int32)
+    placed = place_batch(batch([2, 3, 1], 1), split, token_bytes=token_bytes)
+    np.testing.assert_array_equal(placed.arrays["decoder_target_bytes"][0], [4, 1, 0])
