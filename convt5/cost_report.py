@@ -1,0 +1,423 @@
+"""The report of `inspect`: costs and shardings of a model as values for JSON and as text."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from convt5 import costs, schedule, sharding
+from convt5.architecture import ConvT5Config
+from convt5.optimizer import OptimizerConfig
+from convt5.run_log import short_number
+from convt5.train_state import TrainState, abstract_state, state_shardings
+from convt5.tree_paths import named_leaves
+
+_PARTS = (
+    ("embeddings and output", r"^(token_embedder|position_embedder|output_head)/"),
+    ("mixing", r"/mixing/|/relative_bias/"),
+    ("encoder-decoder attention", r"/cross_attention/"),
+    ("feed-forward", r"/mlp/"),
+    ("norms", r"norm/"),
+)
+"""What parameters are for, by the first pattern found in their name."""
+
+_MODEL_ORDER = ("token_embedder", "position_embedder", "encoder", "decoder", "output_head")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is reported on.
+
+    Attributes:
+        name: what to call the model.
+        config: the model.
+        encoder_length, decoder_length: tokens of a row.
+        batch_size: rows of an update, over all devices.
+        grad_accum_steps: microbatches of an update.
+        optimizer: whose state is counted.
+        mesh: sizes of the mesh axes `sharding.AXES`.
+        rules: the sharding table.
+        assumed: settings among these that the configuration does not give.
+    """
+
+    name: str
+    config: ConvT5Config
+    encoder_length: int
+    decoder_length: int
+    batch_size: int
+    grad_accum_steps: int
+    optimizer: OptimizerConfig
+    mesh: tuple[int, ...]
+    rules: Sequence[sharding.Rule] = sharding.TEXT_RULES
+    assumed: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardedParameter:
+    """One line of the sharding table.
+
+    Attributes:
+        name: of the parameter.
+        shape: of the whole array.
+        spec: the mesh axis, axes, or None, of each array axis.
+        device_shape: of the part on one device.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    spec: tuple[Any, ...]
+    device_shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """Everything that `inspect` says about a subject; computed without allocating arrays.
+
+    Attributes:
+        subject: what is reported on.
+        cost: at the subject's lengths.
+        memory: of one update, on each device.
+        parameters: where they live.
+    """
+
+    subject: Subject
+    cost: costs.ModelCost
+    memory: costs.TrainingMemory
+    parameters: tuple[ShardedParameter, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns plain values; a receptive field of null is the whole sequence."""
+        subject, cost = self.subject, self.cost
+        return {
+            "model": subject.name,
+            "encoder_length": subject.encoder_length,
+            "decoder_length": subject.decoder_length,
+            "batch_size": subject.batch_size,
+            "assumed": list(subject.assumed),
+            "parameters": cost.parameters,
+            "parameters_by_part": parameters_by_part(cost.shapes),
+            "forward_flops_per_example": cost.forward_flops,
+            "training_flops_per_example": cost.training_flops,
+            "training_flops_per_step": cost.training_flops * subject.batch_size,
+            "decoding_state_bytes_per_row": cost.decoding_bytes,
+            "receptive_field": {
+                "encoder": _reach_json(cost.reach("encoder")),
+                "decoder": _reach_json(cost.reach("decoder")),
+            },
+            "layers": [_layer_json(layer) for layer in cost.layers],
+            "memory_bytes_per_device": {
+                **dataclasses.asdict(self.memory),
+                "total": self.memory.total,
+            },
+            "mesh": dict(zip(sharding.AXES, subject.mesh, strict=True)),
+            "sharding": [dataclasses.asdict(parameter) for parameter in self.parameters],
+        }
+
+    def as_text(self) -> str:
+        """Returns the report for people."""
+        return "\n\n".join(
+            [
+                _describe(self.subject),
+                _layer_section(self.cost),
+                _totals_section(self.subject, self.cost),
+                _memory_section(self.subject, self.memory),
+                _sharding_section(self.subject, self.parameters),
+            ]
+        )
+
+
+def make_report(subject: Subject) -> Report:
+    """Returns the report on a subject.
+
+    Raises:
+        UserError: sizes that the mesh does not divide, or rules that do not fit the model.
+    """
+    # Abstract devices: a large machine can be planned for on a small one.
+    abstract_mesh = AbstractMesh(
+        subject.mesh, sharding.AXES, axis_types=(AxisType.Auto,) * len(subject.mesh)
+    )
+    mesh = cast(Mesh, abstract_mesh)
+    config = subject.config
+    sharding.check_mesh(
+        mesh,
+        batch_size=subject.batch_size,
+        grad_accum_steps=subject.grad_accum_steps,
+        tensor_divides={"num_heads": config.num_heads},
+    )
+    # No cost depends on the learning rate.
+    optimizer = subject.optimizer.build(schedule.Constant(rate=1.0))
+    state = abstract_state(config, optimizer)
+    shardings = state_shardings(state, mesh, subject.rules)
+    cost = costs.model_cost(
+        config, encoder_length=subject.encoder_length, decoder_length=subject.decoder_length
+    )
+    return Report(
+        subject=subject,
+        cost=cost,
+        memory=_device_memory(subject, cost, state, shardings),
+        parameters=_sharded_parameters(state, shardings),
+    )
+
+
+def parameters_by_part(shapes: costs.Shapes) -> dict[str, int]:
+    """Returns how many parameters serve each purpose."""
+    counts = dict.fromkeys((part for part, _ in _PARTS), 0)
+    for name, shape in shapes.items():
+        part = next(part for part, pattern in _PARTS if re.search(pattern, name))
+        counts[part] += math.prod(shape)
+    return counts
+
+
+def aligned(rows: Sequence[Sequence[str]], *, left: Iterable[int] = (0,)) -> str:
+    """Returns rows of cells as columns two spaces apart, those in `left` flush left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = set(left)
+    lines = (
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "\n".join(f"  {line}".rstrip() for line in lines)
+
+
+def short_bytes(size: float) -> str:
+    """Returns a size for people: 312 B, 12.3 kB, 4.56 MB, 7.89 GB."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 999.5 or unit == "TB":
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    raise AssertionError
+
+
+def _device_memory(
+    subject: Subject, cost: costs.ModelCost, state: TrainState, shardings: TrainState
+) -> costs.TrainingMemory:
+    parameter_bytes = _device_bytes(state.model, shardings.model)
+    axes = dict(zip(sharding.AXES, subject.mesh, strict=True))
+    ways = math.prod(axes[axis] for axis in sharding.BATCH_AXES)
+    rows = subject.batch_size // ways // subject.grad_accum_steps
+    return costs.TrainingMemory(
+        parameters=parameter_bytes,
+        gradients=parameter_bytes,
+        optimizer=_device_bytes(state.opt_state, shardings.opt_state),
+        activations=rows * cost.activation_bytes,
+        logits=2 * rows * cost.logits_bytes / axes["tensor"],
+    )
+
+
+def _device_bytes(tree: Any, shardings: Any) -> int:
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
+    return sum(
+        math.prod(where.shard_shape(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize
+        for leaf, where in pairs
+    )
+
+
+def _sharded_parameters(state: TrainState, shardings: TrainState) -> tuple[ShardedParameter, ...]:
+    leaves, places = named_leaves(state.model), jax.tree.leaves(shardings.model)
+    return tuple(
+        ShardedParameter(
+            name=name,
+            shape=tuple(leaf.shape),
+            spec=tuple(where.spec),
+            device_shape=tuple(where.shard_shape(leaf.shape)),
+        )
+        for (name, leaf), where in zip(leaves, places, strict=True)
+    )
+
+
+def _describe(subject: Subject) -> str:
+    config = subject.config
+    rows = [
+        ("encoder", f"{config.encoder.num_layers} layers: {_mixing_summary(config, 'encoder')}"),
+        ("decoder", f"{config.decoder.num_layers} layers: {_mixing_summary(config, 'decoder')}"),
+        ("channels", f"{config.emb_dim:,} (emb_dim), feed-forward {config.mlp_dim:,} {config.mlp}"),
+        ("attention heads", f"{config.num_heads} of {config.head_dim}"),
+        (
+            "vocabulary",
+            f"{config.vocab_size:,} rows, {'tied' if config.tie_output else 'separate'} output",
+        ),
+        ("layer order", f"{config.layer_order}, {config.norm} norm"),
+        ("positions", config.positions),
+        ("computed in", config.dtype),
+    ]
+    text = f"Model {subject.name}\n" + aligned(rows, left=(0, 1))
+    if not subject.assumed:
+        return text
+    return (
+        f"{text}\n\n  This is a model, not a whole run; below it is taken as in T5's pre-training:\n"
+        f"  {', '.join(subject.assumed)}. Flags change that, see --help."
+    )
+
+
+def _mixing_summary(config: ConvT5Config, stack: str) -> str:
+    layers = config.encoder_layers if stack == "encoder" else config.decoder_layers
+    kinds = [layer.kind for layer in layers]
+    return ", ".join(f"{kind} x {kinds.count(kind)}" for kind in dict.fromkeys(kinds))
+
+
+def _layer_section(cost: costs.ModelCost) -> str:
+    head = (
+        "stack",
+        "layer",
+        "mixing",
+        "K",
+        "dilation",
+        "kernels",
+        "reads so far",
+        "receptive field",
+        "parameters",
+        "FLOPs/token",
+    )
+    rows = [_layer_row(layer) for layer in cost.layers]
+    lengths = f"encoder {cost.encoder_length:,} tokens, decoder {cost.decoder_length:,} tokens"
+    return (
+        f"Layers, bottom first ({lengths})\n"
+        + aligned([head, *rows], left=(0, 2))
+        + "\n\n"
+        + "  K: taps; dilation: positions between taps; kernels: shared by groups of channels.\n"
+        "  reads so far, receptive field: the positions of its own sequence that a position\n"
+        "  depends on, through this layer and those below it. Decoder layers also attend to the\n"
+        "  whole output of the encoder.\n"
+        "  FLOPs/token: forward pass, two per multiply-add, for each token of the stack."
+    )
+
+
+def _layer_row(layer: costs.LayerCost) -> tuple[str, ...]:
+    mixing, size = layer.mixing, layer.reach.size
+    taps = ("-", "-", "-")
+    if mixing.kind != "attention":
+        kernels = "1/channel" if mixing.num_kernels is None else str(mixing.num_kernels)
+        taps = (str(mixing.kernel_size), str(mixing.dilation), kernels)
+    return (
+        layer.stack,
+        str(layer.index),
+        mixing.kind,
+        *taps,
+        str(layer.reach),
+        "all" if size is None else f"{size:,}",
+        f"{layer.parameters:,}",
+        short_number(layer.flops_per_token),
+    )
+
+
+def _totals_section(subject: Subject, cost: costs.ModelCost) -> str:
+    rows = [("parameters", f"{cost.parameters:,}", "")]
+    for part, count in parameters_by_part(cost.shapes).items():
+        rows.append((f"  {part}", f"{count:,}", f"{100 * count / cost.parameters:.1f} %"))
+    for stack in ("encoder", "decoder"):
+        reach = cost.reach(stack)
+        size = "all" if reach.size is None else f"{reach.size:,}"
+        rows.append((f"receptive field of the {stack}", size, f"{reach}"))
+    step_flops = cost.training_flops * subject.batch_size
+    rows += [
+        ("FLOPs of an example, forward", short_number(cost.forward_flops), ""),
+        ("FLOPs of an example, training", short_number(cost.training_flops), "3 x forward"),
+        ("FLOPs of an update", short_number(step_flops), f"batch {subject.batch_size:,}"),
+        ("state while decoding, per row", short_bytes(cost.decoding_bytes), ""),
+    ]
+    return "Totals\n" + aligned(rows, left=(0, 2))
+
+
+def _memory_section(subject: Subject, memory: costs.TrainingMemory) -> str:
+    rows = [
+        ("parameters", short_bytes(memory.parameters), "float32"),
+        ("gradients", short_bytes(memory.gradients), "float32"),
+        ("optimizer state", short_bytes(memory.optimizer), type(subject.optimizer).__name__),
+        ("activations", short_bytes(memory.activations), "estimate, kept for the backward pass"),
+        ("logits", short_bytes(memory.logits), "estimate, with their gradient"),
+        ("total", short_bytes(memory.total), ""),
+    ]
+    accumulated = f" in {subject.grad_accum_steps} parts" if subject.grad_accum_steps > 1 else ""
+    return (
+        f"Memory of an update on each device (batch {subject.batch_size:,}{accumulated}, "
+        f"{_mesh_text(subject)})\n" + aligned(rows, left=(0, 2))
+    )
+
+
+def _sharding_section(subject: Subject, parameters: Sequence[ShardedParameter]) -> str:
+    rows = [("parameter", "shape", "split over", "on each device")]
+    for name, parameter in _grouped(parameters):
+        rows.append(
+            (
+                name,
+                _shape_text(parameter.shape),
+                _spec_text(parameter.spec),
+                _shape_text(parameter.device_shape),
+            )
+        )
+    return (
+        f"Sharding ({_mesh_text(subject)})\n"
+        + aligned(rows, left=range(4))
+        + "\n\n  split over: the mesh axis that each axis of the array is cut along, - for none.\n"
+        "  {0-3} stands for the layers 0 to 3."
+    )
+
+
+def _grouped(parameters: Sequence[ShardedParameter]) -> list[tuple[str, ShardedParameter]]:
+    """Joins equal lines of several layers into one whose name lists the layers."""
+    groups: dict[Any, list[int]] = {}
+    firsts: dict[Any, ShardedParameter] = {}
+    for parameter in parameters:
+        match = re.match(r"(.*/layers/)(\d+)(/.*)", parameter.name)
+        prefix, layer, suffix = match.groups() if match else (parameter.name, None, "")
+        key = (prefix, suffix, parameter.shape, parameter.spec)
+        firsts.setdefault(key, parameter)
+        groups.setdefault(key, []).extend([] if layer is None else [int(layer)])
+    return [(f"{key[0]}{_ranges(layers)}{key[1]}", firsts[key]) for key, layers in groups.items()]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Returns {0-2,5} for 0, 1, 2, 5; one number alone as it is."""
+    if len(numbers) < 2:
+        return "".join(map(str, numbers))
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = (f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"{{{','.join(texts)}}}"
+
+
+def _mesh_text(subject: Subject) -> str:
+    sizes = ", ".join(f"{a}={n}" for a, n in zip(sharding.AXES, subject.mesh, strict=True))
+    count = math.prod(subject.mesh)
+    return f"{count} device{'s' if count > 1 else ''}: {sizes}"
+
+
+def _shape_text(shape: Sequence[int]) -> str:
+    return " x ".join(f"{size:,}" for size in shape)
+
+
+def _spec_text(spec: Sequence[Any]) -> str:
+    return ", ".join("-" if a is None else a if isinstance(a, str) else "+".join(a) for a in spec)
+
+
+def _layer_json(layer: costs.LayerCost) -> dict[str, Any]:
+    mixing = layer.mixing
+    attends = mixing.kind == "attention"
+    return {
+        "stack": layer.stack,
+        "layer": layer.index,
+        "mixing": mixing.kind,
+        "kernel_size": None if attends else mixing.kernel_size,
+        "dilation": None if attends else mixing.dilation,
+        "num_kernels": None if attends else mixing.num_kernels,
+        "receptive_field": _reach_json(layer.reach),
+        "parameters": layer.parameters,
+        "forward_flops_per_token": layer.flops_per_token,
+        "activation_bytes_per_token": layer.activation_bytes,
+    }
+
+
+def _reach_json(reach: costs.Reach) -> dict[str, int | None]:
+    return {"left": reach.left, "right": reach.right, "size": reach.size}

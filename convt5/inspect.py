@@ -1,0 +1,223 @@
+"""Shows what a configuration builds and costs, before anything runs: `python -m convt5.inspect`.
+
+Layers with receptive fields, parameters, FLOPs, memory, shardings; and examples of its data.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from convt5 import command_line, errors, gin_config, gin_files
+
+if TYPE_CHECKING:
+    from convt5.cost_report import Subject
+
+DEFAULTS = {"encoder_length": 512, "decoder_length": 114, "batch_size": 128}
+"""Of T5's pre-training; used where the gin files describe a model and no data."""
+
+_NUMBER = {"type": int, "default": None}
+
+COMMAND = command_line.Command(
+    name="inspect",
+    summary="Shows what gin files describe without building it: every layer with its receptive "
+    "field, parameters and FLOPs, totals, memory, where parameters live on the devices, and "
+    "examples of the training data.",
+    examples=[
+        ("a model", "--gin_file=gin/models/dynamic_base.gin"),
+        (
+            "a run: its model, lengths, batch, optimizer and mesh, and three training examples",
+            "--gin_file=gin/runs/quickstart.gin --examples=3",
+        ),
+        (
+            "longer sequences, on 8 devices that share the parameters",
+            "--gin_file=gin/runs/pretrain_c4.gin --encoder_length=4096 --devices=8 "
+            "--gin.sharding.MeshConfig.data=1 --gin.sharding.MeshConfig.fsdp=8",
+        ),
+        ("for a program", "--gin_file=gin/models/wavenet_base.gin --json"),
+    ],
+    flags=[
+        command_line.Flag(
+            "examples", "decoded training examples to show; needs TensorFlow.", {"type": int}
+        ),
+        command_line.Flag(
+            "encoder_length",
+            "tokens of an encoder row; default: those of the training data, or 512.",
+            _NUMBER,
+        ),
+        command_line.Flag(
+            "decoder_length",
+            "tokens of a decoder row; default: those of the training data, or 114.",
+            _NUMBER,
+        ),
+        command_line.Flag(
+            "batch_size", "rows of an update; default: those of the run, or 128.", _NUMBER
+        ),
+        command_line.Flag(
+            "devices", "devices to plan for; default: those of this machine.", _NUMBER
+        ),
+        command_line.Flag("json", "prints JSON instead of text.", {"action": "store_true"}),
+    ],
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the report that the command line asks for; returns the exit code."""
+    arguments = command_line.parse(COMMAND, argv)
+    flags = arguments.flags
+    _check_positive(vars(flags))
+    settings, name = read_settings(arguments.gin_files, arguments.gin_bindings)
+    subject = make_subject(name, settings, vars(flags))
+    from convt5.cost_report import make_report  # Help and usage errors need no jax.
+
+    report = make_report(subject)
+    examples = decoded_examples(settings, flags.examples) if flags.examples else []
+    if flags.json:
+        json.dump({**report.as_json(), "examples": examples}, sys.stdout, indent=2)
+        print()
+    else:
+        print("\n\n".join([report.as_text(), *_examples_section(examples)]))
+    return 0
+
+
+def read_settings(files: Sequence[str], bindings: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """Returns the arguments of `trainer.train` that are known, and the name of the model.
+
+    Gin files that bind nothing of `trainer.train` describe a model alone: {"model": ...}.
+    """
+    statements = gin_files.read_all(files)
+    bound = [s for s in statements if isinstance(s, gin_files.Binding)]
+    is_run = any(f".{b.selector}".endswith(".trainer.train") for b in bound)
+    roots = ["%MODEL", "@trainer.train"] if is_run else ["%MODEL"]
+    config = gin_config.load(files, [*_unneeded(bound, bindings), *bindings], roots=roots)
+    if is_run:
+        from convt5 import trainer
+
+        settings = config.arguments(trainer.train)
+    else:
+        settings = {"model": config.macro("MODEL")}
+    has_name = any(b.is_macro and b.selector == "MODEL_NAME" for b in bound)
+    return settings, config.macro("MODEL_NAME") if has_name else "without a name"
+
+
+def make_subject(name: str, settings: Mapping[str, Any], flags: Mapping[str, Any]) -> "Subject":
+    """Returns what to report on; flags that are not None win over the settings.
+
+    Raises:
+        UserError: a model that is no text model, or a mesh that does not fit the devices.
+    """
+    import jax
+
+    from convt5 import cost_report, optimizer, sharding
+    from convt5.architecture import ConvT5Config
+
+    model, data = settings["model"], settings.get("train_data")
+    if not isinstance(model, ConvT5Config):
+        raise errors.UserError(
+            f"model={type(model).__name__} is no ConvT5Config; inspect describes text models, so "
+            "bind MODEL = @architecture.ConvT5Config()."
+        )
+
+    chosen = {
+        setting: _first_known(flags.get(setting), getattr(data, setting, None), default)
+        for setting, default in DEFAULTS.items()
+    }
+    _check_lengths(model, chosen)
+    devices = _first_known(flags.get("devices"), jax.device_count())
+    mesh = settings.get("mesh") or sharding.MeshConfig()
+    return cost_report.Subject(
+        name=name,
+        config=model,
+        **chosen,
+        grad_accum_steps=settings.get("grad_accum_steps", 1),
+        optimizer=settings.get("optimizer") or optimizer.AdafactorConfig(),
+        mesh=mesh.sizes(devices),
+        rules=settings.get("sharding_rules", sharding.TEXT_RULES),
+        assumed=() if data else _assumed(flags),
+    )
+
+
+def decoded_examples(settings: Mapping[str, Any], num: int) -> list[dict[str, Any]]:
+    """Returns the first training examples: their text with sentinels as <1>, <2>, ..., and ids.
+
+    Raises:
+        UserError: the gin files describe no training data.
+    """
+    if settings.get("train_data") is None:
+        raise errors.UserError(
+            f"examples={num} needs training data, but the gin files describe a model alone; give a "
+            "run, such as --gin_file=gin/runs/quickstart.gin."
+        )
+    from convt5 import samples
+
+    batches = settings["train_data"].build(process_index=0, process_count=1)
+    found: list[dict[str, Any]] = []
+    while len(found) < num:
+        batch = next(batches, None)
+        if batch is None:
+            break
+        for example in samples.span_examples(batch):
+            found.append(
+                {
+                    "source": samples.render(example.source, batches.vocabulary),
+                    "target": samples.render(example.target, batches.vocabulary),
+                    "source_ids": example.source.tolist(),
+                    "target_ids": example.target.tolist(),
+                }
+            )
+    return found[:num]
+
+
+def _examples_section(examples: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not examples:
+        return []
+    parts = [
+        f"  example {i} ({len(example['source_ids'])} source, {len(example['target_ids'])} target "
+        f"tokens)\n    source: {example['source']}\n    target: {example['target']}"
+        for i, example in enumerate(examples, start=1)
+    ]
+    return ["\n".join(["Training examples (<1>, <2>, ... are sentinels)", *parts])]
+
+
+def _unneeded(bound: Sequence[gin_files.Binding], bindings: Sequence[str]) -> list[str]:
+    """A run directory where one is required but not given: inspecting writes nothing."""
+    required = gin_files.Macro(gin_files.REQUIRED)
+    values = {b.selector: b.value for b in bound if b.is_macro}
+    given = any(binding.partition("=")[0].strip() == "RUN_DIR" for binding in bindings)
+    return [] if given or values.get("RUN_DIR") != required else ["RUN_DIR=unused"]
+
+
+def _assumed(flags: Mapping[str, Any]) -> tuple[str, ...]:
+    assumed = (f"{name} {value}" for name, value in DEFAULTS.items() if flags.get(name) is None)
+    return (*assumed, "Adafactor")
+
+
+def _first_known(*values: int | None) -> int:
+    return next(value for value in values if value is not None)
+
+
+def _check_positive(flags: Mapping[str, Any]) -> None:
+    errors.raise_all(
+        [
+            f"--{name}={value} must be at least 1."
+            for name, value in flags.items()
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1
+        ],
+        where="flags",
+    )
+
+
+def _check_lengths(model: Any, lengths: Mapping[str, int]) -> None:
+    errors.raise_all(
+        [
+            f"{name}={length} is longer than max_positions={model.max_positions}, the rows of the "
+            f"learned position table; give --{name} up to that, or raise max_positions."
+            for name, length in lengths.items()
+            if model.positions == "learned" and length > model.max_positions
+        ],
+        where="lengths",
+    )
+
+
+if __name__ == "__main__":
+    command_line.run(main)

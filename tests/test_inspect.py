@@ -1,0 +1,247 @@
+"""`python -m convt5.inspect`: the report as text and JSON, its examples and its messages."""
+
+import json
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from convt5 import cost_report, costs, inspect
+from convt5.errors import UserError
+from convt5.optimizer import AdamWConfig
+from convt5.sharding import TEXT_RULES, Rule
+
+WAVENET = """
+from __gin__ import dynamic_registration
+from convt5 import architecture
+
+MODEL = @architecture.ConvT5Config()
+MODEL_NAME = 'little_wavenet'
+architecture.ConvT5Config.vocab_size = 256
+architecture.ConvT5Config.emb_dim = 16
+architecture.ConvT5Config.mlp_dim = 32
+architecture.ConvT5Config.num_heads = 4
+architecture.ConvT5Config.head_dim = 4
+architecture.ConvT5Config.encoder = @encoder/architecture.StackConfig()
+architecture.ConvT5Config.decoder = @decoder/architecture.StackConfig()
+architecture.StackConfig.num_layers = 3
+architecture.StackConfig.mixing = 'depthwise'
+architecture.StackConfig.kernel_size = 2
+architecture.StackConfig.dilation = [1, 2, 4]
+encoder/architecture.StackConfig.attention_layers = [-1]
+"""
+
+
+@pytest.fixture
+def gin_file(tmp_path) -> str:
+    path = tmp_path / "little_wavenet.gin"
+    path.write_text(WAVENET)
+    return f"--gin_file={path}"
+
+
+def as_json(capsys, *argv: str) -> dict:
+    assert inspect.main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def little_subject(gin_file: str, **changes) -> cost_report.Subject:
+    settings, name = inspect.read_settings([gin_file.removeprefix("--gin_file=")], [])
+    values = {
+        "name": name,
+        "config": settings["model"],
+        "encoder_length": 32,
+        "decoder_length": 16,
+        "batch_size": 8,
+        "grad_accum_steps": 1,
+        "optimizer": AdamWConfig(),
+        "mesh": (1, 1, 1),
+    }
+    return cost_report.Subject(**{**values, **changes})
+
+
+def table_rows(text: str, title: str) -> list[str]:
+    """The lines of the table under a title, its head left out."""
+    after = text[text.index(title) :].splitlines()[2:]
+    return after[: after.index("")]
+
+
+def test_layer_table_shows_receptive_fields_that_double(gin_file, capsys):
+    inspect.main([gin_file])
+    rows = [row.split() for row in table_rows(capsys.readouterr().out, "Layers, bottom first")]
+    decoder = [row for row in rows if row[0] == "decoder"]
+    assert [row[1] for row in decoder] == ["0", "1", "2"]
+    assert [" ".join(row[6:9]) for row in decoder] == ["-1 .. 0", "-3 .. 0", "-7 .. 0"]
+    assert [row[9] for row in decoder] == ["2", "4", "8"]
+    encoder = [row for row in rows if row[0] == "encoder"]
+    assert encoder[-1][2:6] == ["attention", "-", "-", "-"]
+    assert "all" in encoder[-1]
+
+
+def test_columns_are_aligned():
+    text = cost_report.aligned([("name", "size"), ("a", "1,000"), ("long name", "1")])
+    assert text.splitlines() == ["  name        size", "  a          1,000", "  long name      1"]
+
+
+def test_json_says_the_same_to_programs(gin_file, capsys):
+    report = as_json(capsys, gin_file, "--encoder_length=64", "--batch_size=16", "--devices=4")
+    assert report["model"] == "little_wavenet"
+    assert (report["encoder_length"], report["decoder_length"]) == (64, 114)
+    assert report["receptive_field"]["decoder"] == {"left": 7, "right": 0, "size": 8}
+    assert report["receptive_field"]["encoder"]["size"] is None
+    assert report["training_flops_per_step"] == 16 * report["training_flops_per_example"]
+    assert report["parameters"] == sum(report["parameters_by_part"].values())
+    held = sum(int(np.prod(parameter["shape"])) for parameter in report["sharding"])
+    assert report["parameters"] == held
+    assert report["mesh"] == {"data": 4, "fsdp": 1, "tensor": 1}
+
+
+def test_memory_per_device_shrinks_where_the_mesh_splits(gin_file):
+    def report(**changes):
+        return cost_report.make_report(little_subject(gin_file, **changes)).memory
+
+    one = report()
+    assert report(mesh=(4, 1, 1)).parameters == one.parameters
+    assert report(mesh=(4, 1, 1)).activations == one.activations / 4
+    assert report(grad_accum_steps=2).activations == one.activations / 2
+    assert report(mesh=(1, 4, 1)).parameters < 0.3 * one.parameters
+    assert report(mesh=(1, 4, 1)).optimizer < 0.3 * one.optimizer
+    assert report(mesh=(1, 1, 4)).logits == one.logits / 4
+
+
+def test_memory_on_one_device_is_that_of_the_closed_form(gin_file):
+    subject = little_subject(gin_file)
+    memory = cost_report.make_report(subject).memory
+    expected = costs.training_memory(
+        subject.config, AdamWConfig(), rows=8, encoder_length=32, decoder_length=16
+    )
+    # The state of training also counts its steps.
+    assert memory.total == pytest.approx(expected.total, rel=1e-3)
+    assert memory.activations == expected.activations
+
+
+def test_sharding_table_joins_equal_layers(gin_file, capsys):
+    inspect.main([gin_file, "--devices=8"])
+    rows = table_rows(capsys.readouterr().out, "Sharding (8 devices: data=8, fsdp=1, tensor=1)")
+    by_name = {row.split()[0]: " ".join(row.split()[1:]) for row in rows}
+    assert by_name["encoder/layers/{0-2}/mlp/wi/kernel"] == "16 x 32 fsdp, tensor 16 x 32"
+    assert by_name["encoder/layers/{0-1}/mixing/kernel"] == "2 x 16 -, tensor 2 x 16"
+    assert "encoder/layers/2/mixing/query/kernel" in by_name
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([3], "3"), ([0, 1, 2], "{0-2}"), ([0, 1, 2, 5], "{0-2,5}"), ([], "")]
+)
+def test_layer_numbers_are_written_as_ranges(numbers, text):
+    assert cost_report._ranges(numbers) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (312, "312 B"), (999.6, "1 kB"), (12_340, "12.3 kB"), (7.891e9, "7.89 GB")],
+)
+def test_sizes_are_written_for_people(size, text):
+    assert cost_report.short_bytes(size) == text
+
+
+def test_what_the_configuration_does_not_say_is_said_to_be_assumed(gin_file, capsys):
+    report = as_json(capsys, gin_file, "--encoder_length=64", "--batch_size=16")
+    assert report["assumed"] == ["decoder_length 114", "Adafactor"]
+
+
+class ThreeRows:
+    """Stands for a data iterator: one packed batch of byte-like ids, then the end."""
+
+    vocabulary = types.SimpleNamespace(
+        vocab_size=20, extra_ids=2, eos_id=1, decode=lambda ids: "".join(chr(95 + i) for i in ids)
+    )
+
+    def __init__(self):
+        self._batches = iter(
+            [
+                {
+                    "encoder_input_tokens": np.array([[2, 3, 19, 1, 4, 19], [5, 6, 19, 1, 0, 0]]),
+                    "decoder_target_tokens": np.array([[19, 7, 1, 19, 8, 1], [19, 9, 1, 0, 0, 0]]),
+                    "encoder_segment_ids": np.array([[1, 1, 1, 1, 2, 2], [1, 1, 1, 1, 0, 0]]),
+                    "decoder_segment_ids": np.array([[1, 1, 1, 2, 2, 2], [1, 1, 1, 0, 0, 0]]),
+                }
+            ]
+        )
+
+    def __next__(self):
+        return next(self._batches)
+
+
+def test_examples_are_decoded_and_taken_out_of_packed_rows():
+    data = types.SimpleNamespace(build=lambda process_index, process_count: ThreeRows())
+    examples = inspect.decoded_examples({"train_data": data}, 5)
+    assert [(e["source"], e["target"]) for e in examples] == [
+        ("ab<1>", "<1>f"),
+        ("c<1>", "<1>g"),
+        ("de<1>", "<1>h"),
+    ]
+    assert examples[1]["source_ids"] == [4, 19]
+    assert len(inspect.decoded_examples({"train_data": data}, 1)) == 1
+
+
+def test_examples_without_data_say_what_to_give(gin_file):
+    with pytest.raises(UserError, match=r"examples=2 needs training data.*quickstart\.gin"):
+        inspect.main([gin_file, "--examples=2"])
+
+
+def test_mesh_that_does_not_divide_heads_is_refused(gin_file):
+    binding = "--gin.sharding.MeshConfig.tensor=8"
+    with pytest.raises(UserError, match="has no effect"):
+        inspect.main([gin_file, binding])  # A model file alone builds no mesh.
+    subject = little_subject(gin_file, mesh=(1, 1, 8))
+    with pytest.raises(UserError, match="num_heads=4 must be a multiple of tensor=8"):
+        cost_report.make_report(subject)
+
+
+def test_rule_that_matches_nothing_is_refused(gin_file):
+    subject = little_subject(gin_file, rules=[Rule("no_such_parameter"), *TEXT_RULES])
+    with pytest.raises(UserError, match="no_such_parameter"):
+        cost_report.make_report(subject)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--encoder_length=0"], "--encoder_length=0 must be at least 1"),
+        (["--devices=-1"], "--devices=-1 must be at least 1"),
+        (["--example=3"], "Did you mean"),
+        (["--gin.architecture.ConvT5Config.emb_dims=3"], "emb_dim"),
+    ],
+)
+def test_wrong_arguments_are_explained(gin_file, argv, message):
+    with pytest.raises(UserError, match=message):
+        inspect.main([gin_file, *argv])
+
+
+def test_rows_longer_than_learned_positions_are_refused(gin_file):
+    learned = [
+        "--gin.architecture.ConvT5Config.positions=learned",
+        "--gin.architecture.ConvT5Config.max_positions=256",
+    ]
+    with pytest.raises(UserError, match="encoder_length=512 is longer than max_positions=256"):
+        inspect.main([gin_file, *learned])
+
+
+def test_command_runs_without_tensorflow_and_exits_with_zero(gin_file):
+    refuse = (
+        "import sys\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('tensorflow', 'seqio', 't5', 'tensorflow_datasets'):\n"
+        "            raise ImportError('refused: ' + name)\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        "import runpy\n"
+        f"sys.argv = ['inspect', {gin_file!r}]\n"
+        "runpy.run_module('convt5.inspect', run_name='__main__')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", refuse], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Model little_wavenet" in done.stdout
