@@ -321,7 +321,7 @@ def _no_beams(state, inputs: SearchInputs, strategy: BeamSearch, dtype) -> _Beam
         # All beams are the same start token; one of them is enough.
         log_probs=absent.at[:, 0].set(0.0),
         results=Found(tokens, jnp.zeros(shape, jnp.int32), absent, absent, jnp.zeros(shape, bool)),
-        done=inputs.max_lengths <= 0,
+        done=jnp.asarray(inputs.max_lengths) <= 0,
     )
 
 

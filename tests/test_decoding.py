@@ -1,0 +1,625 @@
+"""Decoding: stepping equals teacher forcing, searches equal their definitions, rows stay apart."""
+
+import itertools
+import json
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from convt5 import decoding
+from convt5.architecture import ConvT5Config, StackConfig
+from convt5.decoding import BeamSearch, Greedy, Sampling, bucket_size, decode, score
+from convt5.errors import UserError
+from convt5.model import ConvT5
+
+VOCAB = 16
+END = 1
+
+# Few layers: compiling is what these tests spend their time on.
+ENCODER = StackConfig(num_layers=1, mixing="lightweight", kernel_size=3)
+DECODERS = {
+    "attention": {"num_layers": 1, "mixing": "attention"},
+    "depthwise": {"num_layers": 1, "mixing": "depthwise", "kernel_size": 4},
+    "lightweight": {"num_layers": 1, "mixing": "lightweight", "num_kernels": 2},
+    "dynamic": {"num_layers": 1, "mixing": "dynamic", "num_kernels": 2, "kernel_size": 3},
+    "dilated": {
+        "num_layers": 2,
+        "mixing": "depthwise",
+        "kernel_size": (2, 3),
+        "dilation": (1, 4),
+    },
+    "hybrid": {"num_layers": 2, "mixing": ("attention", "dynamic"), "num_kernels": 4},
+    "released": {
+        "num_layers": 1,
+        "mixing": "dynamic",
+        "kernel_size": 5,
+        "pointwise": True,
+        "projection_bias": True,
+        "predictor_bias": True,
+        "conv_bias": True,
+    },
+}
+
+
+def tiny_model(variant: str = "dynamic", *, seed: int = 0, **overrides) -> ConvT5:
+    settings = {
+        "vocab_size": VOCAB,
+        "emb_dim": 8,
+        "mlp_dim": 16,
+        "num_heads": 2,
+        "head_dim": 4,
+        "encoder": ENCODER,
+        "decoder": StackConfig(**DECODERS[variant]),
+        "dtype": "float32",
+        "tie_output": False,
+        "positions": "relative" if variant in ("attention", "hybrid") else "none",
+    }
+    return ConvT5Config(**{**settings, **overrides}).build(jax.random.key(seed))
+
+
+def sources(seed: int = 0, batch: int = 3, length: int = 7, vocab: int = VOCAB) -> np.ndarray:
+    """Rows of random tokens, each shorter than the one before."""
+    tokens = np.random.default_rng(seed).integers(2, vocab, (batch, length), dtype=np.int32)
+    return np.where(np.arange(length)[None] < length - np.arange(batch)[:, None], tokens, 0)
+
+
+def shifted(targets: np.ndarray) -> np.ndarray:
+    return np.pad(targets[:, :-1], ((0, 0), (1, 0)))
+
+
+teacher_forced = jax.jit(ConvT5.__call__)
+
+
+@jax.jit
+def stepwise_logits(model, source, decoder_inputs):
+    segment_ids = (source != 0).astype(jnp.int32)
+    state = model.init_decoding(
+        model.encode(source, segment_ids=segment_ids),
+        encoder_segment_ids=segment_ids,
+        length=decoder_inputs.shape[1],
+    )
+
+    def step(state, tokens):
+        logits, state = model.decode_step(state, tokens)
+        return state, logits
+
+    return jnp.moveaxis(jax.lax.scan(step, state, decoder_inputs.T)[1], 0, 1)
+
+
+SINGLE_LAYER = st.fixed_dictionaries(
+    {
+        "mixing": st.sampled_from(["attention", "depthwise", "lightweight", "dynamic"]),
+        "kernel_size": st.integers(1, 6),
+        "dilation": st.sampled_from([1, 2, 5]),
+        "heads": st.sampled_from([None, 1, 4]),
+    }
+)
+
+
+@st.composite
+def configs(draw) -> ConvT5Config:
+    """Models whose two decoder layers differ in everything a layer may choose."""
+    layers = draw(st.lists(SINGLE_LAYER, min_size=2, max_size=2))
+    decoder = StackConfig(
+        num_layers=2,
+        mixing=[layer["mixing"] for layer in layers],
+        kernel_size=[layer["kernel_size"] for layer in layers],
+        dilation=[layer["dilation"] for layer in layers],
+        num_kernels=[
+            None if layer["mixing"] == "depthwise" else layer["heads"] for layer in layers
+        ],
+        input_projection=draw(st.sampled_from(["gated", "linear", "none"])),
+        pointwise=draw(st.booleans()),
+        output_projection=draw(st.booleans()),
+        projection_bias=draw(st.booleans()),
+        conv_bias=draw(st.booleans()),
+    )
+    return ConvT5Config(
+        vocab_size=VOCAB,
+        emb_dim=8,
+        mlp_dim=8,
+        num_heads=2,
+        head_dim=4,
+        encoder=ENCODER,
+        decoder=decoder,
+        dtype="float32",
+        layer_order=draw(st.sampled_from(["pre", "branch", "post"])),
+        norm=draw(st.sampled_from(["rms", "layer"])),
+        mlp=draw(st.sampled_from(["relu", "gated_gelu"])),
+        tie_output=draw(st.booleans()),
+        positions=draw(st.sampled_from(["none", "learned", "relative"])),
+        max_positions=12,
+        hide_start_token=draw(st.booleans()),
+    )
+
+
+def check_stepping(config: ConvT5Config) -> None:
+    model = config.build(jax.random.key(1))
+    source = sources()
+    decoder_inputs = shifted(np.random.default_rng(2).integers(0, VOCAB, (3, 11), dtype=np.int32))
+    forced = teacher_forced(model, source, decoder_inputs)
+    scale = max(1.0, float(np.abs(forced).max()))
+    np.testing.assert_allclose(
+        stepwise_logits(model, source, decoder_inputs), forced, atol=2e-5 * scale
+    )
+
+
+@hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
+@hypothesis.given(configs())
+def test_stepping_equals_teacher_forcing_for_drawn_models(config):
+    check_stepping(config)
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.given(configs())
+def test_stepping_equals_teacher_forcing_for_many_drawn_models(config):
+    check_stepping(config)
+
+
+@pytest.mark.parametrize("variant", ["dilated", "hybrid"])
+def test_packed_teacher_forcing_equals_stepping_each_example(variant):
+    model = tiny_model(variant)
+    source, target = sources(batch=2), sources(1, batch=2, length=6)
+    segments = np.array([1] * 7 + [2] * 6, np.int32)[None]
+    target_segments = np.array([1] * 6 + [2] * 5, np.int32)[None]
+    packed = teacher_forced(
+        model,
+        np.concatenate([source[:1], source[1:, :6]], axis=1),
+        np.concatenate([shifted(target[:1]), shifted(target[1:, :5])], axis=1),
+        encoder_segment_ids=segments,
+        decoder_segment_ids=target_segments,
+    )
+    stepped = stepwise_logits(model, source, shifted(target))
+    np.testing.assert_allclose(packed[0, :6], stepped[0], atol=2e-5)
+    np.testing.assert_allclose(packed[0, 6:], stepped[1, :5], atol=2e-5)
+
+
+@pytest.mark.parametrize("variant", DECODERS)
+def test_greedy_takes_the_likeliest_token_of_teacher_forcing(variant):
+    model, source = tiny_model(variant), sources()
+    found = decode(model, source, max_length=9, end_id=VOCAB - 1)
+    logits = teacher_forced(model, source, shifted(found.tokens[:, 0]))
+    for row, length in enumerate(found.lengths[:, 0]):
+        best = np.argmax(logits[row], axis=-1)
+        np.testing.assert_array_equal(found.tokens[row, 0, :length], best[:length])
+        np.testing.assert_array_equal(found.tokens[row, 0, length:], 0)
+
+
+@pytest.mark.parametrize("variant", ["dilated", "released", "hybrid"])
+def test_beam_scores_are_those_of_scoring_the_results(variant):
+    model, source = tiny_model(variant), sources()
+    found = decode(model, source, max_length=9, strategy=BeamSearch(beam_size=3))
+    again = score(model, source, found.tokens, lengths=found.lengths, length_penalty=1.0)
+    np.testing.assert_allclose(found.scores, again.scores, atol=2e-5)
+    np.testing.assert_allclose(found.log_probs, again.log_probs, atol=1e-4)
+    assert np.all(np.diff(found.scores, axis=1) <= 0)
+
+
+@pytest.mark.parametrize("strategy", [Greedy(), Sampling(num_results=2, top_p=0.9)])
+def test_drawn_scores_are_those_of_scoring_the_results(strategy):
+    model, source = tiny_model(), sources()
+    found = decode(model, source, max_length=9, strategy=strategy, key=jax.random.key(3))
+    again = score(model, source, found.tokens, lengths=found.lengths)
+    np.testing.assert_allclose(found.scores, again.scores, atol=1e-4)
+
+
+def test_double_precision_scores_agree_to_double_precision(x64):
+    model, source = tiny_model(dtype="float64"), sources()
+    found = decode(model, source, max_length=5, strategy=BeamSearch(beam_size=2))
+    again = score(model, source, found.tokens, lengths=found.lengths, length_penalty=1.0)
+    assert found.scores.dtype == np.float64
+    # Parameters and lengths are float32; what is computed from them is not.
+    np.testing.assert_allclose(found.scores, again.scores, rtol=1e-12)
+
+
+@pytest.mark.parametrize("variant", ["dynamic", "attention"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_one_beam_is_greedy_search(variant, seed):
+    model, source = tiny_model(variant, seed=seed), sources(seed, batch=6, length=8)
+    greedy = decode(model, source, max_length=12)
+    beam = decode(model, source, max_length=12, strategy=BeamSearch(beam_size=1))
+    np.testing.assert_array_equal(beam.tokens, greedy.tokens)
+    np.testing.assert_array_equal(beam.lengths, greedy.lengths)
+    np.testing.assert_array_equal(beam.ended, greedy.ended)
+    np.testing.assert_allclose(beam.log_probs, greedy.log_probs, atol=1e-5)
+
+
+def all_sequences(vocab: int, length: int):
+    """Every sequence that ends, or is cut at `length`."""
+    others = [token for token in range(vocab) if token != END]
+    for inner in range(length):
+        for start in itertools.product(others, repeat=inner):
+            yield (*start, END)
+    yield from itertools.product(others, repeat=length)
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 0.6, 2.0])
+def test_a_wide_beam_finds_the_best_of_all_sequences(length_penalty):
+    model, source = tiny_model(vocab_size=5), sources(vocab=5, batch=1)
+    every = list(all_sequences(5, 3))
+    targets = np.array([[s + (0,) * (3 - len(s)) for s in every]], np.int32)
+    lengths = np.array([[len(s) for s in every]], np.int32)
+    scores = score(model, source, targets, lengths=lengths, length_penalty=length_penalty).scores
+    order = np.argsort(-scores[0])[:10]
+    # As many beams as unfinished sequences exist, so that nothing is ever dropped.
+    found = decode(
+        model,
+        source,
+        max_length=3,
+        strategy=BeamSearch(
+            beam_size=64, num_results=10, length_penalty=length_penalty, early_stopping="never"
+        ),
+    )
+    np.testing.assert_allclose(found.scores[0], scores[0, order], atol=1e-5)
+    np.testing.assert_array_equal(found.tokens[0], targets[0, order])
+
+
+def test_absent_results_are_empty():
+    model, source = tiny_model(vocab_size=3), sources(vocab=3, batch=1)
+    found = decode(model, source, max_length=1, strategy=BeamSearch(beam_size=5))
+    np.testing.assert_array_equal(np.isfinite(found.scores[0]), [True, True, True, False, False])
+    np.testing.assert_array_equal(found.lengths[0], [1, 1, 1, 0, 0])
+    assert sorted(found.tokens[0, :3, 0]) == [0, 1, 2]
+    assert not found.tokens[0, 3:].any()
+
+
+STRATEGIES = {
+    "greedy": Greedy(),
+    "sampling": Sampling(temperature=0.8, top_k=8, top_p=0.95, num_results=2),
+    "beam": BeamSearch(beam_size=3, length_penalty=0.6),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_row_depends_neither_on_its_neighbours_nor_on_padding(strategy):
+    model, source = tiny_model("hybrid"), sources(batch=4, length=9)
+    keys = jax.random.split(jax.random.key(0), 4)
+    settings = {"max_length": 9, "strategy": STRATEGIES[strategy]}
+    together = decode(model, source, key=keys, **settings)
+    alone = decode(model, np.pad(source[2:3, :7], ((0, 0), (0, 30))), key=keys[2:3], **settings)
+    np.testing.assert_array_equal(alone.tokens[0], together.tokens[2])
+    np.testing.assert_array_equal(alone.lengths[0], together.lengths[2])
+    np.testing.assert_allclose(alone.scores[0], together.scores[2], atol=1e-5)
+
+
+def test_max_length_only_cuts_a_greedy_result():
+    model, source = tiny_model(), sources()
+    long = decode(model, source, max_length=20)
+    short = decode(model, source, max_length=5)
+    np.testing.assert_array_equal(short.tokens, long.tokens[:, :, :5])
+    np.testing.assert_array_equal(short.ended, long.ended & (long.lengths <= 5))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_row_keeps_its_own_maximum_length(strategy):
+    model, source = tiny_model(), sources(batch=4)
+    settings = {"max_length": 9, "strategy": STRATEGIES[strategy], "key": jax.random.key(0)}
+    limits = np.array([0, 2, 9, 5])
+    found = decode(model, source, max_lengths=limits, end_id=VOCAB - 1, **settings)
+    assert np.all(found.lengths <= limits[:, None])
+    assert not np.any(found.ended & (found.lengths == 0))
+    assert np.all(found.scores[0] == -np.inf)
+    unlimited = decode(model, source, end_id=VOCAB - 1, **settings)
+    np.testing.assert_array_equal(found.tokens[2], unlimited.tokens[2])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_forced_prefix_begins_every_result_and_is_not_scored(strategy):
+    model, source = tiny_model("hybrid"), sources()
+    prefix = np.array([[5, 6, 7], [0, 0, 0], [9, 0, 0]], np.int32)
+    lengths = np.array([3, 0, 1], np.int32)
+    chosen = STRATEGIES[strategy]
+    settings = {"strategy": chosen, "key": jax.random.key(0)}
+    found = decode(model, source, max_length=9, prefix=prefix, **settings)
+    for row, length in enumerate(lengths):
+        want = np.broadcast_to(prefix[row, :length], (found.tokens.shape[1], length))
+        np.testing.assert_array_equal(found.tokens[row, :, :length], want)
+    again = score(
+        model,
+        source,
+        found.tokens,
+        lengths=found.lengths,
+        prefix_lengths=lengths,
+        length_penalty=getattr(chosen, "length_penalty", 0.0),
+    )
+    np.testing.assert_allclose(found.scores, again.scores, atol=1e-4)
+    free = decode(model, source, max_length=9, **settings)
+    np.testing.assert_array_equal(found.tokens[1], free.tokens[1])
+
+
+def test_forcing_what_greedy_chooses_changes_nothing():
+    model, source = tiny_model(), sources()
+    free = decode(model, source, max_length=9, end_id=VOCAB - 1)
+    prefix = np.where(np.arange(9)[None] < 2, free.tokens[:, 0], 0)
+    forced = decode(model, source, max_length=9, end_id=VOCAB - 1, prefix=prefix)
+    np.testing.assert_array_equal(forced.tokens, free.tokens)
+
+
+class CountingModel(ConvT5):
+    """Calls back once for every decoding step that runs."""
+
+    def decode_step(self, state, tokens, *, hide_start_token=None):
+        jax.debug.callback(lambda: self.steps.append(1))
+        return super().decode_step(state, tokens, hide_start_token=hide_start_token)
+
+    steps: list = []  # noqa: RUF012
+
+
+@pytest.mark.parametrize("strategy", [Greedy(), BeamSearch(beam_size=2, early_stopping=True)])
+def test_decoding_stops_when_all_rows_have_ended(strategy):
+    config = tiny_model().config
+    model = CountingModel(config, key=jax.random.key(0))
+    source = sources()
+    CountingModel.steps.clear()
+    limits = np.array([2, 4, 3])
+    decode(model, source, max_length=64, max_lengths=limits, strategy=strategy, end_id=VOCAB - 1)
+    jax.effects_barrier()
+    assert 1 <= len(CountingModel.steps) <= 4
+
+
+def test_shapes_share_bounded_compilations():
+    model = tiny_model("lightweight")
+    compiled = decoding._search._cache_size()
+    for batch, length, longest in itertools.product((3, 4), (9, 11, 12), (13, 16)):
+        decode(model, sources(batch=batch, length=length), max_length=longest)
+    # Two batch buckets (3 and 4), one source bucket (12), one result bucket (16).
+    assert decoding._search._cache_size() - compiled == 2
+
+
+@hypothesis.given(st.integers(0, 10**6))
+def test_buckets_hold_their_counts_and_are_few(count):
+    size = bucket_size(count)
+    assert count <= size <= max(1, 1.5 * count)
+    assert bucket_size(size) == size
+
+
+def test_buckets_grow_with_the_logarithm():
+    assert sorted({bucket_size(n) for n in range(1, 25)}) == [1, 2, 3, 4, 6, 8, 12, 16, 24]
+    assert len({bucket_size(n) for n in range(1, 4097)}) == 24
+
+
+def test_learned_positions_bound_the_buckets():
+    model = tiny_model(positions="learned", max_positions=10)
+    found = decode(model, sources(length=10), max_length=10)
+    assert found.tokens.shape == (3, 1, 10)
+    with pytest.raises(UserError, match=r"11 tokens is longer than max_positions=10"):
+        decode(model, sources(length=10), max_length=11)
+    with pytest.raises(UserError, match=r"11 tokens is longer than max_positions=10"):
+        decode(model, sources(length=11), max_length=10)
+
+
+@pytest.mark.parametrize("strategy", [Sampling(top_k=1), Sampling(top_p=1e-6)])
+def test_sampling_among_one_token_is_greedy(strategy):
+    model, source = tiny_model(), sources()
+    drawn = decode(model, source, max_length=9, strategy=strategy, key=jax.random.key(0))
+    np.testing.assert_array_equal(drawn.tokens, decode(model, source, max_length=9).tokens)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "allowed"),
+    [
+        (Sampling(num_results=2048, temperature=0.5), lambda p: np.ones_like(p, bool)),
+        (Sampling(num_results=2048, top_k=4), lambda p: np.argsort(np.argsort(-p)) < 4),
+        (
+            Sampling(num_results=2048, top_p=0.5),
+            lambda p: np.array([p[p > x].sum() < 0.5 for x in p]),
+        ),
+    ],
+)
+def test_samples_follow_the_distribution_that_was_asked_for(strategy, allowed):
+    model, source = tiny_model(), sources(batch=1)
+    start = np.zeros((1, 1), np.int32)
+    logits = np.asarray(teacher_forced(model, source, start))[0, 0] / strategy.temperature
+    probabilities = np.asarray(jax.nn.softmax(logits))
+    kept = allowed(probabilities)
+    wanted = np.where(kept, probabilities, 0) / probabilities[kept].sum()
+    drawn = decode(model, source, max_length=1, strategy=strategy, key=jax.random.key(7))
+    counts = np.bincount(drawn.tokens[0, :, 0], minlength=VOCAB)
+    assert not counts[~kept].any()
+    # Five standard deviations of a frequency among 2048 draws.
+    np.testing.assert_allclose(counts / 2048, wanted, atol=5 * 0.5 / np.sqrt(2048))
+
+
+def test_the_same_key_draws_the_same_and_another_key_does_not():
+    model, source = tiny_model(), sources()
+
+    def draw(seed):
+        key = jax.random.key(seed)
+        return decode(model, source, max_length=9, strategy=Sampling(), key=key).tokens
+
+    np.testing.assert_array_equal(draw(0), draw(0))
+    assert not np.array_equal(draw(0), draw(1))
+
+
+def test_hide_start_token_can_be_overridden():
+    hiding = tiny_model("released", hide_start_token=True, seed=3)
+    graph, _ = nnx.split(tiny_model("released", hide_start_token=False))
+    showing = nnx.merge(graph, nnx.state(hiding))
+    settings = {"max_length": 9, "strategy": BeamSearch(beam_size=2)}
+    original = decode(hiding, sources(), hide_start_token=False, **settings)
+    np.testing.assert_array_equal(original.scores, decode(showing, sources(), **settings).scores)
+    assert not np.array_equal(original.scores, decode(hiding, sources(), **settings).scores)
+
+
+def test_bfloat16_models_decode_with_float32_scores():
+    found = decode(tiny_model(dtype="bfloat16"), sources(), max_length=5, strategy=BeamSearch())
+    assert found.scores.dtype == np.float32
+    assert np.all(np.isfinite(found.scores))
+
+
+@pytest.mark.parametrize("strategy", ["sampling", "beam"])
+def test_rows_spread_over_devices_decode_alike(strategy):
+    model, source = tiny_model(), sources(batch=5)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor"))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    settings = {"max_length": 9, "strategy": STRATEGIES[strategy], "key": jax.random.key(0)}
+    spread = decode(jax.device_put(model, whole), source, batch_sharding=rows, **settings)
+    one = decode(model, source, **settings)
+    np.testing.assert_array_equal(spread.tokens, one.tokens)
+    np.testing.assert_allclose(spread.scores, one.scores, atol=1e-5)
+
+
+def test_rows_spread_over_devices_score_alike():
+    model, source = tiny_model(), sources(batch=5)
+    targets = sources(1, batch=5, length=9)[:, None]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor"))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    spread = score(model, source, targets, batch_sharding=rows)
+    np.testing.assert_allclose(spread.scores, score(model, source, targets).scores, atol=1e-4)
+
+
+def test_an_empty_batch_has_no_results():
+    found = decode(tiny_model(), np.zeros((0, 4), np.int32), max_length=3)
+    assert found.tokens.shape == (0, 1, 3)
+    scores = score(tiny_model(), np.zeros((0, 4), np.int32), found.tokens)
+    assert scores.scores.shape == (0, 1)
+
+
+def test_an_empty_source_decodes_like_any_other():
+    model = tiny_model()
+    found = decode(model, np.zeros((2, 0), np.int32), max_length=3)
+    padded = decode(model, np.zeros((2, 40), np.int32), max_length=3)
+    np.testing.assert_array_equal(found.tokens, padded.tokens)
+
+
+def test_scoring_ranks_labels_of_a_row():
+    model, source = tiny_model(), sources(batch=2)
+    labels = np.broadcast_to(np.array([[5, 1, 0], [6, 7, 1], [8, 1, 0]]), (2, 3, 3))
+    scores = score(model, source, labels)
+    for choice in range(3):
+        alone = score(model, source, labels[:, choice : choice + 1])
+        np.testing.assert_allclose(scores.scores[:, choice], alone.scores[:, 0], atol=1e-5)
+    np.testing.assert_array_equal(scores.token_log_probs[:, [0, 2], 2], 0)
+    assert np.all(scores.token_log_probs[:, 1] < 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": 0.0}, "temperature=0.0 must be above 0; use Greedy"),
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"top_p": 0.0}, r"top_p=0.0 must be in \(0, 1\]"),
+        ({"num_results": 0}, "num_results=0 must be at least 1"),
+        ({"top_k": 0, "top_p": 2.0}, "2 faults"),
+    ],
+)
+def test_faulty_sampling_is_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        Sampling(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"beam_size": 0}, "beam_size=0 must be at least 1"),
+        ({"beam_size": 2, "num_results": 3}, "num_results=3 must be between 1 and beam_size=2"),
+        ({"early_stopping": "often"}, "early_stopping='often' must be True, False or 'never'"),
+    ],
+)
+def test_faulty_beam_search_is_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        BeamSearch(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_length": 0}, "max_length=0 must be at least 1 token"),
+        ({"max_lengths": np.array([1, 2, 9])}, "max_lengths runs from 1 to 9"),
+        ({"prefix": np.full((3, 4), 5)}, "prefix of row 0 has 4 tokens, which leaves nothing"),
+        ({"prefix": np.array([[0, 5]] * 3)}, "holds padding"),
+        ({"prefix": np.array([[END]] * 3)}, "prefix holds the end token 1"),
+        ({"prefix": np.array([[VOCAB]] * 3)}, "prefix holds the id 16"),
+        ({"strategy": Sampling()}, "key=None with Sampling"),
+        (
+            {"strategy": Sampling(), "key": jax.random.split(jax.random.key(0), 2)},
+            r"key has shape \(2,\) for 3 rows",
+        ),
+    ],
+)
+def test_contradictory_requests_are_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        decode(tiny_model(), sources(), **{"max_length": 4, **settings})
+
+
+def test_tokens_of_another_vocabulary_are_refused():
+    source = sources()
+    source[1, 2] = 99
+    with pytest.raises(UserError, match=r"encoder_input_tokens holds the id 99.*allows 0 to 15"):
+        decode(tiny_model(), source, max_length=4)
+
+
+def hugging_face_model(folder) -> ConvT5:
+    """Reads the two reference transformers; a general reader is in `interchange`."""
+    safetensors = pytest.importorskip("safetensors.numpy")
+    weights = safetensors.load_file(folder / "model.safetensors")
+    sizes = json.loads((folder / "config.json").read_text())
+    gated = sizes["is_gated_act"]
+    stack = StackConfig(num_layers=sizes["num_layers"], mixing="attention")
+    config = ConvT5Config(
+        vocab_size=sizes["vocab_size"],
+        emb_dim=sizes["d_model"],
+        mlp_dim=sizes["d_ff"],
+        num_heads=sizes["num_heads"],
+        head_dim=sizes["d_kv"],
+        encoder=stack,
+        decoder=stack,
+        positions="relative",
+        mlp="gated_gelu" if gated else "relu",
+        tie_output=not gated,
+        dtype="float32",
+    )
+    graph, state = nnx.split(config.build(jax.random.key(0)))
+    values = [
+        (path, nnx.Param(jnp.asarray(weights[name].T if transposed else weights[name])))
+        for path, _ in nnx.to_flat_state(state)
+        for name, transposed in [hugging_face_name(path)]
+    ]
+    return nnx.merge(graph, nnx.from_flat_state(values))
+
+
+def hugging_face_name(path: tuple) -> tuple[str, bool]:
+    """The library's name of a parameter, and whether it is stored transposed."""
+    whole = {
+        "token_embedder": ("shared.weight", False),
+        "output_head": ("lm_head.weight", True),
+    }
+    if path[0] in whole:
+        return whole[path[0]]
+    side = path[0]
+    if path[1] == "final_norm":
+        return f"{side}.final_layer_norm.weight", False
+    if path[1] == "relative_bias":
+        return f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", False
+    index, part = path[2], path[3]
+    place = {"mixing": 0, "cross": 1, "mlp": 1 if side == "encoder" else 2}[part.split("_")[0]]
+    start = f"{side}.block.{index}.layer.{place}"
+    if part.endswith("norm"):
+        return f"{start}.layer_norm.weight", False
+    if part == "mlp":
+        return f"{start}.DenseReluDense.{path[4]}.weight", True
+    kind = "SelfAttention" if part == "mixing" else "EncDecAttention"
+    return f"{start}.{kind}.{path[4][0]}.weight", True
+
+
+@pytest.mark.parametrize("version", ["v1_0", "v1_1"])
+def test_searches_of_transformers_are_repeated(golden, version):
+    folder = golden / "hf_t5" / version
+    model, reference = hugging_face_model(folder), np.load(folder / "reference.npz")
+    source = reference["input_ids"]
+    greedy = decode(model, source, max_length=16)
+    np.testing.assert_array_equal(greedy.tokens[:, 0], reference["greedy_ids"][:, 1:])
+    for name, settings in {
+        "beam4": {},
+        "beam4_lp0.6_early": {"length_penalty": 0.6, "early_stopping": True},
+    }.items():
+        found = decode(model, source, max_length=16, strategy=BeamSearch(beam_size=4, **settings))
+        np.testing.assert_array_equal(found.tokens, reference[f"{name}_ids"][:, :, 1:])
+        np.testing.assert_allclose(found.scores, reference[f"{name}_scores"], atol=1e-5)
