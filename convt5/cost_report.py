@@ -252,7 +252,7 @@ def _describe(subject: Subject) -> str:
     if not subject.assumed:
         return text
     return (
-        f"{text}\n\n  This is a model, not a whole run; below it is taken as in T5's pre-training:\n"
+        f"{text}\n\n  A model and not a whole run; below it is used as in T5's pre-training:\n"
         f"  {', '.join(subject.assumed)}. Flags change that, see --help."
     )
 
@@ -371,7 +371,8 @@ def _grouped(parameters: Sequence[ShardedParameter]) -> list[tuple[str, ShardedP
         key = (prefix, suffix, parameter.shape, parameter.spec)
         firsts.setdefault(key, parameter)
         groups.setdefault(key, []).extend([] if layer is None else [int(layer)])
-    return [(f"{key[0]}{_ranges(layers)}{key[1]}", firsts[key]) for key, layers in groups.items()]
+    keys = sorted(groups, key=lambda key: _MODEL_ORDER.index(key[0].split("/")[0]))
+    return [(f"{key[0]}{_ranges(groups[key])}{key[1]}", firsts[key]) for key in keys]
 
 
 def _ranges(numbers: Sequence[int]) -> str:

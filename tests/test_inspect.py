@@ -128,6 +128,7 @@ def test_sharding_table_joins_equal_layers(gin_file, capsys):
     assert by_name["encoder/layers/{0-2}/mlp/wi/kernel"] == "16 x 32 fsdp, tensor 16 x 32"
     assert by_name["encoder/layers/{0-1}/mixing/kernel"] == "2 x 16 -, tensor 2 x 16"
     assert "encoder/layers/2/mixing/query/kernel" in by_name
+    assert next(iter(by_name)) == "token_embedder/embedding"
 
 
 @pytest.mark.parametrize(
