@@ -1,5 +1,6 @@
 """Writes a checked configuration as one gin file that repeats the run."""
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,14 +22,15 @@ def text(final: Mapping[Any, Setting], defaults: Iterable[Setting]) -> str:
     show = _Shower(names)
     macros = sorted(f"{s.name} = {show.value(s.value)}" for s in settings if not s.target)
     bindings = sorted(
-        (show.target(s.target), s.scope, f"{show.setting(s)} = {show.value(s.value)}")
+        (f"{s.scope}/{show.target(s.target)}", f"{show.setting(s)} = {show.value(s.value)}")
         for s in settings
         if s.target
     )
+    groups = itertools.groupby(bindings, key=lambda binding: binding[0])
     sections = [
         _HEADER + "\n".join(sorted(map(_import_line, names.items()))),
         "\n".join(macros),
-        "\n".join(line for *_, line in bindings),
+        *("\n".join(line for _, line in group) for _, group in groups),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 

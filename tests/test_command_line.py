@@ -1,0 +1,171 @@
+"""Commands explain themselves, refuse what they do not understand, and exit as documented."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from convt5 import command_line, errors
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+COMMAND = command_line.Command(
+    name="bake",
+    summary="Bakes bread.",
+    examples=[("a loaf", "--gin_file=loaf.gin --hot")],
+    flags=[
+        command_line.Flag("hot", "serves it hot.", {"action": "store_true"}),
+        command_line.Flag("loaves", "how many.", {"type": int, "default": 1}),
+    ],
+)
+
+
+def parse(*argv: str) -> command_line.Arguments:
+    return command_line.parse(COMMAND, argv)
+
+
+def fault(*argv: str) -> str:
+    with pytest.raises(errors.UserError) as caught:
+        parse(*argv)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def start(*argv: str, cwd=ROOT) -> subprocess.CompletedProcess:
+    """Runs Python with the package importable from any directory."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *argv],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+        env=environment,
+    )
+
+
+def test_files_and_bindings_are_collected_in_order():
+    found = parse("--gin_file=a.gin", "--gin.A=1", "--gin_file", "b.gin", "--gin.x/m.C.p=[1, 2]")
+    assert found.gin_files == ("a.gin", "b.gin")
+    assert found.gin_bindings == ("A=1", "x/m.C.p=[1, 2]")
+
+
+def test_a_binding_may_be_separated_from_its_value_by_a_space():
+    assert parse("--gin_file=a", "--gin.A", "/tmp/x", "--gin.B", "-1").gin_bindings == (
+        "A=/tmp/x",
+        "B=-1",
+    )
+
+
+def test_only_the_first_equals_sign_separates():
+    assert parse("--gin_file=a", "--gin.A=b=c").gin_bindings == ("A=b=c",)
+
+
+def test_flags_of_the_command_are_parsed():
+    flags = parse("--gin_file=a", "--hot", "--loaves=3").flags
+    assert (flags.hot, flags.loaves) == (True, 3)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--gin_fil=a"], ["unknown flag --gin_fil", "Did you mean --gin_file?"]),
+        (["--gin_file=a", "--ho"], ["unknown flag --ho", "--hot"]),
+        (["--gin_file=a", "--RUN_DIR=x"], ["unknown flag --RUN_DIR", "--gin.RUN_DIR"]),
+        (["--gin_file=a", "loaf"], ["unexpected argument 'loaf'"]),
+        (["--gin_file=a", "--loaves=many"], ["loaves", "many"]),
+        (["--gin_file=a", "--gin.A"], ["--gin.A has no value", "--gin.A=VALUE"]),
+        (["--gin_file=a", "--gin.A", "--hot"], ["--gin.A has no value"]),
+        (["--gin_file"], ["--gin_file"]),
+        (["--hot"], ["--gin_file is missing", "--gin_file=loaf.gin"]),
+        ([], ["--gin_file is missing"]),
+    ],
+)
+def test_what_is_not_understood_is_explained(argv, words):
+    message = fault(*argv)
+    assert all(word in message for word in words), message
+    assert "python -m convt5.bake --help" in message
+
+
+def test_help_shows_flags_and_examples(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse("--help")
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for words in ("Bakes bread.", "--hot", "--gin.NAME=VALUE", "# a loaf", "exit code"):
+        assert words in text
+    assert "python -m convt5.bake --gin_file=loaf.gin --hot" in text
+
+
+def test_help_wins_over_missing_files(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse("--hot", "-h")
+    assert caught.value.code == 0
+    assert "usage" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "printed"),
+    [
+        ("errors.UserError('broken')", 2, "error: broken\n"),
+        ("errors.TrainingError('diverged')", 1, "error: diverged\n"),
+        ("KeyboardInterrupt", 130, "interrupted\n"),
+    ],
+)
+def test_errors_of_the_user_are_one_message_and_an_exit_code(raised, code, printed):
+    done = start(
+        "-c",
+        "from convt5 import command_line, errors\n"
+        f"def main(argv): raise {raised}\n"
+        "command_line.run(main)",
+    )
+    assert (done.returncode, done.stderr) == (code, printed)
+
+
+def test_defects_keep_their_traceback():
+    done = start("-c", "from convt5 import command_line\ncommand_line.run(lambda argv: 1 / 0)")
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+
+
+def test_success_exits_with_zero():
+    assert start("-c", "from convt5 import command_line\ncommand_line.run(len)").returncode == 0
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--help"],
+        ["--gin_fil=gin/runs/quickstart.gin"],
+        ["--gin_file=gin/runs/quickstar.gin"],
+        ["--gin_file=gin/runs/quickstart.gin", "--gin.NUM_STEP=3"],
+    ],
+)
+def test_help_and_usage_errors_import_no_framework(argv):
+    done = start(
+        "-c",
+        "import sys\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('jax', 'flax', 'tensorflow', 'seqio', 'numpy'):\n"
+        "            raise ImportError('refused: ' + name)\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        f"sys.argv = ['train', *{argv!r}]\n"
+        "from convt5 import command_line, train\n"
+        "command_line.run(train.main)\n",
+    )
+    assert "refused" not in done.stderr
+    assert done.returncode == (0 if argv == ["--help"] else 2)
+
+
+def test_train_runs_as_a_module_from_any_directory(tmp_path):
+    done = start(
+        "-m", "convt5.train", "--gin_file=gin/runs/quickstart.gin", "--gin.NUM_STEP=3", cwd=tmp_path
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: configuration: --gin.NUM_STEP: macro NUM_STEP=3 is not used by anything; correct "
+        "the name or remove it. Did you mean NUM_STEPS?\n"
+    )

@@ -1,0 +1,125 @@
+"""Every file of gin/ describes something that can be built, of the size that its header states."""
+
+import functools
+import math
+import pathlib
+import re
+
+import gin
+import jax
+import pytest
+
+from convt5 import gin_config
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+MODELS = sorted(
+    str(path.relative_to(ROOT))
+    for folder in ("gin/models", "gin/models/released")
+    for path in (ROOT / folder).glob("*.gin")
+)
+VARIANTS = ("t5", "depthwise", "lightweight", "dynamic", "dilated", "wavenet", "hybrid")
+SIZES = ("tiny", "small", "base", "large")
+
+
+def model(name: str, *bindings: str):
+    return gin_config.load([name], bindings, roots=["%MODEL"]).macro("MODEL")
+
+
+@functools.cache
+def num_parameters(name: str) -> int:
+    shapes = jax.eval_shape(model(name).build, jax.random.key(0))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_comes_in_every_size(variant, size):
+    assert f"gin/models/{variant}_{size}.gin" in MODELS
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_file_builds_and_states_its_parameters(name):
+    stated = re.match(r"# .*: ([\d,]+) parameters\.", (ROOT / name).read_text())
+    assert stated is not None
+    assert f"{num_parameters(name):,}" == stated[1]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_file_is_named_as_its_macro_says(name):
+    stem = name.removeprefix("gin/models/").removesuffix(".gin").replace("/", "_")
+    assert gin_config.load([name], roots=["%MODEL"]).macro("MODEL_NAME") == stem
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        # T5 1.0 with vocabulary 32128, and the released models, as counted in the original.
+        ("t5_small", 60_506_624),
+        ("t5_base", 222_903_552),
+        ("t5_large", 737_668_096),
+        ("released/lconv_small", 60_854_272),
+        ("released/lconv_base", 223_554_048),
+        ("released/lconv_large", 738_879_488),
+        ("released/dconv_small", 89_165_824),
+        ("released/dconv_base", 350_956_032),
+        ("released/dconv_large", 1_191_864_320),
+    ],
+)
+def test_parameters_are_as_many_as_in_the_original(name, count):
+    assert num_parameters(f"gin/models/{name}.gin") == count
+
+
+@pytest.mark.parametrize("name", ["gin/models/dynamic_tiny.gin", "gin/models/dilated_base.gin"])
+def test_gin_itself_reads_the_files(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    gin.clear_config()
+    gin.parse_config_file(name)
+    assert gin.query_parameter("MODEL_NAME/gin.macro.value") == pathlib.Path(name).stem
+
+
+@pytest.mark.parametrize("variant", ["depthwise", "lightweight", "dynamic"])
+def test_convolutions_have_the_window_and_kernels_of_the_paper(variant):
+    config = model(f"gin/models/{variant}_base.gin")
+    layers = (*config.encoder_layers, *config.decoder_layers)
+    kernels = None if variant == "depthwise" else 2
+    assert {(layer.kind, layer.kernel_size, layer.dilation) for layer in layers} == {
+        (variant, 7, 1)
+    }
+    assert {layer.num_kernels for layer in layers} == {kernels}
+
+
+def test_the_dilated_base_model_has_the_filters_of_the_paper():
+    sizes = [layer.kernel_size for layer in model("gin/models/dilated_base.gin").encoder_layers]
+    assert sizes[:11] == [4, 4, 7, 7, 15, 15, 15, 15, 31, 31, 31]
+    assert sizes[11:] == [31]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_field_of_wavenet_doubles_with_every_layer(size):
+    config = model(f"gin/models/wavenet_{size}.gin")
+    cycle = min(config.decoder.num_layers, 12)
+    left = sum(layer.reach[0] for layer in config.decoder_layers[:cycle])
+    assert left + 1 == 2**cycle
+    encoder = [sum(layer.reach[side] for layer in config.encoder_layers[:cycle]) for side in (0, 1)]
+    assert encoder == [left, left]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_hybrid_has_attention_in_the_top_encoder_layer_alone(size):
+    config = model(f"gin/models/hybrid_{size}.gin")
+    kinds = [layer.kind for layer in config.encoder_layers]
+    assert kinds == ["dynamic"] * (len(kinds) - 1) + ["attention"]
+    assert {layer.kind for layer in config.decoder_layers} == {"dynamic"}
+
+
+@pytest.mark.parametrize("name", ["lconv", "dconv"])
+def test_released_models_read_four_positions_to_each_side(name):
+    config = model(f"gin/models/released/{name}_base.gin")
+    assert {layer.reach for layer in config.encoder_layers} == {(4, 4)}
+    assert {layer.reach for layer in config.decoder_layers} == {(8, 0)}
+
+
+def test_every_gin_file_travels_with_a_header():
+    files = list((ROOT / "gin").rglob("*.gin"))
+    assert files
+    assert all(path.read_text().startswith("# ") for path in files)
