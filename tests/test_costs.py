@@ -9,6 +9,7 @@ import pytest
 
 from convt5 import costs
 from convt5.architecture import ConvT5Config, MixingConfig, StackConfig
+from convt5.blocks import StackInputs
 from convt5.losses import TextLoss
 from convt5.ops import depthwise_conv
 from convt5.optimizer import AdafactorConfig, AdamWConfig, SGDConfig
@@ -251,6 +252,30 @@ def test_wavenet_stack_sees_exactly_4096_tokens():
     reaches = costs.stack_reaches(mixings, causal=True)
     assert [reach.size for reach in reaches] == [2**i for i in range(1, 13)]
     assert reaches[-1] == measured_reach(mixings, 8200) == costs.Reach(4095, 0)
+
+
+@pytest.mark.parametrize("stack_name", ["encoder", "decoder"])
+def test_receptive_field_of_the_real_stack_is_the_one_measured_by_gradients(stack_name):
+    stack = StackConfig(
+        num_layers=3,
+        mixing=("dynamic", "lightweight", "depthwise"),
+        kernel_size=(4, 3, 2),
+        dilation=(1, 2, 4),
+        num_kernels=(2, None, None),
+    )
+    model_config = config(stack, emb_dim=4, mlp_dim=4, num_heads=1)
+    model = model_config.build(jax.random.key(0))
+    ones = jnp.ones((1, 40), jnp.int32)
+    cross = {"memory": jnp.ones((1, 1, 4)), "memory_mask": jnp.ones((1, 40, 1), bool)}
+    inputs = StackInputs(ones, **(cross if stack_name == "decoder" else {}))
+
+    def output(x):
+        return jnp.sum(getattr(model, stack_name)(x, inputs)[0, 20])
+
+    gradient = jax.jit(jax.grad(output))(jax.random.normal(jax.random.key(1), (1, 40, 4)))
+    read = np.flatnonzero(np.abs(np.asarray(gradient)).sum(-1)[0])
+    cost = costs.model_cost(model_config, encoder_length=40, decoder_length=40)
+    assert cost.reach(stack_name) == costs.Reach(int(20 - read[0]), int(read[-1] - 20))
 
 
 def test_attention_reads_the_whole_sequence_from_its_layer_upwards():
