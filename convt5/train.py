@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from convt5 import command_line, gin_config
+from convt5 import command_line, errors, gin_config
 
 COMMAND = command_line.Command(
     name="train",
@@ -67,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
         jax.distributed.initialize()
     settings = config.arguments(trainer.train)
+    check_lengths(settings)
     if arguments.flags.dry_run:
         print(dry_run(settings))
         return 0
@@ -100,6 +101,20 @@ def dry_run(settings: Mapping[str, Any]) -> str:
             f"  run directory  {values['run_dir']}",
         ]
     )
+
+
+def check_lengths(settings: Mapping[str, Any]) -> None:
+    """Raises `UserError` if the data has rows longer than the model's table of positions."""
+    model = settings["model"]
+    limit = model.max_positions if getattr(model, "positions", None) == "learned" else None
+    faults = [
+        f"{data}.{field}={getattr(settings[data], field)} is longer than the model's max_positions="
+        f"{limit}, its rows of learned positions; lower {field} or raise max_positions."
+        for data in ("train_data", "eval_data")
+        for field in ("encoder_length", "decoder_length")
+        if limit and (getattr(settings.get(data), field, None) or 0) > limit
+    ]
+    errors.raise_all(faults, where="configuration")
 
 
 def _accepted(function: Any, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,174 @@
+"""What a user can get wrong ends in one message: the setting, its value, the rule, the remedy."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from convt5 import errors, train
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+RUN = """
+include 'gin/models/dynamic_tiny.gin'
+from __gin__ import dynamic_registration
+import rows
+from convt5 import architecture
+from convt5 import losses
+from convt5 import optimizer
+from convt5 import schedule
+from convt5 import sharding
+from convt5 import trainer
+
+architecture.ConvT5Config.vocab_size = 384
+trainer.train.run_dir = %RUN_DIR
+RUN_DIR = %gin.REQUIRED
+trainer.train.model = %MODEL
+trainer.train.loss = @losses.TextLoss()
+trainer.train.optimizer = @optimizer.AdafactorConfig()
+trainer.train.schedule = @schedule.InverseSqrt()
+trainer.train.mesh = @sharding.MeshConfig()
+trainer.train.num_steps = %NUM_STEPS
+NUM_STEPS = 2
+trainer.train.train_data = @rows.Rows()
+"""
+
+ROWS = """
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    batch_size: int = 8
+    encoder_length: int = 16
+    decoder_length: int = 16
+    num_epochs: int | None = None
+"""
+
+
+@pytest.fixture(scope="module")
+def rows_folder(tmp_path_factory):
+    """Holds the module `rows`, which gin registers once for the whole process."""
+    folder = tmp_path_factory.mktemp("rows")
+    (folder / "rows.py").write_text(ROWS)
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture
+def run_file(rows_folder, tmp_path, monkeypatch) -> str:
+    """A run on data that needs no TensorFlow."""
+    (tmp_path / "run.gin").write_text(RUN)
+    monkeypatch.chdir(tmp_path)
+    return "run.gin"
+
+
+def fault(*argv: str) -> str:
+    """Returns the message with which `train --dry_run` refuses."""
+    with pytest.raises(errors.UserError) as caught:
+        train.main([*argv, "--dry_run"])
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_a_complete_configuration_passes_the_dry_run(run_file, capsys):
+    assert train.main([f"--gin_file={run_file}", "--gin.RUN_DIR=/nowhere", "--dry_run"]) == 0
+    printed = capsys.readouterr().out
+    assert "nothing was trained" in printed
+    assert "data=8" in printed
+    assert "/nowhere" in printed
+    assert not pathlib.Path("/nowhere").exists()
+
+
+def test_missing_settings_are_listed_together(run_file):
+    model = "gin/models/dynamic_tiny.gin"
+    message = fault(f"--gin_file={model}")
+    for name in ("run_dir", "loss", "train_data", "optimizer", "schedule", "num_steps"):
+        assert f"--gin.trainer.train.{name}=VALUE" in message
+    assert "--gin.RUN_DIR=VALUE" in fault(f"--gin_file={run_file}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["NUM_STEP=3"], ["NUM_STEP=3", "not used", "NUM_STEPS"]),
+        (["architecture.ConvT5Config.emb_dims=3"], ["no parameter 'emb_dims'", "emb_dim"]),
+        (["architecture.ConvT5Confi.emb_dim=3"], ["no 'ConvT5Confi'", "ConvT5Config"]),
+        (["NUM_STEPS=many"], ["--gin.NUM_STEPS", "'many'", "must be an integer"]),
+        (["NUM_STEPS=0"], ["num_steps=0", "at least 1"]),
+        # The mesh, on the eight devices of the tests.
+        (["sharding.MeshConfig.data=3"], ["data=3", "8"]),
+        (["sharding.MeshConfig.tensor=3"], ["tensor=3", "8"]),
+        (["rows.Rows.batch_size=12"], ["batch_size=12", "8"]),
+        (
+            ["sharding.MeshConfig.tensor=8", "architecture.ConvT5Config.num_heads=4"],
+            ["num_heads=4", "8"],
+        ),
+        (["trainer.train.grad_accum_steps=3"], ["grad_accum_steps", "batch_size=8", "24"]),
+        # Layers.
+        (["architecture.StackConfig.kernel_size=0"], ["kernel_size=0", "at least 1"]),
+        (["architecture.StackConfig.dilation=-2"], ["dilation=-2", "at least 1"]),
+        (["architecture.StackConfig.kernel_size=[3, 5]"], ["kernel_size lists 2", "num_layers=4"]),
+        (["encoder/architecture.StackConfig.dilation=[1]"], ["encoder.dilation lists 1"]),
+        (["architecture.StackConfig.mixing=dinamic"], ["'dinamic'", "dynamic"]),
+        (["architecture.StackConfig.num_kernels=3"], ["num_kernels=3", "emb_dim=128"]),
+        (["decoder/architecture.StackConfig.padding=CENTERED"], ["decoder", "causal"]),
+        (["encoder/architecture.StackConfig.attention_layers=[4]"], ["attention_layers", "4"]),
+        # Positions.
+        (
+            [
+                "architecture.ConvT5Config.positions=learned",
+                "architecture.ConvT5Config.max_positions=8",
+            ],
+            ["encoder_length=16", "max_positions=8"],
+        ),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value_and_rule(run_file, flags, words):
+    message = fault(
+        f"--gin_file={run_file}", "--gin.RUN_DIR=/nowhere", *(f"--gin.{flag}" for flag in flags)
+    )
+    assert all(word in message for word in words), message
+
+
+def test_several_faults_of_a_model_are_reported_together(run_file):
+    message = fault(
+        f"--gin_file={run_file}",
+        "--gin.RUN_DIR=/nowhere",
+        "--gin.architecture.ConvT5Config.dropout_rate=1.5",
+        "--gin.encoder/architecture.StackConfig.kernel_size=0",
+    )
+    assert "dropout_rate=1.5" in message
+    assert "kernel_size=0" in message
+
+
+def test_no_setting_of_a_replaced_model_remains(run_file, capsys):
+    # num_kernels of the dynamic model would be an error in a depthwise one.
+    flags = [f"--gin_file={run_file}", "--gin_file=gin/models/depthwise_tiny.gin"]
+    assert train.main([*flags, "--gin.RUN_DIR=/nowhere", "--dry_run"]) == 0
+    assert "1,763,072" in capsys.readouterr().out
+
+
+def test_the_command_prints_one_message_and_no_traceback(run_file, rows_folder, tmp_path):
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "convt5.train",
+            f"--gin_file={run_file}",
+            "--gin.RUN_DIR=x",
+            "--gin.architecture.StackConfig.kernel_size=0",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{rows_folder}"},
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ConvT5Config")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "x").exists()
