@@ -30,17 +30,18 @@ class Interruption:
     """Takes note of SIGTERM and Ctrl-C while the context lasts; a second signal ends at once.
 
     Args:
-        hosts: asked as well, since a run of several hosts must stop at one step everywhere.
+        hosts: in a run of several hosts these must all stop at one step, so that jax takes note of
+            SIGTERM instead, and is asked through this; None in a run of one host.
     """
 
-    def __init__(self, hosts: PreemptionNotice):
+    def __init__(self, hosts: PreemptionNotice | None = None):
         self._hosts = hosts
         self._before: dict[signal.Signals, object] = {}
         self._received: signal.Signals | None = None
 
     def requested(self, step: int) -> bool:
         """Whether the run should stop after this step; call after every step."""
-        if self._received is None and self._hosts.reached_preemption(step):
+        if self._hosts is not None and self._hosts.reached_preemption(step):
             self._received = signal.SIGTERM
         return self._received is not None
 
@@ -55,7 +56,7 @@ class Interruption:
 
     def __enter__(self) -> "Interruption":
         # Python delivers signals to the main thread only.
-        if threading.current_thread() is threading.main_thread():
+        if self._hosts is None and threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._note)
         return self

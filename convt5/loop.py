@@ -53,7 +53,7 @@ class Intervals:
 
 
 class Batches(Protocol):
-    """Placed batches made ready in the background; `data.Prefetcher` is one."""
+    """Placed batches made ready in the background; `prefetching.Prefetcher` is one."""
 
     def __next__(self) -> PlacedBatch: ...
 

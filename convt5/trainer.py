@@ -19,10 +19,11 @@ from convt5.interruption import Interruption
 from convt5.loop import Intervals, Loop
 from convt5.optimizer import OptimizerConfig
 from convt5.plan import Plan, make_plan
+from convt5.prefetching import Prefetcher
 from convt5.schedule import Schedule
 from convt5.train_state import ModelConfig
 from convt5.train_step import Loss
-from convt5.validation import DataConfig, Validation, place_batch
+from convt5.validation import DataConfig, PlacedBatch, Validation, place_batch
 
 _PREFETCHED = 2  # Batches made ready while a step runs.
 
@@ -153,7 +154,8 @@ def train(
                     _batches(train_data, plan, state=restored.data_state if restored else None)
                 )
             )
-            with Interruption(checkpointer) as interruption:
+            hosts = checkpointer if jax.process_count() > 1 else None
+            with Interruption(hosts) as interruption:
                 loop.run(batches, interruption)
         result = _result(folder, plan, loop, validation)
         log.message(describe(result))
@@ -183,10 +185,8 @@ def describe(result: Result) -> str:
     return "\n".join(lines)
 
 
-def _batches(train_data: DataConfig, plan: Plan, *, state: bytes | None):
+def _batches(train_data: DataConfig, plan: Plan, *, state: bytes | None) -> Prefetcher[PlacedBatch]:
     """Returns placed batches from `state` on, made ready in the background."""
-    from convt5.data import Prefetcher
-
     batches = train_data.build(process_index=jax.process_index(), process_count=jax.process_count())
     if state is not None:
         batches.set_state(state)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import pickle
 import signal
 
 import jax
@@ -14,6 +13,7 @@ from flax import nnx
 
 from convt5 import checkpoint, errors, optimizer, run_directory, run_log, schedule, sharding
 from convt5.interruption import Interrupted
+from convt5.prefetching import position, take_apart
 from convt5.train_step import LossSums
 from convt5.trainer import train
 
@@ -77,10 +77,11 @@ class RandomBatches:
         return batch
 
     def get_state(self):
-        return pickle.dumps(self.count)
+        return position(self.count.to_bytes(8))
 
     def set_state(self, state):
-        self.count = pickle.loads(state)
+        snapshot, skip = take_apart(state)
+        self.count = int.from_bytes(snapshot) + skip
 
 
 @dataclasses.dataclass(frozen=True)
