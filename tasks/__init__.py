@@ -1,0 +1,8 @@
+"""Tasks of convt5; importing this package registers them with seqio.
+
+`seqio.get_mixture_or_task("pydoc_span_corruption")` then finds them by name.
+"""
+
+from convt5.tasks import pretraining, vocabularies
+
+__all__ = ["pretraining", "vocabularies"]

@@ -1,0 +1,278 @@
+"""Batches of a seqio task or mixture, with a position that can be saved and set exactly.
+
+Gin files bind `data.DataConfig` in the scopes `train/` and `eval/`. This is the module that needs
+TensorFlow; it leaves accelerators alone.
+"""
+
+import dataclasses
+import io
+import json
+import pathlib
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import seqio
+import tensorflow as tf
+
+from convt5 import errors
+from convt5.prefetching import Prefetcher, position, take_apart
+from convt5.tasks.vocabularies import token_bytes
+
+__all__ = ["BatchIterator", "DataConfig", "Prefetcher", "unigram_entropy"]
+
+tf.config.set_visible_devices([], "GPU")
+tf.config.set_visible_devices([], "TPU")
+
+_SETTINGS_FILE = "settings.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which examples are read, and how they become batches.
+
+    Attributes:
+        mixture: name of a registered seqio task or mixture, or such an object.
+        split: of the task, such as "train" or "validation".
+        batch_size: rows over all hosts.
+        encoder_length: tokens of an encoder row, end token included.
+        decoder_length: tokens of a decoder row, end token included.
+        pack: several short examples share a row; taps and attention do not cross between them.
+        shuffle: None shuffles endless data only.
+        seed: of the order, and of everything random in the task.
+        num_epochs: passes over the data; None never ends. The last batch of finite data is filled
+            up with empty rows of weight 0.
+    """
+
+    mixture: Any
+    split: str = "train"
+    batch_size: int
+    encoder_length: int
+    decoder_length: int
+    pack: bool = False
+    shuffle: bool | None = None
+    seed: int = 0
+    num_epochs: int | None = None
+
+    def __post_init__(self):
+        errors.raise_all(
+            [
+                f"{name}={getattr(self, name)} must be at least 1."
+                for name in ("batch_size", "encoder_length", "decoder_length", "num_epochs")
+                if getattr(self, name) is not None and getattr(self, name) < 1
+            ],
+            where="DataConfig",
+        )
+
+    def provider(self) -> seqio.Task | seqio.Mixture:
+        """Returns the task or mixture.
+
+        Raises:
+            UserError: nothing is registered under its name, or it lacks the split or a feature.
+        """
+        provider = self.mixture
+        if isinstance(provider, str):
+            provider = _registered(provider)
+        if not isinstance(provider, seqio.Task | seqio.Mixture):
+            raise errors.UserError(
+                f"mixture={provider!r} is no seqio task or mixture; name a registered one, or "
+                "call a function that returns one, such as "
+                "@pretraining.text_span_corruption()."
+            )
+        if self.split not in provider.splits:
+            raise errors.UserError(
+                f"split={self.split!r} is none of {sorted(provider.splits)}, the splits of "
+                f"{provider.name}.{errors.suggest(self.split, provider.splits)}"
+            )
+        missing = {"inputs", "targets"} - set(provider.output_features)
+        if missing:
+            raise errors.UserError(
+                f"mixture={provider.name!r} has no feature {' and '.join(sorted(missing))}; "
+                "an encoder-decoder reads 'inputs' and 'targets'."
+            )
+        return provider
+
+    def build(self, *, process_index: int, process_count: int) -> "BatchIterator":
+        """Returns this host's rows of each batch; hosts of endless data read different examples.
+
+        Raises:
+            UserError: the data cannot be read as configured.
+        """
+        if self.batch_size % process_count:
+            raise errors.UserError(
+                f"batch_size={self.batch_size} cannot be dealt to {process_count} hosts evenly; "
+                f"set it to a multiple of {process_count}."
+            )
+        provider = self.provider()
+        rows = self.batch_size // process_count
+        endless = self.num_epochs is None
+        # Hosts must agree on the number of batches: each takes its rows from all of finite data.
+        shard_info = seqio.ShardInfo(process_index, process_count) if endless else None
+        return BatchIterator(
+            self._dataset(provider, shard_info).batch(
+                rows if endless else self.batch_size, drop_remainder=endless
+            ),
+            row_slice=slice(0, rows)
+            if endless
+            else slice(process_index * rows, (process_index + 1) * rows),
+            vocabulary=provider.output_features["targets"].vocabulary,
+            settings=self._settings(provider) | {"process_count": process_count},
+        )
+
+    def _dataset(
+        self, provider: seqio.Task | seqio.Mixture, shard_info: seqio.ShardInfo | None
+    ) -> tf.data.Dataset:
+        lengths = {"inputs": self.encoder_length, "targets": self.decoder_length}
+        examples = provider.get_dataset(
+            sequence_length=lengths,
+            split=self.split,
+            shuffle=self.num_epochs is None if self.shuffle is None else self.shuffle,
+            seed=self.seed,
+            shard_info=shard_info if shard_info and shard_info.num_shards > 1 else None,
+            num_epochs=self.num_epochs,
+            # A cache in memory would become part of each saved position.
+            try_in_mem_cache=False,
+        )
+        # The task trims its features, so that no length is left to check.
+        converter = seqio.EncDecFeatureConverter(pack=self.pack, apply_length_check=False)
+        return converter(examples, task_feature_lengths=lengths).with_options(_options())
+
+    def _settings(self, provider: seqio.Task | seqio.Mixture) -> dict[str, Any]:
+        """What must be equal for a saved position to mean the same batches."""
+        settings = dataclasses.asdict(dataclasses.replace(self, mixture=provider.name))
+        texts = [
+            task.source.fingerprint()
+            for task in seqio.get_subtasks(provider)
+            if hasattr(task.source, "fingerprint")
+        ]
+        return settings | ({"text": texts} if texts else {})
+
+
+class BatchIterator:
+    """Host batches under the names of seqio's EncDecFeatureConverter.
+
+    Attributes:
+        vocabulary: what target ids stand for.
+        token_bytes: bytes of text that each id stands for; None where that is not known.
+    """
+
+    def __init__(
+        self,
+        dataset: tf.data.Dataset,
+        *,
+        row_slice: slice,
+        vocabulary: seqio.Vocabulary,
+        settings: Mapping[str, Any],
+    ):
+        self.vocabulary = vocabulary
+        self.token_bytes = token_bytes(vocabulary)
+        self._dataset = dataset
+        self._row_slice = row_slice
+        self._settings = dict(settings)
+        self._iterator = iter(dataset)
+        self._at_the_start = True
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        """Returns arrays of [rows, length].
+
+        Raises:
+            UserError: there is not a single batch.
+        """
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            if not self._at_the_start:
+                raise
+            raise errors.UserError(
+                f"mixture={self._settings['mixture']!r} gives no batch of "
+                f"batch_size={self._settings['batch_size']} from split="
+                f"{self._settings['split']!r}: it holds no example, or fewer than hosts read; "
+                "check the data, or use fewer hosts."
+            ) from None
+        self._at_the_start = False
+        return {name: self._host_rows(rows.numpy()) for name, rows in batch.items()}
+
+    def get_state(self) -> bytes:
+        """Returns the position; its size follows from the buffers, not from the batches so far."""
+        buffer = io.BytesIO()
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
+        ):
+            tf.train.Checkpoint(iterator=self._iterator).write(f"{folder}/position")
+            archive.writestr(_SETTINGS_FILE, json.dumps(self._settings))
+            for path in sorted(pathlib.Path(folder).iterdir()):
+                archive.write(path, path.name)
+        return position(buffer.getvalue())
+
+    def set_state(self, state: bytes) -> None:
+        """Goes to a position, after which the batches are those that followed when it was saved.
+
+        Raises:
+            UserError: the position belongs to other data settings.
+        """
+        snapshot, skip = take_apart(state)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            zipfile.ZipFile(io.BytesIO(snapshot)) as archive,
+        ):
+            self._check_settings(json.loads(archive.read(_SETTINGS_FILE)))
+            archive.extractall(folder)
+            self._iterator = iter(self._dataset)
+            tf.train.Checkpoint(iterator=self._iterator).read(f"{folder}/position")
+        self._at_the_start = False
+        for _ in range(skip):
+            next(self._iterator)
+
+    def _host_rows(self, rows: np.ndarray) -> np.ndarray:
+        wanted = self._row_slice
+        mine = rows[wanted]
+        missing = wanted.stop - wanted.start - len(mine)
+        return np.pad(mine, [(0, missing), (0, 0)]) if missing else mine
+
+    def _check_settings(self, saved: Mapping[str, Any]) -> None:
+        own = json.loads(json.dumps(self._settings))
+        names = [name for name in own | dict(saved) if own.get(name) != saved.get(name)]
+        if names:
+            changes = ", ".join(f"{n}: {saved.get(n)!r} -> {own.get(n)!r}" for n in names)
+            raise errors.UserError(
+                f"the run's data changed since its checkpoint ({changes}), so that it cannot go on "
+                "at the same example; set it back, or start a new run_dir."
+            )
+
+
+def unigram_entropy(batches: Iterator[Mapping[str, np.ndarray]], num_batches: int) -> float:
+    """Returns the entropy of single target tokens over some batches, in nats per token.
+
+    It is the least loss of a model that knows how often each token occurs and nothing else.
+    """
+    counts = np.zeros(0, np.int64)
+    for _, batch in zip(range(num_batches), batches, strict=False):
+        tokens = batch["decoder_target_tokens"][batch["decoder_loss_weights"] > 0]
+        longer = np.bincount(tokens.ravel(), minlength=len(counts))
+        longer[: len(counts)] += counts
+        counts = longer
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def _registered(name: str) -> seqio.Task | seqio.Mixture:
+    names = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
+    if name not in names:
+        raise errors.UserError(
+            f"mixture={name!r} is not registered with seqio; import the module that registers it "
+            f"in the gin file.{errors.suggest(name, names)} Registered: {sorted(names)}."
+        )
+    return seqio.get_mixture_or_task(name)
+
+
+def _options() -> tf.data.Options:
+    options = tf.data.Options()
+    options.deterministic = True
+    options.threading.max_intra_op_parallelism = 1
+    return options

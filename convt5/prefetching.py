@@ -1,0 +1,171 @@
+"""Batches made ready in a background thread, with a position that follows what was taken.
+
+`data` puts host batches in, the trainer takes placed ones out. Nothing here knows TensorFlow.
+"""
+
+import collections
+import queue
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from convt5 import errors
+
+Placed = TypeVar("Placed")
+
+# Snapshots may take this share of the background thread; a restart repeats at most so many batches.
+_SNAPSHOT_SHARE = 0.01
+_MOST_SKIPPED = 256
+_POLL_SECONDS = 0.1
+_STOP_SECONDS = 10.0
+_POSITION = struct.Struct("<8sQ")
+_MAGIC = b"convt5-1"
+
+
+class HostIterator(Protocol):
+    """Batches with a position, which `position` made; `data.BatchIterator` is one."""
+
+    def __next__(self) -> dict[str, Any]: ...
+
+    def get_state(self) -> bytes: ...
+
+
+def position(snapshot: bytes, skip: int = 0) -> bytes:
+    """Returns the position `skip` batches after the one that `snapshot` holds."""
+    return _POSITION.pack(_MAGIC, skip) + snapshot
+
+
+def take_apart(state: bytes) -> tuple[bytes, int]:
+    """Returns the arguments that `position` was given.
+
+    Raises:
+        UserError: the bytes are no position.
+    """
+    magic, skip = _POSITION.unpack_from(state) if len(state) >= _POSITION.size else (b"", 0)
+    if magic != _MAGIC:
+        raise errors.UserError(
+            "the data position in the checkpoint is not one that this version wrote; start a new "
+            "run_dir."
+        )
+    return state[_POSITION.size :], skip
+
+
+class Prefetcher(Generic[Placed]):
+    """Places batches ahead of their use, so that a training step does not wait for them.
+
+    Attributes:
+        wait_secs: time that `next` waited for a batch, in total.
+    """
+
+    def __init__(
+        self,
+        iterator: HostIterator,
+        place: Callable[[dict[str, Any]], Placed],
+        depth: int = 2,
+    ):
+        """Starts the thread; up to `depth` placed batches wait to be taken."""
+        self.wait_secs = 0.0
+        self._taken = 0
+        self._end: BaseException | None = None
+        self._feed = _Feed(iterator, place, depth)
+        # Runs when this object goes, and before the interpreter does: TensorFlow must be idle then.
+        self._stop = weakref.finalize(self, self._feed.stop)
+
+    def __iter__(self) -> "Prefetcher[Placed]":
+        return self
+
+    def __next__(self) -> Placed:
+        """Returns the next placed batch; raises what the iterator or `place` raised."""
+        if self._end is None:
+            asked = time.perf_counter()
+            item = self._feed.ready.get()
+            self.wait_secs += time.perf_counter() - asked
+            if not isinstance(item, _Failure):
+                self._taken += 1
+                self._feed.forget_before(self._taken)
+                return item
+            self._end = item.error
+        raise self._end
+
+    def get_state(self) -> bytes:
+        """Returns the position after the batches that were taken, without waiting."""
+        return self._feed.position_after(self._taken)
+
+    def close(self) -> None:
+        """Stops the thread; no batch can be taken afterwards."""
+        self._stop()
+        self._end = RuntimeError("this Prefetcher is closed")
+
+
+class _Snapshot(NamedTuple):
+    """The position after the first `made` batches."""
+
+    made: int
+    state: bytes
+
+
+class _Failure(NamedTuple):
+    error: BaseException
+
+
+class _Feed:
+    """What the background thread and the consumer share."""
+
+    def __init__(self, iterator: HostIterator, place: Callable[[Any], Any], depth: int):
+        self.ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
+        self._iterator = iterator
+        self._place = place
+        self._snapshots: collections.deque[_Snapshot] = collections.deque()
+        self._snapshot_is_due = 0.0
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._take_snapshot(0)
+        self._thread = threading.Thread(target=self._run, name="convt5-prefetch", daemon=True)
+        self._thread.start()
+
+    def position_after(self, taken: int) -> bytes:
+        with self._lock:
+            # Consumption drops the old ones, so that the first is the nearest before `taken`.
+            snapshot = self._snapshots[0]
+        state, skip = take_apart(snapshot.state)
+        return position(state, skip + taken - snapshot.made)
+
+    def forget_before(self, taken: int) -> None:
+        """Drops snapshots that no position from now on needs."""
+        with self._lock:
+            while len(self._snapshots) > 1 and self._snapshots[1].made <= taken:
+                self._snapshots.popleft()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join(_STOP_SECONDS)
+
+    def _run(self) -> None:
+        made = 0
+        try:
+            while not self._stopped.is_set():
+                batch = next(self._iterator)
+                made += 1
+                if made % _MOST_SKIPPED == 0 or time.monotonic() >= self._snapshot_is_due:
+                    self._take_snapshot(made)
+                self._put(self._place(batch))
+        except BaseException as error:
+            self._put(_Failure(error))
+
+    def _put(self, item: Any) -> None:
+        while not self._stopped.is_set():
+            try:
+                return self.ready.put(item, timeout=_POLL_SECONDS)
+            except queue.Full:
+                continue
+
+    def _take_snapshot(self, made: int) -> None:
+        started = time.monotonic()
+        snapshot = _Snapshot(made, self._iterator.get_state())
+        with self._lock:
+            self._snapshots.append(snapshot)
+        ended = time.monotonic()
+        self._snapshot_is_due = ended + (ended - started) / _SNAPSHOT_SHARE

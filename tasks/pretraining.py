@@ -1,0 +1,185 @@
+"""Pre-training tasks: span corruption of C4, of any local text, and of the text inside Python.
+
+Importing this registers the ones that need no setting with seqio. The others are functions that
+gin files call: `train/data.DataConfig.mixture = @pretraining.text_span_corruption()`.
+"""
+
+import functools
+import pydoc_data.topics
+from collections.abc import Sequence
+
+import seqio
+from convt5.tasks import vocabularies
+from convt5.tasks.sources import EmbeddedTextSource, PreparedTfdsSource, TextFilesSource
+from convt5.tasks.span_corruption import MEAN_SPAN_LENGTH, NOISE_DENSITY, span_corruption
+from convt5.tasks.text_files import Separator, TextFiles
+
+from convt5 import errors
+
+C4 = "c4/en:3.1.0"
+_PYDOC_HOLDOUT_EVERY = 10
+
+
+def span_corruption_task(
+    name: str,
+    source: seqio.DataSource,
+    vocabulary: seqio.Vocabulary,
+    *,
+    noise_density: float = NOISE_DENSITY,
+    mean_span_length: float = MEAN_SPAN_LENGTH,
+    merge_documents: bool = True,
+) -> seqio.Task:
+    """Returns a task that corrupts the documents of `source`, which are under "text".
+
+    Args:
+        name: appears in logs; the task is not registered.
+        source: any seqio source.
+        vocabulary: with sentinels as its last ids.
+        noise_density: share of the tokens that is taken out, in (0, 1).
+        mean_span_length: mean tokens of a span, at least 1.
+        merge_documents: cuts the text of all documents into segments of one length, as T5 does;
+            otherwise segments end with their document, for packing.
+    """
+    faults = []
+    if not 0 < noise_density < 1:
+        faults.append(f"noise_density={noise_density} must be in (0, 1); T5 takes 0.15.")
+    if mean_span_length < 1:
+        faults.append(f"mean_span_length={mean_span_length} must be at least 1; T5 takes 3.")
+    errors.raise_all(faults, where=name)
+    feature = seqio.Feature(vocabulary=vocabulary, add_eos=True)
+    return seqio.Task(
+        name,
+        source=source,
+        preprocessors=[
+            functools.partial(seqio.preprocessors.rekey, key_map={"targets": "text"}),
+            functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False),
+            functools.partial(
+                span_corruption,
+                noise_density=noise_density,
+                mean_span_length=mean_span_length,
+                merge_documents=merge_documents,
+            ),
+            seqio.preprocessors.append_eos_after_trim,
+        ],
+        output_features={"inputs": feature, "targets": feature},
+        metric_fns=[],
+    )
+
+
+def text_span_corruption(
+    path: str | Sequence[str],
+    vocabulary: seqio.Vocabulary | None = None,
+    *,
+    separator: Separator = "auto",
+    text_key: str = "text",
+    validation_path: str | Sequence[str] | None = None,
+    validation_fraction: float = 0.01,
+    noise_density: float = NOISE_DENSITY,
+    mean_span_length: float = MEAN_SPAN_LENGTH,
+    merge_documents: bool = True,
+) -> seqio.Task:
+    """Returns span corruption of local text: plain, .gz, .xz, .bz2, or .jsonl, also compressed.
+
+    Args:
+        path: a path or glob, or several.
+        vocabulary: from `vocabularies.sentencepiece`; None takes bytes.
+        separator: "line", "blank_line", or "auto" to look at the first file.
+        text_key: what holds the text of a .jsonl line.
+        validation_path: files of the "validation" split.
+        validation_fraction: of the documents of `path` that are held out where
+            `validation_path` is None, in [0, 0.5]; 0 makes no "validation" split.
+        noise_density: share of the tokens that is taken out, in (0, 1).
+        mean_span_length: mean tokens of a span, at least 1.
+        merge_documents: see `span_corruption_task`.
+
+    Raises:
+        UserError: a path that matches nothing, or a value out of range.
+    """
+    if not 0 <= validation_fraction <= 0.5:
+        raise errors.UserError(
+            f"validation_fraction={validation_fraction} must be in [0, 0.5]; 0.01 holds out one "
+            "document of a hundred."
+        )
+    files = functools.partial(TextFiles, separator=separator, text_key=text_key)
+    if validation_path is not None:
+        train = files(path=path)
+        splits = {"train": (train, "train"), "validation": (files(path=validation_path), "train")}
+    elif validation_fraction:
+        both = files(path=path, holdout_every=round(1 / validation_fraction))
+        splits = {"train": (both, "train"), "validation": (both, "validation")}
+    else:
+        splits = {"train": (files(path=path), "train")}
+    return span_corruption_task(
+        "text_span_corruption",
+        TextFilesSource(splits),
+        vocabulary or vocabularies.characters(),
+        noise_density=noise_density,
+        mean_span_length=mean_span_length,
+        merge_documents=merge_documents,
+    )
+
+
+def c4_span_corruption(
+    vocabulary: seqio.Vocabulary | None = None,
+    *,
+    tfds_name: str = C4,
+    data_dir: str | None = None,
+    noise_density: float = NOISE_DENSITY,
+    mean_span_length: float = MEAN_SPAN_LENGTH,
+    merge_documents: bool = True,
+) -> seqio.Task:
+    """Returns span corruption of C4, or of any TFDS data set with a "text" feature.
+
+    Args:
+        vocabulary: None takes T5's own, which is downloaded.
+        tfds_name: name, configuration and version for TFDS.
+        data_dir: where TFDS has the prepared data; None is its default, `~/tensorflow_datasets`.
+        noise_density: share of the tokens that is taken out, in (0, 1).
+        mean_span_length: mean tokens of a span, at least 1.
+        merge_documents: see `span_corruption_task`.
+    """
+    return span_corruption_task(
+        "c4_span_corruption",
+        PreparedTfdsSource(tfds_name, data_dir),
+        vocabulary or vocabularies.published_t5(),
+        noise_density=noise_density,
+        mean_span_length=mean_span_length,
+        merge_documents=merge_documents,
+    )
+
+
+def pydoc_span_corruption(
+    vocabulary: seqio.Vocabulary | None = None,
+    *,
+    noise_density: float = NOISE_DENSITY,
+    mean_span_length: float = MEAN_SPAN_LENGTH,
+    merge_documents: bool = True,
+) -> seqio.Task:
+    """Returns span corruption of Python's own manual, English text inside every Python.
+
+    Args:
+        vocabulary: None takes bytes.
+        noise_density: share of the tokens that is taken out, in (0, 1).
+        mean_span_length: mean tokens of a span, at least 1.
+        merge_documents: see `span_corruption_task`.
+    """
+    documents = [text for _, text in sorted(pydoc_data.topics.topics.items())]
+    held_out = documents[1::_PYDOC_HOLDOUT_EVERY]
+    source = EmbeddedTextSource(
+        {
+            "train": [text for text in documents if text not in held_out],
+            "validation": held_out,
+        }
+    )
+    return span_corruption_task(
+        "pydoc_span_corruption",
+        source,
+        vocabulary or vocabularies.characters(),
+        noise_density=noise_density,
+        mean_span_length=mean_span_length,
+        merge_documents=merge_documents,
+    )
+
+
+seqio.TaskRegistry.add_provider("pydoc_span_corruption", pydoc_span_corruption())
+seqio.TaskRegistry.add_provider("c4_span_corruption", c4_span_corruption())

@@ -1,0 +1,137 @@
+"""seqio sources of whole documents under "text": local files, TFDS and text in memory.
+
+Their documents come in an order that follows from the seed, host by host and epoch by epoch.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import seqio
+import tensorflow as tf
+from convt5.tasks.text_files import TextFiles
+
+from convt5 import errors
+
+_OPEN_FILES = 16
+
+
+class TextFilesSource(seqio.DataSource):
+    """Documents of local files; a split is a `TextFiles` and the part of it that is meant."""
+
+    def __init__(self, splits: Mapping[str, tuple[TextFiles, str]]):
+        self._files = dict(splits)
+        super().__init__(splits=tuple(splits), caching_permitted=False)
+
+    @property
+    def supports_arbitrary_sharding(self) -> bool:
+        return False
+
+    @property
+    def performs_internal_shuffling(self) -> bool:
+        return True
+
+    def fingerprint(self) -> str:
+        """Returns what identifies the text, to be compared when a run goes on."""
+        return "-".join(files.fingerprint() for files, _ in self._files.values())
+
+    def list_shards(self, split: str) -> Sequence[str]:
+        files, part = self._files[split]
+        shards = files.stored()[part]
+        if not shards:
+            raise errors.UserError(
+                f"split={split!r} of text path={files.path!r} holds no document: too few to hold "
+                "any out; set validation_path, a larger validation_fraction, or separator='line'."
+            )
+        return shards
+
+    def get_dataset(
+        self,
+        split: str = "train",
+        shuffle: bool = True,
+        seed: int | None = None,
+        shard_info: seqio.ShardInfo | None = None,
+        **_,
+    ) -> tf.data.Dataset:
+        shards = tf.data.Dataset.from_tensor_slices(list(self.list_shards(split)))
+        shards = _shared(shards, shard_info)
+        if shuffle:
+            shards = shards.shuffle(len(self.list_shards(split)), seed=seed)
+        return shards.interleave(
+            tf.data.TFRecordDataset,
+            cycle_length=_OPEN_FILES,
+            block_length=1,
+            num_parallel_calls=tf.data.AUTOTUNE,
+        ).map(lambda text: {"text": text})
+
+
+class PreparedTfdsSource(seqio.TfdsDataSource):
+    """A TFDS data set that was prepared before; nothing is downloaded by surprise."""
+
+    def __init__(self, tfds_name: str, data_dir: str | None):
+        self._tfds_name = tfds_name
+        super().__init__(
+            tfds_name,
+            tfds_data_dir=data_dir,
+            splits=("train", "validation"),
+            caching_permitted=False,
+            read_only=True,
+        )
+
+    def list_shards(self, split: str) -> Sequence[str]:
+        with self._explained():
+            return super().list_shards(split)
+
+    def get_dataset(self, *args, **kwargs) -> tf.data.Dataset:
+        with self._explained():
+            return super().get_dataset(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (AssertionError, KeyError, ValueError, FileNotFoundError) as error:
+            raise errors.UserError(
+                f"tfds_name={self._tfds_name!r} is not prepared in data_dir="
+                f"{self.tfds_dataset.data_dir or '~/tensorflow_datasets'!r}; prepare it with "
+                f"`tfds build {self._tfds_name}`, or set data_dir to where it is. TFDS says: {error}"
+            ) from error
+
+
+class EmbeddedTextSource(seqio.DataSource):
+    """A few documents held in memory."""
+
+    def __init__(self, splits: Mapping[str, Sequence[str]]):
+        self._documents = {split: list(documents) for split, documents in splits.items()}
+        super().__init__(splits=tuple(splits), caching_permitted=False)
+
+    @property
+    def supports_arbitrary_sharding(self) -> bool:
+        return True
+
+    @property
+    def performs_internal_shuffling(self) -> bool:
+        return True
+
+    def list_shards(self, split: str) -> Sequence[str]:
+        return [split]
+
+    def get_dataset(
+        self,
+        split: str = "train",
+        shuffle: bool = True,
+        seed: int | None = None,
+        shard_info: seqio.ShardInfo | None = None,
+        **_,
+    ) -> tf.data.Dataset:
+        documents = _shared(
+            tf.data.Dataset.from_tensor_slices({"text": self._documents[split]}), shard_info
+        )
+        if shuffle:
+            documents = documents.shuffle(len(self._documents[split]), seed=seed)
+        return documents
+
+
+def _shared(dataset: tf.data.Dataset, shard_info: seqio.ShardInfo | None) -> tf.data.Dataset:
+    if shard_info is None:
+        return dataset
+    return dataset.shard(shard_info.num_shards, shard_info.index)

@@ -1,0 +1,216 @@
+"""Span corruption, the pre-training objective of T5, as tf.data transformations.
+
+Raffel et al. 2020 (arXiv 1910.10683, section 3.1.4): spans of the text are taken out, each leaves a
+sentinel, and the target is the spans, each after its sentinel. The same seed gives the same ids as
+`t5.data.preprocessors`; unlike there, no text is ever dropped.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import seqio
+import tensorflow as tf
+
+from convt5 import errors
+
+NOISE_DENSITY = 0.15
+MEAN_SPAN_LENGTH = 3.0
+
+
+class SegmentSizes(NamedTuple):
+    """How many tokens of text fill an encoder input, and what becomes of them.
+
+    Attributes:
+        text: tokens of the text before corruption.
+        inputs: encoder tokens, end token included.
+        targets: decoder tokens, end token included.
+        spans: spans taken out, hence sentinels needed.
+    """
+
+    text: int
+    inputs: int
+    targets: int
+    spans: int
+
+
+def segment_sizes(
+    inputs_length: int,
+    *,
+    noise_density: float = NOISE_DENSITY,
+    mean_span_length: float = MEAN_SPAN_LENGTH,
+) -> SegmentSizes:
+    """Returns the longest segment of text whose corrupted form fits `inputs_length` tokens.
+
+    Raises:
+        UserError: `inputs_length` is too short for any text.
+    """
+    sizes = None
+    length = 2
+    while (
+        longer := _corrupted_sizes(length, noise_density, mean_span_length)
+    ).inputs <= inputs_length:
+        sizes = longer
+        length += 1
+    if sizes is None:
+        raise errors.UserError(
+            f"encoder_length={inputs_length} holds no corrupted text; it must be at least "
+            f"{longer.inputs}."
+        )
+    return sizes
+
+
+def span_corruption(
+    dataset: tf.data.Dataset,
+    sequence_length: Mapping[str, int],
+    output_features: Mapping[str, seqio.Feature],
+    *,
+    noise_density: float = NOISE_DENSITY,
+    mean_span_length: float = MEAN_SPAN_LENGTH,
+    merge_documents: bool = True,
+) -> tf.data.Dataset:
+    """Turns documents, token ids under "targets", into pairs of corrupted text and spans.
+
+    Args:
+        dataset: documents without end tokens.
+        sequence_length: of "inputs" and "targets", end tokens included.
+        output_features: the vocabulary, which must be the same for both.
+        noise_density: share of the tokens that is taken out, in (0, 1).
+        mean_span_length: mean tokens of a span.
+        merge_documents: as in T5, documents follow each other without a mark and are cut into
+            segments of one length, so that nothing is padding. Otherwise a segment ends with its
+            document, and packing may put several into one row.
+
+    Raises:
+        UserError: targets do not fit `sequence_length`, or there are too few sentinels.
+    """
+    vocabulary = output_features["targets"].vocabulary
+    sizes = segment_sizes(
+        sequence_length["inputs"], noise_density=noise_density, mean_span_length=mean_span_length
+    )
+    _check_fit(sizes, sequence_length, vocabulary)
+    segments = _split(dataset, sizes.text, merge_documents=merge_documents)
+
+    @seqio.map_over_dataset(num_seeds=1)
+    def corrupt_segment(tokens: tf.Tensor, seed: tf.Tensor) -> dict[str, tf.Tensor]:
+        return corrupt(
+            tokens,
+            seed,
+            first_sentinel=vocabulary.vocab_size - 1,
+            noise_density=noise_density,
+            mean_span_length=mean_span_length,
+        )
+
+    return corrupt_segment(segments)
+
+
+def corrupt(
+    tokens: tf.Tensor,
+    seed: tf.Tensor,
+    *,
+    first_sentinel: int,
+    noise_density: float = NOISE_DENSITY,
+    mean_span_length: float = MEAN_SPAN_LENGTH,
+) -> dict[str, tf.Tensor]:
+    """Returns "inputs" and "targets" of one segment, without end tokens; `seed` holds two ints."""
+    seeds = tf.unstack(tf.random.experimental.stateless_split(seed, 6))
+    noise = random_spans(
+        tf.size(tokens),
+        seeds[0],
+        seeds[1],
+        noise_density=noise_density,
+        mean_span_length=mean_span_length,
+    )
+    return {
+        "inputs": _sentinel_per_span(tokens, noise, first_sentinel),
+        "targets": _sentinel_per_span(tokens, tf.logical_not(noise), first_sentinel),
+    }
+
+
+def random_spans(
+    length: tf.Tensor,
+    noise_seed: tf.Tensor,
+    text_seed: tf.Tensor,
+    *,
+    noise_density: float,
+    mean_span_length: float,
+) -> tf.Tensor:
+    """Returns a mask of `length` positions, true in the spans to take out; text comes first.
+
+    All masks with the prescribed numbers of tokens and spans are equally likely.
+    """
+    # A single token cannot be both text and noise: its mask is cut from that of two.
+    padded = tf.maximum(length, 2)
+    num_noise = _rounded(tf.cast(padded, tf.float32) * noise_density)
+    num_noise = tf.minimum(tf.maximum(num_noise, 1), padded - 1)
+    num_spans = tf.maximum(_rounded(tf.cast(num_noise, tf.float32) / mean_span_length), 1)
+    noise_lengths = _random_parts(num_noise, num_spans, noise_seed)
+    text_lengths = _random_parts(padded - num_noise, num_spans, text_seed)
+    ends = tf.cumsum(tf.reshape(tf.stack([text_lengths, noise_lengths], axis=1), [-1]))
+    part = tf.searchsorted(ends, tf.range(length), side="right")
+    return part % 2 == 1
+
+
+def _random_parts(total: tf.Tensor, num_parts: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+    """Splits `total` into `num_parts` positive integers, all splits equally likely."""
+    is_cut = tf.cast(tf.range(total - 1) < num_parts - 1, tf.int32)
+    part = tf.cumsum(tf.pad(seqio.stateless_shuffle(is_cut, seed), [[1, 0]]))
+    return tf.math.segment_sum(tf.ones_like(part), part)
+
+
+def _sentinel_per_span(tokens: tf.Tensor, mask: tf.Tensor, first_sentinel: int) -> tf.Tensor:
+    """Replaces each run of masked tokens by the next sentinel, counting down."""
+    follows = tf.pad(mask[:-1], [[1, 0]])
+    starts = tf.logical_and(mask, tf.logical_not(follows))
+    sentinels = first_sentinel + 1 - tf.cumsum(tf.cast(starts, tokens.dtype))
+    return tf.boolean_mask(
+        tf.where(starts, sentinels, tokens), tf.logical_not(tf.logical_and(mask, follows))
+    )
+
+
+def _split(
+    dataset: tf.data.Dataset, segment_length: int, *, merge_documents: bool
+) -> tf.data.Dataset:
+    documents = dataset.map(lambda example: example["targets"])
+    if merge_documents:
+        return documents.rebatch(segment_length)
+    return documents.filter(lambda tokens: tf.size(tokens) > 0).flat_map(
+        lambda tokens: tf.data.Dataset.from_tensors(tokens).rebatch(segment_length)
+    )
+
+
+def _corrupted_sizes(length: int, noise_density: float, mean_span_length: float) -> SegmentSizes:
+    """The sizes that `random_spans` gives, with the same rounding in float32."""
+    num_noise = int(np.round(np.float32(length) * np.float32(noise_density)))
+    num_noise = min(max(num_noise, 1), length - 1)
+    num_spans = max(int(np.round(np.float32(num_noise) / np.float32(mean_span_length))), 1)
+    return SegmentSizes(
+        text=length,
+        inputs=length - num_noise + num_spans + 1,
+        targets=num_noise + num_spans + 1,
+        spans=num_spans,
+    )
+
+
+def _check_fit(
+    sizes: SegmentSizes, sequence_length: Mapping[str, int], vocabulary: seqio.Vocabulary
+) -> None:
+    faults = []
+    if sizes.targets > sequence_length["targets"]:
+        faults.append(
+            f"decoder_length={sequence_length['targets']} is too short for the spans of "
+            f"encoder_length={sequence_length['inputs']}: they take {sizes.targets} tokens; set "
+            f"decoder_length to at least {sizes.targets}, or lower encoder_length."
+        )
+    if sizes.spans > vocabulary.extra_ids:
+        faults.append(
+            f"the vocabulary has {vocabulary.extra_ids} sentinels, but encoder_length="
+            f"{sequence_length['inputs']} takes out {sizes.spans} spans and each needs its own; "
+            f"set num_sentinels of the vocabulary to at least {sizes.spans}, or lower "
+            "encoder_length."
+        )
+    errors.raise_all(faults, where="span corruption")
+
+
+def _rounded(x: tf.Tensor) -> tf.Tensor:
+    return tf.cast(tf.round(x), tf.int32)

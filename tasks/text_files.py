@@ -1,0 +1,288 @@
+"""Local text in any common form, as documents.
+
+Files are read once and stored as shuffled TFRecord files in a cache folder, because tf.data can
+neither read .xz and JSON lines nor deal documents to hosts or epochs in a new order. The folder
+is `$XDG_CACHE_HOME/convt5/text`; it is safe to delete, and renewed when a file changes.
+"""
+
+import bz2
+import contextlib
+import dataclasses
+import glob
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import IO, Literal
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from convt5 import errors
+
+Separator = Literal["auto", "line", "blank_line"]
+
+_FORMAT = 1
+_NUM_SHARDS = 64
+_BLOCK_BYTES = 256 * 2**20
+_SNIFFED_BYTES = 2**20
+_OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextFiles:
+    """Files of text and how documents stand in them.
+
+    Attributes:
+        path: a path or glob, or several; `**` matches folders of any depth.
+        separator: "line": each line is a document. "blank_line": blank lines separate documents.
+            "auto": "blank_line" where a blank line stands inside the first file, else "line".
+            Without meaning for .jsonl files.
+        text_key: what holds the text of a .jsonl line.
+        holdout_every: every n-th document goes to "validation" rather than "train"; None keeps
+            all in "train".
+    """
+
+    path: str | Sequence[str]
+    separator: Separator = "auto"
+    text_key: str = "text"
+    holdout_every: int | None = None
+
+    def __post_init__(self):
+        if self.separator not in ("auto", "line", "blank_line"):
+            raise errors.UserError(
+                f"separator={self.separator!r} must be 'auto', 'line' or 'blank_line'."
+            )
+        self.matches()
+
+    def matches(self) -> list[str]:
+        """Returns the files, in order.
+
+        Raises:
+            UserError: a path that matches no file.
+        """
+        patterns = [self.path] if isinstance(self.path, str) else list(self.path)
+        if not patterns:
+            raise errors.UserError("text path=[] is empty; set it to a path or a glob.")
+        return [name for pattern in patterns for name in _matches(os.path.expanduser(pattern))]
+
+    def fingerprint(self) -> str:
+        """Returns a name of these documents, which changes when a file does."""
+        about = [_FORMAT, self.separator, self.text_key, self.holdout_every]
+        for name in self.matches():
+            about.append([os.path.abspath(name) if "://" not in name else name, *_stamp(name)])
+        return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
+
+    def stored(self) -> dict[str, list[str]]:
+        """Returns the TFRecord files of each split, which are written when they do not exist.
+
+        Raises:
+            UserError: the files hold no document, or something that is not text.
+        """
+        folder = cache_folder() / self.fingerprint()
+        if not folder.exists():
+            self._store(folder)
+        return {
+            split: sorted(str(path) for path in folder.glob(f"{split}-*"))
+            for split in ("train", "validation")
+        }
+
+    def documents(self) -> Iterator[bytes]:
+        """Yields the documents in the order of the files, as UTF-8 without surrounding blanks."""
+        names = self.matches()
+        separator = self.separator
+        if separator == "auto":
+            separator = _guess_separator(names[0])
+        for name in names:
+            if _is_json_lines(name):
+                documents = _json_lines(name, self.text_key)
+            else:
+                documents = _lines(name) if separator == "line" else _paragraph_groups(name)
+            with _explained(name):
+                yield from documents
+
+    def _store(self, folder: pathlib.Path) -> None:
+        logging.info("convt5 stores the text of %s once in %s", self.path, folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = pathlib.Path(tempfile.mkdtemp(prefix="unfinished-", dir=folder.parent))
+        try:
+            self._write(unfinished)
+            with contextlib.suppress(FileExistsError, OSError):
+                unfinished.rename(folder)  # Another process may have been faster with the same.
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        if not folder.exists():
+            raise errors.UserError(
+                f"the text cache {folder} cannot be written; set XDG_CACHE_HOME to a folder that "
+                "can."
+            )
+
+    def _write(self, folder: pathlib.Path) -> None:
+        writers = {split: _ShardWriter(folder / split) for split in ("train", "validation")}
+        count = 0
+        for document in self.documents():
+            held_out = self.holdout_every is not None and count % self.holdout_every == 1
+            writers["validation" if held_out else "train"].add(document)
+            count += 1
+        for writer in writers.values():
+            writer.close()
+        if not count:
+            raise errors.UserError(
+                f"text path={self.path!r} holds no document: {len(self.matches())} files were read "
+                "and all are empty or blank; set it to files with text."
+            )
+
+
+def cache_folder() -> pathlib.Path:
+    """Returns where text is stored, which `XDG_CACHE_HOME` moves."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return pathlib.Path(home) / "convt5" / "text"
+
+
+class _ShardWriter:
+    """Deals documents to files in random order, the same each time, in bounded memory."""
+
+    def __init__(self, prefix: pathlib.Path):
+        self._prefix = prefix
+        self._waiting: list[bytes] = []
+        self._waiting_bytes = 0
+        self._writers: list[tf.io.TFRecordWriter] = []
+        self._random = np.random.default_rng(0)
+
+    def add(self, document: bytes) -> None:
+        self._waiting.append(document)
+        self._waiting_bytes += len(document)
+        if self._waiting_bytes > _BLOCK_BYTES:
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        for writer in self._writers:
+            writer.close()
+
+    def _flush(self) -> None:
+        if not self._writers:
+            self._writers = [
+                tf.io.TFRecordWriter(f"{self._prefix}-{i:05d}.tfrecord")
+                for i in range(min(_NUM_SHARDS, len(self._waiting)))
+            ]
+        for i, document in enumerate(self._random.permutation(len(self._waiting))):
+            self._writers[i % len(self._writers)].write(self._waiting[document])
+        self._waiting, self._waiting_bytes = [], 0
+
+
+def _matches(pattern: str) -> list[str]:
+    if "://" in pattern:
+        names = [name for name in tf.io.gfile.glob(pattern) if not tf.io.gfile.isdir(name)]
+    else:
+        names = [name for name in glob.glob(pattern, recursive=True) if not os.path.isdir(name)]
+    if names:
+        return sorted(names)
+    if os.path.isdir(pattern):
+        raise errors.UserError(
+            f"text path={pattern!r} is a folder; set it to the files in it, such as "
+            f"{os.path.join(pattern, '*.txt')!r}."
+        )
+    folder, name = os.path.split(pattern)
+    siblings = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+    raise errors.UserError(
+        f"text path={pattern!r} matches no file; set it to a path or a glob of text files "
+        f"(working directory {os.getcwd()!r}).{errors.suggest(name, siblings)}"
+    )
+
+
+def _stamp(name: str) -> tuple[int, int]:
+    """The size of a file and when it last changed."""
+    if "://" in name:
+        stat = tf.io.gfile.stat(name)
+        return stat.length, stat.mtime_nsec
+    stat = os.stat(name)
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _open(name: str) -> IO[bytes]:
+    raw = tf.io.gfile.GFile(name, "rb") if "://" in name else name
+    opener = _OPENERS.get(pathlib.PurePath(name).suffix)
+    if opener is not None:
+        return opener(raw, "rb")
+    return raw if "://" in name else open(name, "rb")
+
+
+def _is_json_lines(name: str) -> bool:
+    return ".jsonl" in pathlib.PurePath(name).suffixes
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Turns what goes wrong with the bytes of a file into the user's error."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise errors.UserError(
+            f"text file {name!r} is not UTF-8 ({error}); convert it, or leave it out of the path."
+        ) from error
+    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, OSError) as error:
+        raise errors.UserError(
+            f"text file {name!r} cannot be read ({error}); is it complete?"
+        ) from error
+
+
+def _guess_separator(name: str) -> Separator:
+    with _explained(name), _open(name) as file:
+        start = file.read(_SNIFFED_BYTES)
+    lines = [line.strip() for line in io.BytesIO(start.strip())]
+    separator = "blank_line" if b"" in lines else "line"
+    logging.info("convt5 takes separator=%r from the start of %s", separator, name)
+    return separator
+
+
+def _text_lines(name: str) -> Iterator[bytes]:
+    """Yields lines without surrounding blanks."""
+    with _open(name) as file:
+        for i, line in enumerate(file):
+            text = line.decode("utf-8-sig" if i == 0 else "utf-8")
+            yield text.strip().encode()
+
+
+def _lines(name: str) -> Iterator[bytes]:
+    return (line for line in _text_lines(name) if line)
+
+
+def _paragraph_groups(name: str) -> Iterator[bytes]:
+    group = []
+    for line in _text_lines(name):
+        if line:
+            group.append(line)
+        elif group:
+            yield b"\n".join(group)
+            group = []
+    if group:
+        yield b"\n".join(group)
+
+
+def _json_lines(name: str, text_key: str) -> Iterator[bytes]:
+    for number, line in enumerate(_text_lines(name), start=1):
+        if not line:
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise errors.UserError(
+                f"text file {name!r}, line {number} is not JSON ({error}); .jsonl files hold one "
+                "object a line."
+            ) from error
+        if not isinstance(row, dict) or not isinstance(row.get(text_key), str):
+            keys = sorted(row) if isinstance(row, dict) else []
+            raise errors.UserError(
+                f"text file {name!r}, line {number} has no string under text_key={text_key!r}; "
+                f"its keys are {keys}; set text_key to the one that holds the text."
+            )
+        if text := row[text_key].strip():
+            yield text.encode()

@@ -1,0 +1,124 @@
+"""Vocabularies with T5's sentinels, checked when they are named rather than when text is read.
+
+Padding is id 0, the sentinels are the last ids and descend: the first span of a text is marked by
+`vocab_size - 1`. Gin files name `vocabularies.sentencepiece` and `vocabularies.characters`.
+"""
+
+import itertools
+import re
+
+import numpy as np
+import seqio
+import tensorflow as tf
+
+from convt5 import errors
+
+DEFAULT_NUM_SENTINELS = 100
+T5_VOCABULARY = "gs://t5-data/vocabs/cc_all.32000/sentencepiece.model"
+"""Where T5 publishes its vocabulary of 32,000 pieces; reading it needs the network."""
+
+_SENTINEL_PIECE = re.compile(r"▁?<?extra_id_\d+>?")
+
+
+class _OwnSentinels(seqio.SentencePieceVocabulary):
+    """A SentencePiece model whose last pieces are sentinels already."""
+
+    def __init__(self, path: str, num_sentinels: int):
+        super().__init__(path, extra_ids=0)
+        self._num_sentinels = num_sentinels
+
+    @property
+    def extra_ids(self) -> int:
+        return self._num_sentinels
+
+
+def sentencepiece(
+    path: str, num_sentinels: int = DEFAULT_NUM_SENTINELS
+) -> seqio.SentencePieceVocabulary:
+    """Returns the SentencePiece model at `path` with sentinels after its last piece.
+
+    A model that ends in `extra_id` pieces keeps those as its sentinels.
+
+    Raises:
+        UserError: no file at `path`, no SentencePiece model in it, one that does not keep id 0 for
+            padding or has no end piece, or one that brings fewer sentinels than asked for.
+    """
+    if not tf.io.gfile.exists(path) or tf.io.gfile.isdir(path):
+        raise errors.UserError(
+            f"vocabulary path={path!r} names no file; set it to a SentencePiece .model file."
+        )
+    vocabulary = seqio.SentencePieceVocabulary(path, extra_ids=0)
+    try:
+        pieces = _pieces(vocabulary)
+    except Exception as error:
+        raise errors.UserError(
+            f"vocabulary path={path!r} cannot be read as a SentencePiece model ({error}); "
+            "set it to a .model file made by sentencepiece."
+        ) from error
+    _check_special_pieces(vocabulary, path)
+    own = len(list(itertools.takewhile(_SENTINEL_PIECE.fullmatch, reversed(pieces))))
+    if not own:
+        return seqio.SentencePieceVocabulary(path, extra_ids=num_sentinels)
+    if own < num_sentinels:
+        raise errors.UserError(
+            f"vocabulary path={path!r} ends in {own} sentinel pieces, fewer than "
+            f"num_sentinels={num_sentinels}; lower num_sentinels, or use a model without them."
+        )
+    return _OwnSentinels(path, own)
+
+
+def characters(num_sentinels: int = DEFAULT_NUM_SENTINELS) -> seqio.ByteVocabulary:
+    """Returns the vocabulary of the 256 bytes of UTF-8, which needs no file."""
+    return seqio.ByteVocabulary(extra_ids=num_sentinels)
+
+
+def published_t5() -> seqio.SentencePieceVocabulary:
+    """Returns T5's own vocabulary with 100 sentinels; it is downloaded when first used."""
+    return seqio.SentencePieceVocabulary(T5_VOCABULARY, extra_ids=DEFAULT_NUM_SENTINELS)
+
+
+def token_bytes(vocabulary: seqio.Vocabulary) -> np.ndarray | None:
+    """Returns the UTF-8 bytes of text that each id stands for; None where that is not known.
+
+    Special ids and sentinels stand for none. An unknown piece counts as one byte, the least it
+    can stand for, so that bits per byte are never flattered.
+    """
+    if isinstance(vocabulary, seqio.ByteVocabulary):
+        sizes = np.zeros(vocabulary.vocab_size, np.int32)
+        sizes[vocabulary.vocab_size - vocabulary.extra_ids - 256 :] = 1
+        sizes[vocabulary.vocab_size - vocabulary.extra_ids :] = 0
+        return sizes
+    if isinstance(vocabulary, seqio.SentencePieceVocabulary):
+        sizes = np.array(
+            [_piece_bytes(vocabulary, i) for i in range(vocabulary.vocab_size)], np.int32
+        )
+        sizes[vocabulary.vocab_size - vocabulary.extra_ids :] = 0
+        return sizes
+    return None
+
+
+def _piece_bytes(vocabulary: seqio.SentencePieceVocabulary, token: int) -> int:
+    model = vocabulary.tokenizer
+    if model.IsControl(token):
+        return 0
+    if model.IsByte(token) or model.IsUnknown(token):
+        return 1
+    return len(model.IdToPiece(token).replace("▁", " ").encode())
+
+
+def _pieces(vocabulary: seqio.SentencePieceVocabulary) -> list[str]:
+    model = vocabulary.tokenizer
+    return [model.IdToPiece(i) for i in range(model.GetPieceSize())]
+
+
+def _check_special_pieces(vocabulary: seqio.SentencePieceVocabulary, path: str) -> None:
+    model = vocabulary.tokenizer
+    faults = []
+    if model.pad_id() not in (0, -1) or (model.pad_id() == -1 and not model.IsControl(0)):
+        faults.append(
+            f"id 0 is the piece {model.IdToPiece(0)!r}, but id 0 is padding; train the model with "
+            "--pad_id=0 --eos_id=1 --unk_id=2."
+        )
+    if model.eos_id() < 0:
+        faults.append("it has no end piece; train the model with --eos_id=1.")
+    errors.raise_all(faults, where=f"vocabulary path={path!r}")
