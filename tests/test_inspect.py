@@ -1,6 +1,7 @@
 """`python -m convt5.inspect`: the report as text and JSON, its examples and its messages."""
 
 import json
+import pathlib
 import subprocess
 import sys
 import types
@@ -12,6 +13,8 @@ from convt5 import cost_report, costs, inspect
 from convt5.errors import UserError
 from convt5.optimizer import AdamWConfig
 from convt5.sharding import TEXT_RULES, Rule
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 WAVENET = """
 from __gin__ import dynamic_registration
@@ -184,6 +187,36 @@ def test_examples_are_decoded_and_taken_out_of_packed_rows():
     ]
     assert examples[1]["source_ids"] == [4, 19]
     assert len(inspect.decoded_examples({"train_data": data}, 1)) == 1
+
+
+def test_run_gives_lengths_batch_model_and_examples(capsys):
+    report = as_json(
+        capsys,
+        "--gin_file=gin/runs/quickstart.gin",
+        "--gin_file=gin/models/wavenet_tiny.gin",
+        "--gin.data.DataConfig.encoder_length=64",
+        "--gin.data.DataConfig.decoder_length=32",
+        "--examples=2",
+        "--devices=2",
+    )
+    assert report["model"] == "wavenet_tiny"
+    assert report["assumed"] == []
+    assert (report["encoder_length"], report["decoder_length"]) == (64, 32)
+    assert len(report["examples"]) == 2
+    for example in report["examples"]:
+        assert "<1>" in example["source"]
+        assert example["target"].startswith("<1>")
+        assert len(example["source_ids"]) <= 64
+
+
+def test_run_directory_that_a_run_requires_need_not_be_given(tmp_path):
+    run = tmp_path / "run.gin"
+    text = (ROOT / "gin" / "runs" / "quickstart.gin").read_text()
+    run.write_text(f"{text}\nRUN_DIR = %gin.REQUIRED\n")
+    settings, name = inspect.read_settings([str(run)], [])
+    assert (name, settings["run_dir"]) == ("dynamic_tiny", "unused")
+    settings, _ = inspect.read_settings([str(run)], ["RUN_DIR=mine"])
+    assert settings["run_dir"] == "mine"
 
 
 def test_examples_without_data_say_what_to_give(gin_file):
