@@ -127,9 +127,7 @@ class Layer(nnx.Module):
             dropout_key=keys[5],
         )
 
-    def init_state(
-        self, memory: Float[Array, "batch source embed"], *, length: int
-    ) -> LayerState:
+    def init_state(self, memory: Float[Array, "batch source embed"], *, length: int) -> LayerState:
         """Returns the state of a decoder layer before the first of at most `length` steps."""
         batch, _, emb_dim = memory.shape
         if isinstance(self.mixing, Attention):

@@ -34,4 +34,6 @@ def raise_all(faults: Iterable[str], *, where: str) -> None:
     if len(faults) == 1:
         raise UserError(f"{where}: {faults[0]}")
     if faults:
-        raise UserError(f"{where} has {len(faults)} faults:\n" + "\n".join(f"- {f}" for f in faults))
+        raise UserError(
+            f"{where} has {len(faults)} faults:\n" + "\n".join(f"- {f}" for f in faults)
+        )

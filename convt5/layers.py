@@ -46,9 +46,7 @@ class Embed(nnx.Module):
     ) -> Float[Array, "batch length embed"]:
         return self.embedding[...].at[ids].get(mode="clip").astype(dtype)
 
-    def attend(
-        self, x: Float[Array, "batch length embed"]
-    ) -> Float[Array, "batch length vocab"]:
+    def attend(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length vocab"]:
         """Returns the products of x with every row, accumulated in at least float32."""
         return jnp.einsum(
             "ble,ve->blv",

@@ -74,9 +74,7 @@ class TextLoss:
         return LossSums(
             loss_sum=jnp.sum((nll + z_term) * weights),
             weight_sum=(
-                weight
-                if self.normalize_by == "tokens"
-                else jnp.asarray(targets.size, logits.dtype)
+                weight if self.normalize_by == "tokens" else jnp.asarray(targets.size, logits.dtype)
             ),
             metrics=metrics,
         )

@@ -76,9 +76,7 @@ class Convolution(nnx.Module):
             self.predictor = TapPredictor(
                 taps, emb_dim, num_kernels, use_bias=config.predictor_bias, key=keys[2]
             )
-        self.conv_bias = (
-            nnx.Param(jnp.zeros((emb_dim,), jnp.float32)) if config.conv_bias else None
-        )
+        self.conv_bias = nnx.Param(jnp.zeros((emb_dim,), jnp.float32)) if config.conv_bias else None
         self.pointwise = dense(keys[3]) if config.pointwise else None
         self.output = dense(keys[4]) if config.output_projection else None
         self.config = config
@@ -159,9 +157,7 @@ class Convolution(nnx.Module):
         weights = jax.nn.softmax(logits.astype(wide), axis=1)
         return jnp.repeat(weights, gated.shape[-1] // weights.shape[-1], axis=-1)
 
-    def _project(
-        self, y: Float[Array, "batch length embed"]
-    ) -> Float[Array, "batch length embed"]:
+    def _project(self, y: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
         if self.conv_bias is not None:
             y = add_vector(y, self.conv_bias[...])
         y = y if self.pointwise is None else self.pointwise(y)

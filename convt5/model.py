@@ -50,9 +50,7 @@ class ConvT5(nnx.Module):
         self.encoder = Stack(config, decoder=False, key=keys[2])
         self.decoder = Stack(config, decoder=True, key=keys[3])
         self.output_head = (
-            None
-            if config.tie_output
-            else Dense(config.emb_dim, config.vocab_size, key=keys[4])
+            None if config.tie_output else Dense(config.emb_dim, config.vocab_size, key=keys[4])
         )
         self.config = config
 
@@ -138,9 +136,7 @@ class ConvT5(nnx.Module):
             segment_ids,
             readable=self._readable(tokens),
             memory=encoded,
-            memory_mask=attention_mask(
-                segment_ids, jnp.asarray(encoder_segment_ids), causal=False
-            ),
+            memory_mask=attention_mask(segment_ids, jnp.asarray(encoder_segment_ids), causal=False),
         )
         x = self.decoder(self._embed(tokens, positions), inputs, dropout_key=dropout_key)
         return self._logits(x)
@@ -162,7 +158,11 @@ class ConvT5(nnx.Module):
         )
 
     def decode_step(
-        self, state: DecoderState, tokens: Int[HostOrDevice, " batch"], *, hide_start_token: bool | None = None
+        self,
+        state: DecoderState,
+        tokens: Int[HostOrDevice, " batch"],
+        *,
+        hide_start_token: bool | None = None,
     ) -> tuple[Float[Array, "batch vocab"], DecoderState]:
         """Feeds one token per row and returns the logits of the next one.
 

@@ -71,6 +71,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.flags.dry_run:
         print(dry_run(settings))
         return 0
+    check_vocabulary(settings)
     trainer.train(**settings, config_text=config.text)
     return 0
 
@@ -87,7 +88,11 @@ def dry_run(settings: Mapping[str, Any]) -> str:
 
     call = inspect.signature(trainer.train).bind(**settings)
     call.apply_defaults()
-    values = {**call.arguments, "batch_size": settings["train_data"].batch_size}
+    values = dict(call.arguments)
+    for data in (values["train_data"], values["eval_data"]):
+        if hasattr(data, "provider"):
+            data.provider()  # Finds the mixture; reads no example.
+    values["batch_size"] = values["train_data"].batch_size
     trainer.Intervals(**_accepted(trainer.Intervals, values))
     plan = trainer.make_plan(**_accepted(trainer.make_plan, values))
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
@@ -115,6 +120,22 @@ def check_lengths(settings: Mapping[str, Any]) -> None:
         if limit and (getattr(settings.get(data), field, None) or 0) > limit
     ]
     errors.raise_all(faults, where="configuration")
+
+
+def check_vocabulary(settings: Mapping[str, Any]) -> None:
+    """Raises `UserError` if the data has more token ids than the model has embeddings."""
+    limit = getattr(settings["model"], "vocab_size", None)
+    find_task = getattr(settings["train_data"], "provider", None)
+    if limit is None or find_task is None:
+        return  # No text: nothing to compare.
+    for name, feature in find_task().output_features.items():
+        size = feature.vocabulary.vocab_size
+        if size > limit:
+            raise errors.UserError(
+                f"the vocabulary of {name!r} has {size} ids, sentinels included, but vocab_size="
+                f"{limit} rows are in the model's token table; set --gin.architecture.ConvT5Config."
+                f"vocab_size to at least {size}."
+            )
 
 
 def _accepted(function: Any, values: Mapping[str, Any]) -> dict[str, Any]:

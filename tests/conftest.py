@@ -12,7 +12,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ["NNX_GRAPH_MODE"] = "false"
 os.environ["NNX_GRAPH_UPDATES"] = "false"
 
-from jaxtyping import install_import_hook  # noqa: E402
+from jaxtyping import install_import_hook
 
 # Array shapes and dtypes in annotations are checked while tests run; training pays nothing.
 install_import_hook(

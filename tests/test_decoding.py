@@ -20,7 +20,8 @@ from convt5.model import ConvT5
 VOCAB = 16
 END = 1
 
-# Few layers: compiling is what these tests spend their time on.
+# Compiling is what these tests spend their time on: few layers, and the same shapes wherever
+# possible, so that tests share compilations.
 ENCODER = StackConfig(num_layers=1, mixing="lightweight", kernel_size=3)
 DECODERS = {
     "attention": {"num_layers": 1, "mixing": "attention"},
@@ -46,7 +47,14 @@ DECODERS = {
 }
 
 
-def tiny_model(variant: str = "dynamic", *, seed: int = 0, **overrides) -> ConvT5:
+STRATEGIES = {
+    "greedy": Greedy(),
+    "sampling": Sampling(temperature=0.8, top_k=8, top_p=0.95, num_results=2),
+    "beam": BeamSearch(beam_size=3),
+}
+
+
+def tiny_model(variant: str = "hybrid", *, seed: int = 0, **overrides) -> ConvT5:
     settings = {
         "vocab_size": VOCAB,
         "emb_dim": 8,
@@ -76,7 +84,7 @@ teacher_forced = jax.jit(ConvT5.__call__)
 
 
 @jax.jit
-def stepwise_logits(model, source, decoder_inputs):
+def forced_and_stepwise_logits(model, source, decoder_inputs):
     segment_ids = (source != 0).astype(jnp.int32)
     state = model.init_decoding(
         model.encode(source, segment_ids=segment_ids),
@@ -88,7 +96,8 @@ def stepwise_logits(model, source, decoder_inputs):
         logits, state = model.decode_step(state, tokens)
         return state, logits
 
-    return jnp.moveaxis(jax.lax.scan(step, state, decoder_inputs.T)[1], 0, 1)
+    stepwise = jnp.moveaxis(jax.lax.scan(step, state, decoder_inputs.T)[1], 0, 1)
+    return model(source, decoder_inputs), stepwise
 
 
 SINGLE_LAYER = st.fixed_dictionaries(
@@ -142,14 +151,12 @@ def check_stepping(config: ConvT5Config) -> None:
     model = config.build(jax.random.key(1))
     source = sources()
     decoder_inputs = shifted(np.random.default_rng(2).integers(0, VOCAB, (3, 11), dtype=np.int32))
-    forced = teacher_forced(model, source, decoder_inputs)
+    forced, stepwise = forced_and_stepwise_logits(model, source, decoder_inputs)
     scale = max(1.0, float(np.abs(forced).max()))
-    np.testing.assert_allclose(
-        stepwise_logits(model, source, decoder_inputs), forced, atol=2e-5 * scale
-    )
+    np.testing.assert_allclose(stepwise, forced, atol=2e-5 * scale)
 
 
-@hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=4, deadline=None, derandomize=True)
 @hypothesis.given(configs())
 def test_stepping_equals_teacher_forcing_for_drawn_models(config):
     check_stepping(config)
@@ -175,15 +182,15 @@ def test_packed_teacher_forcing_equals_stepping_each_example(variant):
         encoder_segment_ids=segments,
         decoder_segment_ids=target_segments,
     )
-    stepped = stepwise_logits(model, source, shifted(target))
+    _, stepped = forced_and_stepwise_logits(model, source, shifted(target))
     np.testing.assert_allclose(packed[0, :6], stepped[0], atol=2e-5)
     np.testing.assert_allclose(packed[0, 6:], stepped[1, :5], atol=2e-5)
 
 
-@pytest.mark.parametrize("variant", DECODERS)
+@pytest.mark.parametrize("variant", ["attention", "depthwise", "lightweight", "dynamic"])
 def test_greedy_takes_the_likeliest_token_of_teacher_forcing(variant):
     model, source = tiny_model(variant), sources()
-    found = decode(model, source, max_length=9, end_id=VOCAB - 1)
+    found = decode(model, source, max_length=9)
     logits = teacher_forced(model, source, shifted(found.tokens[:, 0]))
     for row, length in enumerate(found.lengths[:, 0]):
         best = np.argmax(logits[row], axis=-1)
@@ -194,23 +201,24 @@ def test_greedy_takes_the_likeliest_token_of_teacher_forcing(variant):
 @pytest.mark.parametrize("variant", ["dilated", "released", "hybrid"])
 def test_beam_scores_are_those_of_scoring_the_results(variant):
     model, source = tiny_model(variant), sources()
-    found = decode(model, source, max_length=9, strategy=BeamSearch(beam_size=3))
+    found = decode(model, source, max_length=9, strategy=STRATEGIES["beam"])
     again = score(model, source, found.tokens, lengths=found.lengths, length_penalty=1.0)
     np.testing.assert_allclose(found.scores, again.scores, atol=2e-5)
     np.testing.assert_allclose(found.log_probs, again.log_probs, atol=1e-4)
     assert np.all(np.diff(found.scores, axis=1) <= 0)
 
 
-@pytest.mark.parametrize("strategy", [Greedy(), Sampling(num_results=2, top_p=0.9)])
+@pytest.mark.parametrize("strategy", ["greedy", "sampling"])
 def test_drawn_scores_are_those_of_scoring_the_results(strategy):
     model, source = tiny_model(), sources()
-    found = decode(model, source, max_length=9, strategy=strategy, key=jax.random.key(3))
+    settings = {"strategy": STRATEGIES[strategy], "key": jax.random.key(3)}
+    found = decode(model, source, max_length=9, **settings)
     again = score(model, source, found.tokens, lengths=found.lengths)
     np.testing.assert_allclose(found.scores, again.scores, atol=1e-4)
 
 
 def test_double_precision_scores_agree_to_double_precision(x64):
-    model, source = tiny_model(dtype="float64"), sources()
+    model, source = tiny_model("dynamic", dtype="float64"), sources()
     found = decode(model, source, max_length=5, strategy=BeamSearch(beam_size=2))
     again = score(model, source, found.tokens, lengths=found.lengths, length_penalty=1.0)
     assert found.scores.dtype == np.float64
@@ -218,12 +226,11 @@ def test_double_precision_scores_agree_to_double_precision(x64):
     np.testing.assert_allclose(found.scores, again.scores, rtol=1e-12)
 
 
-@pytest.mark.parametrize("variant", ["dynamic", "attention"])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_one_beam_is_greedy_search(variant, seed):
-    model, source = tiny_model(variant, seed=seed), sources(seed, batch=6, length=8)
-    greedy = decode(model, source, max_length=12)
-    beam = decode(model, source, max_length=12, strategy=BeamSearch(beam_size=1))
+@pytest.mark.parametrize("seed", range(4))
+def test_one_beam_is_greedy_search(seed):
+    model, source = tiny_model(seed=seed), sources(seed)
+    greedy = decode(model, source, max_length=9)
+    beam = decode(model, source, max_length=9, strategy=BeamSearch(beam_size=1))
     np.testing.assert_array_equal(beam.tokens, greedy.tokens)
     np.testing.assert_array_equal(beam.lengths, greedy.lengths)
     np.testing.assert_array_equal(beam.ended, greedy.ended)
@@ -239,7 +246,7 @@ def all_sequences(vocab: int, length: int):
     yield from itertools.product(others, repeat=length)
 
 
-@pytest.mark.parametrize("length_penalty", [0.0, 0.6, 2.0])
+@pytest.mark.parametrize("length_penalty", [0.0, 1.5])
 def test_a_wide_beam_finds_the_best_of_all_sequences(length_penalty):
     model, source = tiny_model(vocab_size=5), sources(vocab=5, batch=1)
     every = list(all_sequences(5, 3))
@@ -269,20 +276,13 @@ def test_absent_results_are_empty():
     assert not found.tokens[0, 3:].any()
 
 
-STRATEGIES = {
-    "greedy": Greedy(),
-    "sampling": Sampling(temperature=0.8, top_k=8, top_p=0.95, num_results=2),
-    "beam": BeamSearch(beam_size=3, length_penalty=0.6),
-}
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_row_depends_neither_on_its_neighbours_nor_on_padding(strategy):
-    model, source = tiny_model("hybrid"), sources(batch=4, length=9)
-    keys = jax.random.split(jax.random.key(0), 4)
+    model, source = tiny_model(), sources()
+    keys = jax.random.split(jax.random.key(0), 3)
     settings = {"max_length": 9, "strategy": STRATEGIES[strategy]}
     together = decode(model, source, key=keys, **settings)
-    alone = decode(model, np.pad(source[2:3, :7], ((0, 0), (0, 30))), key=keys[2:3], **settings)
+    alone = decode(model, np.pad(source[2:3], ((0, 0), (0, 30))), key=keys[2:3], **settings)
     np.testing.assert_array_equal(alone.tokens[0], together.tokens[2])
     np.testing.assert_array_equal(alone.lengths[0], together.lengths[2])
     np.testing.assert_allclose(alone.scores[0], together.scores[2], atol=1e-5)
@@ -290,7 +290,7 @@ def test_a_row_depends_neither_on_its_neighbours_nor_on_padding(strategy):
 
 def test_max_length_only_cuts_a_greedy_result():
     model, source = tiny_model(), sources()
-    long = decode(model, source, max_length=20)
+    long = decode(model, source, max_length=9)
     short = decode(model, source, max_length=5)
     np.testing.assert_array_equal(short.tokens, long.tokens[:, :, :5])
     np.testing.assert_array_equal(short.ended, long.ended & (long.lengths <= 5))
@@ -298,20 +298,20 @@ def test_max_length_only_cuts_a_greedy_result():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_row_keeps_its_own_maximum_length(strategy):
-    model, source = tiny_model(), sources(batch=4)
+    model, source = tiny_model(), sources()
     settings = {"max_length": 9, "strategy": STRATEGIES[strategy], "key": jax.random.key(0)}
-    limits = np.array([0, 2, 9, 5])
-    found = decode(model, source, max_lengths=limits, end_id=VOCAB - 1, **settings)
+    limits = np.array([0, 2, 9])
+    found = decode(model, source, max_lengths=limits, **settings)
     assert np.all(found.lengths <= limits[:, None])
-    assert not np.any(found.ended & (found.lengths == 0))
+    assert not np.any(found.ended[0])
     assert np.all(found.scores[0] == -np.inf)
-    unlimited = decode(model, source, end_id=VOCAB - 1, **settings)
+    unlimited = decode(model, source, **settings)
     np.testing.assert_array_equal(found.tokens[2], unlimited.tokens[2])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_forced_prefix_begins_every_result_and_is_not_scored(strategy):
-    model, source = tiny_model("hybrid"), sources()
+    model, source = tiny_model(), sources()
     prefix = np.array([[5, 6, 7], [0, 0, 0], [9, 0, 0]], np.int32)
     lengths = np.array([3, 0, 1], np.int32)
     chosen = STRATEGIES[strategy]
@@ -335,9 +335,9 @@ def test_a_forced_prefix_begins_every_result_and_is_not_scored(strategy):
 
 def test_forcing_what_greedy_chooses_changes_nothing():
     model, source = tiny_model(), sources()
-    free = decode(model, source, max_length=9, end_id=VOCAB - 1)
+    free = decode(model, source, max_length=9)
     prefix = np.where(np.arange(9)[None] < 2, free.tokens[:, 0], 0)
-    forced = decode(model, source, max_length=9, end_id=VOCAB - 1, prefix=prefix)
+    forced = decode(model, source, max_length=9, prefix=prefix)
     np.testing.assert_array_equal(forced.tokens, free.tokens)
 
 
@@ -366,10 +366,9 @@ def test_decoding_stops_when_all_rows_have_ended(strategy):
 def test_shapes_share_bounded_compilations():
     model = tiny_model("lightweight")
     compiled = decoding._search._cache_size()
-    for batch, length, longest in itertools.product((3, 4), (9, 11, 12), (13, 16)):
+    for batch, length, longest in itertools.product((5, 6), (9, 11, 12), (13, 16)):
         decode(model, sources(batch=batch, length=length), max_length=longest)
-    # Two batch buckets (3 and 4), one source bucket (12), one result bucket (16).
-    assert decoding._search._cache_size() - compiled == 2
+    assert decoding._search._cache_size() - compiled == 1
 
 
 @hypothesis.given(st.integers(0, 10**6))
@@ -394,9 +393,9 @@ def test_learned_positions_bound_the_buckets():
         decode(model, sources(length=11), max_length=10)
 
 
-@pytest.mark.parametrize("strategy", [Sampling(top_k=1), Sampling(top_p=1e-6)])
-def test_sampling_among_one_token_is_greedy(strategy):
+def test_sampling_among_one_token_is_greedy():
     model, source = tiny_model(), sources()
+    strategy = Sampling(top_k=5, top_p=1e-6)
     drawn = decode(model, source, max_length=9, strategy=strategy, key=jax.random.key(0))
     np.testing.assert_array_equal(drawn.tokens, decode(model, source, max_length=9).tokens)
 
@@ -413,7 +412,7 @@ def test_sampling_among_one_token_is_greedy(strategy):
     ],
 )
 def test_samples_follow_the_distribution_that_was_asked_for(strategy, allowed):
-    model, source = tiny_model(), sources(batch=1)
+    model, source = tiny_model("dynamic"), sources(batch=1)
     start = np.zeros((1, 1), np.int32)
     logits = np.asarray(teacher_forced(model, source, start))[0, 0] / strategy.temperature
     probabilities = np.asarray(jax.nn.softmax(logits))
@@ -431,7 +430,7 @@ def test_the_same_key_draws_the_same_and_another_key_does_not():
 
     def draw(seed):
         key = jax.random.key(seed)
-        return decode(model, source, max_length=9, strategy=Sampling(), key=key).tokens
+        return decode(model, source, max_length=9, strategy=STRATEGIES["sampling"], key=key).tokens
 
     np.testing.assert_array_equal(draw(0), draw(0))
     assert not np.array_equal(draw(0), draw(1))
@@ -441,21 +440,21 @@ def test_hide_start_token_can_be_overridden():
     hiding = tiny_model("released", hide_start_token=True, seed=3)
     graph, _ = nnx.split(tiny_model("released", hide_start_token=False))
     showing = nnx.merge(graph, nnx.state(hiding))
-    settings = {"max_length": 9, "strategy": BeamSearch(beam_size=2)}
+    settings = {"max_length": 9}
     original = decode(hiding, sources(), hide_start_token=False, **settings)
     np.testing.assert_array_equal(original.scores, decode(showing, sources(), **settings).scores)
     assert not np.array_equal(original.scores, decode(hiding, sources(), **settings).scores)
 
 
 def test_bfloat16_models_decode_with_float32_scores():
-    found = decode(tiny_model(dtype="bfloat16"), sources(), max_length=5, strategy=BeamSearch())
+    found = decode(tiny_model(dtype="bfloat16"), sources(), max_length=9, strategy=BeamSearch())
     assert found.scores.dtype == np.float32
     assert np.all(np.isfinite(found.scores))
 
 
 @pytest.mark.parametrize("strategy", ["sampling", "beam"])
 def test_rows_spread_over_devices_decode_alike(strategy):
-    model, source = tiny_model(), sources(batch=5)
+    model, source = tiny_model(), sources()
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor"))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -467,8 +466,8 @@ def test_rows_spread_over_devices_decode_alike(strategy):
 
 
 def test_rows_spread_over_devices_score_alike():
-    model, source = tiny_model(), sources(batch=5)
-    targets = sources(1, batch=5, length=9)[:, None]
+    model, source = tiny_model(), sources()
+    targets = sources(1, length=9)[:, None]
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor"))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     spread = score(model, source, targets, batch_sharding=rows)

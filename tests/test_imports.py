@@ -40,22 +40,26 @@ def imported(path: pathlib.Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+RANK = {name: i for i, row in enumerate(LAYERS) for name in row}
+
+
+def part(path: pathlib.Path) -> str:
+    """The module or package directly below convt5 that a file belongs to."""
+    return path.relative_to(ROOT / "convt5").parts[0].removesuffix(".py")
+
+
+RANKED = [p for p in SOURCES if p.is_relative_to(ROOT / "convt5") and part(p) in RANK]
+
+
+@pytest.mark.parametrize("path", RANKED, ids=module_name)
 def test_imports_point_from_high_level_to_low(path):
-    rank = {name: i for i, row in enumerate(LAYERS) for name in row}
-    own = rank.get(path.relative_to(ROOT / "convt5").parts[0].removesuffix(".py")) if (
-        path.is_relative_to(ROOT / "convt5")
-    ) else None
-    if own is None:
-        pytest.skip("stands beside the chain of layers")
-    top_level = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ImportFrom)]
-    names = {
-        part
-        for node in top_level
-        if node.module and node.module.split(".")[0] == "convt5"
-        for part in ([node.module.split(".")[1]] if "." in node.module else [a.name for a in node.names])
-    }
-    assert {name for name in names if rank.get(name, -1) > own} == set()
+    statements = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ImportFrom)]
+    used = set()
+    for node in statements:
+        package, _, rest = (node.module or "").partition(".")
+        if package == "convt5":
+            used |= {rest.split(".")[0]} if rest else {alias.name for alias in node.names}
+    assert {name for name in used if RANK.get(name, -1) > RANK[part(path)]} == set()
 
 
 def test_ops_import_only_jax():
@@ -73,9 +77,21 @@ def test_only_the_configuration_imports_gin():
 
 
 def test_model_step_and_decoding_import_where_tensorflow_does_not():
-    modules = ["convt5", "convt5.ops", "convt5.model", "convt5.losses", "convt5.train_step",
-               "convt5.train_state", "convt5.optimizer", "convt5.sharding", "convt5.schedule",
-               "convt5.decoding", "convt5.costs", "convt5.samples", "convt5.loading"]
+    modules = [
+        "convt5",
+        "convt5.ops",
+        "convt5.model",
+        "convt5.losses",
+        "convt5.train_step",
+        "convt5.train_state",
+        "convt5.optimizer",
+        "convt5.sharding",
+        "convt5.schedule",
+        "convt5.decoding",
+        "convt5.costs",
+        "convt5.samples",
+        "convt5.loading",
+    ]
     code = (
         "import sys\n"
         "class Refuse:\n"
@@ -91,7 +107,8 @@ def test_model_step_and_decoding_import_where_tensorflow_does_not():
 
 
 def test_import_convt5_loads_no_framework():
-    code = "import convt5, sys; print([m for m in ('jax', 'tensorflow', 'seqio', 'gin') if m in sys.modules])"
+    names = ("jax", "tensorflow", "seqio", "gin")
+    code = f"import convt5, sys; print([m for m in {names} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
 

@@ -32,16 +32,20 @@ VARIANTS = {
 }
 
 
+def stack(**settings) -> StackConfig:
+    return StackConfig(num_layers=2, **settings)
+
+
 def tiny_config(variant: str = "dynamic", **overrides) -> ConvT5Config:
-    stack = StackConfig(num_layers=2, **VARIANTS[variant])
+    both = stack(**VARIANTS[variant])
     settings = {
         "vocab_size": VOCAB,
         "emb_dim": 8,
         "mlp_dim": 16,
         "num_heads": 2,
         "head_dim": 4,
-        "encoder": stack,
-        "decoder": stack,
+        "encoder": both,
+        "decoder": both,
         "dtype": "float32",
         "positions": "relative" if variant in ("attention", "hybrid") else "none",
     }
@@ -95,20 +99,22 @@ def test_packed_examples_equal_separate_ones(variant, positions):
     sources = [random_tokens(i, 1, n) for i, n in enumerate((4, 6))]
     targets = [random_tokens(9 + i, 1, n) for i, n in enumerate((5, 3))]
 
-    def pack(rows, numbers):
-        return np.pad(np.concatenate(rows, 1), ((0, 0), (0, 2))), numbers
+    def pack(rows):
+        return np.pad(np.concatenate(rows, 1), ((0, 0), (0, 2))).astype(np.int32)
 
-    def numbered(rows, value):
-        parts = [np.full_like(r, value(i)) if value else np.arange(r.shape[1])[None] for i, r in enumerate(rows)]
-        return np.pad(np.concatenate(parts, 1), ((0, 0), (0, 2))).astype(np.int32)
+    def segments(rows):
+        return pack([np.full_like(row, i + 1) for i, row in enumerate(rows)])
+
+    def counted(rows):
+        return pack([np.arange(row.shape[1])[None] for row in rows])
 
     packed = model(
-        pack(sources, None)[0],
-        pack([shift(t) for t in targets], None)[0],
-        encoder_segment_ids=numbered(sources, lambda i: i + 1),
-        decoder_segment_ids=numbered(targets, lambda i: i + 1),
-        encoder_positions=numbered(sources, None),
-        decoder_positions=numbered(targets, None),
+        pack(sources),
+        pack([shift(t) for t in targets]),
+        encoder_segment_ids=segments(sources),
+        decoder_segment_ids=segments(targets),
+        encoder_positions=counted(sources),
+        decoder_positions=counted(targets),
     )
     start = 0
     for source, target in zip(sources, targets, strict=True):
@@ -140,14 +146,12 @@ def test_convolution_state_does_not_grow_with_length():
     model = tiny_model("dynamic")
     encoded = model.encode(random_tokens(0, 1, 4))
     segments = np.ones((1, 4), np.int32)
-    sizes = {
-        length: jax.tree.map(
-            jnp.shape,
-            [s.mixing for s in model.init_decoding(encoded, encoder_segment_ids=segments, length=length).layers],
-        )
-        for length in (8, 4096)
-    }
-    assert sizes[8] == sizes[4096]
+
+    def state_shapes(length):
+        state = model.init_decoding(encoded, encoder_segment_ids=segments, length=length)
+        return [layer.mixing.inputs.shape for layer in state.layers]
+
+    assert state_shapes(8) == state_shapes(4096)
 
 
 def test_no_parameter_is_owned_twice():
@@ -217,13 +221,13 @@ def test_sequence_longer_than_the_position_table_is_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"encoder": StackConfig(num_layers=2, kernel_size=(3, 5, 7))}, "encoder.kernel_size lists 3"),
-        ({"encoder": StackConfig(num_layers=2, dilation=0)}, "dilation=0 must be an integer of"),
-        ({"encoder": StackConfig(num_layers=2, kernel_size=0)}, "kernel_size=0 must be an integer"),
-        ({"encoder": StackConfig(num_layers=2, num_kernels=3)}, "num_kernels=3 must divide emb_dim=8"),
-        ({"decoder": StackConfig(num_layers=2, padding="CENTERED")}, "must be causal"),
-        ({"encoder": StackConfig(num_layers=2, mixing="dynmic")}, "Did you mean dynamic"),
-        ({"encoder": StackConfig(num_layers=2, attention_layers=(2,))}, "attention_layers holds 2"),
+        ({"encoder": stack(kernel_size=(3, 5, 7))}, "encoder.kernel_size lists 3"),
+        ({"encoder": stack(dilation=0)}, "dilation=0 must be an integer of"),
+        ({"encoder": stack(kernel_size=0)}, "kernel_size=0 must be an integer"),
+        ({"encoder": stack(num_kernels=3)}, "num_kernels=3 must divide emb_dim=8"),
+        ({"decoder": stack(padding="CENTERED")}, "must be causal"),
+        ({"encoder": stack(mixing="dynmic")}, "Did you mean dynamic"),
+        ({"encoder": stack(attention_layers=(2,))}, "attention_layers holds 2"),
         ({"positions": "learned"}, "max_positions=None must be the longest"),
         ({"dropout_rate": 1.0}, r"dropout_rate=1.0 must be in \[0, 1\)"),
         ({"emb_dim": 0}, "emb_dim=0 must be an integer"),
@@ -242,5 +246,5 @@ def test_several_faults_are_reported_together():
 
 
 def test_configs_from_gin_lists_are_hashable():
-    stack = StackConfig(num_layers=2, kernel_size=[3, 5], attention_layers=[-1])
-    assert hash(dataclasses.replace(stack, pointwise=True)) != hash(stack)
+    listed = stack(kernel_size=[3, 5], attention_layers=[-1])
+    assert hash(dataclasses.replace(listed, pointwise=True)) != hash(listed)

@@ -4,7 +4,8 @@
 run was trained. The table of `parameter_table` is the only description of the names.
 """
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,7 +85,7 @@ def read_moments(checkpoint: Checkpoint, imported: Imported) -> dict[str, Arrays
             continue
         used |= {name for group in names.values() for name in group}
         shape = source.shapes(imported.params[source.path].shape)
-        moments[source.path] = _moment(source, shape, names, checkpoint)
+        moments[source.path] = as_moment(source, shape, names, checkpoint.read)
     faults += [f"optimizer variable {name} is not Adafactor's." for name in slots.keys() - used]
     errors.raise_all(
         faults[:20], where=f"checkpoint={checkpoint.prefix} cannot be imported with --optimizer"
@@ -153,12 +154,22 @@ def training_settings(operative: OperativeConfig | None) -> TrainingSettings:
     return TrainingSettings(optimizer, schedule, loss)
 
 
-def _moment(
-    source: Source, shape: Shape, names: Mapping[str, tuple[str, ...]], checkpoint: Checkpoint
+def as_moment(
+    source: Source,
+    shape: Shape,
+    names: Mapping[str, tuple[str, ...]],
+    read: Callable[[str], np.ndarray],
 ) -> Arrays:
-    """Returns one parameter's moment; averaged axes are kept with length 1."""
+    """Returns one parameter's moment; averaged axes are kept with length 1.
+
+    Args:
+        source: the parameter.
+        shape: of each of its variables.
+        names: the slots v, or vr and vc, of each of its variables.
+        read: returns a slot.
+    """
     if "v" in names:
-        return {"full": _renamed(source, names["v"]).assemble(checkpoint.read)}
+        return {"full": dataclasses.replace(source, names=names["v"]).assemble(read)}
     # The original averages over its longer axis first, and of equal ones over its first.
     longer = 1 if shape[1] > shape[0] else 0
     averaged = {longer: names["vr"], 1 - longer: names["vc"]}
@@ -168,14 +179,8 @@ def _moment(
     for kind, axis in (("row", row_axis), ("column", 1 - row_axis)):
         theirs = averaged[1 - axis if source.transposed else axis]
         flat = Source(path=source.path, names=theirs, stacked=source.stacked)
-        moment[kind] = np.expand_dims(flat.assemble(checkpoint.read), axis + int(source.stacked))
+        moment[kind] = np.expand_dims(flat.assemble(read), axis + int(source.stacked))
     return moment
-
-
-def _renamed(source: Source, names: tuple[str, ...]) -> Source:
-    return Source(
-        path=source.path, names=names, stacked=source.stacked, transposed=source.transposed
-    )
 
 
 def parameter_table(config: ConvT5Config, variables: Mapping[str, Shape]) -> list[Source]:

@@ -148,7 +148,7 @@ def _normalize(softmax, rate, logits, key):
     """Returns the weights of the taps in at least float32; taps are the axis before the last."""
     weights = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if softmax:
-        weights = jax.nn.softmax(weights, axis=-2)
+        weights = taps.tap_softmax(weights)
     if key is None or rate == 0.0:
         return weights
     kept = jax.random.bernoulli(key, 1.0 - rate, weights.shape)

@@ -27,7 +27,9 @@ def pad_widths(kernel_size: int, dilation: int, padding: Padding) -> tuple[int, 
         )
     widths = tuple(padding)
     if len(widths) != 2 or any(not isinstance(w, int) or w < 0 for w in widths):
-        raise ValueError(f"padding={padding!r} must hold two integers of at least 0: (left, right).")
+        raise ValueError(
+            f"padding={padding!r} must hold two integers of at least 0: (left, right)."
+        )
     if sum(widths) != total:
         raise ValueError(
             f"padding={widths} must add up to (kernel_size - 1) * dilation = {total} for "

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -46,6 +47,34 @@ class Taps:
 
     def mirrored(self) -> "Taps":
         return dataclasses.replace(self, left=self.right, right=self.left)
+
+
+@jax.custom_vjp
+def tap_softmax(logits):
+    """Returns the softmax over the taps, the axis before the last.
+
+    Written out tap by tap: XLA:CPU sums an axis in an order that depends on the length of the row,
+    so that `jax.nn.softmax` differs in the last bit between packed and separate examples.
+    """
+    count = logits.shape[-2]
+    largest = functools.reduce(jnp.maximum, (logits[..., j, :] for j in range(count)))
+    powers = [jnp.exp(logits[..., j, :] - largest) for j in range(count)]
+    total = functools.reduce(jnp.add, powers)
+    return jnp.stack([power / total for power in powers], axis=-2)
+
+
+def _softmax_forward(logits):
+    weights = tap_softmax(logits)
+    return weights, weights
+
+
+def _softmax_backward(weights, cotangent):
+    products = weights * cotangent
+    mean = functools.reduce(jnp.add, (products[..., j, :] for j in range(weights.shape[-2])))
+    return (products - weights * mean[..., None, :],)
+
+
+tap_softmax.defvjp(_softmax_forward, _softmax_backward)
 
 
 def weighted_sum(where: Taps, x, weights, segment_ids):
