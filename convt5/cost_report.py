@@ -200,6 +200,7 @@ def _device_memory(
     subject: Subject, cost: costs.ModelCost, state: TrainState, shardings: TrainState
 ) -> costs.TrainingMemory:
     parameter_bytes = _device_bytes(state.model, shardings.model)
+    gathered = _device_bytes(state.model, sharding.gathered(shardings.model))
     axes = dict(zip(sharding.AXES, subject.mesh, strict=True))
     ways = math.prod(axes[axis] for axis in sharding.BATCH_AXES)
     rows = subject.batch_size // ways // subject.grad_accum_steps
@@ -209,6 +210,7 @@ def _device_memory(
         optimizer=_device_bytes(state.opt_state, shardings.opt_state),
         activations=rows * cost.activation_bytes,
         logits=2 * rows * cost.logits_bytes / axes["tensor"],
+        gathered=gathered if axes["fsdp"] > 1 else 0,
     )
 
 
@@ -333,8 +335,10 @@ def _memory_section(subject: Subject, memory: costs.TrainingMemory) -> str:
         ("optimizer state", short_bytes(memory.optimizer), type(subject.optimizer).__name__),
         ("activations", short_bytes(memory.activations), "estimate, kept for the backward pass"),
         ("logits", short_bytes(memory.logits), "estimate, with their gradient"),
+        ("gathered", short_bytes(memory.gathered), "parameters collected over fsdp, at most"),
         ("total", short_bytes(memory.total), ""),
     ]
+    rows = [row for row in rows if row[1] != short_bytes(0)]
     accumulated = f" in {subject.grad_accum_steps} parts" if subject.grad_accum_steps > 1 else ""
     return (
         f"Memory of an update on each device (batch {subject.batch_size:,}{accumulated}, "

@@ -138,6 +138,7 @@ class TrainingMemory:
         optimizer: its state.
         activations: kept between forward and backward pass.
         logits: the float32 logits and their gradient.
+        gathered: float32 parameters collected from the devices that hold parts of them; at most.
     """
 
     parameters: int
@@ -145,6 +146,7 @@ class TrainingMemory:
     optimizer: int
     activations: float
     logits: float
+    gathered: int = 0
 
     @property
     def total(self) -> float:

@@ -110,6 +110,7 @@ def test_memory_per_device_shrinks_where_the_mesh_splits(gin_file):
     assert report(grad_accum_steps=2).activations == one.activations / 2
     assert report(mesh=(1, 4, 1)).parameters < 0.3 * one.parameters
     assert report(mesh=(1, 4, 1)).optimizer < 0.3 * one.optimizer
+    assert report(mesh=(1, 4, 1)).gathered == one.parameters
     assert report(mesh=(1, 1, 4)).logits == one.logits / 4
 
 
