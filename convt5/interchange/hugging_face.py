@@ -1,0 +1,247 @@
+"""T5 1.0 and 1.1 as Hugging Face transformers keeps them: config.json and safetensors.
+
+Both directions read one table of names. Kernels are [out, in] there and [in, out] here, so values
+are moved and never computed with: a model that goes there and back is the same bit for bit.
+"""
+
+import json
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from convt5 import errors
+from convt5.architecture import ConvT5Config, MlpKind, StackConfig
+from convt5.interchange import safetensors_files
+from convt5.interchange.mapping import Imported, Source, check, take_apart
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+
+_MLP: dict[str, MlpKind] = {"relu": "relu", "gated-gelu": "gated_gelu"}
+_COPIES = {
+    "encoder.embed_tokens.weight": "a copy of shared.weight",
+    "decoder.embed_tokens.weight": "a copy of shared.weight",
+    "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": (
+        "unused: encoder-decoder attention has no relative bias"
+    ),
+}
+_SIZES = ("vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers")
+
+
+def is_directory(path: str | pathlib.Path) -> bool:
+    """Whether a folder holds a model of transformers."""
+    try:
+        settings = json.loads((pathlib.Path(path) / CONFIG).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(settings, dict) and "model_type" in settings
+
+
+def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imported:
+    """Reads a folder with config.json and safetensors, whole or in shards.
+
+    Raises:
+        UserError: another architecture, other shapes than the config's, or damaged files.
+    """
+    folder = pathlib.Path(path)
+    settings = _read_settings(folder)
+    config = architecture(settings, where=str(folder / CONFIG))
+    files = safetensors_files.open_all(folder)
+    table = parameter_table(config)
+    copies = dict(_COPIES)
+    if config.tie_output:
+        copies["lm_head.weight"] = "a copy of shared.weight: the output is tied"
+    report = check(
+        table,
+        config,
+        files.shapes,
+        skipped=copies,
+        allow_unmapped=allow_unmapped,
+        where=str(folder),
+    )
+    _check_copies(files, report.skipped, where=str(folder))
+    params = {source.path: source.assemble(files.read) for source in table}
+    return Imported(config=config, params=params, sources=tuple(table), report=report)
+
+
+def write_model(
+    path: str | pathlib.Path, config: ConvT5Config, params: Mapping[str, np.ndarray]
+) -> None:
+    """Writes config.json and model.safetensors into an existing folder.
+
+    Raises:
+        UserError: the model is no T5 1.0 or 1.1; every setting that differs is named.
+    """
+    settings = as_settings(config)
+    folder = pathlib.Path(path)
+    arrays = take_apart(parameter_table(config), params)
+    # transformers refuses files that do not say which library they are for.
+    safetensors_files.write(folder / WEIGHTS, arrays, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+    generation = {
+        name: settings[name] for name in ("decoder_start_token_id", "eos_token_id", "pad_token_id")
+    }
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def architecture(settings: Mapping[str, Any], *, where: str = CONFIG) -> ConvT5Config:
+    """Returns the model that a config.json describes.
+
+    Raises:
+        UserError: settings missing, or of a model that is no T5 1.0 or 1.1.
+    """
+    faults = [f"{name} is missing." for name in _SIZES if name not in settings]
+    kind = settings.get("model_type")
+    if kind != "t5":
+        faults.append(f"model_type={kind!r} is an unknown architecture; only 't5' can be read.")
+    mlp = settings.get("feed_forward_proj", "relu")
+    if mlp not in _MLP:
+        faults.append(f"feed_forward_proj={mlp!r} is unknown; known are {', '.join(_MLP)}.")
+    start = settings.get("decoder_start_token_id", 0)
+    if start not in (0, None) or settings.get("pad_token_id", 0) not in (0, None):
+        faults.append("decoder_start_token_id and pad_token_id must be 0, as in T5.")
+    errors.raise_all(faults, where=where)
+    layers = settings["num_layers"]
+    decoder_layers = settings.get("num_decoder_layers")
+    return ConvT5Config(
+        vocab_size=settings["vocab_size"],
+        emb_dim=settings["d_model"],
+        mlp_dim=settings["d_ff"],
+        num_heads=settings["num_heads"],
+        head_dim=settings["d_kv"],
+        encoder=StackConfig(num_layers=layers, mixing="attention"),
+        decoder=StackConfig(
+            num_layers=layers if decoder_layers is None else decoder_layers, mixing="attention"
+        ),
+        norm_epsilon=settings.get("layer_norm_epsilon", 1e-6),
+        mlp=_MLP[mlp],
+        tie_output=settings.get("tie_word_embeddings", True),
+        positions="relative",
+        relative_buckets=settings.get("relative_attention_num_buckets", 32),
+        relative_max_distance=settings.get("relative_attention_max_distance", 128),
+        dropout_rate=float(settings.get("dropout_rate", 0.1)),
+        dtype="float32",
+    )
+
+
+def as_settings(config: ConvT5Config) -> dict[str, Any]:
+    """Returns the config.json of a model; raises `UserError` if transformers' T5 is another."""
+    kinds = {layer.kind for layer in (*config.encoder_layers, *config.decoder_layers)}
+    wanted = {
+        "positions": "relative",
+        "layer_order": "pre",
+        "norm": "rms",
+        "mlp_bias": False,
+    }
+    faults = [
+        f"{name}={getattr(config, name)!r}, but T5 has {value!r}."
+        for name, value in wanted.items()
+        if getattr(config, name) != value
+    ]
+    if kinds != {"attention"}:
+        others = ", ".join(sorted(kinds - {"attention"}))
+        faults.insert(
+            0,
+            f"mixing={others}, but T5 has attention in every layer; export convolutional models "
+            "with --to=safetensors.",
+        )
+    errors.raise_all(faults, where="this model cannot be written as a Hugging Face T5")
+    activation = "relu" if config.mlp == "relu" else "gated-gelu"
+    return {
+        "architectures": ["T5ForConditionalGeneration"],
+        "model_type": "t5",
+        "is_encoder_decoder": True,
+        "vocab_size": config.vocab_size,
+        "d_model": config.emb_dim,
+        "d_ff": config.mlp_dim,
+        "d_kv": config.head_dim,
+        "num_heads": config.num_heads,
+        "num_layers": config.encoder.num_layers,
+        "num_decoder_layers": config.decoder.num_layers,
+        "feed_forward_proj": activation,
+        "dense_act_fn": "relu" if activation == "relu" else "gelu_new",
+        "is_gated_act": activation != "relu",
+        "tie_word_embeddings": config.tie_output,
+        "layer_norm_epsilon": config.norm_epsilon,
+        "relative_attention_num_buckets": config.relative_buckets,
+        "relative_attention_max_distance": config.relative_max_distance,
+        "dropout_rate": config.dropout_rate,
+        "initializer_factor": 1.0,
+        "use_cache": True,
+        "decoder_start_token_id": 0,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+    }
+
+
+def parameter_table(config: ConvT5Config) -> list[Source]:
+    """Returns which tensors make each parameter."""
+    return list(_rows(config))
+
+
+def _rows(config: ConvT5Config) -> Iterator[Source]:
+    yield Source(path="token_embedder/embedding", names=("shared.weight",))
+    if not config.tie_output:
+        yield _dense("output_head", "lm_head")
+    for stack, layers in (
+        ("encoder", config.encoder.num_layers),
+        ("decoder", config.decoder.num_layers),
+    ):
+        bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        yield Source(path=f"{stack}/relative_bias/embedding", names=(bias,))
+        yield _scale(f"{stack}/final_norm", f"{stack}.final_layer_norm")
+        for index in range(layers):
+            block, layer = f"{stack}.block.{index}.layer", f"{stack}/layers/{index}"
+            yield _scale(f"{layer}/mixing_norm", f"{block}.0.layer_norm")
+            yield from _attention(f"{layer}/mixing", f"{block}.0.SelfAttention")
+            last = 1
+            if stack == "decoder":
+                yield _scale(f"{layer}/cross_norm", f"{block}.1.layer_norm")
+                yield from _attention(f"{layer}/cross_attention", f"{block}.1.EncDecAttention")
+                last = 2
+            yield _scale(f"{layer}/mlp_norm", f"{block}.{last}.layer_norm")
+            inward = ("wi_0", "wi_1") if config.mlp == "gated_gelu" else ("wi",)
+            for name in (*inward, "wo"):
+                yield _dense(f"{layer}/mlp/{name}", f"{block}.{last}.DenseReluDense.{name}")
+
+
+def _attention(path: str, owner: str) -> Iterator[Source]:
+    for short, name in {"q": "query", "k": "key", "v": "value", "o": "output"}.items():
+        yield _dense(f"{path}/{name}", f"{owner}.{short}")
+
+
+def _dense(path: str, name: str) -> Source:
+    return Source(path=f"{path}/kernel", names=(f"{name}.weight",), transposed=True)
+
+
+def _scale(path: str, name: str) -> Source:
+    return Source(path=f"{path}/scale", names=(f"{name}.weight",))
+
+
+def _read_settings(folder: pathlib.Path) -> dict[str, Any]:
+    try:
+        settings = json.loads((folder / CONFIG).read_text())
+    except (OSError, ValueError) as error:
+        raise errors.UserError(
+            f"{folder / CONFIG} cannot be read ({error}); pass the folder of a T5 that holds "
+            "config.json and model.safetensors."
+        ) from None
+    if not isinstance(settings, dict):
+        raise errors.UserError(f"{folder / CONFIG} holds no settings; copy it again.")
+    return settings
+
+
+def _check_copies(files, skipped: list[tuple[str, str]], *, where: str) -> None:
+    """Raises if a tensor that should repeat the token table does not."""
+    for name, why in skipped:
+        if why.startswith("a copy") and not np.array_equal(
+            files.read(name), files.read("shared.weight")
+        ):
+            raise errors.UserError(
+                f"{where}: {name} differs from shared.weight, of which it should be a copy; "
+                "tie_word_embeddings may be set wrongly in config.json."
+            )

@@ -1,0 +1,75 @@
+"""The optimizer's memory of an imported run, so that training continues instead of starting."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from convt5 import errors
+from convt5.interchange.mapping import Arrays, Imported
+from convt5.optimizer import SecondMomentState
+from convt5.train_state import TrainState, parameters
+from convt5.tree_paths import named_leaves
+
+
+def imported_state(
+    imported: Imported,
+    optimizer: optax.GradientTransformation,
+    moments: Mapping[str, Arrays] | None = None,
+) -> TrainState:
+    """Returns the state of training at the step of the import.
+
+    Args:
+        imported: the model.
+        optimizer: from `AdafactorConfig.build`.
+        moments: Adafactor's memory by parameter; without it the optimizer starts anew, though the
+            learning rate goes on from the step of the import.
+
+    Raises:
+        UserError: moments of other shapes than this optimizer keeps.
+    """
+    model = imported.model()
+    # An empty memory must count from 0, or the first updates would be divided by almost nothing.
+    opt_state = tuple(
+        _part(part, imported.step, moments)
+        for part in jax.eval_shape(optimizer.init, parameters(model))
+    )
+    return TrainState(jnp.asarray(imported.step, jnp.int32), model, opt_state)
+
+
+def _part(abstract: Any, step: int, moments: Mapping[str, Arrays] | None) -> Any:
+    """Returns the state of one of the chained transformations."""
+    if isinstance(abstract, SecondMomentState):
+        if moments is None:
+            return jax.tree.map(_zeros, abstract)
+        return SecondMomentState(jnp.asarray(step, jnp.int32), _filled(abstract.moments, moments))
+    counted = {"count": jnp.asarray(step, jnp.int32)} if "count" in abstract._fields else {}
+    return jax.tree.map(_zeros, abstract)._replace(**counted)
+
+
+def _filled(abstract: Any, moments: Mapping[str, Arrays]) -> Any:
+    given = {
+        f"{path}/{kind}": array for path, kinds in moments.items() for kind, array in kinds.items()
+    }
+    wanted = named_leaves(abstract)
+    faults = [
+        f"{name} is kept with shape {tuple(leaf.shape)}, the checkpoint has "
+        f"{tuple(given[name].shape) if name in given else 'it otherwise'}."
+        for name, leaf in wanted
+        if name not in given or given[name].shape != tuple(leaf.shape)
+    ]
+    if faults:
+        raise errors.UserError(
+            "the optimizer's memory in the checkpoint was factored otherwise than "
+            f"AdafactorConfig.min_dim_to_factor says: {faults[0]} Pass the operative config of the "
+            "checkpoint, or leave --optimizer out."
+        )
+    return jax.tree.unflatten(
+        jax.tree.structure(abstract), [jnp.asarray(given[name]) for name, _ in wanted]
+    )
+
+
+def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(leaf.shape, leaf.dtype)

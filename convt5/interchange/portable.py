@@ -1,0 +1,106 @@
+"""Any convt5 model as two plain files: model.safetensors and a description in JSON.
+
+The format needs nothing of this library to read: arrays are named by parameter path, and
+`convt5.json` holds the settings of `ConvT5Config`. `describe` and `revive` are also how a
+checkpoint says which model it holds.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from convt5 import errors
+from convt5.architecture import ConvT5Config, StackConfig
+from convt5.interchange import safetensors_files
+from convt5.interchange.mapping import Imported, Source, check, parameter_shapes
+
+DESCRIPTION = "convt5.json"
+FORMAT = 1
+
+
+def is_directory(path: str | pathlib.Path) -> bool:
+    return (pathlib.Path(path) / DESCRIPTION).is_file()
+
+
+def write_model(
+    path: str | pathlib.Path,
+    config: ConvT5Config,
+    params: Mapping[str, np.ndarray],
+    *,
+    step: int = 0,
+) -> None:
+    """Writes both files into an existing folder."""
+    folder = pathlib.Path(path)
+    safetensors_files.write(folder / safetensors_files.WHOLE, params, metadata={"format": "convt5"})
+    about = {"format": FORMAT, "step": step, "model": describe(config)}
+    (folder / DESCRIPTION).write_text(json.dumps(about, indent=2) + "\n")
+
+
+def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imported:
+    """Reads what `write_model` wrote.
+
+    Raises:
+        UserError: files missing or damaged, or arrays that do not fit the description.
+    """
+    folder = pathlib.Path(path)
+    try:
+        about = json.loads((folder / DESCRIPTION).read_text())
+        if about["format"] != FORMAT:
+            raise ValueError(f"format {about['format']}, this version reads {FORMAT}")
+        config = revive(about["model"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, errors.UserError):
+            raise
+        raise errors.UserError(
+            f"{folder / DESCRIPTION} cannot be read ({error}); pass a folder written by "
+            "convt5.convert --to=safetensors."
+        ) from None
+    files = safetensors_files.open_all(folder)
+    table = [Source(path=name, names=(name,)) for name in parameter_shapes(config)]
+    report = check(
+        table, config, files.shapes, skipped={}, allow_unmapped=allow_unmapped, where=str(folder)
+    )
+    params = {source.path: source.assemble(files.read) for source in table}
+    return Imported(
+        config=config,
+        params=params,
+        sources=tuple(table),
+        report=report,
+        step=int(about.get("step", 0)),
+    )
+
+
+def describe(config: ConvT5Config) -> dict[str, Any]:
+    """Returns the settings of a model as JSON values."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def revive(settings: Mapping[str, Any]) -> ConvT5Config:
+    """Returns the model that `describe` described.
+
+    Raises:
+        UserError: settings that this version does not know, or that are wrong.
+    """
+    known = {field.name for field in dataclasses.fields(ConvT5Config)}
+    stacks = {field.name for field in dataclasses.fields(StackConfig)}
+    faults = [
+        f"setting {name!r} is unknown.{errors.suggest(name, known)}"
+        for name in settings.keys() - known
+    ]
+    for side in ("encoder", "decoder"):
+        given = settings.get(side)
+        if not isinstance(given, Mapping):
+            faults.append(f"{side} is missing.")
+            continue
+        faults += [f"setting {side}.{name} is unknown." for name in given.keys() - stacks]
+    errors.raise_all(faults, where="the description of the model")
+    sides = {side: StackConfig(**_tuples(settings[side])) for side in ("encoder", "decoder")}
+    return ConvT5Config(**{**settings, **sides})
+
+
+def _tuples(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}

@@ -1,0 +1,91 @@
+"""Arrays in safetensors files, one file or shards with an index; read one array at a time."""
+
+import json
+import pathlib
+from collections.abc import Mapping
+
+import numpy as np
+
+from convt5 import errors
+from convt5.interchange.mapping import Shape
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_FLOATS = ("F32", "BF16", "F16")
+
+
+class Files:
+    """The arrays of some files by name; reading converts to float32."""
+
+    def __init__(self, paths: list[pathlib.Path]):
+        from safetensors import SafetensorError, safe_open
+
+        self._damage = (SafetensorError, OSError, ValueError)
+        self._owners = {}
+        self._readers = []
+        self.shapes: dict[str, Shape] = {}
+        self.metadata: dict[str, str] = {}
+        faults = []
+        for path in paths:
+            try:
+                reader = safe_open(path, framework="numpy").__enter__()
+                self.metadata |= reader.metadata() or {}
+                names = list(reader.keys())
+            except self._damage as error:
+                raise _damaged(path, error) from None
+            for name in names:
+                piece = reader.get_slice(name)
+                self._owners[name] = (reader, path)
+                self.shapes[name] = tuple(piece.get_shape())
+                if piece.get_dtype() not in _FLOATS:
+                    faults.append(
+                        f"{name} is stored as {piece.get_dtype()}, which is none of "
+                        f"{', '.join(_FLOATS)}."
+                    )
+            self._readers.append(reader)
+        errors.raise_all(faults, where=str(paths[0].parent))
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns an array in float32."""
+        reader, path = self._owners[name]
+        try:
+            return np.asarray(reader.get_tensor(name), np.float32)
+        except self._damage as error:
+            raise _damaged(path, error) from None
+
+
+def open_all(folder: pathlib.Path) -> Files:
+    """Opens the safetensors files of a folder.
+
+    Raises:
+        UserError: none there, one missing, damaged, or with a type that is not known.
+    """
+    if (folder / WHOLE).is_file():
+        return Files([folder / WHOLE])
+    if not (folder / INDEX).is_file():
+        raise errors.UserError(
+            f"{folder} holds neither {WHOLE} nor {INDEX}; only safetensors are read: convert "
+            "other files with transformers' save_pretrained first."
+        )
+    try:
+        shards = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise _damaged(folder / INDEX, error) from None
+    if absent := [shard for shard in shards if not (folder / shard).is_file()]:
+        raise errors.UserError(f"{folder} lacks {', '.join(absent)}, which {INDEX} names.")
+    return Files([folder / shard for shard in shards])
+
+
+def write(
+    path: pathlib.Path, arrays: Mapping[str, np.ndarray], *, metadata: Mapping[str, str]
+) -> None:
+    """Writes one file."""
+    from safetensors.numpy import save_file
+
+    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    save_file(contiguous, path, metadata=dict(metadata))
+
+
+def _damaged(path: pathlib.Path, error: Exception) -> errors.UserError:
+    return errors.UserError(f"{path} cannot be read ({error}); it may be truncated: copy it again.")

@@ -1,0 +1,236 @@
+"""Hugging Face's T5 1.0 and 1.1: the same numbers here, and the same files after going there."""
+
+import dataclasses
+import functools
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from convt5.architecture import ConvT5Config, StackConfig
+from convt5.decoding import BeamSearch, Greedy, decode
+from convt5.errors import UserError
+from convt5.interchange import hugging_face
+from convt5.interchange.mapping import Imported, build_model, take_apart
+from convt5.losses import TextLoss
+from convt5.mixing import relative_position_bucket
+from convt5.tree_paths import named_leaves
+
+VERSIONS = ["v1_0", "v1_1"]
+TOLERANCE = 2e-5  # float32 on both sides; a float64 re-implementation differs by up to 9.4e-6.
+
+
+@functools.cache
+def imported(folder) -> Imported:
+    return hugging_face.read_model(folder)
+
+
+@functools.cache
+def reference(folder) -> dict[str, np.ndarray]:
+    return dict(np.load(folder / "reference.npz"))
+
+
+def largest(a, b, where=...) -> float:
+    return float(np.abs(np.asarray(a, np.float64) - b)[where].max())
+
+
+@pytest.fixture(params=VERSIONS)
+def folder(request, golden):
+    return golden / "hf_t5" / request.param
+
+
+def test_logits_and_encoder_output_equal_those_of_transformers(folder):
+    ref, model = reference(folder), imported(folder).model()
+    encode = jax.jit(lambda m, tokens: m.encode(tokens))
+    forward = jax.jit(lambda m, *tokens, **rest: m(*tokens, **rest))
+    real_source, real_target = ref["attention_mask"] > 0, ref["labels"] != -100
+    encoded = encode(model, ref["input_ids"])
+    assert largest(encoded, ref["encoder_last_hidden_state"], real_source) < TOLERANCE
+    logits = forward(model, ref["input_ids"], ref["decoder_input_ids"])
+    assert largest(logits, ref["logits"], real_target) < TOLERANCE
+    mask = ref["masked_decoder_attention_mask"]
+    masked = forward(
+        model, ref["input_ids"], ref["decoder_input_ids"], decoder_segment_ids=mask.astype(np.int32)
+    )
+    assert largest(masked, ref["masked_logits"], mask > 0) < TOLERANCE
+    long = forward(model, ref["long_input_ids"], ref["long_decoder_input_ids"])
+    assert largest(long, ref["long_logits"]) < TOLERANCE
+
+
+def test_loss_and_gradients_equal_those_of_transformers(folder):
+    ref, original = reference(folder), imported(folder)
+    weights = (ref["labels"] != -100).astype(np.float32)
+    batch = {
+        "encoder_input_tokens": ref["input_ids"],
+        "decoder_input_tokens": ref["decoder_input_ids"],
+        "decoder_target_tokens": np.maximum(ref["labels"], 0),
+        "decoder_loss_weights": weights,
+    }
+    loss, gradients = jax.jit(jax.value_and_grad(lambda m: TextLoss()(m, batch).means()["loss"]))(
+        original.model()
+    )
+    assert float(loss) == pytest.approx(float(ref["loss"]), abs=TOLERANCE)
+    by_name = take_apart(original.sources, dict(named_leaves(gradients)))
+    recorded = load_file(folder / "grads.safetensors")
+    assert by_name.keys() == recorded.keys()
+    for name, gradient in by_name.items():
+        assert largest(gradient, recorded[name]) < TOLERANCE
+
+
+def test_greedy_and_beam_results_equal_those_of_transformers(folder):
+    ref, model = reference(folder), imported(folder).model()
+    length = ref["greedy_ids"].shape[1] - 1  # Theirs begin with the start token.
+    greedy = decode(model, ref["input_ids"], max_length=length, strategy=Greedy())
+    np.testing.assert_array_equal(greedy.tokens[:, 0], ref["greedy_ids"][:, 1:])
+    beams = decode(model, ref["input_ids"], max_length=length, strategy=BeamSearch(beam_size=4))
+    width = ref["beam4_ids"].shape[-1] - 1
+    np.testing.assert_array_equal(beams.tokens[:, :, :width], ref["beam4_ids"][:, :, 1:])
+    assert largest(beams.scores, ref["beam4_scores"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_buckets_of_relative_positions_are_identical(golden, bidirectional):
+    ref = reference(golden / "hf_t5" / "v1_0")
+    positions = jax.numpy.asarray(ref["bucket_relative_position"])
+    ours = relative_position_bucket(positions, bidirectional=bidirectional)
+    name = "bucket_bidirectional" if bidirectional else "bucket_causal"
+    np.testing.assert_array_equal(ours, ref[name])
+
+
+def test_going_there_and_back_changes_no_bit(folder, tmp_path):
+    original = imported(folder)
+    hugging_face.write_model(tmp_path, original.config, original.params)
+    before, after = (
+        load_file(folder / "model.safetensors"),
+        load_file(tmp_path / "model.safetensors"),
+    )
+    assert before.keys() == after.keys()
+    for name, array in before.items():
+        assert array.dtype == after[name].dtype
+        assert array.tobytes() == after[name].tobytes(), name
+    again = hugging_face.read_model(tmp_path)
+    assert again.config == original.config
+    for path, value in original.params.items():
+        assert value.tobytes() == again.params[path].tobytes()
+
+
+def test_an_exported_config_says_what_the_original_said(folder, tmp_path):
+    original = imported(folder)
+    hugging_face.write_model(tmp_path, original.config, original.params)
+    theirs = json.loads((folder / "config.json").read_text())
+    ours = json.loads((tmp_path / "config.json").read_text())
+    ignored = {"transformers_version", "classifier_dropout"}
+    assert {k: v for k, v in theirs.items() if k not in ignored and ours.get(k) != v} == {}
+
+
+def test_transformers_loads_an_export_with_equal_logits(folder, tmp_path):
+    torch = pytest.importorskip("torch", reason="needs the extra torch")
+    transformers = pytest.importorskip("transformers", reason="needs the extra torch")
+    ref, original = reference(folder), imported(folder)
+    hugging_face.write_model(tmp_path, original.config, original.params)
+    model = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path).eval()
+    inputs = {
+        name: torch.tensor(ref[name])
+        for name in ("input_ids", "attention_mask", "decoder_input_ids")
+    }
+    with torch.no_grad():
+        logits = model(**inputs).logits.numpy()
+    assert largest(logits, ref["logits"]) < TOLERANCE
+
+
+def tiny(**changes) -> ConvT5Config:
+    stack = StackConfig(num_layers=1, mixing="attention")
+    settings = {
+        "vocab_size": 11,
+        "emb_dim": 6,
+        "mlp_dim": 10,
+        "num_heads": 3,
+        "head_dim": 4,
+        "encoder": dataclasses.replace(stack, num_layers=2),
+        "decoder": stack,
+        "positions": "relative",
+        "dtype": "float32",
+    }
+    return ConvT5Config(**{**settings, **changes})
+
+
+def written(path, config: ConvT5Config):
+    params = dict(named_leaves(config.build(jax.random.key(0))))
+    hugging_face.write_model(path, config, params)
+    return params
+
+
+def test_other_sizes_and_unequal_stacks_survive(tmp_path):
+    config = tiny(mlp="gated_gelu", tie_output=False, relative_buckets=8)
+    params = written(tmp_path, config)
+    found = hugging_face.read_model(tmp_path)
+    assert found.config == config
+    forward = jax.jit(lambda m: m(np.asarray([[3, 1]]), np.asarray([[0, 5]])))
+    expected = forward(build_model(config, params))
+    np.testing.assert_array_equal(forward(found.model()), expected)
+
+
+def test_copies_of_the_token_table_are_skipped_or_refused(tmp_path):
+    written(tmp_path, tiny())
+    arrays = load_file(tmp_path / "model.safetensors")
+    arrays["lm_head.weight"] = arrays["shared.weight"].copy()
+    save_file(arrays, tmp_path / "model.safetensors")
+    report = hugging_face.read_model(tmp_path).report
+    assert [name for name, _ in report.skipped] == ["lm_head.weight"]
+    arrays["lm_head.weight"] += 1
+    save_file(arrays, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"lm_head\.weight differs from shared\.weight"):
+        hugging_face.read_model(tmp_path)
+
+
+def test_shards_are_read_and_a_missing_one_is_named(tmp_path):
+    written(tmp_path, tiny())
+    arrays = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(arrays)
+    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, held in files.items():
+        save_file({name: arrays[name] for name in held}, tmp_path / file)
+    index = {name: file for file, held in files.items() for name in held}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    found = hugging_face.read_model(tmp_path)
+    np.testing.assert_array_equal(found.params["token_embedder/embedding"], arrays["shared.weight"])
+    (tmp_path / "b.safetensors").unlink()
+    with pytest.raises(UserError, match=r"lacks b\.safetensors"):
+        hugging_face.read_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("model_type", "bart", "unknown architecture"),
+        ("feed_forward_proj", "gated-silu", "feed_forward_proj='gated-silu' is unknown"),
+        ("d_ff", 11, "expected"),
+        ("num_heads", None, "num_heads"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_named(tmp_path, setting, value, message):
+    written(tmp_path, tiny())
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings[setting] = value
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=message):
+        hugging_face.read_model(tmp_path)
+
+
+def test_truncated_weights_are_named(folder, tmp_path):
+    shutil.copyfile(folder / "config.json", tmp_path / "config.json")
+    whole = (folder / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match="truncated"):
+        hugging_face.read_model(tmp_path)
+
+
+def test_a_convolutional_model_is_refused_by_name(tmp_path):
+    config = tiny(encoder=StackConfig(num_layers=1, mixing="dynamic"))
+    with pytest.raises(UserError, match=r"mixing=dynamic.*--to=safetensors"):
+        hugging_face.write_model(tmp_path, config, {})
+    assert list(tmp_path.iterdir()) == []
