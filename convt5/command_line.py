@@ -124,7 +124,6 @@ def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     A `UserError` is printed as its message, and its `exit_code` is the exit code. Any other
     exception is a defect and keeps its traceback.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
         code = main(sys.argv[1:])
         sys.stdout.flush()

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from convt5 import errors, gin_files, gin_types
+from convt5 import errors, gin_files, gin_types, quiet_imports
 from convt5.gin_files import Import, Macro
 from convt5.gin_names import ResolvedReference, Setting, Target, flatten, own_modules
 
@@ -61,7 +61,8 @@ def import_faults(statements: Iterable[Any]) -> Iterator[str]:
     for statement in statements:
         if isinstance(statement, Import) and statement.module != gin_files.DYNAMIC_REGISTRATION:
             try:
-                importlib.import_module(statement.module)
+                with quiet_imports.without_tensorflow_chatter():
+                    importlib.import_module(statement.module)
             except ModuleNotFoundError as error:
                 fault = _not_found(statement.module, error)
                 yield f"{statement.location}: {statement.text}: {fault}"

@@ -172,3 +172,58 @@ def test_the_command_prints_one_message_and_no_traceback(run_file, rows_folder, 
     assert done.stderr.startswith("error: ConvT5Config")
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "x").exists()
+
+
+QUICKSTART = ["--gin_file=gin/runs/quickstart.gin"]
+TEXT = ["--gin_file=gin/runs/pretrain_text.gin", "--gin.RUN_DIR=/nowhere"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (
+            [*QUICKSTART, "--gin.data.DataConfig.mixture=pydoc_span_coruption"],
+            ["'pydoc_span_coruption'", "Did you mean pydoc_span_corruption"],
+        ),
+        ([*QUICKSTART, "--gin.data.DataConfig.mixture=7"], ["mixture=7"]),
+        (
+            [*QUICKSTART, "--gin.train/data.DataConfig.split=trian"],
+            ["split='trian'", "Did you mean train?"],
+        ),
+        (
+            [*TEXT, "--gin.TEXT=nothing/*.txt", "--gin.VOCABULARY=none.model"],
+            ["none.model", ".model"],
+        ),
+        (TEXT, ["2 required values", "--gin.TEXT=VALUE", "--gin.VOCABULARY=VALUE"]),
+    ],
+)
+def test_wrong_data_is_named_with_its_value_and_rule(argv, words):
+    message = fault(*argv)
+    assert all(word in message for word in words), message
+
+
+def test_text_that_matches_nothing_is_named(tmp_path):
+    binding = "--gin.pretraining.text_span_corruption.vocabulary=@vocabularies.characters()"
+    text = tmp_path / "*.txt"
+    message = fault(*TEXT, f"--gin.TEXT={text}", "--gin.VOCABULARY=unused", binding)
+    assert str(text) in message
+    assert "match" in message
+
+
+def test_more_token_ids_than_rows_stop_the_run_before_it_begins(tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(errors.UserError, match=r"359 ids.*vocab_size=256.*at least 359"):
+        train.main(
+            [
+                *QUICKSTART,
+                f"--gin.RUN_DIR={folder}",
+                "--gin.architecture.ConvT5Config.vocab_size=256",
+            ]
+        )
+    assert not folder.exists()
+
+
+def test_an_unwritable_run_directory_stops_the_run_before_it_compiles(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(errors.UserError, match=r"run_dir=.*file/run.*choose another run_dir"):
+        train.main([*QUICKSTART, f"--gin.RUN_DIR={tmp_path}/file/run"])

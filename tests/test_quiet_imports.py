@@ -1,0 +1,36 @@
+"""The terminal shows what matters when TensorFlow is imported."""
+
+import subprocess
+import sys
+
+LINES = """
+WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
+I0000 00:00:1795185697.561595    2608 port.cc:153] oneDNN custom operations are on.
+E0000 00:00:1795185728.220944    2608 cuda_platform.cc:52] failed call to cuInit
+a warning of the user's own module
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess:
+    head = f"import os, sys\nfrom convt5.quiet_imports import *\nlines = {LINES.lstrip()!r}\n"
+    return subprocess.run(
+        [sys.executable, "-c", head + code], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_only_the_chatter_is_held_back():
+    done = run("with without_tensorflow_chatter(): os.write(2, lines.encode())")
+    assert done.stderr == "a warning of the user's own module\n"
+
+
+def test_standard_error_comes_back_after_an_exception():
+    done = run("with without_tensorflow_chatter(): raise ValueError('broken')")
+    assert "ValueError: broken" in done.stderr
+
+
+def test_nothing_is_held_back_once_tensorflow_is_loaded():
+    done = run(
+        "sys.modules['tensorflow'] = sys\n"
+        "with without_tensorflow_chatter(): os.write(2, lines.encode())"
+    )
+    assert done.stderr == LINES.lstrip()
