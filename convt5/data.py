@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from convt5 import errors
 from convt5.prefetching import Prefetcher, position, take_apart
-from convt5.tasks.vocabularies import token_bytes
+from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
 
 __all__ = ["BatchIterator", "DataConfig", "Prefetcher", "unigram_entropy"]
 
@@ -106,6 +106,7 @@ class DataConfig:
                 f"set it to a multiple of {process_count}."
             )
         provider = self.provider()
+        vocabulary = _readable(provider.output_features["targets"].vocabulary)
         rows = self.batch_size // process_count
         endless = self.num_epochs is None
         # Hosts must agree on the number of batches: each takes its rows from all of finite data.
@@ -117,7 +118,7 @@ class DataConfig:
             row_slice=slice(0, rows)
             if endless
             else slice(process_index * rows, (process_index + 1) * rows),
-            vocabulary=provider.output_features["targets"].vocabulary,
+            vocabulary=vocabulary,
             settings=self._settings(provider) | {"process_count": process_count},
         )
 
@@ -142,11 +143,10 @@ class DataConfig:
     def _settings(self, provider: seqio.Task | seqio.Mixture) -> dict[str, Any]:
         """What must be equal for a saved position to mean the same batches."""
         settings = dataclasses.asdict(dataclasses.replace(self, mixture=provider.name))
-        texts = [
-            task.source.fingerprint()
-            for task in seqio.get_subtasks(provider)
-            if hasattr(task.source, "fingerprint")
+        fingerprints = [
+            getattr(task.source, "fingerprint", None) for task in seqio.get_subtasks(provider)
         ]
+        texts = [fingerprint() for fingerprint in fingerprints if fingerprint]
         return settings | ({"text": texts} if texts else {})
 
 
@@ -167,7 +167,7 @@ class BatchIterator:
         settings: Mapping[str, Any],
     ):
         self.vocabulary = vocabulary
-        self.token_bytes = token_bytes(vocabulary)
+        self.token_bytes = vocabularies.token_bytes(vocabulary)
         self._dataset = dataset
         self._row_slice = row_slice
         self._settings = dict(settings)
@@ -269,6 +269,19 @@ def _registered(name: str) -> seqio.Task | seqio.Mixture:
             f"in the gin file.{errors.suggest(name, names)} Registered: {sorted(names)}."
         )
     return seqio.get_mixture_or_task(name)
+
+
+def _readable(vocabulary: seqio.Vocabulary) -> seqio.Vocabulary:
+    """Reads the vocabulary now, so that a missing file is told by its name."""
+    try:
+        _ = vocabulary.vocab_size
+    except (tf.errors.OpError, OSError) as error:
+        raise errors.UserError(
+            f"the vocabulary {getattr(vocabulary, 'sentencepiece_model_file', vocabulary)!r} "
+            f"cannot be read ({error.args[-1]}); give the task one that is here, such as "
+            "@vocabularies.sentencepiece() with vocabularies.sentencepiece.path set."
+        ) from error
+    return vocabulary
 
 
 def _options() -> tf.data.Options:

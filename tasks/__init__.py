@@ -3,6 +3,6 @@
 `seqio.get_mixture_or_task("pydoc_span_corruption")` then finds them by name.
 """
 
-from convt5.tasks import pretraining, vocabularies
+from . import pretraining, vocabularies
 
 __all__ = ["pretraining", "vocabularies"]

@@ -9,12 +9,13 @@ import pydoc_data.topics
 from collections.abc import Sequence
 
 import seqio
-from convt5.tasks import vocabularies
-from convt5.tasks.sources import EmbeddedTextSource, PreparedTfdsSource, TextFilesSource
-from convt5.tasks.span_corruption import MEAN_SPAN_LENGTH, NOISE_DENSITY, span_corruption
-from convt5.tasks.text_files import Separator, TextFiles
 
 from convt5 import errors
+
+from . import vocabularies
+from .sources import EmbeddedTextSource, PreparedTfdsSource, TextFilesSource
+from .span_corruption import MEAN_SPAN_LENGTH, NOISE_DENSITY, span_corruption
+from .text_files import Separator, TextFiles
 
 C4 = "c4/en:3.1.0"
 _PYDOC_HOLDOUT_EVERY = 10

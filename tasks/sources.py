@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import seqio
 import tensorflow as tf
-from convt5.tasks.text_files import TextFiles
 
 from convt5 import errors
+
+from .text_files import TextFiles
 
 _OPEN_FILES = 16
 
@@ -68,6 +69,10 @@ class PreparedTfdsSource(seqio.TfdsDataSource):
     """A TFDS data set that was prepared before; nothing is downloaded by surprise."""
 
     def __init__(self, tfds_name: str, data_dir: str | None):
+        if ":" not in tfds_name:
+            raise errors.UserError(
+                f"tfds_name={tfds_name!r} has no version; set it to one such as 'c4/en:3.1.0'."
+            )
         self._tfds_name = tfds_name
         super().__init__(
             tfds_name,
@@ -93,7 +98,8 @@ class PreparedTfdsSource(seqio.TfdsDataSource):
             raise errors.UserError(
                 f"tfds_name={self._tfds_name!r} is not prepared in data_dir="
                 f"{self.tfds_dataset.data_dir or '~/tensorflow_datasets'!r}; prepare it with "
-                f"`tfds build {self._tfds_name}`, or set data_dir to where it is. TFDS says: {error}"
+                f"`tfds build {self._tfds_name}`, or set data_dir to where it is. "
+                f"TFDS says: {error}"
             ) from error
 
 
@@ -123,12 +129,10 @@ class EmbeddedTextSource(seqio.DataSource):
         shard_info: seqio.ShardInfo | None = None,
         **_,
     ) -> tf.data.Dataset:
-        documents = _shared(
-            tf.data.Dataset.from_tensor_slices({"text": self._documents[split]}), shard_info
-        )
+        documents = _shared(tf.data.Dataset.from_tensor_slices(self._documents[split]), shard_info)
         if shuffle:
             documents = documents.shuffle(len(self._documents[split]), seed=seed)
-        return documents
+        return documents.map(lambda text: {"text": text})
 
 
 def _shared(dataset: tf.data.Dataset, shard_info: seqio.ShardInfo | None) -> tf.data.Dataset:

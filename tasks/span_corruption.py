@@ -6,7 +6,7 @@ sentinel, and the target is the spans, each after its sentinel. The same seed gi
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import seqio
@@ -63,7 +63,7 @@ def segment_sizes(
 def span_corruption(
     dataset: tf.data.Dataset,
     sequence_length: Mapping[str, int],
-    output_features: Mapping[str, seqio.Feature],
+    output_features: Mapping[str, Any],
     *,
     noise_density: float = NOISE_DENSITY,
     mean_span_length: float = MEAN_SPAN_LENGTH,
@@ -89,9 +89,8 @@ def span_corruption(
         sequence_length["inputs"], noise_density=noise_density, mean_span_length=mean_span_length
     )
     _check_fit(sizes, sequence_length, vocabulary)
-    segments = _split(dataset, sizes.text, merge_documents=merge_documents)
+    segments = split_documents(dataset, sizes.text, merge_documents=merge_documents)
 
-    @seqio.map_over_dataset(num_seeds=1)
     def corrupt_segment(tokens: tf.Tensor, seed: tf.Tensor) -> dict[str, tf.Tensor]:
         return corrupt(
             tokens,
@@ -101,7 +100,8 @@ def span_corruption(
             mean_span_length=mean_span_length,
         )
 
-    return corrupt_segment(segments)
+    corrupt_all: Any = seqio.map_over_dataset(corrupt_segment, num_seeds=1)
+    return corrupt_all(segments)
 
 
 def corrupt(
@@ -113,7 +113,7 @@ def corrupt(
     mean_span_length: float = MEAN_SPAN_LENGTH,
 ) -> dict[str, tf.Tensor]:
     """Returns "inputs" and "targets" of one segment, without end tokens; `seed` holds two ints."""
-    seeds = tf.unstack(tf.random.experimental.stateless_split(seed, 6))
+    seeds = tf.unstack(tf.random.split(seed, 6))
     noise = random_spans(
         tf.size(tokens),
         seeds[0],
@@ -168,9 +168,13 @@ def _sentinel_per_span(tokens: tf.Tensor, mask: tf.Tensor, first_sentinel: int) 
     )
 
 
-def _split(
+def split_documents(
     dataset: tf.data.Dataset, segment_length: int, *, merge_documents: bool
 ) -> tf.data.Dataset:
+    """Cuts documents, token ids under "targets", into segments; only the last of each is shorter.
+
+    With `merge_documents` all of them together are one text.
+    """
     documents = dataset.map(lambda example: example["targets"])
     if merge_documents:
         return documents.rebatch(segment_length)

@@ -19,7 +19,7 @@ import pathlib
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import IO, Literal
+from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
@@ -207,12 +207,12 @@ def _stamp(name: str) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def _open(name: str) -> IO[bytes]:
-    raw = tf.io.gfile.GFile(name, "rb") if "://" in name else name
-    opener = _OPENERS.get(pathlib.PurePath(name).suffix)
-    if opener is not None:
-        return opener(raw, "rb")
-    return raw if "://" in name else open(name, "rb")
+def _open(name: str) -> Any:
+    opener = _OPENERS.get(pathlib.PurePath(name).suffix, open)
+    if "://" not in name:
+        return opener(name, "rb")
+    raw = tf.io.gfile.GFile(name, "rb")
+    return raw if opener is open else opener(raw, "rb")
 
 
 def _is_json_lines(name: str) -> bool:

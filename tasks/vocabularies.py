@@ -5,11 +5,13 @@ Padding is id 0, the sentinels are the last ids and descend: the first span of a
 """
 
 import itertools
+import os
 import re
 
 import numpy as np
 import seqio
 import tensorflow as tf
+from google.protobuf import message
 
 from convt5 import errors
 
@@ -43,14 +45,16 @@ def sentencepiece(
         UserError: no file at `path`, no SentencePiece model in it, one that does not keep id 0 for
             padding or has no end piece, or one that brings fewer sentinels than asked for.
     """
-    if not tf.io.gfile.exists(path) or tf.io.gfile.isdir(path):
+    path = os.path.expanduser(path)
+    if "://" not in path and not os.path.isfile(path):
         raise errors.UserError(
-            f"vocabulary path={path!r} names no file; set it to a SentencePiece .model file."
+            f"vocabulary path={path!r} names no file (working directory {os.getcwd()!r}); set it "
+            "to a SentencePiece .model file."
         )
     vocabulary = seqio.SentencePieceVocabulary(path, extra_ids=0)
     try:
         pieces = _pieces(vocabulary)
-    except Exception as error:
+    except (tf.errors.OpError, OSError, RuntimeError, message.DecodeError) as error:
         raise errors.UserError(
             f"vocabulary path={path!r} cannot be read as a SentencePiece model ({error}); "
             "set it to a .model file made by sentencepiece."
