@@ -53,14 +53,18 @@ class Taps:
 def tap_softmax(logits):
     """Returns the softmax over the taps, the axis before the last.
 
-    Written out tap by tap: XLA:CPU sums an axis in an order that depends on the length of the row,
-    so that `jax.nn.softmax` differs in the last bit between packed and separate examples.
+    Maximum and sum are written out tap by tap: XLA:CPU takes those of an axis in an order that
+    depends on the length of the row, so that `jax.nn.softmax` differs in the last bit between
+    packed and separate examples.
     """
-    count = logits.shape[-2]
-    largest = functools.reduce(jnp.maximum, (logits[..., j, :] for j in range(count)))
-    powers = [jnp.exp(logits[..., j, :] - largest) for j in range(count)]
-    total = functools.reduce(jnp.add, powers)
-    return jnp.stack([power / total for power in powers], axis=-2)
+    powers = jnp.exp(logits - _over_taps(jnp.maximum, logits))
+    return powers / _over_taps(jnp.add, powers)
+
+
+def _over_taps(operation, values):
+    """Combines the taps in order, and keeps their axis with size one."""
+    count = values.shape[-2]
+    return functools.reduce(operation, (values[..., j : j + 1, :] for j in range(count)))
 
 
 def _softmax_forward(logits):
@@ -70,8 +74,7 @@ def _softmax_forward(logits):
 
 def _softmax_backward(weights, cotangent):
     products = weights * cotangent
-    mean = functools.reduce(jnp.add, (products[..., j, :] for j in range(weights.shape[-2])))
-    return (products - weights * mean[..., None, :],)
+    return (products - weights * _over_taps(jnp.add, products),)
 
 
 tap_softmax.defvjp(_softmax_forward, _softmax_backward)
