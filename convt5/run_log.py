@@ -291,11 +291,14 @@ class Meter:
         self.flops_per_step = flops_per_step
         self.peak_flops = peak_flops
         self._started: float | None = None
+        self._cpu_started = 0.0
         self._total_seconds = 0.0
+        self._cpu_seconds = 0.0
         self._window: dict[str, float] = {}
         self._last: dict[str, float] = {}
         if state:
             self._total_seconds = state["total_seconds"]
+            self._cpu_seconds = state.get("cpu_seconds", 0.0)
             self._window = dict(state["window"])
             self._last = dict(state["last"])
 
@@ -307,6 +310,7 @@ class Meter:
     def start(self) -> None:
         if self._started is None:
             self._started = time.perf_counter()
+        self._cpu_started = time.process_time()
 
     def stop(self) -> None:
         if self._started is not None:
@@ -314,6 +318,7 @@ class Meter:
             self._started = None
             self._add("_seconds", elapsed)
             self._total_seconds += elapsed
+            self._cpu_seconds += time.process_time() - self._cpu_started
 
     def add_step(self, metrics: Record, *, tokens: float, data_wait: float) -> None:
         """Counts one step; `data_wait` is the time in seconds the loop stood without a batch."""
@@ -328,8 +333,9 @@ class Meter:
         """Returns the record of the window, and begins the next one.
 
         Means over the steps since the last record (the learning rate: of the last step), and
-        `tokens_per_second`, `seconds_per_step`, `data_wait_share` in [0, 1], `train_seconds` since
-        the run began, and `flops_utilization` in [0, 1] where the peak is known.
+        `tokens_per_second`, `seconds_per_step`, `data_wait_share` in [0, 1], `train_seconds` and
+        `train_cpu_seconds` (of this host's processor, all threads) since the run began, and
+        `flops_utilization` in [0, 1] where the peak is known.
         """
         running = self._started is not None
         self.stop()
@@ -344,6 +350,7 @@ class Meter:
         record["seconds_per_step"] = seconds / steps
         record["data_wait_share"] = min(1.0, window["_data_wait"] / seconds)
         record["train_seconds"] = self._total_seconds
+        record["train_cpu_seconds"] = self._cpu_seconds
         if window["_tokens"]:
             record["tokens_per_second"] = window["_tokens"] / seconds
         if self.flops_per_step and self.peak_flops:
@@ -355,6 +362,7 @@ class Meter:
         self.stop()
         return {
             "total_seconds": self._total_seconds,
+            "cpu_seconds": self._cpu_seconds,
             "window": dict(self._window),
             "last": dict(self._last),
         }
