@@ -43,6 +43,8 @@ class MixingConfig:
         projection_bias: biases in the dense layers above.
         predictor_bias: a bias in the dense layer that predicts dynamic kernels.
         conv_bias: a bias added to the sum over the taps.
+        normalize_taps: the softmax over the taps of lightweight and dynamic convolutions; without
+            it the (predicted) numbers themselves are the taps.
         tap_dropout_rate: dropout of the normalised taps (DropConnect of Wu et al. 2019,
             arXiv 1901.10430), in [0, 1).
     """
@@ -58,6 +60,7 @@ class MixingConfig:
     projection_bias: bool = False
     predictor_bias: bool = False
     conv_bias: bool = False
+    normalize_taps: bool = True
     tap_dropout_rate: float = 0.0
 
     @property
@@ -124,7 +127,7 @@ class StackConfig:
         num_kernels: kernels of each layer; None for one per channel.
         padding: None centers an encoder's taps and makes a decoder's causal.
         input_projection, pointwise, output_projection, projection_bias, predictor_bias, conv_bias,
-            tap_dropout_rate: as in `MixingConfig`, for every convolution of the stack.
+            normalize_taps, tap_dropout_rate: as in `MixingConfig`, for every convolution.
     """
 
     num_layers: int
@@ -140,6 +143,7 @@ class StackConfig:
     projection_bias: bool = False
     predictor_bias: bool = False
     conv_bias: bool = False
+    normalize_taps: bool = True
     tap_dropout_rate: float = 0.0
 
     def __post_init__(self):
@@ -165,6 +169,7 @@ class StackConfig:
                 "projection_bias",
                 "predictor_bias",
                 "conv_bias",
+                "normalize_taps",
                 "tap_dropout_rate",
             )
         }

@@ -100,13 +100,17 @@ class Convolution(nnx.Module):
             "taps_cross_segments": taps_cross_segments,
         }
         inputs = gated if readable is None else gated * readable[..., None].astype(gated.dtype)
-        dropped = {"tap_dropout_rate": config.tap_dropout_rate, "dropout_key": dropout_key}
+        weights = {
+            "softmax": config.normalize_taps,
+            "tap_dropout_rate": config.tap_dropout_rate,
+            "dropout_key": dropout_key,
+        }
         if config.kind == "depthwise":
             y = depthwise_conv(inputs, self.kernel[...], **where)
         elif config.kind == "lightweight":
-            y = lightweight_conv(inputs, self.kernel_logits[...], **where, **dropped)
+            y = lightweight_conv(inputs, self.kernel_logits[...], **where, **weights)
         else:
-            y = dynamic_conv(inputs, self.predictor(gated), **where, **dropped)
+            y = dynamic_conv(inputs, self.predictor(gated), **where, **weights)
         return self._project(y)
 
     def init_state(self, batch: int, emb_dim: int, dtype: jnp.dtype) -> ConvolutionState:
@@ -138,13 +142,15 @@ class Convolution(nnx.Module):
         y = jnp.sum(read.astype(weights.dtype) * weights, axis=1, keepdims=True)
         return self._project(y.astype(x.dtype)), ConvolutionState(inputs)
 
-    def _gated(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
+    def _gated(
+        self, x: Float[Array, "batch length embed"]
+    ) -> Float[Array, "batch length channels"]:
         y = x if self.input is None else self.input(x)
         return y if self.gate is None else y * jax.nn.sigmoid(self.gate(x))
 
     def _step_weights(
-        self, gated: Float[Array, "batch 1 embed"]
-    ) -> Float[Array, "rows kernel embed"]:
+        self, gated: Float[Array, "batch 1 channels"]
+    ) -> Float[Array, "rows kernel channels"]:
         """The weight of every tap and channel at one position; one row serves all if static."""
         wide = at_least_float32(gated.dtype)
         if self.config.kind == "depthwise":
@@ -154,10 +160,14 @@ class Convolution(nnx.Module):
         else:
             logits = self.predictor(gated)[:, 0]
         # rows kernel heads
-        weights = jax.nn.softmax(logits.astype(wide), axis=1)
+        weights = logits.astype(wide)
+        if self.config.normalize_taps:
+            weights = jax.nn.softmax(weights, axis=1)
         return jnp.repeat(weights, gated.shape[-1] // weights.shape[-1], axis=-1)
 
-    def _project(self, y: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
+    def _project(
+        self, y: Float[Array, "batch length channels"]
+    ) -> Float[Array, "batch length embed"]:
         if self.conv_bias is not None:
             y = add_vector(y, self.conv_bias[...])
         y = y if self.pointwise is None else self.pointwise(y)
