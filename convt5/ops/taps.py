@@ -8,7 +8,6 @@ formulation by platform: XLA:CPU reduces well only while a chunk of rows stays i
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -102,32 +101,36 @@ def weighted_sum(where: Taps, x, weights, segment_ids):
 def transposed_sum(where: Taps, cotangent, weights, segment_ids):
     """Returns the gradient of `weighted_sum` in x, for weights that differ between positions.
 
-    Row i collects weights[s, j] * cotangent[s] from the rows s = i - offset j that read it. Rows
-    far from both ends need no padding, so that only the ends of `weights`, often the largest array
-    in sight, are copied.
+    Row i collects weights[s, j] * cotangent[s] from the rows s = i - offset j that read it.
     """
     length, heads = cotangent.shape[1], weights.shape[-1]
     wide = _wide(cotangent, weights)
-    hidden = hide_padding(cotangent, segment_ids)
+    mirrored = where.mirrored()
+    read = _Reader(mirrored, cotangent, segment_ids)
 
-    def rows(start, stop):
-        total = jnp.zeros(_split(cotangent[:, start:stop], heads).shape, wide)
-        for tap, offset in enumerate(where.offsets):
-            span = start - offset, stop - offset
-            shifted = _rows(hidden, *span)
-            if segment_ids is not None and not where.cross_segments:
-                same = _rows(segment_ids, *span) == segment_ids[:, start:stop]
-                shifted = jnp.where(same[..., None], shifted, 0)
-            weight = _rows(weights[:, :, tap], *span)[..., None].astype(wide)
-            total = total + weight * _split(shifted.astype(wide), heads)
-        return total.reshape(cotangent.shape[0], stop - start, -1).astype(cotangent.dtype)
+    def total(shifted_weight):
+        dx = jnp.zeros(_split(cotangent, heads).shape, wide)
+        for tap in range(where.count):
+            weight = shifted_weight(tap)[..., None].astype(wide)
+            dx = dx + weight * _split(read(tap).astype(wide), heads)
+        dx = dx.reshape(cotangent.shape).astype(cotangent.dtype)
+        return hide_padding(dx, segment_ids)
 
-    if length <= where.left + where.right:
-        dx = rows(0, length)
-    else:
-        cuts = sorted({0, where.right, length - where.left, length})
-        dx = jnp.concatenate([rows(*span) for span in itertools.pairwise(cuts)], axis=1)
-    return hide_padding(dx, segment_ids)
+    def padded():
+        around = _rows(weights, -read.left, length + read.right)
+        return total(lambda tap: around[:, read.starts[tap] :, -1 - tap][:, :length])
+
+    def gathered():
+        # Rows outside are repeated instead of zero: the cotangent that meets them is zero.
+        rows = jnp.arange(length)
+        return total(
+            lambda tap: weights[:, jnp.clip(rows + mirrored.offsets[tap], 0, length - 1), -1 - tap]
+        )
+
+    if weights.size <= cotangent.size:
+        return padded()
+    # With kernels for single channels the copy would be the largest array in sight.
+    return lax.platform_dependent(cpu=gathered, default=padded)
 
 
 def static_weight_gradient(where: Taps, x, cotangent, segment_ids):
@@ -245,23 +248,28 @@ def _banded_products(where: Taps, x, cotangent, segment_ids, heads):
 
 
 class _Reader:
-    """Reads, for a tap, the row of x that each output row sees: zero where it sees nothing."""
+    """Reads, for a tap, the row of x that each output row sees: zero where it sees nothing.
+
+    Attributes:
+        left, right: rows of zeros put before and after the row.
+        starts: first row that each tap reads, counted in the padded row.
+    """
 
     def __init__(self, where: Taps, x, segment_ids):
         length = x.shape[1]
         # Taps further away than the row is long read zeros wherever they are.
-        left, right = min(where.left, length), min(where.right, length)
-        self._starts = [left + max(-left, min(right, o)) for o in where.offsets]
-        self._padded = _rows(hide_padding(x, segment_ids), -left, length + right)
+        self.left, self.right = min(where.left, length), min(where.right, length)
+        self.starts = [self.left + max(-self.left, min(self.right, o)) for o in where.offsets]
+        self._padded = _rows(hide_padding(x, segment_ids), -self.left, length + self.right)
         self._length = length
         self._segment_ids = None if where.cross_segments else segment_ids
         if self._segment_ids is not None:
-            self._padded_ids = _rows(segment_ids, -left, length + right)
+            self._padded_ids = _rows(segment_ids, -self.left, length + self.right)
 
     def __call__(self, tap: int, start=0, rows: int | None = None):
         """Returns what output rows start to start + rows see; `start` may be traced."""
         rows = self._length if rows is None else rows
-        first = self._starts[tap] + start
+        first = self.starts[tap] + start
         read = _chunk(self._padded, first, rows)
         if self._segment_ids is None:
             return read
