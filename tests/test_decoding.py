@@ -1,7 +1,8 @@
 """Decoding: stepping equals teacher forcing, searches equal their definitions, rows stay apart."""
 
+import dataclasses
 import itertools
-import json
+import pathlib
 
 import hypothesis
 import hypothesis.strategies as st
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from convt5 import decoding
+from convt5 import decoding, gin_config
 from convt5.architecture import ConvT5Config, StackConfig
 from convt5.decoding import BeamSearch, Greedy, Sampling, bucket_size, decode, score
 from convt5.errors import UserError
+from convt5.interchange import hugging_face
 from convt5.model import ConvT5
 
 VOCAB = 16
@@ -176,6 +178,31 @@ def test_stepping_equals_teacher_forcing_for_drawn_models(config):
 @hypothesis.given(configs())
 def test_stepping_equals_teacher_forcing_for_many_drawn_models(config):
     check_stepping(config)
+
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PRESETS = sorted(
+    str(path.relative_to(ROOT))
+    for folder in ("gin/models", "gin/models/released")
+    for path in (ROOT / folder).glob("*.gin")
+)
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        pytest.param(name, marks=() if name.endswith("tiny.gin") else pytest.mark.slow)
+        for name in PRESETS
+    ],
+)
+def test_stepping_equals_teacher_forcing_for_every_preset(preset):
+    config = gin_config.load([preset], roots=["%MODEL"]).macro("MODEL")
+    # The preset's layers, with fewer channels.
+    check_stepping(
+        dataclasses.replace(
+            config, vocab_size=VOCAB, emb_dim=16, mlp_dim=16, head_dim=4, dtype="float32"
+        )
+    )
 
 
 @pytest.mark.parametrize("variant", ["dilated", "hybrid"])
@@ -566,70 +593,15 @@ def test_tokens_of_another_vocabulary_are_refused():
         decode(tiny_model(), source, max_length=4)
 
 
-def hugging_face_model(folder) -> ConvT5:
-    """Reads the two reference transformers; a general reader is in `interchange`."""
-    safetensors = pytest.importorskip("safetensors.numpy")
-    weights = safetensors.load_file(folder / "model.safetensors")
-    sizes = json.loads((folder / "config.json").read_text())
-    gated = sizes["is_gated_act"]
-    stack = StackConfig(num_layers=sizes["num_layers"], mixing="attention")
-    config = ConvT5Config(
-        vocab_size=sizes["vocab_size"],
-        emb_dim=sizes["d_model"],
-        mlp_dim=sizes["d_ff"],
-        num_heads=sizes["num_heads"],
-        head_dim=sizes["d_kv"],
-        encoder=stack,
-        decoder=stack,
-        positions="relative",
-        mlp="gated_gelu" if gated else "relu",
-        tie_output=not gated,
-        dtype="float32",
-    )
-    graph, state = nnx.split(config.build(jax.random.key(0)))
-    values = [
-        (path, nnx.Param(jnp.asarray(weights[name].T if transposed else weights[name])))
-        for path, _ in nnx.to_flat_state(state)
-        for name, transposed in [hugging_face_name(path)]
-    ]
-    return nnx.merge(graph, nnx.from_flat_state(values))
-
-
-def hugging_face_name(path: tuple) -> tuple[str, bool]:
-    """The library's name of a parameter, and whether it is stored transposed."""
-    whole = {
-        "token_embedder": ("shared.weight", False),
-        "output_head": ("lm_head.weight", True),
-    }
-    if path[0] in whole:
-        return whole[path[0]]
-    side = path[0]
-    if path[1] == "final_norm":
-        return f"{side}.final_layer_norm.weight", False
-    if path[1] == "relative_bias":
-        return f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", False
-    index, part = path[2], path[3]
-    place = {"mixing": 0, "cross": 1, "mlp": 1 if side == "encoder" else 2}[part.split("_")[0]]
-    start = f"{side}.block.{index}.layer.{place}"
-    if part.endswith("norm"):
-        return f"{start}.layer_norm.weight", False
-    if part == "mlp":
-        return f"{start}.DenseReluDense.{path[4]}.weight", True
-    kind = "SelfAttention" if part == "mixing" else "EncDecAttention"
-    return f"{start}.{kind}.{path[4][0]}.weight", True
-
-
 @pytest.mark.parametrize("version", ["v1_0", "v1_1"])
-def test_searches_of_transformers_are_repeated(golden, version):
+def test_a_beam_search_of_transformers_that_stops_early_is_repeated(golden, version):
     folder = golden / "hf_t5" / version
-    model, reference = hugging_face_model(folder), np.load(folder / "reference.npz")
-    source = reference["input_ids"]
-    greedy = decode(model, source, max_length=16)
-    np.testing.assert_array_equal(greedy.tokens[:, 0], reference["greedy_ids"][:, 1:])
-    for name, settings in {
-        "beam4": {},
-        "beam4_lp0.6_early": {"length_penalty": 0.6, "early_stopping": True},
-    }.items():
-        found = decode(model, source, max_length=16, strategy=BeamSearch(beam_size=4, **settings))
-        np.testing.assert_array_equal(found.tokens, reference[f"{name}_ids"][:, :, 1:])
-        np.testing.assert_allclose(found.scores, reference[f"{name}_scores"], atol=1e-5)
+    reference = np.load(folder / "reference.npz")
+    found = decode(
+        hugging_face.read_model(folder).model(),
+        reference["input_ids"],
+        max_length=16,
+        strategy=BeamSearch(beam_size=4, length_penalty=0.6, early_stopping=True),
+    )
+    np.testing.assert_array_equal(found.tokens, reference["beam4_lp0.6_early_ids"][:, :, 1:])
+    np.testing.assert_allclose(found.scores, reference["beam4_lp0.6_early_scores"], atol=1e-5)
