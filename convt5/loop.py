@@ -9,6 +9,7 @@ import time
 from typing import Any, NamedTuple, Protocol
 
 import jax
+from flax import nnx
 
 from convt5 import compilation, errors, run_log
 from convt5.checkpoint import Checkpointer, Restored
@@ -105,6 +106,11 @@ class Loop:
         self._pending: _Pending | None = None
         self._validation_loss: tuple[int, float] | None = None  # step, loss
         self.last_record: dict[str, float] | None = None
+
+    @property
+    def model(self) -> nnx.Module:
+        """The model as it stands."""
+        return self._state.model
 
     def run(self, batches: Batches, interruption: Interruption) -> None:
         """Makes the updates that are missing, until `num_steps` or the end of the data.

@@ -4,8 +4,9 @@ The trainer prints them at the end of a run. Any vocabulary will do that follows
 the highest ids, descending from the last one.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,6 +29,36 @@ class TextVocabulary(Protocol):
     def eos_id(self) -> int | None: ...
 
     def decode(self, ids: Sequence[int], /) -> str: ...
+
+
+class TextBatches(Protocol):
+    """Batches that know their vocabulary, such as `data.BatchIterator`."""
+
+    vocabulary: Any
+
+    def __next__(self) -> Mapping[str, HostOrDevice]: ...
+
+
+class TextData(Protocol):
+    """A description that builds batches, such as `data.DataConfig`."""
+
+    def build(self, *, process_index: int, process_count: int) -> TextBatches: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpanSamples:
+    """What a run of span corruption shows at its end; bind it to `trainer.train.report`.
+
+    Attributes:
+        num: examples to show.
+    """
+
+    num: int = 3
+
+    def __call__(self, model: ConvT5, data: TextData) -> str:
+        """Returns samples from the first batch of `data`."""
+        batches = data.build(process_index=0, process_count=1)
+        return render_span_samples(model, next(batches), batches.vocabulary, self.num)
 
 
 class SpanExample(NamedTuple):

@@ -8,10 +8,11 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 from etils import epath
+from flax import nnx
 
 from convt5 import compilation, run_directory, run_log, sharding
 from convt5.checkpoint import CheckpointConfig, Checkpointer, describe_config
@@ -71,6 +72,7 @@ def train(
     seed: int = 0,
     sharding_rules: Sequence[sharding.Rule] = sharding.TEXT_RULES,
     wandb_project: str | None = None,
+    report: Callable[[nnx.Module, DataConfig], str] | None = None,
     config_text: str | None = None,
 ) -> Result:
     """Trains a model, or continues to, until it has made `num_steps` updates.
@@ -93,6 +95,8 @@ def train(
         seed: of the initial parameters and of dropout.
         sharding_rules: table of parameter names and mesh axes.
         wandb_project: also logs to this project on wandb.ai.
+        report: called with the final model and `eval_data` (or `train_data`) to say more at the
+            end, such as `samples.SpanSamples`.
         config_text: the settings, kept beside the checkpoints.
 
     Raises:
@@ -159,6 +163,9 @@ def train(
                 loop.run(batches, interruption)
         result = _result(folder, plan, loop, validation)
         log.message(describe(result))
+        if report is not None:
+            text = report(loop.model, eval_data or train_data)
+            log.message(f"\n{text}")
         return result
 
 
@@ -188,7 +195,7 @@ def describe(result: Result) -> str:
 def _batches(train_data: DataConfig, plan: Plan, *, state: bytes | None) -> Prefetcher[PlacedBatch]:
     """Returns placed batches from `state` on, made ready in the background."""
     batches = train_data.build(process_index=jax.process_index(), process_count=jax.process_count())
-    if state is not None:
+    if state:  # An imported model has no position; its data starts from the beginning.
         batches.set_state(state)
     place = functools.partial(
         place_batch, batch_sharding=plan.batch_sharding, token_bytes=batches.token_bytes
