@@ -37,7 +37,7 @@ class DecoderState(NamedTuple):
 
 
 class ConvT5(nnx.Module):
-    """The model; parameter paths are listed in the README."""
+    """The model; `python -m convt5.inspect` lists its parameters by path."""
 
     def __init__(self, config: ConvT5Config, *, key: PRNGKeyArray):
         keys = jax.random.split(key, 5)
