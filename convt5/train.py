@@ -30,9 +30,8 @@ COMMAND = command_line.Command(
             "--gin.VOCABULARY=corpus/spm.model --gin.RUN_DIR=runs/corpus",
         ),
         (
-            "what is missing for C4 pre-training at base size, and does it fit 8 devices?",
-            "--gin_file=gin/runs/pretrain_c4.gin --gin.RUN_DIR=/tmp/c4 --gin.sharding.MeshConfig."
-            "fsdp=8 --dry_run",
+            "is anything missing or inconsistent? Nothing is compiled, no example is read",
+            "--gin_file=gin/runs/pretrain_c4.gin --gin.RUN_DIR=/tmp/c4 --dry_run",
         ),
     ],
     flags=[

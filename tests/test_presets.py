@@ -9,7 +9,7 @@ import gin
 import jax
 import pytest
 
-from convt5 import gin_config
+from convt5 import gin_config, train
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODELS = sorted(
@@ -19,6 +19,16 @@ MODELS = sorted(
 )
 VARIANTS = ("t5", "depthwise", "lightweight", "dynamic", "dilated", "wavenet", "hybrid")
 SIZES = ("tiny", "small", "base", "large")
+
+
+BYTES = "pretraining.text_span_corruption.vocabulary=@vocabularies.characters()"
+
+
+def gin_files_of(name: str) -> str:
+    """The text of a file and of the run that it includes."""
+    text = (ROOT / name).read_text()
+    included = re.findall(r"^include '(gin/runs/.*)'$", text, re.MULTILINE)
+    return "\n".join([text, *map(gin_files_of, included)])
 
 
 def model(name: str, *bindings: str):
@@ -117,6 +127,21 @@ def test_released_models_read_four_positions_to_each_side(name):
     config = model(f"gin/models/released/{name}_base.gin")
     assert {layer.reach for layer in config.encoder_layers} == {(4, 4)}
     assert {layer.reach for layer in config.decoder_layers} == {(8, 0)}
+
+
+@pytest.mark.parametrize("name", [path.name for path in sorted((ROOT / "gin/runs").glob("*.gin"))])
+def test_every_run_passes_the_dry_run(name, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("a document\n\nanother one\n")
+    file = f"gin/runs/{name}"
+    bindings = [f"RUN_DIR={tmp_path}/run"]
+    for macro in ("TEXT", "VALIDATION_TEXT"):
+        if f"\n{macro} = " in gin_files_of(file):
+            bindings.append(f"{macro}={tmp_path}/text.txt")
+    if "\nVOCABULARY = " in gin_files_of(file):
+        bindings += ["VOCABULARY=none", BYTES]
+    assert train.main([f"--gin_file={file}", *(f"--gin.{b}" for b in bindings), "--dry_run"]) == 0
+    assert "nothing was trained" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
 
 
 def test_every_gin_file_travels_with_a_header():
