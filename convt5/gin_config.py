@@ -131,7 +131,7 @@ def _command_line_binding(text: str) -> Binding:
                 "this must stand in quotes."
             ) from None
         parsed = value
-    return Binding(scope, selector, parameter, parsed, Location(flag), file="")
+    return Binding(scope, selector, parameter, parsed, Location(flag))
 
 
 def _unwrapped(build: Callable[[], Any]) -> Any:

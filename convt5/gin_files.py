@@ -77,7 +77,6 @@ class Binding:
     parameter: str
     value: Any
     location: Location
-    file: str
 
     @property
     def is_macro(self) -> bool:
@@ -279,7 +278,6 @@ def _parse_text(text: str, *, name: str) -> Iterator[Statement]:
                 statement.arg_name or "",
                 statement.value,
                 location,
-                file=name,
             )
 
 
