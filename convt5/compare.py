@@ -16,6 +16,8 @@ from convt5 import command_line, errors
 from convt5.run_log import METRICS_FILE, duration, read_records
 
 DEFAULT_METRIC = "validation/loss"
+CLOCKS = {"wall": "train_seconds", "processor": "train_cpu_seconds"}
+"""What can count as training time; processor seconds suit a machine that others use too."""
 
 _DESCRIPTION = """\
 Compares runs: a table (comparison.md, also printed) and a plot (comparison.png, needs the extra
@@ -35,7 +37,7 @@ exit code:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A recorded value of the compared metric; `seconds` counts training time alone."""
+    """A recorded value of the compared metric; `seconds` counts training time alone, by a clock."""
 
     step: int
     seconds: float
@@ -49,7 +51,7 @@ class Run:
     Attributes:
         name: as shown.
         points: of the compared metric, by step; at least one.
-        tokens_per_second: median over the run; None if not recorded.
+        tokens_per_second: median over the run, by the wall clock; None if not recorded.
         bits_per_byte: of the last validation; None if not recorded.
     """
 
@@ -73,8 +75,8 @@ class Run:
 
 def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse_args(argv)
-    runs = read_runs(arguments.runs, metric=arguments.metric)
-    table = markdown_table(runs, metric=arguments.metric)
+    runs = read_runs(arguments.runs, metric=arguments.metric, clock=arguments.clock)
+    table = markdown_table(runs, metric=arguments.metric, clock=arguments.clock)
     print(table, end="")
     output = pathlib.Path(arguments.output)
     try:
@@ -85,11 +87,13 @@ def main(argv: Sequence[str]) -> None:
             f"output={arguments.output} cannot be written ({error.strerror}); give a folder that "
             "can, with --output=DIR."
         ) from error
-    plot(runs, output / "comparison.png", metric=arguments.metric)
+    plot(runs, output / "comparison.png", metric=arguments.metric, clock=arguments.clock)
     print(f"\nwrote {output / 'comparison.md'} and {output / 'comparison.png'}")
 
 
-def read_runs(names: Sequence[str], *, metric: str = DEFAULT_METRIC) -> list[Run]:
+def read_runs(
+    names: Sequence[str], *, metric: str = DEFAULT_METRIC, clock: str = "wall"
+) -> list[Run]:
     """Reads run directories, each given as `DIR` or `NAME=DIR`, in the given order.
 
     Raises:
@@ -97,7 +101,7 @@ def read_runs(names: Sequence[str], *, metric: str = DEFAULT_METRIC) -> list[Run
     """
     runs, faults = [], []
     for name, folder in _named(names):
-        found = _read_run(name, folder, metric)
+        found = _read_run(name, folder, metric, CLOCKS[clock])
         if isinstance(found, Run):
             runs.append(found)
         else:
@@ -106,7 +110,9 @@ def read_runs(names: Sequence[str], *, metric: str = DEFAULT_METRIC) -> list[Run
     return runs
 
 
-def markdown_table(runs: Sequence[Run], *, metric: str = DEFAULT_METRIC) -> str:
+def markdown_table(
+    runs: Sequence[Run], *, metric: str = DEFAULT_METRIC, clock: str = "wall"
+) -> str:
     """Returns a table of the runs, best last value first, with values at equal steps and time.
 
     Equal steps and equal time are the most that all the runs have reached.
@@ -120,20 +126,29 @@ def markdown_table(runs: Sequence[Run], *, metric: str = DEFAULT_METRIC) -> str:
         row = {
             "run": run.name,
             "steps": f"{run.last.step:,}",
-            "training time": duration(run.last.seconds),
+            _time_name(clock): duration(run.last.seconds),
+            "s/step": f"{run.last.seconds / run.last.step:.2f}",
             f"last {metric}": _number(run.last.value),
             f"best {metric}": _number(better(point.value for point in run.points)),
             f"at step {steps:,}": _number(run.at_step(steps)),
             f"at {duration(seconds)}": _number(run.at_seconds(seconds)),
             "bits per byte": _number(run.bits_per_byte),
-            "tokens/s": "" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}",
         }
+        if clock == "wall":
+            speed = run.tokens_per_second
+            row["tokens/s"] = "" if speed is None else f"{speed:,.0f}"
         rows.append(row)
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     return _markdown({name: cells for name, cells in columns.items() if any(cells)})
 
 
-def plot(runs: Sequence[Run], path: pathlib.Path, *, metric: str = DEFAULT_METRIC) -> None:
+def plot(
+    runs: Sequence[Run],
+    path: pathlib.Path,
+    *,
+    metric: str = DEFAULT_METRIC,
+    clock: str = "wall",
+) -> None:
     """Draws the metric of all runs against steps (left) and training time (right).
 
     Raises:
@@ -150,7 +165,7 @@ def plot(runs: Sequence[Run], path: pathlib.Path, *, metric: str = DEFAULT_METRI
         style: dict[str, Any] = {"label": label, "linewidth": 1.6, "marker": ".", "markersize": 4}
         by_step.plot([point.step for point in run.points], values, **style)
         by_time.plot([point.seconds / unit_seconds for point in run.points], values, **style)
-    for axes, name in ((by_step, "training steps"), (by_time, f"training time in {unit}")):
+    for axes, name in ((by_step, "training steps"), (by_time, f"{_time_name(clock)} in {unit}")):
         axes.set_xlabel(name)
         axes.set_xlim(left=0)
         axes.grid(alpha=0.3)
@@ -175,7 +190,7 @@ def _named(names: Sequence[str]) -> list[tuple[str, pathlib.Path]]:
     ]
 
 
-def _read_run(name: str, folder: pathlib.Path, metric: str) -> Run | str:
+def _read_run(name: str, folder: pathlib.Path, metric: str, time_key: str) -> Run | str:
     """Returns the run, or what is wrong with its directory."""
     if not folder.is_dir():
         return f"{folder} is no directory; give the run_dir of a run."
@@ -183,8 +198,8 @@ def _read_run(name: str, folder: pathlib.Path, metric: str) -> Run | str:
         return f"{folder} holds no {METRICS_FILE}, so it is no run directory; give run_dir itself."
     records = read_records(folder / METRICS_FILE)
     points = tuple(
-        Point(record["step"], record.get("train_seconds", math.nan), record[metric])
-        for record in _with_train_seconds(records)
+        Point(record["step"], record.get(time_key, math.nan), record[metric])
+        for record in _with_time(records, time_key)
         if isinstance(record.get(metric), (int, float))
     )
     if not points:
@@ -201,13 +216,17 @@ def _read_run(name: str, folder: pathlib.Path, metric: str) -> Run | str:
     )
 
 
-def _with_train_seconds(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_time(records: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     """Gives records that lack it the training time of the record before."""
     filled, seconds = [], 0.0
     for record in records:
-        seconds = record.get("train_seconds", seconds)
-        filled.append({**record, "train_seconds": seconds})
+        seconds = record.get(key, seconds)
+        filled.append({**record, key: seconds})
     return filled
+
+
+def _time_name(clock: str) -> str:
+    return "training time" if clock == "wall" else "processor time"
 
 
 def _lower_is_better(metric: str) -> bool:
@@ -288,6 +307,12 @@ def _parser() -> argparse.ArgumentParser:
         "--metric",
         default=DEFAULT_METRIC,
         help=f"a name in {METRICS_FILE} (default: {DEFAULT_METRIC})",
+    )
+    parser.add_argument(
+        "--clock",
+        choices=sorted(CLOCKS),
+        default="wall",
+        help="seconds that passed while training, or seconds of processor time (default: wall)",
     )
     return parser
 

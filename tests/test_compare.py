@@ -23,6 +23,7 @@ def write_run(folder: pathlib.Path, losses, *, seconds_per_step: float = 1.0) ->
             "loss": 9.0,
             "tokens_per_second": 100.0 / seconds_per_step,
             "train_seconds": step * seconds_per_step,
+            "train_cpu_seconds": 2 * step * seconds_per_step,
         }
         if step % 20 == 0:
             record["validation/loss"] = losses[step // 20 - 1]
@@ -54,6 +55,15 @@ def test_table_orders_by_last_value_and_compares_at_equal_steps_and_time(two_run
     assert [row["at 1m 00s"] for row in rows] == ["", "3.5000"]
     assert [row["tokens/s"] for row in rows] == ["25", "100"]
     assert [row["bits per byte"] for row in rows] == ["1.5000", "1.7500"]
+
+
+def test_time_can_be_that_of_the_processor(two_runs):
+    runs = compare.read_runs(two_runs, clock="processor")
+    rows = cells(compare.markdown_table(runs, clock="processor"))
+    assert [row["processor time"] for row in rows] == ["5m 20s", "2m 00s"]
+    assert [row["s/step"] for row in rows] == ["8.00", "2.00"]
+    # Tokens per second of the wall clock would not belong beside them.
+    assert "tokens/s" not in rows[0]
 
 
 def test_table_is_aligned_as_plain_text(two_runs):
