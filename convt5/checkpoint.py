@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -106,14 +107,20 @@ class Checkpointer:
     ) -> None:
         """Copies the state off the devices, then writes it in the background.
 
+        An error in the background is raised by the next call.
+
         Args:
             step: updates done; the checkpoint's name.
             state: has the attributes `model`, `opt_state` and `step`; may be donated on return.
             data_state: this process's position in the data after `step` batches.
             progress: small JSON values of the trainer.
             validation_loss: decides which checkpoints are the best; None where not measured.
+
+        Raises:
+            TrainingError: it, or the one before, could not be written.
         """
         params, optimizer = _split(state)
+        is_measured = validation_loss is not None and math.isfinite(validation_loss)
         about = {
             "format": FORMAT,
             "params": _shapes(params),
@@ -122,17 +129,18 @@ class Checkpointer:
             "num_processes": jax.process_count(),
             "progress": dict(progress or {}),
         }
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardSave(_nest(params)),
-                optimizer=ocp.args.StandardSave(_nest(optimizer)),
-                about=ocp.args.JsonSave(about),
-                data=_SaveBytes(data_state),
-            ),
-            metrics=None if validation_loss is None else {"loss": float(validation_loss)},
-            force=True,
-        )
+        with self._naming_write_errors():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    params=ocp.args.StandardSave(_nest(params)),
+                    optimizer=ocp.args.StandardSave(_nest(optimizer)),
+                    about=ocp.args.JsonSave(about),
+                    data=_SaveBytes(data_state),
+                ),
+                metrics={"loss": validation_loss} if is_measured else None,
+                force=True,
+            )
 
     def restore(self, abstract_state: Any) -> Restored | None:
         """Returns the newest checkpoint that can be read; None where none was ever written.
@@ -152,7 +160,8 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Returns when everything saved so far is complete on disk."""
-        self._manager.wait_until_finished()
+        with self._naming_write_errors():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
         self._manager.close()
@@ -160,6 +169,17 @@ class Checkpointer:
     def reached_preemption(self, step: int) -> bool:
         """Whether the machines of a multi-host run agreed to stop at this step."""
         return self._manager.reached_preemption(step)
+
+    @contextlib.contextmanager
+    def _naming_write_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # Writers fail in many ways on full or vanished disks.
+            raise errors.TrainingError(
+                f"a checkpoint could not be written to {self.directory}: {_first_line(error)}. "
+                "Make room there, or see to its permissions; the same command then continues from "
+                "the last complete checkpoint."
+            ) from error
 
     def _restore_newest(self, abstract_state: Any) -> Restored | None:
         steps = sorted(self._manager.all_steps(), reverse=True)
@@ -277,6 +297,11 @@ def find_checkpoint(path: epath.PathLike, *, step: int | None = None) -> epath.P
         f"no checkpoint in {path}: expected a run directory that holds checkpoints/<step>, or one "
         "such step; check the path, or train first."
     )
+
+
+def read_description(folder: epath.PathLike) -> Any:
+    """Returns the `describe_config` of the model in one checkpoint from `find_checkpoint`."""
+    return _read_about(epath.Path(folder))["model"]
 
 
 def describe_config(config: Any) -> Any:

@@ -6,7 +6,7 @@ at a time in decoding; both give the same numbers. The state of a convolution is
 """
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from convt5.architecture import ConvT5Config, MixingConfig
 from convt5.layers import Dense, DropoutKey, add_vector, at_least_float32, truncated_normal
 from convt5.ops import depthwise_conv, dynamic_conv, lightweight_conv
+
+Size = SupportsIndex
+"""A length that may be symbolic, as the batch is in exported programs."""
 
 
 class TapPredictor(nnx.Module):
@@ -113,7 +116,7 @@ class Convolution(nnx.Module):
             y = dynamic_conv(inputs, self.predictor(gated), **where, **weights)
         return self._project(y)
 
-    def init_state(self, batch: int, emb_dim: int, dtype: jnp.dtype) -> ConvolutionState:
+    def init_state(self, batch: Size, emb_dim: int, dtype: jnp.dtype) -> ConvolutionState:
         """Returns the state before the first position: everything earlier reads as zero."""
         left, _ = self.config.reach
         return ConvolutionState(jnp.zeros((batch, left + 1, emb_dim), dtype))
@@ -212,7 +215,7 @@ class Attention(nnx.Module):
         """Projects a whole memory once; decoding keeps it for encoder-decoder attention."""
         return AttentionState(self._heads(self.key(memory)), self._heads(self.value(memory)))
 
-    def init_state(self, batch: int, length: int, dtype: jnp.dtype) -> AttentionState:
+    def init_state(self, batch: Size, length: int, dtype: jnp.dtype) -> AttentionState:
         """Returns an empty cache for `length` positions of self-attention."""
         inner = self.key.kernel[...].shape[1]
         empty = jnp.zeros((batch, length, self.num_heads, inner // self.num_heads), dtype)

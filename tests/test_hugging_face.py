@@ -158,7 +158,7 @@ def tiny(**changes) -> ConvT5Config:
 
 
 def written(path, config: ConvT5Config):
-    params = dict(named_leaves(config.build(jax.random.key(0))))
+    params = dict(named_leaves(jax.jit(config.build)(jax.random.key(0))))
     hugging_face.write_model(path, config, params)
     return params
 
@@ -184,6 +184,14 @@ def test_copies_of_the_token_table_are_skipped_or_refused(tmp_path):
     save_file(arrays, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"lm_head\.weight differs from shared\.weight"):
         hugging_face.read_model(tmp_path)
+
+
+def test_an_untied_output_is_recognised_in_what_transformers_5_writes(tmp_path):
+    written(tmp_path, tiny(tie_output=False))
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings |= {"tie_word_embeddings": True, "scale_decoder_outputs": False}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert not hugging_face.read_model(tmp_path).config.tie_output
 
 
 def test_shards_are_read_and_a_missing_one_is_named(tmp_path):

@@ -117,7 +117,11 @@ def architecture(settings: Mapping[str, Any], *, where: str = CONFIG) -> ConvT5C
         ),
         norm_epsilon=settings.get("layer_norm_epsilon", 1e-6),
         mlp=_MLP[mlp],
-        tie_output=settings.get("tie_word_embeddings", True),
+        # transformers 5 always writes that the output is tied, and false here if it is not.
+        tie_output=bool(
+            settings.get("tie_word_embeddings", True)
+            and settings.get("scale_decoder_outputs", True)
+        ),
         positions="relative",
         relative_buckets=settings.get("relative_attention_num_buckets", 32),
         relative_max_distance=settings.get("relative_attention_max_distance", 128),

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 
-from convt5 import errors
+from convt5 import errors, quiet_imports
 from convt5.interchange.mapping import Shape
 
 STEP = "global_step"
@@ -26,8 +26,7 @@ class Checkpoint:
     """
 
     def __init__(self, path: str):
-        import tensorflow as tf  # Only this class needs it.
-
+        tf = _tensorflow()
         # What the reader raises on damaged files depends on where they are damaged.
         self._errors = (tf.errors.OpError, ValueError, RuntimeError, LookupError)
         self.prefix = find_prefix(path)
@@ -108,8 +107,7 @@ class Checkpoint:
 
 def find_prefix(path: str) -> str:
     """Returns the prefix of a checkpoint, given it, one of its files, or its folder."""
-    import tensorflow as tf
-
+    tf = _tensorflow()
     prefix = re.sub(r"\.(index|meta|data-\d+-of-\d+)$", "", path.rstrip("/"))
     if tf.io.gfile.exists(f"{prefix}.index"):
         return prefix
@@ -124,6 +122,19 @@ def find_prefix(path: str) -> str:
         f"checkpoint={path} does not exist: expected the files {path}.index and "
         f"{path}.data-00000-of-.... Pass the prefix, such as model.ckpt-524288, without endings."
     )
+
+
+def _tensorflow():
+    """Imports what only this module needs, and only when a checkpoint is read."""
+    with quiet_imports.without_tensorflow_chatter():
+        try:
+            import tensorflow as tf
+        except ImportError as error:
+            raise errors.UserError(
+                f"reading checkpoints of TensorFlow needs TensorFlow, which cannot be imported "
+                f"({error}); install it with pip install tensorflow."
+            ) from None
+    return tf
 
 
 def _first_line(error: Exception) -> str:

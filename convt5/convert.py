@@ -1,0 +1,311 @@
+"""Entry point of `python -m convt5.convert`: models from other formats, and into them.
+
+A conversion is written into a hidden folder beside its destination and moved there when complete;
+one that was killed is redone by the same command.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from convt5 import command_line, errors
+
+if TYPE_CHECKING:
+    from convt5.interchange.mapping import Imported
+
+SOURCES = ("mesh_tf", "hf", "safetensors", "run")
+TARGETS = ("run", "hf", "safetensors", "stablehlo")
+
+COMMAND = command_line.Command(
+    name="convert",
+    summary="Reads a model from another format into a run directory, which train, eval and infer "
+    "start from, or writes a model into another format.",
+    needs_gin_file=False,
+    examples=[
+        (
+            "a released Mesh TensorFlow checkpoint, with the state of its optimizer",
+            "--from=mesh_tf --checkpoint=lconv_base/model.ckpt-524288 "
+            "--operative_config=lconv_base/operative_config.gin --optimizer "
+            "--output_dir=runs/lconv_base",
+        ),
+        (
+            "T5 from Hugging Face, and back",
+            "--from=hf --checkpoint=t5-v1_1-base --output_dir=runs/t5_base",
+        ),
+        (
+            "a trained T5 for Hugging Face transformers",
+            "--to=hf --checkpoint=runs/t5_base --output_dir=exports/t5_base",
+        ),
+        (
+            "any model as safetensors with a JSON description",
+            "--to=safetensors --checkpoint=runs/dynamic --output_dir=exports/dynamic",
+        ),
+        (
+            "its encoder and decoding step as programs that need no convt5",
+            "--to=stablehlo --checkpoint=runs/dynamic --output_dir=exports/programs "
+            "--encoder_length=512 --decoder_length=114",
+        ),
+    ],
+    flags=[
+        command_line.Flag(
+            "from",
+            f"format of the checkpoint, one of {', '.join(SOURCES)}; run (the default) is what "
+            "convt5 trains.",
+            {"default": "run", "dest": "source"},
+        ),
+        command_line.Flag(
+            "to",
+            f"format to write, one of {', '.join(TARGETS)}; run is the default.",
+            {"default": "run", "dest": "target"},
+        ),
+        command_line.Flag(
+            "checkpoint",
+            "what is read: for mesh_tf the prefix, such as model.ckpt-524288; else a folder.",
+        ),
+        command_line.Flag("output_dir", "folder to make; it must not exist, or be empty."),
+        command_line.Flag(
+            "operative_config",
+            "the operative_config.gin of a mesh_tf checkpoint: it says where taps lie and how "
+            "many heads there are. By default the one beside the checkpoint.",
+        ),
+        command_line.Flag(
+            "optimizer",
+            "also reads the optimizer's state of a mesh_tf checkpoint, so that training "
+            "continues; otherwise the optimizer starts anew.",
+            {"action": "store_true"},
+        ),
+        command_line.Flag(
+            "allow_unmapped",
+            "leaves out variables that belong to no known part of the model.",
+            {"action": "store_true"},
+        ),
+        command_line.Flag(
+            "dtype",
+            "of activations in the run: float32 (the default of an import) or bfloat16.",
+        ),
+        command_line.Flag(
+            "step", "which checkpoint of a run is read; by default the newest.", {"type": int}
+        ),
+        command_line.Flag(
+            "encoder_length", "source length of stablehlo programs, 512.", {"type": int}
+        ),
+        command_line.Flag(
+            "decoder_length", "most decoding steps of stablehlo programs, 114.", {"type": int}
+        ),
+    ],
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What is read, what is written, and how; fields as the flags of the command."""
+
+    source: str = "run"
+    target: str = "run"
+    checkpoint: str
+    output_dir: str
+    operative_config: str | None = None
+    optimizer: bool = False
+    allow_unmapped: bool = False
+    dtype: str | None = None
+    step: int | None = None
+    encoder_length: int | None = None
+    decoder_length: int | None = None
+
+    def __post_init__(self):
+        faults = []
+        for name, value, known in (
+            ("--from", self.source, SOURCES),
+            ("--to", self.target, TARGETS),
+        ):
+            if value not in known:
+                faults.append(
+                    f"{name}={value} must be one of {', '.join(known)}."
+                    f"{errors.suggest(value, known)}"
+                )
+        if self.source != "mesh_tf":
+            faults += [
+                f"--{name} is for --from=mesh_tf, not --from={self.source}; leave it out."
+                for name in ("operative_config", "optimizer")
+                if getattr(self, name)
+            ]
+        if self.optimizer and self.target != "run":
+            faults.append(f"--optimizer is for --to=run: {self.target} holds no optimizer state.")
+        if self.source == self.target == "run":
+            faults.append("--from=run --to=run changes nothing; name another format.")
+        if self.step is not None and self.source != "run":
+            faults.append(f"--step is for --from=run, not --from={self.source}; leave it out.")
+        if self.target != "stablehlo" and (self.encoder_length or self.decoder_length):
+            faults.append("--encoder_length and --decoder_length are for --to=stablehlo.")
+        errors.raise_all(faults, where="convert")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Converts as the command line says; returns the exit code."""
+    arguments = command_line.parse(COMMAND, argv)
+    if arguments.gin_files or arguments.gin_bindings:
+        raise errors.UserError(
+            "convert takes no gin settings; see python -m convt5.convert --help."
+        )
+    given = vars(arguments.flags)
+    names = [field.name for field in dataclasses.fields(Conversion)]
+    missing = [f"--{name}" for name in ("checkpoint", "output_dir") if not given[name]]
+    if missing:
+        raise errors.UserError(
+            f"{' and '.join(missing)} must be given; see python -m convt5.convert --help."
+        )
+    conversion = Conversion(**{name: given[name] for name in names})
+    report = convert(conversion)
+    print(report)
+    return 0
+
+
+def convert(conversion: Conversion) -> str:
+    """Makes `output_dir`; returns what to tell the user.
+
+    Raises:
+        UserError: anything wrong with the input or the destination; then nothing is written.
+    """
+    destination = check_destination(conversion.output_dir)
+    read = {
+        "mesh_tf": _read_mesh_tf,
+        "hf": _read_exported,
+        "safetensors": _read_exported,
+        "run": _read_run,
+    }[conversion.source]
+    imported, make_state, training = read(conversion)
+    if conversion.dtype:
+        config = dataclasses.replace(imported.config, dtype=conversion.dtype)
+        imported = imported._replace(config=config)
+    origin = f"Imported from {conversion.checkpoint} ({conversion.source}) by convt5.convert."
+    with new_directory(destination) as folder:
+        if conversion.target == "run":
+            from convt5.interchange import run_files
+
+            state = make_state(imported)
+            run_files.write_run(
+                folder, imported, state, training, run_dir=destination, origin=origin
+            )
+        else:
+            _export(folder, imported, conversion)
+    return f"{imported.report.text()}{_next_step(conversion, destination)}"
+
+
+def check_destination(output_dir: str) -> pathlib.Path:
+    """Returns the absolute destination; raises `UserError` if something is there."""
+    destination = pathlib.Path(output_dir).expanduser().absolute()
+    if destination.exists() and not destination.is_dir():
+        raise errors.UserError(f"output_dir={output_dir} is a file; name a folder to make.")
+    if destination.is_dir() and any(destination.iterdir()):
+        raise errors.UserError(
+            f"output_dir={output_dir} is in use: it holds {sorted(os.listdir(destination))[0]!r}; "
+            "name a folder that does not exist, or remove this one."
+        )
+    return destination
+
+
+@contextlib.contextmanager
+def new_directory(destination: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Gives a folder to write into, which becomes `destination` only if nothing fails.
+
+    What a killed conversion left behind is removed first; a live one is an error.
+    """
+    from convt5 import run_directory
+
+    partial = destination.with_name(f".{destination.name}.incomplete")
+    with run_directory.hold(partial):
+        for left_over in partial.iterdir():
+            if left_over.is_dir():
+                shutil.rmtree(left_over)
+            elif left_over.name != "lock":
+                left_over.unlink()
+        try:
+            yield partial
+            (partial / "lock").unlink(missing_ok=True)
+            os.rename(partial, destination)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def _read_mesh_tf(conversion: Conversion) -> tuple["Imported", Callable[..., Any], Any]:
+    from convt5.interchange import mesh_tf, run_files
+    from convt5.interchange.operative_config import OperativeConfig
+    from convt5.interchange.optimizer_state import imported_state
+    from convt5.interchange.tf_checkpoint import Checkpoint
+
+    checkpoint = Checkpoint(conversion.checkpoint)
+    path = conversion.operative_config or _beside(checkpoint.prefix)
+    operative = OperativeConfig.read(path) if path else None
+    settings = mesh_tf.training_settings(operative)
+    imported = mesh_tf.read_model(checkpoint, operative, allow_unmapped=conversion.allow_unmapped)
+    if path and not conversion.operative_config:
+        imported.report.notes.append(f"settings read from {path}, found beside the checkpoint.")
+    moments = mesh_tf.read_moments(checkpoint, imported) if conversion.optimizer else None
+
+    def make_state(imported):
+        optimizer = settings.optimizer.build(settings.schedule)
+        return imported_state(imported, optimizer, moments)
+
+    return imported, make_state, run_files.Training(*settings)
+
+
+def _read_exported(conversion: Conversion) -> tuple["Imported", Callable[..., Any], Any]:
+    from convt5.interchange import hugging_face, portable, run_files
+
+    reader = hugging_face if conversion.source == "hf" else portable
+    imported = reader.read_model(conversion.checkpoint, allow_unmapped=conversion.allow_unmapped)
+    training = run_files.Training()
+    return imported, lambda imported: _new_state(imported, training), training
+
+
+def _read_run(conversion: Conversion) -> tuple["Imported", Callable[..., Any], Any]:
+    from convt5 import loading
+
+    imported = loading.read_run(conversion.checkpoint, step=conversion.step)
+    return imported, lambda _: None, None
+
+
+def _new_state(imported: "Imported", training: Any) -> Any:
+    from convt5.interchange.optimizer_state import imported_state
+
+    return imported_state(imported, training.optimizer.build(training.schedule))
+
+
+def _export(folder: pathlib.Path, imported: "Imported", conversion: Conversion) -> None:
+    from convt5.interchange import hugging_face, portable, stablehlo
+
+    if conversion.target == "hf":
+        hugging_face.write_model(folder, imported.config, imported.params)
+    elif conversion.target == "safetensors":
+        portable.write_model(folder, imported.config, imported.params, step=imported.step)
+    else:
+        stablehlo.write_programs(
+            folder,
+            imported.model(),
+            encoder_length=conversion.encoder_length or 512,
+            decoder_length=conversion.decoder_length or 114,
+        )
+
+
+def _beside(prefix: str) -> str | None:
+    """Returns the operative config in the folder of a checkpoint, if there is one."""
+    path = pathlib.Path(prefix).parent / "operative_config.gin"
+    return str(path) if path.is_file() else None
+
+
+def _next_step(conversion: Conversion, destination: pathlib.Path) -> str:
+    if conversion.target != "run":
+        return f"written to {destination}"
+    return (
+        f"written to {destination}\n"
+        f"continue training: python -m convt5.train --gin_file={destination}/config.gin"
+    )
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,140 @@
+"""An imported model as a run directory: checkpoint, gin files, and the report of the import."""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from convt5.architecture import ConvT5Config, StackConfig
+from convt5.checkpoint import CheckpointConfig, Checkpointer
+from convt5.interchange.mapping import Imported
+from convt5.losses import TextLoss
+from convt5.optimizer import AdafactorConfig
+from convt5.schedule import InverseSqrt, Schedule
+from convt5.train_state import TrainState
+
+MODEL_FILE = "model.gin"
+RUN_FILE = "config.gin"
+REPORT = "conversion.txt"
+
+_PRETRAINING_STEPS = 524_288
+_LONGEST = {"encoder_length": 512, "decoder_length": 114}
+
+
+class Training(NamedTuple):
+    """How training goes on; by default as T5 was pre-trained."""
+
+    optimizer: AdafactorConfig = AdafactorConfig()
+    schedule: Schedule = InverseSqrt()
+    loss: TextLoss = TextLoss(z_loss=1e-4)
+
+
+def write_run(
+    folder: pathlib.Path,
+    imported: Imported,
+    state: TrainState,
+    training: Training,
+    *,
+    run_dir: pathlib.Path,
+    origin: str,
+) -> None:
+    """Writes everything into `folder`, which will be moved to `run_dir`."""
+    checkpointer = Checkpointer(
+        folder / "checkpoints", CheckpointConfig(), model_config=imported.config
+    )
+    try:
+        # No position in the data: the original's is not known, so it starts at its beginning.
+        checkpointer.save(imported.step, state, data_state=b"")
+        checkpointer.wait()
+    finally:
+        checkpointer.close()
+    (folder / MODEL_FILE).write_text(model_gin(imported.config, origin=origin))
+    (folder / RUN_FILE).write_text(run_gin(imported, training, run_dir=run_dir, origin=origin))
+    (folder / REPORT).write_text(f"{origin}\n{imported.report.text()}")
+
+
+def model_gin(config: ConvT5Config, *, origin: str) -> str:
+    """Returns the model as a gin file, to be given beside any run file."""
+    lines = [
+        f"# {origin}",
+        "# Give this file beside a run file, whose model it replaces.",
+        "from __gin__ import dynamic_registration",
+        "from convt5 import architecture",
+        "",
+        "MODEL = @architecture.ConvT5Config()",
+        f"MODEL_NAME = {'imported'!r}",
+        "architecture.ConvT5Config.encoder = @encoder/architecture.StackConfig()",
+        "architecture.ConvT5Config.decoder = @decoder/architecture.StackConfig()",
+        *_bindings("architecture.ConvT5Config", config, leave_out=("encoder", "decoder")),
+    ]
+    for side, stack in (("encoder", config.encoder), ("decoder", config.decoder)):
+        lines += ["", *_bindings(f"{side}/architecture.StackConfig", stack)]
+    return "\n".join(lines) + "\n"
+
+
+def run_gin(imported: Imported, training: Training, *, run_dir: pathlib.Path, origin: str) -> str:
+    """Returns a run file that goes on with pre-training where the import ends."""
+    limit = imported.config.max_positions or max(_LONGEST.values())
+    schedule = type(training.schedule).__name__
+    lines = [
+        f"# {origin}",
+        "#",
+        f"#   python -m convt5.train --gin_file={run_dir / RUN_FILE} --gin.NUM_STEPS=...",
+        "#",
+        f"# NUM_STEPS counts the {imported.step:,} steps that lie behind. The data is that of T5;",
+        "# set --gin.data.DataConfig.mixture for other data, with the vocabulary of the model.",
+        f"include {MODEL_FILE!r}",
+        "from __gin__ import dynamic_registration",
+        *(
+            f"from convt5 import {name}"
+            for name in (
+                "checkpoint",
+                "data",
+                "losses",
+                "optimizer",
+                "schedule",
+                "sharding",
+                "trainer",
+            )
+        ),
+        "from convt5.tasks import pretraining",
+        "",
+        f"RUN_DIR = {str(run_dir)!r}",
+        f"NUM_STEPS = {max(imported.step, _PRETRAINING_STEPS)}",
+        "",
+        "trainer.train.run_dir = %RUN_DIR",
+        "trainer.train.num_steps = %NUM_STEPS",
+        "trainer.train.model = %MODEL",
+        "trainer.train.loss = @losses.TextLoss()",
+        "trainer.train.optimizer = @optimizer.AdafactorConfig()",
+        f"trainer.train.schedule = @schedule.{schedule}()",
+        "trainer.train.mesh = @sharding.MeshConfig()",
+        "trainer.train.checkpoint = @checkpoint.CheckpointConfig()",
+        "trainer.train.train_data = @train/data.DataConfig()",
+        "trainer.train.eval_data = @eval/data.DataConfig()",
+        "trainer.train.eval_every_steps = 5000",
+        "trainer.train.eval_num_batches = 64",
+        "checkpoint.CheckpointConfig.every_steps = 5000",
+        *_bindings("losses.TextLoss", training.loss),
+        *_bindings("optimizer.AdafactorConfig", training.optimizer),
+        *_bindings(f"schedule.{schedule}", training.schedule),
+        "",
+        "data.DataConfig.mixture = @pretraining.c4_span_corruption()",
+        "data.DataConfig.batch_size = 128",
+        *(f"data.DataConfig.{name} = {min(longest, limit)}" for name, longest in _LONGEST.items()),
+        "train/data.DataConfig.split = 'train'",
+        "eval/data.DataConfig.split = 'validation'",
+        "eval/data.DataConfig.num_epochs = 1",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _bindings(
+    name: str, config: ConvT5Config | StackConfig | Any, *, leave_out: tuple[str, ...] = ()
+) -> Iterator[str]:
+    """Yields the settings of a dataclass that are not its defaults."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in leave_out and value != field.default:
+            shown = list(value) if isinstance(value, tuple) else value
+            yield f"{name}.{field.name} = {shown!r}"

@@ -1,0 +1,85 @@
+"""`convt5.load_model`: a trained model from the folder it lies in, whatever wrote that folder."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+from etils import epath
+
+from convt5 import checkpoint, errors
+from convt5.architecture import ConvT5Config
+from convt5.interchange import hugging_face, portable
+from convt5.interchange.mapping import Imported, Report, Source, build_model
+from convt5.model import ConvT5
+from convt5.tree_paths import named_leaves
+
+
+def load_model(directory: epath.PathLike, *, step: int | None = None, **settings: Any) -> ConvT5:
+    """Returns the model in a folder: a run, an export of convt5, or a T5 of Hugging Face.
+
+    Called on encoder_input_tokens [batch, source] and decoder_input_tokens [batch, target] it
+    returns float32 logits [batch, target, vocab].
+
+    Args:
+        directory: a run directory, its `checkpoints` folder, one step in there, or a folder that
+            `convt5.convert --to=safetensors` or transformers wrote.
+        step: which checkpoint of a run; None takes the newest.
+        **settings: of `ConvT5Config`, to compute differently than in training, such as
+            dtype="float32" or taps_cross_segments=True. They cannot change any shape.
+
+    Raises:
+        UserError: nothing there that can be loaded, or a setting that does not exist or does not
+            fit the parameters.
+    """
+    if not is_exported(directory):
+        config = changed(run_config(directory, step=step), settings)
+        abstract = jax.eval_shape(lambda: config.build(jax.random.key(0)))
+        return checkpoint.load_params(directory, abstract, step=step)
+    imported = read_exported(directory)
+    return build_model(changed(imported.config, settings), imported.params)
+
+
+def is_exported(directory: epath.PathLike) -> bool:
+    """Whether a folder holds a model without a run around it."""
+    path = str(directory)
+    return portable.is_directory(path) or hugging_face.is_directory(path)
+
+
+def read_exported(directory: epath.PathLike, *, allow_unmapped: bool = False) -> Imported:
+    """Reads a folder for which `is_exported` holds."""
+    path = pathlib.Path(str(directory))
+    reader = portable if portable.is_directory(path) else hugging_face
+    return reader.read_model(path, allow_unmapped=allow_unmapped)
+
+
+def read_run(directory: epath.PathLike, *, step: int | None = None) -> Imported:
+    """Reads the parameters of a run, with their description."""
+    folder = checkpoint.find_checkpoint(directory, step=step)
+    model = load_model(folder)
+    params = {name: jax.device_get(leaf) for name, leaf in named_leaves(model)}
+    sources = tuple(Source(path=name, names=(name,)) for name in params)
+    report = Report(mapped=[(name, name) for name in params])
+    return Imported(
+        config=model.config, params=params, sources=sources, report=report, step=int(folder.name)
+    )
+
+
+def run_config(directory: epath.PathLike, *, step: int | None = None) -> ConvT5Config:
+    """Returns the description of the model that a run trains."""
+    folder = checkpoint.find_checkpoint(directory, step=step)
+    return portable.revive(checkpoint.read_description(folder))
+
+
+def changed(config: ConvT5Config, settings: dict[str, Any]) -> ConvT5Config:
+    """Returns a description with other settings; an unknown one is an error."""
+    known = [field.name for field in dataclasses.fields(ConvT5Config)]
+    errors.raise_all(
+        [
+            f"setting {name!r} is unknown.{errors.suggest(name, known)}"
+            for name in settings
+            if name not in known
+        ],
+        where="load_model",
+    )
+    return dataclasses.replace(config, **settings)

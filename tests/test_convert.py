@@ -1,0 +1,215 @@
+"""`python -m convt5.convert`: whole directories or nothing, and runs that start from them."""
+
+import json
+import pathlib
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+import convt5
+from convt5 import convert, gin_config, loading
+from convt5.checkpoint import find_checkpoint
+from convt5.errors import UserError
+from convt5.interchange import hugging_face, portable
+
+with warnings.catch_warnings():  # TensorFlow's own imports warn.
+    warnings.simplefilter("ignore")
+    pytest.importorskip("tensorflow", reason="only TensorFlow reads its checkpoints")
+from test_hugging_face import tiny
+from test_hugging_face import written as write_t5
+from test_mesh_tf import small_arrays, write_checkpoint
+
+SOURCES = np.asarray([[3, 9, 4, 1, 0]], np.int32)
+TARGETS = np.asarray([[0, 7, 2]], np.int32)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "original"
+    folder.mkdir()
+    (folder / "operative_config.gin").write_text("num_heads = 3\n")
+    return write_checkpoint(folder / "model.ckpt-7", small_arrays())
+
+
+def run(capsys, *flags: str) -> str:
+    assert convert.main(flags) == 0
+    return capsys.readouterr().out
+
+
+def entries(folder: pathlib.Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_an_imported_checkpoint_is_an_ordinary_run(capsys, checkpoint, tmp_path):
+    out = tmp_path / "run"
+    text = run(capsys, "--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={out}")
+    assert "mapped    shared/embedding -> token_embedder/embedding" in text
+    assert "skipped   global_step" in text
+    assert text.startswith((out / "conversion.txt").read_text().split("\n", 1)[1][:30])
+    assert {"checkpoints", "config.gin", "model.gin", "conversion.txt"} == entries(out)
+    assert find_checkpoint(out).name == "7"
+    model = convt5.load_model(out)
+    logits = jax.jit(lambda m: m(SOURCES, TARGETS))(model)
+    assert logits.shape == (1, 3, 130)
+    assert logits.dtype == np.float32
+    np.testing.assert_array_equal(
+        model.token_embedder.embedding[...], small_arrays()["shared/embedding"]
+    )
+
+
+def test_its_gin_files_describe_the_same_model(capsys, checkpoint, tmp_path):
+    out = tmp_path / "run"
+    run(capsys, "--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={out}")
+    whole = gin_config.load([str(out / "config.gin")], roots=["%MODEL"])
+    assert whole.macro("MODEL") == loading.run_config(out)
+    beside = gin_config.load(
+        ["gin/runs/quickstart.gin", str(out / "model.gin")],
+        ["architecture.ConvT5Config.vocab_size=130"],
+        roots=["%MODEL"],
+    )
+    assert beside.macro("MODEL") == loading.run_config(out)
+
+
+def test_a_failed_conversion_leaves_nothing(capsys, checkpoint, tmp_path):
+    shard = next(pathlib.Path(checkpoint).parent.glob("*.data-*"))
+    shard.write_bytes(shard.read_bytes()[:1000])
+    before = entries(tmp_path)
+    with pytest.raises(UserError, match="truncated"):
+        run(capsys, "--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={tmp_path}/run")
+    assert entries(tmp_path) == before
+
+
+def test_a_conversion_that_was_killed_is_redone(capsys, checkpoint, tmp_path):
+    partial = tmp_path / ".run.incomplete"
+    (partial / "checkpoints" / "7").mkdir(parents=True)
+    (partial / "half").write_text("written")
+    run(capsys, "--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={tmp_path}/run")
+    assert not partial.exists()
+    assert entries(tmp_path / "run") == {"checkpoints", "config.gin", "model.gin", "conversion.txt"}
+
+
+def test_an_error_while_writing_leaves_nothing(tmp_path):
+    def write_half():
+        with convert.new_directory(tmp_path / "run") as folder:
+            (folder / "half").write_text("written")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_half()
+    assert entries(tmp_path) == set()
+
+
+def test_two_conversions_into_one_directory_do_not_mix(tmp_path):
+    with (
+        convert.new_directory(tmp_path / "run"),
+        pytest.raises(UserError, match="in use"),
+        convert.new_directory(tmp_path / "run"),
+    ):
+        pytest.fail("the second conversion began")
+    assert (tmp_path / "run").is_dir()
+
+
+def test_an_output_directory_in_use_is_left_alone(capsys, checkpoint, tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"output_dir=.* is in use: it holds 'notes\.txt'"):
+        run(capsys, "--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={out}")
+    assert entries(out) == {"notes.txt"}
+
+
+def test_an_empty_output_directory_is_filled(capsys, checkpoint, tmp_path):
+    (tmp_path / "run").mkdir()
+    run(capsys, "--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={tmp_path}/run")
+    assert "config.gin" in entries(tmp_path / "run")
+
+
+def test_t5_goes_from_hugging_face_to_a_run_and_back_bit_for_bit(capsys, tmp_path):
+    (tmp_path / "t5").mkdir()
+    write_t5(tmp_path / "t5", tiny())
+    out, back = tmp_path / "run", tmp_path / "back"
+    run(capsys, "--from=hf", f"--checkpoint={tmp_path}/t5", f"--output_dir={out}")
+    run(capsys, "--to=hf", f"--checkpoint={out}", f"--output_dir={back}")
+    name = "model.safetensors"
+    assert (tmp_path / "t5" / name).read_bytes() == (back / name).read_bytes()
+    assert hugging_face.read_model(back).config == tiny()
+
+
+def test_a_run_goes_to_safetensors_and_back(capsys, checkpoint, tmp_path):
+    out, export, again = tmp_path / "run", tmp_path / "export", tmp_path / "again"
+    run(capsys, "--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={out}")
+    run(capsys, "--to=safetensors", f"--checkpoint={out}", f"--output_dir={export}")
+    run(capsys, "--from=safetensors", f"--checkpoint={export}", f"--output_dir={again}")
+    first, second = loading.read_run(out), loading.read_run(again)
+    assert first.config == second.config == portable.read_model(export).config
+    assert first.step == second.step == 7
+    for path, value in first.params.items():
+        assert value.tobytes() == second.params[path].tobytes()
+
+
+def test_the_dtype_of_a_run_can_be_chosen(capsys, checkpoint, tmp_path):
+    flags = ["--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={tmp_path}/run"]
+    run(capsys, *flags, "--dtype=bfloat16")
+    assert loading.run_config(tmp_path / "run").dtype == "bfloat16"
+    assert convt5.load_model(tmp_path / "run", dtype="float32").config.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--from=meshtf"], "--from=meshtf must be one of .* Did you mean mesh_tf"),
+        (["--from=hf", "--optimizer"], "--optimizer is for --from=mesh_tf"),
+        ([], "--from=run --to=run changes nothing"),
+        (["--to=hf", "--encoder_length=3"], "are for --to=stablehlo"),
+        (["--from=mesh_tf", "--gin.A=1"], "takes no gin settings"),
+        (["--form=hf"], "unknown flag --form"),
+    ],
+)
+def test_wrong_flags_are_named(capsys, tmp_path, flags, message):
+    with pytest.raises(UserError, match=message):
+        run(capsys, f"--checkpoint={tmp_path}/x", f"--output_dir={tmp_path}/y", *flags)
+    assert entries(tmp_path) == set()
+
+
+def test_missing_flags_are_named_together(capsys):
+    with pytest.raises(UserError, match="--checkpoint and --output_dir must be given"):
+        run(capsys, "--from=hf")
+
+
+def test_a_folder_without_a_model_is_named(tmp_path):
+    with pytest.raises(UserError, match="no checkpoint in"):
+        convt5.load_model(tmp_path)
+
+
+def test_help_shows_examples(capsys):
+    with pytest.raises(SystemExit):
+        convert.main(["--help"])
+    assert "--from=mesh_tf --checkpoint=lconv_base/model.ckpt-524288" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_training_continues_from_an_import(capsys, tmp_path):
+    """The command line of a user: convert, then train on, with nothing but the config made."""
+    from convt5 import train
+
+    folder = tmp_path / "original"
+    folder.mkdir()
+    (folder / "operative_config.gin").write_text("num_heads = 3\n")
+    table = np.random.default_rng(0).normal(size=(384, 24)).astype(np.float32)
+    prefix = write_checkpoint(folder / "model.ckpt-7", small_arrays(**{"shared/embedding": table}))
+    out = tmp_path / "run"
+    run(capsys, "--from=mesh_tf", f"--checkpoint={prefix}", f"--output_dir={out}")
+    train.main(
+        [
+            f"--gin_file={out}/config.gin",
+            "--gin.NUM_STEPS=9",
+            "--gin.data.DataConfig.mixture=pydoc_span_corruption",
+            "--gin.data.DataConfig.batch_size=8",
+            "--gin.trainer.train.eval_num_batches=1",
+        ]
+    )
+    assert json.loads((out / "summary.json").read_text())["step"] == 9
+    assert find_checkpoint(out).name == "9"
+    assert jax.tree.leaves(convt5.load_model(out))

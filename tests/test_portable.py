@@ -1,0 +1,151 @@
+"""Exports hold the same model: safetensors with JSON, and StableHLO programs without our code."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import convt5
+from convt5.architecture import ConvT5Config, StackConfig
+from convt5.errors import UserError
+from convt5.interchange import portable, stablehlo
+from convt5.tree_paths import named_leaves
+
+SOURCES = np.asarray([[3, 9, 4, 1, 0], [5, 1, 0, 0, 0]], np.int32)
+TARGETS = np.asarray([[0, 7, 2], [0, 4, 4]], np.int32)
+
+
+def hybrid(**changes) -> ConvT5Config:
+    """Every mixing, per-layer settings, and every option that is not a default."""
+    stack = StackConfig(
+        num_layers=3,
+        mixing=("dynamic", "lightweight", "depthwise"),
+        kernel_size=(2, 3, 4),
+        dilation=(1, 2, 1),
+        num_kernels=(2, None, None),
+        conv_bias=True,
+        predictor_bias=True,
+    )
+    settings = {
+        "vocab_size": 13,
+        "emb_dim": 8,
+        "mlp_dim": 10,
+        "num_heads": 2,
+        "head_dim": 4,
+        "encoder": stack,
+        "decoder": StackConfig(
+            num_layers=2, mixing="lightweight", kernel_size=3, attention_layers=(-1,)
+        ),
+        "positions": "relative",
+        "mlp": "gated_gelu",
+        "tie_output": False,
+        "dtype": "float32",
+    }
+    return ConvT5Config(**{**settings, **changes})
+
+
+@pytest.fixture(scope="module")
+def model():
+    return jax.jit(hybrid().build)(jax.random.key(1))
+
+
+@pytest.fixture
+def exported(model, tmp_path):
+    portable.write_model(tmp_path, model.config, dict(named_leaves(model)), step=5)
+    return tmp_path
+
+
+def test_any_model_comes_back_bit_for_bit(model, exported):
+    found = portable.read_model(exported)
+    assert found.step == 5
+    assert found.config == model.config
+    for path, value in named_leaves(model):
+        assert np.asarray(value).tobytes() == found.params[path].tobytes()
+
+
+def test_load_model_reads_an_export_and_gives_equal_logits(model, exported):
+    loaded = convt5.load_model(exported)
+    forward = jax.jit(lambda m: m(SOURCES, TARGETS))
+    np.testing.assert_array_equal(forward(loaded), forward(model))
+
+
+def test_settings_can_be_changed_when_a_model_is_loaded(exported):
+    loaded = convt5.load_model(str(exported), taps_cross_segments=True)
+    assert loaded.config.taps_cross_segments
+    with pytest.raises(UserError, match=r"'tap_cross_segments' is unknown\. Did you mean taps_cr"):
+        convt5.load_model(exported, tap_cross_segments=True)
+
+
+def test_arrays_are_named_by_parameter_path_for_readers_without_convt5(model, exported):
+    arrays = load_file(exported / "model.safetensors")
+    assert arrays.keys() == {name for name, _ in named_leaves(model)}
+    assert json.loads((exported / "convt5.json").read_text())["model"]["emb_dim"] == 8
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda a: a.pop("token_embedder/embedding"), "token_embedder/embedding is missing"),
+        (lambda a: a.update(extra=np.zeros(2, np.float32)), "extra .* belongs to no part"),
+        (lambda a: a.update({"output_head/kernel": np.zeros((8, 14), np.float32)}), "expected"),
+        (lambda a: a.update({"output_head/kernel": np.zeros((8, 13), np.int32)}), "stored as I32"),
+    ],
+)
+def test_arrays_that_do_not_fit_the_description_are_named(exported, damage, message):
+    arrays = load_file(exported / "model.safetensors")
+    damage(arrays)
+    save_file(arrays, exported / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        portable.read_model(exported)
+
+
+def test_a_description_of_another_version_is_named(exported):
+    about = json.loads((exported / "convt5.json").read_text())
+    about["model"]["emb_dimension"] = 8
+    (exported / "convt5.json").write_text(json.dumps(about))
+    with pytest.raises(UserError, match=r"'emb_dimension' is unknown\. Did you mean emb_dim"):
+        portable.read_model(exported)
+
+
+READER = """
+import pathlib, sys
+import jax, numpy as np
+from safetensors.numpy import load_file
+folder = pathlib.Path(sys.argv[1])
+read = lambda name: jax.export.deserialize(bytearray((folder / f"{name}.bin").read_bytes()))
+parameters = load_file(folder / "model.safetensors")
+given = np.load(folder / "given.npz")
+encoded = read("encode").call(parameters, given["sources"])
+state = read("start").call(parameters, encoded, given["sources"])
+step, logits = read("step"), []
+for tokens in given["targets"].T:
+    now, state = step.call(parameters, state, tokens)
+    logits.append(np.asarray(now))
+np.savez(folder / "found.npz", encoded=encoded, logits=np.stack(logits, axis=1))
+assert "convt5" not in sys.modules and "flax" not in sys.modules
+"""
+
+
+def test_programs_run_without_our_code_and_equal_the_model(model, tmp_path):
+    stablehlo.write_programs(tmp_path, model, encoder_length=5, decoder_length=4)
+    np.savez(tmp_path / "given.npz", sources=SOURCES, targets=TARGETS)
+    done = subprocess.run(
+        [sys.executable, "-c", READER, str(tmp_path)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    found = np.load(tmp_path / "found.npz")
+    forward = jax.jit(lambda m: (m.encode(SOURCES), m(SOURCES, TARGETS)))
+    encoded, logits = forward(model)
+    # Two compilations may order float32 sums differently.
+    np.testing.assert_allclose(found["encoded"], encoded, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(found["logits"], logits, rtol=0, atol=1e-5)
+    assert json.loads((tmp_path / "programs.json").read_text())["decoder_length"] == 4
+
+
+def test_lengths_of_programs_are_checked(model, tmp_path):
+    with pytest.raises(UserError, match="encoder_length=0 must be at least 1"):
+        stablehlo.write_programs(tmp_path, model, encoder_length=0, decoder_length=4)
