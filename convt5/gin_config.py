@@ -12,9 +12,10 @@ from typing import Any
 
 import gin
 
-from convt5 import errors, gin_checks, gin_files, gin_text, gin_types
-from convt5.gin_files import Binding, Import, Location
-from convt5.gin_names import Resolver
+from convt5 import errors
+from convt5.configuration import gin_checks, gin_files, gin_text, gin_types
+from convt5.configuration.gin_files import Binding, Import, Location
+from convt5.configuration.gin_names import Resolver
 
 
 class Config:

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from convt5 import command_line, errors, gin_config, gin_files
+from convt5 import command_line, errors, gin_config
+from convt5.configuration import gin_files
 
 if TYPE_CHECKING:
     from convt5.cost_report import Subject

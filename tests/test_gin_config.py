@@ -5,7 +5,8 @@ import pathlib
 import gin
 import pytest
 
-from convt5 import architecture, errors, gin_config, gin_files, schedule
+from convt5 import architecture, errors, gin_config, schedule
+from convt5.configuration import gin_files
 
 HEAD = """
 from __gin__ import dynamic_registration

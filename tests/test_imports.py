@@ -73,7 +73,7 @@ def test_ops_import_only_jax():
 
 def test_only_the_configuration_imports_gin():
     users = {module_name(path) for path in SOURCES if "gin" in imported(path)}
-    assert users <= {"convt5.gin_config", "convt5.gin_files"}
+    assert users <= {"convt5.gin_config", "convt5.configuration.gin_files"}
 
 
 def test_model_step_and_decoding_import_where_tensorflow_does_not():

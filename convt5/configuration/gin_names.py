@@ -9,8 +9,9 @@ import importlib.util
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from convt5 import errors, gin_files
-from convt5.gin_files import Binding, Import, Location, Reference
+from convt5 import errors
+from convt5.configuration import gin_files
+from convt5.configuration.gin_files import Binding, Import, Location, Reference
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,9 +8,10 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from convt5 import errors, gin_files, gin_types, quiet_imports
-from convt5.gin_files import Import, Macro
-from convt5.gin_names import ResolvedReference, Setting, Target, flatten, own_modules
+from convt5 import errors, quiet_imports
+from convt5.configuration import gin_files, gin_types
+from convt5.configuration.gin_files import Import, Macro
+from convt5.configuration.gin_names import ResolvedReference, Setting, Target, flatten, own_modules
 
 PROGRAM_MACROS = ("MODEL", "MODEL_NAME")
 """Macros that commands read themselves: the model to build, and what to call it."""

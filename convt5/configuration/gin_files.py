@@ -19,7 +19,7 @@ MODEL_MARKER = "MODEL_NAME"
 
 REQUIRED = "gin.REQUIRED"
 DYNAMIC_REGISTRATION = "__gin__.dynamic_registration"
-PACKAGE = pathlib.Path(__file__).resolve().parent
+PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from convt5.gin_names import ResolvedReference, Setting, Target, flatten
+from convt5.configuration.gin_names import ResolvedReference, Setting, Target, flatten
 
 _HEADER = """\
 # The resolved configuration, defaults included: given alone as --gin_file it repeats the run.

@@ -1,0 +1,1 @@
+"""How gin files become settings: read, resolved, checked, written; see `gin_config`."""
