@@ -6,7 +6,7 @@ ended. `decoding` brings host arrays into bucketed shapes and calls it.
 
 import dataclasses
 import functools
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,7 @@ class BeamSearch:
     beam_size: int = 4
     length_penalty: float = 1.0
     num_results: int | None = None
-    early_stopping: bool | Literal["never"] = False
+    early_stopping: bool | str = False
 
     def __post_init__(self):
         found = []

@@ -23,6 +23,7 @@ install_import_hook(
         "convt5.blocks",
         "convt5.model",
         "convt5.decoding",
+        "convt5.search",
     ],
     "beartype.beartype",
 )

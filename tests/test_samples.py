@@ -123,6 +123,26 @@ def test_samples_show_corruption_filling_and_truth(monkeypatch):
     )
 
 
+class OneBatch:
+    """Stands for a `DataConfig` with a single batch."""
+
+    vocabulary = Letters()
+
+    def build(self, *, process_index: int, process_count: int):
+        assert (process_index, process_count) == (0, 1)
+        self.left = [batch_of(("ab<1>", "<1>cd"), ("x<1>z", "<1>y"))]
+        return self
+
+    def __next__(self):
+        return self.left.pop()
+
+
+def test_a_run_reports_samples_of_its_data():
+    shown = samples.SpanSamples(num=1)(tiny_model(Letters.vocab_size), OneBatch())
+    assert "corrupted: ab<1>\n" in shown
+    assert shown.endswith("truth:     <1>cd")
+
+
 def test_a_model_fills_as_many_examples_as_asked_for():
     batch = batch_of(("ab<1>", "<1>cd"), ("x<1>z", "<1>y"), ("m<1>", "<1>n"))
     model = tiny_model(Letters.vocab_size)
