@@ -10,7 +10,7 @@ import json
 import pathlib
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -111,18 +111,20 @@ class DataConfig:
         endless = self.num_epochs is None
         # Hosts must agree on the number of batches: each takes its rows from all of finite data.
         shard_info = seqio.ShardInfo(process_index, process_count) if endless else None
+        first = 0 if endless else process_index * rows
+
+        def make_batches() -> tf.data.Dataset:
+            examples = self._examples(provider, shard_info)
+            return examples.batch(rows if endless else self.batch_size, drop_remainder=endless)
+
         return BatchIterator(
-            self._dataset(provider, shard_info).batch(
-                rows if endless else self.batch_size, drop_remainder=endless
-            ),
-            row_slice=slice(0, rows)
-            if endless
-            else slice(process_index * rows, (process_index + 1) * rows),
+            make_batches,
+            row_slice=slice(first, first + rows),
             vocabulary=vocabulary,
             settings=self._settings(provider) | {"process_count": process_count},
         )
 
-    def _dataset(
+    def _examples(
         self, provider: seqio.Task | seqio.Mixture, shard_info: seqio.ShardInfo | None
     ) -> tf.data.Dataset:
         lengths = {"inputs": self.encoder_length, "targets": self.decoder_length}
@@ -160,7 +162,7 @@ class BatchIterator:
 
     def __init__(
         self,
-        dataset: tf.data.Dataset,
+        make_batches: Callable[[], tf.data.Dataset],
         *,
         row_slice: slice,
         vocabulary: seqio.Vocabulary,
@@ -168,10 +170,10 @@ class BatchIterator:
     ):
         self.vocabulary = vocabulary
         self.token_bytes = vocabularies.token_bytes(vocabulary)
-        self._dataset = dataset
+        self._make_batches = make_batches
         self._row_slice = row_slice
         self._settings = dict(settings)
-        self._iterator = iter(dataset)
+        self._iterator = iter(make_batches())
         self._at_the_start = True
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
@@ -223,7 +225,8 @@ class BatchIterator:
         ):
             self._check_settings(json.loads(archive.read(_SETTINGS_FILE)))
             archive.extractall(folder)
-            self._iterator = iter(self._dataset)
+            # A used dataset object would go on with the random numbers of its last iterator.
+            self._iterator = iter(self._make_batches())
             tf.train.Checkpoint(iterator=self._iterator).read(f"{folder}/position")
         self._at_the_start = False
         for _ in range(skip):
@@ -278,7 +281,7 @@ def _readable(vocabulary: seqio.Vocabulary) -> seqio.Vocabulary:
     except (tf.errors.OpError, OSError) as error:
         raise errors.UserError(
             f"the vocabulary {getattr(vocabulary, 'sentencepiece_model_file', vocabulary)!r} "
-            f"cannot be read ({error.args[-1]}); give the task one that is here, such as "
+            f"cannot be read ({error}); give the task one that is here, such as "
             "@vocabularies.sentencepiece() with vocabularies.sentencepiece.path set."
         ) from error
     return vocabulary

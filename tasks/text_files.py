@@ -31,6 +31,7 @@ Separator = Literal["auto", "line", "blank_line"]
 
 _FORMAT = 1
 _NUM_SHARDS = 64
+_SHARD_BYTES = 2**20
 _BLOCK_BYTES = 256 * 2**20
 _SNIFFED_BYTES = 2**20
 _OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
@@ -167,11 +168,16 @@ class _ShardWriter:
         for writer in self._writers:
             writer.close()
 
+    def _num_shards(self) -> int:
+        """Files to deal to hosts and to shuffle; opening many for little text takes long."""
+        wanted = 1 + self._waiting_bytes // _SHARD_BYTES
+        return min(wanted, _NUM_SHARDS, len(self._waiting))
+
     def _flush(self) -> None:
         if not self._writers:
             self._writers = [
                 tf.io.TFRecordWriter(f"{self._prefix}-{i:05d}.tfrecord")
-                for i in range(min(_NUM_SHARDS, len(self._waiting)))
+                for i in range(self._num_shards())
             ]
         for i, document in enumerate(self._random.permutation(len(self._waiting))):
             self._writers[i % len(self._writers)].write(self._waiting[document])

@@ -88,8 +88,15 @@ def test_storing_keeps_each_document_once(tmp_path):
     stored = TextFiles(path=path).stored()
     assert sorted(read(stored["train"])) == sorted(text.encode() for text in documents)
     assert read(stored["train"]) != [text.encode() for text in documents]
-    assert len(stored["train"]) == 64
     assert stored["validation"] == []
+
+
+def test_much_text_is_stored_in_many_files_of_equal_numbers_of_documents(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "_SHARD_BYTES", 10)
+    path = write(tmp_path / "text.txt", "\n".join(str(i) for i in range(1000)))
+    stored = TextFiles(path=path).stored()["train"]
+    assert len(stored) == 64
+    assert {len(read([name])) for name in stored} == {15, 16}
 
 
 def test_held_out_documents_are_not_trained_on(tmp_path):
