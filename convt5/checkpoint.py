@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -130,6 +131,7 @@ class Checkpointer:
             "progress": dict(progress or {}),
         }
         with self._naming_write_errors():
+            self._check_room(params | optimizer)
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -180,6 +182,16 @@ class Checkpointer:
                 "Make room there, or see to its permissions; the same command then continues from "
                 "the last complete checkpoint."
             ) from error
+
+    def _check_room(self, leaves: Mapping[str, Any]) -> None:
+        """Finds out in time: the writer takes minutes to notice, and fails in the background."""
+        if "://" in str(self.directory):
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)
+        needed = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
+        free = shutil.disk_usage(self.directory).free
+        if free < needed:
+            raise OSError(f"{needed / 1e6:.0f} MB are needed, but {free / 1e6:.0f} MB are free")
 
     def _restore_newest(self, abstract_state: Any) -> Restored | None:
         steps = sorted(self._manager.all_steps(), reverse=True)

@@ -310,7 +310,7 @@ class Meter:
     def start(self) -> None:
         if self._started is None:
             self._started = time.perf_counter()
-        self._cpu_started = time.process_time()
+            self._cpu_started = time.process_time()
 
     def stop(self) -> None:
         if self._started is not None:

@@ -153,6 +153,8 @@ def train(
             restored=restored,
         )
         if first_step < num_steps:
+            if validation is not None:
+                validation.prepare()
             batches = stack.enter_context(
                 contextlib.closing(
                     _batches(train_data, plan, state=restored.data_state if restored else None)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
@@ -126,7 +125,7 @@ class Validation:
         num_batches: how many are taken; None takes all.
 
     Raises:
-        UserError: the batches never end and `num_batches` is None.
+        UserError: the batches never end and `num_batches` is None, or that is below 1.
     """
 
     def __init__(
@@ -142,6 +141,10 @@ class Validation:
                 "eval_num_batches=None takes every batch of eval_data, but num_epochs=None of "
                 "eval_data means that they never end; set eval_num_batches, or num_epochs=1."
             )
+        if num_batches is not None and num_batches < 1:
+            raise errors.UserError(
+                f"eval_num_batches={num_batches} must be at least 1, or None for all batches."
+            )
         self._config = config
         self._eval_step = eval_step
         self._batch_sharding = batch_sharding
@@ -151,25 +154,32 @@ class Validation:
         self._start = b""
         self._counts: TargetCounts | None = None
 
+    def prepare(self) -> None:
+        """Reads one batch, so that wrong data is found before training rather than after.
+
+        Raises:
+            UserError: the data cannot be read, or holds no batch.
+        """
+        next(self._from_the_start())
+
     def measure(self, model: nnx.Module) -> dict[str, float]:
         """Returns the loss and the other metrics of the loss function, as means over all batches.
 
         Raises:
             UserError: there is not one batch.
         """
-        total = None
         counts = TargetCounts()
+        total = None
+        dispatched = None
         for batch in self._from_the_start():
             counts.add(batch)
             placed = place_batch(batch, self._batch_sharding, token_bytes=self._token_bytes)
-            sums = self._eval_step(model, placed.arrays)
-            total = sums if total is None else jax.tree.map(jnp.add, total, sums)
-        if total is None:
-            raise errors.UserError(
-                "eval_data holds no batch; check its split, or set batch_size to fewer rows."
-            )
+            # Read one batch behind: the devices do not wait, nor do batches pile up on them.
+            total = _add(total, dispatched)
+            dispatched = self._eval_step(model, placed.arrays)
         self._counts = counts.over_all_hosts()
-        return {name: float(value) for name, value in jax.device_get(total.means()).items()}
+        means = _add(total, dispatched).means()
+        return {name: float(value) for name, value in means.items()}
 
     def target_unigram_entropy(self) -> float | None:
         """Returns that of the targets last measured, in nats per token."""
@@ -189,6 +199,18 @@ class Validation:
             try:
                 batch = next(self._batches)
             except StopIteration:
-                return
+                break
             yield batch
             taken += 1
+        if not taken:
+            raise errors.UserError(
+                "eval_data holds no batch; check its split, or set batch_size to fewer rows."
+            )
+
+
+def _add(total: Any, sums: LossSums | None) -> Any:
+    """Adds on the host in float64: a float32 sum stops counting tokens at 16 million."""
+    if sums is None:
+        return total
+    read = jax.tree.map(np.float64, jax.device_get(sums))
+    return read if total is None else jax.tree.map(np.add, total, read)

@@ -1,6 +1,7 @@
 """Checkpoints come back exactly, on any mesh, and say what is wrong when they do not fit."""
 
 import dataclasses
+import types
 import warnings
 
 import jax
@@ -146,6 +147,27 @@ def test_the_last_and_the_best_checkpoints_are_kept(open_run, tmp_path):
 def test_checkpoints_without_a_validation_loss_are_not_the_best(open_run, tmp_path):
     save_steps(open_run(keep_last=1, keep_best=2), 1, 2, 3)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()] == ["3"]
+
+
+def test_a_validation_loss_that_is_not_finite_is_not_the_best(open_run, tmp_path):
+    save_steps(open_run(keep_last=1), 1, 2, 3, losses=[2.0, float("nan"), 3.0])
+    kept = {p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()}
+    assert kept == {"1", "3"}
+
+
+def test_a_folder_that_vanished_is_told_with_what_to_do(open_run, tmp_path):
+    checkpointer = open_run()
+    (tmp_path / "checkpoints").rmdir()
+    (tmp_path / "checkpoints").write_text("no folder any more")
+    with pytest.raises(errors.TrainingError, match=r"could not be written to .* Make room"):
+        save_steps(checkpointer, 1)
+
+
+def test_a_full_disk_is_noticed_before_writing(open_run, monkeypatch):
+    checkpointer = open_run()
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=1000))
+    with pytest.raises(errors.TrainingError, match="0 MB are needed, but 0 MB are free"):
+        save_steps(checkpointer, 1)
 
 
 def test_every_multiple_asked_for_is_kept(open_run, tmp_path):

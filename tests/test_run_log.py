@@ -24,6 +24,7 @@ def clock(monkeypatch):
     """A clock that moves only when told."""
     now = [0.0]
     monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(run_log.time, "process_time", lambda: 2 * now[0])
     monkeypatch.setattr(run_log.time, "monotonic", lambda: now[0])
 
     def advance(seconds):
@@ -148,6 +149,7 @@ def test_means_and_rates_are_over_the_steps_since_the_last_record(clock):
             "seconds_per_step": 0.5,
             "data_wait_share": 0.2,
             "train_seconds": 1.0,
+            "train_cpu_seconds": 2.0,
             "tokens_per_second": 60.0,
             "flops_utilization": 0.2,
         }

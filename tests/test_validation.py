@@ -79,9 +79,21 @@ def test_a_number_of_batches_limits_a_measurement(split):
     assert Validation(data, eval_step, split, num_batches=1).measure(jnp.float32(1))["loss"] == 1
 
 
-def test_data_without_a_batch_is_an_error(split):
+def test_data_without_a_batch_is_found_before_training(split):
     with pytest.raises(errors.UserError, match="eval_data holds no batch"):
-        Validation(Listed(()), eval_step, split, num_batches=None).measure(jnp.float32(1))
+        Validation(Listed(()), eval_step, split, num_batches=None).prepare()
+
+
+def test_looking_at_the_data_first_changes_no_measurement(split):
+    data = Listed((batch([1], 1), batch([3], 1)))
+    validation = Validation(data, eval_step, split, num_batches=None)
+    validation.prepare()
+    assert validation.measure(jnp.float32(1))["loss"] == 2.0
+
+
+def test_no_batches_at_all_cannot_be_asked_for(split):
+    with pytest.raises(errors.UserError, match="eval_num_batches=0 must be at least 1"):
+        Validation(Listed(()), eval_step, split, num_batches=0)
 
 
 def test_the_entropy_counts_weighted_targets_only(split):
