@@ -6,7 +6,7 @@ at a time in decoding; both give the same numbers. The state of a convolution is
 """
 
 import math
-from typing import NamedTuple, SupportsIndex
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ from convt5.architecture import ConvT5Config, MixingConfig
 from convt5.layers import Dense, DropoutKey, add_vector, at_least_float32, truncated_normal
 from convt5.ops import depthwise_conv, dynamic_conv, lightweight_conv
 
-Size = SupportsIndex
-"""A length that may be symbolic, as the batch is in exported programs."""
+Size = Any
+"""An int, or a symbolic size: exported programs leave the batch free, and that type is private."""
 
 
 class TapPredictor(nnx.Module):

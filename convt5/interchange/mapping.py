@@ -139,6 +139,12 @@ class Imported(NamedTuple):
     def model(self) -> ConvT5:
         return build_model(self.config, self.params)
 
+    def take_model(self) -> ConvT5:
+        """Returns the model and empties `params`, so that a large one is never held twice."""
+        abstract = jax.eval_shape(lambda: self.config.build(jax.random.key(0)))
+        leaves = [jnp.asarray(self.params.pop(name)) for name, _ in named_leaves(abstract)]
+        return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
 
 def check(
     sources: Sequence[Source],

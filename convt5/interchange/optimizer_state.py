@@ -22,7 +22,7 @@ def imported_state(
     """Returns the state of training at the step of the import.
 
     Args:
-        imported: the model.
+        imported: the model; its parameters move into the state and are gone from here.
         optimizer: from `AdafactorConfig.build`.
         moments: Adafactor's memory by parameter; without it the optimizer starts anew, though the
             learning rate goes on from the step of the import.
@@ -30,7 +30,7 @@ def imported_state(
     Raises:
         UserError: moments of other shapes than this optimizer keeps.
     """
-    model = imported.model()
+    model = imported.take_model()
     # An empty memory must count from 0, or the first updates would be divided by almost nothing.
     opt_state = tuple(
         _part(part, imported.step, moments)
