@@ -1,0 +1,59 @@
+"""What the README says is so: its map is complete, its commands are CI's, its example works."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+TEST_COMMAND = "uv run --extra dev pytest"
+
+
+def code_block(first_line: str) -> str:
+    return next(
+        body
+        for body in re.findall(r"```\w*\n(.*?)```", README, flags=re.DOTALL)
+        if body.startswith(first_line)
+    )
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    assert f"pip install uv && {TEST_COMMAND}\n" in README
+    assert TEST_COMMAND in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_the_map_names_every_module_and_nothing_else():
+    named = set(re.findall(r"`([\w/]+\.py)`", README.partition("## Map of the code")[2]))
+    folders = [ROOT / "convt5", ROOT / "tasks"]
+    modules = {
+        str(path.relative_to(ROOT))
+        for folder in folders
+        for path in folder.rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    assert named == modules
+
+
+@pytest.mark.parametrize("number", range(README.count("--gin_file=gin/")))
+def test_gin_files_of_the_commands_exist(number):
+    name = re.findall(r"--gin_file=(gin/[\w/]+\.gin)", README)[number]
+    assert (ROOT / name).is_file()
+
+
+def test_a_task_of_ten_lines_is_registered_and_read(tmp_path, monkeypatch):
+    from convt5 import data
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("reviews.tsv", "reviews_dev.tsv"):
+        (tmp_path / name).write_text("a fine film\tpositive\na dull film\tnegative\n" * 8)
+    code = code_block("# my_tasks.py")
+    assert len([line for line in code.splitlines() if line]) <= 14
+    exec(compile(code, "my_tasks.py", "exec"), {})
+    config = data.DataConfig(
+        mixture="reviews", batch_size=2, encoder_length=16, decoder_length=16, shuffle=False
+    )
+    batches = config.build(process_index=0, process_count=1)
+    batch = next(batches)
+    texts = [batches.vocabulary.decode(row.tolist()) for row in batch["decoder_target_tokens"]]
+    assert texts == ["positive", "negative"]
