@@ -1,4 +1,4 @@
-"""convt5: pretrain, fine-tune, evaluate and study T5-style encoder-decoders built from convolutions.
+"""convt5: pretrain, fine-tune, evaluate and study encoder-decoders built from convolutions.
 
 Importing the package loads nothing else. The model, operators, training step and decoding import
 only JAX; data, tasks and evaluation need TensorFlow and seqio.

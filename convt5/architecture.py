@@ -74,7 +74,8 @@ class MixingConfig:
         if self.kind not in get_args(MixingKind):
             found.append(
                 f"{where}.mixing={self.kind!r} is no mixing; use one of "
-                f"{', '.join(get_args(MixingKind))}.{errors.suggest(str(self.kind), get_args(MixingKind))}"
+                f"{', '.join(get_args(MixingKind))}."
+                f"{errors.suggest(str(self.kind), get_args(MixingKind))}"
             )
         if self.kind == "attention":
             return found
@@ -95,8 +96,8 @@ class MixingConfig:
             )
         if self.kind == "depthwise" and self.num_kernels is not None:
             found.append(
-                f"{where}.num_kernels={self.num_kernels} has no meaning for a depthwise convolution, "
-                "which has one kernel per channel; remove it or choose lightweight."
+                f"{where}.num_kernels={self.num_kernels} has no meaning for a depthwise "
+                "convolution, which has one kernel per channel; remove it or choose lightweight."
             )
         if self.input_projection not in get_args(InputProjection):
             found.append(
@@ -321,8 +322,8 @@ class ConvT5Config:
         found += decoder_faults
         if not decoder_faults:
             found += [
-                f"decoder[layer {i}].padding={layer.padding} reads {layer.reach[1]} positions of the "
-                "future; a decoder must be causal: leave padding unset or use 'CAUSAL'."
+                f"decoder[layer {i}].padding={layer.padding} reads {layer.reach[1]} positions of "
+                "the future; a decoder must be causal: leave padding unset or use 'CAUSAL'."
                 for i, layer in enumerate(self.decoder_layers)
                 if layer.kind != "attention" and layer.reach[1]
             ]
