@@ -78,6 +78,7 @@ def text_span_corruption(
     noise_density: float = NOISE_DENSITY,
     mean_span_length: float = MEAN_SPAN_LENGTH,
     merge_documents: bool = True,
+    name: str = "text_span_corruption",
 ) -> seqio.Task:
     """Returns span corruption of local text: plain, .gz, .xz, .bz2, or .jsonl, also compressed.
 
@@ -92,6 +93,7 @@ def text_span_corruption(
         noise_density: share of the tokens that is taken out, in (0, 1).
         mean_span_length: mean tokens of a span, at least 1.
         merge_documents: see `span_corruption_task`.
+        name: of the task; it is registered under the same, if at all.
 
     Raises:
         UserError: a path that matches nothing, or a value out of range.
@@ -111,7 +113,7 @@ def text_span_corruption(
     else:
         splits = {"train": (files(path=path), "train")}
     return span_corruption_task(
-        "text_span_corruption",
+        name,
         TextFilesSource(splits),
         vocabulary or vocabularies.characters(),
         noise_density=noise_density,
@@ -128,6 +130,7 @@ def c4_span_corruption(
     noise_density: float = NOISE_DENSITY,
     mean_span_length: float = MEAN_SPAN_LENGTH,
     merge_documents: bool = True,
+    name: str = "c4_span_corruption",
 ) -> seqio.Task:
     """Returns span corruption of C4, or of any TFDS data set with a "text" feature.
 
@@ -138,9 +141,10 @@ def c4_span_corruption(
         noise_density: share of the tokens that is taken out, in (0, 1).
         mean_span_length: mean tokens of a span, at least 1.
         merge_documents: see `span_corruption_task`.
+        name: of the task; it is registered under the same, if at all.
     """
     return span_corruption_task(
-        "c4_span_corruption",
+        name,
         PreparedTfdsSource(tfds_name, data_dir),
         vocabulary or vocabularies.published_t5(),
         noise_density=noise_density,
@@ -155,6 +159,7 @@ def pydoc_span_corruption(
     noise_density: float = NOISE_DENSITY,
     mean_span_length: float = MEAN_SPAN_LENGTH,
     merge_documents: bool = True,
+    name: str = "pydoc_span_corruption",
 ) -> seqio.Task:
     """Returns span corruption of Python's own manual, English text inside every Python.
 
@@ -163,6 +168,7 @@ def pydoc_span_corruption(
         noise_density: share of the tokens that is taken out, in (0, 1).
         mean_span_length: mean tokens of a span, at least 1.
         merge_documents: see `span_corruption_task`.
+        name: of the task; it is registered under the same, if at all.
     """
     documents = [text for _, text in sorted(pydoc_data.topics.topics.items())]
     held_out = documents[1::_PYDOC_HOLDOUT_EVERY]
@@ -173,7 +179,7 @@ def pydoc_span_corruption(
         }
     )
     return span_corruption_task(
-        "pydoc_span_corruption",
+        name,
         source,
         vocabulary or vocabularies.characters(),
         noise_density=noise_density,

@@ -1,0 +1,184 @@
+"""The pre-training tasks give span corruption of whatever text they are pointed at."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+import seqio
+import tensorflow_datasets as tfds
+from convt5.tasks import pretraining, vocabularies
+
+from convt5 import errors
+
+LENGTHS = {"inputs": 64, "targets": 20}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def examples(task, split="train", *, num=1000, **arguments):
+    dataset = task.get_dataset(
+        LENGTHS, split, **{"seed": 0, "shuffle": False, "try_in_mem_cache": False, **arguments}
+    )
+    return list(dataset.take(num).as_numpy_iterator())
+
+
+def text_of(example, vocabulary):
+    """The text with its spans back in their places."""
+    first = vocabulary.vocab_size - vocabulary.extra_ids
+    spans, span = {}, []
+    for token in example["targets"][:-1]:
+        if token >= first:
+            span = spans.setdefault(int(token), [])
+        else:
+            span.append(int(token))
+    ids = [i for t in example["inputs"][:-1] for i in (spans[t] if t >= first else [int(t)])]
+    return vocabulary.decode(ids)
+
+
+def test_the_text_inside_python_needs_nothing():
+    task = seqio.get_mixture_or_task("pydoc_span_corruption")
+    found = examples(task, num=20)
+    vocabulary = task.output_features["targets"].vocabulary
+    assert all(len(example["inputs"]) == LENGTHS["inputs"] for example in found)
+    assert all(example["inputs"][-1] == example["targets"][-1] == 1 for example in found)
+    assert "".join(text_of(example, vocabulary) for example in found).isprintable() is False
+    assert " the " in "".join(text_of(example, vocabulary) for example in found)
+
+
+def test_validation_text_inside_python_is_not_trained_on():
+    source = pretraining.pydoc_span_corruption().source
+    texts = {
+        split: {e["text"] for e in source.get_dataset(split).as_numpy_iterator()}
+        for split in ("train", "validation")
+    }
+    assert not texts["train"] & texts["validation"]
+    size = {split: sum(map(len, found)) for split, found in texts.items()}
+    assert 0.03 < size["validation"] / sum(size.values()) < 0.2
+
+
+def test_local_text_is_corrupted_and_nothing_of_it_is_lost(tmp_path):
+    lines = [f"This is document number {i} of a small collection. " * (i + 1) for i in range(12)]
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"text": line}) + "\n" for line in lines)
+    task = pretraining.text_span_corruption(
+        str(tmp_path / "*.gz"), validation_fraction=0, merge_documents=False
+    )
+    vocabulary = task.output_features["targets"].vocabulary
+    found = "".join(text_of(example, vocabulary) for example in examples(task))
+    # A last segment of one token is corrupted to nothing but a sentinel.
+    assert sum(map(len, map(str.strip, lines))) - len(found) <= len(lines)
+    assert "document number 11 of a small collection. This is document" in found
+
+
+def test_hosts_read_different_documents_and_together_all(tmp_path):
+    (tmp_path / "text.txt").write_text("\n".join(f"{i:06d}" * 9 for i in range(40)))
+    task = pretraining.text_span_corruption(
+        str(tmp_path / "text.txt"), validation_fraction=0, merge_documents=False
+    )
+    vocabulary = task.output_features["targets"].vocabulary
+    shares = [
+        {
+            text_of(example, vocabulary)[:6]
+            for example in examples(task, shard_info=seqio.ShardInfo(i, 4))
+        }
+        for i in range(4)
+    ]
+    assert [len(share) for share in shares] == [10] * 4
+    assert len(set.union(*shares)) == 40
+
+
+def test_another_seed_gives_another_order_and_the_same_seed_the_same(tmp_path):
+    (tmp_path / "text.txt").write_text("\n".join(f"{i:06d}" * 9 for i in range(40)))
+    task = pretraining.text_span_corruption(str(tmp_path / "text.txt"), validation_fraction=0)
+    task = task.replace(shuffle_buffer_size=20)
+    first, second, other = (
+        [e["inputs"].tolist() for e in examples(task, num=5, shuffle=True, seed=seed)]
+        for seed in (0, 0, 1)
+    )
+    assert first == second != other
+
+
+def test_each_epoch_takes_out_other_spans(tmp_path):
+    (tmp_path / "text.txt").write_text("only one document of text " * 3)
+    task = pretraining.text_span_corruption(
+        str(tmp_path / "text.txt"), validation_fraction=0, merge_documents=False
+    )
+    first, again, *_ = (e["targets"] for e in examples(task, num_epochs=4)[::2])
+    assert not np.array_equal(first, again)
+
+
+def test_validation_files_may_be_given(tmp_path):
+    (tmp_path / "train.txt").write_text("training text\n" * 20)
+    (tmp_path / "valid.txt").write_text("held out words\n" * 20)
+    task = pretraining.text_span_corruption(
+        str(tmp_path / "train.txt"), validation_path=str(tmp_path / "valid.txt")
+    )
+    vocabulary = task.output_features["targets"].vocabulary
+    texts = [text_of(examples(task, split)[0], vocabulary) for split in task.splits]
+    assert ["training" in text for text in texts] == [True, False]
+    assert ["held out" in text for text in texts] == [False, True]
+
+
+def test_too_few_documents_to_hold_any_out_are_an_error(tmp_path):
+    (tmp_path / "text.txt").write_text("only one document")
+    task = pretraining.text_span_corruption(str(tmp_path / "text.txt"))
+    with pytest.raises(errors.UserError, match=r"split='validation' .* set validation_path"):
+        examples(task, "validation")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("noise_density", 1.0), ("mean_span_length", 0.5), ("validation_fraction", 0.9)],
+)
+def test_values_out_of_range_are_named(tmp_path, setting, value):
+    (tmp_path / "text.txt").write_text("text")
+    with pytest.raises(errors.UserError, match=f"{setting}={value} must be"):
+        pretraining.text_span_corruption(str(tmp_path / "text.txt"), **{setting: value})
+
+
+class TestC4:
+    @pytest.fixture
+    def task(self):
+        return pretraining.c4_span_corruption(vocabularies.characters())
+
+    @pytest.mark.parametrize("split", ["train", "validation"])
+    def test_documents_of_the_published_data_set_are_corrupted(self, task, split):
+        with tfds.testing.mock_data(num_examples=20):
+            found = examples(task, split, num=3)
+        assert len(found) == 3
+        assert {len(example["inputs"]) for example in found} == {LENGTHS["inputs"]}
+
+    def test_it_is_registered_under_its_name(self):
+        task = seqio.get_mixture_or_task("c4_span_corruption")
+        assert "c4/en:3.1.0" in str(task.source)
+
+    def test_data_that_was_not_prepared_is_named_and_never_downloaded(self, tmp_path):
+        task = pretraining.c4_span_corruption(
+            vocabularies.characters(), data_dir=str(tmp_path / "absent")
+        )
+        with pytest.raises(errors.UserError, match=r"'c4/en:3\.1\.0' is not prepared.*tfds build"):
+            examples(task)
+        assert not (tmp_path / "absent").exists()
+
+    def test_a_name_without_version_is_an_error(self):
+        with pytest.raises(errors.UserError, match="tfds_name='c4' has no version"):
+            pretraining.c4_span_corruption(tfds_name="c4")
+
+
+def test_real_text_and_vocabulary_give_full_rows(shared_data):
+    vocabulary = vocabularies.sentencepiece(str(shared_data / "vocab" / "t5_cc_all_32000.model"))
+    task = pretraining.text_span_corruption(
+        str(shared_data / "pretrain" / "valid.txt.xz"), vocabulary
+    )
+    found = list(
+        task.get_dataset({"inputs": 512, "targets": 114}, "train", shuffle=False)
+        .take(50)
+        .as_numpy_iterator()
+    )
+    assert {len(example["inputs"]) for example in found} == {512}
+    assert {len(example["targets"]) for example in found} == {114}
+    assert " the " in text_of(found[0], vocabulary)
