@@ -6,7 +6,7 @@ gin files set them. Everything is checked here, before anything is allocated.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from convt5 import errors
 from convt5.ops.padding import Padding, pad_widths
@@ -181,7 +181,7 @@ class StackConfig:
                 kernel_size=per_layer["kernel_size"][i],
                 dilation=per_layer["dilation"][i],
                 num_kernels=per_layer["num_kernels"][i],
-                padding=tuple(padding) if not isinstance(padding, str) else padding,
+                padding=padding if isinstance(padding, str) else cast(Padding, tuple(padding)),
                 **shared,
             )
             for i in range(count)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from convt5.mixing import (
 )
 from convt5.ops import attention_mask
 
+T = TypeVar("T")
 MixingState = ConvolutionState | AttentionState
 
 
@@ -71,21 +72,17 @@ class LayerState(NamedTuple):
     memory: AttentionState
 
 
-class Layer(nnx.Module):
-    """One layer: sequence mixing, attention to the encoder (decoder only), feed-forward."""
+class EncoderLayer(nnx.Module):
+    """Sequence mixing, then feed-forward, each on a branch of the residual stream."""
 
-    def __init__(
-        self, config: ConvT5Config, mixing: MixingConfig, *, decoder: bool, key: PRNGKeyArray
-    ):
-        keys = jax.random.split(key, 3)
+    def __init__(self, config: ConvT5Config, mixing: MixingConfig, *, key: PRNGKeyArray):
+        mixing_key, mlp_key = jax.random.split(key)
         self.mixing_norm = _norm(config)
         self.mixing: Attention | Convolution = (
-            Attention(config, key=keys[0])
+            Attention(config, key=mixing_key)
             if mixing.kind == "attention"
-            else Convolution(mixing, config.emb_dim, key=keys[0])
+            else Convolution(mixing, config.emb_dim, key=mixing_key)
         )
-        self.cross_norm = _norm(config) if decoder else None
-        self.cross_attention = Attention(config, key=keys[1]) if decoder else None
         self.mlp_norm = _norm(config)
         self.mlp = Mlp(
             config.emb_dim,
@@ -93,7 +90,7 @@ class Layer(nnx.Module):
             kind=config.mlp,
             use_bias=config.mlp_bias,
             dropout_rate=config.dropout_rate,
-            key=keys[2],
+            key=mlp_key,
         )
         self.residual = Residual(order=config.layer_order, dropout_rate=config.dropout_rate)
         self.taps_cross_segments = config.taps_cross_segments
@@ -105,30 +102,66 @@ class Layer(nnx.Module):
         *,
         dropout_key: DropoutKey = None,
     ) -> Float[Array, "batch length embed"]:
-        keys = split_key(dropout_key, 6)
-        x = self.residual(
-            x,
-            lambda y: self._mix(y, inputs, dropout_key=keys[0]),
-            self.mixing_norm,
-            dropout_key=keys[1],
-        )
-        if self.cross_attention is not None:
-            attend = self.cross_attention
-            x = self.residual(
-                x,
-                lambda y: attend(y, inputs.memory, inputs.memory_mask, dropout_key=keys[2]),
-                self.cross_norm,
-                dropout_key=keys[3],
+        mixing_key, mlp_key = split_key(dropout_key, 2)
+        x = self._mix(x, inputs, dropout_key=mixing_key)
+        return self._feed_forward(x, dropout_key=mlp_key)
+
+    def _mix(self, x, inputs: StackInputs, *, dropout_key: DropoutKey):
+        branch_key, residual_key = split_key(dropout_key, 2)
+
+        def mix(y):
+            if isinstance(self.mixing, Attention):
+                mask = _given(inputs.mask)
+                return self.mixing(y, y, mask, bias=inputs.bias, dropout_key=branch_key)
+            return self.mixing(
+                y,
+                inputs.segment_ids,
+                readable=inputs.readable,
+                taps_cross_segments=self.taps_cross_segments,
+                dropout_key=branch_key,
             )
+
+        return self.residual(x, mix, self.mixing_norm, dropout_key=residual_key)
+
+    def _feed_forward(self, x, *, dropout_key: DropoutKey = None):
+        branch_key, residual_key = split_key(dropout_key, 2)
         return self.residual(
             x,
-            lambda y: self.mlp(y, dropout_key=keys[4]),
+            lambda y: self.mlp(y, dropout_key=branch_key),
             self.mlp_norm,
-            dropout_key=keys[5],
+            dropout_key=residual_key,
         )
 
+
+class DecoderLayer(EncoderLayer):
+    """An encoder layer with attention to the encoder's output between its two parts."""
+
+    def __init__(self, config: ConvT5Config, mixing: MixingConfig, *, key: PRNGKeyArray):
+        own_key, cross_key = jax.random.split(key)
+        super().__init__(config, mixing, key=own_key)
+        self.cross_norm = _norm(config)
+        self.cross_attention = Attention(config, key=cross_key)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch length embed"],
+        inputs: StackInputs,
+        *,
+        dropout_key: DropoutKey = None,
+    ) -> Float[Array, "batch length embed"]:
+        mixing_key, branch_key, residual_key, mlp_key = split_key(dropout_key, 4)
+        memory, mask = _given(inputs.memory), _given(inputs.memory_mask)
+        x = self._mix(x, inputs, dropout_key=mixing_key)
+        x = self.residual(
+            x,
+            lambda y: self.cross_attention(y, memory, mask, dropout_key=branch_key),
+            self.cross_norm,
+            dropout_key=residual_key,
+        )
+        return self._feed_forward(x, dropout_key=mlp_key)
+
     def init_state(self, memory: Float[Array, "batch source embed"], *, length: int) -> LayerState:
-        """Returns the state of a decoder layer before the first of at most `length` steps."""
+        """Returns the state before the first of at most `length` steps."""
         batch, _, emb_dim = memory.shape
         if isinstance(self.mixing, Attention):
             mixing = self.mixing.init_state(batch, length, memory.dtype)
@@ -146,14 +179,18 @@ class Layer(nnx.Module):
         bias: Float[Array, "rows heads 1 length"] | None,
         readable: Bool[Array, "batch 1"] | None,
     ) -> tuple[Float[Array, "batch 1 embed"], LayerState]:
-        """Runs one decoder position and returns the state that includes it."""
-        mixed = []
+        """Runs one position and returns the state that includes it."""
+        mixed: list[MixingState] = []
 
         def mix(y):
-            if isinstance(self.mixing, Attention):
+            if isinstance(self.mixing, Attention) and isinstance(state.mixing, AttentionState):
                 y, after = self.mixing.step(y, state.mixing, position, bias=bias)
-            else:
+            elif isinstance(self.mixing, Convolution) and isinstance(
+                state.mixing, ConvolutionState
+            ):
                 y, after = self.mixing.step(y, state.mixing, position, readable=readable)
+            else:
+                raise TypeError(f"{type(state.mixing).__name__} is the state of another mixing")
             mixed.append(after)
             return y
 
@@ -163,19 +200,7 @@ class Layer(nnx.Module):
             lambda y: self.cross_attention.attend(y, state.memory, memory_mask),
             self.cross_norm,
         )
-        x = self.residual(x, self.mlp, self.mlp_norm)
-        return x, state._replace(mixing=mixed[0])
-
-    def _mix(self, x, inputs: StackInputs, *, dropout_key: DropoutKey):
-        if isinstance(self.mixing, Attention):
-            return self.mixing(x, x, inputs.mask, bias=inputs.bias, dropout_key=dropout_key)
-        return self.mixing(
-            x,
-            inputs.segment_ids,
-            readable=inputs.readable,
-            taps_cross_segments=self.taps_cross_segments,
-            dropout_key=dropout_key,
-        )
+        return self._feed_forward(x), state._replace(mixing=mixed[0])
 
 
 class Stack(nnx.Module):
@@ -185,9 +210,10 @@ class Stack(nnx.Module):
         mixings = config.decoder_layers if decoder else config.encoder_layers
         key, bias_key = jax.random.split(key)
         keys = jax.random.split(key, len(mixings))
-        self.layers = nnx.List(
+        # Any: a list of modules has no element type, and only a decoder's are stepped.
+        self.layers: Any = nnx.List(
             [
-                Layer(config, mixing, decoder=decoder, key=keys[i])
+                (DecoderLayer if decoder else EncoderLayer)(config, mixing, key=keys[i])
                 for i, mixing in enumerate(mixings)
             ]
         )
@@ -259,6 +285,13 @@ class Stack(nnx.Module):
 
     def _finish(self, x):
         return x if self.final_norm is None else self.final_norm(x)
+
+
+def _given(value: T | None) -> T:
+    """Returns what every stack of its kind is given, which the type alone does not say."""
+    if value is None:
+        raise ValueError("the inputs of this stack lack what one of its layers reads")
+    return value
 
 
 def _norm(config: ConvT5Config) -> Norm:

@@ -33,7 +33,7 @@ class DecoderState(NamedTuple):
 
     layers: tuple[LayerState, ...]
     memory_mask: Bool[Array, "batch 1 source"]
-    position: Int[HostOrDevice, " batch"]
+    position: Int[Array, " batch"]
 
 
 class ConvT5(nnx.Module):
@@ -44,7 +44,7 @@ class ConvT5(nnx.Module):
         self.token_embedder = Embed(config.vocab_size, config.emb_dim, key=keys[0])
         self.position_embedder = (
             Embed(config.max_positions, config.emb_dim, key=keys[1])
-            if config.positions == "learned"
+            if config.positions == "learned" and config.max_positions
             else None
         )
         self.encoder = Stack(config, decoder=False, key=keys[2])
@@ -80,10 +80,7 @@ class ConvT5(nnx.Module):
         """
         encoder_key, decoder_key = split_key(dropout_key, 2)
         if encoder_segment_ids is None:
-            encoder_segment_ids = (encoder_input_tokens != 0).astype(jnp.int32)
-        if decoder_segment_ids is None:
-            # A packed row without segments would attend to every source example at once.
-            decoder_segment_ids = jnp.ones_like(decoder_input_tokens)
+            encoder_segment_ids = (jnp.asarray(encoder_input_tokens) != 0).astype(jnp.int32)
         encoded = self.encode(
             encoder_input_tokens,
             segment_ids=encoder_segment_ids,
@@ -108,9 +105,9 @@ class ConvT5(nnx.Module):
         dropout_key: DropoutKey = None,
     ) -> Float[Array, "batch length embed"]:
         """Returns the encoder's output, zero at padding."""
-        if segment_ids is None:
-            segment_ids = (tokens != 0).astype(jnp.int32)
-        tokens, segment_ids = jnp.asarray(tokens), jnp.asarray(segment_ids)
+        tokens = jnp.asarray(tokens)
+        segment_ids = jnp.asarray(tokens != 0, jnp.int32) if segment_ids is None else segment_ids
+        segment_ids = jnp.asarray(segment_ids)
         x = self.encoder(
             self._embed(tokens, positions),
             StackInputs(segment_ids),
@@ -205,7 +202,7 @@ class ConvT5(nnx.Module):
 
     def _check_length(self, length: int) -> None:
         limit = self.config.max_positions
-        if self.config.positions == "learned" and length > limit:
+        if self.config.positions == "learned" and limit and length > limit:
             raise errors.UserError(
                 f"a sequence of {length} tokens is longer than max_positions={limit}, the rows of "
                 "the learned position table; shorten it or train with a larger max_positions."

@@ -117,16 +117,21 @@ def test_ten_steps_equal_the_originals(golden, family):
     assert_trajectory(recorded, state, metrics, imported)
 
 
-@pytest.mark.parametrize("family", FACTORED)
-def test_ten_factored_steps_on_packed_rows_equal_the_originals(golden, family):
-    folder = golden / "mesh_tf" / family
-    _, imported, settings = read(folder, 0)
+def factored(imported: Imported, settings) -> tuple[Imported, mesh_tf.TrainingSettings]:
+    """The settings of trajectory B: packed rows, a falling rate, factored from 16 on."""
+    config = dataclasses.replace(imported.config, taps_cross_segments=True)
     settings = settings._replace(
         optimizer=dataclasses.replace(settings.optimizer, min_dim_to_factor=16),
         schedule=InverseSqrt(multiplier=0.05, warmup_steps=4),
     )
-    config = dataclasses.replace(imported.config, taps_cross_segments=True)
-    imported = imported._replace(config=config)
+    return imported._replace(config=config), settings
+
+
+@pytest.mark.parametrize("family", FACTORED)
+def test_ten_factored_steps_on_packed_rows_equal_the_originals(golden, family):
+    folder = golden / "mesh_tf" / family
+    _, imported, settings = read(folder, 0)
+    imported, settings = factored(imported, settings)
     recorded = np.load(folder / "train_factored.npz")
     state, metrics = train(imported, settings, batches(recorded, range(10)))
     assert_trajectory(recorded, state, metrics, imported)

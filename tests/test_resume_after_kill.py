@@ -1,0 +1,153 @@
+"""A run that is killed with no warning, and started again, ends as if nothing had happened.
+
+Real processes, the real command, real text.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+NUM_STEPS = 200
+
+SETTINGS = f"""
+include 'gin/models/dynamic_tiny.gin'
+from __gin__ import dynamic_registration
+from convt5 import architecture
+from convt5 import checkpoint
+from convt5 import data
+from convt5 import losses
+from convt5 import optimizer
+from convt5 import schedule
+from convt5 import trainer
+
+architecture.ConvT5Config.vocab_size = 384
+architecture.ConvT5Config.emb_dim = 8
+architecture.ConvT5Config.mlp_dim = 16
+architecture.ConvT5Config.num_heads = 2
+architecture.ConvT5Config.head_dim = 4
+architecture.ConvT5Config.dropout_rate = 0.1
+architecture.ConvT5Config.dtype = 'float32'
+architecture.StackConfig.num_layers = 1
+checkpoint.CheckpointConfig.every_steps = 20
+data.DataConfig.mixture = 'pydoc_span_corruption'
+data.DataConfig.batch_size = 4
+data.DataConfig.encoder_length = 32
+data.DataConfig.decoder_length = 16
+train/data.DataConfig.split = 'train'
+eval/data.DataConfig.split = 'validation'
+schedule.InverseSqrt.warmup_steps = 100
+trainer.train.checkpoint = @checkpoint.CheckpointConfig()
+trainer.train.run_dir = %RUN_DIR
+trainer.train.model = %MODEL
+trainer.train.loss = @losses.TextLoss()
+trainer.train.optimizer = @optimizer.AdafactorConfig()
+trainer.train.schedule = @schedule.InverseSqrt()
+trainer.train.num_steps = {NUM_STEPS}
+trainer.train.train_data = @train/data.DataConfig()
+trainer.train.eval_data = @eval/data.DataConfig()
+trainer.train.eval_every_steps = 100
+trainer.train.eval_num_batches = 2
+trainer.train.log_every_steps = 1
+RUN_DIR = %gin.REQUIRED
+"""
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory):
+    """Starts training in a run directory, in a process of its own."""
+    folder = tmp_path_factory.mktemp("resume")
+    settings = folder / "run.gin"
+    settings.write_text(SETTINGS)
+    environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "XLA_FLAGS": ""}
+
+    def start(run_dir):
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-m", "convt5.train"),
+                *(f"--gin_file={settings}", f"--gin.RUN_DIR={run_dir}"),
+            ],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    return start
+
+
+def finish(process):
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    return output
+
+
+def stop_when(process, condition, *, with_signal=signal.SIGKILL):
+    """Sends a signal as soon as the condition holds; fails if the process ended before."""
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.001)
+    process.send_signal(with_signal)
+    output, _ = process.communicate(timeout=60)
+    return process.returncode, output
+
+
+def count_records(run_dir):
+    path = run_dir / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def is_saving(run_dir, *, from_step):
+    names = [path.name for path in run_dir.glob("checkpoints/*tmp*")]
+    return any(int(name.split(".")[0]) >= from_step for name in names)
+
+
+def read_all(run_dir):
+    """Everything the last checkpoint holds but the data position, and the records."""
+    with ocp.StandardCheckpointer() as reader:
+        folder = run_dir / "checkpoints" / str(NUM_STEPS)
+        trees = [reader.restore(folder / part) for part in ("params", "optimizer")]
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return trees, [json.loads(line) for line in lines]
+
+
+def losses(records):
+    return [(r["loss"], r.get("validation/loss")) for r in records]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(launch, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
+    finish(launch(run_dir))
+    return read_all(run_dir)
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_a_run_killed_twice_ends_bit_for_bit_as_one_never_stopped(launch, uninterrupted, tmp_path):
+    run_dir = tmp_path / "run"
+    stop_when(launch(run_dir), lambda: count_records(run_dir) >= 50)
+    stop_when(launch(run_dir), lambda: is_saving(run_dir, from_step=120))
+    assert "continues from the checkpoint of step" in finish(launch(run_dir))
+
+    trees, records = read_all(run_dir)
+    expected_trees, expected_records = uninterrupted
+    jax.tree.map(np.testing.assert_array_equal, trees, expected_trees)
+    assert [r["step"] for r in records] == list(range(1, NUM_STEPS + 1))
+    assert losses(records) == losses(expected_records)
+
+
+def test_a_run_asked_to_stop_saves_and_says_how_to_go_on(launch, tmp_path):
+    run_dir = tmp_path / "run"
+    code, output = stop_when(
+        launch(run_dir), lambda: count_records(run_dir) >= 5, with_signal=signal.SIGTERM
+    )
+    assert code == 143
+    assert "give the same command again to continue" in output
+    assert "Traceback" not in output
