@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from convt5 import command_line, errors
-from convt5.run_log import METRICS_FILE, duration, read_records
+from convt5.training.run_log import METRICS_FILE, duration, read_records
 
 DEFAULT_METRIC = "validation/loss"
 CLOCKS = {"wall": "train_seconds", "processor": "train_cpu_seconds"}

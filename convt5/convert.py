@@ -214,7 +214,7 @@ def new_directory(destination: pathlib.Path) -> Iterator[pathlib.Path]:
 
     What a killed conversion left behind is removed first; a live one is an error.
     """
-    from convt5 import run_directory
+    from convt5.training import run_directory
 
     partial = destination.with_name(f".{destination.name}.incomplete")
     with run_directory.hold(partial):

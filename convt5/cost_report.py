@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from convt5 import costs, schedule, sharding
 from convt5.architecture import ConvT5Config
 from convt5.optimizer import OptimizerConfig
-from convt5.run_log import short_number
-from convt5.train_state import TrainState, abstract_state, state_shardings
+from convt5.training.run_log import short_number
+from convt5.training.train_state import TrainState, abstract_state, state_shardings
 from convt5.tree_paths import named_leaves
 
 _PARTS = (

@@ -10,7 +10,7 @@ from convt5 import errors
 from convt5.layers import DropoutKey
 from convt5.model import ConvT5
 from convt5.ops import token_cross_entropy
-from convt5.train_step import LossSums
+from convt5.training.train_step import LossSums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

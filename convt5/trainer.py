@@ -14,17 +14,18 @@ import jax
 from etils import epath
 from flax import nnx
 
-from convt5 import compilation, run_directory, run_log, sharding
+from convt5 import sharding
 from convt5.checkpoint import CheckpointConfig, Checkpointer, describe_config
-from convt5.interruption import Interruption
-from convt5.loop import Intervals, Loop
 from convt5.optimizer import OptimizerConfig
-from convt5.plan import Plan, make_plan
 from convt5.prefetching import Prefetcher
 from convt5.schedule import Schedule
-from convt5.train_state import ModelConfig
-from convt5.train_step import Loss
-from convt5.validation import DataConfig, PlacedBatch, Validation, place_batch
+from convt5.training import compilation, run_directory, run_log
+from convt5.training.interruption import Interruption
+from convt5.training.loop import Intervals, Loop
+from convt5.training.plan import Plan, make_plan
+from convt5.training.train_state import ModelConfig
+from convt5.training.train_step import Loss
+from convt5.training.validation import DataConfig, PlacedBatch, Validation, place_batch
 
 _PREFETCHED = 2  # Batches made ready while a step runs.
 

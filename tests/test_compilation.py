@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from convt5 import compilation
+from convt5.training import compilation
 
 PRINT_CACHE = (
-    "import jax; from convt5 import compilation; compilation.enable_persistent_cache();"
+    "import jax; from convt5.training import compilation; compilation.enable_persistent_cache();"
     "print(jax.config.values['jax_compilation_cache_dir'])"
 )
 

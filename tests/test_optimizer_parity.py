@@ -17,8 +17,8 @@ from convt5.ops import shift_right
 from convt5.optimizer import AdafactorConfig, SecondMomentState
 from convt5.schedule import Constant, InverseSqrt
 from convt5.sharding import TEXT_RULES, MeshConfig, batch_sharding
-from convt5.train_state import TrainState, abstract_state, parameters, state_shardings
-from convt5.train_step import make_train_step
+from convt5.training.train_state import TrainState, abstract_state, parameters, state_shardings
+from convt5.training.train_step import make_train_step
 from convt5.tree_paths import named_leaves
 
 with warnings.catch_warnings():  # TensorFlow's own imports warn.

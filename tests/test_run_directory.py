@@ -6,11 +6,12 @@ import sys
 
 import pytest
 
-from convt5 import errors, run_directory
+from convt5 import errors
+from convt5.training import run_directory
 
 HOLD_FOREVER = """
 import sys, time
-from convt5 import run_directory
+from convt5.training import run_directory
 with run_directory.hold(sys.argv[1]):
     print("held", flush=True)
     time.sleep(600)

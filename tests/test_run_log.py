@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from convt5 import errors, run_log
+from convt5 import errors
+from convt5.training import run_log
 
 
 class Terminal(io.StringIO):

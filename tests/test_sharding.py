@@ -10,7 +10,7 @@ from convt5.errors import UserError
 from convt5.optimizer import AdafactorConfig, AdamWConfig
 from convt5.schedule import Constant
 from convt5.sharding import TEXT_RULES, MeshConfig, Rule
-from convt5.train_state import abstract_state, state_shardings
+from convt5.training.train_state import abstract_state, state_shardings
 from convt5.tree_paths import named_leaves
 
 

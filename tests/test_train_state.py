@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from convt5.optimizer import SGDConfig
 from convt5.schedule import Constant
 from convt5.sharding import MeshConfig, Rule
-from convt5.train_state import (
+from convt5.training.train_state import (
     abstract_state,
     init_state,
     new_state,

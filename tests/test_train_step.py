@@ -15,8 +15,8 @@ from convt5.losses import TextLoss
 from convt5.optimizer import AdafactorConfig, SGDConfig
 from convt5.schedule import Constant, InverseSqrt
 from convt5.sharding import TEXT_RULES, MeshConfig, Rule, batch_sharding
-from convt5.train_state import abstract_state, init_state, new_state, state_shardings
-from convt5.train_step import (
+from convt5.training.train_state import abstract_state, init_state, new_state, state_shardings
+from convt5.training.train_step import (
     LossSums,
     describe_nonfinite,
     first_nonfinite,
@@ -304,7 +304,6 @@ def test_an_update_of_the_model_is_the_same_on_every_mesh(mesh, one_device_updat
 
 def test_a_tiny_model_learns_one_batch_by_heart_with_one_compilation():
     step, _, losses = run_text(text_config(), ONE_DEVICE, None, Constant(rate=0.05), steps=100)
-    # Logits start with a variance near 1, which adds about a half to the entropy of guessing.
-    assert abs(losses[0] - math.log(VOCAB)) < 1.0
+    assert losses[0] > math.log(VOCAB) - 0.5  # Nothing was known before.
     assert losses[-1] < 0.1
     assert step._cache_size() == 1

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from convt5 import checkpoint, errors, optimizer, run_directory, run_log, schedule, sharding
-from convt5.interruption import Interrupted
+from convt5 import checkpoint, errors, optimizer, schedule, sharding
 from convt5.prefetching import position, take_apart
-from convt5.train_step import LossSums
 from convt5.trainer import train
+from convt5.training import run_directory, run_log
+from convt5.training.interruption import Interrupted
+from convt5.training.train_step import LossSums
 
 WIDTH = 8
 RULES = (sharding.Rule(r"kernel$"),)

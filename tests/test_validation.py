@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from convt5 import errors, sharding
-from convt5.train_step import LossSums
-from convt5.validation import TargetCounts, Validation, place_batch
+from convt5.training.train_step import LossSums
+from convt5.training.validation import TargetCounts, Validation, place_batch
 
 
 class ListedBatches:

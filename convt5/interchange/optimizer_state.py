@@ -10,7 +10,7 @@ import optax
 from convt5 import errors
 from convt5.interchange.mapping import Arrays, Imported
 from convt5.optimizer import SecondMomentState
-from convt5.train_state import TrainState, parameters
+from convt5.training.train_state import TrainState, parameters
 from convt5.tree_paths import named_leaves
 
 

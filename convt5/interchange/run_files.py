@@ -11,7 +11,7 @@ from convt5.interchange.mapping import Imported
 from convt5.losses import TextLoss
 from convt5.optimizer import AdafactorConfig
 from convt5.schedule import InverseSqrt, Schedule
-from convt5.train_state import TrainState
+from convt5.training.train_state import TrainState
 
 MODEL_FILE = "model.gin"
 RUN_FILE = "config.gin"

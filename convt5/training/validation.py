@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from convt5 import errors
-from convt5.train_step import LossSums
+from convt5.training.train_step import LossSums
 
 _COUNTED_TOKENS = ("encoder_input_tokens", "decoder_target_tokens")
 

@@ -15,14 +15,14 @@ from jaxtyping import PRNGKeyArray
 from convt5 import sharding
 from convt5.optimizer import OptimizerConfig
 from convt5.schedule import Schedule
-from convt5.train_state import (
+from convt5.training.train_state import (
     ModelConfig,
     TrainState,
     abstract_state,
     init_state,
     state_shardings,
 )
-from convt5.train_step import Loss, make_eval_step, make_train_step
+from convt5.training.train_step import Loss, make_eval_step, make_train_step
 
 
 class Plan(NamedTuple):

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from flax import nnx
 
-from convt5 import compilation, errors, run_log
+from convt5 import errors
 from convt5.checkpoint import Checkpointer, Restored
-from convt5.interruption import Interruption
-from convt5.plan import Plan
-from convt5.train_step import ALL_FINITE, NONFINITE_INDEX, describe_nonfinite
-from convt5.validation import PlacedBatch, Validation
+from convt5.training import compilation, run_log
+from convt5.training.interruption import Interruption
+from convt5.training.plan import Plan
+from convt5.training.train_step import ALL_FINITE, NONFINITE_INDEX, describe_nonfinite
+from convt5.training.validation import PlacedBatch, Validation
 
 # Weights and flags of one step, which say nothing as means over many.
 _NOT_LOGGED = (ALL_FINITE, NONFINITE_INDEX, "loss_weight")

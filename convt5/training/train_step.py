@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from convt5.schedule import Schedule
 from convt5.sharding import gathered, replicated
-from convt5.train_state import TrainState
+from convt5.training.train_state import TrainState
 from convt5.tree_paths import named_leaves
 
 Tree = Any

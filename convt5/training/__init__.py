@@ -1,0 +1,1 @@
+"""How a run works inside: state, step, loop, logs and folder. Settings live one level up."""
