@@ -12,15 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from convt5 import errors
+from convt5 import errors, mesh_tf_search
+from convt5.mesh_tf_search import MeshTFBeamSearch
 from convt5.model import ConvT5, HostOrDevice
 from convt5.ops import shift_right, token_cross_entropy
-from convt5.search import BeamSearch, Found, Greedy, Sampling, SearchInputs, Strategy, search
+from convt5.search import BeamSearch, Found, Greedy, Sampling, SearchInputs, search
 
 __all__ = [
     "BeamSearch",
     "Found",
     "Greedy",
+    "MeshTFBeamSearch",
     "Sampling",
     "Scores",
     "SearchInputs",
@@ -30,6 +32,8 @@ __all__ = [
     "score",
     "search",
 ]
+
+Strategy = Greedy | Sampling | BeamSearch | MeshTFBeamSearch
 
 SMALLEST_LENGTH = 8
 """The shortest length that is compiled for."""
@@ -93,6 +97,11 @@ def decode(
     _check_tokens(model, "encoder_input_tokens", sources)
     _check_tokens(model, "prefix", prefix)
     _check_limits(max_length, limits, prefix, end_id)
+    if isinstance(strategy, MeshTFBeamSearch) and prefix.size:
+        raise errors.UserError(
+            "decode: prefix is given, but MeshTFBeamSearch forces none, as the original; use "
+            "BeamSearch."
+        )
     keys = _row_keys(key, batch, strategy)
     if batch == 0:
         return _nothing(strategy.num_results, max_length)
@@ -179,9 +188,10 @@ def bucket_size(count: int, *, smallest: int = 1) -> int:
 
 @functools.partial(jax.jit, static_argnames=("strategy", "end_id", "hide_start_token"))
 def _search(model, inputs, *, strategy, end_id, hide_start_token):
-    return search(
-        model, inputs, strategy=strategy, end_id=end_id, hide_start_token=hide_start_token
-    )
+    settings = {"end_id": end_id, "hide_start_token": hide_start_token}
+    if isinstance(strategy, MeshTFBeamSearch):
+        return mesh_tf_search.search(model, inputs, strategy=strategy, **settings)
+    return search(model, inputs, strategy=strategy, **settings)
 
 
 @jax.jit

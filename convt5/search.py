@@ -156,16 +156,16 @@ def search(
     step_model = functools.partial(model.decode_step, hide_start_token=hide_start_token)
     dtype = at_least_float32(jnp.dtype(model.config.dtype))
     if isinstance(strategy, BeamSearch):
-        state = _initial_state(model, inputs, strategy.beam_size)
+        state = initial_state(model, inputs, strategy.beam_size)
         start = _no_beams(state, inputs, strategy, dtype)
         return _beam_search(step_model, start, inputs, strategy, end_id)
-    state = _initial_state(model, inputs, strategy.num_results)
+    state = initial_state(model, inputs, strategy.num_results)
     start = _no_draws(state, inputs, strategy, dtype)
     return _draw(step_model, start, inputs, strategy, end_id)
 
 
-def _initial_state(model: ConvT5, inputs: SearchInputs, copies: int) -> DecoderState:
-    """The decoder's state before the first step, with `copies` adjacent rows for each source."""
+def initial_state(model: ConvT5, inputs: SearchInputs, copies: int) -> DecoderState:
+    """Encodes; returns the state before the first step, each source on `copies` adjacent rows."""
     tokens = inputs.encoder_input_tokens
     segment_ids = (tokens != 0).astype(jnp.int32)
     encoded = model.encode(tokens, segment_ids=segment_ids)
@@ -296,7 +296,7 @@ def _beam_search(
         log_probs = chosen.log_probs
         return _Beams(
             step=beams.step + 1,
-            state=_reordered(state, chosen.parents),
+            state=reordered(state, chosen.parents),
             tokens=chosen.tokens,
             last=chosen.last,
             log_probs=log_probs,
@@ -366,7 +366,7 @@ def _with_ended(
     )
     merged = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), beams.results, ending)
     scores, chosen = jax.lax.top_k(merged.scores, strategy.beam_size)
-    best = jax.tree.map(lambda x: _rows_taken(x, chosen), merged)
+    best = jax.tree.map(lambda x: rows_taken(x, chosen), merged)
     exists = scores > -jnp.inf
     # A slot without result must not show the candidate that failed to fill it.
     return Found(
@@ -385,7 +385,7 @@ def _go_on(
     count = beams.log_probs.shape[1]
     unfinished = jnp.where(candidates.last == end_id, -jnp.inf, candidates.log_probs)
     log_probs, chosen = jax.lax.top_k(unfinished, count)
-    best = jax.tree.map(lambda x: _rows_taken(x, chosen), candidates)._replace(log_probs=log_probs)
+    best = jax.tree.map(lambda x: rows_taken(x, chosen), candidates)._replace(log_probs=log_probs)
     prescribed = jnp.broadcast_to(inputs.prefix[:, beams.step, None], beams.last.shape)
     forced = _Candidates(
         parents=jnp.broadcast_to(jnp.arange(count)[None], best.parents.shape),
@@ -424,7 +424,7 @@ def _length_factor(generated: Int[Array, " batch"], strategy: BeamSearch) -> Flo
     return jnp.maximum(generated, 1).astype(jnp.float32) ** strategy.length_penalty
 
 
-def _reordered(state: DecoderState, parents: Int[Array, "batch beams"]) -> DecoderState:
+def reordered(state: DecoderState, parents: Int[Array, "batch beams"]) -> DecoderState:
     """The state after each beam takes over its parent's past."""
     batch, count = parents.shape
     if count == 1:
@@ -439,7 +439,8 @@ def _reordered(state: DecoderState, parents: Int[Array, "batch beams"]) -> Decod
     )
 
 
-def _rows_taken(x: Array, chosen: Int[Array, "batch taken"]) -> Array:
+def rows_taken(x: Array, chosen: Int[Array, "batch taken"]) -> Array:
+    """The `chosen` entries of the second axis, row by row."""
     return jnp.take_along_axis(x, chosen.reshape(*chosen.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 

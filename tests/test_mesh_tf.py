@@ -99,6 +99,15 @@ def compute_packed(model, batch) -> dict:
     }
 
 
+@pytest.fixture
+def quick_compilation():
+    """Searches take most of their time to compile; optimised programs give the same ids."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 def largest(a, b, where=...) -> float:
     return float(np.abs(np.asarray(a, np.float64) - b)[where].max())
 
@@ -184,6 +193,7 @@ def greedy(model, tokens, length: int, *, hide_start_token: bool) -> np.ndarray:
     return found.tokens[:, 0]
 
 
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_decoding_equals_the_originals_with_its_defect(golden, family):
     folder = golden / "mesh_tf" / family
@@ -191,6 +201,28 @@ def test_greedy_decoding_equals_the_originals_with_its_defect(golden, family):
     length = ref["greedy_ids"].shape[1]
     ids = greedy(model, ref["inputs"], length, hide_start_token=False)
     np.testing.assert_array_equal(ids, ref["greedy_ids"])
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_beam_search_equals_the_originals_with_its_rules_and_its_defect(golden, family):
+    folder = golden / "mesh_tf" / family
+    ref, model = reference(folder), imported(folder).model()
+    np.testing.assert_array_equal(beam(model, ref), ref["beam4_ids"])
+
+
+def beam(model, ref) -> np.ndarray:
+    from convt5.decoding import MeshTFBeamSearch, decode
+
+    length = ref["beam4_ids"].shape[1]
+    found = decode(
+        model,
+        ref["inputs"],
+        max_length=length,
+        strategy=MeshTFBeamSearch(),
+        hide_start_token=False,
+    )
+    return found.tokens[:, 0]
 
 
 def stepwise_logits(model, encoder_inputs, decoder_inputs, *, hide_start_token=None) -> np.ndarray:
