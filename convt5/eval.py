@@ -1,0 +1,361 @@
+"""Entry point of `python -m convt5.eval`: measures checkpoints of a run on seqio tasks."""
+
+import contextlib
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from convt5 import command_line, errors
+from convt5.command_line import Flag
+from convt5.evaluation.flags import PREDICT_FLAGS
+
+if TYPE_CHECKING:
+    from convt5.evaluation import checkpoints
+    from convt5.evaluation.evaluator import Evaluator, Outcome
+    from convt5.evaluation.results import Results
+    from convt5.evaluation.run_settings import RunSettings
+    from convt5.evaluation.settings import PredictConfig
+
+
+COMMAND = command_line.Command(
+    name="eval",
+    summary="Measures a trained model on seqio tasks, with the metrics of the tasks and the "
+    "loss of their targets. Results lie in RUN_DIR/evaluation/TASK/SPLIT: metrics as JSON, "
+    "predictions as JSON lines; and in RUN_DIR/evaluation/tensorboard.",
+    needs_gin_file=False,
+    examples=[
+        ("the newest checkpoint of a run, on its own validation data", "--checkpoint=runs/a"),
+        (
+            "the best checkpoint on other tasks, decoded with beam search",
+            "--checkpoint=runs/a --step=best --task=sst2 --task=trec6 --split=test "
+            "--strategy=beam --beam_size=4",
+        ),
+        (
+            "a run in progress: each checkpoint as it appears",
+            "--checkpoint=runs/a --follow --timeout=7200",
+        ),
+        (
+            "the run that a train command with the same settings makes",
+            "--gin_file=gin/runs/quickstart.gin --gin.RUN_DIR=runs/a "
+            "--gin.eval/data.DataConfig.split=train --num_examples=1000",
+        ),
+    ],
+    flags=[
+        Flag(
+            "checkpoint",
+            "a run directory or one step in it, or an exported model; by default the run_dir "
+            "of the gin files. Its config.gin is read before other gin files, unless these "
+            "describe a run.",
+        ),
+        Flag(
+            "step",
+            "latest (the default), best (lowest validation loss), all, or steps: 100,200.",
+            {"default": "latest"},
+        ),
+        Flag(
+            "task",
+            "a registered seqio task or mixture; may be repeated. By default the run's own "
+            "evaluation data.",
+            {"action": "append"},
+        ),
+        Flag("split", "of the tasks; by default the run's own, or validation."),
+        Flag("num_examples", "only the first examples of each task.", {"type": int}),
+        Flag(
+            "predict",
+            "decodes also where no metric needs it, so that predictions are written.",
+            {"action": "store_true"},
+        ),
+        Flag(
+            "follow",
+            "evaluates checkpoints as they appear, until the last step of the run; skips "
+            "those that have results of these settings.",
+            {"action": "store_true"},
+        ),
+        Flag(
+            "timeout",
+            "follow: ends after so many seconds without a new checkpoint, 3600.",
+            {"type": float, "default": 3600.0},
+        ),
+        Flag("output_dir", "by default the folder evaluation of the run."),
+        *PREDICT_FLAGS,
+        Flag(
+            "dry_run",
+            "checks checkpoints, tasks, splits and vocabularies; computes nothing.",
+            {"action": "store_true"},
+        ),
+        Flag(
+            "multi_host",
+            "joins the other hosts of a run over several machines (jax.distributed): each "
+            "computes a share of the examples with the whole model.",
+            {"action": "store_true"},
+        ),
+    ],
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What will be evaluated, checked.
+
+    Attributes:
+        checkpoint: where the model is.
+        tasks: seqio tasks.
+        split: of each.
+        settings: of the run and of the evaluation.
+        predict: how texts become predictions; completed.
+        model: description of the model.
+    """
+
+    checkpoint: str
+    tasks: Sequence[Any]
+    split: str
+    settings: "RunSettings"
+    predict: "PredictConfig"
+    model: Any
+
+
+def main(argv: Sequence[str]) -> int:
+    """Evaluates as the command line says; returns the exit code."""
+    arguments = command_line.parse(COMMAND, argv)
+    flags = arguments.flags
+    if flags.multi_host:
+        import jax
+
+        jax.distributed.initialize()
+    settings, checkpoint = _settings(arguments)
+    found = _first(checkpoint, flags)
+    plan = make_plan(found, checkpoint, settings)
+    if flags.dry_run:
+        print(describe(plan, flags))
+        return 0
+    outcomes = 0
+    with _opened_results(plan, found, flags.output_dir) as results:
+        for _ in evaluate(plan, _checkpoints(plan, flags), results, skip=flags.follow):
+            outcomes += 1
+    if not outcomes and not flags.follow:
+        raise errors.UserError(f"no checkpoint in {checkpoint} was evaluated.")
+    return 0
+
+
+def make_plan(found: "checkpoints.Found", checkpoint: str, settings: "RunSettings") -> Plan:
+    """Returns what will be evaluated.
+
+    Raises:
+        UserError: no tasks, or tasks that do not fit the model.
+    """
+    from convt5.evaluation import checkpoints, run_settings, task_data
+
+    config = checkpoints.model_config(found)
+    predict = settings.predict.completed(config, settings.trained_lengths())
+    named = list(settings.evaluate.tasks)
+    own = getattr(settings.data, "mixture", None)
+    if not named and own is None:
+        raise errors.UserError(
+            f"no task to evaluate {checkpoint} on: its settings name none; give --task=NAME, and a "
+            "gin file that imports the module which registers it."
+        )
+    own_split = getattr(settings.data, "split", None) if not named else None
+    split = settings.evaluate.split or own_split or "validation"
+    tasks = task_data.find_tasks(named or [own])
+    trained = None
+    if named:
+        try:
+            trained = run_settings.run_features(settings)
+        except errors.UserError as error:
+            print(f"vocabularies are not compared: {error}", file=sys.stderr)
+    for task in tasks:
+        task_data.check_task(task, split, vocab_size=config.vocab_size, trained=trained)
+    return Plan(
+        checkpoint=checkpoint,
+        tasks=tasks,
+        split=split,
+        settings=settings,
+        predict=predict,
+        model=config,
+    )
+
+
+def describe(plan: Plan, flags: Any) -> str:
+    """Returns what would be evaluated."""
+    from convt5.evaluation import checkpoints
+
+    steps = [str(f.step) for f in checkpoints.select(plan.checkpoint, flags.step)]
+    return "\n".join(
+        [
+            "The settings are complete and consistent; nothing was computed.",
+            f"  checkpoint   {plan.checkpoint}",
+            f"  steps        {'as they appear' if flags.follow else ', '.join(steps)}",
+            f"  tasks        {', '.join(task.name for task in plan.tasks)}",
+            f"  split        {plan.split}",
+            f"  strategy     {plan.predict.strategy}",
+            f"  lengths      {plan.predict.max_input_length} tokens in, "
+            f"{plan.predict.max_length} out",
+        ]
+    )
+
+
+def evaluate(
+    plan: Plan,
+    found: "Iterator[checkpoints.Found]",
+    results: "Results | None",
+    *,
+    skip: bool = False,
+) -> "Iterator[Outcome]":
+    """Evaluates checkpoints on all tasks, and writes and prints each result.
+
+    Args:
+        plan: from `make_plan`.
+        found: checkpoints of one model.
+        results: where results are written; None on hosts other than the first.
+        skip: leaves out what has results already.
+    """
+    import jax
+
+    from convt5 import sharding
+    from convt5.evaluation import checkpoints
+    from convt5.evaluation.evaluator import Evaluator
+
+    mesh = sharding.MeshConfig().build(jax.local_devices())
+    evaluators: dict[str, Evaluator] = {}
+    for one in found:
+        wanted = [t for t in plan.tasks if not (skip and _is_done(results, t, plan, one.step))]
+        if not wanted:
+            continue
+        model = checkpoints.load_if_there(one, mesh)
+        if model is None:
+            print(f"step {one.step}: removed by its run before it was read", file=sys.stderr)
+            continue
+        for task in wanted:
+            if task.name not in evaluators:
+                evaluators[task.name] = Evaluator(
+                    task, plan.split, plan.predict, plan.settings.evaluate
+                )
+            outcome = _measure(evaluators[task.name], model, mesh, one.step)
+            if results is not None:
+                path = results.write(outcome, one.step)
+                print(_summary(outcome, one.step, path), flush=True)
+            yield outcome
+
+
+def _measure(evaluator: "Evaluator", model: Any, mesh: Any, step: int | None) -> "Outcome":
+    import jax
+
+    from convt5.evaluation.progress import Progress
+
+    predictor = evaluator.predictor(model, mesh)
+    if jax.process_index():
+        return evaluator.evaluate(predictor)
+    label = evaluator.task.name if step is None else f"{evaluator.task.name}, step {step}"
+    progress = Progress(evaluator.num_computed, label=label)
+    with contextlib.closing(progress):
+        return evaluator.evaluate(predictor, progress)
+
+
+def _settings(arguments: command_line.Arguments) -> tuple["RunSettings", str]:
+    from convt5.evaluation import run_settings
+    from convt5.evaluation.settings import from_flags
+    from convt5.training.compilation import enable_persistent_cache
+
+    flags = arguments.flags
+    if not flags.checkpoint and not arguments.gin_files:
+        raise errors.UserError(
+            "--checkpoint is missing: give a run directory, such as --checkpoint=runs/quickstart/"
+            "dynamic_tiny. See python -m convt5.eval --help."
+        )
+    if flags.follow and flags.step != "latest":
+        raise errors.UserError(f"--follow takes all checkpoints; leave out --step={flags.step}.")
+    if flags.follow and flags.checkpoint and not arguments.gin_files:
+        _wait(lambda: run_settings.config_file(flags.checkpoint) is not None, flags)
+    enable_persistent_cache()
+    settings = run_settings.read(flags.checkpoint, arguments.gin_files, arguments.gin_bindings)
+    given = {
+        name: value
+        for name, value in (
+            ("tasks", flags.task),
+            ("split", flags.split),
+            ("num_examples", flags.num_examples),
+            ("predict", flags.predict or None),
+        )
+        if value is not None
+    }
+    settings = settings._replace(
+        predict=from_flags(settings.predict, vars(flags)),
+        evaluate=dataclasses.replace(settings.evaluate, **given),
+    )
+    checkpoint = flags.checkpoint or settings.train.get("run_dir")
+    if not checkpoint:
+        raise errors.UserError("the gin files describe no run; give --checkpoint=DIR.")
+    return settings, checkpoint
+
+
+def _first(checkpoint: str, flags: Any) -> "checkpoints.Found":
+    """Returns a checkpoint by which the model is known."""
+    from etils import epath
+
+    from convt5.evaluation import checkpoints
+
+    if flags.follow:
+        _wait(lambda: checkpoints.steps_in(epath.Path(checkpoint) / "checkpoints"), flags)
+    return checkpoints.select(checkpoint, flags.step)[0]
+
+
+def _checkpoints(plan: Plan, flags: Any) -> "Iterator[checkpoints.Found]":
+    from convt5.evaluation import checkpoints
+
+    if not flags.follow:
+        return iter(checkpoints.select(plan.checkpoint, flags.step))
+    last_step = plan.settings.train.get("num_steps")
+    return checkpoints.follow(plan.checkpoint, last_step=last_step, timeout=flags.timeout)
+
+
+@contextlib.contextmanager
+def _opened_results(
+    plan: Plan, found: "checkpoints.Found", output_dir: str | None
+) -> "Iterator[Results | None]":
+    import jax
+
+    from convt5.evaluation.results import Results, closing_results
+
+    folder = output_dir or found.run_dir / "evaluation"
+    evaluate = plan.settings.evaluate
+    settings = {
+        **plan.predict.described(),
+        "num_examples": evaluate.num_examples,
+        "predict": evaluate.predict,
+        "task_seed": evaluate.seed,
+    }
+    with closing_results(None if jax.process_index() else Results(folder, settings)) as results:
+        yield results
+
+
+def _is_done(results: "Results | None", task: Any, plan: Plan, step: int | None) -> bool:
+    """Whether there are results already; the first host decides for all."""
+    from convt5.evaluation.hosts import first_hosts
+
+    return first_hosts(results is not None and results.exists(task.name, plan.split, step))
+
+
+def _wait(is_there: Any, flags: Any) -> None:
+    """Waits for a run that has not begun."""
+    start = time.monotonic()
+    while not is_there() and time.monotonic() - start < flags.timeout:
+        time.sleep(min(10.0, flags.timeout / 10))
+
+
+def _summary(outcome: "Outcome", step: int | None, path: Any) -> str:
+    metrics = "  ".join(f"{name} {value:.4f}" for name, value in outcome.metrics.items())
+    counts = outcome.counts
+    cut = [
+        f"{counts[f'truncated_{name}']} {name} cut"
+        for name in ("inputs", "targets")
+        if counts[f"truncated_{name}"]
+    ]
+    where = "" if step is None else f"step {step}  "
+    examples = ", ".join([f"{counts['num_examples']} examples", *cut])
+    return f"{where}{outcome.task}/{outcome.split}  {metrics}  ({examples})  {path}"
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,175 @@
+"""Which checkpoints of a run are used, those that are still to come, and bringing one to a mesh."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from convt5 import checkpoint, errors, loading, sharding
+from convt5.model import ConvT5
+from convt5.training import run_log
+
+LATEST, BEST, ALL = "latest", "best", "all"
+_LOSS = "validation/loss"
+
+
+class Found(NamedTuple):
+    """A model in a folder.
+
+    Attributes:
+        folder: of one checkpoint, or of an exported model.
+        step: updates made; None for an exported model.
+        run_dir: the run around it; for an exported model its own folder.
+    """
+
+    folder: epath.Path
+    step: int | None
+    run_dir: epath.Path
+
+
+def select(directory: epath.PathLike, which: str = LATEST) -> list[Found]:
+    """Returns checkpoints by name: "latest", "best", "all", or steps such as "100" or "100,200".
+
+    The best has the lowest validation loss among those that are kept.
+
+    Raises:
+        UserError: there is no such checkpoint.
+    """
+    if loading.is_exported(directory):
+        if which != LATEST:
+            raise errors.UserError(
+                f"step={which}, but {directory} is an exported model without steps; leave it out."
+            )
+        return [Found(epath.Path(directory), None, epath.Path(directory))]
+    newest = checkpoint.find_checkpoint(directory)
+    if newest == epath.Path(directory) and which == LATEST:
+        return [_found(newest)]
+    folder = newest.parent
+    if which == LATEST:
+        return [_found(newest)]
+    if which == ALL:
+        return [_found(folder / str(step)) for step in steps_in(folder)]
+    if which == BEST:
+        return [_found(folder / str(_best_step(folder)))]
+    try:
+        steps = [int(step) for step in which.split(",")]
+    except ValueError:
+        raise errors.UserError(
+            f"step={which} must be {LATEST}, {BEST}, {ALL}, or steps such as 1000 or 1000,2000."
+        ) from None
+    return [_found(checkpoint.find_checkpoint(folder, step=step)) for step in steps]
+
+
+def follow(
+    directory: epath.PathLike,
+    *,
+    last_step: int | None,
+    timeout: float,
+    every: float = 10.0,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[Found]:
+    """Yields the checkpoints of a run in the order of their steps, waiting for those to come.
+
+    Args:
+        directory: the run directory.
+        last_step: ends after this one; None ends by time alone.
+        timeout: seconds without a new checkpoint after which it ends.
+        every: seconds between looks.
+        clock, sleep: replaced in tests.
+    """
+    folder = epath.Path(directory) / "checkpoints"
+    done = -1
+    seen = clock()
+    while last_step is None or done < last_step:
+        coming = [step for step in _agreed(steps_in(folder)) if step > done]
+        if coming:
+            done = coming[0]
+            yield _found(folder / str(done))
+            seen = clock()
+            continue
+        if _agreed([int(clock() - seen >= timeout)])[0]:
+            return
+        sleep(every)
+
+
+def steps_in(folder: epath.Path) -> list[int]:
+    """Returns the steps of the complete checkpoints in a folder, which need not exist."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(child.name) for child in folder.iterdir() if child.name.isdigit())
+
+
+def load(found: Found, mesh: Mesh, **settings: Any) -> ConvT5:
+    """Returns the model, placed on a mesh by `sharding.TEXT_RULES`; `settings` as `load_model`."""
+    if found.step is None:
+        model = loading.load_model(found.folder, **settings)
+        return jax.device_put(model, _shardings(model, mesh))
+    config = loading.changed(loading.run_config(found.folder), settings)
+    abstract = jax.eval_shape(lambda: config.build(jax.random.key(0)))
+    placed = jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        abstract,
+        _shardings(abstract, mesh),
+    )
+    return checkpoint.load_params(found.folder, placed)
+
+
+def load_if_there(found: Found, mesh: Mesh) -> ConvT5 | None:
+    """Returns the model; None if a host did not find it, because its run has removed it."""
+    model = None
+    try:
+        model = load(found, mesh)
+    except Exception:  # Readers fail in many ways on files that vanish.
+        if found.folder.exists():
+            raise
+    everywhere = multihost_utils.process_allgather(np.array(model is not None))
+    return model if np.all(everywhere) else None
+
+
+def model_config(found: Found) -> Any:
+    """Returns the description of the model, without its parameters."""
+    if found.step is None:
+        return loading.read_exported(found.folder).config
+    return loading.run_config(found.folder)
+
+
+def _shardings(model: Any, mesh: Mesh) -> Any:
+    return sharding.tree_shardings(model, model, mesh, sharding.TEXT_RULES)
+
+
+def _found(folder: epath.Path) -> Found:
+    parent = folder.parent
+    run_dir = parent.parent if parent.name == "checkpoints" else parent
+    return Found(folder, int(folder.name), run_dir)
+
+
+def _best_step(folder: epath.Path) -> int:
+    kept = steps_in(folder)
+    records = run_log.read_records(folder.parent / run_log.METRICS_FILE)
+    losses = {
+        record["step"]: record[_LOSS]
+        for record in records
+        if record["step"] in kept and isinstance(record.get(_LOSS), int | float)
+    }
+    if not losses:
+        raise errors.UserError(
+            f"step={BEST}: no checkpoint in {folder} (steps {', '.join(map(str, kept))}) has a "
+            f"{_LOSS} in {run_log.METRICS_FILE}; name a step, or take the {LATEST}."
+        )
+    return min(losses, key=lambda step: losses[step])
+
+
+def _agreed(numbers: Sequence[int]) -> list[int]:
+    """Returns what the first host sees: hosts may look at a folder at different moments."""
+    if jax.process_count() == 1:
+        return list(numbers)
+    count = int(multihost_utils.broadcast_one_to_all(np.array(len(numbers))))
+    padded = np.zeros(count, np.int32)
+    padded[: min(count, len(numbers))] = np.array(numbers, np.int32)[:count]
+    return np.asarray(multihost_utils.broadcast_one_to_all(padded)).tolist()

@@ -1,0 +1,231 @@
+"""Measures a model on seqio tasks, by their own metric functions and by the loss of their targets.
+
+What tasks are given is what `seqio.Evaluator` gives them: targets and predictions as text after the
+task's postprocessor, scores as log-probabilities of targets.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import seqio
+
+from convt5 import errors
+from convt5.evaluation import hosts
+from convt5.evaluation.predictor import (
+    Prediction,
+    Predictor,
+    Progress,
+    TargetScore,
+    decode_text,
+    end_id,
+    truncated,
+)
+from convt5.evaluation.settings import EvalConfig, PredictConfig
+from convt5.evaluation.task_data import Example, pretokenized, read_examples
+
+LOSS = "loss"
+
+
+class Outcome(NamedTuple):
+    """What was found for one model and one task.
+
+    Attributes:
+        task, split: what was measured.
+        metrics: by name; `loss` is the cross-entropy of target tokens in nats per token.
+        counts: examples, target tokens, and inputs and targets that were cut.
+        records: for each example its texts, predictions and scores, as JSON values.
+    """
+
+    task: str
+    split: str
+    metrics: dict[str, float]
+    counts: dict[str, int]
+    records: list[dict[str, Any]]
+
+
+class Evaluator:
+    """One task, read once, on which any number of models can be measured.
+
+    Args:
+        task: checked by `task_data.check_task`.
+        split: the part of it that is read.
+        predict_config: completed; its lengths are those of inputs and targets.
+        config: how much of the task, and whether to decode where no metric asks for it.
+
+    Raises:
+        UserError: there is no example.
+    """
+
+    def __init__(
+        self,
+        task: seqio.Task,
+        split: str,
+        predict_config: PredictConfig,
+        config: EvalConfig | None = None,
+    ):
+        config = config or EvalConfig()
+        self.task = task
+        self.split = split
+        self.predict_config = predict_config
+        self._decodes = config.predict or bool(
+            task.predict_metric_fns or task.predict_with_aux_metric_fns
+        )
+        lengths = predict_config.task_lengths()
+        self.examples = read_examples(
+            task, split, lengths=lengths, num_examples=config.num_examples, seed=config.seed
+        )
+        end = end_id(task.output_features["targets"].vocabulary)
+        fitted = [
+            truncated(_ids(example, "targets"), lengths["targets"], end)
+            for example in self.examples
+        ]
+        self._sources = [_ids(example, "inputs") for example in self.examples]
+        self._targets = [target.tokens for target in fitted]
+        self._counts = {
+            "num_examples": len(self.examples),
+            "num_target_tokens": sum(map(len, self._targets)),
+            "truncated_inputs": sum(len(s) > lengths["inputs"] for s in self._sources),
+            "truncated_targets": sum(target.truncated > 0 for target in fitted),
+        }
+        if not self._counts["num_target_tokens"]:
+            raise errors.UserError(f"task={task.name}: the targets of split={split} are all empty.")
+
+    @property
+    def num_computed(self) -> int:
+        """Examples that this host computes for one model, those computed twice counted twice."""
+        return len(self._share()) * (1 + self._decodes)
+
+    def predictor(self, model: Any, mesh: Any = None) -> Predictor:
+        """Returns a predictor with the vocabularies of the task."""
+        features = self.task.output_features
+        return Predictor(
+            model,
+            features["inputs"].vocabulary,
+            self.predict_config,
+            target_vocabulary=features["targets"].vocabulary,
+            mesh=mesh,
+        )
+
+    def evaluate(self, predictor: Predictor, progress: Progress | None = None) -> Outcome:
+        """Returns what the model achieves; every host gets the same, and all of them must call.
+
+        Raises:
+            UserError: an input that is too long and to be refused, or a metric that fails.
+        """
+        mine = self._share()
+        sources = [self._sources[i] for i in mine]
+        rows = self.predict_config.batch_size
+        scored = predictor.score_tokens(
+            sources,
+            [self._targets[i] for i in mine],
+            longest_target=max(map(len, self._targets)),
+            rows=rows,
+            progress=progress,
+        )
+        scores = [TargetScore(*pair) for pair in hosts.merged(scored, mine)]
+        predictions: list[Prediction] = []
+        if self._decodes:
+            found = predictor.predict_tokens(sources, numbers=mine, rows=rows, progress=progress)
+            predictions = [Prediction(*parts) for parts in hosts.merged(found, mine)]
+        total = math.fsum(score.log_prob for score in scores)
+        metrics = {LOSS: -total / self._counts["num_target_tokens"]}
+        for name, value in self._metrics(scores, predictions).items():
+            if name in metrics:
+                raise errors.UserError(
+                    f"task={self.task.name} has two metrics called {name!r}; rename one of them."
+                )
+            metrics[name] = value
+        return Outcome(
+            self.task.name,
+            self.split,
+            metrics,
+            self._counts,
+            self._records(scores, predictions),
+        )
+
+    def _share(self) -> list[int]:
+        return hosts.share([len(source) for source in self._sources])
+
+    def _metrics(
+        self, scores: Sequence[TargetScore], predictions: Sequence[Prediction]
+    ) -> dict[str, float]:
+        task = self.task
+        targets = [
+            self._postprocessed(text, example, is_target=True)
+            for text, example in zip(self._target_texts(), self.examples, strict=True)
+        ]
+        metrics: list[tuple[str, Any]] = []
+        for function in task.score_metric_fns:
+            values = np.array([score.log_prob for score in scores])
+            metrics += self._measured(function, targets, values)
+        if task.predict_metric_fns or task.predict_with_aux_metric_fns:
+            decode = task.output_features["targets"].vocabulary.decode
+            answers = [
+                self._postprocessed(decode(list(best(p))), example, is_target=False)
+                for p, example in zip(predictions, self.examples, strict=True)
+            ]
+            for function in task.predict_metric_fns:
+                metrics += self._measured(function, targets, answers)
+            aux = {"scores": [p.scores[0] if p.scores else -math.inf for p in predictions]}
+            for function in task.predict_with_aux_metric_fns:
+                metrics += self._measured(function, targets, answers, aux)
+        names = [name for name, _ in metrics]
+        twice = {name for name in names if names.count(name) > 1}
+        if twice:
+            raise errors.UserError(
+                f"task={task.name} has two metrics called {twice.pop()!r}; rename one of them."
+            )
+        return {name: number for name, value in metrics if (number := _number(value)) is not None}
+
+    def _measured(self, function: Callable[..., Any], *arguments: Any) -> list[tuple[str, Any]]:
+        try:
+            return list(function(*arguments).items())
+        except Exception as error:
+            # The task's own code fails: its traceback is the cause, its name the message.
+            name = getattr(function, "__name__", function)
+            raise RuntimeError(f"metric {name} of task={self.task.name} failed: {error}") from error
+
+    def _postprocessed(self, text: str, example: Example, *, is_target: bool) -> Any:
+        return self.task.postprocess_fn(text, example=example, is_target=is_target)
+
+    def _target_texts(self) -> list[str]:
+        """What metrics are given: without sentinels, as `seqio.Evaluator` does."""
+        decode = self.task.output_features["targets"].vocabulary.decode
+        return [pretokenized(example, "targets", decode) for example in self.examples]
+
+    def _shown(self, feature: str) -> list[str]:
+        vocabulary = self.task.output_features[feature].vocabulary
+        decode = functools.partial(decode_text, vocabulary)
+        return [pretokenized(example, feature, decode) for example in self.examples]
+
+    def _records(
+        self, scores: Sequence[TargetScore], predictions: Sequence[Prediction]
+    ) -> list[dict[str, Any]]:
+        records = []
+        texts = zip(self._shown("inputs"), self._shown("targets"), scores, strict=True)
+        for i, (source, target, score) in enumerate(texts):
+            record = {"index": i, "input": source, "target": target, "target_score": score.log_prob}
+            if predictions:
+                found = predictions[i]
+                record |= {"predictions": list(found.texts), "scores": list(found.scores)}
+            records.append(record)
+        return records
+
+
+def best(prediction: Prediction) -> tuple[int, ...]:
+    """Returns the ids of the best result, none where there is no result."""
+    return tuple(prediction.tokens[0]) if prediction.tokens else ()
+
+
+def _ids(example: Example, feature: str) -> list[int]:
+    return np.asarray(example[feature]).tolist()
+
+
+def _number(value: Any) -> float | None:
+    """A metric as a number; None for texts, images and the like, which are no scalars."""
+    array = np.asarray(value.value if isinstance(value, seqio.metrics.Scalar) else value)
+    is_number = array.size == 1 and array.dtype.kind in "biuf"
+    return float(array.item()) if is_number else None

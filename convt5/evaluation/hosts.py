@@ -1,0 +1,58 @@
+"""Work shared among the hosts of a run: who computes which example, and one list of results.
+
+Each host computes its examples on its own devices and waits for no other until all are done, so
+that hosts with fewer examples, or shorter ones, cannot block those with more.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+def share(
+    lengths: Sequence[int], *, process_index: int | None = None, process_count: int | None = None
+) -> list[int]:
+    """Returns the examples that this host computes: every one belongs to exactly one host.
+
+    Examples are dealt in the order of their lengths, so that hosts have equal work, and numbers of
+    examples that differ by at most one. Every host knows all lengths, so that nothing is asked.
+    """
+    index = jax.process_index() if process_index is None else process_index
+    count = jax.process_count() if process_count is None else process_count
+    order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
+    return sorted(order[index::count].tolist())
+
+
+def merged(values: Sequence[Any], examples: Sequence[int]) -> list[Any]:
+    """Returns the values of all hosts in the order of their examples; all hosts must call it.
+
+    Args:
+        values: of this host: JSON values; numbers come through exactly.
+        examples: which example each belongs to.
+    """
+    if jax.process_count() == 1:
+        pairs = list(zip(examples, values, strict=True))
+    else:
+        text = json.dumps(list(zip(examples, values, strict=True))).encode()
+        own = np.frombuffer(text, np.uint8)
+        sizes = np.asarray(multihost_utils.process_allgather(np.array(len(own))))
+        padded = np.zeros(sizes.max(), np.uint8)
+        padded[: len(own)] = own
+        rows = np.asarray(multihost_utils.process_allgather(padded))
+        pairs = [
+            pair
+            for row, size in zip(rows, sizes, strict=True)
+            for pair in json.loads(row[:size].tobytes())
+        ]
+    return [value for _, value in sorted(pairs, key=lambda pair: pair[0])]
+
+
+def first_hosts(decision: bool) -> bool:
+    """Returns the decision of the first host, on all of them; all must call it."""
+    if jax.process_count() == 1:
+        return decision
+    return bool(multihost_utils.broadcast_one_to_all(np.array(decision)))

@@ -1,0 +1,138 @@
+"""Where `infer` reads: lines of text, fields of JSON lines, standard input, or a task's split."""
+
+import gzip
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import IO, Any, NamedTuple
+
+from convt5 import errors
+
+STDIN = "-"
+_JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".json")
+
+
+class Item(NamedTuple):
+    """One input.
+
+    Attributes:
+        text: what is predicted from.
+        tokens: its ids, where the task has made them already.
+        target: the true answer, where it is known.
+    """
+
+    text: str
+    tokens: list[int] | None = None
+    target: str | None = None
+
+
+class Inputs(NamedTuple):
+    """Inputs that can be read from the start.
+
+    Attributes:
+        name: what they are called in messages and settings.
+        total: how many; None where they come one by one.
+        read: yields them.
+    """
+
+    name: str
+    total: int | None
+    read: Callable[[], Iterator[Item]]
+
+
+def from_file(path: str, field: str | None = None) -> Inputs:
+    """Returns the lines of a text file, or a field of each line of a JSONL file.
+
+    All of the file is checked at once: a fault in its last line is better known before the first
+    is predicted.
+
+    Args:
+        path: may end in .gz; .jsonl is JSON.
+        field: of JSON objects; by default "inputs" or "input", "text" or "sentence".
+
+    Raises:
+        UserError: no such file, or a line without text; the message has its number.
+    """
+    path = os.path.expanduser(path)
+    if not os.path.isfile(path):
+        raise errors.UserError(
+            f"input={path} names no file (working directory {os.getcwd()!r}); correct the path, "
+            f"or give {STDIN} for standard input."
+        )
+    opened = gzip.open if path.endswith(".gz") else open
+    parse = _parser(path, field)
+
+    def read() -> Iterator[Item]:
+        with opened(path, "rb") as file:
+            yield from _items(file, path, parse)
+
+    return Inputs(path, sum(1 for _ in read()), read)
+
+
+def from_stream(stream: Iterable[bytes], field: str | None = None) -> Inputs:
+    """Returns the lines of a stream, which are read as they come, and once."""
+    return Inputs(STDIN, None, lambda: _items(stream, "standard input", _parser("", field)))
+
+
+def from_examples(name: str, examples: Iterable[Item]) -> Inputs:
+    """Returns inputs that are in memory."""
+    items = list(examples)
+    return Inputs(name, len(items), lambda: iter(items))
+
+
+def chunks(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
+    """Yields `size` inputs at a time, and the rest."""
+    chunk: list[Item] = []
+    for item in items:
+        chunk.append(item)
+        if len(chunk) == size:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+_FIELDS = ("inputs", "input", "text", "sentence")
+
+
+def _parser(path: str, field: str | None) -> Callable[[str], str]:
+    if field is None and not path.endswith(_JSON_SUFFIXES):
+        return lambda line: line
+
+    def parse(line: str) -> str:
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise errors.UserError(f"is not JSON ({error})") from None
+        if not isinstance(record, dict):
+            raise errors.UserError(f"is no JSON object but {line[:40]!r}")
+        name = field or next((name for name in _FIELDS if name in record), None)
+        if name is None or name not in record:
+            raise errors.UserError(
+                f"has no field {name or ' or '.join(_FIELDS)!r}, but {sorted(record)}; name the "
+                f"field with --field{errors.suggest(name or '', record)}"
+            )
+        value: Any = record[name]
+        if not isinstance(value, str):
+            raise errors.UserError(f"has {value!r} in the field {name!r}, which must be text")
+        return value
+
+    return parse
+
+
+def _items(
+    file: IO[bytes] | Iterable[bytes], name: str, parse: Callable[[str], str]
+) -> Iterator[Item]:
+    for number, line in enumerate(file, start=1):
+        try:
+            text = parse(line.decode().rstrip("\r\n"))
+            if not text.strip():
+                raise errors.UserError("is empty: there is nothing to predict from; leave it out")
+            text.encode()  # JSON can express halves of characters, which no vocabulary has.
+        except UnicodeError as error:
+            raise errors.UserError(
+                f"{name}, line {number} is not UTF-8 ({error}); convert it."
+            ) from None
+        except errors.UserError as error:
+            raise errors.UserError(f"{name}, line {number} {error}.") from None
+        yield Item(text)

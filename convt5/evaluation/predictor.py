@@ -1,0 +1,333 @@
+"""A model and its vocabulary: texts in, predictions and scores out."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from convt5 import decoding, errors, sharding
+from convt5.evaluation.batching import PADDING_ROW, Batch, plan_batches, stacked
+from convt5.evaluation.settings import PredictConfig
+from convt5.model import ConvT5
+
+_SENTINEL = re.compile(r"(<extra_id_\d+>)")
+
+Progress = Callable[[int], None]
+"""Called with the number of examples that have been computed since the last call."""
+
+
+class TextVocabulary(Protocol):
+    """The part of a `seqio.Vocabulary` that is needed here."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def extra_ids(self) -> int: ...
+
+    @property
+    def eos_id(self) -> int | None: ...
+
+    def encode(self, s: str, /) -> Sequence[int]: ...
+
+    def decode(self, ids: Any, /) -> str: ...
+
+
+class Prediction(NamedTuple):
+    """What a model answers to one input; the parts have one entry for each result, best first.
+
+    Attributes:
+        texts: the results.
+        scores: what they are ranked by: log-probabilities, which beam search divides by
+            length ** length_penalty.
+        tokens: their ids, with the end token if it came.
+        truncated: tokens of the input that were cut off.
+    """
+
+    texts: tuple[str, ...]
+    scores: tuple[float, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    truncated: int = 0
+
+
+class TargetScore(NamedTuple):
+    """What a model thinks of one given target.
+
+    Attributes:
+        log_prob: of the whole target, end token included, given the input.
+        num_tokens: that it sums over.
+    """
+
+    log_prob: float
+    num_tokens: int
+
+
+class Fitted(NamedTuple):
+    """Token ids that fit a length, and how many were cut off."""
+
+    tokens: list[int]
+    truncated: int
+
+
+class Predictor:
+    """Predicts and scores with one model.
+
+    Inputs may come in any order and number: they are put together by length, computed in few
+    shapes, and the results come back in the order of the inputs. The result of an input depends on
+    nothing but it, its number, and the settings.
+
+    Args:
+        model: from `load_model`.
+        vocabulary: of inputs, and of targets unless `target_vocabulary` is given.
+        config: how predictions are made; lengths left None are the usual ones for the model.
+        target_vocabulary: of targets.
+        add_eos: whether inputs and targets end with the end token, as T5's do.
+        mesh: devices that the model lies on; None leaves rows wherever the model is.
+
+    Raises:
+        UserError: a vocabulary with more ids than the model has embeddings.
+    """
+
+    def __init__(
+        self,
+        model: ConvT5,
+        vocabulary: TextVocabulary,
+        config: PredictConfig | None = None,
+        *,
+        target_vocabulary: TextVocabulary | None = None,
+        add_eos: bool = True,
+        mesh: Mesh | None = None,
+    ):
+        self.model = model
+        self.vocabulary = vocabulary
+        self.target_vocabulary = target_vocabulary or vocabulary
+        self.config = (config or PredictConfig()).completed(model.config)
+        self._lengths = self.config.task_lengths()
+        self._add_eos = add_eos
+        self._batch_sharding = sharding.batch_sharding(mesh) if mesh else None
+        for each in (self.vocabulary, self.target_vocabulary):
+            check_vocabulary_size(each, model.config.vocab_size)
+
+    @property
+    def end_id(self) -> int:
+        return end_id(self.target_vocabulary)
+
+    def predict(self, texts: Iterable[str], *, first_number: int = 0) -> list[Prediction]:
+        """Returns a prediction for each text.
+
+        Args:
+            texts: sentinels may stand in them as <extra_id_0>, <extra_id_1>, ...
+            first_number: the number of the first text, which sampling depends on.
+
+        Raises:
+            UserError: a text without tokens, or a long one that is to be refused.
+        """
+        return self.predict_tokens([self.encode(text) for text in texts], first_number=first_number)
+
+    def score(self, texts: Sequence[str], targets: Sequence[str]) -> list[TargetScore]:
+        """Returns what the model thinks of each target as the answer to the text beside it."""
+        ends = [self.end_id] * self._add_eos
+        return self.score_tokens(
+            [self.encode(text) for text in texts],
+            [[*encode_text(self.target_vocabulary, text), *ends] for text in targets],
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of an input, however long."""
+        ends = [end_id(self.vocabulary)] * self._add_eos
+        return [*encode_text(self.vocabulary, text), *ends]
+
+    def fit(self, tokens: Sequence[int], number: int) -> Fitted:
+        """Returns an input that is not too long.
+
+        Raises:
+            UserError: it is too long and `long_inputs="refuse"`, or it is empty.
+        """
+        limit = self._lengths["inputs"]
+        if not len(tokens):
+            raise errors.UserError(
+                f"input {number + 1} is empty, so that the model has nothing to read; leave it out."
+            )
+        if len(tokens) > limit and self.config.long_inputs == "refuse":
+            raise errors.UserError(
+                f"input {number + 1} has {len(tokens)} tokens, but max_input_length={limit} and "
+                "long_inputs=refuse; shorten it, raise max_input_length, or set "
+                "long_inputs=truncate."
+            )
+        return truncated(tokens, limit, end_id(self.vocabulary))
+
+    def predict_tokens(
+        self,
+        sources: Sequence[Sequence[int]],
+        *,
+        numbers: Sequence[int] | None = None,
+        first_number: int = 0,
+        rows: int | None = None,
+        progress: Progress | None = None,
+    ) -> list[Prediction]:
+        """Returns a prediction for each tokenized input.
+
+        Args:
+            sources: ids with their end token.
+            numbers: of the inputs, for sampling and messages.
+            first_number: where `numbers` is None, they are counted from this.
+            rows: of a batch; by default no more than there are inputs.
+            progress: told of each batch.
+        """
+        if numbers is None:
+            numbers = range(first_number, first_number + len(sources))
+        fitted = [self.fit(s, n) for s, n in zip(sources, numbers, strict=True)]
+        found: list[Prediction | None] = [None] * len(fitted)
+        for batch in self._batches([len(f.tokens) for f in fitted], rows):
+            results = self._decode(batch, fitted, numbers)
+            for row, i in enumerate(batch.examples):
+                if i != PADDING_ROW:
+                    found[i] = self._prediction(results, row, fitted[i].truncated)
+            _tell(progress, batch)
+        return [prediction for prediction in found if prediction is not None]
+
+    def score_tokens(
+        self,
+        sources: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[int]],
+        *,
+        longest_target: int | None = None,
+        rows: int | None = None,
+        progress: Progress | None = None,
+    ) -> list[TargetScore]:
+        """Returns what the model thinks of each target given the input beside it.
+
+        Args:
+            sources: ids with their end token.
+            targets: likewise; all of them are scored, whatever `max_length` is.
+            longest_target: tokens that targets are padded to; by default the longest here.
+            rows, progress: as in `predict_tokens`.
+        """
+        fitted = [self.fit(s, n).tokens for n, s in enumerate(sources)]
+        longest = max([longest_target or 1, *map(len, targets)])
+        found = [TargetScore(0.0, 0)] * len(fitted)
+        for batch in self._batches([len(tokens) for tokens in fitted], rows):
+            scores = decoding.score(
+                self.model,
+                stacked(_rows(fitted, batch), batch.length),
+                stacked(_rows(targets, batch), longest)[:, None],
+                batch_sharding=self._batch_sharding,
+            )
+            for row, i in enumerate(batch.examples):
+                if i != PADDING_ROW:
+                    found[i] = TargetScore(float(scores.log_probs[row, 0]), len(targets[i]))
+            _tell(progress, batch)
+        return found
+
+    def _batches(self, lengths: Sequence[int], rows: int | None) -> list[Batch]:
+        rows = rows or min(self.config.batch_size, decoding.bucket_size(len(lengths)))
+        return plan_batches(lengths, rows=rows, longest=self._lengths["inputs"])
+
+    def _decode(
+        self, batch: Batch, fitted: Sequence[Fitted], numbers: Sequence[int]
+    ) -> decoding.Found:
+        strategy, max_length = self.config.strategy, self._lengths["targets"]
+        is_example = np.array([i != PADDING_ROW for i in batch.examples])
+        key = None
+        if isinstance(strategy, decoding.Sampling):
+            at = np.array([0 if i == PADDING_ROW else numbers[i] for i in batch.examples])
+            seed = jax.random.key(self.config.seed)
+            key = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(seed, jnp.asarray(at))
+        return decoding.decode(
+            self.model,
+            stacked(_rows([f.tokens for f in fitted], batch), batch.length),
+            max_length=max_length,
+            max_lengths=np.where(is_example, max_length, 0),
+            strategy=strategy,
+            key=key,
+            end_id=self.end_id,
+            batch_sharding=self._batch_sharding,
+        )
+
+    def _prediction(self, found: decoding.Found, row: int, cut: int) -> Prediction:
+        lengths = np.asarray(found.lengths)[row]
+        # Fewer sequences than asked for may exist.
+        kept = [i for i, length in enumerate(lengths) if length]
+        tokens = [tuple(np.asarray(found.tokens)[row, i, : lengths[i]].tolist()) for i in kept]
+        return Prediction(
+            texts=tuple(decode_text(self.target_vocabulary, ids) for ids in tokens),
+            scores=tuple(float(np.asarray(found.scores)[row, i]) for i in kept),
+            tokens=tuple(tokens),
+            truncated=cut,
+        )
+
+
+def check_vocabulary_size(vocabulary: TextVocabulary, vocab_size: int) -> None:
+    """Raises `UserError` if the vocabulary has ids that the model has no embedding for."""
+    if vocabulary.vocab_size > vocab_size:
+        raise errors.UserError(
+            f"the vocabulary has {vocabulary.vocab_size} ids, sentinels included, but the model's "
+            f"vocab_size={vocab_size}; use the vocabulary that the model was trained with."
+        )
+
+
+def encode_text(vocabulary: TextVocabulary, text: str) -> list[int]:
+    """Returns ids without an end token; <extra_id_0> is the first sentinel, in any vocabulary."""
+    ids: list[int] = []
+    first = vocabulary.vocab_size - vocabulary.extra_ids
+    for piece in _SENTINEL.split(text) if _reads_sentinels_as_letters(vocabulary) else [text]:
+        number = int(piece[10:-1]) if _SENTINEL.fullmatch(piece) else None
+        if number is not None and vocabulary.vocab_size - 1 - number >= first:
+            ids.append(vocabulary.vocab_size - 1 - number)
+        elif piece:
+            ids += vocabulary.encode(piece)
+    return ids
+
+
+def decode_text(vocabulary: TextVocabulary, ids: Sequence[int]) -> str:
+    """Returns the text of ids up to the end token, with sentinels as <extra_id_0>, ..."""
+    end = end_id(vocabulary)
+    kept = list(ids[: ids.index(end)] if end in ids else ids)
+    # Rows that fill up the model's table beyond the vocabulary stand for nothing.
+    kept = [i for i in kept if i < vocabulary.vocab_size]
+    # Bytes keep every space; pieces of SentencePiece lose those at the ends of a decoded run.
+    gap = "" if _reads_sentinels_as_letters(vocabulary) else " "
+    return "".join(_decoded_pieces(vocabulary, kept, gap)).strip(gap)
+
+
+def truncated(tokens: Sequence[int], limit: int, end: int) -> Fitted:
+    """Returns at most `limit` tokens; an end token stays at the end, as seqio's tasks keep it."""
+    kept = list(tokens[:limit])
+    if len(tokens) > limit and tokens[-1] == end:
+        kept[-1] = end
+    return Fitted(kept, max(0, len(tokens) - limit))
+
+
+def end_id(vocabulary: TextVocabulary) -> int:
+    return 1 if vocabulary.eos_id is None else vocabulary.eos_id
+
+
+def _decoded_pieces(vocabulary: TextVocabulary, ids: Sequence[int], gap: str) -> Iterator[str]:
+    first = vocabulary.vocab_size - vocabulary.extra_ids
+    run: list[int] = []
+    for token in ids:
+        if token < first:
+            run.append(token)
+            continue
+        yield vocabulary.decode(run) if run else ""
+        yield f"{gap}<extra_id_{vocabulary.vocab_size - 1 - token}>{gap}"
+        run = []
+    yield vocabulary.decode(run) if run else ""
+
+
+def _reads_sentinels_as_letters(vocabulary: TextVocabulary) -> bool:
+    """Whether <extra_id_0> is letters to it; to a SentencePiece model with sentinels it is one."""
+    return len(vocabulary.encode("<extra_id_0>")) > 2
+
+
+def _rows(values: Sequence[Sequence[int]], batch: Batch) -> list[Sequence[int]]:
+    return [() if i == PADDING_ROW else values[i] for i in batch.examples]
+
+
+def _tell(progress: Progress | None, batch: Batch) -> None:
+    if progress:
+        progress(sum(i != PADDING_ROW for i in batch.examples))

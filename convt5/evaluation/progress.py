@@ -1,0 +1,91 @@
+"""How far a command is, on standard error: a bar in a terminal, plain lines anywhere else."""
+
+import math
+import sys
+import time
+from typing import TextIO
+
+from tqdm import tqdm
+
+from convt5.training.run_log import duration, short_number
+
+
+class Progress:
+    """Counts examples; calling it adds to them.
+
+    Args:
+        total: how many there will be; None where that is not known.
+        done: of them before this process began.
+        label: stands before the numbers.
+        out: standard error by default.
+        seconds_between_lines: plain lines that come sooner are left out, except the last.
+    """
+
+    def __init__(
+        self,
+        total: int | None,
+        *,
+        done: int = 0,
+        label: str = "",
+        out: TextIO | None = None,
+        seconds_between_lines: float = 10.0,
+    ):
+        self._out = out or sys.stderr
+        self._total = total
+        self._first = self._done = done
+        self._label = f"{label}: " if label else ""
+        self._interval = seconds_between_lines
+        self._started = self._last_line = time.monotonic()
+        self._bar = None
+        if self._out.isatty():
+            self._bar = tqdm(
+                total=total,
+                initial=done,
+                desc=label or None,
+                unit=" examples",
+                dynamic_ncols=True,
+                file=self._out,
+                leave=False,
+            )
+
+    def __call__(self, examples: int) -> None:
+        self._done += examples
+        if self._bar is not None:
+            self._bar.update(examples)
+        elif time.monotonic() - self._last_line >= self._interval:
+            self._last_line = time.monotonic()
+            self.message(self._line())
+
+    def message(self, text: str) -> None:
+        """Shows a line, above the bar."""
+        if self._bar is not None:
+            self._bar.write(text, file=self._out)
+        else:
+            print(text, file=self._out, flush=True)
+
+    def close(self) -> None:
+        """Ends the bar, and says how long it took."""
+        if self._bar is not None:
+            self._bar.close()
+        seconds = time.monotonic() - self._started
+        if self._done > self._first:
+            count = self._done - self._first
+            print(
+                f"{self._label}{count} examples in {duration(seconds)}"
+                f" ({short_number(count / max(seconds, 1e-9))} examples/s)",
+                file=self._out,
+                flush=True,
+            )
+
+    def _line(self) -> str:
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        rate = (self._done - self._first) / seconds
+        speed = f"{short_number(rate)} examples/s"
+        if self._total is None:
+            return f"{self._label}{self._done} examples  {speed}"
+        left = (self._total - self._done) / rate if rate else math.inf
+        share = f"{100 * self._done / max(self._total, 1):.0f}%"
+        return (
+            f"{self._label}{self._done}/{self._total} ({share})  {speed}"
+            f"{f'  ETA {duration(left)}' if math.isfinite(left) else ''}"
+        )

@@ -1,0 +1,221 @@
+"""Files that evaluation and prediction write: complete or absent, and one writer at a time.
+
+<output_dir>/<task>/<split>/step_<step>.json       metrics and counts
+                            step_<step>.jsonl      predictions, one line for each example
+<output_dir>/tensorboard/                          the metrics over steps
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, BinaryIO
+
+from etils import epath
+
+from convt5 import errors
+from convt5.checkpoint import differences
+from convt5.evaluation.evaluator import Outcome
+from convt5.training.run_log import TensorBoard
+
+
+class Results:
+    """The results of one command; only the first host of a run makes one.
+
+    Args:
+        folder: made when something is written.
+        settings: JSON values that the results depend on; part of each file.
+    """
+
+    def __init__(self, folder: epath.PathLike, settings: Mapping[str, Any]):
+        self.folder = epath.Path(folder)
+        self._settings = json.loads(json.dumps(settings))
+        self._tensorboard: TensorBoard | None = None
+
+    def path(self, task: str, split: str, step: int | None) -> epath.Path:
+        name = "model" if step is None else f"step_{step}"
+        return self.folder / _file_name(task) / _file_name(split) / f"{name}.json"
+
+    def exists(self, task: str, split: str, step: int | None) -> bool:
+        """Whether there are results of the same settings."""
+        path = self.path(task, split, step)
+        return path.exists() and json.loads(path.read_text()).get("settings") == self._settings
+
+    def write(self, outcome: Outcome, step: int | None) -> epath.Path:
+        """Writes all files of one task and step; returns the path of the metrics.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        path = self.path(outcome.task, outcome.split, step)
+        summary = {
+            "task": outcome.task,
+            "split": outcome.split,
+            "step": step,
+            "metrics": outcome.metrics,
+            **outcome.counts,
+            "settings": self._settings,
+        }
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _replace(path.with_suffix(".jsonl"), "".join(map(json_line, outcome.records)))
+            # Last, so that where it is, everything is.
+            _replace(path, json.dumps(_plain(summary), indent=2) + "\n")
+        except OSError as error:
+            raise errors.UserError(
+                f"output_dir={str(self.folder)!r} must be a folder that can be written, but: "
+                f"{error.strerror}; choose another with --output_dir."
+            ) from error
+        if step is not None:
+            self._write_tensorboard(outcome, step)
+        return path
+
+    def close(self) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def _write_tensorboard(self, outcome: Outcome, step: int) -> None:
+        if self._tensorboard is None:
+            self._tensorboard = TensorBoard(self.folder / "tensorboard", last_step=0)
+        prefix = f"{outcome.task}/{outcome.split}"
+        self._tensorboard.write(
+            step, {f"{prefix}/{name}": value for name, value in outcome.metrics.items()}
+        )
+        self._tensorboard.sync()
+
+
+class ResumableLines:
+    """A JSONL file that a killed command continues after its last complete line.
+
+    Settings lie beside it, in FILE.settings.json: lines of other settings are not mixed.
+
+    Attributes:
+        num_done: complete lines, whose records `done` yields.
+    """
+
+    def __init__(self, path: epath.PathLike, settings: Mapping[str, Any]):
+        """Opens the file, cutting a last line that was not completed.
+
+        Raises:
+            UserError: another process writes it, it was made with other settings, or it cannot be
+                written.
+        """
+        self.path = os.path.expanduser(os.fspath(path))
+        settings = json.loads(json.dumps(settings))
+        try:
+            if folder := os.path.dirname(self.path):
+                os.makedirs(folder, exist_ok=True)
+            self._file: BinaryIO = open(self.path, "a+b")  # noqa: SIM115  # Closed by `close`.
+        except OSError as error:
+            raise errors.UserError(
+                f"output={self.path} must be a file that can be written, but: {error.strerror}."
+            ) from error
+        try:
+            self._lock()
+            self._check_settings(settings)
+            self.num_done = self._cut_torn_line()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def done(self) -> Iterator[dict[str, Any]]:
+        """Yields the records that were there when the file was opened."""
+        with open(self.path, "rb") as file:
+            for number, line in enumerate(file):
+                if number == self.num_done:
+                    return
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    raise errors.UserError(
+                        f"output={self.path}: line {number + 1} is not JSON, so that the command "
+                        "cannot continue there; choose another output, or remove the file."
+                    ) from None
+
+    def write(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Appends records; they outlast the process and the machine when it returns."""
+        self._file.write("".join(map(json_line, records)).encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise errors.UserError(
+                f"output={self.path} is being written by another process; wait for it to end, or "
+                "choose another output."
+            ) from None
+        except OSError:
+            return  # A file system without locks: nothing can be checked.
+
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        beside = epath.Path(f"{self.path}.settings.json")
+        has_lines = os.path.getsize(self.path) > 0
+        if not has_lines:
+            _replace(beside, json.dumps(settings, indent=2) + "\n")
+            return
+        before = json.loads(beside.read_text()) if beside.exists() else None
+        if before is None:
+            raise errors.UserError(
+                f"output={self.path} holds something else: there is no {beside.name} beside it; "
+                "choose another output, or remove the file."
+            )
+        changed = differences(before, settings)
+        if changed:
+            raise errors.UserError(
+                f"output={self.path} was made with other settings ({'; '.join(changed)}), so that "
+                "it cannot be continued; set them back, choose another output, or remove the file."
+            )
+
+    def _cut_torn_line(self) -> int:
+        """Returns the number of complete lines; only those remain."""
+        self._file.seek(0)
+        lines = end = 0
+        for line in self._file:
+            if line.endswith(b"\n"):
+                lines, end = lines + 1, end + len(line)
+        self._file.truncate(end)
+        self._file.seek(end)
+        return lines
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    return json.dumps(_plain(record), ensure_ascii=False) + "\n"
+
+
+@contextlib.contextmanager
+def closing_results(results: Results | None) -> Iterator[Results | None]:
+    """Closes the results of the first host; other hosts have none."""
+    try:
+        yield results
+    finally:
+        if results is not None:
+            results.close()
+
+
+def _replace(path: epath.Path, text: str) -> None:
+    """Writes a file that appears under its name only when complete."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def _file_name(name: str) -> str:
+    """Splits may be slices such as train[:10%], and names of tasks may hold colons."""
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: those become strings, as in metrics.jsonl."""
+    if isinstance(value, float):
+        return value if value - value == 0 else str(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,178 @@
+"""What a trained model came with: its gin settings, its vocabulary, and the lengths it has seen.
+
+A run directory holds them in `config.gin`; gin files that describe a run take its place.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from convt5 import errors, gin_config
+from convt5.configuration import gin_files
+from convt5.evaluation.settings import EvalConfig, PredictConfig
+from convt5.training.run_directory import CONFIG_FILE
+
+BYTES = "bytes"
+
+
+class RunSettings(NamedTuple):
+    """Settings of a command that uses a trained model.
+
+    Attributes:
+        train: arguments of `trainer.train`; empty for a model without a run.
+        predict, evaluate: as gin bound them.
+    """
+
+    train: Mapping[str, Any]
+    predict: PredictConfig
+    evaluate: EvalConfig
+
+    @property
+    def data(self) -> Any:
+        """The run's evaluation data, or its training data; None where there is neither."""
+        return self.train.get("eval_data") or self.train.get("train_data")
+
+    def trained_lengths(self) -> dict[str, int | None]:
+        """Returns the lengths of the training data, named as in `PredictConfig`."""
+        return {
+            "max_input_length": getattr(self.data, "encoder_length", None),
+            "max_length": getattr(self.data, "decoder_length", None),
+        }
+
+
+class TextFeatures(NamedTuple):
+    """How text becomes ids: seqio vocabularies, and whether the end token is added."""
+
+    inputs: Any
+    targets: Any
+    add_eos: bool = True
+
+
+def read(
+    checkpoint: str | None, files: Sequence[str] = (), bindings: Sequence[str] = ()
+) -> RunSettings:
+    """Returns the settings of a run and of what is done with it.
+
+    Args:
+        checkpoint: a run directory or something in it. Its config.gin comes before `files`, unless
+            these describe a run themselves.
+        files: gin files.
+        bindings: `NAME=VALUE` as given to `--gin.NAME=VALUE`.
+
+    Raises:
+        UserError: what `gin_config.load` raises.
+    """
+    statements = gin_files.read_all(files)
+    bound = [s for s in statements if isinstance(s, gin_files.Binding)]
+    is_run = any(f".{b.selector}".endswith(".trainer.train") for b in bound)
+    own = config_file(checkpoint) if checkpoint else None
+    if own is not None and not is_run:
+        files, is_run = [str(own), *files], True
+    roots = ["@convt5.evaluation.PredictConfig", "@convt5.evaluation.EvalConfig"]
+    if is_run:
+        roots.append("@convt5.trainer.train")
+    required = gin_files.Macro(gin_files.REQUIRED)
+    lacks_run_dir = any(
+        b.is_macro and b.selector == "RUN_DIR" and b.value == required for b in bound
+    )
+    if checkpoint and lacks_run_dir:
+        bindings = [f"RUN_DIR='{checkpoint}'", *bindings]
+    config = gin_config.load(files, bindings, roots=roots, supplied=["config_text"])
+    train: Mapping[str, Any] = {}
+    if is_run:
+        from convt5 import trainer
+
+        train = config.arguments(trainer.train)
+    return RunSettings(
+        train,
+        PredictConfig(**config.arguments(PredictConfig)),
+        EvalConfig(**config.arguments(EvalConfig)),
+    )
+
+
+def config_file(checkpoint: epath.PathLike) -> epath.Path | None:
+    """Returns the config.gin of the run that `checkpoint` is or lies in, if there is one."""
+    folder = epath.Path(checkpoint)
+    for candidate in (folder, folder.parent, folder.parent.parent):
+        if (candidate / CONFIG_FILE).exists():
+            return candidate / CONFIG_FILE
+    return None
+
+
+def load_vocabulary(source: epath.PathLike) -> Any:
+    """Returns a vocabulary of inputs: of a run directory, of a SentencePiece file, or "bytes".
+
+    Raises:
+        UserError: nothing there that names a vocabulary.
+    """
+    return text_features(str(source)).inputs
+
+
+def text_features(source: str, settings: RunSettings | None = None) -> TextFeatures:
+    """Returns the vocabularies of a run directory, of a SentencePiece file, or of "bytes".
+
+    Args:
+        source: which of them.
+        settings: of the run, where they have been read.
+    """
+    from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
+
+    if source == BYTES:
+        return TextFeatures(vocabularies.characters(), vocabularies.characters())
+    if os.path.isfile(source) or str(source).endswith(".model"):
+        return TextFeatures(*[vocabularies.sentencepiece(source)] * 2)
+    if settings is None:
+        if config_file(source) is None:
+            raise errors.UserError(
+                f"vocabulary: {source} is no SentencePiece file and no run directory with a "
+                f"{CONFIG_FILE}; name the vocabulary that the model was trained with: a "
+                f"SentencePiece .model file, or {BYTES!r}."
+            )
+        settings = read(source)
+    found = run_features(settings)
+    if found is None:
+        raise errors.UserError(
+            f"vocabulary: the settings of {source} name no seqio task, so that the vocabulary is "
+            f"not known; give --vocabulary=FILE.model, or --vocabulary={BYTES}."
+        )
+    return found
+
+
+def run_features(settings: RunSettings) -> TextFeatures | None:
+    """Returns the vocabularies of a run's data, read; None where its data is no seqio task.
+
+    Raises:
+        UserError: the vocabulary cannot be read.
+    """
+    import seqio
+
+    provider = getattr(settings.data, "mixture", None)
+    if isinstance(provider, str):
+        from convt5.evaluation.task_data import registered
+
+        provider = registered(provider)
+    if not isinstance(provider, seqio.Task | seqio.Mixture):
+        return None
+    features = provider.output_features
+    if not {"inputs", "targets"} <= set(features):
+        return None
+    inputs, targets = features["inputs"], features["targets"]
+    for vocabulary in (inputs.vocabulary, targets.vocabulary):
+        check_readable(vocabulary)
+    return TextFeatures(inputs.vocabulary, targets.vocabulary, inputs.add_eos)
+
+
+def check_readable(vocabulary: Any) -> None:
+    """Raises `UserError` if a file of the vocabulary is not there."""
+    import tensorflow as tf
+
+    try:
+        _ = vocabulary.vocab_size
+    except (tf.errors.OpError, OSError) as error:
+        name = getattr(vocabulary, "sentencepiece_model_file", vocabulary)
+        raise errors.UserError(
+            f"the vocabulary {name!r} of the run's data cannot be read "
+            f"({str(error).splitlines()[0]}); give a copy that is here: --vocabulary=FILE.model."
+        ) from error

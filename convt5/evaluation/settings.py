@@ -1,0 +1,159 @@
+"""What `eval` and `infer` are told: how texts become predictions, and which tasks are measured.
+
+Gin files bind `evaluation.PredictConfig` and `evaluation.EvalConfig`; flags of the commands win
+over them.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from convt5 import errors
+from convt5.architecture import ConvT5Config
+from convt5.evaluation.flags import LONG_INPUTS, STRATEGY_FLAGS
+from convt5.search import BeamSearch, Greedy, Sampling, Strategy
+
+_LENGTHS = {"max_input_length": 512, "max_length": 128}  # Where neither model nor run says more.
+_STRATEGIES: dict[str, type[Strategy]] = {
+    "greedy": Greedy,
+    "sampling": Sampling,
+    "beam": BeamSearch,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PredictConfig:
+    """How texts become predictions.
+
+    Attributes:
+        strategy: how tokens are chosen: `search.Greedy`, `search.Sampling` or `search.BeamSearch`.
+        max_length: the longest prediction in tokens, end token included; None takes what the model
+            was trained with.
+        max_input_length: the longest input in tokens, end token included; None likewise.
+        long_inputs: "truncate" cuts longer inputs before their end token and counts them; "refuse"
+            makes them an error.
+        batch_size: inputs that are decoded together, over all devices of a host. It changes no
+            result.
+        seed: of sampling. What is drawn for an input depends on it and on the input's number.
+    """
+
+    strategy: Strategy = Greedy()  # noqa: RUF009  # Frozen.
+    max_length: int | None = None
+    max_input_length: int | None = None
+    long_inputs: str = "truncate"
+    batch_size: int = 32
+    seed: int = 0
+
+    def __post_init__(self):
+        found = [
+            f"{name}={value} must be at least 1."
+            for name in ("max_length", "max_input_length", "batch_size")
+            if (value := getattr(self, name)) is not None and value < 1
+        ]
+        if self.long_inputs not in LONG_INPUTS:
+            found.append(
+                f"long_inputs={self.long_inputs!r} must be one of {', '.join(LONG_INPUTS)}."
+                f"{errors.suggest(self.long_inputs, LONG_INPUTS)}"
+            )
+        errors.raise_all(found, where="PredictConfig")
+
+    def completed(
+        self, model: ConvT5Config, trained_with: Mapping[str, int | None] | None = None
+    ) -> "PredictConfig":
+        """Returns the settings with every length known.
+
+        Args:
+            model: what the lengths must fit.
+            trained_with: lengths under the names of this class, where they are known.
+
+        Raises:
+            UserError: a length beyond the model's learned positions.
+        """
+        limit = model.max_positions if model.positions == "learned" else None
+        values = {}
+        for name, default in _LENGTHS.items():
+            value = getattr(self, name)
+            if value is None:
+                value = (trained_with or {}).get(name) or min(default, limit or default)
+            if limit and value > limit:
+                raise errors.UserError(
+                    f"{name}={value} is longer than the model's max_positions={limit}, its rows of "
+                    f"learned positions; set {name} to at most {limit}."
+                )
+            values[name] = value
+        return dataclasses.replace(self, **values)
+
+    def task_lengths(self) -> dict[str, int]:
+        """Returns the lengths of completed settings, by the features of a seqio task."""
+        if self.max_input_length is None or self.max_length is None:
+            raise ValueError(f"{self} is not completed")
+        return {"inputs": self.max_input_length, "targets": self.max_length}
+
+    def described(self) -> dict[str, Any]:
+        """Returns what results depend on, as JSON values."""
+        values = dataclasses.asdict(self)
+        del values["batch_size"]
+        return values | {"strategy": {"name": type(self.strategy).__name__, **values["strategy"]}}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Which tasks are measured, and on what part of them.
+
+    Attributes:
+        tasks: seqio tasks or mixtures, or names of registered ones; none takes the run's own
+            evaluation data.
+        split: of the tasks; None takes the run's own, else "validation".
+        num_examples: the first ones only; None takes all.
+        predict: also decodes the examples of tasks whose metrics need no predictions.
+        seed: of everything random in a task.
+    """
+
+    tasks: Sequence[Any] = ()
+    split: str | None = None
+    num_examples: int | None = None
+    predict: bool = False
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.num_examples is not None and self.num_examples < 1:
+            raise errors.UserError(
+                f"EvalConfig: num_examples={self.num_examples} must be at least 1, or None for all."
+            )
+
+
+def from_flags(config: PredictConfig, flags: Mapping[str, Any]) -> PredictConfig:
+    """Returns `config` with the values of `flags.PREDICT_FLAGS` that were given.
+
+    Raises:
+        UserError: a flag that the strategy does not have.
+    """
+    given = {name: flags[name] for name in STRATEGY_FLAGS if flags[name] is not None}
+    chosen = flags["strategy"]
+    strategy = _STRATEGIES[chosen]() if chosen else config.strategy
+    known = {field.name for field in dataclasses.fields(strategy)}
+    name = next(name for name, kind in _STRATEGIES.items() if isinstance(strategy, kind))
+    errors.raise_all(
+        [
+            f"--{flag}={value} is no setting of {name}; give --strategy="
+            f"{' or '.join(_strategies_with(flag))} as well, or leave it out."
+            for flag, value in given.items()
+            if flag not in known
+        ],
+        where="strategy",
+    )
+    if chosen:
+        strategy = _STRATEGIES[chosen](**given)
+    elif given:
+        strategy = dataclasses.replace(strategy, **given)
+    names = ("max_length", "max_input_length", "long_inputs", "batch_size", "seed")
+    values = {name: flags[name] for name in names if flags[name] is not None}
+    return dataclasses.replace(config, strategy=strategy, **values)
+
+
+def _strategies_with(flag: str) -> list[str]:
+    return [
+        name
+        for name, kind in _STRATEGIES.items()
+        if flag in {field.name for field in dataclasses.fields(kind)}
+    ]

@@ -1,0 +1,118 @@
+"""Predictions of a stream of inputs in its order, chunk by chunk, and of what a person types."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TextIO
+
+from convt5 import errors
+from convt5.evaluation.inputs import Item, chunks
+from convt5.evaluation.predictor import Prediction, Predictor, Progress
+
+Record = dict[str, Any]
+
+
+def predictions(
+    predictor: Predictor,
+    items: Iterator[Item],
+    *,
+    chunk_size: int,
+    done: Iterable[Record] = (),
+    progress: Progress | None = None,
+) -> Iterator[list[Record]]:
+    """Yields the records of each chunk of inputs, leaving out those that are there already.
+
+    The inputs of a chunk are put together by length. A chunk of which a part is there is computed
+    whole, so that what an interrupted command adds is what it would have written, to the bit.
+
+    Args:
+        predictor: its batch size is the same for every batch of a stream.
+        items: all inputs, from the first.
+        chunk_size: inputs that are computed before any of them is yielded.
+        done: the first records of an earlier run, checked to belong to the same inputs.
+        progress: told of each record.
+
+    Raises:
+        UserError: an earlier record belongs to another input, or an input that cannot be used.
+    """
+    earlier = iter(done)
+    rows = predictor.config.batch_size
+    first = 0
+    for chunk in chunks(items, chunk_size):
+        num_there = _check_done(chunk, itertools.islice(earlier, len(chunk)), first)
+        if num_there < len(chunk):
+            # Few inputs in all need no whole batch.
+            is_all = first == 0 and len(chunk) < rows
+            found = predictor.predict_tokens(
+                [item.tokens or predictor.encode(item.text) for item in chunk],
+                first_number=first,
+                rows=None if is_all else rows,
+            )
+            records = [
+                record(first + i, item, prediction)
+                for i, (item, prediction) in enumerate(zip(chunk, found, strict=True))
+            ]
+            yield records[num_there:]
+            if progress:
+                progress(len(chunk) - num_there)
+        first += len(chunk)
+    if next(earlier, None) is not None:
+        raise errors.UserError(
+            f"the output holds more lines than there are inputs ({first}); choose another output, "
+            "or remove the file."
+        )
+
+
+def record(index: int, item: Item, prediction: Prediction) -> Record:
+    """Returns a line of output."""
+    target = {} if item.target is None else {"target": item.target}
+    return {
+        "index": index,
+        "input": item.text,
+        **target,
+        "predictions": list(prediction.texts),
+        "scores": list(prediction.scores),
+        "truncated": prediction.truncated,
+    }
+
+
+def converse(
+    predictor: Predictor, ask: Callable[[], str], out: TextIO, *, first_number: int = 0
+) -> None:
+    """Answers each text that `ask` returns, until it raises `EOFError`.
+
+    Args:
+        predictor: used one input at a time.
+        ask: returns a line.
+        out: gets predictions, with scores where there are several.
+        first_number: of the first input; sampling gives the same input another answer each time.
+    """
+    for number in itertools.count(first_number):
+        try:
+            text = ask()
+        except EOFError:
+            return
+        if not text.strip():
+            continue
+        try:
+            (prediction,) = predictor.predict([text], first_number=number)
+        except errors.UserError as error:
+            print(f"error: {error}", file=out, flush=True)
+            continue
+        if prediction.truncated:
+            print(f"({prediction.truncated} tokens of the input were cut)", file=out)
+        for result, score in zip(prediction.texts, prediction.scores, strict=True):
+            line = result if len(prediction.texts) == 1 else f"{score:9.4f}  {result}"
+            print(line, file=out, flush=True)
+
+
+def _check_done(chunk: list[Item], earlier: Iterable[Record], first: int) -> int:
+    """Returns how many inputs of a chunk have records already."""
+    count = 0
+    for count, (item, record) in enumerate(zip(chunk, earlier, strict=False), start=1):
+        if record.get("input") != item.text:
+            raise errors.UserError(
+                f"line {first + count} of the output was made from {record.get('input')!r}, but "
+                f"input {first + count} is {item.text!r}; the inputs have changed: choose another "
+                "output, or remove the file."
+            )
+    return count

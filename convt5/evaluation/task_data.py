@@ -1,0 +1,166 @@
+"""The examples of a seqio task as they are evaluated: whole, in order, each of them once."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import seqio
+import tensorflow as tf
+from etils import epath
+
+from convt5 import errors
+from convt5.evaluation.predictor import TextVocabulary, check_vocabulary_size
+from convt5.evaluation.run_settings import TextFeatures, check_readable
+
+Example = Mapping[str, Any]
+
+
+def find_tasks(named: Sequence[Any]) -> list[seqio.Task]:
+    """Returns the tasks, and those of mixtures, among names and objects; each once.
+
+    Raises:
+        UserError: a name that nothing is registered under, or no task.
+    """
+    tasks = {}
+    for provider in named:
+        if isinstance(provider, str):
+            provider = registered(provider)
+        if not isinstance(provider, seqio.Task | seqio.Mixture):
+            raise errors.UserError(f"tasks: {provider!r} is no seqio task or mixture.")
+        for task in seqio.get_subtasks(provider):
+            tasks[task.name] = task
+    return list(tasks.values())
+
+
+def registered(name: str) -> seqio.Task | seqio.Mixture:
+    """Returns the task or mixture of a name.
+
+    Raises:
+        UserError: there is none.
+    """
+    from convt5 import tasks  # pyright: ignore[reportAttributeAccessIssue] # noqa: F401
+
+    names = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
+    if name not in names:
+        raise errors.UserError(
+            f"task={name} is not registered with seqio; correct the name, or import the module "
+            f"that registers it in a gin file.{errors.suggest(name, names)} Registered: "
+            f"{', '.join(sorted(names))}."
+        )
+    return seqio.get_mixture_or_task(name)
+
+
+def check_task(
+    task: seqio.Task, split: str, *, vocab_size: int, trained: TextFeatures | None = None
+) -> None:
+    """Checks, without reading an example, that a model can be evaluated on a task.
+
+    Args:
+        task: the task.
+        split: the part of it that will be read.
+        vocab_size: rows of the model's token table.
+        trained: the vocabularies that the model was trained with, where they are known.
+
+    Raises:
+        UserError: the task lacks the split or a feature, or has another vocabulary.
+    """
+    if split not in task.splits:
+        raise errors.UserError(
+            f"split={split} is none of {', '.join(sorted(task.splits))}, the splits of "
+            f"{task.name}; choose one of these.{errors.suggest(split, task.splits)}"
+        )
+    for name in ("inputs", "targets"):
+        if name not in task.output_features:
+            raise errors.UserError(
+                f"task={task.name} has no feature {name!r}; an encoder-decoder reads 'inputs' and "
+                "'targets'."
+            )
+        vocabulary = task.output_features[name].vocabulary
+        check_readable(vocabulary)
+        own = getattr(trained, name) if trained else None
+        if own is not None and not _same_ids(own, vocabulary):
+            raise errors.UserError(
+                f"task={task.name} reads {name} with {_described(vocabulary)}, but the model was "
+                f"trained with {_described(own)}; ids would stand for other texts. Give the task "
+                "the vocabulary of the model, or evaluate a model of the task's."
+            )
+        _check_size(task, vocabulary, vocab_size)
+
+
+def read_examples(
+    task: seqio.Task,
+    split: str,
+    *,
+    lengths: Mapping[str, int],
+    num_examples: int | None = None,
+    seed: int = 0,
+) -> list[Example]:
+    """Returns the examples of a split as numpy values, in the task's order.
+
+    Args:
+        task: with the features "inputs" and "targets".
+        split: checked by `check_task`.
+        lengths: of the features. They are passed to tasks whose preprocessors need them, as span
+            corruption does; the examples of other tasks come at their full length.
+        num_examples: the first ones only.
+        seed: of random preprocessors.
+
+    Raises:
+        UserError: there is no example.
+    """
+    dataset = task.get_dataset(
+        sequence_length=dict(lengths) if _needs_lengths(task) else None,
+        split=split,
+        shuffle=False,
+        seed=seed,
+        num_epochs=1,
+        try_in_mem_cache=False,
+    )
+    options = tf.data.Options()
+    options.deterministic = True
+    dataset = dataset.with_options(options)
+    examples = list(dataset.take(num_examples or -1).as_numpy_iterator())
+    if not examples:
+        raise errors.UserError(f"split={split} of task={task.name} holds no example.")
+    return examples
+
+
+def pretokenized(example: Example, feature: str, decode: Callable[[list[int]], str]) -> str:
+    """Returns the text of a feature as it was before it became ids, else what they decode to."""
+    text = example.get(f"{feature}_pretokenized")
+    if text is None:
+        return decode(np.asarray(example[feature]).tolist())
+    return text.decode() if isinstance(text, bytes) else str(text)
+
+
+def _needs_lengths(task: seqio.Task) -> bool:
+    for preprocessor in task.preprocessors:
+        parameter = inspect.signature(preprocessor).parameters.get("sequence_length")
+        if parameter is not None and parameter.default is inspect.Parameter.empty:
+            return True
+    return False
+
+
+def _check_size(task: seqio.Task, vocabulary: TextVocabulary, vocab_size: int) -> None:
+    try:
+        check_vocabulary_size(vocabulary, vocab_size)
+    except errors.UserError as error:
+        raise errors.UserError(f"task={task.name}: {error}") from None
+
+
+def _same_ids(one: Any, other: Any) -> bool:
+    """Whether ids stand for the same text; how many sentinels follow them may differ."""
+    if isinstance(one, seqio.ByteVocabulary) and isinstance(other, seqio.ByteVocabulary):
+        return True
+    kinds = seqio.SentencePieceVocabulary
+    if isinstance(one, kinds) and isinstance(other, kinds):
+        paths = [epath.Path(each.sentencepiece_model_file) for each in (one, other)]
+        return paths[0] == paths[1] or paths[0].read_bytes() == paths[1].read_bytes()
+    return one == other
+
+
+def _described(vocabulary: TextVocabulary) -> str:
+    path = getattr(vocabulary, "sentencepiece_model_file", None)
+    kind = f"SentencePiece {path}" if path else type(vocabulary).__name__
+    return f"{kind} ({vocabulary.vocab_size} ids)"

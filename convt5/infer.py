@@ -1,0 +1,308 @@
+"""Entry point of `python -m convt5.infer`: predictions of texts, as JSON lines or in a dialogue."""
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from convt5 import command_line, errors
+from convt5.command_line import Flag
+from convt5.evaluation.flags import PREDICT_FLAGS
+
+if TYPE_CHECKING:
+    from convt5.evaluation.inputs import Inputs
+    from convt5.evaluation.predictor import Predictor
+    from convt5.evaluation.results import ResumableLines
+    from convt5.evaluation.run_settings import RunSettings, TextFeatures
+
+_CHUNK_BATCHES = 8
+"""Batches whose inputs are put together by length, and written at once."""
+
+COMMAND = command_line.Command(
+    name="infer",
+    summary="Predicts from texts: lines of a file or of standard input, or a split of a task. "
+    "Each becomes a JSON line with input, predictions and scores. In a terminal without --input "
+    "it asks for texts. The same command continues an output file that was interrupted.",
+    needs_gin_file=False,
+    examples=[
+        (
+            "each line of a file; give it again after a kill",
+            "--checkpoint=runs/a --input=texts.txt --output=predictions.jsonl",
+        ),
+        (
+            "the field review of JSON lines, four predictions each",
+            "--checkpoint=runs/a --input=reviews.jsonl --field=review --output=out.jsonl "
+            "--strategy=beam --beam_size=4 --length_penalty=0.6",
+        ),
+        ("a dialogue in the terminal, sampled", "--checkpoint=runs/a --strategy=sampling"),
+        ("a split of a task", "--checkpoint=runs/a --task=sst2 --split=test --output=test.jsonl"),
+        (
+            "a model imported by convt5.convert, with its SentencePiece vocabulary",
+            "--checkpoint=runs/lconv_base --vocabulary=sentencepiece.model --input=texts.txt",
+        ),
+    ],
+    flags=[
+        Flag(
+            "checkpoint",
+            "a run directory or one step in it, or an exported model; by default the run_dir of "
+            "the gin files. Its config.gin is read before other gin files, unless these describe "
+            "a run.",
+        ),
+        Flag(
+            "step",
+            "latest (the default), best (lowest validation loss), or a step.",
+            {"default": "latest"},
+        ),
+        Flag(
+            "vocabulary",
+            "a SentencePiece .model file, or bytes; by default that of the run's data.",
+        ),
+        Flag(
+            "input",
+            "a file: text with one input in each line, or .jsonl; also .gz. - is standard input, "
+            "the default.",
+        ),
+        Flag(
+            "field",
+            "of JSON lines; by default inputs, input, text or sentence. Standard input is read as "
+            "JSON if it is given.",
+        ),
+        Flag("task", "predicts from this registered seqio task instead."),
+        Flag("split", "of the task, validation."),
+        Flag("num_examples", "only the first examples of the task.", {"type": int}),
+        Flag("output", "JSONL file; by default standard output."),
+        Flag("interactive", "asks for texts.", {"action": "store_true"}),
+        *PREDICT_FLAGS,
+        Flag(
+            "dry_run",
+            "checks the checkpoint, the vocabulary and all inputs; predicts nothing.",
+            {"action": "store_true"},
+        ),
+    ],
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Predicts as the command line says; returns the exit code."""
+    arguments = command_line.parse(COMMAND, argv)
+    flags = arguments.flags
+    is_dialogue = _check_flags(flags, arguments.gin_files)
+    settings = read_settings(arguments)
+    checkpoint = flags.checkpoint or settings.train.get("run_dir")
+    if not checkpoint:
+        raise errors.UserError("the gin files describe no run; give --checkpoint=DIR.")
+
+    from convt5 import sharding
+    from convt5.evaluation import checkpoints, run_settings
+    from convt5.evaluation.predictor import Predictor, check_vocabulary_size
+    from convt5.evaluation.settings import from_flags
+    from convt5.training.compilation import enable_persistent_cache
+
+    enable_persistent_cache()
+    found = _one(checkpoints.select(checkpoint, flags.step), flags.step)
+    model_config = checkpoints.model_config(found)
+    features = run_settings.text_features(flags.vocabulary or checkpoint, settings)
+    check_vocabulary_size(features.inputs, model_config.vocab_size)
+    config = from_flags(settings.predict, vars(flags)).completed(
+        model_config, settings.trained_lengths()
+    )
+    inputs = None if is_dialogue else open_inputs(flags, features, config, model_config.vocab_size)
+    if flags.dry_run:
+        count = "a dialogue" if inputs is None else _counted(inputs)
+        print(
+            "The settings are complete and consistent; nothing was predicted.\n"
+            f"  checkpoint   {found.folder}\n"
+            f"  vocabulary   {type(features.inputs).__name__}, {features.inputs.vocab_size} ids\n"
+            f"  inputs       {count}\n"
+            f"  strategy     {config.strategy}\n"
+            f"  lengths      {config.max_input_length} tokens in, {config.max_length} out"
+        )
+        return 0
+    settings_of_output = {
+        "checkpoint": str(found.folder),
+        "vocabulary": flags.vocabulary,
+        "input": inputs.name if inputs else None,
+        "field": flags.field,
+        **config.described(),
+    }
+    with contextlib.ExitStack() as stack:
+        output = _open_output(stack, flags.output, settings_of_output)
+        if output and inputs and inputs.total == output.num_done:
+            print(f"{flags.output} is complete: {inputs.total} lines", file=sys.stderr)
+            return 0
+        mesh = sharding.MeshConfig().build()
+        predictor = Predictor(
+            checkpoints.load(found, mesh),
+            features.inputs,
+            config,
+            target_vocabulary=features.targets,
+            add_eos=features.add_eos,
+            mesh=mesh,
+        )
+        if inputs is None:
+            _converse(predictor)
+        else:
+            run(predictor, inputs, output)
+    return 0
+
+
+def read_settings(arguments: command_line.Arguments) -> "RunSettings":
+    """Returns the settings of the run and of the command line.
+
+    A run whose data is elsewhere can be used all the same if the vocabulary is named.
+    """
+    from convt5.evaluation import run_settings
+    from convt5.evaluation.settings import EvalConfig, PredictConfig
+
+    files, bindings = arguments.gin_files, arguments.gin_bindings
+    try:
+        return run_settings.read(arguments.flags.checkpoint, files, bindings)
+    except errors.UserError as error:
+        if not arguments.flags.vocabulary or files or bindings:
+            raise
+        print(f"the run's settings are left out: {error}", file=sys.stderr)
+        return run_settings.RunSettings({}, PredictConfig(), EvalConfig())
+
+
+def open_inputs(flags: Any, features: "TextFeatures", config: Any, vocab_size: int) -> "Inputs":
+    """Returns what the flags name, checked."""
+    from convt5.evaluation import inputs
+
+    if flags.task:
+        return _task_inputs(flags, features, config, vocab_size)
+    if flags.input and flags.input != inputs.STDIN:
+        return inputs.from_file(flags.input, flags.field)
+    return inputs.from_stream(sys.stdin.buffer, flags.field)
+
+
+def run(predictor: "Predictor", inputs: "Inputs", output: "ResumableLines | None") -> None:
+    """Predicts from all inputs, into the output or standard output, and says what was cut."""
+    from convt5.evaluation import stream
+    from convt5.evaluation.progress import Progress
+    from convt5.evaluation.results import json_line
+
+    num_done = output.num_done if output else 0
+    # What comes one by one is answered as soon as a batch is full.
+    batches = 1 if inputs.total is None else _CHUNK_BATCHES
+    progress = Progress(inputs.total, done=num_done)
+    cut = 0
+    with contextlib.closing(progress):
+        if output and num_done:
+            progress.message(f"continues after {num_done} lines of {output.path}")
+        for records in stream.predictions(
+            predictor,
+            inputs.read(),
+            chunk_size=batches * predictor.config.batch_size,
+            done=output.done() if output else (),
+            progress=progress,
+        ):
+            cut += sum(record["truncated"] > 0 for record in records)
+            if output:
+                output.write(records)
+            else:
+                sys.stdout.write("".join(map(json_line, records)))
+                sys.stdout.flush()
+    if cut:
+        print(
+            f"{cut} inputs were longer than max_input_length="
+            f"{predictor.config.max_input_length} tokens and were cut",
+            file=sys.stderr,
+        )
+
+
+def _task_inputs(flags: Any, features: "TextFeatures", config: Any, vocab_size: int) -> "Inputs":
+    import functools
+
+    from convt5.evaluation import inputs, task_data
+    from convt5.evaluation.predictor import decode_text
+
+    split = flags.split or "validation"
+    tasks = task_data.find_tasks([flags.task])
+    if len(tasks) != 1:
+        names = ", ".join(task.name for task in tasks)
+        raise errors.UserError(f"task={flags.task} is a mixture; name one of its tasks: {names}.")
+    (task,) = tasks
+    task_data.check_task(task, split, vocab_size=vocab_size, trained=features)
+    examples = task_data.read_examples(
+        task, split, lengths=config.task_lengths(), num_examples=flags.num_examples
+    )
+
+    def items() -> Iterator[inputs.Item]:
+        for example in examples:
+            source, target = (
+                task_data.pretokenized(
+                    example,
+                    name,
+                    functools.partial(decode_text, task.output_features[name].vocabulary),
+                )
+                for name in ("inputs", "targets")
+            )
+            yield inputs.Item(source, example["inputs"].tolist(), target)
+
+    return inputs.from_examples(f"{task.name}/{split}", items())
+
+
+def _check_flags(flags: Any, gin_files: Sequence[str]) -> bool:
+    """Returns whether texts are asked for in a dialogue."""
+    if not flags.checkpoint and not gin_files:
+        raise errors.UserError(
+            "--checkpoint is missing: give a run directory, such as --checkpoint=runs/quickstart/"
+            "dynamic_tiny. See python -m convt5.infer --help."
+        )
+    given = [name for name in ("input", "task", "interactive") if getattr(flags, name)]
+    faults = []
+    if len(given) > 1:
+        faults.append(f"--{' and --'.join(given)} exclude each other; give one of them.")
+    if not flags.task:
+        faults += [
+            f"--{name} is for --task; leave it out."
+            for name in ("split", "num_examples")
+            if getattr(flags, name)
+        ]
+    if flags.num_examples is not None and flags.num_examples < 1:
+        faults.append(f"--num_examples={flags.num_examples} must be at least 1.")
+    if flags.field and flags.task:
+        faults.append("--field is for --input; leave it out.")
+    is_dialogue = flags.interactive or (not given and sys.stdin.isatty())
+    if is_dialogue and flags.output:
+        faults.append("--output is for --input and --task; a dialogue is shown and not kept.")
+    errors.raise_all(faults, where="infer")
+    return is_dialogue
+
+
+def _open_output(
+    stack: contextlib.ExitStack, path: str | None, settings: dict[str, Any]
+) -> "ResumableLines | None":
+    if path is None:
+        return None
+    from convt5.evaluation.results import ResumableLines
+
+    return stack.enter_context(contextlib.closing(ResumableLines(path, settings)))
+
+
+def _converse(predictor: "Predictor") -> None:
+    from convt5.evaluation import stream
+
+    prompt = ""
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # Lines can be edited and recalled.
+        prompt = "> "
+        print("Type a text; Ctrl-D ends.", file=sys.stderr)
+    stream.converse(predictor, lambda: input(prompt), sys.stdout)
+
+
+def _one(found: Sequence[Any], which: str) -> Any:
+    if len(found) != 1:
+        steps = ", ".join(str(each.step) for each in found)
+        raise errors.UserError(f"--step={which} names several checkpoints ({steps}); name one.")
+    return found[0]
+
+
+def _counted(inputs: "Inputs") -> str:
+    count = "as they come" if inputs.total is None else f"{inputs.total:,}"
+    return f"{count} from {inputs.name}"
+
+
+if __name__ == "__main__":
+    command_line.run(main)
