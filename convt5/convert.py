@@ -246,6 +246,7 @@ def _read_mesh_tf(conversion: Conversion) -> tuple["Imported", Callable[..., Any
     if path and not conversion.operative_config:
         imported.report.notes.append(f"settings read from {path}, found beside the checkpoint.")
     moments = mesh_tf.read_moments(checkpoint, imported) if conversion.optimizer else None
+    checkpoint.check_unread()
 
     def make_state(imported):
         optimizer = settings.optimizer.build(settings.schedule)

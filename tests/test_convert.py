@@ -72,12 +72,70 @@ def test_its_gin_files_describe_the_same_model(capsys, checkpoint, tmp_path):
     assert beside.macro("MODEL") == loading.run_config(out)
 
 
-def test_a_failed_conversion_leaves_nothing(capsys, checkpoint, tmp_path):
-    shard = next(pathlib.Path(checkpoint).parent.glob("*.data-*"))
-    shard.write_bytes(shard.read_bytes()[:1000])
+def keep_bytes(prefix: str, count: int) -> None:
+    shard = pathlib.Path(f"{prefix}.data-00000-of-00001")
+    shard.write_bytes(shard.read_bytes()[:count])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda p: keep_bytes(p, 1000), "truncated"),
+        (lambda p: keep_bytes(p, -4), "truncated"),
+        (lambda p: keep_bytes(p, 0), "truncated"),
+        (lambda p: pathlib.Path(f"{p}.data-00000-of-00001").unlink(), "its data is not"),
+        (lambda p: pathlib.Path(f"{p}.index").unlink(), "does not exist"),
+        (lambda p: pathlib.Path(f"{p}.index").write_bytes(b"x" * 100), "truncated"),
+    ],
+)
+def test_damaged_files_are_named_and_nothing_is_written(
+    capsys, checkpoint, tmp_path, damage, message
+):
+    damage(checkpoint)
+    assert_refused(capsys, checkpoint, tmp_path, message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shared/embedding": None}, "unknown architecture"),
+        ({"decoder/mystery": np.zeros(3, np.float32)}, "decoder/mystery .* belongs to no part"),
+        ({"decoder/rms_norm/scale": np.zeros(24, np.int8)}, "stored as int8, which is none of"),
+        ({"decoder/rms_norm/scale": np.zeros(25, np.float32)}, "expected"),
+        ({"shared/positional_embedding_slot_v": np.zeros((30, 24), np.float64)}, "float64"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_named_and_nothing_is_written(
+    capsys, tmp_path, changes, message
+):
+    folder = tmp_path / "original"
+    folder.mkdir()
+    (folder / "operative_config.gin").write_text("num_heads = 3\n")
+    prefix = write_checkpoint(folder / "model.ckpt-7", small_arrays(**changes))
+    assert_refused(capsys, prefix, tmp_path, message)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num_heads = 3\nd_ff = 41", "d_ff=41 contradicts the checkpoint, where it is 40"),
+        ("num_heads = 3\nnum_layers = 2\nmake_layer_stack.num_layers = %num_layers", "num_layers"),
+        ("num_heads = ", "no gin statement"),
+        ("d_ff = 40", "number of heads is unknown: .* --operative_config=FILE"),
+        ("num_heads = 3\nAdafactorOptimizer.beta1 = 0.9", r"beta1=0\.9 is not implemented"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_named_and_nothing_is_written(
+    capsys, checkpoint, tmp_path, text, message
+):
+    (pathlib.Path(checkpoint).parent / "operative_config.gin").write_text(text)
+    assert_refused(capsys, checkpoint, tmp_path, message)
+
+
+def assert_refused(capsys, prefix, tmp_path, message: str) -> None:
     before = entries(tmp_path)
-    with pytest.raises(UserError, match="truncated"):
-        run(capsys, "--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={tmp_path}/run")
+    with pytest.raises(UserError, match=message):
+        run(capsys, "--from=mesh_tf", f"--checkpoint={prefix}", f"--output_dir={tmp_path}/run")
     assert entries(tmp_path) == before
 
 

@@ -393,6 +393,22 @@ def test_a_block_without_one_of_its_dense_layers_is_read_as_such(tmp_path):
     assert found.config.encoder.pointwise
 
 
+def test_what_shapes_do_not_show_is_asked_for_or_noted(tmp_path):
+    with pytest.raises(UserError, match=r"number of heads is unknown.*`num_heads = N`"):
+        read_small(tmp_path, None)
+    even = {"encoder/block_000/layer_000/LocalConvAttnBlock/lightwt_depthwise_dense_4/kernel": None}
+    with pytest.raises(UserError, match=r"place of the 4 taps of the encoder is unknown"):
+        read_small(tmp_path, **even)
+    place = "num_heads = 3\nencoder/LocalConvAttnBlock.min_relative_pos = -1\n"
+    found = read_small(
+        tmp_path,
+        OperativeConfig(f"{place}encoder/LocalConvAttnBlock.max_relative_pos = 2"),
+        **even,
+    )
+    assert {layer.reach for layer in found.config.encoder_layers} == {(1, 2)}
+    assert any("of the decoder are assumed causal" in note for note in found.report.notes)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -26,7 +26,8 @@ TAPS: dict[str, MixingKind] = {
 """The variables of the taps, numbered from 0 at the leftmost."""
 
 _BLOCK = re.compile(r"^(encoder|decoder)/block_(\d+)/layer_(\d+)/([^/]+)(?:/(.+))?$")
-_DEFAULT_HEAD_DIM = 64
+_T5_HEADS = {512: 8, 768: 12, 1024: 16}
+"""Heads of T5 small, base and large by width, which the released convolutional models share."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,16 +159,16 @@ def _heads(
             )
         heads = biases[0][0]
     if heads is None:
-        if inner % _DEFAULT_HEAD_DIM:
+        emb_dim = variables["shared/embedding"][1]
+        if inner != emb_dim or inner not in _T5_HEADS:
             raise errors.UserError(
-                f"the number of heads is unknown: queries have {inner} columns, no multiple of "
-                f"T5's head size {_DEFAULT_HEAD_DIM}; pass operative_config=FILE, which may hold "
+                f"the number of heads is unknown: queries of {inner} columns in a model of "
+                f"{emb_dim} channels are those of no T5 without relative bias "
+                f"({', '.join(map(str, _T5_HEADS))}); pass --operative_config=FILE, which may hold "
                 "just the line `num_heads = N`."
             )
-        heads = inner // _DEFAULT_HEAD_DIM
-        notes.append(
-            f"number of heads not given: {heads} of {_DEFAULT_HEAD_DIM} assumed, as in T5."
-        )
+        heads = _T5_HEADS[inner]
+        notes.append(f"number of heads not given: {heads} assumed, as in T5 of this width.")
     if not isinstance(heads, int) or heads < 1 or inner % heads:
         raise errors.UserError(
             f"{operative.where}: num_heads={heads!r} contradicts queries of {inner} columns, which "
@@ -285,6 +286,13 @@ def _padding(
     if first is None or last is None:
         usual = "centered" if stack == "encoder" else "causal"
         taps = "/".join(map(str, sorted(sizes)))
+        if stack == "encoder" and any(size % 2 == 0 for size in sizes):
+            raise errors.UserError(
+                f"the place of the {taps} taps of the encoder is unknown: an even number has no "
+                "middle; pass --operative_config=FILE, which may hold just the lines "
+                f"`encoder/{owner}.min_relative_pos = A` and `encoder/{owner}.max_relative_pos = B`"
+                " beside the others that are needed."
+            )
         notes.append(f"place of taps not given: the {taps} of the {stack} are assumed {usual}.")
         return None
     if sizes != {last - first + 1}:

@@ -40,6 +40,7 @@ class Checkpoint:
             types = self._reader.get_variable_to_dtype_map()
         except self._errors as error:
             raise self._damaged(error) from None
+        self._unread = set(self.shapes)
         self.dtypes = {name: types[name].name for name in self.shapes}
         if "_CHECKPOINTABLE_OBJECT_GRAPH" in self.shapes:
             raise errors.UserError(
@@ -56,9 +57,20 @@ class Checkpoint:
     def read(self, name: str) -> np.ndarray:
         """Returns a variable in float32."""
         try:
-            return np.asarray(self._reader.get_tensor(name), np.float32)
+            value = np.asarray(self._reader.get_tensor(name), np.float32)
         except self._errors as error:
             raise self._damaged(error, name) from None
+        self._unread.discard(name)
+        return value
+
+    def check_unread(self) -> None:
+        """Reads what nobody has read: the end of a truncated file may hold nothing of the model.
+
+        Raises:
+            UserError: a variable is damaged.
+        """
+        for name in sorted(self._unread):
+            self.read(name)
 
     def step(self) -> int:
         """Returns the updates made before it was written; 0 where it does not say."""
