@@ -184,6 +184,21 @@ def test_an_import_that_does_not_exist_is_reported_where_it_stands(write):
     assert "Did you mean schedule?" in message
 
 
+@pytest.mark.parametrize(
+    ("code", "raised"),
+    [("import math\n\nmath.nothing()\n", "AttributeError: "), ("x = 1\ny =\n", "SyntaxError: ")],
+)
+def test_a_module_that_fails_is_reported_with_its_own_line(
+    write, folder, monkeypatch, code, raised
+):
+    monkeypatch.syspath_prepend(folder)
+    name = f"broken_{len(code)}"
+    (folder / f"{name}.py").write_text(code)
+    message = fault([write("a.gin", f"import {name}\nMODEL = 1")])
+    line = code.count("\n")
+    assert f"a.gin:5: import {name}: {folder / name}.py:{line} raised {raised}" in message
+
+
 def test_a_name_without_its_module_is_completed_in_the_message(write):
     message = fault([write("a.gin", COSINE)], ["Cosine.peak=1.0"], roots=["%RATE"])
     assert "Did you mean schedule.Cosine?" in message

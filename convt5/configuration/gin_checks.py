@@ -5,6 +5,8 @@ Each check yields one sentence per fault, with the file and line; `gin_config` r
 
 import importlib
 import inspect
+import pathlib
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -67,6 +69,10 @@ def import_faults(statements: Iterable[Any]) -> Iterator[str]:
             except ModuleNotFoundError as error:
                 fault = _not_found(statement.module, error)
                 yield f"{statement.location}: {statement.text}: {fault}"
+            except Exception as error:
+                if statement.module.partition(".")[0] == "convt5":
+                    raise
+                yield f"{statement.location}: {statement.text}: {_failed(error)}"
 
 
 def _not_found(module: str, error: ModuleNotFoundError) -> str:
@@ -76,6 +82,19 @@ def _not_found(module: str, error: ModuleNotFoundError) -> str:
     package, _, name = module.rpartition(".")
     hint = errors.suggest(name, own_modules()) if package == "convt5" else ""
     return f"there is no module {module}; correct the name or install the package.{hint}"
+
+
+def _failed(error: Exception) -> str:
+    """What a module of the user's raised while it was imported, and where."""
+    lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename:
+        lines.append((error.filename, error.lineno))
+    file, line = next((at for at in reversed(lines) if not _is_installed(at[0])), lines[-1])
+    return f"{file}:{line} raised {type(error).__name__}: {error}; correct the module."
+
+
+def _is_installed(file: str) -> bool:
+    return file.startswith("<frozen") or "site-packages" in pathlib.Path(file).parts
 
 
 def target_faults(settings: Iterable[Setting], roots: Sequence[Any]) -> Iterator[str]:
