@@ -4,15 +4,26 @@ import os
 import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        # Tests compile many small programs and run each a few times.
+        "--xla_backend_optimization_level=0",
+    ]
 )
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Most of the time of these tests is spent compiling the same small programs: parallel workers,
+# commands started by tests and later runs find them here.
+CACHE = pathlib.Path(__file__).resolve().parents[1] / ".pytest_cache" / "jax"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Flax's announced defaults: modules are trees, never graphs (STYLE: NNX dialect, rule 8).
 os.environ["NNX_GRAPH_MODE"] = "false"
 os.environ["NNX_GRAPH_UPDATES"] = "false"
 
-from jaxtyping import install_import_hook
+from jaxtyping import install_import_hook  # noqa: E402
 
 # Array shapes and dtypes in annotations are checked while tests run; training pays nothing.
 install_import_hook(

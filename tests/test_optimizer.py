@@ -48,8 +48,9 @@ def train(config, params, gradients, schedule=SCHEDULE):
     optimizer = config.build(schedule) if hasattr(config, "build") else config
     params = jax.tree.map(jnp.asarray, params)
     state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
     for gradient in gradients:
-        updates, state = optimizer.update(jax.tree.map(jnp.asarray, gradient), state, params)
+        updates, state = update(jax.tree.map(jnp.asarray, gradient), state, params)
         params = optax.apply_updates(params, updates)
     return params, state
 

@@ -15,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-NUM_STEPS = 200
+NUM_STEPS = 60
 
 SETTINGS = f"""
 include 'gin/models/dynamic_tiny.gin'
@@ -36,7 +36,7 @@ architecture.ConvT5Config.head_dim = 4
 architecture.ConvT5Config.dropout_rate = 0.1
 architecture.ConvT5Config.dtype = 'float32'
 architecture.StackConfig.num_layers = 1
-checkpoint.CheckpointConfig.every_steps = 20
+checkpoint.CheckpointConfig.every_steps = 10
 data.DataConfig.mixture = 'pydoc_span_corruption'
 data.DataConfig.batch_size = 4
 data.DataConfig.encoder_length = 32
@@ -53,7 +53,7 @@ trainer.train.schedule = @schedule.InverseSqrt()
 trainer.train.num_steps = {NUM_STEPS}
 trainer.train.train_data = @train/data.DataConfig()
 trainer.train.eval_data = @eval/data.DataConfig()
-trainer.train.eval_every_steps = 100
+trainer.train.eval_every_steps = 20
 trainer.train.eval_num_batches = 2
 trainer.train.log_every_steps = 1
 RUN_DIR = %gin.REQUIRED
@@ -132,8 +132,8 @@ def uninterrupted(launch, tmp_path_factory):
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_a_run_killed_twice_ends_bit_for_bit_as_one_never_stopped(launch, uninterrupted, tmp_path):
     run_dir = tmp_path / "run"
-    stop_when(launch(run_dir), lambda: count_records(run_dir) >= 50)
-    stop_when(launch(run_dir), lambda: is_saving(run_dir, from_step=120))
+    stop_when(launch(run_dir), lambda: count_records(run_dir) >= 15)
+    stop_when(launch(run_dir), lambda: is_saving(run_dir, from_step=40))
     assert "continues from the checkpoint of step" in finish(launch(run_dir))
 
     trees, records = read_all(run_dir)
