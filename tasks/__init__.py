@@ -3,6 +3,14 @@
 `seqio.get_mixture_or_task("pydoc_span_corruption")` then finds them by name.
 """
 
-from . import pretraining, vocabularies
+from . import classification, cogs, denoising, pretraining, squad, synthetic, vocabularies
 
-__all__ = ["pretraining", "vocabularies"]
+__all__ = [
+    "classification",
+    "cogs",
+    "denoising",
+    "pretraining",
+    "squad",
+    "synthetic",
+    "vocabularies",
+]

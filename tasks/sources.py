@@ -68,7 +68,9 @@ class TextFilesSource(seqio.DataSource):
 class PreparedTfdsSource(seqio.TfdsDataSource):
     """A TFDS data set that was prepared before; nothing is downloaded by surprise."""
 
-    def __init__(self, tfds_name: str, data_dir: str | None):
+    def __init__(
+        self, tfds_name: str, data_dir: str | None, splits: Mapping[str, str] | None = None
+    ):
         if ":" not in tfds_name:
             raise errors.UserError(
                 f"tfds_name={tfds_name!r} has no version; set it to one such as 'c4/en:3.1.0'."
@@ -77,7 +79,7 @@ class PreparedTfdsSource(seqio.TfdsDataSource):
         super().__init__(
             tfds_name,
             tfds_data_dir=data_dir,
-            splits=("train", "validation"),
+            splits=dict(splits or {"train": "train", "validation": "validation"}),
             caching_permitted=False,
             read_only=True,
         )
@@ -133,6 +135,14 @@ class EmbeddedTextSource(seqio.DataSource):
         if shuffle:
             documents = documents.shuffle(len(self._documents[split]), seed=seed)
         return documents.map(lambda text: {"text": text})
+
+
+def shuffle_buffer_size(source: seqio.DataSource) -> int | None:
+    """Returns how many examples a task keeps to shuffle: none where the source has shuffled all.
+
+    Examples that wait to be shuffled are a part of each saved position.
+    """
+    return None if source.performs_internal_shuffling else seqio.SHUFFLE_BUFFER_SIZE
 
 
 def _shared(dataset: tf.data.Dataset, shard_info: seqio.ShardInfo | None) -> tf.data.Dataset:

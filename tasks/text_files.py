@@ -5,27 +5,25 @@ neither read .xz and JSON lines nor deal documents to hosts or epochs in a new o
 is `$XDG_CACHE_HOME/convt5/text`; it is safe to delete, and renewed when a file changes.
 """
 
-import bz2
 import contextlib
 import dataclasses
-import glob
-import gzip
 import hashlib
 import io
 import json
-import lzma
 import os
 import pathlib
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from convt5 import errors
+
+from . import local_files
 
 Separator = Literal["auto", "line", "blank_line"]
 
@@ -34,7 +32,6 @@ _NUM_SHARDS = 64
 _SHARD_BYTES = 2**20
 _BLOCK_BYTES = 256 * 2**20
 _SNIFFED_BYTES = 2**20
-_OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,13 +69,12 @@ class TextFiles:
         patterns = [self.path] if isinstance(self.path, str) else list(self.path)
         if not patterns:
             raise errors.UserError("text path=[] is empty; set it to a path or a glob.")
-        return [name for pattern in patterns for name in _matches(os.path.expanduser(pattern))]
+        return [name for pattern in patterns for name in local_files.find(pattern)]
 
     def fingerprint(self) -> str:
         """Returns a name of these documents, which changes when a file does."""
         about = [_FORMAT, self.separator, self.text_key, self.holdout_every]
-        for name in self.matches():
-            about.append([os.path.abspath(name) if "://" not in name else name, *_stamp(name)])
+        about += [local_files.identity(name) for name in self.matches()]
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
 
     def stored(self) -> dict[str, list[str]]:
@@ -106,7 +102,7 @@ class TextFiles:
                 documents = _json_lines(name, self.text_key)
             else:
                 documents = _lines(name) if separator == "line" else _paragraph_groups(name)
-            with _explained(name):
+            with local_files.explained(name):
                 yield from documents
 
     def _store(self, folder: pathlib.Path) -> None:
@@ -184,64 +180,12 @@ class _ShardWriter:
         self._waiting, self._waiting_bytes = [], 0
 
 
-def _matches(pattern: str) -> list[str]:
-    if "://" in pattern:
-        names = [name for name in tf.io.gfile.glob(pattern) if not tf.io.gfile.isdir(name)]
-    else:
-        names = [name for name in glob.glob(pattern, recursive=True) if not os.path.isdir(name)]
-    if names:
-        return sorted(names)
-    if os.path.isdir(pattern):
-        raise errors.UserError(
-            f"text path={pattern!r} is a folder; set it to the files in it, such as "
-            f"{os.path.join(pattern, '*.txt')!r}."
-        )
-    folder, name = os.path.split(pattern)
-    siblings = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-    raise errors.UserError(
-        f"text path={pattern!r} matches no file; set it to a path or a glob of text files "
-        f"(working directory {os.getcwd()!r}).{errors.suggest(name, siblings)}"
-    )
-
-
-def _stamp(name: str) -> tuple[int, int]:
-    """The size of a file and when it last changed."""
-    if "://" in name:
-        stat = tf.io.gfile.stat(name)
-        return stat.length, stat.mtime_nsec
-    stat = os.stat(name)
-    return stat.st_size, stat.st_mtime_ns
-
-
-def _open(name: str) -> Any:
-    opener = _OPENERS.get(pathlib.PurePath(name).suffix, open)
-    if "://" not in name:
-        return opener(name, "rb")
-    raw = tf.io.gfile.GFile(name, "rb")
-    return raw if opener is open else opener(raw, "rb")
-
-
 def _is_json_lines(name: str) -> bool:
     return ".jsonl" in pathlib.PurePath(name).suffixes
 
 
-@contextlib.contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Turns what goes wrong with the bytes of a file into the user's error."""
-    try:
-        yield
-    except UnicodeDecodeError as error:
-        raise errors.UserError(
-            f"text file {name!r} is not UTF-8 ({error}); convert it, or leave it out of the path."
-        ) from error
-    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, OSError) as error:
-        raise errors.UserError(
-            f"text file {name!r} cannot be read ({error}); is it complete?"
-        ) from error
-
-
 def _guess_separator(name: str) -> Separator:
-    with _explained(name), _open(name) as file:
+    with local_files.explained(name), local_files.open_bytes(name) as file:
         start = file.read(_SNIFFED_BYTES)
     lines = [line.strip() for line in io.BytesIO(start.strip())]
     separator = "blank_line" if b"" in lines else "line"
@@ -251,7 +195,7 @@ def _guess_separator(name: str) -> Separator:
 
 def _text_lines(name: str) -> Iterator[bytes]:
     """Yields lines without surrounding blanks."""
-    with _open(name) as file:
+    with local_files.open_bytes(name) as file:
         for i, line in enumerate(file):
             text = line.decode("utf-8-sig" if i == 0 else "utf-8")
             yield text.strip().encode()

@@ -1,0 +1,411 @@
+"""Text classification as text-to-text: the tasks of the paper, and any task from local files.
+
+Importing this registers the paper's tasks from TFDS with seqio, each also as `<name>_rank`, which
+chooses the likeliest label instead of generating one. Gin files call `paper_task` to read one from
+local files, and `text_classification` for any other: a new task needs no Python.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import seqio
+import tensorflow as tf
+
+from convt5 import errors
+
+from . import metrics, vocabularies
+from .sources import PreparedTfdsSource
+from .tables import Example, Path, Row, TableSource
+
+Labels = Sequence[str] | Mapping[str, str | None]
+
+TOXICITY_THRESHOLD = 0.5
+"""Share of raters that makes a comment toxic, as Civil Comments itself says."""
+
+VALIDATION_FRACTION = 0.1
+"""Of the training examples, held out where a data set has no validation split."""
+
+_HELD_OUT = {"train": "train[:90%]", "validation": "train[90%:]", "test": "test"}
+_FIELD = re.compile(r"\{(\w+)\}")
+
+
+class PaperTask(NamedTuple):
+    """A task of the paper: where TFDS has it, and how it reads.
+
+    Attributes:
+        tfds_name: name, configuration and version.
+        splits: TFDS's name of each.
+        to_row: turns an example of TFDS into a row as local files hold it: the fields of `prompt`,
+            and the name of the label under "label".
+        prompt: the input, with the fields in braces.
+        labels: in the order of TFDS where that has numbers; of two, the second is the positive one.
+        keep: which examples of TFDS are part of the task; None keeps all.
+    """
+
+    tfds_name: str
+    splits: Mapping[str, str]
+    to_row: Callable[[Any], dict[str, tf.Tensor]]
+    prompt: str
+    labels: Sequence[str]
+    keep: Callable[[Any], tf.Tensor] | None = None
+
+
+def _numbered(
+    labels: Sequence[str], *, text: str = "text", label: str = "label"
+) -> Callable[[Any], dict[str, tf.Tensor]]:
+    """Rows of a data set whose labels are numbers."""
+    return lambda x: {"text": x[text], "label": tf.gather(labels, x[label])}
+
+
+def _rated(
+    labels: Sequence[str], label: str, threshold: float
+) -> Callable[[Any], dict[str, tf.Tensor]]:
+    """Rows of a data set that rates each text with a number."""
+    return lambda x: {
+        "text": x["text"],
+        "label": tf.where(x[label] >= threshold, labels[1], labels[0]),
+    }
+
+
+_SENTIMENT = ("negative", "positive")
+_TOXICITY = ("non_toxic", "toxic")
+_NEWS = ("World", "Sports", "Business", "Sci/Tech")
+_QUESTIONS = ("description", "entity", "abbreviation", "human", "number", "location")
+_INFERENCE = ("entailment", "neutral", "contradiction")
+
+PAPER_TASKS = {
+    "civil_comments": PaperTask(
+        "civil_comments/CivilComments:1.2.4",
+        {"train": "train", "validation": "validation", "test": "test"},
+        _rated(_TOXICITY, "toxicity", TOXICITY_THRESHOLD),
+        "civil_comments text: {text}",
+        _TOXICITY,
+    ),
+    "wiki_toxicity": PaperTask(
+        "wikipedia_toxicity_subtypes/EnglishSubtypes:0.3.1",
+        _HELD_OUT,
+        _rated(_TOXICITY, "toxicity", TOXICITY_THRESHOLD),
+        "wiki_toxicity text: {text}",
+        _TOXICITY,
+    ),
+    "imdb": PaperTask(
+        "imdb_reviews/plain_text:1.0.0",
+        _HELD_OUT,
+        _numbered(_SENTIMENT),
+        "imdb text: {text}",
+        _SENTIMENT,
+    ),
+    # The labels of GLUE's own test splits are not public.
+    "sst2": PaperTask(
+        "glue/sst2:2.0.0",
+        {"train": "train", "validation": "validation"},
+        _numbered(_SENTIMENT, text="sentence"),
+        "sst2 sentence: {text}",
+        _SENTIMENT,
+    ),
+    # Polarity 0 is negative, 4 positive; 2 is neutral and occurs in the test split alone.
+    "sentiment140": PaperTask(
+        "sentiment140:1.0.0",
+        _HELD_OUT,
+        _rated(_SENTIMENT, "polarity", 3),
+        "sentiment140 text: {text}",
+        _SENTIMENT,
+        keep=lambda x: x["polarity"] != 2,
+    ),
+    "trec6": PaperTask(
+        "trec:1.0.0",
+        _HELD_OUT,
+        _numbered(_QUESTIONS, label="label-coarse"),
+        "trec6 question: {text}",
+        _QUESTIONS,
+    ),
+    "ag_news": PaperTask(
+        "ag_news_subset:1.0.0",
+        _HELD_OUT,
+        lambda x: {
+            "text": tf.strings.join([x["title"], x["description"]], " "),
+            "label": tf.gather(_NEWS, x["label"]),
+        },
+        "ag_news text: {text}",
+        _NEWS,
+    ),
+    "mnli": PaperTask(
+        "multi_nli:1.1.0",
+        {
+            "train": "train",
+            "validation": "validation_matched",
+            "validation_mismatched": "validation_mismatched",
+        },
+        lambda x: {
+            "premise": x["premise"],
+            "hypothesis": x["hypothesis"],
+            "label": tf.gather(_INFERENCE, x["label"]),
+        },
+        "mnli hypothesis: {hypothesis} premise: {premise}",
+        _INFERENCE,
+    ),
+}
+
+
+def paper_task(
+    name: str,
+    path: Path | None = None,
+    vocabulary: seqio.Vocabulary | None = None,
+    *,
+    data_dir: str | None = None,
+    validation_fraction: float = VALIDATION_FRACTION,
+    rank: bool = False,
+) -> seqio.Task:
+    """Returns a classification task of the paper, from TFDS or from local files.
+
+    Args:
+        name: a key of `PAPER_TASKS`: civil_comments, wiki_toxicity, imdb, sst2, sentiment140,
+            trec6, ag_news or mnli.
+        path: files as `text_classification` reads them, with "text" (mnli: "premise" and
+            "hypothesis") and the name of the label under "label"; None reads TFDS.
+        vocabulary: None takes bytes for files, and for TFDS T5's own, which is downloaded.
+        data_dir: where TFDS has the prepared data; None is its default, `~/tensorflow_datasets`.
+        validation_fraction: of the rows of local "train" files, held out where there are none for
+            "validation".
+        rank: see `classification_task`; the task is then called `<name>_rank`.
+
+    Raises:
+        UserError: no such task, or a path without files.
+    """
+    if name not in PAPER_TASKS:
+        raise errors.UserError(
+            f"name={name!r} is none of the paper's classification tasks, {sorted(PAPER_TASKS)}; "
+            "text_classification reads any other from files."
+            f"{errors.suggest(name, PAPER_TASKS)}"
+        )
+    task = PAPER_TASKS[name]
+    if path is not None:
+        return text_classification(
+            path,
+            task.labels,
+            text_field=_FIELD.findall(task.prompt),
+            prompt=task.prompt,
+            vocabulary=vocabulary,
+            validation_fraction=validation_fraction,
+            rank=rank,
+            name=name,
+        )
+    return classification_task(
+        name,
+        PreparedTfdsSource(task.tfds_name, data_dir, task.splits),
+        vocabulary or vocabularies.published_t5(),
+        prompt=task.prompt,
+        labels=task.labels,
+        preprocessors=[functools.partial(_tfds_rows, to_row=task.to_row, keep=task.keep)],
+        rank=rank,
+    )
+
+
+def text_classification(
+    path: Path,
+    labels: Labels,
+    *,
+    text_field: str | Sequence[str] = "text",
+    label_field: str = "label",
+    prompt: str | None = None,
+    threshold: float | None = None,
+    columns: Sequence[str] | None = None,
+    vocabulary: seqio.Vocabulary | None = None,
+    validation_fraction: float = VALIDATION_FRACTION,
+    rank: bool = False,
+    name: str = "text_classification",
+) -> seqio.Task:
+    """Returns classification of the rows of local files: .jsonl, .tsv or .csv, also compressed.
+
+    Args:
+        path: a folder, whose files are the splits of their names (train, dev or validation, test,
+            any other); or a file or a glob, which is "train"; or these by split.
+        labels: the labels as they are generated; or from what stands in the file to what is
+            generated, where None leaves the rows out: {"0": "negative", "2": None,
+            "4": "positive"}. Of two labels the second is the positive one of F1.
+        text_field: what holds the text, or the texts, of a row.
+        label_field: what holds the label.
+        prompt: the input, with the fields in braces; None takes T5's form, such as
+            "mnli hypothesis: {hypothesis} premise: {premise}".
+        threshold: where a number stands for the label: the least that means the second of two.
+        columns: the fields of .tsv and .csv files that have no header line.
+        vocabulary: from `vocabularies.sentencepiece`; None takes bytes.
+        validation_fraction: of the rows of "train" that are held out where there are no files for
+            "validation", in [0, 0.5]; 0 makes no "validation" split.
+        rank: see `classification_task`.
+        name: of the task; it is registered under the same, if at all.
+
+    Raises:
+        UserError: a path without files, or settings that contradict each other. What is wrong with
+            a row (a field it lacks, nothing in it, an unknown label) is found when it is read.
+    """
+    text_fields = [text_field] if isinstance(text_field, str) else list(text_field)
+    names = labels if isinstance(labels, Mapping) else {label: label for label in labels}
+    names = {str(value): text for value, text in names.items()}
+    generated = list(dict.fromkeys(text for text in names.values() if text is not None))
+    if prompt is None:
+        prompt = " ".join([name, *(f"{field}: {{{field}}}" for field in text_fields)])
+    if set(_FIELD.findall(prompt)) != set(text_fields):
+        raise errors.UserError(
+            f"prompt={prompt!r} of {name} must hold each of text_field={text_fields} in braces, "
+            "and no other."
+        )
+    if threshold is not None and len(generated) != 2:
+        raise errors.UserError(
+            f"threshold={threshold} of {name} divides two labels, but labels={generated}; name two,"
+            " or leave threshold out."
+        )
+
+    def parse(row: Row) -> Example | None:
+        if threshold is not None:
+            label = generated[_number(row, label_field) >= threshold]
+        else:
+            label = _label(row, label_field, names)
+        if label is None:
+            return None
+        return {**{field: row.text(field) for field in text_fields}, "label": label}
+
+    return classification_task(
+        name,
+        TableSource(path, parse, columns=columns, validation_fraction=validation_fraction),
+        vocabulary or vocabularies.characters(),
+        prompt=prompt,
+        labels=generated,
+        rank=rank,
+    )
+
+
+def classification_task(
+    name: str,
+    source: seqio.DataSource,
+    vocabulary: seqio.Vocabulary,
+    *,
+    prompt: str,
+    labels: Sequence[str],
+    preprocessors: Sequence[Callable[..., tf.data.Dataset]] = (),
+    rank: bool = False,
+) -> seqio.Task:
+    """Returns a task whose target is the text of a label.
+
+    Args:
+        name: appears in logs and results; the task is not registered.
+        source: any seqio source.
+        vocabulary: of inputs and targets.
+        prompt: the input, with fields of the examples in braces.
+        labels: at least two; the second of two is the positive one.
+        preprocessors: give the examples the fields of `prompt`, and the label's text in "label".
+        rank: makes an example of each label of each row, to choose the likeliest: for evaluation,
+            where it needs no decoding and no answer is invalid. The name gets "_rank" added.
+
+    Raises:
+        UserError: fewer than two labels, or the same twice.
+    """
+    if len(labels) < 2 or len(set(labels)) < len(labels) or "" in labels:
+        raise errors.UserError(
+            f"labels={list(labels)} of {name} must be two or more different texts."
+        )
+    feature = seqio.Feature(vocabulary=vocabulary, add_eos=True)
+    steps = [*preprocessors, functools.partial(to_text, prompt=prompt)]
+    if rank:
+        steps.append(functools.partial(one_example_per_label, labels=labels))
+        metric_fns = [functools.partial(metrics.rank_classification, labels=labels)]
+    else:
+        metric_fns = [
+            functools.partial(metrics.of_labels, labels=labels),
+            functools.partial(metrics.invalid, labels=labels),
+        ]
+    return seqio.Task(
+        f"{name}_rank" if rank else name,
+        source=source,
+        preprocessors=[*steps, seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+        output_features={"inputs": feature, "targets": feature},
+        postprocess_fn=_ranked_label if rank else _stripped,
+        metric_fns=metric_fns,
+        # Sources of files have shuffled already.
+        shuffle_buffer_size=None
+        if source.performs_internal_shuffling
+        else seqio.SHUFFLE_BUFFER_SIZE,
+    )
+
+
+def to_text(dataset: tf.data.Dataset, *, prompt: str) -> tf.data.Dataset:
+    """Turns rows into "inputs", which is the prompt filled in, and "targets", the label."""
+    # Text, field, text, ..., field, text.
+    parts = _FIELD.split(prompt)
+
+    def fill(row: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        filled = [row[part] if i % 2 else part for i, part in enumerate(parts)]
+        return {"inputs": tf.strings.join(filled), "targets": row["label"]}
+
+    return dataset.map(fill, num_parallel_calls=tf.data.AUTOTUNE)
+
+
+def one_example_per_label(dataset: tf.data.Dataset, *, labels: Sequence[str]) -> tf.data.Dataset:
+    """Makes each example several, with every label as target.
+
+    "idx" holds the numbers of example and label, "is_correct" whether the label is the example's,
+    as `t5.data.preprocessors.rank_classification` has them.
+    """
+    num_labels = len(labels)
+
+    def expand(number: tf.Tensor, example: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        numbers = tf.fill([num_labels], tf.cast(number, tf.int32))
+        return {
+            "inputs": tf.fill([num_labels], example["inputs"]),
+            "targets": tf.constant(list(labels)),
+            "idx": tf.stack([numbers, tf.range(num_labels)], axis=1),
+            "is_correct": tf.equal(list(labels), example["targets"]),
+        }
+
+    return dataset.enumerate().map(expand).unbatch()
+
+
+def _tfds_rows(
+    dataset: tf.data.Dataset,
+    *,
+    to_row: Callable[[Any], dict[str, tf.Tensor]],
+    keep: Callable[[Any], tf.Tensor] | None,
+) -> tf.data.Dataset:
+    return (dataset.filter(keep) if keep else dataset).map(to_row)
+
+
+def _label(row: Row, field: str, names: Mapping[str, str | None]) -> str | None:
+    label = row.text(field)
+    if label not in names:
+        raise row.error(
+            f"has the unknown label {label!r} under {field!r}; the labels are {list(names)}; add "
+            f"it to labels, or correct the line.{errors.suggest(label, names)}"
+        )
+    return names[label]
+
+
+def _number(row: Row, field: str) -> float:
+    try:
+        return float(row.text(field))
+    except ValueError as error:
+        if isinstance(error, errors.UserError):
+            raise
+        raise row.error(
+            f"has {row.text(field)!r} under {field!r}, no number to compare with threshold."
+        ) from error
+
+
+def _stripped(text: str, **_) -> str:
+    return text.strip()
+
+
+def _ranked_label(
+    text: str, *, example: Mapping[str, Any] | None = None, is_target: bool = False, **_
+) -> Any:
+    if not is_target or example is None:
+        return text
+    number, label = example["idx"]
+    return metrics.RankedLabel(int(number), int(label), bool(example["is_correct"]))
+
+
+for _name in PAPER_TASKS:
+    for _rank in (False, True):
+        _task = paper_task(_name, rank=_rank)
+        seqio.TaskRegistry.add_provider(_task.name, _task)

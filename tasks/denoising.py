@@ -1,0 +1,267 @@
+"""Denoising objectives beside span corruption: prefix language modelling and UL2's mixture.
+
+Each is made from a task of `pretraining`, whose text and vocabulary it takes. Importing this
+registers them for the text inside Python and for C4, such as "pydoc_ul2" and "c4_prefix_lm".
+"""
+
+import bisect
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import seqio
+import tensorflow as tf
+
+from convt5 import errors
+
+from . import pretraining
+from .span_corruption import segment_sizes, span_corruption, split_documents
+
+PREFIX_LM_DENSITY = 0.5
+"""Share of the text that is continued, on average, in T5's prefix language modelling."""
+
+SEQUENTIAL_DENSITY = 0.25
+"""The same in UL2."""
+
+
+class Denoiser(NamedTuple):
+    """A setting of span corruption in UL2."""
+
+    mean_span_length: float
+    noise_density: float
+
+
+REGULAR = (Denoiser(3, 0.15), Denoiser(8, 0.15))
+EXTREME = (Denoiser(3, 0.5), Denoiser(8, 0.5), Denoiser(64, 0.15), Denoiser(64, 0.5))
+_SHORTEST_INPUTS = 3
+
+
+def prefix_lm(
+    corpus: seqio.Task,
+    *,
+    noise_density: float = PREFIX_LM_DENSITY,
+    mode: str = "",
+    merge_documents: bool = True,
+    name: str = "prefix_lm",
+) -> seqio.Task:
+    """Returns prefix language modelling: the start of a text in, its continuation out.
+
+    Args:
+        corpus: the task whose documents and vocabulary are taken, such as
+            `pretraining.text_span_corruption`.
+        noise_density: mean share of the text that is the continuation, in (0, 0.5].
+        mode: text that stands before the inputs.
+        merge_documents: see `pretraining.span_corruption_task`.
+        name: of the task; it is registered under the same, if at all.
+
+    Raises:
+        UserError: a density out of range.
+    """
+    if not 0 < noise_density <= 0.5:
+        raise errors.UserError(
+            f"{name}: noise_density={noise_density} must be in (0, 0.5]; T5 takes 0.5, UL2 0.25."
+        )
+    split = functools.partial(
+        split_prefix, noise_density=noise_density, mode=mode, merge_documents=merge_documents
+    )
+    return _task(name, corpus, split)
+
+
+def ul2(
+    corpus: seqio.Task,
+    *,
+    regular_rate: float = len(REGULAR),
+    sequential_rate: float = 1.0,
+    extreme_rate: float = len(EXTREME),
+    modes: bool = True,
+    merge_documents: bool = True,
+    name: str = "ul2",
+) -> seqio.Mixture:
+    """Returns UL2's mixture of denoisers (Tay et al. 2022, arXiv 2205.05131, section 3.1.2).
+
+    Regular denoisers are T5's span corruption, extreme ones take out more or longer spans, and
+    the sequential one is prefix language modelling.
+
+    Args:
+        corpus: the task whose documents and vocabulary are taken, such as
+            `pretraining.text_span_corruption`.
+        regular_rate: share of the examples, relative to the other two; by default each of the
+            seven denoisers has the same. Those of one kind share evenly.
+        sequential_rate: the same.
+        extreme_rate: the same.
+        modes: whether inputs begin with "[R]", "[S]" or "[X]".
+        merge_documents: see `pretraining.span_corruption_task`.
+        name: of the mixture; it is registered under the same, if at all.
+
+    Raises:
+        UserError: rates that are negative or all zero.
+    """
+    rates = (regular_rate, sequential_rate, extreme_rate)
+    if min(rates) < 0 or not sum(rates):
+        raise errors.UserError(
+            f"{name}: regular_rate={regular_rate}, sequential_rate={sequential_rate} and "
+            f"extreme_rate={extreme_rate} must be at least 0, and one of them more."
+        )
+    tasks: list[tuple[seqio.Task, float]] = []
+    for letter, rate, denoisers in (("R", regular_rate, REGULAR), ("X", extreme_rate, EXTREME)):
+        for i, denoiser in enumerate(denoisers):
+            corrupt = functools.partial(
+                fitted_span_corruption,
+                **denoiser._asdict(),
+                mode=f"[{letter}] " if modes else "",
+                merge_documents=merge_documents,
+            )
+            task = _task(f"{name}_{letter.lower()}{i}", corpus, corrupt)
+            tasks.append((task, rate / len(denoisers)))
+    sequential = prefix_lm(
+        corpus,
+        noise_density=SEQUENTIAL_DENSITY,
+        mode="[S] " if modes else "",
+        merge_documents=merge_documents,
+        name=f"{name}_s",
+    )
+    tasks.append((sequential, sequential_rate))
+    return seqio.Mixture(name, [(task, rate) for task, rate in tasks if rate])
+
+
+def fitted_span_corruption(
+    dataset: tf.data.Dataset,
+    sequence_length: Mapping[str, int],
+    output_features: Mapping[str, Any],
+    *,
+    noise_density: float,
+    mean_span_length: float,
+    mode: str = "",
+    merge_documents: bool = True,
+) -> tf.data.Dataset:
+    """Corrupts spans of segments as long as inputs, targets and sentinels all allow.
+
+    Where much is taken out, targets or sentinels end before the inputs are full, which
+    `span_corruption` refuses.
+
+    Args:
+        dataset: documents without end tokens, token ids under "targets".
+        sequence_length: of "inputs" and "targets", end tokens included.
+        output_features: the vocabulary, the same for both.
+        noise_density: share of the tokens that is taken out, in (0, 1).
+        mean_span_length: mean tokens of a span.
+        mode: text that stands before the inputs.
+        merge_documents: see `span_corruption`.
+
+    Raises:
+        UserError: lengths that hold no corrupted text.
+    """
+    vocabulary = output_features["targets"].vocabulary
+    mode_ids = vocabulary.encode(mode) if mode else []
+    sizes = functools.partial(
+        segment_sizes, noise_density=noise_density, mean_span_length=mean_span_length
+    )
+
+    def is_too_long(inputs_length: int) -> bool:
+        size = sizes(inputs_length)
+        return size.targets > sequence_length["targets"] or size.spans > vocabulary.extra_ids
+
+    lengths = range(_SHORTEST_INPUTS, sequence_length["inputs"] - len(mode_ids) + 1)
+    num_fitting = bisect.bisect_left(lengths, True, key=is_too_long)
+    if not num_fitting:
+        raise errors.UserError(
+            f"encoder_length={sequence_length['inputs']} and decoder_length="
+            f"{sequence_length['targets']} hold no corrupted text with noise_density="
+            f"{noise_density} and a vocabulary of {vocabulary.extra_ids} sentinels; raise them."
+        )
+    corrupted = span_corruption(
+        dataset,
+        {**sequence_length, "inputs": lengths[num_fitting - 1]},
+        output_features,
+        noise_density=noise_density,
+        mean_span_length=mean_span_length,
+        merge_documents=merge_documents,
+    )
+    return _with_mode(corrupted, mode_ids)
+
+
+def split_prefix(
+    dataset: tf.data.Dataset,
+    sequence_length: Mapping[str, int],
+    output_features: Mapping[str, Any],
+    *,
+    noise_density: float = PREFIX_LM_DENSITY,
+    mode: str = "",
+    merge_documents: bool = True,
+) -> tf.data.Dataset:
+    """Splits segments at a random place into "inputs" and "targets".
+
+    Targets have between one token and twice the mean share `noise_density` of the segment, all
+    lengths equally likely, but never more than fit.
+
+    Args:
+        dataset: documents without end tokens, token ids under "targets".
+        sequence_length: of "inputs" and "targets", end tokens included.
+        output_features: the vocabulary, the same for both.
+        noise_density: mean share of the targets, in (0, 0.5].
+        mode: text that stands before the inputs.
+        merge_documents: see `span_corruption`.
+
+    Raises:
+        UserError: lengths that hold no text.
+    """
+    vocabulary = output_features["targets"].vocabulary
+    mode_ids = vocabulary.encode(mode) if mode else []
+    room = {"inputs": sequence_length["inputs"] - 1 - len(mode_ids)}
+    room["targets"] = sequence_length["targets"] - 1
+    if min(room.values()) < 1:
+        raise errors.UserError(
+            f"encoder_length={sequence_length['inputs']} and decoder_length="
+            f"{sequence_length['targets']} hold no text to continue; raise them."
+        )
+
+    def split(tokens: tf.Tensor, seed: tf.Tensor) -> dict[str, tf.Tensor]:
+        length = tf.size(tokens)
+        longest = tf.cast(2 * noise_density * tf.cast(length, tf.float32), tf.int32)
+        longest = tf.maximum(tf.minimum(tf.minimum(longest, length - 1), room["targets"]), 1)
+        num_targets = tf.random.stateless_uniform([], seed, 1, longest + 1, tf.int32)
+        return {"inputs": tokens[:-num_targets], "targets": tokens[-num_targets:]}
+
+    # The shortest continuation leaves inputs that are just full.
+    segments = split_documents(dataset, room["inputs"] + 1, merge_documents=merge_documents)
+    split_all: Any = seqio.map_over_dataset(split, num_seeds=1)
+    return _with_mode(split_all(segments), mode_ids)
+
+
+def _task(name: str, corpus: seqio.Task, denoise: Any) -> seqio.Task:
+    """A task with the documents of `corpus` and another objective."""
+    if not isinstance(corpus, seqio.Task):
+        raise errors.UserError(
+            f"{name}: corpus={corpus!r} is no task; give one whose documents are to be taken, such "
+            "as @pretraining.text_span_corruption()."
+        )
+    return seqio.Task(
+        name,
+        source=corpus.source,
+        preprocessors=[
+            functools.partial(seqio.preprocessors.rekey, key_map={"targets": "text"}),
+            functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False),
+            denoise,
+            seqio.preprocessors.append_eos_after_trim,
+        ],
+        output_features=corpus.output_features,
+        metric_fns=[],
+    )
+
+
+def _with_mode(dataset: tf.data.Dataset, mode_ids: list[int]) -> tf.data.Dataset:
+    if not mode_ids:
+        return dataset
+    return dataset.map(
+        lambda example: {**example, "inputs": tf.concat([mode_ids, example["inputs"]], axis=0)}
+    )
+
+
+for _name, _corpus in (
+    ("pydoc", pretraining.pydoc_span_corruption()),
+    ("c4", pretraining.c4_span_corruption()),
+):
+    _prefix_lm = prefix_lm(_corpus, name=f"{_name}_prefix_lm")
+    seqio.TaskRegistry.add_provider(_prefix_lm.name, _prefix_lm)
+    _ul2 = ul2(_corpus, name=f"{_name}_ul2")
+    seqio.MixtureRegistry.add_provider(_ul2.name, _ul2)

@@ -1,0 +1,112 @@
+"""SQuAD v1.1, extractive question answering, as text-to-text in the form that T5 gives it.
+
+Rajpurkar et al. 2016 (arXiv 1606.05250). Importing this registers the data set of TFDS with seqio.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import seqio
+import tensorflow as tf
+
+from . import metrics, vocabularies
+from .sources import PreparedTfdsSource, shuffle_buffer_size
+from .tables import Example, Path, Row, TableSource
+
+TFDS_NAME = "squad/v1.1:3.0.0"
+
+
+def squad(
+    path: Path | None = None,
+    vocabulary: seqio.Vocabulary | None = None,
+    *,
+    data_dir: str | None = None,
+    name: str = "squad",
+) -> seqio.Task:
+    """Returns SQuAD from TFDS, or from local .jsonl files with "context", "question", "answers".
+
+    Args:
+        path: a folder, whose files are the splits of their names; a file or a glob, which is
+            "train"; or these by split. "answers" is a text or a list; the first is trained on,
+            and metrics count the best. None reads TFDS.
+        vocabulary: None takes bytes for files, and for TFDS T5's own, which is downloaded.
+        data_dir: where TFDS has the prepared data; None is its default, `~/tensorflow_datasets`.
+        name: of the task; it is registered under the same, if at all.
+
+    Raises:
+        UserError: a path without files.
+    """
+    if path is None:
+        source = PreparedTfdsSource(TFDS_NAME, data_dir)
+        vocabulary = vocabulary or vocabularies.published_t5()
+        steps = [_tfds_rows, to_text]
+    else:
+        source = TableSource(path, _parse)
+        vocabulary = vocabulary or vocabularies.characters()
+        steps = [to_text]
+    feature = seqio.Feature(vocabulary=vocabulary, add_eos=True)
+    return seqio.Task(
+        name,
+        source=source,
+        preprocessors=[*steps, seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+        output_features={"inputs": feature, "targets": feature},
+        postprocess_fn=_answers,
+        metric_fns=[metrics.squad],
+        shuffle_buffer_size=shuffle_buffer_size(source),
+    )
+
+
+def to_text(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Turns rows into "inputs", "targets" (the first answer) and "answers", as T5 does.
+
+    Blanks are put around punctuation, which `t5.data.preprocessors.squad` does too; the question
+    comes first, so that it stays when a long context is cut.
+    """
+
+    def fill(row: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        answers = _spaced_punctuation(row["answers"])
+        question = _spaced_punctuation(row["question"])
+        context = _spaced_punctuation(row["context"])
+        inputs = tf.strings.join(["question:", question, "context:", context], " ")
+        return {
+            "inputs": _single_blanks(inputs),
+            "targets": answers[0],
+            "answers": answers,
+        }
+
+    return dataset.map(fill, num_parallel_calls=tf.data.AUTOTUNE)
+
+
+def _spaced_punctuation(text: tf.Tensor) -> tf.Tensor:
+    return _single_blanks(tf.strings.regex_replace(text, r"([[:punct:]])", r" \1 "))
+
+
+def _single_blanks(text: tf.Tensor) -> tf.Tensor:
+    return tf.strings.regex_replace(text, r"\s+", " ")
+
+
+def _tfds_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    return dataset.map(lambda x: {**x, "answers": x["answers"]["text"]})
+
+
+def _parse(row: Row) -> Example:
+    answers = row.value("answers")
+    answers = answers if isinstance(answers, list) else [answers]
+    if not all(isinstance(answer, str) and answer.strip() for answer in answers):
+        raise row.error(f"has answers={answers!r}, which must be one text or several.")
+    return {
+        "context": row.text("context"),
+        "question": row.text("question"),
+        "answers": answers,
+    }
+
+
+def _answers(
+    text: str, *, example: Mapping[str, Any] | None = None, is_target: bool = False, **_
+) -> Any:
+    if not is_target or example is None:
+        return text
+    return [tf.compat.as_text(answer) for answer in example["answers"]]
+
+
+seqio.TaskRegistry.add_provider("squad", squad())

@@ -1,0 +1,395 @@
+"""Tasks made by code, to study how far a model sees: ListOps, and copying and recalling over gaps.
+
+Every example follows from the seed, its split and its number alone, so that all hosts and all runs
+have the same ones, and nothing is stored. Importing this registers each with its defaults.
+
+The gap tasks are read as bytes, one token a symbol, so that gaps are counted in tokens. An
+encoder-decoder can bridge the gap of `gap_copy`, `gap_reverse` and `associative_recall` by
+attention between decoder and encoder; that of `lookback` only by what mixes the positions of the
+encoder.
+"""
+
+import functools
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import seqio
+import tensorflow as tf
+
+from convt5 import errors
+
+from . import metrics, vocabularies
+from .classification import classification_task
+from .sources import shuffle_buffer_size
+
+NUM_TRAIN = 100_000
+NUM_EVAL = 1_000
+FILLER, COPY_MARK, QUERY_MARK = ".", "=", "?"
+
+_SPLITS: tuple[str, ...] = ("train", "validation", "test")
+_SHUFFLED = 2**16
+_OPERATORS: dict[str, Callable[[list[int]], int]] = {
+    "[MIN": min,
+    "[MAX": max,
+    "[MED": lambda values: int(np.median(values)),
+    "[SM": lambda values: sum(values) % 10,
+}
+
+
+class Pair(NamedTuple):
+    """Text of one example."""
+
+    inputs: str
+    targets: str
+
+
+Generator = Callable[[np.random.Generator], Pair]
+
+
+class GeneratedSource(seqio.DataSource):
+    """Examples that a function makes from random numbers, under the names of `fields`.
+
+    Args:
+        generate: from a source of randomness to the texts of an example.
+        num_train: examples of "train"; they repeat in each epoch.
+        num_eval: examples of "validation" and of "test".
+        seed: of everything.
+        fields: names of the two texts.
+    """
+
+    def __init__(
+        self,
+        generate: Generator,
+        *,
+        num_train: int = NUM_TRAIN,
+        num_eval: int = NUM_EVAL,
+        seed: int = 0,
+        fields: Sequence[str] = Pair._fields,
+    ):
+        sizes = {"num_train": num_train, "num_eval": num_eval}
+        errors.raise_all(
+            [f"{name}={size} must be at least 1." for name, size in sizes.items() if size < 1],
+            where="generated examples",
+        )
+        self._generate = generate
+        self._sizes = dict(zip(_SPLITS, (num_train, num_eval, num_eval), strict=True))
+        self._seed = seed
+        self._fields = tuple(fields)
+        super().__init__(splits=_SPLITS, caching_permitted=False)
+
+    @property
+    def supports_arbitrary_sharding(self) -> bool:
+        return True
+
+    @property
+    def performs_internal_shuffling(self) -> bool:
+        return True
+
+    def list_shards(self, split: str) -> Sequence[str]:
+        return [split]
+
+    def example(self, split: str, number: int) -> Pair:
+        """Returns one example."""
+        return self._generate(np.random.default_rng([self._seed, _SPLITS.index(split), number]))
+
+    def get_dataset(
+        self,
+        split: str = "train",
+        shuffle: bool = True,
+        seed: int | None = None,
+        shard_info: seqio.ShardInfo | None = None,
+        **_,
+    ) -> tf.data.Dataset:
+        numbers = tf.data.Dataset.range(self._sizes[split])
+        if shard_info is not None:
+            numbers = numbers.shard(shard_info.num_shards, shard_info.index)
+        if shuffle:
+            numbers = numbers.shuffle(min(self._sizes[split], _SHUFFLED), seed=seed)
+
+        def make(number: tf.Tensor) -> dict[str, tf.Tensor]:
+            texts = tf.numpy_function(
+                lambda i: tuple(text.encode() for text in self.example(split, int(i))),
+                [number],
+                [tf.string] * len(self._fields),
+                stateful=False,
+            )
+            return {f: tf.ensure_shape(t, []) for f, t in zip(self._fields, texts, strict=True)}
+
+        return numbers.map(make)
+
+
+def listops(
+    vocabulary: seqio.Vocabulary | None = None,
+    *,
+    max_depth: int = 5,
+    max_arguments: int = 5,
+    min_length: int = 4,
+    max_length: int = 200,
+    num_train: int = NUM_TRAIN,
+    num_eval: int = NUM_EVAL,
+    seed: int = 0,
+    rank: bool = False,
+    name: str = "listops",
+) -> seqio.Task:
+    """Returns nested operations on lists of digits: `[MAX 1 5 [MIN 9 2 5 ] ]` is 5.
+
+    Nangia and Bowman 2018 (arXiv 1804.06028), with trees as they draw them: each argument is an
+    operation with probability 1/4. Long Range Arena takes max_depth=10, max_arguments=10,
+    min_length=500 and max_length=2000.
+
+    Args:
+        vocabulary: None takes bytes.
+        max_depth: operations inside each other, at least 1.
+        max_arguments: of an operation, at least 2.
+        min_length: operators, digits and closing brackets at least.
+        max_length: at most.
+        num_train: examples of "train".
+        num_eval: examples of "validation" and of "test".
+        seed: of the examples.
+        rank: see `classification.classification_task`.
+        name: of the task; it is registered under the same, if at all.
+
+    Raises:
+        UserError: a value out of range, or lengths that trees of this kind hardly ever have.
+    """
+    faults = []
+    if max_depth < 1:
+        faults.append(f"max_depth={max_depth} must be at least 1.")
+    if max_arguments < 2:
+        faults.append(f"max_arguments={max_arguments} must be at least 2.")
+    if not 4 <= max_length >= min_length:
+        faults.append(f"max_length={max_length} must be at least 4 and min_length={min_length}.")
+    errors.raise_all(faults, where=name)
+    generate = functools.partial(
+        _list_operation,
+        max_depth=max_depth,
+        max_arguments=max_arguments,
+        lengths=(min_length, max_length),
+    )
+    generate(np.random.default_rng(seed))
+    return classification_task(
+        name,
+        GeneratedSource(
+            generate, num_train=num_train, num_eval=num_eval, seed=seed, fields=("text", "label")
+        ),
+        vocabulary or vocabularies.characters(),
+        prompt="{text}",
+        labels=list(string.digits),
+        rank=rank,
+    )
+
+
+def gap_copy(
+    gap: int = 16,
+    *,
+    num_symbols: int = 8,
+    num_train: int = NUM_TRAIN,
+    num_eval: int = NUM_EVAL,
+    seed: int = 0,
+    name: str = "gap_copy",
+) -> seqio.Task:
+    """Returns copying: `kdus....=` is `kdus`.
+
+    Args:
+        gap: filler tokens between the symbols and the mark that asks for them.
+        num_symbols: letters to copy.
+        num_train: examples of "train".
+        num_eval: examples of "validation" and of "test".
+        seed: of the examples.
+        name: of the task; it is registered under the same, if at all.
+
+    Raises:
+        UserError: a value out of range.
+    """
+    generate = functools.partial(_copied, gap=gap, num_symbols=num_symbols, step=1)
+    source = GeneratedSource(generate, num_train=num_train, num_eval=num_eval, seed=seed)
+    return _gap_task(name, source, {"gap": (gap, 0), "num_symbols": (num_symbols, 1)})
+
+
+def gap_reverse(
+    gap: int = 16,
+    *,
+    num_symbols: int = 8,
+    num_train: int = NUM_TRAIN,
+    num_eval: int = NUM_EVAL,
+    seed: int = 0,
+    name: str = "gap_reverse",
+) -> seqio.Task:
+    """Returns copying backwards: `kdus....=` is `sudk`. Arguments are those of `gap_copy`."""
+    generate = functools.partial(_copied, gap=gap, num_symbols=num_symbols, step=-1)
+    source = GeneratedSource(generate, num_train=num_train, num_eval=num_eval, seed=seed)
+    return _gap_task(name, source, {"gap": (gap, 0), "num_symbols": (num_symbols, 1)})
+
+
+def associative_recall(
+    gap: int = 16,
+    *,
+    num_pairs: int = 4,
+    num_train: int = NUM_TRAIN,
+    num_eval: int = NUM_EVAL,
+    seed: int = 0,
+    name: str = "associative_recall",
+) -> seqio.Task:
+    """Returns recalling what stood beside a key: `a3k7b1....?k` is `7`.
+
+    Args:
+        gap: filler tokens between the last pair and the mark that asks for one of them.
+        num_pairs: pairs of a letter, different in each, and a digit; at most 26.
+        num_train: examples of "train".
+        num_eval: examples of "validation" and of "test".
+        seed: of the examples.
+        name: of the task; it is registered under the same, if at all.
+
+    Raises:
+        UserError: a value out of range.
+    """
+    generate = functools.partial(_recalled, gap=gap, num_pairs=num_pairs)
+    source = GeneratedSource(generate, num_train=num_train, num_eval=num_eval, seed=seed)
+    ranges = {"gap": (gap, 0), "num_pairs": (num_pairs, 1, len(string.ascii_lowercase))}
+    return _gap_task(name, source, ranges)
+
+
+def lookback(
+    gap: int = 16,
+    *,
+    num_symbols: int | None = None,
+    num_train: int = NUM_TRAIN,
+    num_eval: int = NUM_EVAL,
+    seed: int = 0,
+    name: str = "lookback",
+) -> seqio.Task:
+    """Returns finding what stood `gap` tokens before a mark: with 3, `kdusx?vq` is `u`.
+
+    The mark is in a random place, so that neither content nor place tells the decoder where to
+    look: the encoder must see that far.
+
+    Args:
+        gap: tokens from the wanted letter to the mark, at least 1.
+        num_symbols: letters, the mark not counted, at least `gap`; None takes twice `gap`.
+        num_train: examples of "train".
+        num_eval: examples of "validation" and of "test".
+        seed: of the examples.
+        name: of the task; it is registered under the same, if at all.
+
+    Raises:
+        UserError: a value out of range.
+    """
+    num_symbols = 2 * gap if num_symbols is None else num_symbols
+    generate = functools.partial(_looked_back, gap=gap, num_symbols=num_symbols)
+    source = GeneratedSource(generate, num_train=num_train, num_eval=num_eval, seed=seed)
+    return _gap_task(name, source, {"gap": (gap, 1), "num_symbols": (num_symbols, max(gap, 1))})
+
+
+def check_lengths(
+    dataset: tf.data.Dataset,
+    sequence_length: Mapping[str, int] | None,
+    *,
+    task: str,
+    needed: Mapping[str, int],
+) -> tf.data.Dataset:
+    """Returns the dataset as it is.
+
+    Raises:
+        UserError: `sequence_length` would cut what all examples need, the end token included.
+    """
+    errors.raise_all(
+        [
+            f"{feature} of {length} tokens do not fit a length of {sequence_length[feature]}: what "
+            f"is asked for would be cut off; raise encoder_length and decoder_length."
+            for feature, length in needed.items()
+            if sequence_length and sequence_length.get(feature, length) < length
+        ],
+        where=task,
+    )
+    return dataset
+
+
+def _gap_task(
+    name: str, source: GeneratedSource, ranges: Mapping[str, tuple[int, ...]]
+) -> seqio.Task:
+    """A task read as bytes; `ranges` holds the value, least and greatest of each setting."""
+    faults = []
+    for setting, (value, least, *greatest) in ranges.items():
+        if value < least or (greatest and value > greatest[0]):
+            limit = f" and at most {greatest[0]}" if greatest else ""
+            faults.append(f"{setting}={value} must be at least {least}{limit}.")
+    errors.raise_all(faults, where=name)
+    texts = source.example("train", 0)
+    needed = {field: len(text) + 1 for field, text in texts._asdict().items()}
+    feature = seqio.Feature(vocabulary=vocabularies.characters(), add_eos=True)
+    return seqio.Task(
+        name,
+        source=source,
+        preprocessors=[
+            functools.partial(check_lengths, task=name, needed=needed),
+            seqio.preprocessors.tokenize,
+            seqio.preprocessors.append_eos,
+        ],
+        output_features={"inputs": feature, "targets": feature},
+        metric_fns=[metrics.exact_match],
+        shuffle_buffer_size=shuffle_buffer_size(source),
+    )
+
+
+def _letters(random: np.random.Generator, num: int) -> str:
+    return "".join(random.choice(list(string.ascii_lowercase), num))
+
+
+def _copied(random: np.random.Generator, *, gap: int, num_symbols: int, step: int) -> Pair:
+    symbols = _letters(random, num_symbols)
+    return Pair(symbols + FILLER * gap + COPY_MARK, symbols[::step])
+
+
+def _recalled(random: np.random.Generator, *, gap: int, num_pairs: int) -> Pair:
+    keys = random.permutation(list(string.ascii_lowercase))[:num_pairs]
+    values = random.choice(list(string.digits), num_pairs)
+    wanted = random.integers(num_pairs)
+    pairs = "".join(key + value for key, value in zip(keys, values, strict=True))
+    return Pair(pairs + FILLER * gap + QUERY_MARK + keys[wanted], str(values[wanted]))
+
+
+def _looked_back(random: np.random.Generator, *, gap: int, num_symbols: int) -> Pair:
+    symbols = _letters(random, num_symbols)
+    mark = random.integers(gap, num_symbols + 1)
+    return Pair(symbols[:mark] + QUERY_MARK + symbols[mark:], symbols[mark - gap])
+
+
+def _list_operation(
+    random: np.random.Generator, *, max_depth: int, max_arguments: int, lengths: tuple[int, int]
+) -> Pair:
+    for _ in range(10_000):
+        words: list[str] = []
+        value = _operation(random, words, max_depth, max_arguments, lengths[1])
+        if value is not None and lengths[0] <= len(words):
+            return Pair(" ".join(words), str(value))
+    raise errors.UserError(
+        f"listops: of 10,000 trees with max_depth={max_depth} and max_arguments={max_arguments} "
+        f"none has min_length={lengths[0]} to max_length={lengths[1]} words; raise max_depth or "
+        "max_arguments, or widen the lengths."
+    )
+
+
+def _operation(
+    random: np.random.Generator, words: list[str], depth: int, max_arguments: int, max_length: int
+) -> int | None:
+    """Appends the words of an operation and returns its value; None where it becomes too long."""
+    operator = list(_OPERATORS)[random.integers(len(_OPERATORS))]
+    words.append(operator)
+    values = []
+    for _ in range(random.integers(2, max_arguments + 1)):
+        if depth > 1 and random.random() < 0.25:
+            value = _operation(random, words, depth - 1, max_arguments, max_length)
+        else:
+            value = int(random.integers(10))
+            words.append(str(value))
+        if value is None or len(words) >= max_length:
+            return None
+        values.append(value)
+    words.append("]")
+    return _OPERATORS[operator](values)
+
+
+for _function in (listops, gap_copy, gap_reverse, associative_recall, lookback):
+    seqio.TaskRegistry.add_provider(_function.__name__, _function())

@@ -1,0 +1,295 @@
+"""Rows of local JSONL, TSV and CSV files as a seqio source; faults are named by file and line.
+
+The rows are held in memory, in the order of the files, so that any host reads any of them and each
+epoch has an order of its own.
+"""
+
+import csv
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import seqio
+import tensorflow as tf
+
+from convt5 import errors
+
+from . import local_files
+
+Path = str | Sequence[str] | Mapping[str, str | Sequence[str]]
+Example = Mapping[str, str | list[str]]
+
+SUFFIXES = (".jsonl", ".tsv", ".csv")
+_SPLIT_NAMES = {"dev": "validation", "valid": "validation", "val": "validation"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row of a file.
+
+    Attributes:
+        file, line: where it stands; lines are counted from 1.
+        values: what stands under each field.
+    """
+
+    file: str
+    line: int
+    values: Mapping[str, Any]
+
+    def value(self, field: str) -> Any:
+        """Returns what stands under a field.
+
+        Raises:
+            UserError: there is no such field, or nothing in it.
+        """
+        if field not in self.values:
+            raise self.error(
+                f"has no field {field!r}; its fields are {list(self.values)}; name one of these."
+                f"{errors.suggest(field, self.values)}"
+            )
+        value = self.values[field]
+        if value is None or value == [] or (isinstance(value, str) and not value.strip()):
+            raise self.error(f"has nothing under {field!r}; fill it in, or remove the line.")
+        return value
+
+    def text(self, field: str) -> str:
+        """Returns what stands under a field as text without surrounding blanks.
+
+        Raises:
+            UserError: there is no such field, nothing in it, or no text.
+        """
+        value = self.value(field)
+        if not isinstance(value, str | int | float):
+            raise self.error(f"has {value!r} under {field!r}, which is no text.")
+        return str(value).strip()
+
+    def error(self, fault: str) -> errors.UserError:
+        """Returns an error that says where the fault is."""
+        return errors.UserError(f"file {self.file!r}, line {self.line} {fault}")
+
+
+def find_splits(path: Path) -> dict[str, list[str]]:
+    """Returns the files of each split.
+
+    Args:
+        path: a folder, whose files are the splits of their names, where "dev" and "valid" mean
+            "validation"; or a file, a glob or several, which are "train"; or all of these by split.
+
+    Raises:
+        UserError: no file is there.
+    """
+    if isinstance(path, Mapping):
+        return {split: _find(files) for split, files in path.items()}
+    if isinstance(path, str) and os.path.isdir(os.path.expanduser(path)):
+        splits: dict[str, list[str]] = {}
+        for file in sorted(pathlib.Path(path).expanduser().iterdir()):
+            if _suffix(str(file)):
+                name = file.name.partition(".")[0]
+                splits.setdefault(_SPLIT_NAMES.get(name, name), []).append(str(file))
+        if not splits:
+            raise errors.UserError(
+                f"path={path!r} is a folder without a {', '.join(SUFFIXES)} file, also compressed; "
+                "set it to a folder with files such as train.jsonl and dev.jsonl."
+            )
+        return splits
+    return {"train": _find(path)}
+
+
+def read_rows(file: str, columns: Sequence[str] | None = None) -> Iterator[Row]:
+    """Yields the rows of a file; empty lines are none.
+
+    Args:
+        file: .jsonl, .tsv or .csv, and .gz, .xz or .bz2 after that.
+        columns: fields of .tsv and .csv files without a header line.
+
+    Raises:
+        UserError: the file cannot be read, or a line is malformed.
+    """
+    suffix = _suffix(file)
+    if suffix is None:
+        raise errors.UserError(
+            f"file {file!r} is of no known kind: its name must end in {', '.join(SUFFIXES)}, and "
+            "may then have .gz, .xz or .bz2."
+        )
+    with (
+        local_files.explained(file),
+        local_files.open_bytes(file) as raw,
+        io.TextIOWrapper(raw, "utf-8-sig", newline="") as lines,
+    ):
+        if suffix == ".jsonl":
+            yield from _json_rows(file, lines)
+        else:
+            cells = _csv_cells(file, lines) if suffix == ".csv" else _tsv_cells(lines)
+            yield from _table_rows(file, cells, columns)
+
+
+class TableSource(seqio.DataSource):
+    """Rows of local files as examples.
+
+    Args:
+        path: see `find_splits`.
+        parse: from a row to an example of strings and lists of strings; None leaves the row out.
+        columns: see `read_rows`.
+        validation_fraction: of the rows of "train" that become "validation" where there are no
+            files for it, in [0, 0.5].
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        parse: Callable[[Row], Example | None],
+        *,
+        columns: Sequence[str] | None = None,
+        validation_fraction: float = 0.0,
+    ):
+        if not 0 <= validation_fraction <= 0.5:
+            raise errors.UserError(
+                f"validation_fraction={validation_fraction} must be in [0, 0.5]; 0.1 holds out "
+                "one row of ten."
+            )
+        self._files = find_splits(path)
+        self._parse = parse
+        self._columns = columns
+        self._holdout_every = None
+        if validation_fraction and "train" in self._files and "validation" not in self._files:
+            self._holdout_every = round(1 / validation_fraction)
+        self._tables: dict[str, dict[str, Any]] = {}
+        splits = [*self._files, *(["validation"] if self._holdout_every else [])]
+        super().__init__(splits=splits, caching_permitted=False)
+
+    @property
+    def supports_arbitrary_sharding(self) -> bool:
+        return True
+
+    @property
+    def performs_internal_shuffling(self) -> bool:
+        return True
+
+    def fingerprint(self) -> str:
+        """Returns what identifies the rows, to be compared when a run goes on."""
+        files = [(s, [local_files.identity(f) for f in fs]) for s, fs in self._files.items()]
+        about = [files, self._columns, self._holdout_every]
+        return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
+
+    def list_shards(self, split: str) -> Sequence[str]:
+        return [split]
+
+    def get_dataset(
+        self,
+        split: str = "train",
+        shuffle: bool = True,
+        seed: int | None = None,
+        shard_info: seqio.ShardInfo | None = None,
+        **_,
+    ) -> tf.data.Dataset:
+        table = self._table(split)
+        num_rows = len(next(iter(table.values())))
+        # Rows are shuffled by number: a saved position holds numbers, never text.
+        numbers = tf.data.Dataset.range(num_rows)
+        if shard_info is not None:
+            numbers = numbers.shard(shard_info.num_shards, shard_info.index)
+        if shuffle:
+            numbers = numbers.shuffle(num_rows, seed=seed)
+        return numbers.map(lambda i: {name: values[i] for name, values in table.items()})
+
+    def _table(self, split: str) -> dict[str, Any]:
+        """Returns the examples of a split, one tensor a field; files are read once."""
+        if split not in self.splits:
+            raise errors.UserError(
+                f"split={split!r} is none of {sorted(self.splits)}, the splits of these files."
+                f"{errors.suggest(split, self.splits)}"
+            )
+        if split not in self._tables:
+            examples = self._examples(split)
+            if not examples:
+                raise errors.UserError(
+                    f"split={split!r} has no row: {self._files.get(split, self._files)} were read."
+                )
+            self._tables[split] = {
+                name: _tensor([example[name] for example in examples]) for name in examples[0]
+            }
+        return self._tables[split]
+
+    def _examples(self, split: str) -> list[Example]:
+        files = self._files.get(split, self._files.get("train", []))
+        rows = (row for file in files for row in read_rows(file, self._columns))
+        examples = [example for row in rows if (example := self._parse(row)) is not None]
+        every = self._holdout_every
+        if every and split in ("train", "validation"):
+            held_out = split == "validation"
+            examples = [e for i, e in enumerate(examples) if (i % every == 1) == held_out]
+        return examples
+
+
+def _find(files: str | Sequence[str]) -> list[str]:
+    patterns = [files] if isinstance(files, str) else files
+    return [name for pattern in patterns for name in local_files.find(pattern)]
+
+
+def _suffix(file: str) -> str | None:
+    parts = pathlib.PurePath(file).suffixes
+    if parts and parts[-1] in local_files.OPENERS:
+        parts.pop()
+    return parts[-1] if parts and parts[-1] in SUFFIXES else None
+
+
+def _json_rows(file: str, lines: io.TextIOWrapper) -> Iterator[Row]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise errors.UserError(
+                f"file {file!r}, line {number} is not JSON ({error}); .jsonl files hold one object "
+                "a line."
+            ) from error
+        if not isinstance(values, dict):
+            raise errors.UserError(
+                f"file {file!r}, line {number} is no JSON object; each line is one, such as "
+                '{"text": "...", "label": "..."}.'
+            )
+        yield Row(file, number, values)
+
+
+def _csv_cells(file: str, lines: io.TextIOWrapper) -> Iterator[tuple[int, list[str]]]:
+    reader = csv.reader(lines, strict=True)
+    try:
+        for cells in reader:
+            yield reader.line_num, cells
+    except csv.Error as error:
+        raise errors.UserError(
+            f"file {file!r}, line {reader.line_num} is not CSV ({error})."
+        ) from error
+
+
+def _tsv_cells(lines: io.TextIOWrapper) -> Iterator[tuple[int, list[str]]]:
+    for number, line in enumerate(lines, start=1):
+        text = line.rstrip("\r\n")
+        yield number, text.split("\t") if text else []
+
+
+def _table_rows(
+    file: str, cells: Iterator[tuple[int, list[str]]], columns: Sequence[str] | None
+) -> Iterator[Row]:
+    for number, values in cells:
+        if not values:
+            continue
+        if columns is None:
+            columns = values
+        elif len(values) != len(columns):
+            raise errors.UserError(
+                f"file {file!r}, line {number} has {len(values)} columns, not {len(columns)}: "
+                f"{list(columns)}; correct the line, or set columns."
+            )
+        else:
+            yield Row(file, number, dict(zip(columns, values, strict=True)))
+
+
+def _tensor(values: list[Any]) -> Any:
+    return tf.ragged.constant(values) if isinstance(values[0], list) else tf.constant(values)
