@@ -15,9 +15,10 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_managers import (
@@ -30,6 +31,9 @@ from orbax.checkpoint.checkpoint_managers import (
 from convt5 import errors, tree_paths
 
 FORMAT = 1
+BEST = "best"
+"""Under this name a checkpoint keeps its value of `CheckpointConfig.best_metric`."""
+BestMode = Literal["min", "max"]
 _SHOWN = 8  # Parameters named in one message; the rest are counted.
 
 
@@ -41,13 +45,17 @@ class CheckpointConfig:
         every_steps: steps between checkpoints; the last step is always saved.
         keep_last: the newest checkpoints kept, at least 1. Two let a run continue when the newest
             is damaged.
-        keep_best: checkpoints of lowest validation loss kept as well.
+        keep_best: the checkpoints of best `best_metric` kept as well.
+        best_metric: a metric of evaluations as `metrics.jsonl` names it.
+        best_mode: whether the least ("min") or the greatest value ("max") is the best.
         keep_every_steps: every checkpoint whose step is a multiple is kept for good; None for none.
     """
 
     every_steps: int = 1000
     keep_last: int = 2
     keep_best: int = 1
+    best_metric: str = "validation/loss"
+    best_mode: BestMode = "min"
     keep_every_steps: int | None = None
 
     def __post_init__(self):
@@ -59,7 +67,13 @@ class CheckpointConfig:
             faults.append(
                 f"keep_every_steps={self.keep_every_steps} must be at least 1, or None for none."
             )
+        if self.best_mode not in get_args(BestMode):
+            faults.append(f"best_mode={self.best_mode!r} must be min or max.")
         errors.raise_all(faults, where="CheckpointConfig")
+
+    def is_better(self, value: float, than: float) -> bool:
+        """Whether one value of `best_metric` is better than another."""
+        return value > than if self.best_mode == "max" else value < than
 
 
 class Restored(NamedTuple):
@@ -104,7 +118,7 @@ class Checkpointer:
         *,
         data_state: bytes,
         progress: Mapping[str, Any] | None = None,
-        validation_loss: float | None = None,
+        best_value: float | None = None,
     ) -> None:
         """Copies the state off the devices, then writes it in the background.
 
@@ -115,13 +129,13 @@ class Checkpointer:
             state: has the attributes `model`, `opt_state` and `step`; may be donated on return.
             data_state: this process's position in the data after `step` batches.
             progress: small JSON values of the trainer.
-            validation_loss: decides which checkpoints are the best; None where not measured.
+            best_value: that of `best_metric`, which decides what is kept; None where not measured.
 
         Raises:
             TrainingError: it, or the one before, could not be written.
         """
         params, optimizer = _split(state)
-        is_measured = validation_loss is not None and math.isfinite(validation_loss)
+        is_measured = best_value is not None and math.isfinite(best_value)
         about = {
             "format": FORMAT,
             "params": _shapes(params),
@@ -140,7 +154,7 @@ class Checkpointer:
                     about=ocp.args.JsonSave(about),
                     data=_SaveBytes(data_state),
                 ),
-                metrics={"loss": validation_loss} if is_measured else None,
+                metrics={BEST: best_value} if is_measured else None,
                 force=True,
             )
 
@@ -279,16 +293,46 @@ def load_params(path: epath.PathLike, abstract_model: Any, *, step: int | None =
     about = _read_about(folder)
     params = _by_path(abstract_model)
     _check_shapes(about["params"], _shapes(params), what="parameters", where=str(folder))
+    return _fill(abstract_model, _nest(load_named(folder, params)))
+
+
+def load_named(
+    folder: epath.PathLike, wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """Reads some parameters of one checkpoint from `find_checkpoint`, by name.
+
+    Args:
+        folder: the checkpoint.
+        wanted: their shapes as saved, with the sharding to place them by, or none for the default
+            device.
+    """
+    if not wanted:
+        return {}
     default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    wanted = {
-        name: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or default
+    item = _nest(
+        {
+            name: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or default
+            )
+            for name, leaf in wanted.items()
+        }
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        nested = reader.restore(
+            epath.Path(folder) / "params",
+            args=ocp.args.PyTreeRestore(
+                item,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+                partial_restore=True,
+            ),
         )
-        for name, leaf in params.items()
-    }
-    with ocp.StandardCheckpointer() as reader:
-        nested = reader.restore(folder / "params", _nest(wanted))
-    return _fill(abstract_model, nested)
+    return _by_path(nested)
+
+
+def saved_params(folder: epath.PathLike) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shapes and dtypes of the parameters in one checkpoint from `find_checkpoint`."""
+    about = _read_about(epath.Path(folder))
+    return {name: _parse_shape(text) for name, text in about["params"].items()}
 
 
 def find_checkpoint(path: epath.PathLike, *, step: int | None = None) -> epath.Path:
@@ -341,7 +385,9 @@ def _manager(directory: epath.Path, config: CheckpointConfig) -> ocp.CheckpointM
     if config.keep_best:
         policies.append(
             _MeasuredBest(
-                get_metric_fn=lambda metrics: metrics["loss"], reverse=True, n=config.keep_best
+                get_metric_fn=lambda metrics: metrics[BEST],
+                reverse=config.best_mode == "min",
+                n=config.keep_best,
             )
         )
     if config.keep_every_steps:
@@ -363,7 +409,7 @@ def _manager(directory: epath.Path, config: CheckpointConfig) -> ocp.CheckpointM
 
 
 class _MeasuredBest(BestN):
-    """`BestN` among the checkpoints that have a validation loss, and no others."""
+    """`BestN` among the checkpoints that have a value, and no others."""
 
     def should_preserve(self, checkpoints, *, context):
         measured = [info for info in checkpoints if info.metrics is not None]
@@ -448,6 +494,12 @@ def _shapes(by_path: Mapping[str, Any]) -> dict[str, str]:
     return {
         path: f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for path, leaf in by_path.items()
     }
+
+
+def _parse_shape(text: str) -> jax.ShapeDtypeStruct:
+    """The inverse of what `_shapes` writes, such as `float32[8,9]`."""
+    dtype, _, sizes = text.rstrip("]").partition("[")
+    return jax.ShapeDtypeStruct(tuple(int(n) for n in sizes.split(",") if n), jnp.dtype(dtype))
 
 
 def _read_about(folder: epath.Path) -> dict[str, Any]:

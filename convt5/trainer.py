@@ -9,25 +9,34 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
 from etils import epath
 from flax import nnx
+from jax.sharding import Mesh
 
-from convt5 import sharding
+from convt5 import errors, sharding
 from convt5.checkpoint import CheckpointConfig, Checkpointer, describe_config
+from convt5.initialization import InitFrom
 from convt5.optimizer import OptimizerConfig
 from convt5.prefetching import Prefetcher
 from convt5.schedule import Schedule
 from convt5.training import compilation, run_directory, run_log
 from convt5.training.interruption import Interruption
-from convt5.training.loop import Intervals, Loop
+from convt5.training.loop import Intervals, Loop, TaskMeasure
 from convt5.training.plan import Plan, make_plan
 from convt5.training.train_state import ModelConfig
 from convt5.training.train_step import Loss
 from convt5.training.validation import DataConfig, PlacedBatch, Validation, place_batch
 
 _PREFETCHED = 2  # Batches made ready while a step runs.
+
+
+class TaskEval(Protocol):
+    """A description that builds the measure of a task, such as `evaluation.TaskEval`."""
+
+    def build(self, model: Any, mesh: Mesh) -> TaskMeasure: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +77,9 @@ def train(
     eval_data: DataConfig | None = None,
     eval_every_steps: int | None = None,
     eval_num_batches: int | None = None,
+    task_evals: Sequence[TaskEval] = (),
+    early_stop_evaluations: int | None = None,
+    init_from: InitFrom | None = None,
     log_every_steps: int = 50,
     grad_accum_steps: int = 1,
     seed: int = 0,
@@ -91,6 +103,11 @@ def train(
         eval_data: batches for the validation loss; they must end, or set `eval_num_batches`.
         eval_every_steps: steps between evaluations; None evaluates only after the last step.
         eval_num_batches: batches of one evaluation; None takes all.
+        task_evals: tasks whose own metrics each evaluation measures as well, such as
+            `evaluation.TaskEval`.
+        early_stop_evaluations: ends the run after so many evaluations without a better
+            `checkpoint.best_metric`; None for never.
+        init_from: parameters that a new run starts from; without effect on one that continues.
         log_every_steps: steps between records.
         grad_accum_steps: microbatches that each batch is cut into, to save memory.
         seed: of the initial parameters and of dropout.
@@ -105,7 +122,10 @@ def train(
         TrainingError: the loss is no longer finite; `Interrupted`: SIGTERM or Ctrl-C.
     """
     intervals = Intervals(
-        num_steps=num_steps, log_every_steps=log_every_steps, eval_every_steps=eval_every_steps
+        num_steps=num_steps,
+        log_every_steps=log_every_steps,
+        eval_every_steps=eval_every_steps,
+        early_stop_evaluations=early_stop_evaluations,
     )
     compilation.enable_persistent_cache()
     plan = make_plan(
@@ -124,11 +144,14 @@ def train(
         validation = Validation(
             eval_data, plan.eval_step, plan.batch_sharding, num_batches=eval_num_batches
         )
+    checkpoint = checkpoint or CheckpointConfig()
+    measures = [task.build(model, plan.mesh) for task in task_evals]
+    _check_best_metric(
+        checkpoint, [*["validation"] * bool(validation), *(m.name for m in measures)]
+    )
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(run_directory.hold(run_dir))
-        checkpointer = Checkpointer(
-            folder / "checkpoints", checkpoint or CheckpointConfig(), model_config=model
-        )
+        checkpointer = Checkpointer(folder / "checkpoints", checkpoint, model_config=model)
         stack.enter_context(contextlib.closing(checkpointer))
         restored = checkpointer.restore(plan.abstract)
         first_step = restored.step if restored else 0
@@ -152,6 +175,8 @@ def train(
             checkpointer=checkpointer,
             validation=validation,
             restored=restored,
+            init_from=init_from,
+            task_measures=measures,
         )
         if first_step < num_steps:
             if validation is not None:
@@ -193,6 +218,15 @@ def describe(result: Result) -> str:
             "the least loss of a model that ignores the context"
         )
     return "\n".join(lines)
+
+
+def _check_best_metric(checkpoint: CheckpointConfig, measured: Sequence[str]) -> None:
+    if measured and checkpoint.best_metric.partition("/")[0] not in measured:
+        raise errors.UserError(
+            f"best_metric={checkpoint.best_metric!r} is never measured; set checkpoint."
+            f"CheckpointConfig.best_metric to a metric of {' or '.join(measured)}, such as "
+            f"{measured[0]}/loss."
+        )
 
 
 def _batches(train_data: DataConfig, plan: Plan, *, state: bytes | None) -> Prefetcher[PlacedBatch]:

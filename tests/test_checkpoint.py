@@ -74,7 +74,7 @@ def save_steps(checkpointer, *steps, losses=None):
             make_state(step),
             data_state=f"position {step}".encode(),
             progress={"seconds": float(step)},
-            validation_loss=losses[index] if losses else None,
+            best_value=losses[index] if losses else None,
         )
     checkpointer.wait()
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from convt5 import checkpoint, errors, optimizer, schedule, sharding
+from convt5 import checkpoint, errors, initialization, optimizer, schedule, sharding
 from convt5.prefetching import position, take_apart
 from convt5.trainer import train
 from convt5.training import run_directory, run_log
@@ -304,3 +304,62 @@ def test_the_best_checkpoint_is_kept(run, tmp_path):
     kept = {int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit()}
     assert best < 5
     assert kept == {best, 5}
+
+
+@dataclasses.dataclass(frozen=True)
+class Distance:
+    """A task whose metric is how far the parameters are from 0; it grows while training."""
+
+    name: str = "distance"
+
+    def build(self, model, mesh):
+        return self
+
+    def measure(self, model):
+        return {"norm": float(jnp.abs(model.kernel[...]).mean())}
+
+
+def test_a_run_stops_when_the_chosen_metric_becomes_no_better(run, tmp_path, capsys):
+    settings = {
+        "task_evals": [Distance()],
+        "eval_every_steps": 1,
+        "early_stop_evaluations": 3,
+        "num_steps": 40,
+        "checkpoint": checkpoint.CheckpointConfig(every_steps=1, best_metric="distance/norm"),
+    }
+    result = run(**settings)
+    best = min(records(tmp_path), key=lambda record: record["distance/norm"])["step"]
+    assert result.step == best + 3 < 40
+    assert f"in 3 evaluations since step {best}" in capsys.readouterr().err
+    kept = {int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit()}
+    assert best in kept
+    assert run(**settings).step == result.step  # The count goes on where it stood.
+
+
+def test_more_of_a_metric_can_be_better(run, tmp_path):
+    config = checkpoint.CheckpointConfig(
+        every_steps=1, keep_last=1, best_metric="distance/norm", best_mode="max"
+    )
+    run(task_evals=[Distance()], eval_every_steps=1, checkpoint=config, num_steps=6)
+    norms = {r["step"]: r["distance/norm"] for r in records(tmp_path)}
+    kept = {int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit()}
+    assert kept == {6, max(norms, key=norms.__getitem__)}
+
+
+def test_a_best_metric_that_is_never_measured_is_refused_before_training(run, tmp_path):
+    config = checkpoint.CheckpointConfig(best_metric="sst2/accuracy")
+    with pytest.raises(errors.UserError, match=r"is never measured; .* such as validation/loss"):
+        run(checkpoint=config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_new_run_starts_from_the_parameters_of_another(run, tmp_path):
+    run(num_steps=4)
+    fine = str(tmp_path / "fine")
+    run(run_dir=fine, num_steps=1, init_from=initialization.InitFrom(path=str(tmp_path / "run")))
+    run(run_dir=str(tmp_path / "scratch"), num_steps=1)
+    first = {
+        name: run_log.read_records(tmp_path / name / "metrics.jsonl")[0]["loss"]
+        for name in ("fine", "scratch")
+    }
+    assert first["fine"] < first["scratch"]

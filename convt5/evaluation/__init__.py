@@ -10,6 +10,7 @@ _LAZY = {
     "PredictConfig": "convt5.evaluation.settings",
     "Prediction": "convt5.evaluation.predictor",
     "Predictor": "convt5.evaluation.predictor",
+    "TaskEval": "convt5.evaluation.in_training",
     "load_vocabulary": "convt5.evaluation.run_settings",
 }
 

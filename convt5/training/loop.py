@@ -6,6 +6,7 @@ host. What a step logged is on disk before the checkpoint of that step is.
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -13,9 +14,12 @@ from flax import nnx
 
 from convt5 import errors
 from convt5.checkpoint import Checkpointer, Restored
+from convt5.initialization import InitFrom
 from convt5.training import compilation, run_log
 from convt5.training.interruption import Interruption
+from convt5.training.patience import Patience
 from convt5.training.plan import Plan
+from convt5.training.train_state import TrainState
 from convt5.training.train_step import ALL_FINITE, NONFINITE_INDEX, describe_nonfinite
 from convt5.training.validation import PlacedBatch, Validation
 
@@ -30,14 +34,16 @@ class Intervals:
     num_steps: int
     log_every_steps: int
     eval_every_steps: int | None
+    early_stop_evaluations: int | None = None
 
     def __post_init__(self):
+        optional = ("eval_every_steps", "early_stop_evaluations")
         errors.raise_all(
             (
                 f"{name}={value!r} must be an integer of at least 1."
                 for name, value in dataclasses.asdict(self).items()
                 if not (isinstance(value, int) and value >= 1)
-                and not (name == "eval_every_steps" and value is None)
+                and not (name in optional and value is None)
             ),
             where="train",
         )
@@ -62,6 +68,14 @@ class Batches(Protocol):
     def get_state(self) -> bytes:
         """Returns the position after the batches that were taken, not those made ready."""
         ...
+
+
+class TaskMeasure(Protocol):
+    """Metrics of a task; `evaluation.in_training.TaskMeasure` is one."""
+
+    name: str
+
+    def measure(self, model: nnx.Module) -> dict[str, float]: ...
 
 
 class _Pending(NamedTuple):
@@ -90,6 +104,8 @@ class Loop:
         checkpointer: Checkpointer,
         validation: Validation | None,
         restored: Restored | None,
+        init_from: InitFrom | None = None,
+        task_measures: Sequence[TaskMeasure] = (),
     ):
         self._plan = plan
         self._intervals = intervals
@@ -100,12 +116,18 @@ class Loop:
             peak_flops=compilation.peak_flops(plan.mesh.devices.flatten().tolist()),
             state=restored.progress if restored else None,
         )
-        self._state = restored.state if restored else plan.init_state()
+        self._task_measures = task_measures
+        self._state = restored.state if restored else self._first_state(init_from)
         self.step = restored.step if restored else 0
         self._saved_step = self.step
         self._compiled: compilation.CompiledStep | None = None
         self._pending: _Pending | None = None
-        self._validation_loss: tuple[int, float] | None = None  # step, loss
+        self._best_value: tuple[int, float] | None = None  # step, value
+        self._patience = Patience(
+            checkpointer.config,
+            intervals.early_stop_evaluations,
+            state=restored.progress.get("patience") if restored else None,
+        )
         self.last_record: dict[str, float] | None = None
 
     @property
@@ -114,7 +136,8 @@ class Loop:
         return self._state.model
 
     def run(self, batches: Batches, interruption: Interruption) -> None:
-        """Makes the updates that are missing, until `num_steps` or the end of the data.
+        """Makes the updates that are missing, until `num_steps`, the end of the data or an
+        early stop.
 
         Raises:
             TrainingError: a step was not finite.
@@ -122,7 +145,7 @@ class Loop:
         """
         if self._meter.num_steps and self._intervals.logs(self.step):
             self._record()  # Interrupted just before the record of its last step.
-        while self.step < self._intervals.num_steps:
+        while self.step < self._intervals.num_steps and not self._patience.is_exhausted:
             asked = time.perf_counter()
             try:
                 batch = next(batches)
@@ -139,6 +162,16 @@ class Loop:
             if self._intervals.evaluates(self.step) or self._checkpointer.is_due(self.step):
                 self._pause(batches)
         self._end(batches)
+        if self._patience.is_exhausted:
+            self._log.message(self._patience.text())
+
+    def _first_state(self, init_from: InitFrom | None) -> TrainState:
+        state = self._plan.init_state()
+        if init_from is None:
+            return state
+        model, report = init_from.apply(state.model)
+        self._log.message(report.text(init_from.path))
+        return dataclasses.replace(state, model=model)
 
     def _update(self, batch: PlacedBatch) -> dict[str, jax.Array]:
         if self._compiled is None:
@@ -197,16 +230,28 @@ class Loop:
         self._checkpointer.wait()
 
     def _measures(self, step: int) -> bool:
-        return self._validation is not None and self._intervals.evaluates(step)
+        has_data = self._validation is not None or bool(self._task_measures)
+        return has_data and self._intervals.evaluates(step)
 
     def _record(self) -> None:
         """Writes the record of this step, with the validation metrics if there is such data."""
         record = self._meter.take()
         if self._validation is not None:
             metrics = self._validation.measure(self._state.model)
-            self._validation_loss = (self.step, metrics["loss"])
             record |= {f"validation/{name}": value for name, value in metrics.items()}
+        for task in self._task_measures:
+            record |= {f"{task.name}/{k}": v for k, v in task.measure(self._state.model).items()}
         self._write(self.step, record)
+        metric = self._checkpointer.config.best_metric
+        if metric in record:
+            self._best_value = (self.step, record[metric])
+            self._patience.add(self.step, record[metric])
+        elif self._measures(self.step):
+            raise errors.UserError(
+                f"best_metric={metric!r} is not among the metrics of an evaluation; set "
+                f"checkpoint.CheckpointConfig.best_metric to one of these, or correct it."
+                f"{errors.suggest(metric, record)} There are: {', '.join(sorted(record))}."
+            )
 
     def _write(self, step: int, record: dict[str, float]) -> None:
         self._log.record(step, record)
@@ -216,13 +261,13 @@ class Loop:
         if self.step == self._saved_step:
             return
         self._log.sync()
-        measured, loss = self._validation_loss or (None, None)
+        measured, value = self._best_value or (None, None)
         self._checkpointer.save(
             self.step,
             self._state,
             data_state=batches.get_state(),
-            progress=self._meter.state(),
-            validation_loss=loss if measured == self.step else None,
+            progress=self._meter.state() | {"patience": self._patience.state()},
+            best_value=value if measured == self.step else None,
         )
         self._saved_step = self.step
 

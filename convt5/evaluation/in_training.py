@@ -1,0 +1,65 @@
+"""Metrics of seqio tasks during training: `trainer.train(task_evals=[...])` takes them from gin."""
+
+import dataclasses
+from typing import Any
+
+from jax.sharding import Mesh
+
+from convt5.architecture import ConvT5Config
+from convt5.evaluation.settings import EvalConfig, PredictConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskEval:
+    """A task whose own metrics are measured at every evaluation of a run.
+
+    Attributes:
+        task: a seqio task, or the name of a registered one.
+        split: the part of it that is read.
+        num_examples: the first ones only; None takes all.
+        max_input_length, max_length: of inputs and of targets or predictions, in tokens.
+        batch_size: examples that are computed together on one host.
+        name: under which `metrics.jsonl` holds the metrics: `<name>/accuracy`.
+    """
+
+    task: Any
+    split: str = "validation"
+    num_examples: int | None = None
+    max_input_length: int
+    max_length: int
+    batch_size: int = 64
+    name: str = "task"
+
+    def build(self, model: ConvT5Config, mesh: Mesh) -> "TaskMeasure":
+        """Reads the examples.
+
+        Raises:
+            UserError: an unknown task or split, another vocabulary, or no example.
+        """
+        # TensorFlow and seqio are only needed from here on.
+        from convt5.evaluation import task_data
+        from convt5.evaluation.evaluator import Evaluator
+
+        (task,) = task_data.find_tasks([self.task])
+        task_data.check_task(task, self.split, vocab_size=model.vocab_size)
+        predict = PredictConfig(
+            max_input_length=self.max_input_length,
+            max_length=self.max_length,
+            batch_size=self.batch_size,
+        ).completed(model)
+        config = EvalConfig(split=self.split, num_examples=self.num_examples)
+        return TaskMeasure(self.name, Evaluator(task, self.split, predict, config), mesh)
+
+
+class TaskMeasure:
+    """The metrics of one task, for a model as it stands."""
+
+    def __init__(self, name: str, evaluator: Any, mesh: Mesh):
+        self.name = name
+        self._evaluator = evaluator
+        self._mesh = mesh
+
+    def measure(self, model: Any) -> dict[str, float]:
+        """Returns the metrics by name; all hosts must call, and get the same."""
+        predictor = self._evaluator.predictor(model, self._mesh)
+        return self._evaluator.evaluate(predictor).metrics

@@ -1,0 +1,192 @@
+"""Starting from trained parameters: which arrays of another run a new run takes over.
+
+`trainer.train(init_from=...)` uses it when a run starts; a run that continues has its own.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from convt5 import checkpoint, errors, loading
+from convt5.tree_paths import named_leaves
+
+_SHOWN = 8  # Names in one message; the rest are counted.
+
+
+class Report(NamedTuple):
+    """What became of every parameter, by name.
+
+    Attributes:
+        restored: taken over whole.
+        resized: taken over in the rows that both have; the other rows are freshly initialised.
+        fresh: of the model, not taken over because they were excluded.
+        skipped: of the checkpoint, excluded.
+    """
+
+    restored: list[str]
+    resized: list[str]
+    fresh: list[str]
+    skipped: list[str]
+
+    def text(self, path: str) -> str:
+        """Returns a line for each kind that occurs."""
+        counts = f"{len(self.restored)} parameter arrays restored from {path}"
+        lines = [counts if self.restored else f"no whole array restored from {path}"]
+        for kind, explanation in (
+            ("resized", "restored in the rows that both have"),
+            ("fresh", "freshly initialised"),
+            ("skipped", "left in the checkpoint"),
+        ):
+            names = getattr(self, kind)
+            if names:
+                lines.append(f"  {explanation}: {_listed(names)}")
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InitFrom:
+    """Parameters of another model that a run starts from; its optimizer starts anew.
+
+    Patterns are regular expressions that are searched for in names such as
+    `encoder/layers/0/mlp/wi/kernel`. Whatever is included and not excluded must exist on both
+    sides with the same shape, so that nothing is left out silently.
+
+    Attributes:
+        path: a run directory, one of its steps, or an exported model.
+        step: the checkpoint of a run; None takes the newest.
+        include: patterns of the parameters to take over.
+        exclude: patterns of those to leave freshly initialised.
+        resize: patterns of tables that may have another number of rows, such as
+            `position_embedder` for longer sequences: the first rows are taken over.
+    """
+
+    path: str
+    step: int | None = None
+    include: Sequence[str] = (".*",)
+    exclude: Sequence[str] = ()
+    resize: Sequence[str] = ()
+
+    def __post_init__(self):
+        faults = []
+        for field in ("include", "exclude", "resize"):
+            for pattern in getattr(self, field):
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    faults.append(f"{field}: {pattern!r} is no regular expression ({error}).")
+        errors.raise_all(faults, where="InitFrom")
+
+    def apply(self, model: Any) -> tuple[Any, Report]:
+        """Returns the model with the parameters taken over, placed where they were, and a report.
+
+        Raises:
+            UserError: nothing at `path`, or names or shapes that do not fit.
+        """
+        fresh = dict(named_leaves(model))
+        source = _open(self.path, self.step)
+        report, faults = self._plan(
+            {name: leaf.shape for name, leaf in fresh.items()}, source.shapes
+        )
+        if faults:
+            raise errors.UserError(
+                f"InitFrom: {self.path} does not fit the model in {len(faults)} places:\n"
+                + "\n".join(f"- {fault}" for fault in _cut(faults))
+            )
+        wanted = {name: fresh[name].sharding for name in report.restored}
+        taken = source.read(wanted)
+        for name, old in source.read(dict.fromkeys(report.resized)).items():
+            taken[name] = _with_rows_of(fresh[name], old)
+        leaves = [taken.get(name, leaf) for name, leaf in fresh.items()]
+        return jax.tree.unflatten(jax.tree.structure(model), leaves), report
+
+    def _plan(
+        self, model: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]
+    ) -> tuple[Report, list[str]]:
+        """Decides about every parameter from shapes alone; returns what cannot be decided too."""
+        report, faults = Report([], [], [], []), []
+        every = sorted(model.keys() | saved.keys())
+        for field in ("include", "exclude", "resize"):
+            for pattern in getattr(self, field):
+                if not any(re.search(pattern, name) for name in every):
+                    faults.append(f"{field}: {pattern!r} matches no parameter; correct it.")
+        for name in every:
+            if not _matches(self.include, name) or _matches(self.exclude, name):
+                if name in model:
+                    report.fresh.append(name)
+                if name in saved:
+                    report.skipped.append(name)
+            elif name not in saved:
+                faults.append(f"{name}: not in the checkpoint; exclude it to initialise it.")
+            elif name not in model:
+                faults.append(f"{name}: not in this model; exclude it to leave it.")
+            elif model[name] == saved[name]:
+                report.restored.append(name)
+            elif _matches(self.resize, name) and model[name][1:] == saved[name][1:]:
+                report.resized.append(name)
+            else:
+                table = " or resize" if model[name][1:] == saved[name][1:] else ""
+                faults.append(
+                    f"{name}: {_shape(saved[name])} in the checkpoint, {_shape(model[name])} in "
+                    f"this model; use a model of the same size, or exclude{table} it."
+                )
+        return report, faults
+
+
+class _Source(NamedTuple):
+    """Parameters that can be read one by one."""
+
+    shapes: dict[str, tuple[int, ...]]
+    read: Any  # Mapping of names to shardings (None: anywhere) -> arrays by name.
+
+
+def _open(path: str, step: int | None) -> _Source:
+    if loading.is_exported(path):
+        params = loading.read_exported(path).params
+
+        def read(names):
+            return {
+                name: jax.device_put(params[name], where) if where else jnp.asarray(params[name])
+                for name, where in names.items()
+            }
+
+        return _Source({name: array.shape for name, array in params.items()}, read)
+    folder = checkpoint.find_checkpoint(path, step=step)
+    saved = checkpoint.saved_params(folder)
+    return _Source(
+        {name: leaf.shape for name, leaf in saved.items()},
+        lambda names: checkpoint.load_named(
+            folder,
+            {
+                name: jax.ShapeDtypeStruct(saved[name].shape, saved[name].dtype, sharding=where)
+                for name, where in names.items()
+            },
+        ),
+    )
+
+
+def _with_rows_of(fresh: jax.Array, old: jax.Array) -> jax.Array:
+    rows = min(len(fresh), len(old))
+    return jax.device_put(
+        jnp.concatenate([old[:rows], jax.device_put(fresh, old.sharding)[rows:]]), fresh.sharding
+    )
+
+
+def _matches(patterns: Iterable[str], name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, shape))}]"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(_cut(names))
+
+
+def _cut(lines: Sequence[str]) -> list[str]:
+    more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return [*lines[:_SHOWN], *more]

@@ -1,0 +1,61 @@
+"""Stopping early: how long the metric that chooses the best checkpoint has not become better."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from convt5.checkpoint import CheckpointConfig
+
+
+class Patience:
+    """Counts the evaluations since the best one.
+
+    Args:
+        config: names the metric, and says whether less or more is better.
+        evaluations: after so many without a better value the run ends; None for never.
+        state: from `state()` of an interrupted run.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        evaluations: int | None,
+        *,
+        state: Mapping[str, Any] | None = None,
+    ):
+        self._config = config
+        self._evaluations = evaluations
+        self._best_step, self._best_value, self._since = 0, math.nan, 0
+        if state:
+            self._best_step, self._best_value, self._since = (
+                state["best_step"],
+                float(state["best_value"]),
+                state["since"],
+            )
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self._evaluations is not None and self._since >= self._evaluations
+
+    def add(self, step: int, value: float) -> None:
+        """Takes in the value of one evaluation; one that is not a number is never better."""
+        if self._best_step == 0 or self._config.is_better(value, self._best_value):
+            self._best_step, self._best_value, self._since = step, value, 0
+        else:
+            self._since += 1
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a run that continues needs, as JSON values."""
+        best = self._best_value
+        return {
+            "best_step": self._best_step,
+            "best_value": best if math.isfinite(best) else str(best),
+            "since": self._since,
+        }
+
+    def text(self) -> str:
+        return (
+            f"stopped early: {self._config.best_metric} has not become better in "
+            f"{self._since} evaluations since step {self._best_step}, where it was "
+            f"{self._best_value:.4f}."
+        )
