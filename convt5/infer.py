@@ -152,7 +152,6 @@ def read_settings(arguments: command_line.Arguments) -> "RunSettings":
     A run whose data is elsewhere can be used all the same if the vocabulary is named.
     """
     from convt5.evaluation import run_settings
-    from convt5.evaluation.settings import EvalConfig, PredictConfig
 
     files, bindings = arguments.gin_files, arguments.gin_bindings
     try:
@@ -161,7 +160,7 @@ def read_settings(arguments: command_line.Arguments) -> "RunSettings":
         if not arguments.flags.vocabulary or files or bindings:
             raise
         print(f"the run's settings are left out: {error}", file=sys.stderr)
-        return run_settings.RunSettings({}, PredictConfig(), EvalConfig())
+        return run_settings.RunSettings.unknown()
 
 
 def open_inputs(flags: Any, features: "TextFeatures", config: Any, vocab_size: int) -> "Inputs":

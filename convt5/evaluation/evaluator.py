@@ -117,18 +117,16 @@ class Evaluator:
         """
         mine = self._share()
         sources = [self._sources[i] for i in mine]
-        rows = self.predict_config.batch_size
         scored = predictor.score_tokens(
             sources,
             [self._targets[i] for i in mine],
             longest_target=max(map(len, self._targets)),
-            rows=rows,
             progress=progress,
         )
         scores = [TargetScore(*pair) for pair in hosts.merged(scored, mine)]
         predictions: list[Prediction] = []
         if self._decodes:
-            found = predictor.predict_tokens(sources, numbers=mine, rows=rows, progress=progress)
+            found = predictor.predict_tokens(sources, numbers=mine, progress=progress)
             predictions = [Prediction(*parts) for parts in hosts.merged(found, mine)]
         total = math.fsum(score.log_prob for score in scores)
         metrics = {LOSS: -total / self._counts["num_target_tokens"]}

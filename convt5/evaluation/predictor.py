@@ -196,7 +196,6 @@ class Predictor:
         targets: Sequence[Sequence[int]],
         *,
         longest_target: int | None = None,
-        rows: int | None = None,
         progress: Progress | None = None,
     ) -> list[TargetScore]:
         """Returns what the model thinks of each target given the input beside it.
@@ -205,12 +204,12 @@ class Predictor:
             sources: ids with their end token.
             targets: likewise; all of them are scored, whatever `max_length` is.
             longest_target: tokens that targets are padded to; by default the longest here.
-            rows, progress: as in `predict_tokens`.
+            progress: told of each batch.
         """
         fitted = [self.fit(s, n).tokens for n, s in enumerate(sources)]
         longest = max([longest_target or 1, *map(len, targets)])
         found = [TargetScore(0.0, 0)] * len(fitted)
-        for batch in self._batches([len(tokens) for tokens in fitted], rows):
+        for batch in self._batches([len(tokens) for tokens in fitted]):
             scores = decoding.score(
                 self.model,
                 stacked(_rows(fitted, batch), batch.length),
@@ -223,7 +222,7 @@ class Predictor:
             _tell(progress, batch)
         return found
 
-    def _batches(self, lengths: Sequence[int], rows: int | None) -> list[Batch]:
+    def _batches(self, lengths: Sequence[int], rows: int | None = None) -> list[Batch]:
         rows = rows or min(self.config.batch_size, decoding.bucket_size(len(lengths)))
         return plan_batches(lengths, rows=rows, longest=self._lengths["inputs"])
 

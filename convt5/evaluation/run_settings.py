@@ -29,6 +29,11 @@ class RunSettings(NamedTuple):
     predict: PredictConfig
     evaluate: EvalConfig
 
+    @classmethod
+    def unknown(cls) -> "RunSettings":
+        """Returns the settings of a model without a run."""
+        return cls({}, PredictConfig(), EvalConfig())
+
     @property
     def data(self) -> Any:
         """The run's evaluation data, or its training data; None where there is neither."""
@@ -124,18 +129,13 @@ def text_features(source: str, settings: RunSettings | None = None) -> TextFeatu
     if os.path.isfile(source) or str(source).endswith(".model"):
         return TextFeatures(*[vocabularies.sentencepiece(source)] * 2)
     if settings is None:
-        if config_file(source) is None:
-            raise errors.UserError(
-                f"vocabulary: {source} is no SentencePiece file and no run directory with a "
-                f"{CONFIG_FILE}; name the vocabulary that the model was trained with: a "
-                f"SentencePiece .model file, or {BYTES!r}."
-            )
-        settings = read(source)
+        settings = read(source) if config_file(source) else RunSettings.unknown()
     found = run_features(settings)
     if found is None:
         raise errors.UserError(
-            f"vocabulary: the settings of {source} name no seqio task, so that the vocabulary is "
-            f"not known; give --vocabulary=FILE.model, or --vocabulary={BYTES}."
+            f"vocabulary: {source} is no SentencePiece file, and no run whose {CONFIG_FILE} names "
+            "a seqio task; name the vocabulary that the model was trained with: a SentencePiece "
+            f"file (--vocabulary=FILE.model), or bytes (--vocabulary={BYTES})."
         )
     return found
 

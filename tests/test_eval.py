@@ -1,0 +1,359 @@
+"""Evaluation gives what seqio's evaluator gives, and counts neither padding nor cut text twice."""
+
+import json
+import math
+import os
+import types
+import warnings
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+from convt5.tasks import vocabularies
+from etils import epath
+
+from convt5 import eval as evaluation
+from convt5 import sharding
+from convt5.errors import UserError
+from convt5.evaluation import checkpoints, task_data
+from convt5.evaluation.evaluator import Evaluator
+from convt5.evaluation.predictor import Prediction, TargetScore
+from convt5.evaluation.results import Results
+from convt5.evaluation.settings import EvalConfig, PredictConfig
+from convt5.training.run_log import read_records
+
+with warnings.catch_warnings():  # clu's imports warn.
+    warnings.simplefilter("ignore")
+    import seqio
+
+BYTES = vocabularies.characters()
+CONFIG = PredictConfig(max_length=6, max_input_length=24, batch_size=3)
+LABELS = {"yes": 1, "no": 0}
+
+
+def exact(targets, predictions):
+    return {"exact": float(np.mean([t == p for t, p in zip(targets, predictions, strict=True)]))}
+
+
+def mean_score(targets, scores):
+    return {"mean_score": seqio.metrics.Scalar(float(np.mean(scores)))}
+
+
+def confidence(targets, predictions, aux_values):
+    return {"confidence": float(np.mean(aux_values["scores"]))}
+
+
+def to_label(text, example=None, is_target=False):
+    """Needs the example, as the postprocessors of SQuAD and of rank classification do."""
+    assert example is not None
+    assert isinstance(is_target, bool)
+    return LABELS.get(text, -1)
+
+
+def task(name="tiny_reviews", **settings):
+    settings = {
+        "metric_fns": [exact, mean_score, confidence],
+        "postprocess_fn": to_label,
+    } | settings
+    return tiny_run.add_task(name, **settings)
+
+
+class Known:
+    """Stands for a predictor: answers "yes" to everything; what it is given is kept."""
+
+    config = CONFIG
+
+    def __init__(self):
+        self.scored = []
+
+    def score_tokens(self, sources, targets, **_):
+        self.scored += targets
+        return [TargetScore(-float(len(target)), len(target)) for target in targets]
+
+    def predict_tokens(self, sources, **_):
+        ids = (*BYTES.encode("yes"), 1)
+        return [Prediction(("yes",), (-0.5 - i,), (ids,)) for i in range(len(sources))]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    task()
+    folder = tmp_path_factory.mktemp("run")
+    return tiny_run.write_run(folder, task="tiny_reviews", best=10)
+
+
+def test_metrics_are_those_of_seqios_evaluator():
+    outcome = Evaluator(task(), "validation", CONFIG).evaluate(Known())
+    theirs = seqio.Evaluator(
+        "tiny_reviews",
+        seqio.EncDecFeatureConverter(pack=False),
+        eval_split="validation",
+        sequence_length={"inputs": 64, "targets": 16},
+        async_compute_metrics=False,
+    )
+
+    def with_index(values):
+        return lambda dataset, *_: list(enumerate(values))
+
+    count = len(tiny_run.REVIEWS)
+    known = Known().predict_tokens([[]] * count)
+    targets = [[*BYTES.encode(row["label"]), 1][:6] for row in tiny_run.REVIEWS]
+    scores = [s.log_prob for s in Known().score_tokens([[]] * count, targets)]
+    metrics, _ = theirs.evaluate(
+        compute_metrics=True,
+        predict_fn=with_index([list(p.tokens[0]) for p in known]),
+        score_fn=with_index(scores),
+        predict_with_aux_fn=lambda *_: (
+            [(i, list(p.tokens[0])) for i, p in enumerate(known)],
+            {"scores": [p.scores[0] for p in known]},
+        ),
+    )
+    expected = {
+        name: float(getattr(value, "value", value))
+        for name, value in metrics.result()["tiny_reviews"].items()
+    }
+    assert {k: v for k, v in outcome.metrics.items() if k != "loss"} == pytest.approx(expected)
+    # Two of five are "yes"; one label is unknown, and wrong whatever is predicted.
+    assert outcome.metrics["exact"] == 0.4
+    assert outcome.metrics["loss"] == 1.0
+
+
+def test_what_is_cut_is_counted():
+    known = Known()
+    outcome = Evaluator(task(), "validation", CONFIG).evaluate(known)
+    assert outcome.counts == {
+        "num_examples": 5,
+        "num_target_tokens": 4 + 3 + 3 + 4 + 6,
+        "truncated_inputs": 1,
+        "truncated_targets": 1,
+    }
+    assert known.scored[-1] == [*BYTES.encode("maybe"), 1]
+    assert outcome.records[4]["target"] == "maybe so"
+
+
+def test_records_tell_texts_predictions_and_scores():
+    outcome = Evaluator(task(), "validation", CONFIG).evaluate(Known())
+    assert outcome.records[1] == {
+        "index": 1,
+        "input": "bad",
+        "target": "no",
+        "target_score": -3.0,
+        "predictions": ["yes"],
+        "scores": [-1.5],
+    }
+
+
+def test_examples_are_decoded_only_where_a_metric_or_the_user_asks():
+    scored = task("tiny_scored", metric_fns=[mean_score])
+    outcome = Evaluator(scored, "validation", CONFIG).evaluate(Known())
+    assert "predictions" not in outcome.records[0]
+    assert set(outcome.metrics) == {"loss", "mean_score"}
+    asked = Evaluator(scored, "validation", CONFIG, EvalConfig(predict=True, num_examples=2))
+    assert [r["predictions"] for r in asked.evaluate(Known()).records] == [["yes"], ["yes"]]
+
+
+def test_two_metrics_of_one_name_are_refused():
+    twice = task("tiny_twice", metric_fns=[exact, exact])
+    with pytest.raises(UserError, match="two metrics called 'exact'"):
+        Evaluator(twice, "validation", CONFIG).evaluate(Known())
+
+
+def test_padding_is_not_counted_on_any_mesh():
+    """Five examples in batches of three, and of four over two devices."""
+    model = tiny_run.make_model()
+    scored = task("tiny_scored", metric_fns=[mean_score])
+    found = []
+    for batch_size, num_devices in ((3, 1), (4, 2)):
+        config = PredictConfig(max_length=6, max_input_length=8, batch_size=batch_size)
+        evaluator = Evaluator(scored, "validation", config)
+        mesh = sharding.MeshConfig().build(jax.devices()[:num_devices])
+        placed = jax.device_put(model, sharding.replicated(mesh))
+        found.append(evaluator.evaluate(evaluator.predictor(placed, mesh)).metrics)
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-5)
+
+
+def test_a_task_without_the_split_is_refused():
+    with pytest.raises(UserError, match=r"split=test is none of validation, the splits of tiny"):
+        task_data.check_task(task(), "test", vocab_size=384)
+
+
+def test_another_vocabulary_is_refused():
+    large = task("tiny_large", vocabulary=vocabularies.characters(num_sentinels=500))
+    with pytest.raises(UserError, match=r"tiny_large: the vocabulary has 759 ids.*vocab_size=384"):
+        task_data.check_task(large, "validation", vocab_size=384)
+
+
+def test_a_vocabulary_of_other_words_is_refused(shared_data):
+    path = shared_data / "vocab" / "seqio_test.model"
+    words = vocabularies.sentencepiece(str(path))
+    trained = types.SimpleNamespace(inputs=words, targets=words)
+    with pytest.raises(UserError, match=r"with ByteVocabulary .* trained with SentencePiece"):
+        task_data.check_task(task(), "validation", vocab_size=5000, trained=trained)
+    fewer = seqio.SentencePieceVocabulary(str(path), extra_ids=0)
+    same = task("tiny_words", vocabulary=fewer)
+    task_data.check_task(same, "validation", vocab_size=5000, trained=trained)
+
+
+def test_an_unknown_task_names_those_that_are_registered():
+    task()
+    with pytest.raises(UserError, match=r"task=tiny_review is not .* Did you mean tiny_reviews"):
+        task_data.find_tasks(["tiny_review"])
+
+
+def test_a_split_without_examples_is_refused():
+    empty = task("tiny_empty", rows=[])
+    with pytest.raises(UserError, match="split=validation of task=tiny_empty holds no example"):
+        Evaluator(empty, "validation", CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("which", "steps"),
+    [("latest", [20]), ("best", [10]), ("all", [10, 20]), ("20,10", [20, 10]), ("10", [10])],
+)
+def test_checkpoints_are_chosen_by_name(run_dir, which, steps):
+    found = checkpoints.select(run_dir, which)
+    assert [each.step for each in found] == steps
+    assert {str(each.run_dir) for each in found} == {run_dir}
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [("15", r"step=15 is not among .* 10, 20"), ("last", "step=last must be latest, best, all")],
+)
+def test_an_unknown_checkpoint_is_a_clear_error(run_dir, which, message):
+    with pytest.raises(UserError, match=message):
+        checkpoints.select(run_dir, which)
+
+
+def test_one_step_of_a_run_can_be_named_by_its_folder(run_dir):
+    (found,) = checkpoints.select(f"{run_dir}/checkpoints/10")
+    assert (found.step, str(found.run_dir)) == (10, run_dir)
+
+
+def test_following_yields_checkpoints_as_they_appear(tmp_path):
+    """Time passes only in `sleep`; each sleep brings the next checkpoint."""
+    coming = [5, None, 7, 9]
+    now = 0.0
+
+    def sleep(seconds):
+        nonlocal now
+        now += seconds
+        step = coming.pop(0) if coming else None
+        if step is not None:
+            (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+
+    def followed(**settings):
+        found = checkpoints.follow(tmp_path, every=10, clock=lambda: now, sleep=sleep, **settings)
+        return [each.step for each in found]
+
+    assert followed(last_step=7, timeout=100) == [5, 7]
+    assert followed(last_step=None, timeout=35) == [5, 7, 9]
+    # Nothing came for 35 seconds after the last.
+    assert now == 30 + 10 + 40
+
+
+def test_a_checkpoint_that_its_run_removed_is_no_fault(run_dir, tmp_path):
+    mesh = sharding.MeshConfig().build(jax.devices()[:1])
+    gone = checkpoints.Found(epath.Path(tmp_path / "30"), 30, epath.Path(tmp_path))
+    assert checkpoints.load_if_there(gone, mesh) is None
+    there = checkpoints.select(run_dir)[0]
+    model = checkpoints.load_if_there(there, mesh)
+    expected = tiny_run.make_model(20).token_embedder.embedding[...]
+    np.testing.assert_array_equal(model.token_embedder.embedding[...], expected)
+
+
+def files_of(folder) -> dict[str, bytes]:
+    paths = [p for p in folder.rglob("*") if p.is_file() and "tensorboard" not in p.parts]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def test_the_command_writes_metrics_predictions_and_scalars(run_dir, tmp_path, capsys):
+    argv = [f"--checkpoint={run_dir}", "--step=all", f"--output_dir={tmp_path / 'one'}"]
+    assert evaluation.main(argv) == 0
+    printed = capsys.readouterr().out
+    assert "step 10  tiny_reviews/validation  loss" in printed
+    assert "1 inputs cut, 1 targets cut" in printed
+    folder = tmp_path / "one" / "tiny_reviews" / "validation"
+    summary = json.loads((folder / "step_20.json").read_text())
+    assert summary["num_examples"] == 5
+    assert set(summary["metrics"]) == {"loss", "exact", "mean_score", "confidence"}
+    assert summary["metrics"]["loss"] > 0
+    assert summary["settings"]["max_input_length"] == tiny_run.ENCODER_LENGTH
+    records = read_records(folder / "step_20.jsonl")
+    assert [record["input"] for record in records] == [row["text"] for row in tiny_run.REVIEWS]
+    total = math.fsum(record["target_score"] for record in records)
+    assert summary["metrics"]["loss"] == pytest.approx(-total / summary["num_target_tokens"])
+    assert os.listdir(tmp_path / "one" / "tensorboard")
+
+    # The same command gives the same bytes.
+    argv[-1] = f"--output_dir={tmp_path / 'two'}"
+    assert evaluation.main(argv) == 0
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
+
+
+def test_a_followed_run_that_is_done_ends_and_nothing_is_done_twice(run_dir, tmp_path, capsys):
+    argv = [f"--checkpoint={run_dir}", "--follow", f"--output_dir={tmp_path}"]
+    assert evaluation.main(argv) == 0
+    assert capsys.readouterr().out.count("tiny_reviews/validation") == 4  # Names and paths.
+    assert evaluation.main(argv) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_the_dry_run_computes_nothing(run_dir, capsys):
+    assert evaluation.main([f"--checkpoint={run_dir}", "--step=all", "--dry_run"]) == 0
+    printed = capsys.readouterr().out
+    assert "steps        10, 20" in printed
+    assert "lengths      24 tokens in, 6 out" in printed
+    assert not (epath.Path(run_dir) / "evaluation").exists()
+
+
+def test_gin_sets_what_flags_set(run_dir, tmp_path, capsys):
+    (tmp_path / "beam.gin").write_text(
+        "from __gin__ import dynamic_registration\n"
+        "from convt5 import evaluation\n"
+        "from convt5 import search\n"
+        "evaluation.PredictConfig.strategy = @search.BeamSearch()\n"
+        "search.BeamSearch.beam_size = 3\n"
+        "evaluation.EvalConfig.num_examples = 2\n"
+    )
+    argv = [
+        f"--checkpoint={run_dir}",
+        f"--gin_file={tmp_path / 'beam.gin'}",
+        "--gin.evaluation.PredictConfig.max_length=4",
+        "--length_penalty=0.5",
+        "--dry_run",
+    ]
+    assert evaluation.main(argv) == 0
+    printed = capsys.readouterr().out
+    assert "BeamSearch(beam_size=3, length_penalty=0.5" in printed
+    assert "24 tokens in, 4 out" in printed
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "--checkpoint is missing"),
+        (["--checkpoint=/nowhere"], "no checkpoint in /nowhere"),
+        (["--checkpoint={run}", "--split=test"], "split=test is none of validation"),
+        (["--checkpoint={run}", "--task=nothing"], "task=nothing is not registered"),
+        (["--checkpoint={run}", "--follow", "--step=10"], "leave out --step=10"),
+        (["--checkpoint={run}", "--num_examples=0"], "num_examples=0 must be at least 1"),
+        (["--checkpoint={run}", "--stepp=10"], "unknown flag --stepp. Did you mean --step"),
+        (["--checkpoint={run}", "--long_inputs=refuse"], "input 5 has 41 tokens"),
+    ],
+)
+def test_what_a_user_can_get_wrong_ends_in_one_message(run_dir, tmp_path, argv, message):
+    argv = [part.format(run=run_dir) for part in argv]
+    with pytest.raises(UserError, match=message):
+        evaluation.main([*argv, f"--output_dir={tmp_path}"] if argv else argv)
+
+
+def test_results_of_other_settings_count_as_absent(tmp_path):
+    outcome = Evaluator(task(), "validation", CONFIG).evaluate(Known())
+    results = Results(tmp_path, {"max_length": 6})
+    assert not results.exists("tiny_reviews", "validation", None)
+    assert results.write(outcome, None).name == "model.json"
+    assert results.exists("tiny_reviews", "validation", None)
+    assert not Results(tmp_path, {"max_length": 7}).exists("tiny_reviews", "validation", None)

@@ -1,0 +1,290 @@
+"""Predictions of texts: every line answered once, in order, however often the command is killed."""
+
+import contextlib
+import fcntl
+import gzip
+import io
+import json
+
+import pytest
+import tiny_run
+
+from convt5 import infer
+from convt5.errors import UserError
+from convt5.evaluation import inputs, stream
+from convt5.evaluation.inputs import Item
+from convt5.evaluation.predictor import Prediction
+from convt5.evaluation.results import ResumableLines
+from convt5.evaluation.settings import PredictConfig
+from convt5.interchange import portable
+from convt5.training.run_log import read_records
+from convt5.tree_paths import named_leaves
+
+TEXTS = ["one", "two", "", "three é", "four"]
+WRITTEN = [text for text in TEXTS if text]
+
+
+class Echo:
+    """Stands for a predictor: answers with the text itself and its number."""
+
+    config = PredictConfig(batch_size=2)
+
+    def __init__(self):
+        self.computed = []
+
+    def encode(self, text):
+        return [text]
+
+    def predict_tokens(self, sources, *, first_number, rows):
+        self.computed += [text for (text,) in sources]
+        return [
+            Prediction((text.upper(),), (-float(first_number + i),), ((3, 1),))
+            for i, (text,) in enumerate(sources)
+        ]
+
+    def predict(self, texts, *, first_number):
+        return self.predict_tokens([[t] for t in texts], first_number=first_number, rows=None)
+
+
+def items(texts):
+    return iter([Item(text) for text in texts])
+
+
+def write_all(path, texts, predictor=None, **settings) -> Echo:
+    predictor = predictor or Echo()
+    with contextlib.closing(ResumableLines(path, settings)) as lines:
+        for records in stream.predictions(predictor, items(texts), chunk_size=4, done=lines.done()):
+            lines.write(records)
+    return predictor
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    tiny_run.add_task("tiny_infer")
+    return tiny_run.write_run(tmp_path_factory.mktemp("run"), steps=(20,), task="tiny_infer")
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ".jsonl"])
+def test_files_are_read_by_their_kind(tmp_path, suffix):
+    path = tmp_path / f"in{suffix}"
+    lines = [json.dumps({"id": 3, "text": t}) if "json" in suffix else t for t in WRITTEN]
+    content = "".join(f"{line}\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    read = inputs.from_file(str(path))
+    assert [item.text for item in read.read()] == WRITTEN
+    assert read.total == 4
+
+
+def test_windows_line_ends_and_a_missing_last_one_are_no_text(tmp_path):
+    (tmp_path / "in.txt").write_bytes(b"one\r\ntwo")
+    assert [i.text for i in inputs.from_file(str(tmp_path / "in.txt")).read()] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "field", "message"),
+    [
+        ("in.txt", b"one\n\ntwo\n", None, r"line 2 is empty"),
+        ("in.txt", b"one\n\xff\n", None, r"line 2 is not UTF-8"),
+        ("in.jsonl", b'{"text": "one"}\nnonsense\n', None, r"line 2 is not JSON"),
+        ("in.jsonl", b'{"text": "one"}\n["two"]\n', None, r"line 2 is no JSON object"),
+        ("in.jsonl", b'{"text": "one"}\n{"text": ""}\n', None, r"line 2 is empty"),
+        ("in.jsonl", b'{"text": 1}\n', None, r"line 1 has 1 in the field 'text'.* must be text"),
+        ("in.jsonl", b'{"texts": "one"}\n', "text", r"line 1 has no field .* mean texts\?"),
+        ("in.jsonl", b'{"body": "one"}\n', None, r"has no field .*\['body'\]; name .* --field"),
+        ("in.jsonl", b'{"text": "\\ud800"}\n', None, r"line 1 is not UTF-8"),
+        ("in.txt", b"one\n", "text", r"line 1 is not JSON"),
+    ],
+)
+def test_faulty_lines_are_named_before_anything_is_predicted(
+    tmp_path, name, content, field, message
+):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        inputs.from_file(str(tmp_path / name), field)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(UserError, match=r"input=/nowhere/in\.txt names no file"):
+        inputs.from_file("/nowhere/in.txt")
+
+
+def test_a_stream_is_read_no_further_than_it_is_answered():
+    taken = []
+
+    def coming():
+        for text in [b"one\n", b"two\n", b"three\n", b"four\n"]:
+            taken.append(text)
+            yield text
+
+    read = inputs.from_stream(coming()).read()
+    found = stream.predictions(Echo(), read, chunk_size=2)
+    assert [record["input"] for record in next(found)] == ["one", "two"]
+    assert len(taken) == 2
+
+
+def test_an_output_cut_anywhere_is_continued_to_the_same_bytes(tmp_path):
+    """As after a kill at any moment, in the middle of a character included."""
+    texts = [f"text {i} é" for i in range(7)]
+    write_all(tmp_path / "whole.jsonl", texts, seed=1)
+    whole = (tmp_path / "whole.jsonl").read_bytes()
+    assert [r["index"] for r in read_records(tmp_path / "whole.jsonl")] == list(range(7))
+    path = tmp_path / "cut.jsonl"
+    write_all(path, [], seed=1)
+    for end in range(0, len(whole) + 1, 5):
+        path.write_bytes(whole[:end])
+        predictor = write_all(path, texts, seed=1)
+        assert path.read_bytes() == whole
+        # Chunks that are there are not computed again.
+        chunks_there = whole[:end].count(b"\n") // 4
+        assert len(predictor.computed) == len(texts) - 4 * chunks_there or end == len(whole)
+
+
+def test_a_complete_output_is_left_alone_and_grows_with_its_input(tmp_path):
+    path = tmp_path / "out.jsonl"
+    write_all(path, TEXTS[:4])
+    before = path.read_bytes()
+    assert write_all(path, TEXTS[:4]).computed == []
+    assert path.read_bytes() == before
+    assert write_all(path, TEXTS).computed == TEXTS[4:]
+    assert [r["input"] for r in read_records(path)] == TEXTS
+
+
+def test_an_output_of_other_settings_is_refused(tmp_path):
+    path = tmp_path / "out.jsonl"
+    write_all(path, TEXTS, max_length=6)
+    with pytest.raises(UserError, match=r"made with other settings \(max_length: 6 -> 7\)"):
+        write_all(path, TEXTS, max_length=7)
+
+
+def test_an_output_of_other_inputs_is_refused(tmp_path):
+    path = tmp_path / "out.jsonl"
+    write_all(path, TEXTS)
+    with pytest.raises(UserError, match=r"line 2 of the output was made from 'two'.* is 'zwei'"):
+        write_all(path, ["one", "zwei", *TEXTS[2:]])
+    with pytest.raises(UserError, match=r"more lines than there are inputs \(3\)"):
+        write_all(path, TEXTS[:3])
+
+
+def test_a_file_that_is_no_output_is_refused_and_kept(tmp_path):
+    path = tmp_path / "notes.jsonl"
+    path.write_text("my notes")
+    with pytest.raises(UserError, match="holds something else"):
+        write_all(path, TEXTS)
+    assert path.read_text() == "my notes"
+
+
+def test_one_process_writes_an_output(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with path.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="being written by another process"):
+            write_all(path, TEXTS)
+
+
+def test_an_output_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"output=.*/file/out.jsonl must be a file"):
+        write_all(tmp_path / "file" / "out.jsonl", TEXTS)
+
+
+def test_a_dialogue_answers_until_its_end():
+    lines = iter(["hello", "  ", "bye"])
+
+    def ask():
+        for line in lines:
+            return line
+        raise EOFError
+
+    out = io.StringIO()
+    stream.converse(Echo(), ask, out)
+    assert out.getvalue() == "HELLO\nBYE\n"
+
+
+def test_the_command_answers_a_file_and_continues_it(run_dir, tmp_path, capsys):
+    source, target = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    source.write_text("".join(f"{text}\n" for text in [*WRITTEN, "x" * 30]))
+    argv = [
+        f"--checkpoint={run_dir}",
+        f"--input={source}",
+        f"--output={target}",
+        "--strategy=beam",
+        "--beam_size=2",
+        "--batch_size=4",
+        "--max_input_length=8",
+    ]
+    assert infer.main(argv) == 0
+    whole = target.read_bytes()
+    records = read_records(target)
+    assert [record["input"] for record in records] == [*WRITTEN, "x" * 30]
+    assert [record["truncated"] for record in records] == [0, 0, 1, 0, 23]
+    for record in records:
+        assert len(record["predictions"]) == len(record["scores"]) == 2
+        assert record["scores"] == sorted(record["scores"], reverse=True)
+    assert "2 inputs were longer than max_input_length=8" in capsys.readouterr().err
+
+    target.write_bytes(whole[: whole.index(b"\n") + 9])
+    assert infer.main(argv) == 0
+    assert target.read_bytes() == whole
+    assert "continues after 1 lines" in capsys.readouterr().err
+    assert infer.main(argv) == 0
+    assert "is complete: 5 lines" in capsys.readouterr().err
+
+
+def test_the_command_answers_a_task_and_standard_input(run_dir, capsys, monkeypatch):
+    argv = [f"--checkpoint={run_dir}", "--batch_size=4", "--max_input_length=8"]
+    assert infer.main([*argv, "--task=tiny_infer", "--num_examples=3"]) == 0
+    from_task = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [r["target"] for r in from_task] == [r["label"] for r in tiny_run.REVIEWS[:3]]
+    lines = "".join(json.dumps({"review": r["text"]}) + "\n" for r in tiny_run.REVIEWS[:3])
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    assert infer.main([*argv, "--field=review", "--input=-"]) == 0
+    from_stdin = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    for one, other in zip(from_task, from_stdin, strict=True):
+        assert one["predictions"] == other["predictions"]
+
+
+def test_an_exported_model_needs_a_vocabulary(tmp_path, capsys):
+    model = tiny_run.make_model()
+    folder = tmp_path / "exported"
+    folder.mkdir()
+    params = {name: leaf for name, leaf in named_leaves(model)}
+    portable.write_model(folder, model.config, params, step=7)
+    (tmp_path / "in.txt").write_text("one\n")
+    argv = [f"--checkpoint={folder}", f"--input={tmp_path / 'in.txt'}", "--dry_run"]
+    with pytest.raises(UserError, match=r"exported is no SentencePiece file, and no run whose"):
+        infer.main(argv)
+    assert infer.main([*argv, "--vocabulary=bytes"]) == 0
+    assert "ByteVocabulary, 359 ids" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"vocabulary path=.*/spm.model' names no file"):
+        infer.main([*argv, f"--vocabulary={tmp_path}/spm.model"])
+
+
+def test_a_run_whose_data_is_elsewhere_can_be_used_with_a_vocabulary(run_dir, tmp_path, capsys):
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    (moved / "checkpoints").symlink_to(f"{run_dir}/checkpoints")
+    (moved / "config.gin").write_text("from __gin__ import dynamic_registration\nimport not_here\n")
+    (tmp_path / "in.txt").write_text("one\n")
+    argv = [f"--checkpoint={moved}", f"--input={tmp_path / 'in.txt'}", "--dry_run"]
+    with pytest.raises(UserError, match="no module not_here"):
+        infer.main(argv)
+    assert infer.main([*argv, "--vocabulary=bytes"]) == 0
+    captured = capsys.readouterr()
+    assert "the run's settings are left out" in captured.err
+    assert "1 from" in captured.out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "--checkpoint is missing"),
+        (["--checkpoint={run}", "--input=a", "--task=b"], "--input and --task exclude each other"),
+        (["--checkpoint={run}", "--input=a", "--split=b"], "--split is for --task"),
+        (["--checkpoint={run}", "--interactive", "--output=a"], "--output is for --input"),
+        (["--checkpoint={run}", "--step=all,", "--task=a"], "step=all, must be latest"),
+        (["--checkpoint={run}", "--task=tiny_infer", "--split=test"], "split=test is none of"),
+    ],
+)
+def test_what_a_user_can_get_wrong_ends_in_one_message(run_dir, argv, message):
+    with pytest.raises(UserError, match=message):
+        infer.main([part.format(run=run_dir) for part in argv])

@@ -1,0 +1,224 @@
+"""Predictions: in the order of the inputs, whatever they are computed with; in few shapes."""
+
+import argparse
+import itertools
+import json
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+import tiny_run
+from convt5.tasks import vocabularies
+
+from convt5 import decoding, sharding
+from convt5.errors import UserError
+from convt5.evaluation import hosts
+from convt5.evaluation.batching import PADDING_ROW, length_bucket, plan_batches
+from convt5.evaluation.flags import PREDICT_FLAGS
+from convt5.evaluation.predictor import Predictor, decode_text, encode_text, truncated
+from convt5.evaluation.settings import PredictConfig, from_flags
+from convt5.search import BeamSearch, Greedy, Sampling
+
+BYTES = vocabularies.characters()
+TEXTS = ["good", "a film", "", "so so"]  # One shape: tests share the compilation.
+SHORT = {"max_length": 6, "max_input_length": 24}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_run.make_model()
+
+
+def predictor(model, strategy=None, **settings) -> Predictor:
+    config = PredictConfig(strategy=strategy or Greedy(), **{**SHORT, "batch_size": 4, **settings})
+    return Predictor(model, BYTES, config)
+
+
+lengths_of_examples = st.lists(st.integers(1, 100), max_size=40)
+
+
+@hypothesis.given(lengths_of_examples, st.integers(1, 7))
+def test_every_example_is_in_one_batch_that_it_fits(lengths, rows):
+    batches = plan_batches(lengths, rows=rows, longest=100)
+    assert sorted(i for b in batches for i in b.examples if i != PADDING_ROW) == list(
+        range(len(lengths))
+    )
+    assert all(len(batch.examples) == rows for batch in batches)
+    assert all(lengths[i] <= b.length <= 100 for b in batches for i in b.examples if i >= 0)
+    assert len(batches) == math.ceil(len(lengths) / rows)
+
+
+def test_shapes_are_bounded_by_the_logarithm_of_the_longest_input():
+    shapes = {length_bucket(length, 500) for length in range(1, 501)}
+    assert len(shapes) <= 2 * math.log2(500)
+    assert max(shapes) == 500
+
+
+@hypothesis.given(lengths_of_examples, st.integers(1, 5))
+def test_hosts_share_all_examples_evenly(lengths, num_hosts):
+    shares = [
+        hosts.share(lengths, process_index=i, process_count=num_hosts) for i in range(num_hosts)
+    ]
+    assert sorted(itertools.chain(*shares)) == list(range(len(lengths)))
+    sizes = [len(share) for share in shares]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_results_of_hosts_come_together_in_order(monkeypatch):
+    """Hosts with different amounts of text: what is gathered has one size."""
+    parts = {0: (["long " * 9, 0.1], [0, 2]), 1: (["b"], [1])}
+    texts = {i: None for i in parts}
+    for i, (values, examples) in parts.items():
+        texts[i] = json.dumps(list(zip(examples, values, strict=True))).encode()
+    longest = max(map(len, texts.values()))
+
+    def gathered(own):
+        if own.ndim == 0:
+            return np.array([len(text) for text in texts.values()])
+        assert own.shape == (longest,)
+        return np.stack([np.frombuffer(t.ljust(longest, b"\0"), np.uint8) for t in texts.values()])
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(hosts.multihost_utils, "process_allgather", gathered)
+    for values, examples in parts.values():
+        assert hosts.merged(values, examples) == ["long " * 9, "b", 0.1]
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", "<extra_id_0> first", "two<extra_id_1><extra_id_0> é", "<extra_id_999>"]
+)
+def test_sentinels_stand_in_texts_of_any_vocabulary(text):
+    ids = encode_text(BYTES, text)
+    assert decode_text(BYTES, [*ids, 1, 77]) == text
+    if text.startswith("<extra_id_0>"):
+        assert ids[0] == BYTES.vocab_size - 1
+
+
+def test_a_cut_input_keeps_its_end_token():
+    assert truncated([5, 6, 7, 1], 3, 1) == ([5, 6, 1], 1)
+    assert truncated([5, 6, 7, 8], 3, 1) == ([5, 6, 7], 1)
+    assert truncated([5, 1], 3, 1) == ([5, 1], 0)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [Greedy(), BeamSearch(beam_size=2), Sampling(num_results=2)],
+    ids=lambda s: type(s).__name__,
+)
+def test_a_prediction_depends_on_its_own_input_alone(model, strategy):
+    subject = predictor(model, strategy)
+    together = subject.predict(TEXTS)
+    assert len({found.tokens for found in together}) == len(TEXTS)
+    for number, text in enumerate(TEXTS):
+        (alone,) = subject.predict_tokens([subject.encode(text)], first_number=number, rows=4)
+        assert alone.tokens == together[number].tokens
+        np.testing.assert_allclose(alone.scores, together[number].scores, rtol=1e-5)
+
+
+def test_few_shapes_are_computed(model, monkeypatch):
+    """What `decoding` compiles is one program for each shape of sources."""
+    shapes = []
+
+    def search(model, inputs, *, strategy, **_):
+        shapes.append(inputs.encoder_input_tokens.shape)
+        rows = shapes[-1][0]
+        one = np.ones((rows, 1))
+        return decoding.Found(np.ones((rows, 1, 8), int), one.astype(int), one, one, one > 0)
+
+    monkeypatch.setattr(decoding, "_search", search)
+    texts = [letter * length for length in (1, 5, 7, 9, 11, 13, 20) for letter in "abc"]
+    predictor(model).predict(texts)
+    predictor(model).predict(reversed(texts))
+    assert len(shapes) == 2 * math.ceil(len(texts) / 4)
+    assert set(shapes) <= {(4, length) for length in (8, 12, 16, 24)}
+
+
+def test_the_score_of_a_prediction_is_that_with_which_it_was_found(model):
+    greedy = predictor(model)
+    found = greedy.predict(TEXTS)
+    scored = greedy.score_tokens([greedy.encode(t) for t in TEXTS], [f.tokens[0] for f in found])
+    np.testing.assert_allclose(
+        [score.log_prob for score in scored], [f.scores[0] for f in found], rtol=1e-5
+    )
+    assert [score.num_tokens for score in scored] == [len(f.tokens[0]) for f in found]
+
+
+def test_the_targets_of_texts_are_scored_with_their_end_token(model):
+    targets = ["yes", "", "no", "no"]
+    scores = predictor(model).score(TEXTS, targets)
+    assert [score.num_tokens for score in scores] == [4, 1, 3, 3]
+    ids = [[*BYTES.encode(target), 1] for target in targets]
+    assert scores == predictor(model).score_tokens([predictor(model).encode(t) for t in TEXTS], ids)
+
+
+def test_a_mesh_of_two_devices_predicts_the_same(model):
+    mesh = sharding.MeshConfig().build(jax.devices()[:2])
+    placed = jax.device_put(model, sharding.replicated(mesh))
+    config = PredictConfig(**SHORT, batch_size=4)
+    spread = Predictor(placed, BYTES, config, mesh=mesh)
+    for one, other in zip(predictor(model).predict(TEXTS), spread.predict(TEXTS), strict=True):
+        assert one.tokens == other.tokens
+        np.testing.assert_allclose(one.scores, other.scores, rtol=1e-5)
+
+
+def test_long_inputs_are_cut_and_counted_or_refused(model):
+    long = "x" * 30
+    subject = predictor(model)
+    # 30 letters and the end, of which 24 stay.
+    assert subject.fit(subject.encode(long), 0) == ([*BYTES.encode("x" * 23), 1], 7)
+    with pytest.raises(UserError, match=r"input 2 has 31 tokens, but max_input_length=24"):
+        predictor(model, long_inputs="refuse").predict(["short", long])
+
+
+def test_an_input_without_tokens_is_refused(model):
+    with pytest.raises(UserError, match="input 1 is empty"):
+        predictor(model).predict_tokens([[]])
+
+
+def test_nothing_in_is_nothing_out(model):
+    assert predictor(model).predict([]) == []
+    assert predictor(model).score([], []) == []
+
+
+def test_a_larger_vocabulary_than_the_models_is_refused(model):
+    with pytest.raises(UserError, match=r"459 ids, .* vocab_size=384"):
+        Predictor(model, vocabularies.characters(num_sentinels=200))
+
+
+def flags(**given) -> dict:
+    names = [flag.name for flag in PREDICT_FLAGS]
+    return vars(argparse.Namespace(**{name: given.pop(name, None) for name in names}))
+
+
+def test_flags_win_over_settings():
+    config = PredictConfig(strategy=BeamSearch(beam_size=2), max_length=9, seed=3)
+    changed = from_flags(config, flags(length_penalty=0.5, max_length=7))
+    assert changed.strategy == BeamSearch(beam_size=2, length_penalty=0.5)
+    assert (changed.max_length, changed.seed) == (7, 3)
+    assert from_flags(config, flags(strategy="sampling", top_k=3)).strategy == Sampling(top_k=3)
+    assert from_flags(config, flags()) == config
+
+
+def test_a_flag_of_another_strategy_names_the_one_it_needs():
+    with pytest.raises(UserError, match=r"--beam_size=4 is no setting of greedy.*--strategy=beam"):
+        from_flags(PredictConfig(), flags(beam_size=4))
+
+
+def test_lengths_come_from_training_and_fit_the_model():
+    learned = tiny_run.CONFIG.__class__(
+        **{**vars(tiny_run.CONFIG), "positions": "learned", "max_positions": 40}
+    )
+    assert PredictConfig().completed(tiny_run.CONFIG).max_input_length == 512
+    assert PredictConfig().completed(learned).task_lengths() == {"inputs": 40, "targets": 40}
+    trained = {"max_input_length": 30, "max_length": None}
+    assert PredictConfig().completed(learned, trained).max_input_length == 30
+    with pytest.raises(UserError, match=r"max_length=41 is longer than .* max_positions=40"):
+        PredictConfig(max_length=41).completed(learned)
+
+
+def test_impossible_settings_are_reported_together():
+    with pytest.raises(UserError, match=r"(?s)max_length=0.*batch_size=0.*long_inputs='cut'"):
+        PredictConfig(max_length=0, batch_size=0, long_inputs="cut")
