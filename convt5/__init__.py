@@ -11,9 +11,11 @@ __version__ = "0.1.0"
 _LAZY = {
     "ConvT5": "convt5.model",
     "ConvT5Config": "convt5.architecture",
+    "Predictor": "convt5.evaluation.predictor",
     "StackConfig": "convt5.architecture",
     "UserError": "convt5.errors",
     "load_model": "convt5.loading",
+    "load_vocabulary": "convt5.evaluation.run_settings",
 }
 
 __all__ = [*sorted(_LAZY), "__version__"]
