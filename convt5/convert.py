@@ -197,6 +197,11 @@ def convert(conversion: Conversion) -> str:
 
 def check_destination(output_dir: str) -> pathlib.Path:
     """Returns the absolute destination; raises `UserError` if something is there."""
+    if "://" in output_dir:
+        raise errors.UserError(
+            f"output_dir={output_dir} must be a local folder; copy it to the bucket afterwards, "
+            "with gcloud storage cp --recursive."
+        )
     destination = pathlib.Path(output_dir).expanduser().absolute()
     if destination.exists() and not destination.is_dir():
         raise errors.UserError(f"output_dir={output_dir} is a file; name a folder to make.")

@@ -178,6 +178,14 @@ def test_an_output_directory_in_use_is_left_alone(capsys, checkpoint, tmp_path):
     assert entries(out) == {"notes.txt"}
 
 
+def test_an_output_directory_in_a_bucket_or_a_file_is_refused(tmp_path):
+    with pytest.raises(UserError, match="must be a local folder"):
+        convert.check_destination("gs://bucket/run")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is a file"):
+        convert.check_destination(str(tmp_path / "file"))
+
+
 def test_an_empty_output_directory_is_filled(capsys, checkpoint, tmp_path):
     (tmp_path / "run").mkdir()
     run(capsys, "--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={tmp_path}/run")
