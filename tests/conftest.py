@@ -35,6 +35,7 @@ install_import_hook(
         "convt5.model",
         "convt5.decoding",
         "convt5.search",
+        "convt5.mesh_tf_search",
     ],
     "beartype.beartype",
 )
