@@ -8,107 +8,188 @@ The tests hold every difference below its tolerance; this prints the differences
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import conftest  # noqa: F401  Settings that must hold before jax is imported.
 import jax
 import numpy as np
+import pytest
+import test_convolution as convolution
 import test_fairseq_block as fairseq
 import test_hugging_face as hf
 import test_mesh_tf as mesh
 import test_optimizer_parity as optimizer
+from safetensors.numpy import load_file
 
 from convt5.interchange import mesh_tf
 from convt5.interchange.mapping import take_apart
 from convt5.tree_paths import named_leaves
 
-HEADER = """\
+INTRODUCTION = """\
 # Parity
 
-What convt5 computes, compared with numbers recorded from the original implementations. Written by
-`python tests/parity.py ../shared/golden > docs/parity.md` on a CPU; Mesh TensorFlow and Hugging
-Face in float32, fairseq in float64. Differences are absolute, those of gradient norms relative;
-logits are compared at real positions. `tests/test_mesh_tf.py`, `test_optimizer_parity.py`,
-`test_hugging_face.py` and `test_fairseq_block.py` hold the tolerances.
+What convt5 computes, compared with numbers that other code recorded. Written by
 
-| source | quantity | largest difference | tolerance |
-|---|---|---|---|
+    python tests/parity.py ../shared/golden > docs/parity.md
+
+on a CPU. Each number is the largest absolute difference over all elements, at real (not padded)
+positions where padding is undefined; *equal* means the same token ids throughout. Below 1e-5 the
+last digit depends on the CPU. The tests named under each heading hold every difference below its
+tolerance.
+"""
+
+MESH = """
+## Mesh TensorFlow
+
+The original of the released checkpoints, version 0.1.21, float32 on both sides
+(`tests/test_mesh_tf.py`). Columns: lightweight, dynamic and depthwise-separable convolutions; T5
+with absolute positions; T5 1.0. Models are read from the original's checkpoints. For packed rows
+convt5 runs with `taps_cross_segments=True`, and for decoding with `hide_start_token=False`: both
+repeat what the original does and convt5 by default does not. Beam search is
+`decoding.MeshTFBeamSearch`. `tests/test_mesh_tf_architecture.py` goes on to other sizes, filters
+and layer counts, of which the original recorded nothing, with a NumPy model written from the
+original's description.
+"""
+
+TRAINING = """
+## Mesh TensorFlow, training
+
+Adafactor, learning rate, loss and gradients together (`tests/test_optimizer_parity.py`): ten steps
+from the original's initial values, and two from its checkpoint of step 10 with its optimizer state.
+The original computed in float32; convt5 computes these in float64, because a hidden unit within
+rounding of ReLU's kink may fall on either side of it in float32: with AVX-512 instructions that
+moves the losses of dconv by 1.3e-5, without them by 2.4e-7.
+"""
+
+HUGGING_FACE = """
+## Hugging Face T5
+
+transformers 4.57.6, float32 on both sides (`tests/test_hugging_face.py`). Weights that go to convt5
+and back are the same bit for bit; a folder that convt5 writes loads in transformers 5.23 (torch
+2.13) with logits within the same tolerance.
+"""
+
+OPERATORS = """
+## Convolutions and blocks
+
+float64 on both sides (`tests/test_convolution.py`, `tests/test_fairseq_block.py`). Operators are
+compared relative to the largest element; so are parameter gradients of blocks, which fairseq
+stored in float32.
+"""
+
+REMARKS = """
+## Where convt5 differs on purpose
+
+- Taps of packed rows stop at the boundary of a segment, so that packed rows give what separate ones
+  give; those of the original read on.
+- Decoding computes the function that was trained. The original shows the start token to the
+  decoder's convolutions while decoding, though it hides it in training.
+- `BeamSearch` follows the conventions of transformers. That of Mesh TensorFlow looks at two
+  continuations of each beam only, lets all rows of a batch stop together, and more
+  (`MeshTFBeamSearch` says what).
+
+## Memory of an import
+
+A checkpoint of the size of dconv large, 1,191,864,320 parameters in bfloat16 with its optimizer
+state (random values), is imported by `python -m convt5.convert --from=mesh_tf --optimizer` with a
+peak of 7.9 GiB (maximum resident set size by `/usr/bin/time -v`) in 82 s on two CPU cores.
+
+## What could not be verified
+
+The released checkpoints themselves were not available. The original's code, built at the sizes of
+the release, agrees with the stated sizes of the large models to 0.3 % (lconv 738.9M, stated 741M)
+and to the digits given (dconv 1.19B, stated 1.2B), but not with those of the smaller ones: lconv
+small 60.9M (stated 67M), lconv base 223.6M (210M), dconv base 351.0M (324M). So the released small and base models may hold other layers than
+these. The import refuses variables it does not know and names every one that is missing.
 """
 
 
-class Row(NamedTuple):
-    """One line of the table; a difference of None means identical ids."""
-
-    source: str
-    quantity: str
-    difference: float | None
-    tolerance: float | None
-
-    def text(self) -> str:
-        if self.difference is None:
-            return f"| {self.source} | {self.quantity} | identical | identical |"
-        return f"| {self.source} | {self.quantity} | {self.difference:.1e} | {self.tolerance:.0e} |"
+def shown(difference: float | None) -> str:
+    if difference is None:
+        return "equal"
+    digits, _, exponent = f"{difference:.1e}".partition("e")
+    return "0" if difference == 0 else f"{digits.removesuffix('.0')}e{int(exponent)}"
 
 
-def mesh_rows(folder: pathlib.Path) -> Iterator[Row]:
+Found = Iterator[tuple[str, float, float | None]]
+"""Name, tolerance and difference of each quantity of one column."""
+
+
+def table(columns: dict[str, Callable[[], Found]]) -> str:
+    """Returns a table of quantities by columns; quantities that a column lacks stay empty."""
+    found = {column: list(compare()) for column, compare in columns.items()}
+    names = list(dict.fromkeys(name for rows in found.values() for name, *_ in rows))
+    lines = [
+        f"| quantity | {' | '.join(columns)} | tolerance |",
+        f"|---|{'---|' * (len(columns) + 1)}",
+    ]
+    for name in names:
+        by_column = {c: row for c, rows in found.items() for row in rows if row[0] == name}
+        tolerance = next(iter(by_column.values()))[1]
+        cells = [shown(by_column[c][2]) if c in by_column else "" for c in columns]
+        equal = any(row[2] is None for row in by_column.values())
+        lines.append(f"| {name} | {' | '.join(cells)} | {'equal' if equal else shown(tolerance)} |")
+    return "\n".join(lines)
+
+
+def mesh_differences(folder: pathlib.Path) -> Found:
     ref, ours, original = mesh.reference(folder), mesh.computed(folder), mesh.imported(folder)
-    source = f"Mesh TensorFlow, {folder.name}"
 
-    def row(quantity, a, b, where=...):
-        return Row(source, quantity, mesh.largest(a, b, where), mesh.TOLERANCE)
+    def row(name, a, b, where=...):
+        return name, mesh.TOLERANCE, mesh.largest(a, b, where)
 
     yield row("encoder output", ours["encoded"], ref["encoder_output"])
     yield row("logits", ours["logits"], ref["logits"], ref["targets"] > 0)
     yield row("loss, evaluation", ours["loss_eval"], ref["loss_eval"])
-    yield row("loss, training", ours["loss_train"], ref["loss_train"])
+    yield row("loss, training (z-loss)", ours["loss_train"], ref["loss_train"])
     gradients = take_apart(original.sources, dict(named_leaves(ours["gradients"])))
     norms = {name: ref[f"grad_l2/{name}"] for name in gradients}
     relative = [abs(np.linalg.norm(g) / norms[name] - 1) for name, g in gradients.items()]
-    yield Row(source, "gradient norms, each variable", max(relative), mesh.TOLERANCE)
+    yield "gradient norm of each variable, relative", mesh.TOLERANCE, float(max(relative))
+    sums = [abs(g.sum(dtype=np.float64) - ref[f"grad_sum/{n}"]) for n, g in gradients.items()]
+    yield "gradient sum of each variable", mesh.TOLERANCE, float(max(sums))
     crossing = mesh.changed(original, taps_cross_segments=True)
     packed = mesh.compute_packed(crossing, mesh.plain_batch(ref, "packed_"))
     real = ref["packed_targets_segmentation"] > 0
-    yield row("packed logits, taps crossing", packed["logits"], ref["packed_logits"], real)
-    yield row("packed loss, taps crossing", packed["loss_eval"], ref["packed_loss_eval"])
+    yield row("packed rows, encoder output", packed["encoded"], ref["packed_encoder_output"])
+    yield row("packed rows, logits", packed["logits"], ref["packed_logits"], real)
+    yield row("packed rows, loss", packed["loss_eval"], ref["packed_loss_eval"])
     length = ref["greedy_ids"].shape[1]
     ids = mesh.greedy(original.model(), ref["inputs"], length, hide_start_token=False)
-    yield same_ids(source, "greedy ids, with the original's defect", ids, ref["greedy_ids"])
+    yield same_ids("greedy ids", ids, ref["greedy_ids"])
+    yield same_ids("beam-4 ids", mesh.beam(original.model(), ref), ref["beam4_ids"])
 
 
-def optimizer_rows(folder: pathlib.Path) -> Iterator[Row]:
-    source = f"Mesh TensorFlow, {folder.name}"
-    _, imported, settings = optimizer.read(folder, 0)
+def training_differences(folder: pathlib.Path) -> Found:
     recorded = np.load(folder / "train.npz")
-    yield from trajectory(source, "A", imported, settings, recorded)
+    _, imported, settings = optimizer.read(folder, 0)
+    yield from trajectory("A", imported, settings, recorded)
     checkpoint, imported, settings = optimizer.read(folder, 10)
     moments = mesh_tf.read_moments(checkpoint, imported)
-    batches = optimizer.batches(recorded, [10, 11])
-    _, metrics = optimizer.train(imported, settings, batches, moments)
+    rows = optimizer.batches(recorded, [10, 11])
+    _, metrics = optimizer.train(imported, settings, rows, moments)
     difference = mesh.largest(metrics["loss"], recorded["resume_loss"])
-    yield Row(source, "losses of 2 resumed steps", difference, optimizer.TOLERANCE)
+    yield "losses of 2 resumed steps", optimizer.TOLERANCE, difference
     if folder.name in optimizer.FACTORED:
         _, imported, settings = optimizer.read(folder, 0)
-        imported, settings = optimizer.factored(imported, settings)
-        recorded = np.load(folder / "train_factored.npz")
-        yield from trajectory(source, "B (factored)", imported, settings, recorded)
+        factored = optimizer.factored(imported, settings)
+        yield from trajectory("B (factored)", *factored, np.load(folder / "train_factored.npz"))
 
 
-def trajectory(source, name, imported, settings, recorded) -> Iterator[Row]:
-    batches = optimizer.batches(recorded, range(10))
-    state, metrics = optimizer.train(imported, settings, batches)
+def trajectory(name: str, imported, settings, recorded) -> Found:
+    rows = optimizer.batches(recorded, range(10))
+    state, metrics = optimizer.train(imported, settings, rows)
     loss = mesh.largest(metrics["loss"], recorded["loss"])
-    yield Row(source, f"losses of 10 steps, {name}", loss, optimizer.TOLERANCE)
+    yield f"losses of 10 steps, {name}", optimizer.TOLERANCE, loss
     final = optimizer.final_variables(state, imported)
-    variables = max(mesh.largest(v, recorded[f"final/{n}"]) for n, v in final.items())
-    yield Row(source, f"variables after 10 steps, {name}", variables, optimizer.TOLERANCE)
+    difference = max(mesh.largest(v, recorded[f"final/{n}"]) for n, v in final.items())
+    yield f"variables after 10 steps, {name}", optimizer.TOLERANCE, difference
 
 
-def hugging_face_rows(folder: pathlib.Path) -> Iterator[Row]:
+def hugging_face_differences(folder: pathlib.Path) -> Found:
     ref, model = hf.reference(folder), hf.imported(folder).model()
-    source = f"Hugging Face T5, {folder.name}"
 
-    def row(quantity, a, b, where=...):
-        return Row(source, quantity, hf.largest(a, b, where), hf.TOLERANCE)
+    def row(name, a, b, where=...):
+        return name, hf.TOLERANCE, hf.largest(a, b, where)
 
     encoded = model.encode(ref["input_ids"])
     real = ref["attention_mask"] > 0
@@ -117,49 +198,84 @@ def hugging_face_rows(folder: pathlib.Path) -> Iterator[Row]:
     yield row("logits", logits, ref["logits"], ref["labels"] != -100)
     long = model(ref["long_input_ids"], ref["long_decoder_input_ids"])
     yield row("logits, distances beyond 128", long, ref["long_logits"])
+    loss, gradients = hf.loss_and_gradients(folder)
+    yield row("loss", loss, ref["loss"])
+    recorded = load_file(folder / "grads.safetensors")
+    difference = max(hf.largest(g, recorded[name]) for name, g in gradients.items())
+    yield "gradient of each parameter", hf.TOLERANCE, difference
     length = ref["greedy_ids"].shape[1] - 1
     greedy = hf.decode(model, ref["input_ids"], max_length=length, strategy=hf.Greedy())
-    yield same_ids(source, "greedy ids", greedy.tokens[:, 0], ref["greedy_ids"][:, 1:])
+    yield same_ids("greedy ids", greedy.tokens[:, 0], ref["greedy_ids"][:, 1:])
     beams = hf.decode(model, ref["input_ids"], max_length=length, strategy=hf.BeamSearch())
     width = ref["beam4_ids"].shape[-1] - 1
-    yield same_ids(source, "beam-4 ids", beams.tokens[:, :, :width], ref["beam4_ids"][:, :, 1:])
+    yield same_ids("beam-4 ids", beams.tokens[:, :, :width], ref["beam4_ids"][:, :, 1:])
     yield row("beam-4 scores", beams.scores, ref["beam4_scores"])
 
 
-def fairseq_rows(golden: pathlib.Path) -> Iterator[Row]:
-    for name in fairseq.CASES:
-        case, arrays = fairseq.recorded(golden, name)
-        block = fairseq.Block(case)
-        values = fairseq.ours(case, fairseq.group(arrays, "param."))
-        real = ~arrays["pad_mask"] if case["mask"] else np.ones((case["B"], case["T"]), bool)
-        y = jax.jit(block)(
-            fairseq.filled(block.parts, values),
-            fairseq.batch_first(arrays["x"]),
-            jax.numpy.asarray(real, jax.numpy.int32),
-        )
-        difference = mesh.largest(y, np.asarray(fairseq.batch_first(arrays["y"])), real)
-        yield Row(f"fairseq, block {name}", "output", difference, fairseq.TOLERANCE)
+def block_differences(golden: pathlib.Path, name: str) -> Found:
+    case, arrays = fairseq.recorded(golden, name)
+    with pytest.MonkeyPatch.context() as patch:
+        y, d_x, gradients = fairseq.computed(golden, name, patch)
+    expected = fairseq.ours(case, fairseq.group(arrays, "grad."))
+
+    def row(quantity, ours, theirs):
+        return quantity, fairseq.TOLERANCE, mesh.largest(ours, np.asarray(theirs))
+
+    yield row("output", y, fairseq.batch_first(arrays["y"]))
+    yield row("gradient of the input", d_x, fairseq.batch_first(arrays["dx"]))
+    relative = [
+        mesh.largest(gradients[path], value) / np.abs(value).max()
+        for path, value in expected.items()
+    ]
+    yield "gradients of the parameters", 1e-7, max(relative)
 
 
-def same_ids(source: str, quantity: str, ours, theirs) -> Row:
+def operator_differences(test: Callable, golden: pathlib.Path) -> Found:
+    """The largest relative error that one of `test_convolution`'s tests sees."""
+    errors = []
+
+    def relative_error(*arrays):
+        errors.append(original(*arrays))
+        return errors[-1]
+
+    original = convolution.relative_error
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convolution, "relative_error", relative_error)
+        dtype, tolerance, every = convolution.PRECISIONS[0]
+        test(golden, None, dtype, tolerance, every)
+    yield "output and gradients of every case", tolerance, float(max(errors))
+
+
+def same_ids(name: str, ours, theirs) -> tuple[str, float, float | None]:
     different = int((np.asarray(ours) != theirs).sum())
-    return Row(source, quantity, float(different) if different else None, 0.0)
-
-
-def show(rows: Callable[[pathlib.Path], Iterator[Row]], folder: pathlib.Path) -> None:
-    for row in rows(folder):
-        print(row.text(), flush=True)
+    return name, 0.0, float(different) if different else None
 
 
 def main(golden: pathlib.Path) -> None:
-    print(HEADER, end="")
-    for family in mesh.FAMILIES:
-        show(mesh_rows, golden / "mesh_tf" / family)
-        show(optimizer_rows, golden / "mesh_tf" / family)
-    for version in hf.VERSIONS:
-        show(hugging_face_rows, golden / "hf_t5" / version)
+    families = {family.removesuffix("_tiny"): family for family in mesh.FAMILIES}
+
+    def each(compare, folder, names):
+        return table({c: lambda n=n: compare(folder / n) for c, n in names.items()})
+
+    print(INTRODUCTION + MESH)
+    print(each(mesh_differences, golden / "mesh_tf", families))
+    print(TRAINING)
     with jax.enable_x64(True):
-        show(fairseq_rows, golden)
+        print(each(training_differences, golden / "mesh_tf", families))
+    print(HUGGING_FACE)
+    print(each(hugging_face_differences, golden / "hf_t5", {"1.0": "v1_0", "1.1": "v1_1"}))
+    print(OPERATORS)
+    with jax.enable_x64(True):
+        tests = {
+            "fairseq, lightweight": convolution.test_lightweight_convolutions_equal_fairseq,
+            "fairseq, dynamic": convolution.test_dynamic_convolutions_equal_fairseq,
+            "loops, dilated": convolution.test_dilated_convolutions_equal_the_recorded_ones,
+        }
+        operators = {c: lambda t=t: operator_differences(t, golden) for c, t in tests.items()}
+        print(table(operators), end="\n\n")
+        blocks = {name: lambda n=name: block_differences(golden, n) for name in fairseq.CASES}
+        print(table(blocks).replace("| quantity |", "| fairseq block |", 1))
+    print(REMARKS, end="")
 
 
 if __name__ == "__main__":

@@ -129,8 +129,8 @@ def batch_first(x) -> jax.Array:
     return jnp.asarray(np.asarray(x, np.float64).swapaxes(0, 1))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_output_and_every_gradient_equal_fairseqs(golden, x64, monkeypatch, name):
+def computed(golden, name, monkeypatch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Returns the output of a block, and the gradients of its input and of its parameters."""
     case, arrays = recorded(golden, name)
     if case["mask"]:
         predict_after_masking(monkeypatch, (~arrays["pad_mask"]).astype(np.float64))
@@ -144,10 +144,17 @@ def test_output_and_every_gradient_equal_fairseqs(golden, x64, monkeypatch, name
         return y, *pull_back(cotangent)
 
     y, d_parts, d_x = run(parts, x, batch_first(arrays["cotangent"]))
+    return y, d_x, dict(named_leaves(d_parts))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_output_and_every_gradient_equal_fairseqs(golden, x64, monkeypatch, name):
+    case, arrays = recorded(golden, name)
+    y, d_x, d_parts = computed(golden, name, monkeypatch)
     np.testing.assert_allclose(y, batch_first(arrays["y"]), rtol=0, atol=TOLERANCE)
     np.testing.assert_allclose(d_x, batch_first(arrays["dx"]), rtol=0, atol=TOLERANCE)
     expected = ours(case, group(arrays, "grad."))
-    gradients = {k: v for k, v in named_leaves(d_parts) if k in expected}
+    gradients = {k: v for k, v in d_parts.items() if k in expected}
     assert gradients.keys() == expected.keys()
     for path, gradient in gradients.items():
         # fairseq's parameter gradients were stored in float32.

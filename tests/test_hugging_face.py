@@ -60,23 +60,27 @@ def test_logits_and_encoder_output_equal_those_of_transformers(folder):
     assert largest(long, ref["long_logits"]) < TOLERANCE
 
 
-def test_loss_and_gradients_equal_those_of_transformers(folder):
+def loss_and_gradients(folder) -> tuple[float, dict[str, np.ndarray]]:
+    """Returns the loss, and its gradients by transformers' names."""
     ref, original = reference(folder), imported(folder)
-    weights = (ref["labels"] != -100).astype(np.float32)
     batch = {
         "encoder_input_tokens": ref["input_ids"],
         "decoder_input_tokens": ref["decoder_input_ids"],
         "decoder_target_tokens": np.maximum(ref["labels"], 0),
-        "decoder_loss_weights": weights,
+        "decoder_loss_weights": (ref["labels"] != -100).astype(np.float32),
     }
     loss, gradients = jax.jit(jax.value_and_grad(lambda m: TextLoss()(m, batch).means()["loss"]))(
         original.model()
     )
-    assert float(loss) == pytest.approx(float(ref["loss"]), abs=TOLERANCE)
-    by_name = take_apart(original.sources, dict(named_leaves(gradients)))
+    return float(loss), take_apart(original.sources, dict(named_leaves(gradients)))
+
+
+def test_loss_and_gradients_equal_those_of_transformers(folder):
+    loss, gradients = loss_and_gradients(folder)
+    assert loss == pytest.approx(float(reference(folder)["loss"]), abs=TOLERANCE)
     recorded = load_file(folder / "grads.safetensors")
-    assert by_name.keys() == recorded.keys()
-    for name, gradient in by_name.items():
+    assert gradients.keys() == recorded.keys()
+    for name, gradient in gradients.items():
         assert largest(gradient, recorded[name]) < TOLERANCE
 
 
