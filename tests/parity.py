@@ -98,8 +98,9 @@ peak of 7.9 GiB (maximum resident set size by `/usr/bin/time -v`) in 82 s on two
 The released checkpoints themselves were not available. The original's code, built at the sizes of
 the release, agrees with the stated sizes of the large models to 0.3 % (lconv 738.9M, stated 741M)
 and to the digits given (dconv 1.19B, stated 1.2B), but not with those of the smaller ones: lconv
-small 60.9M (stated 67M), lconv base 223.6M (210M), dconv base 351.0M (324M). So the released small and base models may hold other layers than
-these. The import refuses variables it does not know and names every one that is missing.
+small 60.9M (stated 67M), lconv base 223.6M (210M), dconv base 351.0M (324M). So the released small
+and base models may hold other layers than these. The import refuses variables it does not know and
+names every one that is missing.
 """
 
 
