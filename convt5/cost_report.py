@@ -199,22 +199,23 @@ def short_bytes(size: float) -> str:
 def _device_memory(
     subject: Subject, cost: costs.ModelCost, state: TrainState, shardings: TrainState
 ) -> costs.TrainingMemory:
-    parameter_bytes = _device_bytes(state.model, shardings.model)
-    gathered = _device_bytes(state.model, sharding.gathered(shardings.model))
+    parameter_bytes = device_bytes(state.model, shardings.model)
+    gathered = device_bytes(state.model, sharding.gathered(shardings.model))
     axes = dict(zip(sharding.AXES, subject.mesh, strict=True))
     ways = math.prod(axes[axis] for axis in sharding.BATCH_AXES)
     rows = subject.batch_size // ways // subject.grad_accum_steps
     return costs.TrainingMemory(
         parameters=parameter_bytes,
         gradients=parameter_bytes,
-        optimizer=_device_bytes(state.opt_state, shardings.opt_state),
+        optimizer=device_bytes(state.opt_state, shardings.opt_state),
         activations=rows * cost.activation_bytes,
         logits=2 * rows * cost.logits_bytes / axes["tensor"],
         gathered=gathered if axes["fsdp"] > 1 else 0,
     )
 
 
-def _device_bytes(tree: Any, shardings: Any) -> int:
+def device_bytes(tree: Any, shardings: Any) -> int:
+    """Returns the bytes of abstract arrays on one device; `shardings` has the same structure."""
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
     return sum(
         math.prod(where.shard_shape(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize

@@ -13,9 +13,18 @@ from convt5.configuration import gin_files
 
 if TYPE_CHECKING:
     from convt5.cost_report import Subject
+    from convt5.tpu.step_report import Step
 
 DEFAULTS = {"encoder_length": 512, "decoder_length": 114, "batch_size": 128}
 """Of T5's pre-training; used where the gin files describe a model and no data."""
+
+_MODEL_ALONE = (
+    "LOSS=@losses.TextLoss()",
+    "OPTIMIZER=@optimizer.AdafactorConfig()",
+    "SCHEDULE=@schedule.InverseSqrt()",
+    "MESH=@sharding.MeshConfig()",
+)
+"""Bindings that complete a model to a training step; the command line may override them."""
 
 _NUMBER = {"type": int, "default": None}
 
@@ -23,7 +32,8 @@ COMMAND = command_line.Command(
     name="inspect",
     summary="Shows what gin files describe without building it: every layer with its receptive "
     "field, parameters and FLOPs, totals, memory, where parameters live on the devices, and "
-    "examples of the training data.",
+    "examples of the training data. With --topology, also compiles the training step for TPUs that "
+    "need not be there.",
     examples=[
         ("a model", "--gin_file=gin/models/dynamic_base.gin"),
         (
@@ -34,6 +44,11 @@ COMMAND = command_line.Command(
             "longer sequences, on 8 devices that share the parameters",
             "--gin_file=gin/runs/pretrain_c4.gin --encoder_length=4096 --devices=8 "
             "--gin.sharding.MeshConfig.data=1 --gin.sharding.MeshConfig.fsdp=8",
+        ),
+        (
+            "what the TPU compiler makes of its training step on 16 chips",
+            "--gin_file=gin/models/dynamic_base.gin --topology=v5e:4x4 "
+            "--gin.sharding.MeshConfig.fsdp=4",
         ),
         ("for a program", "--gin_file=gin/models/wavenet_base.gin --json"),
     ],
@@ -57,6 +72,17 @@ COMMAND = command_line.Command(
         command_line.Flag(
             "devices", "devices to plan for; default: those of this machine.", _NUMBER
         ),
+        command_line.Flag(
+            "topology",
+            "compiles the training step for this slice of TPUs, such as v5e:4x4 or v5p:2x2x1, and "
+            "reports its memory, FLOPs, bytes and collectives; needs the extra tpu.",
+        ),
+        command_line.Flag(
+            "gradients_only",
+            "with --topology: compiles the loss and gradients of one microbatch, without the "
+            "update.",
+            {"action": "store_true"},
+        ),
         command_line.Flag("json", "prints JSON instead of text.", {"action": "store_true"}),
     ],
 )
@@ -66,37 +92,56 @@ def main(argv: Sequence[str]) -> int:
     """Prints the report that the command line asks for; returns the exit code."""
     arguments = command_line.parse(COMMAND, argv)
     flags = arguments.flags
-    _check_positive(vars(flags))
+    _check_flags(vars(flags))
+    topology = None
+    if flags.topology:
+        from convt5.tpu import topology as topologies
+
+        topology = topologies.load(flags.topology)
+        flags.devices = len(topology.devices)
     settings, name = read_settings(arguments.gin_files, arguments.gin_bindings)
     subject = make_subject(name, settings, vars(flags))
     from convt5.cost_report import make_report  # Help and usage errors need no jax.
 
     report = make_report(subject)
+    sections, values = [report.as_text()], report.as_json()
+    if topology is not None:
+        from convt5.tpu import step_report
+
+        step = make_step(subject, settings, gradients_only=flags.gradients_only)
+        compiled = step_report.make_report(step, topology)
+        sections.append(compiled.as_text())
+        values["compiled_step"] = compiled.as_json()
     examples = decoded_examples(settings, flags.examples) if flags.examples else []
     if flags.json:
-        json.dump({**report.as_json(), "examples": examples}, sys.stdout, indent=2)
+        json.dump({**values, "examples": examples}, sys.stdout, indent=2)
         print()
     else:
-        print("\n\n".join([report.as_text(), *_examples_section(examples)]))
+        print("\n\n".join([*sections, *_examples_section(examples)]))
     return 0
 
 
 def read_settings(files: Sequence[str], bindings: Sequence[str]) -> tuple[dict[str, Any], str]:
     """Returns the arguments of `trainer.train` that are known, and the name of the model.
 
-    Gin files that bind nothing of `trainer.train` describe a model alone: {"model": ...}.
+    Gin files that bind nothing of `trainer.train` describe a model alone; the loss, optimizer,
+    schedule and mesh are then the macros LOSS, OPTIMIZER, SCHEDULE and MESH, `_MODEL_ALONE`.
     """
     statements = gin_files.read_all(files)
     bound = [s for s in statements if isinstance(s, gin_files.Binding)]
     is_run = any(f".{b.selector}".endswith(".trainer.train") for b in bound)
-    roots = ["%MODEL", "@trainer.train"] if is_run else ["%MODEL"]
-    config = gin_config.load(files, [*_unneeded(bound, bindings), *bindings], roots=roots)
     if is_run:
         from convt5 import trainer
 
+        supplied = _unneeded(bound, bindings)
+        roots = ["%MODEL", "@trainer.train"]
+        config = gin_config.load(files, [*supplied, *bindings], roots=roots)
         settings = config.arguments(trainer.train)
     else:
-        settings = {"model": config.macro("MODEL")}
+        macros = ["MODEL", *(binding.partition("=")[0] for binding in _MODEL_ALONE)]
+        roots = [f"%{macro}" for macro in macros]
+        config = gin_config.load(files, [*_MODEL_ALONE, *bindings], roots=roots)
+        settings = {macro.lower(): config.macro(macro) for macro in macros}
     has_name = any(b.is_macro and b.selector == "MODEL_NAME" for b in bound)
     return settings, config.macro("MODEL_NAME") if has_name else "without a name"
 
@@ -134,7 +179,32 @@ def make_subject(name: str, settings: Mapping[str, Any], flags: Mapping[str, Any
         optimizer=settings.get("optimizer") or optimizer.AdafactorConfig(),
         mesh=mesh.sizes(devices),
         rules=settings.get("sharding_rules", sharding.TEXT_RULES),
-        assumed=() if data else _assumed(flags),
+        assumed=() if data else _assumed(flags, settings),
+    )
+
+
+def make_step(
+    subject: "Subject", settings: Mapping[str, Any], *, gradients_only: bool = False
+) -> "Step":
+    """Returns the training step that `trainer.train` would run for these settings."""
+    from convt5 import sharding
+    from convt5.tpu.step_report import Step
+
+    return Step(
+        name=subject.name,
+        model=subject.config,
+        loss=settings["loss"],
+        optimizer=subject.optimizer,
+        schedule=settings["schedule"],
+        batch_size=subject.batch_size,
+        encoder_length=subject.encoder_length,
+        decoder_length=subject.decoder_length,
+        packed=getattr(settings.get("train_data"), "pack", False),
+        gradients_only=gradients_only,
+        mesh=settings.get("mesh") or sharding.MeshConfig(),
+        grad_accum_steps=subject.grad_accum_steps,
+        seed=settings.get("seed", 0),
+        sharding_rules=subject.rules,
     )
 
 
@@ -188,24 +258,29 @@ def _unneeded(bound: Sequence[gin_files.Binding], bindings: Sequence[str]) -> li
     return [] if given or values.get("RUN_DIR") != required else ["RUN_DIR=unused"]
 
 
-def _assumed(flags: Mapping[str, Any]) -> tuple[str, ...]:
+def _assumed(flags: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[str, ...]:
     assumed = (f"{name} {value}" for name, value in DEFAULTS.items() if flags.get(name) is None)
-    return (*assumed, "Adafactor")
+    return (*assumed, type(settings["optimizer"]).__name__.removesuffix("Config"))
 
 
 def _first_known(*values: int | None) -> int:
     return next(value for value in values if value is not None)
 
 
-def _check_positive(flags: Mapping[str, Any]) -> None:
-    errors.raise_all(
-        [
-            f"--{name}={value} must be at least 1."
-            for name, value in flags.items()
-            if isinstance(value, int) and not isinstance(value, bool) and value < 1
-        ],
-        where="flags",
-    )
+def _check_flags(flags: Mapping[str, Any]) -> None:
+    faults = [
+        f"--{name}={value} must be at least 1."
+        for name, value in flags.items()
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1
+    ]
+    if flags["gradients_only"] and not flags["topology"]:
+        faults.append("--gradients_only says what to compile; give --topology, such as v5e:2x2.")
+    if flags["topology"] and flags["devices"]:
+        faults.append(
+            f"--devices={flags['devices']} and --topology={flags['topology']} both say how many "
+            "devices there are; give one of them."
+        )
+    errors.raise_all(faults, where="flags")
 
 
 def _check_lengths(model: Any, lengths: Mapping[str, int]) -> None:

@@ -226,12 +226,20 @@ def test_examples_without_data_say_what_to_give(gin_file):
 
 
 def test_mesh_that_does_not_divide_heads_is_refused(gin_file):
-    binding = "--gin.sharding.MeshConfig.tensor=8"
-    with pytest.raises(UserError, match="has no effect"):
-        inspect.main([gin_file, binding])  # A model file alone builds no mesh.
-    subject = little_subject(gin_file, mesh=(1, 1, 8))
     with pytest.raises(UserError, match="num_heads=4 must be a multiple of tensor=8"):
-        cost_report.make_report(subject)
+        inspect.main([gin_file, "--devices=8", "--gin.sharding.MeshConfig.tensor=8"])
+
+
+def test_model_alone_takes_optimizer_and_mesh_from_the_command_line(gin_file):
+    settings, _ = inspect.read_settings(
+        [gin_file.removeprefix("--gin_file=")],
+        ["OPTIMIZER=@optimizer.AdamWConfig()", "sharding.MeshConfig.fsdp=4"],
+    )
+    assert settings["optimizer"] == AdamWConfig()
+    assert settings["mesh"].fsdp == 4
+    subject = inspect.make_subject("little", settings, {"devices": 8})
+    assert subject.mesh == (2, 4, 1)
+    assert subject.assumed[-1] == "AdamW"
 
 
 def test_rule_that_matches_nothing_is_refused(gin_file):
@@ -245,6 +253,10 @@ def test_rule_that_matches_nothing_is_refused(gin_file):
     [
         (["--encoder_length=0"], "--encoder_length=0 must be at least 1"),
         (["--devices=-1"], "--devices=-1 must be at least 1"),
+        (["--devices=4", "--topology=v5e:2x2"], "both say how many devices"),
+        (["--gradients_only"], "give --topology"),
+        (["--topology=v9:2x2"], "'v9:2x2' is not known.*v5e:2x2"),
+        (["--topology=v5e:3x3"], "no slice of v5e"),
         (["--example=3"], "Did you mean"),
         (["--gin.architecture.ConvT5Config.emb_dims=3"], "emb_dim"),
     ],

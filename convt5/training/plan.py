@@ -68,29 +68,33 @@ def make_plan(
     grad_accum_steps: int = 1,
     seed: int = 0,
     sharding_rules: Sequence[sharding.Rule] = sharding.TEXT_RULES,
+    devices: Sequence[Any] | None = None,
 ) -> Plan:
     """Checks that model, batch and devices fit together; arguments as those of `trainer.train`.
+
+    Args:
+        devices: those to plan for, by default all of every host; others can be compiled for.
 
     Raises:
         UserError: sizes that the mesh does not divide, or rules that do not fit the model.
     """
-    devices = (mesh or sharding.MeshConfig()).build()
+    device_mesh = (mesh or sharding.MeshConfig()).build(devices)
     heads = getattr(model, "num_heads", None)
     sharding.check_mesh(
-        devices,
+        device_mesh,
         batch_size=batch_size,
         grad_accum_steps=grad_accum_steps,
         tensor_divides={"num_heads": heads} if heads else None,
     )
     updates = optimizer.build(schedule)
     abstract = abstract_state(model, updates)
-    shardings = state_shardings(abstract, devices, sharding_rules)
-    batch_sharding = sharding.batch_sharding(devices)
+    shardings = state_shardings(abstract, device_mesh, sharding_rules)
+    batch_sharding = sharding.batch_sharding(device_mesh)
     init_key, dropout_key = jax.random.split(jax.random.key(seed))
     return Plan(
         model=model,
         updates=updates,
-        mesh=devices,
+        mesh=device_mesh,
         abstract=jax.tree.map(
             lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
             abstract,

@@ -89,7 +89,7 @@ def make_train_step(
         was, step number included.
     """
 
-    sums_and_gradients = _differentiated(loss, state_shardings.model)
+    sums_and_gradients = differentiated(loss, state_shardings.model)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(seed_key, state.step)
@@ -153,7 +153,7 @@ def describe_nonfinite(metrics: Mapping[str, Any], model: nnx.Module) -> str | N
     return "the loss" if index == 2 * len(names) else "the updated parameters or optimizer state"
 
 
-def _differentiated(loss: Loss, model_shardings: nnx.Module) -> SumsAndGradients:
+def differentiated(loss: Loss, model_shardings: nnx.Module) -> SumsAndGradients:
     """Returns a function of model, batch and key: sums, and the gradients of `loss_sum`."""
 
     def loss_sum(model: nnx.Module, batch: Batch, key: PRNGKeyArray) -> tuple[Scalar, LossSums]:

@@ -1,0 +1,399 @@
+"""The training step as the TPU compiler makes it: cost, memory and communication of each device.
+
+`inspect --topology` prints it. The step is the one that `trainer.train` would run, compiled for a
+slice of TPUs that need not exist here.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from convt5 import costs, errors, sharding
+from convt5.architecture import ConvT5Config
+from convt5.cost_report import aligned, device_bytes, short_bytes
+from convt5.optimizer import OptimizerConfig
+from convt5.schedule import Schedule
+from convt5.tpu import collectives
+from convt5.tpu.topology import Topology
+from convt5.training import compilation
+from convt5.training.plan import Plan, make_plan
+from convt5.training.run_log import short_number
+from convt5.training.train_step import Loss, differentiated
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """A training step, as arguments of `trainer.train` describe it.
+
+    Attributes:
+        name: what to call the model.
+        batch_size: rows of an update, over all devices.
+        encoder_length, decoder_length: tokens of a row.
+        packed: whether rows hold several examples.
+        gradients_only: stops at the loss and gradients of one microbatch, without the update.
+        model, loss, optimizer, schedule, mesh, grad_accum_steps, seed, sharding_rules: as there.
+    """
+
+    name: str
+    batch_size: int
+    encoder_length: int
+    decoder_length: int
+    packed: bool = False
+    gradients_only: bool = False
+    model: ConvT5Config
+    loss: Loss
+    optimizer: OptimizerConfig
+    schedule: Schedule
+    mesh: sharding.MeshConfig
+    grad_accum_steps: int = 1
+    seed: int = 0
+    sharding_rules: Sequence[sharding.Rule] = sharding.TEXT_RULES
+
+    @property
+    def rows(self) -> int:
+        """Rows of what is compiled, over all devices."""
+        return self.batch_size // (self.grad_accum_steps if self.gradients_only else 1)
+
+    @property
+    def loops(self) -> int:
+        """How often the compiled program runs its loop over microbatches."""
+        return 1 if self.gradients_only else self.grad_accum_steps
+
+    def plan(self, devices: Sequence[Any]) -> Plan:
+        """Returns the plan of a run on these devices.
+
+        Raises:
+            UserError: a mesh that does not divide the devices, the batch or the model.
+        """
+        return make_plan(
+            model=self.model,
+            loss=self.loss,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            batch_size=self.batch_size,
+            mesh=self.mesh,
+            grad_accum_steps=self.grad_accum_steps,
+            seed=self.seed,
+            sharding_rules=self.sharding_rules,
+            devices=devices,
+        )
+
+    def abstract_batch(self, where: jax.sharding.NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shapes of a batch as `data` makes and `place_batch` places it."""
+        lengths = {"encoder": self.encoder_length, "decoder": self.decoder_length}
+        names = ["encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens"]
+        names += ["decoder_loss_weights", "decoder_target_bytes"]
+        if self.packed:
+            names += [
+                f"{stack}_{kind}" for stack in lengths for kind in ("segment_ids", "positions")
+            ]
+        return {
+            name: jax.ShapeDtypeStruct(
+                (self.rows, lengths[name.partition("_")[0]]), jnp.int32, sharding=where
+            )
+            for name in names
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one device.
+
+    Attributes:
+        parameters, optimizer: as the shardings split them, without the padding of layouts.
+        arguments: state and batch, in the layouts of the device.
+        results: what does not take the place of an argument.
+        temporaries: everything that the step needs in between.
+        code: the program.
+        available: what the compiler lets a program use.
+    """
+
+    parameters: int
+    optimizer: int
+    arguments: int
+    results: int
+    temporaries: int
+    code: int
+    available: int
+
+    @property
+    def total(self) -> int:
+        return self.arguments + self.results + self.temporaries + self.code
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """Seconds that a step takes at least, for each limit of a device if it alone held.
+
+    Attributes:
+        compute: operations over the peak in bfloat16.
+        memory: bytes accessed over the bandwidth of HBM.
+        communication: bytes sent over the bandwidth of all links to other chips.
+    """
+
+    compute: float
+    memory: float
+    communication: float
+
+    @property
+    def seconds(self) -> float:
+        """The least time of a step, when all three overlap wholly."""
+        return max(dataclasses.astuple(self))
+
+    @property
+    def bound_by(self) -> str:
+        return max(dataclasses.asdict(self).items(), key=lambda item: item[1])[0]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What the compiler says of one step; everything is for one device.
+
+    Attributes:
+        step, topology: what was compiled.
+        mesh: sizes of the mesh axes.
+        flops: operations of the compiled program; those inside Pallas kernels as they state them.
+        bytes_accessed: read and written by all of its instructions. The compiler counts what is
+            inside a loop once: with microbatches both figures are multiplied by their number, so
+            that the update counts as often too.
+        memory: how it fits.
+        traffic: collectives by kind and mesh axes.
+        compile_seconds: time of tracing and compiling on this machine.
+        num_parameters: of the whole model.
+    """
+
+    step: Step
+    topology: Topology
+    mesh: Mapping[str, int]
+    flops: float
+    bytes_accessed: float
+    memory: Memory
+    traffic: tuple[collectives.Traffic, ...]
+    compile_seconds: float
+    num_parameters: int
+
+    @functools.cached_property
+    def model_flops(self) -> float:
+        """Operations of forward and backward pass in closed form, shared by all devices."""
+        cost = costs.model_cost(
+            self.step.model,
+            encoder_length=self.step.encoder_length,
+            decoder_length=self.step.decoder_length,
+        )
+        return cost.training_flops * self.step.rows / math.prod(self.mesh.values())
+
+    @functools.cached_property
+    def roofline(self) -> Roofline:
+        chip = self.topology.chip
+        return Roofline(
+            compute=self.flops / (self.topology.peak_flops or math.inf),
+            memory=self.bytes_accessed / chip.hbm_bandwidth,
+            communication=sum(t.sent_bytes for t in self.traffic) / chip.ici_bandwidth,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns plain values; bytes and operations are those of one device."""
+        step, memory, roofline = self.step, self.memory, self.roofline
+        return {
+            "model": step.name,
+            "parameters": self.num_parameters,
+            "topology": self.topology.name,
+            "devices": len(self.topology.devices),
+            "mesh": dict(self.mesh),
+            "batch_size": step.batch_size,
+            "encoder_length": step.encoder_length,
+            "decoder_length": step.decoder_length,
+            "grad_accum_steps": step.grad_accum_steps,
+            "gradients_only": step.gradients_only,
+            "flops": self.flops,
+            "model_flops": self.model_flops,
+            "bytes_accessed": self.bytes_accessed,
+            "memory_bytes": {
+                **dataclasses.asdict(memory),
+                "total": memory.total,
+                "left": memory.available - memory.total,
+            },
+            "collectives": [dataclasses.asdict(traffic) for traffic in self.traffic],
+            "roofline_seconds": {
+                **dataclasses.asdict(roofline),
+                "step": roofline.seconds,
+                "bound_by": roofline.bound_by,
+            },
+            "compile_seconds": self.compile_seconds,
+        }
+
+    def as_text(self) -> str:
+        """Returns the report for people."""
+        return "\n\n".join(
+            [
+                self._heading(),
+                "Work of each device\n" + aligned(self._step_rows(), left=(0, 2)),
+                "Memory of each device\n" + aligned(self._memory_rows(), left=(0, 2)),
+                self._traffic_section(),
+                "No step is faster than\n" + aligned(self._roofline_rows(), left=(0, 2)),
+            ]
+        )
+
+    def _heading(self) -> str:
+        step = self.step
+        mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        parts = f", {step.loops} microbatches" if step.loops > 1 else ""
+        rows = [
+            ("devices", f"{len(self.topology.devices)} of {self.topology.name}, mesh {mesh}"),
+            (
+                "batch",
+                f"{step.rows:,} rows of {step.encoder_length:,} + {step.decoder_length:,} "
+                f"tokens{', packed' if step.packed else ''}{parts}",
+            ),
+            ("compiled in", f"{self.compile_seconds:.1f} s on this machine"),
+        ]
+        what = "Loss and gradients" if step.gradients_only else "Training step"
+        return f"{what} of {step.name}, compiled for TPU\n" + aligned(rows, left=(0, 1))
+
+    def _step_rows(self) -> list[tuple[str, ...]]:
+        ratio = f"{self.flops / self.model_flops:.2f} x those in closed form"
+        intensity = f"{self.flops / self.bytes_accessed:.0f} operations per byte"
+        return [
+            ("operations", short_number(self.flops, "FLOP"), ratio),
+            ("bytes accessed", short_bytes(self.bytes_accessed), intensity),
+        ]
+
+    def _memory_rows(self) -> list[tuple[str, ...]]:
+        memory = self.memory
+        left = memory.available - memory.total
+        verdict = (
+            f"fits, {short_bytes(left)} to spare"
+            if left >= 0
+            else f"does not fit: {short_bytes(-left)} too much"
+        )
+        return [
+            ("arguments", short_bytes(memory.arguments), "state and batch, of which"),
+            ("  parameters", short_bytes(memory.parameters), ""),
+            ("  optimizer state", short_bytes(memory.optimizer), ""),
+            ("results", short_bytes(memory.results), "beside those that replace arguments"),
+            ("temporaries", short_bytes(memory.temporaries), ""),
+            ("program", short_bytes(memory.code), ""),
+            ("total", short_bytes(memory.total), f"of {short_bytes(memory.available)}: {verdict}"),
+        ]
+
+    def _traffic_section(self) -> str:
+        if not self.traffic:
+            return "Collectives: none"
+        head = ("collective", "mesh axes", "count", "payload", "sent by a device")
+        rows = [
+            (
+                t.kind,
+                "+".join(t.axes),
+                f"{t.count:,}",
+                short_bytes(t.payload_bytes),
+                short_bytes(t.sent_bytes),
+            )
+            for t in self.traffic
+        ]
+        return "Collectives\n" + aligned([head, *rows], left=(0, 1))
+
+    def _roofline_rows(self) -> list[tuple[str, ...]]:
+        chip, roofline = self.topology.chip, self.roofline
+        peaks = {
+            "compute": (self.topology.peak_flops or math.nan, "FLOP/s in bfloat16"),
+            "memory": (chip.hbm_bandwidth, "B/s of HBM"),
+            "communication": (chip.ici_bandwidth, "B/s of links"),
+        }
+        return [
+            (
+                name,
+                _milliseconds(getattr(roofline, name)),
+                f"at {short_number(peak)}{unit}"
+                + (", which bounds the step" if name == roofline.bound_by else ""),
+            )
+            for name, (peak, unit) in peaks.items()
+        ]
+
+
+def make_report(step: Step, topology: Topology) -> StepReport:
+    """Compiles the step for a slice and reports on it.
+
+    Raises:
+        UserError: a mesh that does not divide the devices, the batch or the model, or a step that
+            needs more memory than the devices have.
+    """
+    plan = step.plan(topology.devices)
+    try:
+        compiled = _compile(step, plan)
+    except jax.errors.JaxRuntimeError as error:
+        raise _explained(error, step, topology) from None
+    cost = compiled.call.cost_analysis()
+    memory = compiled.call.memory_analysis()
+    mesh = dict(plan.mesh.shape)
+    return StepReport(
+        step=step,
+        topology=topology,
+        mesh=mesh,
+        flops=cost["flops"] * step.loops,
+        bytes_accessed=cost["bytes accessed"] * step.loops,
+        memory=Memory(
+            parameters=device_bytes(plan.abstract.model, plan.shardings.model),
+            optimizer=0
+            if step.gradients_only
+            else device_bytes(plan.abstract.opt_state, plan.shardings.opt_state),
+            arguments=memory.argument_size_in_bytes,
+            results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+            temporaries=memory.temp_size_in_bytes,
+            code=memory.generated_code_size_in_bytes,
+            available=topology.chip.hbm_bytes,
+        ),
+        traffic=collectives.traffic(collectives.parse(compiled.call.as_text(), mesh)),
+        compile_seconds=compiled.seconds,
+        num_parameters=plan.num_parameters(),
+    )
+
+
+def _compile(step: Step, plan: Plan) -> compilation.CompiledStep:
+    batch = step.abstract_batch(plan.batch_sharding)
+    if not step.gradients_only:
+        return compilation.compile_step(plan.train_step, plan.abstract, batch)
+    key = jax.random.key(step.seed)
+    gradients = differentiated(step.loss, plan.shardings.model)
+    jitted = jax.jit(
+        lambda model, batch: gradients(model, batch, key),
+        in_shardings=(plan.shardings.model, plan.batch_sharding),
+        out_shardings=(sharding.replicated(plan.mesh), plan.shardings.model),
+    )
+    return compilation.compile_step(jitted, plan.abstract.model, batch)
+
+
+def _explained(error: Exception, step: Step, topology: Topology) -> Exception:
+    """Returns a `UserError` for a step that does not fit, other errors as they are."""
+    text = str(error)
+    if "RESOURCE_EXHAUSTED" not in text:
+        return error
+    size = r"([\d.]+)([KMGT]?)"
+    excess = re.search(rf"Used {size} of {size} hbm", text)
+    excess = excess or re.search(rf"\({size}\) exceeds available HBM \({size}\)", text)
+    how_much = ""
+    if excess:
+        used, available = (
+            float(number) * _UNITS[unit] for number, unit in np.reshape(excess.groups(), (2, 2))
+        )
+        how_much = (
+            f": it needs {short_bytes(used)} of {short_bytes(available)}, "
+            f"{short_bytes(used - available)} too much"
+        )
+    return errors.UserError(
+        f"the step does not fit a device of {topology.name}{how_much}; lower batch_size="
+        f"{step.batch_size}, split more by --gin.sharding.MeshConfig.fsdp or .tensor, raise "
+        f"grad_accum_steps={step.grad_accum_steps}, or take more or larger chips."
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,179 @@
+"""TPU slices by name, such as v5e:4x4: devices to compile for, where no TPU is, and chip facts.
+
+The compiler comes with libtpu (the extra `tpu`) and needs no TPU; `step_report` compiles with it.
+"""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from convt5 import errors
+from convt5.training import compilation
+
+_GIB = 2**30
+
+# Read once, when libtpu is loaded. Without them it asks the metadata server of a cloud machine,
+# lets one process at a time compile, and writes its log to the terminal and to /tmp.
+_LIBTPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_LOG_DIR": "disabled",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """A generation of chips; figures are those of one jax device.
+
+    Attributes:
+        pod: chips along each dimension of the largest slice.
+        hbm_bytes: memory that the compiler lets a program use.
+        hbm_bandwidth: bytes per second.
+        ici_bandwidth: bytes per second sent to other chips, over all links together, one way.
+        cores_per_chip: jax devices of a chip.
+        config: how libtpu names the way that jax uses the chip on Cloud TPUs.
+    """
+
+    pod: tuple[int, ...]
+    hbm_bytes: int
+    hbm_bandwidth: float
+    ici_bandwidth: float
+    cores_per_chip: int = 1
+    config: str = "default"
+
+
+# Memory is what libtpu 0.0.42 says is available when a program asks for too much. Bandwidths are
+# from "TPU architecture" (cloud.google.com/tpu/docs/v3 to v6e), where that of the links is given
+# for both directions together; for v3 and v4, from the number of links and their speed: 4 of 656
+# Gbit/s (Jouppi et al. 2020, CACM 63(7), table 3) and 6 of 50 GB/s (Jouppi et al. 2023, arXiv
+# 2304.01433, table 4). A v3 device is one of the two cores of a chip and has half of everything.
+CHIPS: Mapping[str, Chip] = {
+    "v3": Chip(
+        pod=(32, 32),
+        hbm_bytes=int(15.48 * _GIB),
+        hbm_bandwidth=450e9,
+        ici_bandwidth=164e9,
+        cores_per_chip=2,
+    ),
+    "v4": Chip(
+        pod=(16, 16, 16),
+        hbm_bytes=int(30.75 * _GIB),
+        hbm_bandwidth=1200e9,
+        ici_bandwidth=300e9,
+        config="megacore",
+    ),
+    "v5e": Chip(
+        pod=(16, 16), hbm_bytes=int(15.75 * _GIB), hbm_bandwidth=819e9, ici_bandwidth=200e9
+    ),
+    "v5p": Chip(
+        pod=(16, 16, 24), hbm_bytes=int(95.74 * _GIB), hbm_bandwidth=2765e9, ici_bandwidth=600e9
+    ),
+    "v6e": Chip(
+        pod=(16, 16), hbm_bytes=int(31.25 * _GIB), hbm_bandwidth=1638e9, ici_bandwidth=400e9
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TopologyName:
+    """A checked name: a generation of `CHIPS`, and chips along each dimension."""
+
+    generation: str
+    shape: tuple[int, ...]
+
+    @property
+    def chip(self) -> Chip:
+        return CHIPS[self.generation]
+
+    def __str__(self) -> str:
+        return f"{self.generation}:{'x'.join(map(str, self.shape))}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """A slice of TPUs.
+
+    Attributes:
+        name: such as v5e:4x4.
+        chip: of its generation.
+        devices: jax devices that programs can be compiled for, but not run on.
+    """
+
+    name: str
+    chip: Chip
+    devices: tuple[Any, ...]
+
+    @property
+    def peak_flops(self) -> float | None:
+        """The peak operations per second of one device in bfloat16."""
+        return compilation.peak_flops(self.devices[:1])
+
+
+def parse(name: str) -> TopologyName:
+    """Returns what a name such as v5e:4x4 or v5p:2x2x1 says.
+
+    Raises:
+        UserError: an unknown generation, or a shape that no slice of it has.
+    """
+    match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", name)
+    if match is None or match[1] not in CHIPS:
+        raise errors.UserError(f"topology={name!r} is not known. {_valid()}")
+    shape = tuple(map(int, match[2].split("x")))
+    pod = CHIPS[match[1]].pod
+    is_slice = (
+        len(shape) == len(pod)
+        and all(size % 2 == 0 for size in shape[:2])
+        and all(1 <= size <= limit for size, limit in zip(shape, pod, strict=True))
+    )
+    if not is_slice and shape != (1,) * len(pod):
+        raise errors.UserError(f"topology={name!r} is no slice of {match[1]}. {_valid()}")
+    return TopologyName(match[1], shape)
+
+
+def load(name: str) -> Topology:
+    """Returns the devices of a slice; from then on this process computes on the CPU only.
+
+    No TPU is looked for, waited for or taken, should there be one.
+
+    Raises:
+        UserError: a name that `parse` refuses, or libtpu is not installed.
+    """
+    parsed = parse(name)
+    if importlib.util.find_spec("libtpu") is None:
+        raise errors.UserError(
+            f"topology={name} needs the TPU compiler, but libtpu is not installed; add the extra "
+            "tpu: uv run --extra tpu python -m convt5.inspect ..., or pip install 'convt5[tpu]'."
+        )
+    jax.config.update("jax_platforms", "cpu")
+    for variable, value in _LIBTPU_ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    # Deferred: it needs what libtpu is told above.
+    from jax.experimental import topologies
+
+    # A host has 2 x 2 chips, unless a chip stands alone.
+    single = {"chips_per_host_bounds": parsed.shape} if math.prod(parsed.shape) == 1 else {}
+    description = topologies.get_topology_desc(
+        platform="tpu", topology_name=str(parsed), chip_config_name=parsed.chip.config, **single
+    )
+    return Topology(str(parsed), parsed.chip, tuple(description.devices))
+
+
+def _valid() -> str:
+    generations = ", ".join(
+        f"{generation}:{'x'.join(map(str, chip.pod))}" for generation, chip in CHIPS.items()
+    )
+    return (
+        "Names are a generation and its chips along each dimension, at most "
+        f"{generations}, such as v5e:2x2, v5e:4x4, v6e:8x16, v4:2x2x1 or v5p:4x4x8; the first two "
+        "dimensions are even, or it is one chip: v5e:1x1, v5p:1x1x1."
+    )

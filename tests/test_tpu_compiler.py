@@ -1,0 +1,163 @@
+"""The training step compiled by the real TPU compiler, for chips that are not here."""
+
+import importlib.util
+import json
+import math
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from convt5 import inspect
+from convt5.errors import UserError
+from convt5.tpu import step_report, topology
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+MODEL = "gin/models/dynamic_tiny.gin"
+
+
+@pytest.fixture(scope="session")
+def compiler() -> None:
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is absent: it comes with the extra tpu, on Linux")
+
+
+@pytest.fixture(scope="session")
+def report(compiler) -> dict:
+    """What the command says of a preset with one layer in each stack, on a data x fsdp mesh."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "convt5.inspect", f"--gin_file={MODEL}", "--json"),
+            *("--topology=v5e:2x2", "--gin.sharding.MeshConfig.fsdp=2"),
+            *("--batch_size=16", "--encoder_length=64", "--decoder_length=32"),
+            "--gin.architecture.StackConfig.num_layers=1",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return json.loads(done.stdout)
+
+
+def payload(report: dict, axis: str, *kinds: str) -> float:
+    collectives = report["compiled_step"]["collectives"]
+    return sum(c["payload_bytes"] for c in collectives if c["kind"] in kinds and axis in c["axes"])
+
+
+@pytest.mark.tpu
+def test_parameters_of_a_device_are_what_the_shardings_give_it(report):
+    step = report["compiled_step"]
+    assert step["mesh"] == {"data": 2, "fsdp": 2, "tensor": 1}
+    assert step["devices"] == 4
+    held = 4 * sum(math.prod(parameter["device_shape"]) for parameter in report["sharding"])
+    memory = step["memory_bytes"]
+    assert memory["parameters"] == held < 0.51 * 4 * report["parameters"]
+    # Layouts pad; the batch is small beside the state.
+    assert held + memory["optimizer"] <= memory["arguments"] < 1.2 * (held + memory["optimizer"])
+
+
+@pytest.mark.tpu
+def test_memory_adds_up_and_fits(report):
+    memory = report["compiled_step"]["memory_bytes"]
+    parts = ("arguments", "results", "temporaries", "code")
+    assert memory["total"] == sum(memory[part] for part in parts)
+    assert 0 < memory["left"] == memory["available"] - memory["total"]
+    # The state is updated in place.
+    assert memory["results"] < 0.01 * memory["arguments"]
+
+
+@pytest.mark.tpu
+def test_split_parameters_are_gathered_over_fsdp_alone(report):
+    split = [p for p in report["sharding"] if "fsdp" in str(p["spec"])]
+    count = sum(math.prod(parameter["shape"]) for parameter in split)
+    # At least once in bfloat16; at most once in each pass, in float32.
+    assert 2 * count <= payload(report, "fsdp", "all-gather") <= 8 * count
+    assert payload(report, "data", "all-gather") == 0
+
+
+@pytest.mark.tpu
+def test_gradients_are_summed_over_data(report):
+    summed = payload(report, "data", "all-reduce", "reduce-scatter")
+    # Every gradient once, in bfloat16 or float32; that of the shared embedding has two parts.
+    assert 2 * report["parameters"] <= summed <= 8 * report["parameters"]
+    axes = {axis for c in report["compiled_step"]["collectives"] for axis in c["axes"]}
+    assert axes == {"data", "fsdp"}
+
+
+@pytest.mark.tpu
+def test_operations_are_those_of_the_closed_form_and_little_more(report):
+    step = report["compiled_step"]
+    assert step["model_flops"] == report["training_flops_per_step"] / 4
+    # Elementwise work and the update come on top; they are small beside the output layer.
+    assert 0.95 < step["flops"] / step["model_flops"] < 1.25
+    assert step["bytes_accessed"] > step["memory_bytes"]["arguments"]
+
+
+@pytest.mark.tpu
+def test_a_step_takes_at_least_what_its_tightest_limit_says(report):
+    seconds = report["compiled_step"]["roofline_seconds"]
+    limits = {name: seconds[name] for name in ("compute", "memory", "communication")}
+    assert seconds["step"] == limits[seconds["bound_by"]] == max(limits.values()) > 0
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--gin.sharding.MeshConfig.fsdp=3"], "needs a multiple of 3 devices.*there are 4"),
+        (["--batch_size=6"], "batch_size=6 must be a multiple of data"),
+    ],
+)
+def test_what_does_not_divide_is_refused_before_compiling(compiler, argv, message):
+    with pytest.raises(UserError, match=message):
+        inspect.main([f"--gin_file={ROOT / MODEL}", "--topology=v5e:2x2", *argv])
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("name", ["v3:2x2", "v4:2x2x2", "v5e:4x4", "v5p:1x1x1", "v6e:2x4"])
+def test_every_generation_has_devices_of_known_speed(compiler, name):
+    found = topology.load(name)
+    chips = math.prod(topology.parse(name).shape)
+    assert len(found.devices) == chips * found.chip.cores_per_chip
+    assert found.peak_flops is not None
+
+
+@pytest.mark.parametrize("name", ["v5e", "v5e:", "v9:2x2", "5e:2x2", "v5e:2x2 ", "v5e:2*2"])
+def test_unknown_names_are_answered_with_those_that_are_valid(name):
+    with pytest.raises(UserError, match=r"is not known\. .*v3:32x32.*v5p:16x16x24.*v5e:4x4"):
+        topology.parse(name)
+
+
+@pytest.mark.parametrize("name", ["v5e:3x3", "v5e:2x2x2", "v5p:2x2", "v5e:32x32", "v4:0x2x2"])
+def test_shapes_that_no_slice_has_are_refused(name):
+    with pytest.raises(UserError, match="is no slice of"):
+        topology.parse(name)
+
+
+def test_without_libtpu_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"libtpu is not installed; add the extra tpu"):
+        topology.load("v5e:2x2")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.00G of 15.75G hbm.",
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (20.00G) exceeds available HBM (15.75G).",
+    ],
+)
+def test_a_step_that_does_not_fit_is_said_to_by_how_much(message):
+    settings, name = inspect.read_settings([str(ROOT / MODEL)], [])
+    subject = inspect.make_subject(name, settings, {"devices": 4})
+    slice_ = topology.Topology("v5e:2x2", topology.CHIPS["v5e"], ())
+    error = step_report._explained(
+        RuntimeError(message), inspect.make_step(subject, settings), slice_
+    )
+    assert isinstance(error, UserError)
+    assert "needs 21.5 GB of 16.9 GB, 4.56 GB too much; lower batch_size=128" in str(error)
