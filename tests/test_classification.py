@@ -1,0 +1,378 @@
+"""Classification reads TFDS and local files alike, generates or ranks labels, names bad rows."""
+
+import gzip
+import json
+import pathlib
+
+import pytest
+import seqio
+import tensorflow_datasets as tfds
+from convt5.tasks import classification, vocabularies
+from convt5.tasks.classification import PAPER_TASKS, paper_task, text_classification
+
+from convt5 import data, errors, evaluation, gin_config
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROWS = [
+    {"text": "a fine film", "label": "positive"},
+    {"text": "a dull film", "label": "negative"},
+    {"text": "no film at all", "label": "negative"},
+]
+LABELS = ["negative", "positive"]
+
+
+def write_rows(path, rows):
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return str(path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("train.jsonl.gz", "dev.jsonl", "extra.jsonl"):
+        write_rows(tmp_path / name, ROWS)
+    return str(tmp_path)
+
+
+def examples(task, split="train", **arguments):
+    dataset = task.get_dataset(
+        None, split, **{"shuffle": False, "try_in_mem_cache": False, **arguments}
+    )
+    return list(dataset.as_numpy_iterator())
+
+
+def texts(task, split="train", **arguments):
+    found = examples(task, split, **arguments)
+    return [(e["inputs_pretokenized"].decode(), e["targets_pretokenized"].decode()) for e in found]
+
+
+class TestFiles:
+    def test_files_of_a_folder_are_splits(self, folder):
+        task = paper_task("sst2", folder)
+        assert set(task.splits) == {"train", "validation", "extra"}
+        expected = [(f"sst2 sentence: {row['text']}", row["label"]) for row in ROWS]
+        assert texts(task) == texts(task, "validation") == texts(task, "extra") == expected
+
+    def test_ids_end_with_the_end_token(self, folder):
+        example = examples(paper_task("sst2", folder))[0]
+        vocabulary = vocabularies.characters()
+        assert example["targets"].tolist() == [*vocabulary.encode("positive"), 1]
+
+    @pytest.mark.parametrize(
+        ("name", "content", "columns"),
+        [
+            ("train.tsv", "label\ttext\npositive\ta fine film\n", None),
+            ("train.tsv", 'a "fine" film\tpositive\n', ["text", "label"]),
+            ("train.csv", 'text,label\n"a fine, long\nfilm",positive\n', None),
+        ],
+    )
+    def test_tables_have_a_header_or_named_columns(self, tmp_path, name, content, columns):
+        (tmp_path / name).write_text(content)
+        task = text_classification(
+            str(tmp_path / name), LABELS, columns=columns, prompt="{text}", validation_fraction=0
+        )
+        ((text, label),) = texts(task)
+        assert label == "positive"
+        assert text in ("a fine film", 'a "fine" film', "a fine, long\nfilm")
+
+    def test_several_fields_make_one_input(self, tmp_path):
+        row = {"premise": "It rains.", "hypothesis": "It is wet.", "label": "entailment"}
+        path = write_rows(tmp_path / "train.jsonl", [row])
+        expected = [("mnli hypothesis: It is wet. premise: It rains.", "entailment")]
+        assert texts(paper_task("mnli", path, validation_fraction=0)) == expected
+
+    def test_a_new_task_names_its_fields_and_renames_its_labels(self, tmp_path):
+        rows = [{"body": "x", "polarity": p} for p in (0, 2, 4)]
+        task = text_classification(
+            write_rows(tmp_path / "a.jsonl", rows),
+            {"0": "negative", "2": None, "4": "positive"},
+            text_field="body",
+            label_field="polarity",
+            validation_fraction=0,
+            name="tweets",
+        )
+        assert texts(task) == [("tweets body: x", "negative"), ("tweets body: x", "positive")]
+
+    def test_numbers_may_stand_for_labels(self, tmp_path):
+        rows = [{"text": "x", "toxicity": t} for t in (0.1, 0.5, 0.9)]
+        task = text_classification(
+            write_rows(tmp_path / "a.jsonl", rows),
+            ["fine", "toxic"],
+            label_field="toxicity",
+            threshold=0.5,
+            validation_fraction=0,
+        )
+        assert [label for _, label in texts(task)] == ["fine", "toxic", "toxic"]
+
+    def test_rows_are_held_out_where_no_file_is_for_validation(self, tmp_path):
+        rows = [{"text": f"{i:02d}", "label": "positive"} for i in range(20)]
+        task = text_classification(
+            {"train": write_rows(tmp_path / "a.jsonl", rows)}, LABELS, prompt="{text}"
+        )
+        train, held_out = ([text for text, _ in texts(task, s)] for s in ("train", "validation"))
+        assert held_out == ["01", "11"]
+        assert sorted(train + held_out) == [row["text"] for row in rows]
+
+    def test_epochs_have_orders_of_their_own_that_follow_from_the_seed(self, tmp_path):
+        rows = [{"text": f"{i:02d}", "label": "positive"} for i in range(20)]
+        path = write_rows(tmp_path / "a.jsonl", rows)
+        task = text_classification(path, LABELS, prompt="{text}", validation_fraction=0)
+        one, again, other = (
+            [text for text, _ in texts(task, shuffle=True, seed=seed, num_epochs=2)]
+            for seed in (0, 0, 1)
+        )
+        assert one == again != other
+        assert sorted(one[:20]) == sorted(one[20:]) == [row["text"] for row in rows]
+        assert one[:20] != one[20:]
+
+    def test_hosts_share_the_rows(self, folder):
+        task = paper_task("sst2", folder)
+        shares = [texts(task, shard_info=seqio.ShardInfo(i, 2)) for i in range(2)]
+        assert sorted(shares[0] + shares[1]) == sorted(texts(task))
+
+    def test_batches_go_on_at_a_saved_position(self, folder):
+        config = data.DataConfig(
+            mixture=paper_task("sst2", folder), batch_size=2, encoder_length=40, decoder_length=16
+        )
+        batches = config.build(process_index=0, process_count=1)
+        next(batches)
+        position = batches.get_state()
+        expected = [next(batches)["encoder_input_tokens"].tolist() for _ in range(3)]
+        again = config.build(process_index=0, process_count=1)
+        again.set_state(position)
+        assert [next(again)["encoder_input_tokens"].tolist() for _ in range(3)] == expected
+
+
+class TestRank:
+    def test_every_label_of_every_row_is_scored(self, folder):
+        task = paper_task("sst2", folder, rank=True)
+        assert task.name == "sst2_rank"
+        assert [label for _, label in texts(task)] == LABELS * 3
+        targets = [task.postprocess_fn("", example=e, is_target=True) for e in examples(task)]
+        assert [(t.example, t.label) for t in targets] == [(i, j) for i in range(3) for j in (0, 1)]
+        assert [t.is_correct for t in targets] == [False, True, True, False, True, False]
+
+    def test_metrics_choose_the_likeliest_label(self, folder):
+        task = paper_task("sst2", folder, rank=True)
+        targets = [task.postprocess_fn("", example=e, is_target=True) for e in examples(task)]
+        (metric,) = task.score_metric_fns
+        assert task.predict_metric_fns == []
+        right = [-1.0 if target.is_correct else -2.0 for target in targets]
+        assert metric(targets, right) == {"accuracy": 100.0, "f1": 100.0, "macro_f1": 100.0}
+
+
+def test_generated_labels_are_measured(folder):
+    task = paper_task("sst2", folder)
+    targets = [task.postprocess_fn(label, example={}, is_target=True) for _, label in texts(task)]
+    predictions = [
+        task.postprocess_fn(text, example={}, is_target=False)
+        for text in ("positive ", "negative", "banana")
+    ]
+    found = {}
+    for metric in task.predict_metric_fns:
+        found |= metric(targets, predictions)
+    assert found["accuracy"] == found["invalid"] + 100 / 3 == pytest.approx(200 / 3)
+    assert set(found) == {"accuracy", "f1", "macro_f1", "invalid"}
+
+
+class TestTfds:
+    @pytest.mark.parametrize("name", PAPER_TASKS)
+    def test_the_published_schema_is_read(self, name):
+        task = paper_task(name, vocabulary=vocabularies.characters())
+        with tfds.testing.mock_data(num_examples=6):
+            found = texts(task, "validation")
+        assert found
+        start = PAPER_TASKS[name].prompt.partition("{")[0]
+        assert all(text.startswith(start) for text, _ in found)
+        assert {label for _, label in found} <= set(PAPER_TASKS[name].labels)
+
+    @pytest.mark.parametrize(
+        "name", ["imdb", "sst2", "ag_news", "mnli"], ids=lambda name: f"labels_of_{name}"
+    )
+    def test_labels_stand_in_the_order_of_tfds(self, name):
+        features = tfds.builder(PAPER_TASKS[name].tfds_name).info.features
+        own = [label.lower() for label in PAPER_TASKS[name].labels]
+        assert all(
+            a.startswith(b.lower()) for a, b in zip(own, features["label"].names, strict=True)
+        )
+
+    def test_questions_stand_in_the_order_of_tfds(self):
+        features = tfds.builder("trec:1.0.0").info.features
+        names = {"DESC": "description", "ENTY": "entity", "ABBR": "abbreviation", "HUM": "human"}
+        names |= {"NUM": "number", "LOC": "location"}
+        assert tuple(names[n] for n in features["label-coarse"].names) == (
+            PAPER_TASKS["trec6"].labels
+        )
+
+    def test_neutral_tweets_are_left_out(self):
+        import tensorflow as tf
+
+        task = PAPER_TASKS["sentiment140"]
+        dataset = tf.data.Dataset.from_tensor_slices(
+            {"text": ["a", "b", "c"], "polarity": [0, 2, 4]}
+        )
+        rows = classification._tfds_rows(dataset, to_row=task.to_row, keep=task.keep)
+        assert [row["label"].decode() for row in rows.as_numpy_iterator()] == LABELS
+
+    def test_the_form_is_that_of_t5(self):
+        t5_preprocessors = pytest.importorskip("t5.data.preprocessors")
+        task = paper_task("mnli", vocabulary=vocabularies.characters())
+        with tfds.testing.mock_data(num_examples=2):
+            raw = task.source.get_dataset("validation", shuffle=False)
+            expected = t5_preprocessors.glue(
+                raw.map(lambda x: {**x, "idx": 0}),
+                benchmark_name="mnli",
+                label_names=["entailment", "neutral", "contradiction"],
+                feature_names=["hypothesis", "premise"],
+            )
+            expected = [
+                (e["inputs"].decode(), e["targets"].decode()) for e in expected.as_numpy_iterator()
+            ]
+            assert texts(task, "validation") == expected
+
+    @pytest.mark.parametrize("name", PAPER_TASKS)
+    def test_tasks_are_registered_to_be_generated_and_ranked(self, name):
+        assert seqio.get_mixture_or_task(name).predict_metric_fns
+        assert seqio.get_mixture_or_task(f"{name}_rank").score_metric_fns
+
+
+class TestBadInput:
+    @pytest.fixture
+    def read(self, tmp_path):
+        def read(content, name="train.jsonl", **settings):
+            (tmp_path / name).write_text(content)
+            task = text_classification(
+                str(tmp_path / name), LABELS, validation_fraction=0, **settings
+            )
+            return texts(task)
+
+        return read
+
+    GOOD = '{"text": "x", "label": "positive"}\n'
+
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            ("{text: 1}", r"train.jsonl', line 3 is not JSON .* one object a line"),
+            ("[1, 2]", r"line 3 is no JSON object"),
+            (
+                '{"text": "x", "label": "positiv"}',
+                r"line 3 has the unknown label 'positiv' .* mean",
+            ),
+            ('{"text": " ", "label": "positive"}', r"line 3 has nothing under 'text'"),
+            ('{"text": "x", "label": null}', r"line 3 has nothing under 'label'"),
+            ('{"body": "x", "label": "positive"}', r"no field 'text'; .*\['body', 'label'\]"),
+            ('{"text": ["x"], "label": "positive"}', r"line 3 has \['x'\] under 'text'"),
+        ],
+    )
+    def test_a_bad_line_is_named(self, read, line, message):
+        with pytest.raises(errors.UserError, match=message):
+            read(f"{self.GOOD}\n{line}\n")
+
+    def test_a_table_line_with_too_many_cells_is_named(self, read):
+        with pytest.raises(errors.UserError, match="line 2 has 3 columns, not 2"):
+            read("text\tlabel\na\tb\tpositive\n", "train.tsv")
+
+    def test_broken_quotes_of_csv_are_named(self, read):
+        with pytest.raises(errors.UserError, match="line 2 is not CSV"):
+            read('text,label\n"a"b,positive\n', "train.csv")
+
+    def test_a_file_of_another_kind_is_named(self, read):
+        with pytest.raises(errors.UserError, match=r"train.parquet' is of no known kind"):
+            read("PAR1", "train.parquet")
+
+    def test_a_file_without_rows_is_named(self, read):
+        with pytest.raises(errors.UserError, match="split='train' has no row"):
+            read("\n")
+
+    def test_what_is_no_number_is_named(self, read):
+        with pytest.raises(errors.UserError, match="'positive' under 'label', no number"):
+            read(self.GOOD, threshold=0.5)
+
+    def test_a_folder_without_tables_is_an_error(self, tmp_path):
+        with pytest.raises(errors.UserError, match=r"is a folder without a \.jsonl"):
+            paper_task("sst2", str(tmp_path))
+
+    def test_a_path_without_files_is_an_error(self, tmp_path):
+        with pytest.raises(errors.UserError, match="matches no file"):
+            paper_task("sst2", str(tmp_path / "absent.jsonl"))
+
+    def test_a_task_that_is_none_of_the_paper_is_an_error(self):
+        with pytest.raises(errors.UserError, match=r"name='sst' is none of .* Did you mean sst2"):
+            paper_task("sst")
+
+    @pytest.mark.parametrize("labels", [["one"], ["one", "one"], ["one", ""]])
+    def test_labels_must_be_two_different_texts(self, folder, labels):
+        with pytest.raises(errors.UserError, match="must be two or more different texts"):
+            text_classification(
+                folder, labels if labels != ["one", "one"] else {"a": "one", "b": "one"}
+            )
+
+    def test_a_prompt_must_hold_the_fields(self, folder):
+        with pytest.raises(errors.UserError, match=r"must hold each of text_field=\['text'\]"):
+            text_classification(folder, LABELS, prompt="sentence: {sentence}")
+
+    def test_a_threshold_divides_two_labels(self, folder):
+        with pytest.raises(errors.UserError, match=r"threshold=0.5 of .* divides two labels"):
+            text_classification(folder, ["a", "b", "c"], threshold=0.5)
+
+    def test_a_split_that_is_not_there_is_named(self, folder):
+        task = paper_task("sst2", folder)
+        with pytest.raises(errors.UserError, match="split='tests' is none of"):
+            task.source.get_dataset("tests")
+        config = data.DataConfig(
+            mixture=task, split="test", batch_size=1, encoder_length=8, decoder_length=8
+        )
+        with pytest.raises(errors.UserError, match="split='test' is none of"):
+            config.build(process_index=0, process_count=1)
+
+    @pytest.mark.parametrize("fraction", [-0.1, 0.6])
+    def test_the_held_out_share_has_limits(self, folder, fraction):
+        with pytest.raises(errors.UserError, match=r"must be in \[0, 0\.5\]"):
+            paper_task("sst2", folder, validation_fraction=fraction)
+
+
+class TestGinFiles:
+    NAMES = tuple(
+        path.stem
+        for path in sorted((ROOT / "gin" / "tasks").glob("*.gin"))
+        if path.stem != "text_classification"
+    )
+
+    def load(self, name, *bindings):
+        config = gin_config.load(
+            [f"gin/tasks/{name}.gin"], bindings, roots=["@convt5.evaluation.EvalConfig"]
+        )
+        return config.arguments(evaluation.EvalConfig)["tasks"]
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_local_data_is_read_as_its_file_says(self, shared_data, name):
+        tasks = self.load(
+            name,
+            f"DATA={shared_data / name}",
+            f"VOCABULARY={shared_data / 'vocab' / 't5_cc_all_32000.model'}",
+        )
+        assert [task.name for task in tasks] in ([name], [name, f"{name}_rank"])
+        assert {"train", "validation"} <= set(tasks[0].splits)
+
+    def test_any_classification_needs_no_python(self, tmp_path):
+        write_rows(tmp_path / "train.jsonl", [{"review": "x", "verdict": "good"}])
+        generated, ranked = self.load(
+            "text_classification",
+            f"DATA={tmp_path}",
+            "LABELS=['bad', 'good']",
+            "TEXT_FIELD=review",
+            "LABEL_FIELD=verdict",
+            "classification.text_classification.vocabulary=@vocabularies.characters()",
+            "classification.text_classification.validation_fraction=0.0",
+        )
+        assert texts(generated) == [("text_classification review: x", "good")]
+        assert [label for _, label in texts(ranked)] == ["bad", "good"]
+
+
+def test_real_rows_become_examples(shared_data):
+    task = paper_task("trec6", str(shared_data / "trec6"))
+    found = texts(task, "test")
+    assert len(found) == 252
+    assert ("trec6 question: When did Hawaii become a state ?", "number") in found

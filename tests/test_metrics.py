@@ -1,0 +1,136 @@
+"""Metrics give the percentages of T5's own, and count what is no label as wrong."""
+
+import sys
+
+import numpy as np
+import pytest
+from convt5.tasks import metrics
+from convt5.tasks.metrics import CategoryText, RankedLabel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from convt5 import errors
+
+LABELS = ("negative", "positive")
+SENTIMENTS = st.lists(
+    st.tuples(st.sampled_from(LABELS), st.sampled_from((*LABELS, "banana"))), min_size=1
+)
+
+
+def test_accuracy_is_a_percentage():
+    assert metrics.accuracy(["a", "b", "c", "d"], ["a", "b", "c", "x"]) == {"accuracy": 75.0}
+
+
+def test_exact_match_looks_at_words_and_not_at_blanks():
+    found = metrics.exact_match(["x ( 1 )", "y ( 2 )"], [" x  ( 1 ) ", "y ( 3 )"])
+    assert found == {"exact_match": 50.0}
+
+
+def test_metrics_refuse_lists_of_unequal_length():
+    with pytest.raises(ValueError, match="zip"):
+        metrics.accuracy(["a", "b"], ["a"])
+
+
+@given(SENTIMENTS)
+@settings(max_examples=30, deadline=None)
+def test_binary_f1_is_that_of_t5(pairs):
+    t5_metrics = pytest.importorskip("t5.evaluation.metrics")
+    targets, predictions = (list(texts) for texts in zip(*pairs, strict=True))
+    found = metrics.binary_f1(targets, predictions, negative="negative", positive="positive")
+    numbers = [
+        np.array([LABELS.index(x) if x in LABELS else -1 for x in xs])
+        for xs in (targets, predictions)
+    ]
+    if 1 in numbers[0] or 1 in numbers[1] or -1 in numbers[1]:
+        assert found["f1"] == pytest.approx(t5_metrics.f1_score_with_invalid(*numbers)["f1"])
+    else:
+        assert found["f1"] == 0.0
+
+
+def test_macro_f1_is_that_of_scikit_learn():
+    sklearn_metrics = pytest.importorskip("sklearn.metrics")
+    random = np.random.default_rng(0)
+    labels = ["a", "b", "c"]
+    targets = random.choice(labels, 60).tolist()
+    predictions = random.choice([*labels, "none"], 60).tolist()
+    expected = sklearn_metrics.f1_score(targets, predictions, labels=labels, average="macro")
+    found = metrics.macro_f1(targets, predictions, labels=labels)
+    assert found == {"macro_f1": pytest.approx(100 * expected)}
+
+
+def test_a_label_that_never_occurs_has_f1_zero():
+    assert metrics.macro_f1(["a"], ["a"], labels=["a", "b"]) == {"macro_f1": 50.0}
+
+
+def test_predictions_that_are_no_label_are_counted():
+    assert metrics.invalid(["a", "b"], ["a", "banana"], labels=["a", "b"]) == {"invalid": 50.0}
+
+
+def test_categories_and_groups_of_them_are_reported():
+    targets = [CategoryText("x", "old"), CategoryText("y", "new"), CategoryText("z", "newer")]
+    groups = {"fresh": ["new", "newer"], "absent": ["none"]}
+    found = metrics.exact_match_by_category(targets, ["x", "y", "?"], groups=groups)
+    assert found == {
+        "exact_match": pytest.approx(200 / 3),
+        "exact_match/fresh": 50.0,
+        "exact_match/old": 100.0,
+        "exact_match/new": 100.0,
+        "exact_match/newer": 0.0,
+    }
+
+
+def test_a_single_category_is_not_reported_twice():
+    targets = [CategoryText("x", "all"), CategoryText("y", "all")]
+    assert metrics.exact_match_by_category(targets, ["x", "?"]) == {"exact_match": 50.0}
+
+
+class TestRankClassification:
+    TARGETS = tuple(RankedLabel(i, j, j == i % 2) for i in range(3) for j in range(2))
+
+    def test_the_likeliest_label_is_chosen(self):
+        scores = [-1.0, -2.0, -3.0, -1.0, -9.0, -8.0]
+        found = metrics.rank_classification(self.TARGETS, scores, labels=LABELS)
+        assert found["accuracy"] == pytest.approx(200 / 3)
+        assert found["f1"] == pytest.approx(200 / 3)
+
+    def test_it_agrees_with_t5(self):
+        t5_metrics = pytest.importorskip("t5.evaluation.metrics")
+        random = np.random.default_rng(1)
+        labels = ["a", "b", "c"]
+        truths = random.integers(3, size=20)
+        targets = [RankedLabel(i, j, bool(truths[i] == j)) for i in range(20) for j in range(3)]
+        scores = random.normal(size=60)
+        expected = t5_metrics.rank_classification(
+            [((t.example, t.label), t.is_correct, 1.0, 1) for t in targets], scores, num_classes=3
+        )
+        found = metrics.rank_classification(targets, scores, labels=labels)
+        assert found["accuracy"] == pytest.approx(expected["accuracy"])
+        assert found["macro_f1"] == pytest.approx(expected["mean_3class_f1"])
+
+    def test_order_does_not_matter(self):
+        scores = [-1.0, -2.0, -3.0, -1.0, -9.0, -8.0]
+        order = [4, 1, 5, 0, 3, 2]
+        shuffled = [self.TARGETS[i] for i in order], [scores[i] for i in order]
+        assert metrics.rank_classification(*shuffled, labels=LABELS) == (
+            metrics.rank_classification(self.TARGETS, scores, labels=LABELS)
+        )
+
+    def test_an_example_whose_labels_were_cut_off_is_left_out(self):
+        found = metrics.rank_classification(self.TARGETS[:3], [-1.0, -2.0, 0.0], labels=LABELS)
+        assert found["accuracy"] == 100.0
+
+    def test_too_few_scores_are_an_error(self):
+        with pytest.raises(errors.UserError, match=r"all 2 labels .* raise num_examples"):
+            metrics.rank_classification(self.TARGETS[:1], [-1.0], labels=LABELS)
+
+
+class TestSquad:
+    def test_the_best_of_several_answers_counts(self):
+        pytest.importorskip("t5.evaluation.metrics")
+        found = metrics.squad([["the red cat", "a dog"], ["Paris"]], ["Red cat!", "in Paris"])
+        assert found == {"em": 50.0, "f1": pytest.approx(100 * (1 + 2 / 3) / 2)}
+
+    def test_without_t5_the_package_is_named(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "t5.evaluation", None)
+        with pytest.raises(errors.UserError, match="package t5"):
+            metrics.squad([["x"]], ["x"])
