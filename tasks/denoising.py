@@ -102,6 +102,8 @@ def ul2(
             f"{name}: regular_rate={regular_rate}, sequential_rate={sequential_rate} and "
             f"extreme_rate={extreme_rate} must be at least 0, and one of them more."
         )
+    # Together the denoisers keep as many examples to shuffle as one task does.
+    buffer = seqio.SHUFFLE_BUFFER_SIZE // (len(REGULAR) + 1 + len(EXTREME))
     tasks: list[tuple[seqio.Task, float]] = []
     for letter, rate, denoisers in (("R", regular_rate, REGULAR), ("X", extreme_rate, EXTREME)):
         for i, denoiser in enumerate(denoisers):
@@ -121,7 +123,9 @@ def ul2(
         name=f"{name}_s",
     )
     tasks.append((sequential, sequential_rate))
-    return seqio.Mixture(name, [(task, rate) for task, rate in tasks if rate])
+    return seqio.Mixture(
+        name, [(task.replace(shuffle_buffer_size=buffer), rate) for task, rate in tasks if rate]
+    )
 
 
 def fitted_span_corruption(
