@@ -103,8 +103,9 @@ class TestUl2:
         assert not decoded(examples(first, num=1)[0], "inputs").startswith("[")
 
     def test_batches_go_on_at_a_saved_position(self, corpus):
+        mixture = denoising.ul2(corpus, regular_rate=0.5, extreme_rate=0)
         config = data.DataConfig(
-            mixture=denoising.ul2(corpus), batch_size=4, encoder_length=64, decoder_length=32
+            mixture=mixture, batch_size=4, encoder_length=64, decoder_length=32
         )
         batches = config.build(process_index=0, process_count=1)
         next(batches)
