@@ -144,6 +144,40 @@ def test_every_run_passes_the_dry_run(name, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+FINETUNE = sorted(
+    path.stem for path in (ROOT / "gin/finetune").glob("*.gin") if path.stem != "common"
+)
+
+
+@pytest.mark.parametrize("name", ["sst2", "cogs", "squad"])  # One of each kind of task.
+def test_fine_tuning_passes_the_dry_run(name, tmp_path, capsys):
+    for split in ("train", "dev"):
+        (tmp_path / f"{split}.jsonl").write_text("{}\n")  # No row is read.
+    task = next(m for m in re.findall(r"(\w+\.\w+)\.path = %DATA", gin_task(name)))
+    bindings = [
+        f"RUN_DIR={tmp_path}/run",
+        f"INIT_FROM={tmp_path}/pretrained",
+        f"DATA={tmp_path}",
+        "VOCABULARY=none",
+        f"{task}.vocabulary=@vocabularies.characters()",
+    ]
+    command = [f"--gin_file=gin/finetune/{name}.gin", *(f"--gin.{b}" for b in bindings)]
+    assert train.main([*command, "--dry_run"]) == 0
+    assert "nothing was trained" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", FINETUNE)
+def test_a_fine_tuning_measures_the_lengths_it_trains_on(name):
+    text = (ROOT / "gin/finetune" / f"{name}.gin").read_text()
+    measured = re.findall(r"^evaluation.TaskEval.max_(?:input_)?length = (\d+)$", text, re.M)
+    assert measured == re.findall(r"coder_length = (\d+)$", gin_task(name), re.M)
+    assert f"best_metric = '{name}/" in text
+
+
+def gin_task(name: str) -> str:
+    return (ROOT / "gin/tasks" / f"{name}.gin").read_text()
+
+
 def test_every_gin_file_travels_with_a_header():
     files = list((ROOT / "gin").rglob("*.gin"))
     assert files
