@@ -6,12 +6,14 @@ import math
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 
 from convt5 import inspect
 from convt5.errors import UserError
 from convt5.tpu import step_report, topology
+from convt5.tpu.collectives import Traffic
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODEL = "gin/models/dynamic_tiny.gin"
@@ -144,6 +146,37 @@ def test_without_libtpu_the_extra_is_named(monkeypatch):
         topology.load("v5e:2x2")
 
 
+def example_report(**memory: int) -> step_report.StepReport:
+    settings, name = inspect.read_settings([str(ROOT / MODEL)], [])
+    subject = inspect.make_subject(name, settings, {"devices": 4})
+    devices = (types.SimpleNamespace(device_kind="TPU v5 lite"),) * 4
+    parts = {"arguments": 7, "results": 1, "temporaries": 3, "code": 2, "available": 16}
+    return step_report.StepReport(
+        step=inspect.make_step(subject, settings),
+        topology=topology.Topology("v5e:2x2", topology.CHIPS["v5e"], devices),
+        mesh={"data": 4, "fsdp": 1, "tensor": 1},
+        flops=394e12,
+        bytes_accessed=819e9,
+        memory=step_report.Memory(parameters=4, optimizer=2, **(parts | memory)),
+        traffic=(
+            Traffic(kind="all-reduce", axes=("data",), count=3, payload_bytes=6e9, sent_bytes=9e9),
+        ),
+        compile_seconds=12.3,
+        num_parameters=100,
+    )
+
+
+def test_text_names_the_limit_of_the_step_and_what_is_left_of_memory():
+    text = example_report().as_text()
+    assert "compute        2,000 ms  at 197 TFLOP/s in bfloat16, which bounds the step" in text
+    assert "communication     45 ms  at 200 GB/s over all links" in text
+    assert "of 16 B: fits, 3 B to spare" in text
+    assert "all-reduce  data           3     6 GB              9 GB" in text
+    too_large = example_report(temporaries=10)
+    assert "does not fit: 4 B too much" in too_large.as_text()
+    assert too_large.as_json()["memory_bytes"]["left"] == -4
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -153,11 +186,7 @@ def test_without_libtpu_the_extra_is_named(monkeypatch):
     ],
 )
 def test_a_step_that_does_not_fit_is_said_to_by_how_much(message):
-    settings, name = inspect.read_settings([str(ROOT / MODEL)], [])
-    subject = inspect.make_subject(name, settings, {"devices": 4})
-    slice_ = topology.Topology("v5e:2x2", topology.CHIPS["v5e"], ())
-    error = step_report._explained(
-        RuntimeError(message), inspect.make_step(subject, settings), slice_
-    )
+    report = example_report()
+    error = step_report._explained(RuntimeError(message), report.step, report.topology)
     assert isinstance(error, UserError)
     assert "needs 21.5 GB of 16.9 GB, 4.56 GB too much; lower batch_size=128" in str(error)

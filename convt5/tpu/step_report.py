@@ -304,18 +304,18 @@ class StepReport:
     def _roofline_rows(self) -> list[tuple[str, ...]]:
         chip, roofline = self.topology.chip, self.roofline
         peaks = {
-            "compute": (self.topology.peak_flops or math.nan, "FLOP/s in bfloat16"),
-            "memory": (chip.hbm_bandwidth, "B/s of HBM"),
-            "communication": (chip.ici_bandwidth, "B/s of links"),
+            "compute": (self.topology.peak_flops or math.nan, "FLOP/s", "in bfloat16"),
+            "memory": (chip.hbm_bandwidth, "B/s", "of HBM"),
+            "communication": (chip.ici_bandwidth, "B/s", "over all links"),
         }
         return [
             (
                 name,
                 _milliseconds(getattr(roofline, name)),
-                f"at {short_number(peak)}{unit}"
+                f"at {short_number(peak, unit)} {of_what}"
                 + (", which bounds the step" if name == roofline.bound_by else ""),
             )
-            for name, (peak, unit) in peaks.items()
+            for name, (peak, unit, of_what) in peaks.items()
         ]
 
 
@@ -396,4 +396,5 @@ def _explained(error: Exception, step: Step, topology: Topology) -> Exception:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
+    value = 1e3 * seconds
+    return f"{value:,.0f} ms" if value >= 1000 else f"{value:.3g} ms"
