@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Int, Key
 
 from convt5 import errors, mesh_tf_search
@@ -123,7 +124,7 @@ def decode(
         end_id=end_id,
         hide_start_token=hide_start_token,
     )
-    found = jax.tree.map(lambda x: np.asarray(x)[:batch], found)
+    found = jax.tree.map(lambda x: _on_host(x)[:batch], found)
     return found._replace(tokens=found.tokens[:, :, :max_length])
 
 
@@ -169,7 +170,7 @@ def score(
         _fitted(starts, (rows,)),
     )
     token_log_probs = _score_tokens(model, *_placed(inputs, batch_sharding))
-    token_log_probs = np.asarray(token_log_probs)[:batch, :choices, :longest]
+    token_log_probs = _on_host(token_log_probs)[:batch, :choices, :longest]
     log_probs = token_log_probs.sum(axis=-1)
     scored = np.maximum(lengths - starts[:, None], 1).astype(np.float32)
     return Scores(token_log_probs, log_probs, log_probs / scored**length_penalty)
@@ -304,6 +305,12 @@ def _fitted(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Extended by zeros to `shape`."""
     widths = [(0, size - now) for size, now in zip(shape, x.shape, strict=True)]
     return np.pad(x, widths).astype(np.int32)
+
+
+def _on_host(x: Array) -> np.ndarray:
+    """Returns an array whole, also where its rows lie on several hosts, which must all call."""
+    whole = x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(whole)
 
 
 def _placed(inputs, sharding: jax.sharding.Sharding | None):

@@ -248,7 +248,7 @@ def _measure(evaluator: "Evaluator", model: Any, mesh: Any, step: int | None) ->
     if jax.process_index():
         return evaluator.evaluate(predictor)
     label = evaluator.task.name if step is None else f"{evaluator.task.name}, step {step}"
-    progress = Progress(evaluator.num_computed, label=label)
+    progress = Progress(evaluator.num_computed(predictor), label=label)
     with contextlib.closing(progress):
         return evaluator.evaluate(predictor, progress)
 

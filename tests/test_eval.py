@@ -63,6 +63,7 @@ class Known:
     """Stands for a predictor: answers "yes" to everything; what it is given is kept."""
 
     config = CONFIG
+    spans_hosts = False
 
     def __init__(self):
         self.scored = []

@@ -126,7 +126,8 @@ def test_few_shapes_are_computed(model, monkeypatch):
         shapes.append(inputs.encoder_input_tokens.shape)
         rows = shapes[-1][0]
         one = np.ones((rows, 1))
-        return decoding.Found(np.ones((rows, 1, 8), int), one.astype(int), one, one, one > 0)
+        found = decoding.Found(np.ones((rows, 1, 8), int), one.astype(int), one, one, one > 0)
+        return jax.tree.map(jax.numpy.asarray, found)
 
     monkeypatch.setattr(decoding, "_search", search)
     texts = [letter * length for length in (1, 5, 7, 9, 11, 13, 20) for letter in "abc"]
@@ -203,7 +204,7 @@ def test_flags_win_over_settings():
 
 
 def test_a_flag_of_another_strategy_names_the_one_it_needs():
-    with pytest.raises(UserError, match=r"--beam_size=4 is no setting of greedy.*--strategy=beam"):
+    with pytest.raises(UserError, match=r"--beam_size=4 is no setting of Greedy.*--strategy=beam"):
         from_flags(PredictConfig(), flags(beam_size=4))
 
 

@@ -93,10 +93,9 @@ class Evaluator:
         if not self._counts["num_target_tokens"]:
             raise errors.UserError(f"task={task.name}: the targets of split={split} are all empty.")
 
-    @property
-    def num_computed(self) -> int:
+    def num_computed(self, predictor: Predictor) -> int:
         """Examples that this host computes for one model, those computed twice counted twice."""
-        return len(self._share()) * (1 + self._decodes)
+        return len(self._mine(predictor)) * (1 + self._decodes)
 
     def predictor(self, model: Any, mesh: Any = None) -> Predictor:
         """Returns a predictor with the vocabularies of the task."""
@@ -115,7 +114,7 @@ class Evaluator:
         Raises:
             UserError: an input that is too long and to be refused, or a metric that fails.
         """
-        mine = self._share()
+        mine = self._mine(predictor)
         sources = [self._sources[i] for i in mine]
         scored = predictor.score_tokens(
             sources,
@@ -123,11 +122,12 @@ class Evaluator:
             longest_target=max(map(len, self._targets)),
             progress=progress,
         )
-        scores = [TargetScore(*pair) for pair in hosts.merged(scored, mine)]
+        merged = list if predictor.spans_hosts else functools.partial(hosts.merged, examples=mine)
+        scores = [TargetScore(*pair) for pair in merged(scored)]
         predictions: list[Prediction] = []
         if self._decodes:
             found = predictor.predict_tokens(sources, numbers=mine, progress=progress)
-            predictions = [Prediction(*parts) for parts in hosts.merged(found, mine)]
+            predictions = [Prediction(*parts) for parts in merged(found)]
         total = math.fsum(score.log_prob for score in scores)
         metrics = {LOSS: -total / self._counts["num_target_tokens"]}
         for name, value in self._metrics(scores, predictions).items():
@@ -144,7 +144,10 @@ class Evaluator:
             self._records(scores, predictions),
         )
 
-    def _share(self) -> list[int]:
+    def _mine(self, predictor: Predictor) -> list[int]:
+        """On a mesh over several hosts all compute the same batches together; else each a share."""
+        if predictor.spans_hosts:
+            return list(range(len(self.examples)))
         return hosts.share([len(source) for source in self._sources])
 
     def _metrics(

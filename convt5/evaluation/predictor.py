@@ -113,6 +113,12 @@ class Predictor:
             check_vocabulary_size(each, model.config.vocab_size)
 
     @property
+    def spans_hosts(self) -> bool:
+        """Whether the model lies on devices of several hosts, which must then call alike."""
+        where = self._batch_sharding
+        return where is not None and not where.is_fully_addressable
+
+    @property
     def end_id(self) -> int:
         return end_id(self.target_vocabulary)
 

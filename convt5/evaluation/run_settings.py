@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from convt5 import errors, gin_config
+from convt5 import errors, gin_config, quiet_imports
 from convt5.configuration import gin_files
 from convt5.evaluation.settings import EvalConfig, PredictConfig
 from convt5.training.run_directory import CONFIG_FILE
@@ -122,7 +122,8 @@ def text_features(source: str, settings: RunSettings | None = None) -> TextFeatu
         source: which of them.
         settings: of the run, where they have been read.
     """
-    from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
+    with quiet_imports.without_tensorflow_chatter():
+        from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
 
     if source == BYTES:
         return TextFeatures(vocabularies.characters(), vocabularies.characters())

@@ -132,7 +132,7 @@ def from_flags(config: PredictConfig, flags: Mapping[str, Any]) -> PredictConfig
     chosen = flags["strategy"]
     strategy = _STRATEGIES[chosen]() if chosen else config.strategy
     known = {field.name for field in dataclasses.fields(strategy)}
-    name = next(name for name, kind in _STRATEGIES.items() if isinstance(strategy, kind))
+    name = chosen or type(strategy).__name__
     errors.raise_all(
         [
             f"--{flag}={value} is no setting of {name}; give --strategy="
