@@ -23,16 +23,14 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_managers import (
     AnyPreservationPolicy,
-    BestN,
     EveryNSteps,
     LatestN,
+    PreservationPolicy,
 )
 
 from convt5 import errors, tree_paths
 
 FORMAT = 1
-BEST = "best"
-"""Under this name a checkpoint keeps its value of `CheckpointConfig.best_metric`."""
 BestMode = Literal["min", "max"]
 _SHOWN = 8  # Parameters named in one message; the rest are counted.
 
@@ -71,6 +69,10 @@ class CheckpointConfig:
             faults.append(f"best_mode={self.best_mode!r} must be min or max.")
         errors.raise_all(faults, where="CheckpointConfig")
 
+    def ranked(self, values: Mapping[int, float]) -> list[int]:
+        """Returns steps by their value of `best_metric`, the best first."""
+        return sorted(values, key=values.__getitem__, reverse=self.best_mode == "max")
+
     def is_better(self, value: float, than: float) -> bool:
         """Whether one value of `best_metric` is better than another."""
         return value > than if self.best_mode == "max" else value < than
@@ -106,7 +108,8 @@ class Checkpointer:
         self.directory = epath.Path(directory)
         self.config = config
         self._description = describe_config(model_config)
-        self._manager = _manager(self.directory, config)
+        self._values = _best_values(self.directory, config.best_metric)
+        self._manager = _manager(self.directory, config, self._values)
 
     def is_due(self, step: int) -> bool:
         return step % self.config.every_steps == 0
@@ -135,7 +138,8 @@ class Checkpointer:
             TrainingError: it, or the one before, could not be written.
         """
         params, optimizer = _split(state)
-        is_measured = best_value is not None and math.isfinite(best_value)
+        if best_value is not None and math.isfinite(best_value):
+            self._values[step] = best_value
         about = {
             "format": FORMAT,
             "params": _shapes(params),
@@ -143,6 +147,11 @@ class Checkpointer:
             "model": self._description,
             "num_processes": jax.process_count(),
             "progress": dict(progress or {}),
+            "best": {
+                "metric": self.config.best_metric,
+                "mode": self.config.best_mode,
+                "value": self._values.get(step),
+            },
         }
         with self._naming_write_errors():
             self._check_room(params | optimizer)
@@ -154,7 +163,6 @@ class Checkpointer:
                     about=ocp.args.JsonSave(about),
                     data=_SaveBytes(data_state),
                 ),
-                metrics={BEST: best_value} if is_measured else None,
                 force=True,
             )
 
@@ -171,6 +179,7 @@ class Checkpointer:
         Raises:
             UserError: another architecture or optimizer wrote it, or none of several can be read.
         """
+        self.wait()  # A checkpoint still being written is listed, but not complete.
         with _without_late_read_errors():
             return self._restore_newest(abstract_state)
 
@@ -341,7 +350,7 @@ def find_checkpoint(path: epath.PathLike, *, step: int | None = None) -> epath.P
     if (path / "about").exists():
         return path
     for folder in (path / "checkpoints", path):
-        steps = _steps_in(folder)
+        steps = steps_in(folder)
         if steps and (step is None or step in steps):
             return folder / str(max(steps) if step is None else step)
         if steps:
@@ -353,6 +362,20 @@ def find_checkpoint(path: epath.PathLike, *, step: int | None = None) -> epath.P
         f"no checkpoint in {path}: expected a run directory that holds checkpoints/<step>, or one "
         "such step; check the path, or train first."
     )
+
+
+def best_step(directory: epath.PathLike) -> int | None:
+    """Returns the best of the checkpoints in a folder by the metric that the run chose.
+
+    None where none of them was measured.
+    """
+    found = {step: _best(epath.Path(directory) / str(step)) for step in steps_in(directory)}
+    measured = {step: best for step, best in found.items() if best.get("value") is not None}
+    if not measured:
+        return None
+    last = measured[max(measured)]  # A run that goes on may choose another metric.
+    config = CheckpointConfig(best_metric=last["metric"], best_mode=last["mode"])
+    return config.ranked(_best_values(epath.Path(directory), config.best_metric))[0]
 
 
 def read_description(folder: epath.PathLike) -> Any:
@@ -380,16 +403,12 @@ def differences(old: Any, new: Any, *, name: str = "") -> list[str]:
     return [] if old == new else [f"{name}: {old} -> {new}"]
 
 
-def _manager(directory: epath.Path, config: CheckpointConfig) -> ocp.CheckpointManager:
+def _manager(
+    directory: epath.Path, config: CheckpointConfig, values: Mapping[int, float]
+) -> ocp.CheckpointManager:
     policies: list[Any] = [LatestN(config.keep_last)]
     if config.keep_best:
-        policies.append(
-            _MeasuredBest(
-                get_metric_fn=lambda metrics: metrics[BEST],
-                reverse=config.best_mode == "min",
-                n=config.keep_best,
-            )
-        )
+        policies.append(_Best(values, config))
     if config.keep_every_steps:
         policies.append(EveryNSteps(config.keep_every_steps))
     return ocp.CheckpointManager(
@@ -408,14 +427,22 @@ def _manager(directory: epath.Path, config: CheckpointConfig) -> ocp.CheckpointM
     )
 
 
-class _MeasuredBest(BestN):
-    """`BestN` among the checkpoints that have a value, and no others."""
+class _Best(PreservationPolicy):
+    """Keeps the checkpoints of best value; orbax's own policy forgets values at a restart.
+
+    Args:
+        values: by step, of the checkpoints that were measured; filled by the `Checkpointer`.
+        config: how many are kept, and what is better.
+    """
+
+    def __init__(self, values: Mapping[int, float], config: CheckpointConfig):
+        self._values = values
+        self._config = config
 
     def should_preserve(self, checkpoints, *, context):
-        measured = [info for info in checkpoints if info.metrics is not None]
-        kept = zip(measured, super().should_preserve(measured, context=context), strict=True)
-        best = {info.step for info, keep in kept if keep}
-        return [info.step in best for info in checkpoints]
+        measured = [info.step for info in checkpoints if info.step in self._values]
+        best = self._config.ranked({step: self._values[step] for step in measured})
+        return [info.step in best[: self._config.keep_best] for info in checkpoints]
 
 
 class _BytesHandler(ocp.CheckpointHandler):
@@ -535,7 +562,27 @@ def _check_shapes(
     )
 
 
-def _steps_in(folder: epath.Path) -> list[int]:
+def _best_values(directory: epath.Path, metric: str) -> dict[int, float]:
+    """Returns the value of a metric of each checkpoint that has one."""
+    found = {step: _best(directory / str(step)) for step in steps_in(directory)}
+    return {
+        step: best["value"]
+        for step, best in found.items()
+        if best.get("metric") == metric and best["value"] is not None
+    }
+
+
+def _best(folder: epath.Path) -> dict[str, Any]:
+    """What a checkpoint holds of its metric; nothing where it is damaged."""
+    try:
+        return _read_about(folder).get("best", {})
+    except (OSError, ValueError, KeyError):
+        return {}
+
+
+def steps_in(folder: epath.PathLike) -> list[int]:
+    """Returns the steps of the complete checkpoints in a folder, which need not exist."""
+    folder = epath.Path(folder)
     if not folder.is_dir():
         return []
     return sorted(int(child.name) for child in folder.iterdir() if child.name.isdigit())

@@ -51,7 +51,7 @@ COMMAND = command_line.Command(
         ),
         Flag(
             "step",
-            "latest (the default), best (lowest validation loss), all, or steps: 100,200.",
+            "latest (the default), best (by the best_metric of the run), all, or steps: 100,200.",
             {"default": "latest"},
         ),
         Flag(
@@ -294,10 +294,11 @@ def _first(checkpoint: str, flags: Any) -> "checkpoints.Found":
     """Returns a checkpoint by which the model is known."""
     from etils import epath
 
+    from convt5.checkpoint import steps_in
     from convt5.evaluation import checkpoints
 
     if flags.follow:
-        _wait(lambda: checkpoints.steps_in(epath.Path(checkpoint) / "checkpoints"), flags)
+        _wait(lambda: steps_in(epath.Path(checkpoint) / "checkpoints"), flags)
     return checkpoints.select(checkpoint, flags.step)[0]
 
 

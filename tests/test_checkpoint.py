@@ -144,6 +144,13 @@ def test_the_last_and_the_best_checkpoints_are_kept(open_run, tmp_path):
     ]
 
 
+def test_the_best_checkpoint_is_kept_when_the_run_goes_on(open_run, tmp_path):
+    save_steps(open_run(keep_last=1), 1, 2, 3, losses=[1.0, 3.0, 2.0])
+    save_steps(open_run(keep_last=1), 4, 5, losses=[5.0, 4.0])
+    assert checkpoint.steps_in(tmp_path / "checkpoints") == [1, 5]
+    assert checkpoint.best_step(tmp_path / "checkpoints") == 1
+
+
 def test_checkpoints_without_a_validation_loss_are_not_the_best(open_run, tmp_path):
     save_steps(open_run(keep_last=1, keep_best=2), 1, 2, 3)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()] == ["3"]

@@ -88,7 +88,8 @@ def write_run(folder: pathlib.Path, *, steps=(10, 20), task: str, best: int | No
         state = SimpleNamespace(
             model=make_model(step), opt_state={}, step=jnp.asarray(step, jnp.int32)
         )
-        checkpointer.save(step, state, data_state=b"")
+        value = None if best is None else abs(step - best) + 0.5
+        checkpointer.save(step, state, data_state=b"", best_value=value)
     checkpointer.wait()
     checkpointer.close()
     text = GIN.format(
@@ -99,9 +100,6 @@ def write_run(folder: pathlib.Path, *, steps=(10, 20), task: str, best: int | No
         decoder_length=DECODER_LENGTH,
     )
     (folder / "config.gin").write_text(text)
-    if best is not None:
-        lines = [f'{{"step": {s}, "validation/loss": {abs(s - best)}.5}}\n' for s in steps]
-        (folder / "metrics.jsonl").write_text("".join(lines))
     return str(folder)
 
 

@@ -12,10 +12,8 @@ from jax.sharding import Mesh
 
 from convt5 import checkpoint, errors, loading, sharding
 from convt5.model import ConvT5
-from convt5.training import run_log
 
 LATEST, BEST, ALL = "latest", "best", "all"
-_LOSS = "validation/loss"
 
 
 class Found(NamedTuple):
@@ -35,7 +33,7 @@ class Found(NamedTuple):
 def select(directory: epath.PathLike, which: str = LATEST) -> list[Found]:
     """Returns checkpoints by name: "latest", "best", "all", or steps such as "100" or "100,200".
 
-    The best has the lowest validation loss among those that are kept.
+    The best is that by `CheckpointConfig.best_metric` of the run, among those that are kept.
 
     Raises:
         UserError: there is no such checkpoint.
@@ -53,7 +51,7 @@ def select(directory: epath.PathLike, which: str = LATEST) -> list[Found]:
     if which == LATEST:
         return [_found(newest)]
     if which == ALL:
-        return [_found(folder / str(step)) for step in steps_in(folder)]
+        return [_found(folder / str(step)) for step in checkpoint.steps_in(folder)]
     if which == BEST:
         return [_found(folder / str(_best_step(folder)))]
     try:
@@ -87,7 +85,7 @@ def follow(
     done = -1
     seen = clock()
     while last_step is None or done < last_step:
-        coming = [step for step in _agreed(steps_in(folder)) if step > done]
+        coming = [step for step in _agreed(checkpoint.steps_in(folder)) if step > done]
         if coming:
             done = coming[0]
             yield _found(folder / str(done))
@@ -96,13 +94,6 @@ def follow(
         if _agreed([int(clock() - seen >= timeout)])[0]:
             return
         sleep(every)
-
-
-def steps_in(folder: epath.Path) -> list[int]:
-    """Returns the steps of the complete checkpoints in a folder, which need not exist."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(child.name) for child in folder.iterdir() if child.name.isdigit())
 
 
 def load(found: Found, mesh: Mesh, **settings: Any) -> ConvT5:
@@ -150,19 +141,14 @@ def _found(folder: epath.Path) -> Found:
 
 
 def _best_step(folder: epath.Path) -> int:
-    kept = steps_in(folder)
-    records = run_log.read_records(folder.parent / run_log.METRICS_FILE)
-    losses = {
-        record["step"]: record[_LOSS]
-        for record in records
-        if record["step"] in kept and isinstance(record.get(_LOSS), int | float)
-    }
-    if not losses:
+    best = checkpoint.best_step(folder)
+    if best is None:
+        kept = ", ".join(map(str, checkpoint.steps_in(folder)))
         raise errors.UserError(
-            f"step={BEST}: no checkpoint in {folder} (steps {', '.join(map(str, kept))}) has a "
-            f"{_LOSS} in {run_log.METRICS_FILE}; name a step, or take the {LATEST}."
+            f"step={BEST}: no checkpoint in {folder} (steps {kept}) was evaluated; name a step, or "
+            f"take the {LATEST}."
         )
-    return min(losses, key=lambda step: losses[step])
+    return best
 
 
 def _agreed(numbers: Sequence[int]) -> list[int]:

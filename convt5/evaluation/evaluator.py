@@ -184,6 +184,8 @@ class Evaluator:
     def _measured(self, function: Callable[..., Any], *arguments: Any) -> list[tuple[str, Any]]:
         try:
             return list(function(*arguments).items())
+        except errors.UserError:
+            raise
         except Exception as error:
             # The task's own code fails: its traceback is the cause, its name the message.
             name = getattr(function, "__name__", function)
