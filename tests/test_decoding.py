@@ -1,6 +1,7 @@
 """Decoding: stepping equals teacher forcing, searches equal their definitions, rows stay apart."""
 
 import dataclasses
+import functools
 import itertools
 import pathlib
 
@@ -56,6 +57,7 @@ STRATEGIES = {
 }
 
 
+@functools.cache
 def tiny_model(variant: str = "hybrid", *, seed: int = 0, **overrides) -> ConvT5:
     settings = {
         "vocab_size": VOCAB,

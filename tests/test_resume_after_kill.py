@@ -130,20 +130,9 @@ def uninterrupted(launch, tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
-def test_a_run_killed_twice_ends_bit_for_bit_as_one_never_stopped(launch, uninterrupted, tmp_path):
-    run_dir = tmp_path / "run"
-    stop_when(launch(run_dir), lambda: count_records(run_dir) >= 15)
-    stop_when(launch(run_dir), lambda: is_saving(run_dir, from_step=40))
-    assert "continues from the checkpoint of step" in finish(launch(run_dir))
-
-    trees, records = read_all(run_dir)
-    expected_trees, expected_records = uninterrupted
-    jax.tree.map(np.testing.assert_array_equal, trees, expected_trees)
-    assert [r["step"] for r in records] == list(range(1, NUM_STEPS + 1))
-    assert losses(records) == losses(expected_records)
-
-
-def test_a_run_asked_to_stop_saves_and_says_how_to_go_on(launch, tmp_path):
+def test_a_run_stopped_and_killed_ends_bit_for_bit_as_one_left_alone(
+    launch, uninterrupted, tmp_path
+):
     run_dir = tmp_path / "run"
     code, output = stop_when(
         launch(run_dir), lambda: count_records(run_dir) >= 5, with_signal=signal.SIGTERM
@@ -151,3 +140,13 @@ def test_a_run_asked_to_stop_saves_and_says_how_to_go_on(launch, tmp_path):
     assert code == 143
     assert "give the same command again to continue" in output
     assert "Traceback" not in output
+
+    code, _ = stop_when(launch(run_dir), lambda: is_saving(run_dir, from_step=30))
+    assert code == -signal.SIGKILL
+
+    assert "continues from the checkpoint of step" in finish(launch(run_dir))
+    trees, records = read_all(run_dir)
+    expected_trees, expected_records = uninterrupted
+    jax.tree.map(np.testing.assert_array_equal, trees, expected_trees)
+    assert [r["step"] for r in records] == list(range(1, NUM_STEPS + 1))
+    assert losses(records) == losses(expected_records)
