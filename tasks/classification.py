@@ -16,7 +16,7 @@ import tensorflow as tf
 from convt5 import errors
 
 from . import metrics, vocabularies
-from .sources import PreparedTfdsSource
+from .sources import PreparedTfdsSource, shuffle_buffer_size
 from .tables import Example, Path, Row, TableSource
 
 Labels = Sequence[str] | Mapping[str, str | None]
@@ -323,10 +323,7 @@ def classification_task(
         output_features={"inputs": feature, "targets": feature},
         postprocess_fn=_ranked_label if rank else _stripped,
         metric_fns=metric_fns,
-        # Sources of files have shuffled already.
-        shuffle_buffer_size=None
-        if source.performs_internal_shuffling
-        else seqio.SHUFFLE_BUFFER_SIZE,
+        shuffle_buffer_size=shuffle_buffer_size(source),
     )
 
 

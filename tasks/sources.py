@@ -105,12 +105,24 @@ class PreparedTfdsSource(seqio.TfdsDataSource):
             ) from error
 
 
-class EmbeddedTextSource(seqio.DataSource):
-    """A few documents held in memory."""
+class ItemSource(seqio.DataSource):
+    """A source of items that any host can reach at once, such as row numbers of a table.
 
-    def __init__(self, splits: Mapping[str, Sequence[str]]):
-        self._documents = {split: list(documents) for split, documents in splits.items()}
+    Hosts share the items, each shuffles its own anew in every epoch, and then makes examples of
+    them, so that a saved position holds items rather than examples. Subclasses give `items` and
+    `make_example`.
+    """
+
+    def __init__(self, splits: Sequence[str]):
         super().__init__(splits=tuple(splits), caching_permitted=False)
+
+    def items(self, split: str) -> tuple[tf.data.Dataset, int]:
+        """Returns the items of a split in order, and how many are held at once to shuffle them."""
+        raise NotImplementedError
+
+    def make_example(self, split: str, item: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Returns what an item stands for; traced once."""
+        raise NotImplementedError
 
     @property
     def supports_arbitrary_sharding(self) -> bool:
@@ -131,10 +143,26 @@ class EmbeddedTextSource(seqio.DataSource):
         shard_info: seqio.ShardInfo | None = None,
         **_,
     ) -> tf.data.Dataset:
-        documents = _shared(tf.data.Dataset.from_tensor_slices(self._documents[split]), shard_info)
+        items, shuffled = self.items(split)
+        items = _shared(items, shard_info)
         if shuffle:
-            documents = documents.shuffle(len(self._documents[split]), seed=seed)
-        return documents.map(lambda text: {"text": text})
+            items = items.shuffle(shuffled, seed=seed)
+        return items.map(lambda item: self.make_example(split, item))
+
+
+class EmbeddedTextSource(ItemSource):
+    """A few documents held in memory."""
+
+    def __init__(self, splits: Mapping[str, Sequence[str]]):
+        self._documents = {split: list(documents) for split, documents in splits.items()}
+        super().__init__(tuple(splits))
+
+    def items(self, split: str) -> tuple[tf.data.Dataset, int]:
+        documents = self._documents[split]
+        return tf.data.Dataset.from_tensor_slices(documents), len(documents)
+
+    def make_example(self, split: str, item: tf.Tensor) -> dict[str, tf.Tensor]:
+        return {"text": item}
 
 
 def shuffle_buffer_size(source: seqio.DataSource) -> int | None:

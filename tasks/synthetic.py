@@ -22,7 +22,7 @@ from convt5 import errors
 
 from . import metrics, vocabularies
 from .classification import classification_task
-from .sources import shuffle_buffer_size
+from .sources import ItemSource, shuffle_buffer_size
 
 NUM_TRAIN = 100_000
 NUM_EVAL = 1_000
@@ -48,7 +48,7 @@ class Pair(NamedTuple):
 Generator = Callable[[np.random.Generator], Pair]
 
 
-class GeneratedSource(seqio.DataSource):
+class GeneratedSource(ItemSource):
     """Examples that a function makes from random numbers, under the names of `fields`.
 
     Args:
@@ -77,47 +77,24 @@ class GeneratedSource(seqio.DataSource):
         self._sizes = dict(zip(_SPLITS, (num_train, num_eval, num_eval), strict=True))
         self._seed = seed
         self._fields = tuple(fields)
-        super().__init__(splits=_SPLITS, caching_permitted=False)
-
-    @property
-    def supports_arbitrary_sharding(self) -> bool:
-        return True
-
-    @property
-    def performs_internal_shuffling(self) -> bool:
-        return True
-
-    def list_shards(self, split: str) -> Sequence[str]:
-        return [split]
+        super().__init__(_SPLITS)
 
     def example(self, split: str, number: int) -> Pair:
         """Returns one example."""
         return self._generate(np.random.default_rng([self._seed, _SPLITS.index(split), number]))
 
-    def get_dataset(
-        self,
-        split: str = "train",
-        shuffle: bool = True,
-        seed: int | None = None,
-        shard_info: seqio.ShardInfo | None = None,
-        **_,
-    ) -> tf.data.Dataset:
-        numbers = tf.data.Dataset.range(self._sizes[split])
-        if shard_info is not None:
-            numbers = numbers.shard(shard_info.num_shards, shard_info.index)
-        if shuffle:
-            numbers = numbers.shuffle(min(self._sizes[split], _SHUFFLED), seed=seed)
+    def items(self, split: str) -> tuple[tf.data.Dataset, int]:
+        size = self._sizes[split]
+        return tf.data.Dataset.range(size), min(size, _SHUFFLED)
 
-        def make(number: tf.Tensor) -> dict[str, tf.Tensor]:
-            texts = tf.numpy_function(
-                lambda i: tuple(text.encode() for text in self.example(split, int(i))),
-                [number],
-                [tf.string] * len(self._fields),
-                stateful=False,
-            )
-            return {f: tf.ensure_shape(t, []) for f, t in zip(self._fields, texts, strict=True)}
-
-        return numbers.map(make)
+    def make_example(self, split: str, item: tf.Tensor) -> dict[str, tf.Tensor]:
+        texts = tf.numpy_function(
+            lambda number: tuple(text.encode() for text in self.example(split, int(number))),
+            [item],
+            [tf.string] * len(self._fields),
+            stateful=False,
+        )
+        return {f: tf.ensure_shape(t, []) for f, t in zip(self._fields, texts, strict=True)}
 
 
 def listops(

@@ -14,12 +14,12 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import seqio
 import tensorflow as tf
 
 from convt5 import errors
 
 from . import local_files
+from .sources import ItemSource
 
 Path = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 Example = Mapping[str, str | list[str]]
@@ -128,7 +128,7 @@ def read_rows(file: str, columns: Sequence[str] | None = None) -> Iterator[Row]:
             yield from _table_rows(file, cells, columns)
 
 
-class TableSource(seqio.DataSource):
+class TableSource(ItemSource):
     """Rows of local files as examples.
 
     Args:
@@ -160,15 +160,7 @@ class TableSource(seqio.DataSource):
             self._holdout_every = round(1 / validation_fraction)
         self._tables: dict[str, dict[str, Any]] = {}
         splits = [*self._files, *(["validation"] if self._holdout_every else [])]
-        super().__init__(splits=splits, caching_permitted=False)
-
-    @property
-    def supports_arbitrary_sharding(self) -> bool:
-        return True
-
-    @property
-    def performs_internal_shuffling(self) -> bool:
-        return True
+        super().__init__(splits)
 
     def fingerprint(self) -> str:
         """Returns what identifies the rows, to be compared when a run goes on."""
@@ -176,26 +168,12 @@ class TableSource(seqio.DataSource):
         about = [files, self._columns, self._holdout_every]
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
 
-    def list_shards(self, split: str) -> Sequence[str]:
-        return [split]
+    def items(self, split: str) -> tuple[tf.data.Dataset, int]:
+        num_rows = len(next(iter(self._table(split).values())))
+        return tf.data.Dataset.range(num_rows), num_rows
 
-    def get_dataset(
-        self,
-        split: str = "train",
-        shuffle: bool = True,
-        seed: int | None = None,
-        shard_info: seqio.ShardInfo | None = None,
-        **_,
-    ) -> tf.data.Dataset:
-        table = self._table(split)
-        num_rows = len(next(iter(table.values())))
-        # Rows are shuffled by number: a saved position holds numbers, never text.
-        numbers = tf.data.Dataset.range(num_rows)
-        if shard_info is not None:
-            numbers = numbers.shard(shard_info.num_shards, shard_info.index)
-        if shuffle:
-            numbers = numbers.shuffle(num_rows, seed=seed)
-        return numbers.map(lambda i: {name: values[i] for name, values in table.items()})
+    def make_example(self, split: str, item: tf.Tensor) -> dict[str, tf.Tensor]:
+        return {name: values[item] for name, values in self._table(split).items()}
 
     def _table(self, split: str) -> dict[str, Any]:
         """Returns the examples of a split, one tensor a field; files are read once."""
