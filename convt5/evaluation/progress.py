@@ -7,7 +7,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from convt5.training.run_log import duration, short_number
+from convt5.training.run_log import duration, short_number, show_line
 
 
 class Progress:
@@ -58,10 +58,7 @@ class Progress:
 
     def message(self, text: str) -> None:
         """Shows a line, above the bar."""
-        if self._bar is not None:
-            self._bar.write(text, file=self._out)
-        else:
-            print(text, file=self._out, flush=True)
+        show_line(text, out=self._out, above=self._bar)
 
     def close(self) -> None:
         """Ends the bar, and says how long it took."""

@@ -142,6 +142,14 @@ class WeightsAndBiases:
         self._run.finish()
 
 
+def show_line(text: str, *, out: TextIO, above: tqdm | None) -> None:
+    """Writes a line; where a bar is shown, above that."""
+    if above is None:
+        print(text, file=out, flush=True)
+    else:
+        above.write(text, file=out)
+
+
 class Progress:
     """A bar with the time left in a terminal, plain lines anywhere else.
 
@@ -203,10 +211,7 @@ class Progress:
         self.message("  ".join(parts))
 
     def message(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.write(text, file=self._out)
-        else:
-            print(text, file=self._out, flush=True)
+        show_line(text, out=self._out, above=self._bar)
 
     def close(self) -> None:
         if self._bar is not None:
