@@ -32,7 +32,6 @@ from convt5 import errors, tree_paths
 
 FORMAT = 1
 BestMode = Literal["min", "max"]
-_SHOWN = 8  # Parameters named in one message; the rest are counted.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +107,7 @@ class Checkpointer:
         self.directory = epath.Path(directory)
         self.config = config
         self._description = describe_config(model_config)
-        self._values = _best_values(self.directory, config.best_metric)
+        self._values = _values(_measured(self.directory), config.best_metric)
         self._manager = _manager(self.directory, config, self._values)
 
     def is_due(self, step: int) -> bool:
@@ -369,13 +368,12 @@ def best_step(directory: epath.PathLike) -> int | None:
 
     None where none of them was measured.
     """
-    found = {step: _best(epath.Path(directory) / str(step)) for step in steps_in(directory)}
-    measured = {step: best for step, best in found.items() if best.get("value") is not None}
+    measured = _measured(epath.Path(directory))
     if not measured:
         return None
     last = measured[max(measured)]  # A run that goes on may choose another metric.
     config = CheckpointConfig(best_metric=last["metric"], best_mode=last["mode"])
-    return config.ranked(_best_values(epath.Path(directory), config.best_metric))[0]
+    return config.ranked(_values(measured, config.best_metric))[0]
 
 
 def read_description(folder: epath.PathLike) -> Any:
@@ -553,23 +551,22 @@ def _check_shapes(
     if not lines:
         return
     cause = "architecture" if what == "parameters" else "optimizer"
-    more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     raise errors.UserError(
         f"{where} was made by another {cause}; {len(lines)} of its {what} differ:\n"
-        + "\n".join(f"- {line}" for line in [*lines[:_SHOWN], *more])
+        + "\n".join(f"- {line}" for line in errors.shortened(lines))
         + f"\nUse the {cause} it was made with (config.gin in its run directory), or choose "
         "another run_dir."
     )
 
 
-def _best_values(directory: epath.Path, metric: str) -> dict[int, float]:
-    """Returns the value of a metric of each checkpoint that has one."""
+def _measured(directory: epath.Path) -> dict[int, dict[str, Any]]:
+    """Returns metric, mode and value of each checkpoint that has a value."""
     found = {step: _best(directory / str(step)) for step in steps_in(directory)}
-    return {
-        step: best["value"]
-        for step, best in found.items()
-        if best.get("metric") == metric and best["value"] is not None
-    }
+    return {step: best for step, best in found.items() if best.get("value") is not None}
+
+
+def _values(measured: Mapping[int, Mapping[str, Any]], metric: str) -> dict[int, float]:
+    return {step: best["value"] for step, best in measured.items() if best["metric"] == metric}
 
 
 def _best(folder: epath.Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Every command line prints a `UserError` as its message alone and exits with `exi
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class UserError(ValueError):
@@ -26,6 +26,12 @@ def suggest(name: str, candidates: Iterable[str], *, limit: int = 3) -> str:
         return ""
     *rest, last = nearest
     return f" Did you mean {', '.join(rest) + ' or ' if rest else ''}{last}?"
+
+
+def shortened(lines: Sequence[str], *, limit: int = 8) -> list[str]:
+    """Returns the first lines, and one that counts the others."""
+    more = [f"... and {len(lines) - limit} more"] if len(lines) > limit else []
+    return [*lines[:limit], *more]
 
 
 def raise_all(faults: Iterable[str], *, where: str) -> None:

@@ -14,8 +14,6 @@ import jax.numpy as jnp
 from convt5 import checkpoint, errors, loading
 from convt5.tree_paths import named_leaves
 
-_SHOWN = 8  # Names in one message; the rest are counted.
-
 
 class Report(NamedTuple):
     """What became of every parameter, by name.
@@ -94,7 +92,7 @@ class InitFrom:
         if faults:
             raise errors.UserError(
                 f"InitFrom: {self.path} does not fit the model in {len(faults)} places:\n"
-                + "\n".join(f"- {fault}" for fault in _cut(faults))
+                + "\n".join(f"- {fault}" for fault in errors.shortened(faults))
             )
         wanted = {name: fresh[name].sharding for name in report.restored}
         taken = source.read(wanted)
@@ -184,9 +182,4 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(_cut(names))
-
-
-def _cut(lines: Sequence[str]) -> list[str]:
-    more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    return [*lines[:_SHOWN], *more]
+    return ", ".join(errors.shortened(names))

@@ -191,11 +191,5 @@ def check(
             "--allow_unmapped to leave such variables out."
             for name in report.unmapped
         ]
-    errors.raise_all(_shortened(faults), where=where)
+    errors.raise_all(errors.shortened(faults, limit=20), where=where)
     return report
-
-
-def _shortened(faults: list[str], *, limit: int = 20) -> list[str]:
-    if len(faults) <= limit:
-        return faults
-    return [*faults[:limit], f"and {len(faults) - limit} more of this kind."]
