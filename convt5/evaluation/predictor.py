@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from convt5 import decoding, errors, sharding
+from convt5 import decoding, errors, samples, sharding
 from convt5.evaluation.batching import PADDING_ROW, Batch, plan_batches, stacked
 from convt5.evaluation.settings import PredictConfig
 from convt5.model import ConvT5
@@ -20,21 +20,10 @@ Progress = Callable[[int], None]
 """Called with the number of examples that have been computed since the last call."""
 
 
-class TextVocabulary(Protocol):
+class TextVocabulary(samples.TextVocabulary, Protocol):
     """The part of a `seqio.Vocabulary` that is needed here."""
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def extra_ids(self) -> int: ...
-
-    @property
-    def eos_id(self) -> int | None: ...
-
     def encode(self, s: str, /) -> Sequence[int]: ...
-
-    def decode(self, ids: Any, /) -> str: ...
 
 
 class Prediction(NamedTuple):
