@@ -38,6 +38,9 @@ install_import_hook(
         "convt5.decoding",
         "convt5.search",
         "convt5.mesh_tf_search",
+        "convt5.vision.blocks",
+        "convt5.vision.model",
+        "convt5.vision.stems",
     ],
     "beartype.beartype",
 )

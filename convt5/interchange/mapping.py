@@ -6,15 +6,14 @@ optimizer state read the same table.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from convt5 import errors
-from convt5.architecture import ConvT5Config
-from convt5.model import ConvT5
+from convt5.training.train_state import ModelConfig
 from convt5.tree_paths import named_leaves
 
 Shape = tuple[int, ...]
@@ -72,14 +71,14 @@ def take_apart(sources: Iterable[Source], values: Mapping[str, np.ndarray]) -> A
     }
 
 
-def build_model(config: ConvT5Config, params: Mapping[str, np.ndarray]) -> ConvT5:
+def build_model(config: ModelConfig, params: Mapping[str, np.ndarray]) -> Any:
     """Returns the model that holds `params`, given by path; initialises nothing at random."""
     abstract = jax.eval_shape(lambda: config.build(jax.random.key(0)))
     leaves = [jnp.asarray(params[name]) for name, _ in named_leaves(abstract)]
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
 
-def parameter_shapes(config: ConvT5Config) -> dict[str, Shape]:
+def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Returns the shape of every parameter of a model by path; allocates nothing."""
     abstract = jax.eval_shape(lambda: config.build(jax.random.key(0)))
     return {name: tuple(leaf.shape) for name, leaf in named_leaves(abstract)}
@@ -123,23 +122,23 @@ class Imported(NamedTuple):
     """A model read from a foreign format.
 
     Attributes:
-        config: the model.
-        params: float32 parameters by path.
+        config: the model; Any, as formats of text models go on with its text settings.
+        params: float32 parameters by path, and running statistics of models that have them.
         sources: the table they were read by.
         report: what became of every foreign array.
         step: updates made when it was written.
     """
 
-    config: ConvT5Config
+    config: Any
     params: Arrays
     sources: tuple[Source, ...]
     report: Report
     step: int = 0
 
-    def model(self) -> ConvT5:
+    def model(self) -> Any:
         return build_model(self.config, self.params)
 
-    def take_model(self) -> ConvT5:
+    def take_model(self) -> Any:
         """Returns the model and empties `params`, so that a large one is never held twice."""
         abstract = jax.eval_shape(lambda: self.config.build(jax.random.key(0)))
         leaves = [jnp.asarray(self.params.pop(name)) for name, _ in named_leaves(abstract)]
@@ -148,7 +147,7 @@ class Imported(NamedTuple):
 
 def check(
     sources: Sequence[Source],
-    config: ConvT5Config,
+    config: ModelConfig,
     found: Mapping[str, Shape],
     *,
     skipped: Mapping[str, str],

@@ -20,6 +20,7 @@ from convt5.training.train_state import (
     TrainState,
     abstract_state,
     init_state,
+    parameters,
     state_shardings,
 )
 from convt5.training.train_step import Loss, make_eval_step, make_train_step
@@ -54,7 +55,8 @@ class Plan(NamedTuple):
         return init_state(self.model, self.updates, self.init_key, self.shardings)
 
     def num_parameters(self) -> int:
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.abstract.model))
+        trained = parameters(self.abstract.model)
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained))
 
 
 def make_plan(

@@ -20,7 +20,7 @@ Tree = Any
 
 
 class ModelConfig(Protocol):
-    """A description that builds a model all of whose leaves are trained."""
+    """A description that builds a model, whose `nnx.Param` variables are trained."""
 
     def build(self, key: PRNGKeyArray) -> nnx.Module: ...
 
@@ -32,7 +32,8 @@ class TrainState:
 
     Attributes:
         step: updates made.
-        model: an NNX module; as a tree it holds the parameters and nothing else.
+        model: an NNX module; as a tree it holds the parameters, and statistics that no update of
+            the optimizer touches where it has any (`nnx.BatchStat`).
         opt_state: of the optimizer over `parameters(model)`: plain containers and arrays.
     """
 
@@ -52,7 +53,7 @@ class TrainState:
 
 def parameters(model: nnx.Module) -> dict[str, Any]:
     """Returns the parameters as nested plain dicts: arrays and names, no library classes."""
-    return nnx.to_pure_dict(nnx.state(model))
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
 def with_parameters(model: nnx.Module, values: Tree) -> nnx.Module:

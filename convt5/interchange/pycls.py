@@ -1,0 +1,361 @@
+"""Vision Transformers as pycls keeps them: the names of its state_dict, in any of three containers.
+
+pycls is the code of Xiao et al. 2021 (arXiv 2106.14881). Values are moved and never computed with.
+What names and shapes do not say, heads and strides, follows the rules of the published models or is
+given.
+"""
+
+import dataclasses
+import importlib
+import math
+import pathlib
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from convt5 import errors
+from convt5.interchange import safetensors_files
+from convt5.interchange.mapping import Arrays, Imported, Shape, Source, check, parameter_shapes
+from convt5.vision.architecture import ViTConfig
+
+HEAD_DIM = 64
+"""Channels of an attention head in every published model."""
+
+_PREFIX = "param."
+_SUFFIXES = (".npz", ".safetensors", ".pth", ".pyth", ".pt")
+_CONVOLUTION = (2, 3, 1, 0)  # [out, in, height, width] there, [height, width, in, out] here.
+_MATRIX = (1, 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rearranged(Source):
+    """One foreign array whose axes are permuted and then cut or joined.
+
+    Attributes:
+        foreign_shape: of the array.
+        axes: the order its axes are taken in.
+        shape: of the parameter.
+    """
+
+    foreign_shape: Shape
+    axes: tuple[int, ...]
+    shape: Shape
+
+    def shapes(self, shape: Shape) -> Shape:
+        del shape
+        return self.foreign_shape
+
+    def assemble(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
+        array = read(self.names[0]).transpose(self.axes).reshape(self.shape)
+        return np.ascontiguousarray(array, dtype=np.float32)
+
+    def take_apart(self, value: np.ndarray) -> Arrays:
+        turned = value.reshape([self.foreign_shape[axis] for axis in self.axes])
+        return {self.names[0]: np.ascontiguousarray(turned.transpose(np.argsort(self.axes)))}
+
+
+class Stored(NamedTuple):
+    """Arrays of a file by name.
+
+    Attributes:
+        arrays: in float32.
+        skipped: what else is in the file, and why it is left out.
+        notes: what the user should know.
+    """
+
+    arrays: Arrays
+    skipped: dict[str, str]
+    notes: list[str]
+
+
+def read_model(
+    path: str | pathlib.Path,
+    *,
+    num_heads: int | None = None,
+    image_size: int | None = None,
+    stem_strides: Sequence[int] | None = None,
+    allow_unmapped: bool = False,
+) -> Imported:
+    """Reads a .npz, .safetensors, .pth or .pyth file.
+
+    Args:
+        path: the file; names may begin with `param.` or `module.`.
+        num_heads: attention heads; by default of 64 channels each.
+        image_size: pixels; by default those that the position table is for.
+        stem_strides: of a convolution stem; by default 2 wherever channels increase.
+        allow_unmapped: leaves out arrays that belong to no known part of the model.
+
+    Raises:
+        UserError: a file that cannot be read, or arrays that make no such model.
+    """
+    where = str(path)
+    stored = read_arrays(pathlib.Path(path))
+    found = {name: array.shape for name, array in stored.arrays.items()}
+    config = architecture(
+        found, num_heads=num_heads, image_size=image_size, stem_strides=stem_strides, where=where
+    )
+    table = parameter_table(config)
+    skipped = stored.skipped | {
+        name: "a counter of torch, which takes no part"
+        for name in found
+        if name.endswith(".num_batches_tracked")
+    }
+    report = check(
+        table, config, found, skipped=skipped, allow_unmapped=allow_unmapped, where=where
+    )
+    report.skipped = list(skipped.items())
+    report.notes = [*stored.notes, *_notes(config, num_heads, stem_strides)]
+    params = {source.path: source.assemble(stored.arrays.__getitem__) for source in table}
+    return Imported(config=config, params=params, sources=tuple(table), report=report)
+
+
+def architecture(
+    found: Mapping[str, Shape],
+    *,
+    num_heads: int | None = None,
+    image_size: int | None = None,
+    stem_strides: Sequence[int] | None = None,
+    where: str = "the checkpoint",
+) -> ViTConfig:
+    """Returns the model that arrays of these names and shapes make; arguments as `read_model`.
+
+    Raises:
+        UserError: arrays missing or of shapes that make no such model.
+    """
+    faults: list[str] = []
+
+    def sizes(name: str, rank: int) -> Shape:
+        shape = tuple(found.get(name, ()))
+        if len(shape) != rank:
+            held = f"has shape {shape}" if name in found else "is missing"
+            faults.append(f"variable {name} {held}, expected {rank} axes; is this a ViT of pycls?")
+        return shape if len(shape) == rank else (0,) * rank
+
+    tokens, _, emb_dim = sizes("pos_embedding", 3)
+    num_classes, _ = sizes("head.head_fc.weight", 2)
+    mlp_dim, _ = sizes("encoder.block_0.mlp_block.linear_1.weight", 2)
+    stem = _stem(found, sizes, stem_strides, faults)
+    if num_heads is None and emb_dim % HEAD_DIM:
+        faults.append(
+            f"the number of heads is not stored, and {emb_dim} channels make no heads of "
+            f"{HEAD_DIM}; pass --num_heads."
+        )
+    patches = tokens - ("class_token" in found)
+    side = math.isqrt(max(patches, 0))
+    if side**2 != patches:
+        faults.append(f"pos_embedding is for {patches} patches, which fill no square image.")
+    errors.raise_all(errors.shortened(faults), where=where)
+    stride = stem.get("patch_size") or math.prod(stem["stem_strides"])
+    if image_size is not None and image_size // stride != side:
+        raise errors.UserError(
+            f"{where}: image_size={image_size} makes {image_size // stride} patches of a stride of "
+            f"{stride} along each axis, but pos_embedding is for {side}; pass "
+            f"--image_size={side * stride}, or leave it out."
+        )
+    return ViTConfig(
+        image_size=image_size or side * stride,
+        **stem,
+        num_layers=1 + max(_indices(found, r"encoder\.block_(\d+)\.")),
+        emb_dim=emb_dim,
+        mlp_dim=mlp_dim,
+        num_heads=num_heads or emb_dim // HEAD_DIM,
+        num_classes=num_classes,
+        pooling="token" if "class_token" in found else "mean",
+        dtype="float32",
+    )
+
+
+def parameter_table(config: ViTConfig) -> list[Source]:
+    """Returns which array makes each parameter and each running statistic."""
+    shapes = parameter_shapes(config)
+    return [_source(path, name, shapes[path]) for path, name in _names(config)]
+
+
+def read_arrays(path: pathlib.Path) -> Stored:
+    """Reads all arrays of a file, without their prefix.
+
+    Raises:
+        UserError: not a file of a known kind, damaged, or one that needs torch where it is absent.
+    """
+    if path.suffix not in _SUFFIXES:
+        raise errors.UserError(
+            f"checkpoint={path} must be a file that ends in {', '.join(_SUFFIXES)}."
+        )
+    if not path.is_file():
+        raise errors.UserError(f"checkpoint={path} does not exist; correct the path.")
+    notes: list[str] = []
+    if path.suffix == ".npz":
+        arrays = _read_npz(path)
+    elif path.suffix == ".safetensors":
+        files = safetensors_files.Files([path])
+        arrays = {name: files.read(name) for name in files.shapes}
+    else:
+        arrays = _read_torch(path, notes)
+    skipped = {}
+    if any(name.startswith(_PREFIX) for name in arrays):
+        skipped = {
+            name: f"no parameter: its name does not begin with {_PREFIX}"
+            for name in arrays
+            if not name.startswith(_PREFIX)
+        }
+    kept = {
+        name.removeprefix(_PREFIX).removeprefix("module."): np.asarray(array, np.float32)
+        for name, array in arrays.items()
+        if name not in skipped
+    }
+    return Stored(kept, skipped, notes)
+
+
+def _names(config: ViTConfig) -> Iterator[tuple[str, str]]:
+    """Yields every path of the model with the name there."""
+    if config.pooling == "token":
+        yield "class_token", "class_token"
+    yield "position_embedding", "pos_embedding"
+    if config.stem == "patchify":
+        yield from _pairs("stem/patchify", "stem.patchify", "kernel", "bias")
+    else:
+        for index in range(len(config.stem_channels) - 1):
+            ours, theirs = f"stem/layers/{index}", f"stem.cstem{index}"
+            yield from _pairs(f"{ours}/convolution", f"{theirs}_conv", "kernel")
+            yield from _pairs(f"{ours}/norm", f"{theirs}_bn", "scale", "bias", "mean", "variance")
+        yield from _pairs("stem/output", "stem.cstem_last_conv", "kernel", "bias")
+    for index in range(config.num_layers):
+        ours, theirs = f"encoder/layers/{index}", f"encoder.block_{index}"
+        yield from _pairs(f"{ours}/attention_norm", f"{theirs}.ln_1", "scale", "bias")
+        attention = f"{theirs}.self_attention.block"
+        yield f"{ours}/attention/input/kernel", f"{attention}.in_proj_weight"
+        yield f"{ours}/attention/input/bias", f"{attention}.in_proj_bias"
+        yield from _pairs(f"{ours}/attention/output", f"{attention}.out_proj", "kernel", "bias")
+        yield from _pairs(f"{ours}/mlp_norm", f"{theirs}.ln_2", "scale", "bias")
+        yield from _pairs(f"{ours}/mlp/wi", f"{theirs}.mlp_block.linear_1", "kernel", "bias")
+        yield from _pairs(f"{ours}/mlp/wo", f"{theirs}.mlp_block.linear_2", "kernel", "bias")
+    yield from _pairs("encoder/final_norm", "encoder.ln", "scale", "bias")
+    yield from _pairs("head", "head.head_fc", "kernel", "bias")
+
+
+_LEAVES = {
+    "kernel": "weight",
+    "scale": "weight",
+    "bias": "bias",
+    "mean": "running_mean",
+    "variance": "running_var",
+}
+
+
+def _pairs(ours: str, theirs: str, *leaves: str) -> Iterator[tuple[str, str]]:
+    for leaf in leaves:
+        yield f"{ours}/{leaf}", f"{theirs}.{_LEAVES[leaf]}"
+
+
+def _source(path: str, name: str, shape: Shape) -> Rearranged:
+    axes: tuple[int, ...] = tuple(range(len(shape)))
+    foreign = shape
+    if name == "class_token":
+        foreign, axes = (1, 1, *shape), (0, 1, 2)
+    elif name == "pos_embedding":
+        foreign, axes = (shape[0], 1, shape[1]), (0, 1, 2)
+    elif name.endswith("in_proj_weight"):
+        foreign, axes = (shape[1] * shape[2], shape[0]), _MATRIX
+    elif name.endswith("in_proj_bias"):
+        foreign, axes = (math.prod(shape),), (0,)
+    elif len(shape) == 4:
+        foreign, axes = (shape[3], shape[2], shape[0], shape[1]), _CONVOLUTION
+    elif len(shape) == 2:
+        foreign, axes = shape[::-1], _MATRIX
+    return Rearranged(path=path, names=(name,), foreign_shape=foreign, axes=axes, shape=shape)
+
+
+def _stem(
+    found: Mapping[str, Shape],
+    sizes: Callable[[str, int], Shape],
+    strides: Sequence[int] | None,
+    faults: list[str],
+) -> dict[str, Any]:
+    """Returns the settings of the stem."""
+    if "stem.patchify.weight" in found:
+        _, in_channels, size, _ = sizes("stem.patchify.weight", 4)
+        if strides:
+            faults.append("--stem_strides is for a convolution stem, but this one is patchify.")
+        return {"stem": "patchify", "patch_size": size, "in_channels": in_channels}
+    count = 1 + max(_indices(found, r"stem\.cstem(\d+)_conv\."), default=-1)
+    layers = [sizes(f"stem.cstem{index}_conv.weight", 4) for index in range(count)]
+    layers.append(sizes("stem.cstem_last_conv.weight", 4))
+    channels = [shape[0] for shape in layers]
+    in_channels = layers[0][1]
+    if strides is not None and len(strides) != len(channels):
+        faults.append(
+            f"--stem_strides names {len(strides)} strides, but the stem has {len(channels)} "
+            "convolutions."
+        )
+    return {
+        "stem": "conv",
+        "stem_channels": channels,
+        "stem_strides": strides or published_strides(in_channels, channels),
+        "in_channels": in_channels,
+    }
+
+
+def published_strides(in_channels: int, channels: Sequence[int]) -> list[int]:
+    """Returns the strides of a stem by the rule of the published models.
+
+    All of them halve the image exactly where a 3x3 convolution widens it.
+    """
+    before = (in_channels, *channels)
+    widens = [2 if after > one else 1 for one, after in zip(before, channels, strict=False)]
+    return [*widens[:-1], 1]
+
+
+def _indices(found: Mapping[str, Shape], pattern: str) -> list[int]:
+    matches = (re.match(pattern, name) for name in found)
+    return [int(match[1]) for match in matches if match]
+
+
+def _notes(
+    config: ViTConfig, num_heads: int | None, stem_strides: Sequence[int] | None
+) -> list[str]:
+    notes = ["pycls feeds channels in the order blue, green, red, and so must you."]
+    if num_heads is None:
+        notes.append(f"{config.num_heads} heads, as each has {HEAD_DIM} channels where published.")
+    if config.stem == "conv" and stem_strides is None:
+        strides = ",".join(map(str, config.stem_strides))
+        notes.append(f"strides {strides}: 2 where a convolution widens, as where published.")
+    return notes
+
+
+def _read_npz(path: pathlib.Path) -> Arrays:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise errors.UserError(
+            f"{path} cannot be read ({error}); it may be truncated: copy it again."
+        ) from None
+
+
+def _read_torch(path: pathlib.Path, notes: list[str]) -> Arrays:
+    try:
+        torch = importlib.import_module("torch")  # Not one of convt5's dependencies.
+    except ImportError:
+        raise errors.UserError(
+            f"{path} is a file of torch, which is not installed; install convt5's extra torch, or "
+            "save the arrays of model_state as .npz or .safetensors where torch is."
+        ) from None
+    try:
+        held = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise errors.UserError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); it may be truncated, or no "
+            "checkpoint of torch."
+        ) from None
+    if isinstance(held, dict) and "model_state" in held:
+        if "ema_state" in held:
+            notes.append("model_state is read; the file's ema_state is left out.")
+        held = held["model_state"]
+    if not isinstance(held, dict) or not all(hasattr(value, "detach") for value in held.values()):
+        raise errors.UserError(
+            f"{path} holds no state of a model: expected arrays by name, or these in model_state."
+        )
+    return {name: value.detach().float().numpy() for name, value in held.items()}

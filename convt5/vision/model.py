@@ -1,0 +1,120 @@
+"""ViT: images in, logits out; batch statistics come out beside them, and nothing is changed.
+
+`ViTConfig` (in `vision.architecture`) says what is built. The specification is Xiao et al. 2021,
+arXiv 2106.14881, and the code the authors published for it.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from convt5 import errors
+from convt5.layers import Dense, at_least_float32
+from convt5.tree_paths import named_leaves
+from convt5.vision.architecture import ViTConfig
+from convt5.vision.blocks import Encoder
+from convt5.vision.stems import ConvolutionStem, PatchifyStem
+
+Images = Float[jax.Array | np.ndarray, "batch height width channels"]
+Statistics = dict[str, Array]
+"""Running statistics by their path in the model, such as `stem/layers/0/norm/mean`."""
+
+
+class ViTOutput(NamedTuple):
+    """What a call gives.
+
+    Attributes:
+        logits: of the classes.
+        statistics: the running statistics as they are after this call: new in training, the
+            model's own otherwise. `with_statistics` puts them into a model.
+    """
+
+    logits: Float[Array, "batch classes"]
+    statistics: Statistics
+
+
+class ViT(nnx.Module):
+    """The model; as a tree it holds parameters and, in a convolution stem, running statistics."""
+
+    def __init__(self, config: ViTConfig, *, key: PRNGKeyArray):
+        stem_key, position_key, encoder_key, head_key = jax.random.split(key, 4)
+        stem = PatchifyStem if config.stem == "patchify" else ConvolutionStem
+        self.stem = stem(config, key=stem_key)
+        token = jnp.zeros((config.emb_dim,), jnp.float32)
+        self.class_token = nnx.Param(token) if config.pooling == "token" else None
+        shape = (config.num_tokens, config.emb_dim)
+        self.position_embedding = nnx.Param(
+            0.02 * jax.random.normal(position_key, shape, jnp.float32)
+        )
+        self.encoder = Encoder(config, key=encoder_key)
+        self.head = Dense(
+            config.emb_dim,
+            config.num_classes,
+            key=head_key,
+            use_bias=True,
+            init=jax.nn.initializers.zeros,
+        )
+        self.config = config
+
+    def __call__(self, images: Images, *, train: bool = False) -> ViTOutput:
+        """Returns float32 logits and the running statistics.
+
+        Args:
+            images: of the config's size and channels, already normalised.
+            train: normalises by the statistics of this batch rather than by the running ones.
+        """
+        patches, statistics = self.stem(self._checked(images), train=train)
+        features = self.pool(self.encode(patches))
+        logits = self.head(features).astype(at_least_float32(features.dtype))
+        named = {
+            f"stem/layers/{index}/norm/{name}": value
+            for index, layer in enumerate(statistics)
+            for name, value in layer._asdict().items()
+        }
+        return ViTOutput(logits, named)
+
+    def encode(
+        self, patches: Float[Array, "batch rows columns embed"]
+    ) -> Float[Array, "batch length embed"]:
+        """Returns every token after the last norm; patches follow each other row by row."""
+        x = patches.reshape(patches.shape[0], -1, patches.shape[-1])
+        if self.class_token is not None:
+            token = self.class_token[...].astype(x.dtype)
+            x = jnp.concatenate([jnp.broadcast_to(token, (len(x), 1, len(token))), x], axis=1)
+        return self.encoder(x + self.position_embedding[...].astype(x.dtype)[None])
+
+    def pool(self, tokens: Float[Array, "batch length embed"]) -> Float[Array, "batch embed"]:
+        """Returns the features that the head reads."""
+        return jnp.mean(tokens, axis=1) if self.class_token is None else tokens[:, 0]
+
+    def _checked(self, images: Images) -> Float[Array, "batch height width channels"]:
+        config = self.config
+        wanted = (config.image_size, config.image_size, config.in_channels)
+        if images.shape[1:] != wanted:
+            raise errors.UserError(
+                f"images of shape {tuple(images.shape[1:])} (height, width, channels) do not fit "
+                f"a model of image_size={config.image_size} and in_channels={config.in_channels}; "
+                f"make them {wanted}."
+            )
+        return jnp.asarray(images, jnp.dtype(config.dtype))
+
+
+def with_statistics(model: nnx.Module, statistics: Mapping[str, Array]) -> nnx.Module:
+    """Returns a model like `model` that holds other running statistics, in float32.
+
+    Raises:
+        KeyError: names of which the model has no running statistics.
+    """
+    names = {name for name, _ in named_leaves(nnx.state(model, nnx.BatchStat))}
+    if unknown := statistics.keys() - names:
+        raise KeyError(f"no running statistics are called {', '.join(sorted(unknown))}")
+    leaves = [
+        statistics[name].astype(leaf.dtype) if name in statistics else leaf
+        for name, leaf in named_leaves(model)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(model), leaves)
