@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from convt5 import gin_config, train
+from convt5.training.train_state import parameters
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODELS = sorted(
@@ -37,7 +38,7 @@ def model(name: str, *bindings: str):
 
 @functools.cache
 def num_parameters(name: str) -> int:
-    shapes = jax.eval_shape(model(name).build, jax.random.key(0))
+    shapes = parameters(jax.eval_shape(model(name).build, jax.random.key(0)))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
 

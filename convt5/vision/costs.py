@@ -1,0 +1,98 @@
+"""What a Vision Transformer costs, in closed form: parameters and multiply-adds of its parts.
+
+Computed from `ViTConfig` alone, before anything is built. As in arXiv 2106.14881 an addition of a
+bias counts one and norms, softmax and activations count nothing; attention counts both products.
+"""
+
+import dataclasses
+
+from convt5.vision.architecture import ViTConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Trained numbers, and multiply-adds of a forward pass over one image."""
+
+    parameters: int
+    multiply_adds: int
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            parameters=self.parameters + other.parameters,
+            multiply_adds=self.multiply_adds + other.multiply_adds,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ViTCost:
+    """The parts of a model.
+
+    Attributes:
+        stem: everything that makes patches of an image.
+        embeddings: the position table and the class token.
+        block: one of the transformer's.
+        num_blocks: how many of those.
+        head: the last norm and the layer that makes logits.
+    """
+
+    stem: Cost
+    embeddings: Cost
+    block: Cost
+    num_blocks: int
+    head: Cost
+
+    @property
+    def total(self) -> Cost:
+        blocks = Cost(
+            parameters=self.num_blocks * self.block.parameters,
+            multiply_adds=self.num_blocks * self.block.multiply_adds,
+        )
+        return self.stem + self.embeddings + blocks + self.head
+
+
+def model_cost(config: ViTConfig) -> ViTCost:
+    """Returns what a model costs."""
+    rows = config.num_tokens + (config.pooling == "token")
+    return ViTCost(
+        stem=_patchify(config) if config.stem == "patchify" else _convolutions(config),
+        embeddings=Cost(parameters=rows * config.emb_dim, multiply_adds=0),
+        block=_block(config),
+        num_blocks=config.num_layers,
+        head=_norm(config.emb_dim) + _dense(config.emb_dim, config.num_classes, positions=1),
+    )
+
+
+def _patchify(config: ViTConfig) -> Cost:
+    inputs = config.in_channels * config.stride**2
+    return _dense(inputs, config.emb_dim, positions=config.grid_size**2)
+
+
+def _convolutions(config: ViTConfig) -> Cost:
+    total = Cost(parameters=0, multiply_adds=0)
+    size, channels = config.image_size, config.in_channels
+    *layers, last = zip(config.stem_channels, config.stem_strides, strict=True)
+    for width, stride in layers:
+        size = (size - 1) // stride + 1
+        total += _dense(9 * channels, width, positions=size**2, bias=False) + _norm(width)
+        channels = width
+    size = (size - 1) // last[1] + 1
+    return total + _dense(channels, last[0], positions=size**2)
+
+
+def _block(config: ViTConfig) -> Cost:
+    dim, length = config.emb_dim, config.num_tokens
+    products = Cost(parameters=0, multiply_adds=2 * length**2 * dim)
+    attention = _dense(dim, 3 * dim, positions=length) + _dense(dim, dim, positions=length)
+    mlp = _dense(dim, config.mlp_dim, positions=length)
+    mlp += _dense(config.mlp_dim, dim, positions=length)
+    return attention + products + mlp + _norm(dim) + _norm(dim)
+
+
+def _norm(dim: int) -> Cost:
+    return Cost(parameters=2 * dim, multiply_adds=0)
+
+
+def _dense(inputs: int, outputs: int, *, positions: int, bias: bool = True) -> Cost:
+    """A product with one matrix at each position; a convolution reads kernel times channels."""
+    size = inputs * outputs + outputs * bias
+    return Cost(parameters=size, multiply_adds=positions * size)
