@@ -17,8 +17,13 @@ from convt5 import command_line, errors
 if TYPE_CHECKING:
     from convt5.interchange.mapping import Imported
 
-SOURCES = ("mesh_tf", "hf", "safetensors", "run")
+SOURCES = ("mesh_tf", "hf", "pycls", "safetensors", "run")
 TARGETS = ("run", "hf", "safetensors", "stablehlo")
+
+_ONLY_FOR = {
+    "mesh_tf": ("operative_config", "optimizer"),
+    "pycls": ("num_heads", "image_size", "stem_strides"),
+}
 
 COMMAND = command_line.Command(
     name="convert",
@@ -35,6 +40,10 @@ COMMAND = command_line.Command(
         (
             "T5 from Hugging Face, and back",
             "--from=hf --checkpoint=t5-v1_1-base --output_dir=runs/t5_base",
+        ),
+        (
+            "a Vision Transformer of pycls",
+            "--from=pycls --checkpoint=ViT-C-1GF.pyth --output_dir=runs/vit_c_1gf",
         ),
         (
             "a trained T5 for Hugging Face transformers",
@@ -64,7 +73,8 @@ COMMAND = command_line.Command(
         ),
         command_line.Flag(
             "checkpoint",
-            "what is read: for mesh_tf the prefix, such as model.ckpt-524288; else a folder.",
+            "what is read: for mesh_tf the prefix, such as model.ckpt-524288; for pycls a .npz, "
+            ".safetensors or .pyth file; else a folder.",
         ),
         command_line.Flag("output_dir", "folder to make; it must not exist, or be empty."),
         command_line.Flag(
@@ -77,6 +87,21 @@ COMMAND = command_line.Command(
             "also reads the optimizer's state of a mesh_tf checkpoint, so that training "
             "continues; otherwise the optimizer starts anew.",
             {"action": "store_true"},
+        ),
+        command_line.Flag(
+            "num_heads",
+            "attention heads of a pycls model; by default of 64 channels each.",
+            {"type": int},
+        ),
+        command_line.Flag(
+            "image_size",
+            "pixels of a pycls model's images; by default those its position table is for.",
+            {"type": int},
+        ),
+        command_line.Flag(
+            "stem_strides",
+            "strides of a pycls model's convolutions, such as 2,2,2,2,1; by default 2 wherever a "
+            "convolution widens.",
         ),
         command_line.Flag(
             "allow_unmapped",
@@ -111,6 +136,9 @@ class Conversion:
     operative_config: str | None = None
     optimizer: bool = False
     allow_unmapped: bool = False
+    num_heads: int | None = None
+    image_size: int | None = None
+    stem_strides: str | None = None
     dtype: str | None = None
     step: int | None = None
     encoder_length: int | None = None
@@ -127,12 +155,17 @@ class Conversion:
                     f"{name}={value} must be one of {', '.join(known)}."
                     f"{errors.suggest(value, known)}"
                 )
-        if self.source != "mesh_tf":
-            faults += [
-                f"--{name} is for --from=mesh_tf, not --from={self.source}; leave it out."
-                for name in ("operative_config", "optimizer")
-                if getattr(self, name)
-            ]
+        faults += [
+            f"--{name} is for --from={source}, not --from={self.source}; leave it out."
+            for source, names in _ONLY_FOR.items()
+            for name in names
+            if self.source != source and getattr(self, name)
+        ]
+        faults += [
+            f"--{name}={getattr(self, name)} must be at least 1."
+            for name in ("num_heads", "image_size")
+            if getattr(self, name) is not None and getattr(self, name) < 1
+        ]
         if self.optimizer and self.target != "run":
             faults.append(f"--optimizer is for --to=run: {self.target} holds no optimizer state.")
         if self.source == self.target == "run":
@@ -174,6 +207,7 @@ def convert(conversion: Conversion) -> str:
     read = {
         "mesh_tf": _read_mesh_tf,
         "hf": _read_exported,
+        "pycls": _read_pycls,
         "safetensors": _read_exported,
         "run": _read_run,
     }[conversion.source]
@@ -265,7 +299,21 @@ def _read_exported(conversion: Conversion) -> tuple["Imported", Callable[..., An
 
     reader = hugging_face if conversion.source == "hf" else portable
     imported = reader.read_model(conversion.checkpoint, allow_unmapped=conversion.allow_unmapped)
-    training = run_files.Training()
+    training = run_files.default_training(imported.config)
+    return imported, lambda imported: _new_state(imported, training), training
+
+
+def _read_pycls(conversion: Conversion) -> tuple["Imported", Callable[..., Any], Any]:
+    from convt5.interchange import pycls, run_files
+
+    imported = pycls.read_model(
+        conversion.checkpoint,
+        num_heads=conversion.num_heads,
+        image_size=conversion.image_size,
+        stem_strides=_strides(conversion.stem_strides),
+        allow_unmapped=conversion.allow_unmapped,
+    )
+    training = run_files.default_training(imported.config)
     return imported, lambda imported: _new_state(imported, training), training
 
 
@@ -283,8 +331,14 @@ def _new_state(imported: "Imported", training: Any) -> Any:
 
 
 def _export(folder: pathlib.Path, imported: "Imported", conversion: Conversion) -> None:
+    from convt5.architecture import ConvT5Config
     from convt5.interchange import hugging_face, portable, stablehlo
 
+    if conversion.target != "safetensors" and not isinstance(imported.config, ConvT5Config):
+        raise errors.UserError(
+            f"--to={conversion.target} is for text models, and {conversion.checkpoint} holds a "
+            f"{type(imported.config).__name__}; write it with --to=safetensors."
+        )
     if conversion.target == "hf":
         hugging_face.write_model(folder, imported.config, imported.params)
     elif conversion.target == "safetensors":
@@ -296,6 +350,17 @@ def _export(folder: pathlib.Path, imported: "Imported", conversion: Conversion) 
             encoder_length=conversion.encoder_length or 512,
             decoder_length=conversion.decoder_length or 114,
         )
+
+
+def _strides(text: str | None) -> list[int] | None:
+    """Returns the numbers of --stem_strides."""
+    if text is None:
+        return None
+    if not all(part.strip().isdigit() for part in text.split(",")):
+        raise errors.UserError(
+            f"--stem_strides={text} must be numbers with commas between them, such as 2,2,2,2,1."
+        )
+    return [int(part) for part in text.split(",")]
 
 
 def _beside(prefix: str) -> str | None:

@@ -8,24 +8,24 @@ import jax
 from etils import epath
 
 from convt5 import checkpoint, errors
-from convt5.architecture import ConvT5Config
 from convt5.interchange import hugging_face, portable
 from convt5.interchange.mapping import Imported, Report, Source, build_model
-from convt5.model import ConvT5
 from convt5.tree_paths import named_leaves
 
 
-def load_model(directory: epath.PathLike, *, step: int | None = None, **settings: Any) -> ConvT5:
+def load_model(directory: epath.PathLike, *, step: int | None = None, **settings: Any) -> Any:
     """Returns the model in a folder: a run, an export of convt5, or a T5 of Hugging Face.
 
-    Called on encoder_input_tokens [batch, source] and decoder_input_tokens [batch, target] it
-    returns float32 logits [batch, target, vocab].
+    A text model (`ConvT5`), called on encoder_input_tokens [batch, source] and decoder_input_tokens
+    [batch, target], returns float32 logits [batch, target, vocab]. A vision model (`vision.ViT`),
+    called on images [batch, height, width, channels], returns `ViTOutput`, whose logits are float32
+    [batch, classes].
 
     Args:
         directory: a run directory, its `checkpoints` folder, one step in there, or a folder that
             `convt5.convert --to=safetensors` or transformers wrote.
         step: which checkpoint of a run; None takes the newest.
-        **settings: of `ConvT5Config`, to compute differently than in training, such as
+        **settings: of its description, to compute differently than in training, such as
             dtype="float32" or taps_cross_segments=True. They cannot change any shape.
 
     Raises:
@@ -65,15 +65,15 @@ def read_run(directory: epath.PathLike, *, step: int | None = None) -> Imported:
     )
 
 
-def run_config(directory: epath.PathLike, *, step: int | None = None) -> ConvT5Config:
-    """Returns the description of the model that a run trains."""
+def run_config(directory: epath.PathLike, *, step: int | None = None) -> Any:
+    """Returns the description of the model that a run trains, `ConvT5Config` or `ViTConfig`."""
     folder = checkpoint.find_checkpoint(directory, step=step)
     return portable.revive(checkpoint.read_description(folder))
 
 
-def changed(config: ConvT5Config, settings: dict[str, Any]) -> ConvT5Config:
+def changed(config: Any, settings: dict[str, Any]) -> Any:
     """Returns a description with other settings; an unknown one is an error."""
-    known = [field.name for field in dataclasses.fields(ConvT5Config)]
+    known = [field.name for field in dataclasses.fields(config)]
     errors.raise_all(
         [
             f"setting {name!r} is unknown.{errors.suggest(name, known)}"

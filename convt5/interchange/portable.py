@@ -1,8 +1,8 @@
 """Any convt5 model as two plain files: model.safetensors and a description in JSON.
 
 The format needs nothing of this library to read: arrays are named by parameter path, and
-`convt5.json` holds the settings of `ConvT5Config`. `describe` and `revive` are also how a
-checkpoint says which model it holds.
+`convt5.json` holds the settings of `ConvT5Config`, or of `ViTConfig` for a vision model. `describe`
+and `revive` are also how a checkpoint says which model it holds.
 """
 
 import dataclasses
@@ -17,9 +17,14 @@ from convt5 import errors
 from convt5.architecture import ConvT5Config, StackConfig
 from convt5.interchange import safetensors_files
 from convt5.interchange.mapping import Imported, Source, check, parameter_shapes
+from convt5.vision.architecture import ViTConfig
+
+Description = ConvT5Config | ViTConfig
 
 DESCRIPTION = "convt5.json"
 FORMAT = 1
+
+_DESCRIPTION = "the description of the model"
 
 
 def is_directory(path: str | pathlib.Path) -> bool:
@@ -28,7 +33,7 @@ def is_directory(path: str | pathlib.Path) -> bool:
 
 def write_model(
     path: str | pathlib.Path,
-    config: ConvT5Config,
+    config: Description,
     params: Mapping[str, np.ndarray],
     *,
     step: int = 0,
@@ -74,32 +79,39 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
     )
 
 
-def describe(config: ConvT5Config) -> dict[str, Any]:
+def describe(config: Description) -> dict[str, Any]:
     """Returns the settings of a model as JSON values."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
-def revive(settings: Mapping[str, Any]) -> ConvT5Config:
-    """Returns the model that `describe` described.
+def revive(settings: Mapping[str, Any]) -> Any:
+    """Returns the `ConvT5Config` or `ViTConfig` that `describe` described.
 
     Raises:
         UserError: settings that this version does not know, or that are wrong.
     """
-    known = {field.name for field in dataclasses.fields(ConvT5Config)}
+    if "image_size" in settings:  # Only images have one.
+        errors.raise_all(_unknown(settings, ViTConfig), where=_DESCRIPTION)
+        return ViTConfig(**settings)
     stacks = {field.name for field in dataclasses.fields(StackConfig)}
-    faults = [
-        f"setting {name!r} is unknown.{errors.suggest(name, known)}"
-        for name in settings.keys() - known
-    ]
+    faults = _unknown(settings, ConvT5Config)
     for side in ("encoder", "decoder"):
         given = settings.get(side)
         if not isinstance(given, Mapping):
             faults.append(f"{side} is missing.")
             continue
         faults += [f"setting {side}.{name} is unknown." for name in given.keys() - stacks]
-    errors.raise_all(faults, where="the description of the model")
+    errors.raise_all(faults, where=_DESCRIPTION)
     sides = {side: StackConfig(**_tuples(settings[side])) for side in ("encoder", "decoder")}
     return ConvT5Config(**{**settings, **sides})
+
+
+def _unknown(settings: Mapping[str, Any], described: type[Any]) -> list[str]:
+    known = {field.name for field in dataclasses.fields(described)}
+    return [
+        f"setting {name!r} is unknown.{errors.suggest(name, known)}"
+        for name in settings.keys() - known
+    ]
 
 
 def _tuples(settings: Mapping[str, Any]) -> dict[str, Any]:

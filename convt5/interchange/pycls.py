@@ -131,7 +131,7 @@ def architecture(
         shape = tuple(found.get(name, ()))
         if len(shape) != rank:
             held = f"has shape {shape}" if name in found else "is missing"
-            faults.append(f"variable {name} {held}, expected {rank} axes; is this a ViT of pycls?")
+            faults.append(f"variable {name} {held}, but a ViT of pycls has it, with {rank} axes.")
         return shape if len(shape) == rank else (0,) * rank
 
     tokens, _, emb_dim = sizes("pos_embedding", 3)
@@ -201,6 +201,12 @@ def read_arrays(path: pathlib.Path) -> Stored:
             for name in arrays
             if not name.startswith(_PREFIX)
         }
+    faults = [
+        f"variable {name} is stored as {array.dtype}; expected numbers."
+        for name, array in arrays.items()
+        if name not in skipped and np.asarray(array).dtype.kind not in "fiu"
+    ]
+    errors.raise_all(errors.shortened(faults), where=str(path))
     kept = {
         name.removeprefix(_PREFIX).removeprefix("module."): np.asarray(array, np.float32)
         for name, array in arrays.items()
@@ -327,7 +333,7 @@ def _notes(
 
 def _read_npz(path: pathlib.Path) -> Arrays:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise errors.UserError(

@@ -9,9 +9,11 @@ from convt5.architecture import ConvT5Config, StackConfig
 from convt5.checkpoint import CheckpointConfig, Checkpointer
 from convt5.interchange.mapping import Imported
 from convt5.losses import TextLoss
-from convt5.optimizer import AdafactorConfig
-from convt5.schedule import InverseSqrt, Schedule
+from convt5.optimizer import AdafactorConfig, AdamWConfig, OptimizerConfig
+from convt5.schedule import Cosine, InverseSqrt, Schedule
 from convt5.training.train_state import TrainState
+from convt5.training.train_step import Loss
+from convt5.vision.architecture import ViTConfig
 
 MODEL_FILE = "model.gin"
 RUN_FILE = "config.gin"
@@ -24,9 +26,22 @@ _LONGEST = {"encoder_length": 512, "decoder_length": 114}
 class Training(NamedTuple):
     """How training goes on; by default as T5 was pre-trained."""
 
-    optimizer: AdafactorConfig = AdafactorConfig()
+    optimizer: OptimizerConfig = AdafactorConfig()
     schedule: Schedule = InverseSqrt()
-    loss: TextLoss = TextLoss(z_loss=1e-4)
+    loss: Loss | None = TextLoss(z_loss=1e-4)
+
+
+# 400 epochs of ImageNet in batches of 2048, as in arXiv 2106.14881.
+_VISION_TRAINING = Training(
+    optimizer=AdamWConfig(weight_decay=0.24, max_grad_norm=None),
+    schedule=Cosine(peak=1e-3, total_steps=250_228, warmup_steps=3_128, final_fraction=0.005),
+    loss=None,
+)
+
+
+def default_training(config: ConvT5Config | ViTConfig) -> Training:
+    """Returns how models of a kind are trained where nothing else is known."""
+    return _VISION_TRAINING if isinstance(config, ViTConfig) else Training()
 
 
 def write_run(
@@ -49,20 +64,28 @@ def write_run(
     finally:
         checkpointer.close()
     (folder / MODEL_FILE).write_text(model_gin(imported.config, origin=origin))
-    (folder / RUN_FILE).write_text(run_gin(imported, training, run_dir=run_dir, origin=origin))
+    make_run = vision_run_gin if isinstance(imported.config, ViTConfig) else run_gin
+    (folder / RUN_FILE).write_text(make_run(imported, training, run_dir=run_dir, origin=origin))
     (folder / REPORT).write_text(f"{origin}\n{imported.report.text()}")
 
 
-def model_gin(config: ConvT5Config, *, origin: str) -> str:
+def model_gin(config: ConvT5Config | ViTConfig, *, origin: str) -> str:
     """Returns the model as a gin file, to be given beside any run file."""
+    package, name = "convt5", "architecture.ConvT5Config"
+    if isinstance(config, ViTConfig):
+        package, name = "convt5.vision", "architecture.ViTConfig"
     lines = [
         f"# {origin}",
         "# Give this file beside a run file, whose model it replaces.",
         "from __gin__ import dynamic_registration",
-        "from convt5 import architecture",
+        f"from {package} import architecture",
         "",
-        "MODEL = @architecture.ConvT5Config()",
+        f"MODEL = @{name}()",
         f"MODEL_NAME = {'imported'!r}",
+    ]
+    if isinstance(config, ViTConfig):
+        return "\n".join([*lines, *_bindings(name, config)]) + "\n"
+    lines += [
         "architecture.ConvT5Config.encoder = @encoder/architecture.StackConfig()",
         "architecture.ConvT5Config.decoder = @decoder/architecture.StackConfig()",
         *_bindings("architecture.ConvT5Config", config, leave_out=("encoder", "decoder")),
@@ -133,6 +156,14 @@ def run_gin(imported: Imported, training: Training, *, run_dir: pathlib.Path, or
         "eval/data.DataConfig.num_epochs = 1",
     ]
     return "\n".join(lines) + "\n"
+
+
+def vision_run_gin(
+    imported: Imported, training: Training, *, run_dir: pathlib.Path, origin: str
+) -> str:
+    """Returns a run file of a vision model."""
+    del imported, training, run_dir
+    return f"# {origin}\ninclude {MODEL_FILE!r}\n"
 
 
 def _bindings(

@@ -1,0 +1,263 @@
+"""Checkpoints of pycls become runs that hold the same numbers, whatever file they come in."""
+
+import functools
+import json
+import pathlib
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import convt5
+from convt5 import convert, gin_config, loading
+from convt5.checkpoint import find_checkpoint
+from convt5.errors import UserError
+from convt5.interchange import pycls
+from convt5.interchange.mapping import take_apart
+from convt5.tree_paths import named_leaves
+from convt5.vision.architecture import ViTConfig
+
+CONFIGS = {
+    "conv": ViTConfig(
+        image_size=24,
+        stem="conv",
+        stem_channels=(6, 6, 10, 12),
+        stem_strides=(2, 1, 2, 1),
+        num_layers=2,
+        emb_dim=12,
+        mlp_dim=20,
+        num_heads=3,
+        num_classes=7,
+        dtype="float32",
+    ),
+    "patchify": ViTConfig(
+        image_size=10,
+        stem="patchify",
+        patch_size=5,
+        in_channels=1,
+        num_layers=1,
+        emb_dim=128,
+        mlp_dim=8,
+        num_heads=2,
+        num_classes=3,
+        pooling="mean",
+        dtype="float32",
+    ),
+}
+
+
+@functools.cache
+def values(kind: str) -> dict[str, np.ndarray]:
+    """Numbers for every parameter and statistic, all different."""
+    shapes = jax.eval_shape(CONFIGS[kind].build, jax.random.key(0))
+    draw = np.random.default_rng(7)
+    return {
+        name: draw.uniform(0.5, 1.5, leaf.shape).astype(np.float32)
+        for name, leaf in named_leaves(shapes)
+    }
+
+
+def foreign(kind: str) -> dict[str, np.ndarray]:
+    return take_apart(pycls.parameter_table(CONFIGS[kind]), values(kind))
+
+
+def run(*flags: str) -> None:
+    assert convert.main(["--from=pycls", *flags]) == 0
+
+
+def import_file(path: pathlib.Path, out: pathlib.Path, kind: str, *flags: str):
+    heads = f"--num_heads={CONFIGS[kind].num_heads}"
+    run(f"--checkpoint={path}", f"--output_dir={out}", heads, *flags)
+    return convt5.load_model(out)
+
+
+def assert_holds_the_same(model, kind: str) -> None:
+    assert model.config == CONFIGS[kind]
+    for name, leaf in named_leaves(model):
+        np.testing.assert_array_equal(leaf, values(kind)[name])
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_an_import_is_an_ordinary_run(kind, tmp_path, capsys):
+    np.savez(tmp_path / "model.npz", **foreign(kind))
+    assert_holds_the_same(import_file(tmp_path / "model.npz", tmp_path / "run", kind), kind)
+    files = {path.name for path in (tmp_path / "run").iterdir()}
+    assert files == {"checkpoints", "config.gin", "model.gin", "conversion.txt"}
+    assert find_checkpoint(tmp_path / "run").name == "0"
+    assert "pos_embedding -> position_embedding" in capsys.readouterr().out
+    described = gin_config.load([str(tmp_path / "run" / "model.gin")], roots=["%MODEL"])
+    assert described.macro("MODEL") == CONFIGS[kind] == loading.run_config(tmp_path / "run")
+
+
+def save_with_prefix(path, arrays):
+    other = {"images": np.zeros((2, 3, 24, 24)), "eval.logits": np.zeros((2, 7))}
+    np.savez(path, **{f"param.{name}": x for name, x in arrays.items()}, **other)
+
+
+def save_safetensors(path, arrays):
+    counters = {"stem.cstem0_bn.num_batches_tracked": np.ones((), np.float32)}
+    save_file({**arrays, **counters}, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "save"), [("a.npz", save_with_prefix), ("a.safetensors", save_safetensors)]
+)
+def test_other_containers_and_names_hold_the_same(name, save, tmp_path, capsys):
+    save(tmp_path / name, foreign("conv"))
+    assert_holds_the_same(import_file(tmp_path / name, tmp_path / "run", "conv"), "conv")
+    assert "skipped   " in (tmp_path / "run" / "conversion.txt").read_text()
+
+
+class Tensor:
+    """What is used of a tensor of torch."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def detach(self):
+        return self
+
+    def float(self):
+        return self
+
+    def numpy(self):
+        return self._array
+
+
+def fake_torch(held):
+    return types.SimpleNamespace(load=lambda path, map_location, weights_only: held)
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"model_state": x, "ema_state": {}}])
+def test_files_of_torch_hold_a_state_or_a_dict_with_one(wrap, tmp_path, monkeypatch, capsys):
+    state = {f"module.{name}": Tensor(array) for name, array in foreign("conv").items()}
+    monkeypatch.setitem(sys.modules, "torch", fake_torch(wrap(state)))
+    (tmp_path / "a.pyth").write_bytes(b"")
+    assert_holds_the_same(import_file(tmp_path / "a.pyth", tmp_path / "run", "conv"), "conv")
+
+
+def test_a_real_file_of_torch_is_read(tmp_path, capsys):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    state = {name: torch.tensor(array) for name, array in foreign("conv").items()}
+    torch.save({"model_state": state, "epoch": 3, "cfg": "text"}, tmp_path / "a.pyth")
+    assert_holds_the_same(import_file(tmp_path / "a.pyth", tmp_path / "run", "conv"), "conv")
+
+
+def test_files_of_torch_without_torch_say_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    (tmp_path / "a.pth").write_bytes(b"")
+    with pytest.raises(UserError, match=r"torch, which is not installed; .*\.npz or \.safetensors"):
+        pycls.read_model(tmp_path / "a.pth")
+
+
+def test_heads_of_64_channels_and_the_strides_of_the_paper_are_inferred():
+    found = {name: array.shape for name, array in foreign("patchify").items()}
+    assert pycls.architecture(found) == CONFIGS["patchify"]
+    assert pycls.published_strides(3, [24, 48, 96, 192, 192]) == [2, 2, 2, 2, 1]
+    assert pycls.published_strides(3, [64, 128, 128, 256, 256, 512, 768]) == [2, 2, 1, 2, 1, 2, 1]
+
+
+def test_strides_and_image_size_can_be_given(tmp_path, capsys):
+    np.savez(tmp_path / "a.npz", **foreign("conv"))
+    flags = ["--stem_strides=1,3,1,1", "--image_size=18"]
+    model = import_file(tmp_path / "a.npz", tmp_path / "run", "conv", *flags)
+    assert model.config.stem_strides == (1, 3, 1, 1)
+    assert (model.config.image_size, model.config.grid_size) == (18, 6)
+
+
+def test_a_vision_model_goes_through_safetensors_unchanged(tmp_path, capsys):
+    np.savez(tmp_path / "a.npz", **foreign("conv"))
+    import_file(tmp_path / "a.npz", tmp_path / "run", "conv")
+    out = f"--output_dir={tmp_path}/plain"
+    assert convert.main(["--to=safetensors", f"--checkpoint={tmp_path}/run", out]) == 0
+    assert_holds_the_same(convt5.load_model(tmp_path / "plain"), "conv")
+    again = f"--output_dir={tmp_path}/again"
+    assert convert.main(["--from=safetensors", f"--checkpoint={tmp_path}/plain", again]) == 0
+    assert_holds_the_same(convt5.load_model(tmp_path / "again"), "conv")
+
+
+@pytest.mark.parametrize("target", ["hf", "stablehlo"])
+def test_formats_of_text_models_refuse_it(target, tmp_path):
+    np.savez(tmp_path / "a.npz", **foreign("conv"))
+    with pytest.raises(UserError, match=r"is for text models, .* --to=safetensors"):
+        import_file(tmp_path / "a.npz", tmp_path / "run", "conv", f"--to={target}")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pos_embedding": None}, "variable pos_embedding is missing"),
+        ({"head.head_fc.bias": None}, "variable head.head_fc.bias is missing"),
+        ({"mystery": np.zeros(3)}, r"mystery \(3,\) belongs to no part"),
+        ({"encoder.ln.weight": np.zeros(13)}, r"has shape \(13,\), expected \(12,\)"),
+        ({"encoder.ln.weight": np.array(["a"])}, "expected numbers"),
+        ({"pos_embedding": np.zeros((36, 1, 12))}, "35 patches, which fill no square"),
+        ({"pos_embedding": np.zeros((37, 12))}, r"has shape \(37, 12\)"),
+    ],
+)
+def test_what_does_not_fit_is_named_and_nothing_is_written(changes, message, tmp_path):
+    arrays = {**foreign("conv"), **changes}
+    np.savez(tmp_path / "a.npz", **{k: v for k, v in arrays.items() if v is not None})
+    with pytest.raises(UserError, match=message):
+        import_file(tmp_path / "a.npz", tmp_path / "run", "conv")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--stem_strides=2,2"], "names 2 strides, but the stem has 4"),
+        (["--stem_strides=2,x"], "numbers with commas"),
+        (["--image_size=40"], "pass --image_size=24"),
+        (["--num_heads=0"], "num_heads=0 must be at least 1"),
+        (["--num_heads=5"], "num_heads=5 must divide emb_dim=12"),
+        (["--optimizer"], "is for --from=mesh_tf"),
+    ],
+)
+def test_flags_that_do_not_fit_are_named(flags, message, tmp_path):
+    np.savez(tmp_path / "a.npz", **foreign("conv"))
+    with pytest.raises(UserError, match=message):
+        import_file(tmp_path / "a.npz", tmp_path / "run", "conv", *flags)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.npz", b"PK\x03\x04half", "cannot be read .*truncated"),
+        ("a.safetensors", b"half", "cannot be read .*truncated"),
+        ("a.bin", b"", "must be a file that ends in .npz"),
+        (None, b"", "does not exist"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(name, content, message, tmp_path):
+    if name:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        pycls.read_model(tmp_path / (name or "missing.npz"))
+
+
+def test_heads_of_another_width_must_be_given():
+    found = {name: array.shape for name, array in foreign("conv").items()}
+    with pytest.raises(UserError, match="12 channels make no heads of 64; pass --num_heads"):
+        pycls.architecture(found)
+
+
+@pytest.mark.parametrize(
+    "case", ["vit_p_token", "vit_p_pooled", "vit_c_token", "vit_c_pooled_deep"]
+)
+def test_imports_give_the_logits_of_the_original(golden, case, tmp_path, capsys):
+    described = json.loads((golden / "vitc" / "configs.json").read_text())[case]["config"]
+    path = golden / "vitc" / f"{case}.npz"
+    heads = f"--num_heads={described['n_heads']}"
+    run(f"--checkpoint={path}", f"--output_dir={tmp_path}/run", heads)
+    model = convt5.load_model(tmp_path / "run")
+    assert model.config.stem_strides == tuple(described["c_stem_strides"])
+    assert model.config.image_size == described["image_size"]
+    with np.load(path) as data:
+        logits = jax.jit(lambda m, x: m(x).logits)(model, np.moveaxis(data["images"], 1, -1))
+        expected = data["eval.logits"]
+    assert np.abs(logits - expected).max() < 1e-5 * np.abs(expected).max()
