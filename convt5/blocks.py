@@ -18,7 +18,6 @@ from convt5.mixing import (
     ConvolutionState,
     RelativeBias,
 )
-from convt5.ops import attention_mask
 
 T = TypeVar("T")
 MixingState = ConvolutionState | AttentionState
@@ -51,18 +50,16 @@ class StackInputs(NamedTuple):
     Attributes:
         segment_ids: packed examples, 0 is padding.
         readable: where convolution taps may read; None for everywhere.
-        mask: self-attention's mask; None if no layer attends.
-        bias: self-attention's relative bias; None without one.
+        distance_bias: self-attention's bias by distance; None without one.
         memory: the encoder's output, for a decoder.
-        memory_mask: decoder positions against encoder positions.
+        memory_segment_ids: the packed examples of the memory.
     """
 
     segment_ids: Int[Array, "batch length"]
     readable: Bool[Array, "batch length"] | None = None
-    mask: Bool[Array, "batch length length"] | None = None
-    bias: Float[Array, "1 heads length length"] | None = None
+    distance_bias: Float[Array, "heads distances"] | None = None
     memory: Float[Array, "batch source embed"] | None = None
-    memory_mask: Bool[Array, "batch length source"] | None = None
+    memory_segment_ids: Int[Array, "batch source"] | None = None
 
 
 class LayerState(NamedTuple):
@@ -94,6 +91,7 @@ class EncoderLayer(nnx.Module):
         )
         self.residual = Residual(order=config.layer_order, dropout_rate=config.dropout_rate)
         self.taps_cross_segments = config.taps_cross_segments
+        self.causal = False
 
     def __call__(
         self,
@@ -111,8 +109,15 @@ class EncoderLayer(nnx.Module):
 
         def mix(y):
             if isinstance(self.mixing, Attention):
-                mask = _given(inputs.mask)
-                return self.mixing(y, y, mask, bias=inputs.bias, dropout_key=branch_key)
+                return self.mixing(
+                    y,
+                    y,
+                    inputs.segment_ids,
+                    inputs.segment_ids,
+                    causal=self.causal,
+                    distance_bias=inputs.distance_bias,
+                    dropout_key=branch_key,
+                )
             return self.mixing(
                 y,
                 inputs.segment_ids,
@@ -139,6 +144,7 @@ class DecoderLayer(EncoderLayer):
     def __init__(self, config: ConvT5Config, mixing: MixingConfig, *, key: PRNGKeyArray):
         own_key, cross_key = jax.random.split(key)
         super().__init__(config, mixing, key=own_key)
+        self.causal = True
         self.cross_norm = _norm(config)
         self.cross_attention = Attention(config, key=cross_key)
 
@@ -150,11 +156,13 @@ class DecoderLayer(EncoderLayer):
         dropout_key: DropoutKey = None,
     ) -> Float[Array, "batch length embed"]:
         mixing_key, branch_key, residual_key, mlp_key = split_key(dropout_key, 4)
-        memory, mask = _given(inputs.memory), _given(inputs.memory_mask)
+        memory, memory_ids = _given(inputs.memory), _given(inputs.memory_segment_ids)
         x = self._mix(x, inputs, dropout_key=mixing_key)
         x = self.residual(
             x,
-            lambda y: self.cross_attention(y, memory, mask, dropout_key=branch_key),
+            lambda y: self.cross_attention(
+                y, memory, inputs.segment_ids, memory_ids, dropout_key=branch_key
+            ),
             self.cross_norm,
             dropout_key=residual_key,
         )
@@ -197,7 +205,7 @@ class DecoderLayer(EncoderLayer):
         x = self.residual(x, mix, self.mixing_norm)
         x = self.residual(
             x,
-            lambda y: self.cross_attention.attend(y, state.memory, memory_mask),
+            lambda y: self.cross_attention.read(y, state.memory, memory_mask),
             self.cross_norm,
         )
         return self._feed_forward(x), state._replace(mixing=mixed[0])
@@ -217,15 +225,14 @@ class Stack(nnx.Module):
                 for i, mixing in enumerate(mixings)
             ]
         )
-        self.attends = any(mixing.kind == "attention" for mixing in mixings)
+        attends = any(mixing.kind == "attention" for mixing in mixings)
         self.relative_bias = (
             RelativeBias(config, bidirectional=not decoder, key=bias_key)
-            if self.attends and config.positions == "relative"
+            if attends and config.positions == "relative"
             else None
         )
         # After "post" every layer ends in a norm already.
         self.final_norm = _norm(config) if config.layer_order != "post" else None
-        self.causal = decoder
         self.dropout_rate = config.dropout_rate
 
     def __call__(
@@ -236,12 +243,9 @@ class Stack(nnx.Module):
         dropout_key: DropoutKey = None,
     ) -> Float[Array, "batch length embed"]:
         keys = split_key(dropout_key, len(self.layers) + 2)
-        if self.attends:
-            segments = inputs.segment_ids
-            inputs = inputs._replace(
-                mask=attention_mask(segments, segments, causal=self.causal),
-                bias=self._bias(x.shape[1]),
-            )
+        if self.relative_bias is not None:
+            length = x.shape[1]
+            inputs = inputs._replace(distance_bias=self.relative_bias.by_distance(length, length))
         x = dropout(x, self.dropout_rate, keys[0])
         for layer, layer_key in zip(self.layers, keys[2:], strict=True):
             x = layer(x, inputs, dropout_key=layer_key)
@@ -276,12 +280,6 @@ class Stack(nnx.Module):
             )
             after.append(state)
         return self._finish(x), tuple(after)
-
-    def _bias(self, length: int):
-        if self.relative_bias is None:
-            return None
-        positions = jnp.arange(length)
-        return self.relative_bias(positions[None], positions)
 
     def _finish(self, x):
         return x if self.final_norm is None else self.final_norm(x)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from convt5.architecture import ConvT5Config, MixingConfig
 from convt5.layers import Dense, DropoutKey, add_vector, at_least_float32, truncated_normal
-from convt5.ops import depthwise_conv, dynamic_conv, lightweight_conv
+from convt5.ops import attend, depthwise_conv, dynamic_conv, lightweight_conv
 
 Size = Any
 """An int, or a symbolic size: exported programs leave the batch free, and that type is private."""
@@ -203,13 +203,33 @@ class Attention(nnx.Module):
         self,
         x: Float[Array, "batch target embed"],
         memory: Float[Array, "batch source embed"],
-        mask: Bool[Array, "batch target source"],
+        segment_ids: Int[Array, "batch target"],
+        memory_segment_ids: Int[Array, "batch source"],
         *,
-        bias: Float[Array, "1 heads target source"] | None = None,
+        causal: bool = False,
+        distance_bias: Float[Array, "heads distances"] | None = None,
         dropout_key: DropoutKey = None,
     ) -> Float[Array, "batch target embed"]:
-        """Attends from x to memory where `mask` is true."""
-        return self.attend(x, self.memory_state(memory), mask, bias=bias, dropout_key=dropout_key)
+        """Attends from x to the memory of the same segment; see `ops.attend`."""
+        keys, values = self.memory_state(memory)
+        if dropout_key is not None and self.dropout_rate > 0.0:
+            # One mask of the weights for all queries, as in T5: the same as a mask of the values.
+            batch, source, heads, _ = values.shape
+            kept = jax.random.bernoulli(
+                dropout_key, 1.0 - self.dropout_rate, (batch, heads, source)
+            )
+            kept = jnp.swapaxes(kept, 1, 2)[..., None]
+            values = jnp.where(kept, values / (1.0 - self.dropout_rate), 0.0)
+        y = attend(
+            self._heads(self.query(x)),
+            keys,
+            values,
+            segment_ids,
+            memory_segment_ids,
+            causal=causal,
+            distance_bias=distance_bias,
+        )
+        return self.output(y.reshape(*y.shape[:2], -1))
 
     def memory_state(self, memory: Float[Array, "batch source embed"]) -> AttentionState:
         """Projects a whole memory once; decoding keeps it for encoder-decoder attention."""
@@ -236,18 +256,17 @@ class Attention(nnx.Module):
             state.values.at[rows, position].set(self._heads(self.value(x))[:, 0]),
         )
         seen = jnp.arange(state.keys.shape[1])[None, None] <= position[:, None, None]
-        return self.attend(x, state, seen, bias=bias), state
+        return self.read(x, state, seen, bias=bias), state
 
-    def attend(
+    def read(
         self,
-        x: Float[Array, "batch target embed"],
+        x: Float[Array, "batch 1 embed"],
         state: AttentionState,
-        mask: Bool[Array, "batch target source"],
+        mask: Bool[Array, "batch 1 source"],
         *,
-        bias: Float[Array, "rows heads target source"] | None = None,
-        dropout_key: DropoutKey = None,
-    ) -> Float[Array, "batch target embed"]:
-        """Attends from x to projected keys and values; softmax in at least float32."""
+        bias: Float[Array, "rows heads 1 source"] | None = None,
+    ) -> Float[Array, "batch 1 embed"]:
+        """Attends from one position to projected keys and values, where `mask` is true."""
         query = self._heads(self.query(x))
         # batch heads target source
         logits = jnp.einsum(
@@ -260,12 +279,6 @@ class Attention(nnx.Module):
             logits = logits + bias.astype(logits.dtype)
         logits = jnp.where(mask[:, None], logits, -1e9)
         weights = jax.nn.softmax(logits, axis=-1).astype(x.dtype)
-        if dropout_key is not None and self.dropout_rate > 0.0:
-            # One mask for all queries, as in T5.
-            kept = jax.random.bernoulli(
-                dropout_key, 1.0 - self.dropout_rate, (*weights.shape[:2], 1, weights.shape[3])
-            )
-            weights = jnp.where(kept, weights / (1.0 - self.dropout_rate), 0.0)
         y = jnp.einsum("bhqk,bkhd->bqhd", weights, state.values)
         return self.output(y.reshape(*y.shape[:2], -1))
 
@@ -289,14 +302,22 @@ class RelativeBias(nnx.Module):
     def __call__(
         self, query_positions: Int[Array, "rows target"], key_positions: Int[Array, " source"]
     ) -> Float[Array, "rows heads target source"]:
+        distances = key_positions[None, None, :] - query_positions[:, :, None]
+        return jnp.moveaxis(self._of(distances), -1, 1)
+
+    def by_distance(self, target: int, source: int) -> Float[Array, "heads distances"]:
+        """Returns the bias of every distance of a key from a query, 1 - target to source - 1."""
+        return self._of(jnp.arange(1 - target, source)).T
+
+    def _of(self, distances: Int[Array, "..."]) -> Float[Array, "... heads"]:
         table = self.embedding[...]
         buckets = relative_position_bucket(
-            key_positions[None, None, :] - query_positions[:, :, None],
+            distances,
             bidirectional=self.bidirectional,
             num_buckets=table.shape[0],
             max_distance=self.max_distance,
         )
-        return jnp.moveaxis(table[buckets], -1, 1)
+        return table[buckets]
 
 
 def relative_position_bucket(

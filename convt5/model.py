@@ -16,7 +16,6 @@ from convt5 import errors
 from convt5.architecture import ConvT5Config
 from convt5.blocks import LayerState, Stack, StackInputs
 from convt5.layers import Dense, DropoutKey, Embed, at_least_float32, split_key
-from convt5.ops import attention_mask
 
 HostOrDevice = jax.Array | np.ndarray
 Tokens = Int[HostOrDevice, "batch length"]
@@ -133,7 +132,7 @@ class ConvT5(nnx.Module):
             segment_ids,
             readable=self._readable(tokens),
             memory=encoded,
-            memory_mask=attention_mask(segment_ids, jnp.asarray(encoder_segment_ids), causal=False),
+            memory_segment_ids=jnp.asarray(encoder_segment_ids),
         )
         x = self.decoder(self._embed(tokens, positions), inputs, dropout_key=dropout_key)
         return self._logits(x)

@@ -276,7 +276,7 @@ def test_receptive_field_of_the_real_stack_is_the_one_measured_by_gradients(stac
     model_config = config(stack, emb_dim=4, mlp_dim=4, num_heads=1)
     model = model_config.build(jax.random.key(0))
     ones = jnp.ones((1, 40), jnp.int32)
-    cross = {"memory": jnp.ones((1, 1, 4)), "memory_mask": jnp.ones((1, 40, 1), bool)}
+    cross = {"memory": jnp.ones((1, 1, 4)), "memory_segment_ids": jnp.ones((1, 1), jnp.int32)}
     inputs = StackInputs(ones, **(cross if stack_name == "decoder" else {}))
 
     def output(x):

@@ -28,20 +28,18 @@ from convt5.interchange import mesh_tf
 from convt5.interchange.tf_checkpoint import Checkpoint
 
 FAMILIES = ["lconv_tiny", "dconv_tiny", "sepconv_tiny", "t5bert_tiny", "t5v1_tiny"]
-# Each compiles a training step; one family of each pair below stands for both in the quick suite.
-ALIKE = ["sepconv_tiny", "t5bert_tiny"]
-TEN_STEPS = [pytest.param(f, marks=[pytest.mark.slow] * (f in ALIKE)) for f in FAMILIES]
-FACTORED = [
-    pytest.param("lconv_tiny", marks=pytest.mark.slow),
-    "dconv_tiny",
-    pytest.param("t5v1_tiny", marks=pytest.mark.slow),
-]
+FACTORED = ["lconv_tiny", "dconv_tiny", "t5v1_tiny"]
 # An independent float64 re-implementation differs from the recorded float32 by up to 3.1e-6.
 TOLERANCE = 1e-5
 # Steps are taken in float64, which gives one result on every machine. In float32 a hidden unit
 # within rounding of ReLU's kink may fall on either side of it: dconv_tiny differs by 2.4e-7 with
 # a CPU's AVX2 instructions and, from its sixth loss on, by 1.3e-5 with AVX-512.
 pytestmark = pytest.mark.usefixtures("x64")
+
+
+def quick(families, *, chosen):
+    """Each compiles a training step: those not chosen are for the slow suite."""
+    return [pytest.param(f, marks=() if f in chosen else pytest.mark.slow) for f in families]
 
 
 def read(folder, step: int) -> tuple[Checkpoint, Imported, mesh_tf.TrainingSettings]:
@@ -125,7 +123,9 @@ def assert_trajectory(recorded, state, metrics, imported) -> None:
         np.testing.assert_allclose(value, expected, rtol=0, atol=TOLERANCE, err_msg=name)
 
 
-@pytest.mark.parametrize("family", TEN_STEPS)
+@pytest.mark.parametrize(
+    "family", quick(FAMILIES, chosen=["lconv_tiny", "dconv_tiny", "t5v1_tiny"])
+)
 def test_ten_steps_equal_the_originals(golden, family):
     folder = golden / "mesh_tf" / family
     _, imported, settings = read(folder, 0)
@@ -145,7 +145,7 @@ def factored(imported: Imported, settings) -> tuple[Imported, mesh_tf.TrainingSe
     return imported._replace(config=config), settings
 
 
-@pytest.mark.parametrize("family", FACTORED)
+@pytest.mark.parametrize("family", quick(FACTORED, chosen=["dconv_tiny"]))
 def test_ten_factored_steps_on_packed_rows_equal_the_originals(golden, family):
     folder = golden / "mesh_tf" / family
     _, imported, settings = read(folder, 0)

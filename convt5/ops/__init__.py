@@ -1,5 +1,6 @@
-"""Array functions of sequence models: convolutions, masks and losses; arrays in, arrays out."""
+"""Functions of sequence models: convolutions, attention, masks, losses; arrays in, arrays out."""
 
+from convt5.ops.attention import attend
 from convt5.ops.convolution import depthwise_conv, dynamic_conv, lightweight_conv
 from convt5.ops.losses import token_cross_entropy
 from convt5.ops.masking import attention_mask, shift_right
@@ -7,6 +8,7 @@ from convt5.ops.padding import Padding, pad_widths
 
 __all__ = [
     "Padding",
+    "attend",
     "attention_mask",
     "depthwise_conv",
     "dynamic_conv",

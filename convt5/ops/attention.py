@@ -1,0 +1,166 @@
+"""Attention over packed rows whose logits are never held for all queries at once.
+
+Queries are taken in chunks, and the backward pass computes the weights of a chunk again, so that
+memory grows with the length of a row and not with its square.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from .masking import attention_mask
+
+CHUNK_BYTES = 2**25
+"""Bytes of the logits of one chunk of queries, at most."""
+
+CHUNK_BYTES_ON_CPU = 2**22
+"""The same where a chunk should stay in a processor's cache."""
+
+_HIDDEN = -1e9  # The logit of a hidden key, finite so that a query without keys stays finite.
+
+
+def attend(
+    query: Float[Array, "batch target heads head_dim"],
+    key: Float[Array, "batch source heads head_dim"],
+    value: Float[Array, "batch source heads head_dim"],
+    query_segment_ids: Int[Array, "batch target"],
+    key_segment_ids: Int[Array, "batch source"],
+    *,
+    causal: bool = False,
+    distance_bias: Float[Array, "heads distances"] | None = None,
+) -> Float[Array, "batch target heads head_dim"]:
+    """Returns softmax(query key^T + bias) value, where queries read keys of their own segment.
+
+    Vaswani et al. 2017 (arXiv 1706.03762), equation 1, without the factor 1 / sqrt(head_dim),
+    which T5 leaves to the initial query projection. Softmax in at least float32.
+
+    Args:
+        query, key, value: projected positions.
+        query_segment_ids, key_segment_ids: packed examples. Nothing reads segment 0, padding, and
+            what queries of segment 0 return means nothing.
+        causal: hides the keys behind each query's own position.
+        distance_bias: added to the logits, by the distance of key minus query position, from
+            1 - target to source - 1.
+    """
+    return _attend(causal, query, key, value, distance_bias, query_segment_ids, key_segment_ids)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(causal, query, key, value, bias, query_ids, key_ids):
+    def chunked(chunk_bytes):
+        chunks = _chunks(query, query_ids, key, chunk_bytes)
+        found = lax.map(
+            lambda c: _attend_rows(causal, c, c.query, key, value, bias, key_ids), chunks
+        )
+        return _merged(found, query.shape[1])
+
+    return _by_platform(chunked)
+
+
+def _forward(causal, *arguments):
+    return _attend(causal, *arguments), arguments
+
+
+def _backward(causal, residuals, cotangent):
+    query, key, value, bias, query_ids, key_ids = residuals
+
+    def differentiate(chunk_bytes):
+        chunks = _chunks(query, query_ids, key, chunk_bytes)
+        dy = _split(cotangent, chunks.query.shape[2])
+        wide = jnp.promote_types(query.dtype, jnp.float32)
+
+        def one(sums, given):
+            chunk, dy = given
+
+            def rows(query, key, value, bias):
+                return _attend_rows(causal, chunk, query, key, value, bias, key_ids)
+
+            _, vjp = jax.vjp(rows, chunk.query, key, value, bias)
+            dquery, *others = vjp(dy)
+            return jax.tree.map(lambda total, part: total + part, sums, others), dquery
+
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, wide), [key, value, bias])
+        sums, dquery = lax.scan(one, zeros, (chunks, dy))
+        others = jax.tree.map(lambda a, like: a.astype(like.dtype), sums, [key, value, bias])
+        return _merged(dquery, query.shape[1]), *others
+
+    return (*_by_platform(differentiate), None, None)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _by_platform(function):
+    return lax.platform_dependent(
+        cpu=lambda: function(CHUNK_BYTES_ON_CPU), default=lambda: function(CHUNK_BYTES)
+    )
+
+
+class _Chunks(NamedTuple):
+    """Queries in chunks, which are the first axis; the last chunk is filled up with padding."""
+
+    query: jax.Array  # [chunks, batch, rows, heads, head_dim]
+    ids: jax.Array  # [chunks, batch, rows]
+    start: jax.Array  # [chunks]
+
+
+def _chunks(query, query_ids, key, chunk_bytes: int) -> _Chunks:
+    batch, target, heads, _ = query.shape
+    wide = jnp.promote_types(query.dtype, jnp.float32).itemsize
+    fitting = max(1, chunk_bytes // (batch * heads * key.shape[1] * wide))
+    count = -(-target // min(target, fitting))
+    rows = -(-target // count)
+    return _Chunks(_split(query, rows), _split(query_ids, rows), jnp.arange(count) * rows)
+
+
+def _split(a, rows: int):
+    """[batch, length, ...] to [chunks, batch, rows, ...]."""
+    batch, length = a.shape[:2]
+    count = -(-length // rows)
+    a = jnp.pad(a, ((0, 0), (0, count * rows - length)) + ((0, 0),) * (a.ndim - 2))
+    return jnp.moveaxis(a.reshape(batch, count, rows, *a.shape[2:]), 1, 0)
+
+
+def _merged(chunks, length: int):
+    count, batch, rows = chunks.shape[:3]
+    merged = jnp.moveaxis(chunks, 0, 1).reshape(batch, count * rows, *chunks.shape[3:])
+    return merged[:, :length]
+
+
+def _attend_rows(causal, chunk: _Chunks, query, key, value, bias, key_ids):
+    """Attends from the rows of one chunk to all keys."""
+    rows, source = query.shape[1], key.shape[1]
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    # batch heads rows source
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=wide)
+    if bias is not None:
+        logits = logits + _by_distance(bias.astype(wide), chunk.start, rows, source)[None]
+    mask = attention_mask(chunk.ids, key_ids, causal=False)
+    if causal:
+        query_positions = chunk.start + jnp.arange(rows)
+        mask &= (jnp.arange(source)[None] <= query_positions[:, None])[None]
+    weights = jax.nn.softmax(jnp.where(mask[:, None], logits, _HIDDEN), axis=-1)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(query.dtype), value)
+
+
+def _by_distance(bias, start, rows: int, source: int):
+    """Returns [heads, rows, source], where each diagonal holds one entry of `bias`.
+
+    Rows are read from one long repetition of the entries, each a place before the last: that is
+    slices and reshapes alone, and so is its transpose.
+    """
+    heads, distances = bias.shape
+    width = rows + source - 1
+    target = distances - source + 1
+    # The last chunk may reach beyond the last query.
+    bias = jnp.pad(bias, ((0, 0), (rows, 0)))
+    own = lax.dynamic_slice_in_dim(bias, rows + target - start - rows, width, axis=1)
+    if rows == 1:
+        return own[:, None]
+    repeated = jnp.broadcast_to(own[:, None], (heads, rows, width)).reshape(heads, rows * width)
+    shifted = repeated[:, rows - 1 : rows - 1 + rows * (width - 1)]
+    return shifted.reshape(heads, rows, width - 1)[:, :, :source]

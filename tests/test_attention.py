@@ -1,0 +1,164 @@
+"""Attention in chunks equals attention written out, values and gradients, whatever the chunks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from convt5.ops import attend, attention
+
+BATCH, HEADS, HEAD_DIM = 2, 3, 4
+
+
+def segments(*lengths, length):
+    ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    return np.pad(ids, (0, length - len(ids))).astype(np.int32)
+
+
+def draw(target, source, *, dtype=np.float64):
+    rng = np.random.default_rng(0)
+    query = rng.normal(size=(BATCH, target, HEADS, HEAD_DIM))
+    key, value = rng.normal(size=(2, BATCH, source, HEADS, HEAD_DIM))
+    bias = rng.normal(size=(HEADS, target + source - 1))
+    return [jnp.asarray(a, dtype) for a in (query, key, value, bias)]
+
+
+def ids_of(target, source):
+    query_ids = [segments(target // 2, target // 3, length=target), segments(target, length=target)]
+    key_ids = [segments(source // 3, source // 2, length=source), segments(source, length=source)]
+    return jnp.stack(query_ids), jnp.stack(key_ids)
+
+
+def written_out(query, key, value, bias, query_ids, key_ids, *, causal):
+    """One query at a time, over the keys that it reads and no others."""
+    query, key, value = (np.asarray(a, np.float64) for a in (query, key, value))
+    found = np.zeros(query.shape)
+    batch, target, heads, _ = query.shape
+    for b, i, h in np.ndindex(batch, target, heads):
+        if query_ids[b, i] == 0:
+            continue
+        read = key_ids[b] == query_ids[b, i]
+        if causal:
+            read &= np.arange(key.shape[1]) <= i
+        places = np.flatnonzero(read)
+        if len(places) == 0:
+            continue
+        logits = key[b, places, h] @ query[b, i, h]
+        if bias is not None:
+            logits = logits + np.asarray(bias)[h, places - i + target - 1]
+        weights = np.exp(logits - logits.max())
+        found[b, i, h] = weights / weights.sum() @ value[b, places, h]
+    return found
+
+
+@pytest.fixture(params=[1, 600, 10**9], ids=["one query", "a few queries", "all queries"])
+def chunk_bytes(request, monkeypatch):
+    monkeypatch.setattr(attention, "CHUNK_BYTES_ON_CPU", request.param)
+
+
+CASES = {
+    "cross": (7, 5, False, False),
+    "self, bias": (8, 8, False, True),
+    "causal, bias": (8, 8, True, True),
+    "one query, bias": (1, 5, False, True),
+    "many queries, bias": (11, 3, False, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_equal_attention_written_out(x64, chunk_bytes, case):
+    target, source, causal, biased = CASES[case]
+    query, key, value, bias = draw(target, source)
+    bias = bias if biased else None
+    query_ids, key_ids = ids_of(target, source)
+    found = attend(query, key, value, query_ids, key_ids, causal=causal, distance_bias=bias)
+    expected = written_out(query, key, value, bias, query_ids, key_ids, causal=causal)
+    # What padding reads means nothing, nor what a query without keys does.
+    known = (expected != 0).any(axis=(2, 3))
+    assert known.sum() >= target
+    np.testing.assert_allclose(found[known], expected[known], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_equal_those_of_one_chunk_by_automatic_differentiation(x64, monkeypatch, case):
+    target, source, causal, biased = CASES[case]
+    query, key, value, bias = draw(target, source)
+    query_ids, key_ids = ids_of(target, source)
+    weights = (
+        jnp.cos(jnp.arange(query.size)).reshape(query.shape) * (query_ids != 0)[..., None, None]
+    )
+
+    def plain(query, key, value, bias):
+        rows = attention._Chunks(query[None], query_ids[None], jnp.zeros(1, jnp.int32))
+        chunk = jax.tree.map(lambda a: a[0], rows)
+        bias = bias if biased else None
+        return jnp.sum(
+            weights * attention._attend_rows(causal, chunk, query, key, value, bias, key_ids)
+        )
+
+    def chunked(query, key, value, bias):
+        bias = bias if biased else None
+        return jnp.sum(
+            weights
+            * attend(query, key, value, query_ids, key_ids, causal=causal, distance_bias=bias)
+        )
+
+    monkeypatch.setattr(attention, "CHUNK_BYTES_ON_CPU", 600)
+    expected = jax.jit(jax.grad(plain, range(4)))(query, key, value, bias)
+    found = jax.jit(jax.grad(chunked, range(4)))(query, key, value, bias)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+def test_gradients_are_those_of_finite_differences(x64, monkeypatch):
+    monkeypatch.setattr(attention, "CHUNK_BYTES_ON_CPU", 600)
+    inputs = draw(6, 5)
+    query_ids, key_ids = ids_of(6, 5)
+
+    @jax.jit
+    def loss(inputs):
+        query, key, value, bias = inputs
+        found = attend(query, key, value, query_ids, key_ids, distance_bias=bias)
+        return jnp.sum(jnp.sin(found) * (query_ids != 0)[..., None, None])
+
+    directions = [jnp.cos(jnp.arange(a.size)).reshape(a.shape) for a in inputs]
+    slope = sum(jnp.vdot(g, d) for g, d in zip(jax.grad(loss)(inputs), directions, strict=True))
+    step = 1e-6
+
+    def along(s):
+        return loss([a + s * d for a, d in zip(inputs, directions, strict=True)])
+
+    np.testing.assert_allclose(slope, (along(step) - along(-step)) / (2 * step), rtol=1e-7)
+
+
+def test_nothing_reaches_across_segments_or_from_padding(x64, chunk_bytes):
+    query, key, value, _ = draw(8, 8)
+    ids = jnp.stack([segments(3, 3, length=8)] * 2)
+
+    def first_segment(key, value):
+        return attend(query, key, value, ids, ids)[:, :3]
+
+    spoilt = [a.at[:, 3:].set(1e6) for a in (key, value)]
+    np.testing.assert_array_equal(first_segment(*spoilt), first_segment(key, value))
+
+
+def test_memory_of_a_step_grows_with_the_length_and_not_its_square():
+    def temporaries(length):
+        array = jax.ShapeDtypeStruct((1, length, 4, 16), jnp.float32)
+        ids = jnp.ones((1, length), jnp.int32)
+        loss = jax.grad(lambda q, k, v: attend(q, k, v, ids, ids).sum(), (0, 1, 2))
+        analysis = jax.jit(loss).lower(array, array, array).compile().memory_analysis()
+        return analysis.temp_size_in_bytes
+
+    assert temporaries(8192) < 2.2 * temporaries(4096)
+
+
+def test_sums_over_chunks_are_float32_where_values_are_bfloat16(monkeypatch):
+    monkeypatch.setattr(attention, "CHUNK_BYTES_ON_CPU", 1)
+    query, key, value, _ = draw(64, 4, dtype=jnp.bfloat16)
+    ids = (jnp.ones((BATCH, 64), jnp.int32), jnp.ones((BATCH, 4), jnp.int32))
+    ones = jnp.ones_like(query)
+    _, vjp = jax.vjp(lambda value: attend(query, key, value, *ids), value)
+    (found,) = vjp(ones)
+    # Each query gives every key a weight; over the keys of a query they sum to one.
+    np.testing.assert_allclose(found.astype(np.float32).sum(axis=1), 64.0, rtol=0.01)
