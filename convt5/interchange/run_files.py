@@ -14,6 +14,7 @@ from convt5.schedule import Cosine, InverseSqrt, Schedule
 from convt5.training.train_state import TrainState
 from convt5.training.train_step import Loss
 from convt5.vision.architecture import ViTConfig
+from convt5.vision.losses import VisionLoss
 
 MODEL_FILE = "model.gin"
 RUN_FILE = "config.gin"
@@ -28,14 +29,15 @@ class Training(NamedTuple):
 
     optimizer: OptimizerConfig = AdafactorConfig()
     schedule: Schedule = InverseSqrt()
-    loss: Loss | None = TextLoss(z_loss=1e-4)
+    loss: Loss = TextLoss(z_loss=1e-4)
 
 
 # 400 epochs of ImageNet in batches of 2048, as in arXiv 2106.14881.
+_VISION_STEPS = 250_228
 _VISION_TRAINING = Training(
     optimizer=AdamWConfig(weight_decay=0.24, max_grad_norm=None),
-    schedule=Cosine(peak=1e-3, total_steps=250_228, warmup_steps=3_128, final_fraction=0.005),
-    loss=None,
+    schedule=Cosine(peak=1e-3, total_steps=_VISION_STEPS, warmup_steps=3_128, final_fraction=0.005),
+    loss=VisionLoss(label_smoothing=0.1),
 )
 
 
@@ -84,7 +86,7 @@ def model_gin(config: ConvT5Config | ViTConfig, *, origin: str) -> str:
         f"MODEL_NAME = {'imported'!r}",
     ]
     if isinstance(config, ViTConfig):
-        return "\n".join([*lines, *_bindings(name, config)]) + "\n"
+        return "\n".join([*lines, *_vision_bindings(name, config)]) + "\n"
     lines += [
         "architecture.ConvT5Config.encoder = @encoder/architecture.StackConfig()",
         "architecture.ConvT5Config.decoder = @decoder/architecture.StackConfig()",
@@ -161,9 +163,84 @@ def run_gin(imported: Imported, training: Training, *, run_dir: pathlib.Path, or
 def vision_run_gin(
     imported: Imported, training: Training, *, run_dir: pathlib.Path, origin: str
 ) -> str:
-    """Returns a run file of a vision model."""
-    del imported, training, run_dir
-    return f"# {origin}\ninclude {MODEL_FILE!r}\n"
+    """Returns a run file that trains an imported vision model on folders of images."""
+    schedule = type(training.schedule).__name__
+    parts = ("images", "losses", "placement", "sources")
+    lines = [
+        f"# {origin}",
+        "#",
+        f"#   python -m convt5.train --gin_file={run_dir / RUN_FILE} --gin.DATA='images/{{split}}'",
+        "#",
+        "# DATA holds a folder of image files for each class; {split} is train or val.",
+        f"include {MODEL_FILE!r}",
+        "from __gin__ import dynamic_registration",
+        *(f"from convt5 import {name}" for name in ("optimizer", "schedule", "trainer")),
+        "from convt5.vision import augmentation",
+        *(f"from convt5.vision import {name}" for name in parts),
+        "",
+        f"RUN_DIR = {str(run_dir)!r}",
+        "DATA = %gin.REQUIRED",
+        "",
+        "trainer.train.run_dir = %RUN_DIR",
+        f"trainer.train.num_steps = {_VISION_STEPS}",
+        "trainer.train.model = %MODEL",
+        "trainer.train.loss = @losses.VisionLoss()",
+        "trainer.train.optimizer = @optimizer.AdamWConfig()",
+        f"trainer.train.schedule = @schedule.{schedule}()",
+        "trainer.train.sharding_rules = @placement.rules()",
+        "trainer.train.train_data = @train/images.ImageDataConfig()",
+        "trainer.train.eval_data = @eval/images.ImageDataConfig()",
+        "trainer.train.eval_every_steps = 5000",
+        *_bindings("losses.VisionLoss", training.loss),
+        *_bindings("optimizer.AdamWConfig", training.optimizer),
+        *_bindings(f"schedule.{schedule}", training.schedule),
+        "",
+        "images.ImageDataConfig.source = @sources.Folder()",
+        "sources.Folder.path = %DATA",
+        "sources.Folder.channels = %IN_CHANNELS",
+        "images.ImageDataConfig.batch_size = 2048",
+        "images.ImageDataConfig.image_size = %IMAGE_SIZE",
+        "images.ImageDataConfig.in_channels = %IN_CHANNELS",
+        "images.ImageDataConfig.num_classes = %NUM_CLASSES",
+        *_normalisation(imported.config.in_channels),
+        "train/images.ImageDataConfig.split = 'train'",
+        "train/images.ImageDataConfig.augmentation = @augmentation.Augmentation()",
+        "augmentation.Augmentation.crop_area = [0.08, 1.0]",
+        "augmentation.Augmentation.flip = True",
+        "augmentation.Augmentation.mixup_alpha = 0.8",
+        "augmentation.Augmentation.cutmix_alpha = 1.0",
+        "eval/images.ImageDataConfig.split = 'val'",
+        "eval/images.ImageDataConfig.num_epochs = 1",
+        f"eval/images.ImageDataConfig.resize_size = {imported.config.image_size * 8 // 7}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _vision_bindings(name: str, config: ViTConfig) -> Iterator[str]:
+    """Yields the settings of a vision model; those that images must follow are macros."""
+    shared = ("image_size", "in_channels", "num_classes")
+    for field in shared:
+        yield f"{field.upper()} = {getattr(config, field)}"
+    for field in shared:
+        yield f"{name}.{field} = %{field.upper()}"
+    # Bound even where they are defaults: they replace those of another stem.
+    for field in ("patch_size", "stem_channels", "stem_strides"):
+        value = getattr(config, field)
+        yield f"{name}.{field} = {list(value) if isinstance(value, tuple) else value}"
+    yield from _bindings(
+        name, config, leave_out=(*shared, "patch_size", "stem_channels", "stem_strides")
+    )
+
+
+def _normalisation(in_channels: int) -> list[str]:
+    """Returns how pycls prepares colours."""
+    if in_channels != 3:
+        return []
+    return [
+        "images.ImageDataConfig.channel_order = 'bgr'",
+        "images.ImageDataConfig.mean = [0.485, 0.456, 0.406]",
+        "images.ImageDataConfig.stddev = [0.229, 0.224, 0.225]",
+    ]
 
 
 def _bindings(

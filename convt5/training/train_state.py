@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from convt5 import sharding
+from convt5.tree_paths import named_leaves
 
 Tree = Any
 
@@ -50,6 +51,10 @@ class TrainState:
         after = optax.apply_updates(before, updates)
         return TrainState(self.step + 1, with_parameters(self.model, after), opt_state)
 
+    def with_statistics(self, statistics: Mapping[str, Array]) -> "TrainState":
+        """Returns the state whose model holds other statistics, given by name; others stay."""
+        return dataclasses.replace(self, model=with_statistics(self.model, statistics))
+
 
 def parameters(model: nnx.Module) -> dict[str, Any]:
     """Returns the parameters as nested plain dicts: arrays and names, no library classes."""
@@ -61,6 +66,20 @@ def with_parameters(model: nnx.Module, values: Tree) -> nnx.Module:
     graph, state = nnx.split(model)
     nnx.replace_by_pure_dict(state, values)
     return nnx.merge(graph, state)
+
+
+def with_statistics(model: nnx.Module, statistics: Mapping[str, Array]) -> nnx.Module:
+    """Returns a model like `model` that holds other statistics, in the dtype of the old ones.
+
+    Raises:
+        KeyError: a name of no statistic: parameters change by updates alone.
+    """
+    trained = {name for name, _ in named_leaves(parameters(model))}
+    leaves = dict(named_leaves(model))
+    if unknown := statistics.keys() - (leaves.keys() - trained):
+        raise KeyError(f"no statistics of the model are called {', '.join(sorted(unknown))}")
+    leaves |= {name: value.astype(leaves[name].dtype) for name, value in statistics.items()}
+    return jax.tree.unflatten(jax.tree.structure(model), list(leaves.values()))
 
 
 def new_state(

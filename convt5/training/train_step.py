@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from convt5.schedule import Schedule
 from convt5.sharding import gathered, replicated
-from convt5.training.train_state import TrainState
+from convt5.training.train_state import TrainState, parameters
 from convt5.tree_paths import named_leaves
 
 Tree = Any
@@ -37,11 +37,14 @@ class LossSums(NamedTuple):
         loss_sum: what is minimised, summed over the batch.
         weight_sum: what it is divided by, such as the number of target tokens.
         metrics: for each name a sum and the weight it is divided by.
+        statistics: new values of variables of the model that are no parameters, by name, such as
+            the running means of batch normalisation. An update writes them into the model.
     """
 
     loss_sum: Scalar
     weight_sum: Scalar
     metrics: dict[str, tuple[Scalar, Scalar]]
+    statistics: Mapping[str, Array] = {}
 
     def means(self) -> Metrics:
         """Returns the loss and every metric as means; 0 where the weight is 0."""
@@ -50,7 +53,7 @@ class LossSums(NamedTuple):
 
 
 class Loss(Protocol):
-    """What the trainer minimises; `dropout_key` is None in evaluation."""
+    """What the trainer minimises; `dropout_key` is None in evaluation, and only there."""
 
     def __call__(
         self, model: Any, batch: Any, *, dropout_key: PRNGKeyArray | None = None
@@ -79,7 +82,9 @@ def make_train_step(
         batch_sharding: of every array of the batch.
         schedule: reported as the metric `learning_rate`.
         grad_accum_steps: microbatches whose gradients are summed before the update, which is the
-            same as without them but needs the memory of one. It must divide the batch.
+            same as without them but needs the memory of one. It must divide the batch. Statistics
+            are the exception: batch normalisation sees one microbatch (of all devices), and the
+            mean over the microbatches is written.
         seed_key: with the step number it determines all dropout, so a resumed run repeats it.
 
     Returns:
@@ -97,7 +102,8 @@ def make_train_step(
             sums_and_gradients, state.model, batch, key, grad_accum_steps
         )
         gradients = jax.tree.map(lambda g: _mean(g, sums.weight_sum), gradients)
-        updated = state.apply_gradients(optimizer, gradients)
+        statistics = jax.tree.map(lambda x: x / grad_accum_steps, sums.statistics)
+        updated = state.apply_gradients(optimizer, gradients).with_statistics(statistics)
         index = _nonfinite_index(sums.loss_sum, state.model, gradients, updated)
         all_finite = index < 0
         after = jax.tree.map(lambda new, old: jnp.where(all_finite, new, old), updated, state)
@@ -105,7 +111,7 @@ def make_train_step(
             **sums.means(),
             "loss_weight": sums.weight_sum,
             "grad_norm": optax.tree.norm(gradients),
-            "param_norm": optax.tree.norm(state.model),
+            "param_norm": optax.tree.norm(parameters(state.model)),
             ALL_FINITE: all_finite,
             NONFINITE_INDEX: index,
         }

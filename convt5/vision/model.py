@@ -4,7 +4,6 @@
 arXiv 2106.14881, and the code the authors published for it.
 """
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -15,7 +14,6 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from convt5 import errors
 from convt5.layers import Dense, at_least_float32
-from convt5.tree_paths import named_leaves
 from convt5.vision.architecture import ViTConfig
 from convt5.vision.blocks import Encoder
 from convt5.vision.stems import ConvolutionStem, PatchifyStem
@@ -31,7 +29,7 @@ class ViTOutput(NamedTuple):
     Attributes:
         logits: of the classes.
         statistics: the running statistics as they are after this call: new in training, the
-            model's own otherwise. `with_statistics` puts them into a model.
+            model's own otherwise. `train_state.with_statistics` puts them into a model.
     """
 
     logits: Float[Array, "batch classes"]
@@ -102,19 +100,3 @@ class ViT(nnx.Module):
                 f"make them {wanted}."
             )
         return jnp.asarray(images, jnp.dtype(config.dtype))
-
-
-def with_statistics(model: nnx.Module, statistics: Mapping[str, Array]) -> nnx.Module:
-    """Returns a model like `model` that holds other running statistics, in float32.
-
-    Raises:
-        KeyError: names of which the model has no running statistics.
-    """
-    names = {name for name, _ in named_leaves(nnx.state(model, nnx.BatchStat))}
-    if unknown := statistics.keys() - names:
-        raise KeyError(f"no running statistics are called {', '.join(sorted(unknown))}")
-    leaves = [
-        statistics[name].astype(leaf.dtype) if name in statistics else leaf
-        for name, leaf in named_leaves(model)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(model), leaves)

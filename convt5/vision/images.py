@@ -1,0 +1,242 @@
+"""Batches of labelled images, with a position that can be saved and set exactly.
+
+Gin files bind `images.ImageDataConfig` in the scopes `train/` and `eval/`. The order of images and
+everything random about them follow from the seed and from how many were taken.
+"""
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from convt5 import errors
+from convt5.prefetching import position, take_apart
+from convt5.vision.augmentation import Augmentation, resized
+from convt5.vision.sources import CorruptImage, ImageSet, ImageSource, OnCorrupt
+
+ChannelOrder = Literal["rgb", "bgr"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageDataConfig:
+    """Which images are read, and how they become batches.
+
+    Attributes:
+        source: where they are, such as `sources.Folder`.
+        split: of the source.
+        batch_size: rows over all hosts.
+        image_size: height and width that images are resized to.
+        in_channels: 3 or 1; grey images become colour by repeating.
+        num_classes: labels must be below it.
+        resize_size: the shorter side is brought to it, and the middle of `image_size` cut out;
+            None takes `image_size` itself.
+        mean, stddev: of channels in [0, 1], subtracted and divided by; one value for all, or one
+            for each in the order red, green, blue.
+        channel_order: "bgr" for models of pycls.
+        augmentation: what is done to images at random; None for nothing.
+        on_corrupt: a file that is no image ends the run ("refuse") or is replaced by a row of
+            weight 0, counted and warned about ("skip").
+        shuffle: None shuffles endless data only.
+        seed: of everything random.
+        num_epochs: passes over the data; None never ends. The last batch of finite data is filled
+            up with rows of weight 0.
+    """
+
+    source: ImageSource
+    split: str = "train"
+    batch_size: int
+    image_size: int
+    in_channels: int = 3
+    num_classes: int
+    resize_size: int | None = None
+    mean: float | Sequence[float] = 0.5
+    stddev: float | Sequence[float] = 0.5
+    channel_order: ChannelOrder = "rgb"
+    augmentation: Augmentation | None = None
+    on_corrupt: OnCorrupt = "refuse"
+    shuffle: bool | None = None
+    seed: int = 0
+    num_epochs: int | None = None
+
+    def __post_init__(self):
+        faults = [
+            f"{name}={getattr(self, name)} must be at least 1."
+            for name in ("batch_size", "image_size", "num_classes", "num_epochs")
+            if getattr(self, name) is not None and getattr(self, name) < 1
+        ]
+        if self.in_channels not in (1, 3):
+            faults.append(f"in_channels={self.in_channels} must be 1 (grey) or 3 (colour).")
+        if self.resize_size is not None and self.resize_size < self.image_size:
+            faults.append(
+                f"resize_size={self.resize_size} must be at least image_size={self.image_size}, "
+                "which is cut out of it."
+            )
+        for name, kinds in (("channel_order", ChannelOrder), ("on_corrupt", OnCorrupt)):
+            if getattr(self, name) not in get_args(kinds):
+                faults.append(
+                    f"{name}={getattr(self, name)!r} must be one of {', '.join(get_args(kinds))}."
+                )
+        for name in ("mean", "stddev"):
+            if np.size(getattr(self, name)) not in (1, self.in_channels):
+                faults.append(
+                    f"{name}={getattr(self, name)} must be one number, or {self.in_channels}."
+                )
+        if not np.all(np.asarray(self.stddev) > 0):
+            faults.append(f"stddev={self.stddev} must be positive.")
+        errors.raise_all(faults, where="ImageDataConfig")
+
+    def build(self, *, process_index: int, process_count: int) -> "ImageBatches":
+        """Returns this host's rows of each batch.
+
+        Raises:
+            UserError: the data cannot be read as configured.
+        """
+        if self.batch_size % process_count:
+            raise errors.UserError(
+                f"batch_size={self.batch_size} cannot be dealt to {process_count} hosts evenly; "
+                f"set it to a multiple of {process_count}."
+            )
+        opened = self.source.open(self.split)
+        low, high = int(opened.labels.min()), int(opened.labels.max())
+        if low < 0 or high >= self.num_classes:
+            raise errors.UserError(
+                f"labels run from {low} to {high} in split={self.split!r}, but num_classes="
+                f"{self.num_classes} allows 0 to {self.num_classes - 1}; set num_classes, also of "
+                f"the model, to at least {high + 1}, or correct the labels."
+            )
+        rows = self.batch_size // process_count
+        return ImageBatches(self, opened, slice(process_index * rows, (process_index + 1) * rows))
+
+
+class ImageBatches:
+    """Host batches: `images` [rows, height, width, channels], `labels` and `weights` [rows].
+
+    Attributes:
+        token_bytes: None, as there is no text.
+        num_skipped: files that were no images so far.
+    """
+
+    token_bytes = None
+
+    def __init__(self, config: ImageDataConfig, images: ImageSet, row_slice: slice):
+        self.num_skipped = 0
+        self._config = config
+        self._images = images
+        self._row_slice = row_slice
+        self._count = 0  # Batches taken.
+        self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        """Returns the next batch; hosts agree on how many there are."""
+        config, size = self._config, len(self._images.labels)
+        first = self._count * config.batch_size
+        total = np.inf if config.num_epochs is None else config.num_epochs * size
+        if first >= total:
+            raise StopIteration
+        numbers = np.arange(first, first + config.batch_size)[self._row_slice]
+        # Rows beyond the end repeat images, so that none is strange to batch statistics.
+        batch = self._batch(numbers)
+        batch["weights"] *= numbers < total
+        self._count += 1
+        if config.augmentation is not None:
+            batch = config.augmentation.mix(batch, seed=(config.seed, int(numbers[0])))
+        return batch
+
+    def get_state(self) -> bytes:
+        """Returns the position."""
+        return position(json.dumps({"count": self._count, "settings": self._settings()}).encode())
+
+    def set_state(self, state: bytes) -> None:
+        """Goes to a position.
+
+        Raises:
+            UserError: it belongs to other data settings.
+        """
+        snapshot, skip = take_apart(state)
+        saved = json.loads(snapshot)
+        self._check_settings(saved["settings"])
+        self._count = saved["count"] + skip
+
+    def _batch(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        indices = np.asarray([self._index(int(number)) for number in numbers])
+        pairs = zip(indices.tolist(), numbers.tolist(), strict=True)
+        read = [self._read(index, number) for index, number in pairs]
+        is_image = np.asarray([image is not None for image in read])
+        if not is_image.any():
+            raise errors.UserError(
+                f"none of the {len(read)} images of a batch can be read; check the data."
+            )
+        # A row without an image repeats another, so that none is strange to batch statistics.
+        rows = np.where(is_image, np.arange(len(read)), np.argmax(is_image))
+        return {
+            "images": self._normalised(np.stack([read[row] for row in rows])),
+            "labels": self._images.labels[indices[rows]],
+            "weights": is_image.astype(np.float32),
+        }
+
+    def _index(self, number: int) -> int:
+        """Returns which image is taken as the `number`th."""
+        epoch, place = divmod(number, len(self._images.labels))
+        shuffle = self._config.shuffle
+        if not (self._config.num_epochs is None if shuffle is None else shuffle):
+            return place
+        if self._order[0] != epoch:
+            drawn = np.random.default_rng([self._config.seed, epoch])
+            self._order = (epoch, drawn.permutation(len(self._images.labels)))
+        return int(self._order[1][place])
+
+    def _read(self, index: int, number: int) -> np.ndarray | None:
+        """Returns an image of the right size in [0, 255]; None for what is none and skipped."""
+        config = self._config
+        try:
+            image = self._images.read(index)
+        except CorruptImage as error:
+            if config.on_corrupt == "refuse":
+                raise
+            self.num_skipped += 1
+            warnings.warn(f"skipped ({self.num_skipped} so far): {error}", stacklevel=2)
+            return None
+        if config.augmentation is not None:
+            image = config.augmentation.apply(
+                image, size=config.image_size, seed=(config.seed, number)
+            )
+        else:
+            image = resized(image, size=config.image_size, shorter_side=config.resize_size)
+        return self._with_channels(image)
+
+    def _with_channels(self, image: np.ndarray) -> np.ndarray:
+        wanted = self._config.in_channels
+        if image.shape[-1] not in (1, wanted):
+            raise errors.UserError(
+                f"images have {image.shape[-1]} channels, and in_channels={wanted}; set "
+                f"in_channels={image.shape[-1]}, also of the model, or give other images."
+            )
+        return np.repeat(image, wanted, axis=-1) if image.shape[-1] < wanted else image
+
+    def _normalised(self, pixels: np.ndarray) -> np.ndarray:
+        config = self._config
+        scaled = pixels.astype(np.float32) / 255
+        mean, stddev = np.asarray(config.mean), np.asarray(config.stddev)
+        images = ((scaled - mean) / stddev).astype(np.float32)
+        return images[..., ::-1].copy() if config.channel_order == "bgr" else images
+
+    def _settings(self) -> dict[str, Any]:
+        """What must be equal for a saved position to mean the same batches."""
+        settings = dataclasses.asdict(self._config) | {"images": self._images.fingerprint}
+        return json.loads(json.dumps(settings))
+
+    def _check_settings(self, saved: Mapping[str, Any]) -> None:
+        own = self._settings()
+        names = [name for name in own | dict(saved) if own.get(name) != saved.get(name)]
+        if names:
+            changes = ", ".join(f"{n}: {saved.get(n)!r} -> {own.get(n)!r}" for n in names)
+            raise errors.UserError(
+                f"the run's data changed since its checkpoint ({changes}), so that it cannot go on "
+                "at the same image; set it back, or start a new run_dir."
+            )

@@ -1,0 +1,28 @@
+"""Where the parameters of a Vision Transformer live: a table of rules for `sharding`."""
+
+from convt5.sharding import Rule
+
+# As in the text models: "tensor" splits attention heads and the channels inside the feed-forward
+# layers, "fsdp" the other axis. The 3x3 convolutions of a stem are small and stay whole.
+_RULES = (
+    Rule(r"stem/(patchify|output)/kernel$", (None, None, None, "fsdp")),
+    Rule(r"stem/(patchify|output)/bias$"),
+    Rule(r"stem/layers/\d+/convolution/kernel$", optional=True),
+    Rule(r"norm/(scale|bias|mean|variance)$"),
+    Rule(r"class_token$", optional=True),
+    Rule(r"position_embedding$", (None, "fsdp")),
+    Rule(r"attention/input/kernel$", ("fsdp", None, "tensor")),
+    Rule(r"attention/input/bias$", (None, "tensor")),
+    Rule(r"attention/output/kernel$", ("tensor", "fsdp")),
+    Rule(r"mlp/wi/kernel$", ("fsdp", "tensor")),
+    Rule(r"mlp/wi/bias$", ("tensor",)),
+    Rule(r"mlp/wo/kernel$", ("tensor", "fsdp")),
+    Rule(r"(attention/output|mlp/wo)/bias$"),
+    Rule(r"head/kernel$", ("fsdp",)),
+    Rule(r"head/bias$"),
+)
+
+
+def rules() -> tuple[Rule, ...]:
+    """Returns the table; gin files bind `trainer.train.sharding_rules` to a call of this."""
+    return _RULES

@@ -1,0 +1,187 @@
+"""Where labelled images come from: scikit-learn's digits, arrays in a file, folders of images.
+
+A source opens one split as images that can be read in any order. Faults are named by file.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import pathlib
+import zipfile
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from convt5 import errors, quiet_imports
+
+OnCorrupt = Literal["refuse", "skip"]
+
+_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
+_SPLIT = "{split}"
+
+
+class CorruptImage(errors.UserError):
+    """A file that holds no image; the message names it."""
+
+
+class ImageSet(NamedTuple):
+    """The images of one split.
+
+    Attributes:
+        labels: of each image, from 0.
+        read: returns one image by its index, uint8 [height, width, channels].
+        fingerprint: changes when the images do.
+        class_names: of the labels, where they have names.
+    """
+
+    labels: np.ndarray
+    read: Callable[[int], np.ndarray]
+    fingerprint: str
+    class_names: tuple[str, ...] = ()
+
+
+class ImageSource(Protocol):
+    """What every source does; raises `UserError` for data that is not there or not of its kind."""
+
+    def open(self, split: str) -> ImageSet: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Digits:
+    """The 1,797 handwritten digits inside scikit-learn, 8x8 pixels of grey: no download.
+
+    Every sixth image is in the split "validation", all others are in "train".
+    """
+
+    def open(self, split: str) -> ImageSet:
+        """Returns the images of "train" or "validation"."""
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError:
+            raise errors.UserError(
+                "the digits are part of scikit-learn, which is not installed; pip install "
+                "scikit-learn, or choose another source of images."
+            ) from None
+        if split not in ("train", "validation"):
+            raise errors.UserError(f"split={split!r} of the digits must be train or validation.")
+        pixels, labels = map(np.asarray, load_digits(return_X_y=True))
+        held_out = np.arange(len(labels)) % 6 == 5
+        chosen = held_out if split == "validation" else ~held_out
+        # They count from 0 to 16.
+        images = np.round(pixels.reshape(-1, 8, 8, 1) * (255 / 16)).astype(np.uint8)
+        return in_memory(images[chosen], labels[chosen])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Npz:
+    """Arrays in a .npz file: `images` uint8 [N, H, W] or [N, H, W, C], and `labels` [N].
+
+    Attributes:
+        path: the file; `{split}` in it stands for the split.
+    """
+
+    path: str
+
+    def open(self, split: str) -> ImageSet:
+        """Returns the images of a file."""
+        path = pathlib.Path(self.path.replace(_SPLIT, split)).expanduser()
+        try:
+            with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+                images, labels = file["images"], file["labels"]
+        except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+            raise errors.UserError(
+                f"path={path} cannot be read ({error}); expected a .npz file with the arrays "
+                "images and labels."
+            ) from None
+        if images.ndim == 3:
+            images = images[..., None]
+        faults = []
+        if images.dtype != np.uint8 or images.ndim != 4:
+            faults.append(
+                f"images are {images.dtype} {images.shape}; they must be uint8 [N, H, W] or "
+                "[N, H, W, C]."
+            )
+        if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
+            faults.append(
+                f"labels are {labels.dtype} {labels.shape}; they must be integers, one for each of "
+                f"{len(images)} images."
+            )
+        elif not len(labels):
+            faults.append("there is no image.")
+        errors.raise_all(faults, where=str(path))
+        return in_memory(images, labels)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Folder:
+    """Image files in one folder for each class; classes are numbered in the order of their names.
+
+    Attributes:
+        path: the folder that holds those of the classes; `{split}` in it stands for the split.
+        channels: 3 reads colours, 1 grey.
+    """
+
+    path: str
+    channels: int = 3
+
+    def open(self, split: str) -> ImageSet:
+        """Returns the files; none of them is read yet."""
+        root = pathlib.Path(self.path.replace(_SPLIT, split)).expanduser()
+        if not root.is_dir():
+            raise errors.UserError(f"path={root} is no folder; name one with a folder per class.")
+        classes = sorted(child.name for child in root.iterdir() if child.is_dir())
+        files = [
+            (path, label)
+            for label, name in enumerate(classes)
+            for path in sorted((root / name).rglob("*"))
+            if path.suffix.lower() in _SUFFIXES
+        ]
+        if not files:
+            raise errors.UserError(
+                f"path={root} holds no image; expected files that end in {', '.join(_SUFFIXES)}, "
+                "in one folder for each class."
+            )
+        paths = [path for path, _ in files]
+        names = "\n".join(str(path.relative_to(root)) for path in paths)
+        return ImageSet(
+            labels=np.asarray([label for _, label in files], np.int32),
+            read=lambda index: decode(paths[index], channels=self.channels),
+            fingerprint=hashlib.sha256(names.encode()).hexdigest(),
+            class_names=tuple(classes),
+        )
+
+
+def in_memory(images: np.ndarray, labels: np.ndarray) -> ImageSet:
+    """Returns arrays as a set of images."""
+    digest = hashlib.sha256(images.tobytes() + labels.astype(np.int64).tobytes())
+    return ImageSet(labels.astype(np.int32), images.__getitem__, digest.hexdigest())
+
+
+def decode(path: pathlib.Path, *, channels: int) -> np.ndarray:
+    """Returns the pixels of a file, uint8 [height, width, channels]; of a film, the first.
+
+    Raises:
+        CorruptImage: it cannot be read.
+    """
+    tf = _tensorflow()
+    try:
+        content = tf.io.read_file(str(path))
+        return tf.io.decode_image(content, channels=channels, expand_animations=False).numpy()
+    except tf.errors.OpError as error:
+        reason = str(error.message).strip().splitlines()[0]
+        raise CorruptImage(
+            f"{path} cannot be read as an image ({reason}); replace or remove it, or set "
+            "on_corrupt='skip'."
+        ) from None
+
+
+@functools.cache
+def _tensorflow() -> Any:
+    """Imports TensorFlow, which only files need, and keeps it off the accelerators."""
+    with quiet_imports.without_tensorflow_chatter():
+        import tensorflow as tf
+
+    for kind in ("GPU", "TPU"):
+        tf.config.set_visible_devices([], kind)
+    return tf

@@ -1,0 +1,300 @@
+"""Batches of images: in a known order, from where a run stopped, with faults named by file."""
+
+import dataclasses
+import functools
+import itertools
+import pathlib
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from convt5.errors import UserError
+from convt5.prefetching import position, take_apart
+from convt5.vision.augmentation import Augmentation, resized
+from convt5.vision.images import ImageDataConfig
+from convt5.vision.sources import Digits, Folder, Npz, in_memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbered:
+    """Images whose every pixel is their number, labelled with it modulo 5."""
+
+    count: int = 23
+
+    def open(self, split):
+        numbers = np.arange(self.count)
+        pixels = np.broadcast_to(numbers[:, None, None, None], (self.count, 4, 4, 1))
+        return in_memory(pixels.astype(np.uint8), numbers % 5)
+
+
+def config(**changes) -> ImageDataConfig:
+    known = {
+        "source": Numbered(),
+        "batch_size": 6,
+        "image_size": 4,
+        "in_channels": 1,
+        "num_classes": 5,
+        "mean": 0.0,
+        "stddev": 1 / 255,
+    }
+    return ImageDataConfig(**known | changes)
+
+
+def build(host: int = 0, hosts: int = 1, **changes):
+    return config(**changes).build(process_index=host, process_count=hosts)
+
+
+def numbers(batch) -> list[int]:
+    return np.round(batch["images"][:, 0, 0, 0]).astype(int).tolist()
+
+
+def test_finite_data_gives_every_image_once_in_order():
+    batches = list(build(num_epochs=1))
+    seen = [n for batch in batches for n in np.extract(batch["weights"], numbers(batch))]
+    assert seen == list(range(23))
+    assert [len(batch["labels"]) for batch in batches] == [6, 6, 6, 6]
+    assert batches[-1]["weights"].tolist() == [1, 1, 1, 1, 1, 0]
+    for batch in batches:
+        np.testing.assert_array_equal(batch["labels"], np.asarray(numbers(batch)) % 5)
+
+
+def test_endless_data_gives_every_image_once_in_each_epoch():
+    batches = build(batch_size=23)
+    first, second = numbers(next(batches)), numbers(next(batches))
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(23))
+    assert first != numbers(next(build(batch_size=23, seed=1)))
+
+
+def test_hosts_share_each_batch():
+    whole = build()
+    hosts = [build(host, 3) for host in range(3)]
+    for _ in range(5):
+        parts = [number for host in hosts for number in numbers(next(host))]
+        assert parts == numbers(next(whole))
+
+
+AUGMENTED = {"augmentation": Augmentation(crop_area=(0.2, 1), flip=True, mixup_alpha=1.0)}
+
+
+@pytest.mark.parametrize("changes", [{}, AUGMENTED])
+@pytest.mark.parametrize("taken", [0, 3, 9])
+def test_a_position_continues_with_the_same_batches(changes, taken):
+    batches, again = build(**changes), build(**changes)
+    for _ in range(taken):
+        next(batches)
+    again.set_state(batches.get_state())
+    for _ in range(4):
+        jax.tree.map(np.testing.assert_array_equal, next(batches), next(again))
+    skipped = build(**changes)
+    snapshot, _ = take_apart(build(**changes).get_state())
+    skipped.set_state(position(snapshot, taken + 4))
+    jax.tree.map(np.testing.assert_array_equal, next(skipped), next(batches))
+
+
+def test_a_position_of_other_data_is_refused():
+    state = build().get_state()
+    for changes in ({"seed": 3}, {"source": Numbered(24)}):
+        with pytest.raises(UserError, match="the run's data changed since its checkpoint"):
+            build(**changes).set_state(state)
+
+
+def test_values_are_normalised_and_channels_repeated_or_swapped():
+    batch = next(build(in_channels=3, mean=(0.1, 0.2, 0.3), stddev=0.5, shuffle=False))
+    expected = (3 / 255 - np.asarray([0.1, 0.2, 0.3])) / 0.5
+    np.testing.assert_allclose(batch["images"][3, 0, 0], expected, rtol=1e-6)
+    swapped = config(
+        in_channels=3, mean=(0.1, 0.2, 0.3), stddev=0.5, shuffle=False, channel_order="bgr"
+    )
+    images = next(swapped.build(process_index=0, process_count=1))["images"]
+    np.testing.assert_array_equal(images, batch["images"][..., ::-1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_classes": 4}, "labels run from 0 to 4 .* num_classes=4"),
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"resize_size": 3}, "resize_size=3 must be at least image_size=4"),
+        ({"in_channels": 2}, "in_channels=2 must be 1"),
+        ({"channel_order": "gbr"}, "channel_order='gbr' must be one of rgb, bgr"),
+        ({"on_corrupt": "ignore"}, "on_corrupt='ignore' must be one of refuse, skip"),
+        ({"mean": (0.1, 0.2)}, "must be one number, or 1"),
+        ({"stddev": 0.0}, "stddev=0.0 must be positive"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(changes, message):
+    with pytest.raises(UserError, match=message):
+        build(**changes)
+
+
+def test_a_batch_that_hosts_cannot_share_is_refused():
+    with pytest.raises(UserError, match="batch_size=6 cannot be dealt to 4 hosts"):
+        build(0, 4)
+
+
+def test_colour_is_not_made_grey_silently(tmp_path):
+    np.savez(tmp_path / "a.npz", images=np.zeros((3, 4, 4, 3), np.uint8), labels=np.arange(3))
+    with pytest.raises(UserError, match="images have 3 channels, and in_channels=1"):
+        next(build(source=Npz(path=f"{tmp_path}/a.npz")))
+
+
+def test_the_digits_are_split_without_overlap():
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    train, held_out = Digits().open("train"), Digits().open("validation")
+    assert (len(train.labels), len(held_out.labels)) == (1498, 299)
+    assert set(train.labels) == set(held_out.labels) == set(range(10))
+    assert train.read(0).shape == (8, 8, 1)
+    assert max(train.read(i).max() for i in range(100)) == 255
+    with pytest.raises(UserError, match="must be train or validation"):
+        Digits().open("test")
+
+
+def test_arrays_come_from_the_file_of_a_split(tmp_path):
+    for split in ("train", "test"):
+        images = np.full((2, 4, 4), len(split), np.uint8)
+        np.savez(tmp_path / f"{split}.npz", images=images, labels=np.arange(2, dtype=np.uint8))
+    source = Npz(path=f"{tmp_path}/{{split}}.npz")
+    assert numbers(next(build(source=source, split="test", batch_size=2))) == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"images": np.zeros((2, 4, 4), np.uint8)}, r"a\.npz cannot be read .*labels"),
+        ({"images": np.zeros((2, 4, 4)), "labels": np.zeros(2, int)}, "they must be uint8"),
+        (
+            {"images": np.zeros((2, 4, 4), np.uint8), "labels": np.zeros(3, int)},
+            "one for each of 2 images",
+        ),
+        (
+            {"images": np.zeros((0, 4, 4), np.uint8), "labels": np.zeros(0, int)},
+            "there is no image",
+        ),
+    ],
+)
+def test_arrays_that_are_no_images_are_named(arrays, message, tmp_path):
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(UserError, match=message):
+        Npz(path=f"{tmp_path}/a.npz").open("train")
+
+
+def test_a_damaged_file_of_arrays_is_named(tmp_path):
+    (tmp_path / "a.npz").write_bytes(b"PK\x03\x04half")
+    with pytest.raises(UserError, match=r"a\.npz cannot be read"):
+        Npz(path=f"{tmp_path}/a.npz").open("train")
+
+
+@functools.cache
+def tensorflow():
+    with warnings.catch_warnings():  # TensorFlow's own imports warn.
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("tensorflow", reason="only TensorFlow decodes image files")
+
+
+@pytest.fixture
+def folder(tmp_path) -> pathlib.Path:
+    """Four grey images in two classes, of different sizes."""
+    tf = tensorflow()
+    for index, name in enumerate(("cat/1.png", "cat/2.png", "dog/10.png", "dog/11.PNG")):
+        path = tmp_path / "images" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.full((5 + index, 9, 1), 10 * index, np.uint8)
+        path.write_bytes(tf.io.encode_png(pixels).numpy())
+    return tmp_path / "images"
+
+
+def test_a_folder_has_a_class_in_each_of_its_folders(folder):
+    (folder / "notes.txt").write_text("no image")
+    opened = Folder(path=str(folder), channels=1).open("train")
+    assert opened.class_names == ("cat", "dog")
+    source = Folder(path=str(folder), channels=1)
+    batch = next(build(source=source, batch_size=4, num_epochs=1))
+    assert numbers(batch) == [0, 10, 20, 30]
+    assert batch["labels"].tolist() == [0, 0, 1, 1]
+
+
+def test_a_corrupt_file_is_named_or_skipped_and_counted(folder):
+    (folder / "cat" / "2.png").write_bytes(b"no image")
+    source = Folder(path=str(folder), channels=1)
+    with pytest.raises(UserError, match=r"cat/2\.png cannot be read as an image"):
+        next(build(source=source, batch_size=4, num_epochs=1))
+    batches = build(source=source, batch_size=4, num_epochs=1, on_corrupt="skip")
+    with pytest.warns(UserWarning, match=r"skipped \(1 so far\): .*cat/2\.png"):
+        batch = next(batches)
+    assert batch["weights"].tolist() == [1, 0, 1, 1]
+    assert batches.num_skipped == 1
+    for path in folder.rglob("*.[pP][nN][gG]"):
+        path.write_bytes(b"no image")
+    unread = build(source=source, batch_size=4, num_epochs=1, on_corrupt="skip")
+    with (
+        pytest.warns(UserWarning, match="skipped"),
+        pytest.raises(UserError, match="none of the 4 images"),
+    ):
+        next(unread)
+
+
+def test_an_empty_or_missing_folder_is_named(tmp_path):
+    with pytest.raises(UserError, match="holds no image"):
+        Folder(path=str(tmp_path)).open("train")
+    with pytest.raises(UserError, match="is no folder"):
+        Folder(path=f"{tmp_path}/{{split}}").open("train")
+
+
+def pixels(height: int, width: int, channels: int = 3) -> np.ndarray:
+    shape = (height, width, channels)
+    return np.random.default_rng(height * width).integers(0, 256, shape).astype(np.uint8)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(3, 20), st.integers(1, 24))
+def test_resizing_is_that_of_jax(size, new_size):
+    image = pixels(size, size)
+    expected = jax.image.resize(
+        jnp.asarray(image, jnp.float32), (new_size, new_size, 3), "linear", antialias=True
+    )
+    np.testing.assert_allclose(resized(image, size=new_size), expected, atol=1e-2)
+
+
+def test_the_middle_is_cut_out_after_the_shorter_side_is_brought_to_size():
+    image = pixels(8, 16)
+    np.testing.assert_array_equal(resized(image, size=8), image[:, 4:12])
+    np.testing.assert_array_equal(resized(image, size=4, shorter_side=8), image[2:6, 6:10])
+
+
+def test_random_crops_hold_their_share_of_the_image_and_repeat_by_their_seed():
+    augmentation = Augmentation(crop_area=(0.25, 0.5), flip=True)
+    image = pixels(24, 30)
+    crops = [augmentation.apply(image, size=12, seed=(0, i)) for i in range(6)]
+    assert {crop.shape for crop in crops} == {(12, 12, 3)}
+    assert all(np.abs(a - b).max() > 1 for a, b in itertools.pairwise(crops))
+    np.testing.assert_array_equal(crops[4], augmentation.apply(image, size=12, seed=(0, 4)))
+
+
+@pytest.mark.parametrize("kind", ["mixup_alpha", "cutmix_alpha"])
+def test_mixing_keeps_as_much_of_each_label_as_of_each_image(kind):
+    batch = {
+        "images": np.repeat(np.eye(4, dtype=np.float32), 64).reshape(4, 4, 8, 8).swapaxes(1, 3),
+        "labels": np.arange(4),
+        "weights": np.ones(4, np.float32),
+    }
+    mixed = Augmentation(**{kind: 1.0}).mix(batch, seed=(0, 3))
+    share = mixed["images"].mean(axis=(1, 2))  # One channel for each image of the batch.
+    own = share[np.arange(4), mixed["labels"]]
+    np.testing.assert_allclose(own, mixed["label_share"], rtol=1e-5)
+    np.testing.assert_allclose(share[np.arange(4), mixed["other_labels"]], 1 - own, rtol=1e-5)
+    assert 0 < own[0] < 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"mixup_alpha": -1.0}, "mixup_alpha"), ({"crop_area": (0.5, 0.1)}, "crop_area")],
+)
+def test_augmentations_that_cannot_be_are_named(changes, message):
+    with pytest.raises(UserError, match=message):
+        Augmentation(**changes)

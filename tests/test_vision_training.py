@@ -1,0 +1,202 @@
+"""Vision models train as text models do: on any mesh, with exact resume, and moving statistics."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from convt5 import checkpoint, gin_config, optimizer, schedule, sharding
+from convt5.errors import UserError
+from convt5.trainer import train
+from convt5.training.plan import make_plan
+from convt5.training.train_state import parameters
+from convt5.tree_paths import named_leaves
+from convt5.vision import losses, placement
+from convt5.vision.architecture import ViTConfig
+from convt5.vision.images import ImageDataConfig
+from convt5.vision.sources import in_memory
+
+MODEL = ViTConfig(
+    image_size=8,
+    stem="conv",
+    stem_channels=(8, 8),
+    stem_strides=(2, 2),
+    num_layers=1,
+    emb_dim=8,
+    mlp_dim=16,
+    num_heads=2,
+    num_classes=3,
+    in_channels=1,
+    dtype="float32",
+)
+LOSS = losses.VisionLoss(label_smoothing=0.1)
+
+
+def batch(seed: int = 0, rows: int = 16) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(seed)
+    labels = draw.integers(0, 3, rows).astype(np.int32)
+    noise = draw.normal(0, 1, (rows, 8, 8, 1))
+    images = noise + 3 * labels[:, None, None, None] + 5 * np.arange(rows)[:, None, None, None]
+    weights = np.ones(rows, np.float32)
+    return {"images": images.astype(np.float32), "labels": labels, "weights": weights}
+
+
+@functools.cache
+def plan(mesh: tuple[int, int, int] = (1, 1, 1), grad_accum_steps: int = 1):
+    data, fsdp, tensor = mesh
+    return make_plan(
+        model=MODEL,
+        loss=LOSS,
+        optimizer=optimizer.SGDConfig(momentum=0.9, nesterov=True, weight_decay=0.1),
+        schedule=schedule.Constant(rate=0.1),
+        batch_size=16,
+        mesh=sharding.MeshConfig(data=data, fsdp=fsdp, tensor=tensor),
+        grad_accum_steps=grad_accum_steps,
+        sharding_rules=placement.rules(),
+        devices=jax.devices()[: data * fsdp * tensor],
+    )
+
+
+@functools.cache
+def after_two_steps(mesh: tuple[int, int, int] = (1, 1, 1), grad_accum_steps: int = 1):
+    """The leaves of the model, by name, on the host."""
+    chosen = plan(mesh, grad_accum_steps)
+    state = chosen.init_state()
+    for seed in range(2):
+        placed = jax.device_put(batch(seed), chosen.batch_sharding)
+        state, metrics = chosen.train_step(state, placed)
+        assert metrics["all_finite"]
+    return {name: np.asarray(leaf) for name, leaf in named_leaves(state.model)}
+
+
+def statistics_of(leaves):
+    return {name: x for name, x in leaves.items() if name.endswith(("norm/mean", "norm/variance"))}
+
+
+@pytest.mark.parametrize("mesh", [(8, 1, 1), (1, 8, 1), (2, 2, 2)])
+def test_an_update_is_the_same_on_every_mesh(mesh):
+    alone, spread = after_two_steps(), after_two_steps(mesh)
+    for name, expected in alone.items():
+        np.testing.assert_allclose(spread[name], expected, rtol=2e-3, atol=2e-4, err_msg=name)
+
+
+def test_running_statistics_are_those_that_the_model_returns():
+    chosen = plan()
+    state = chosen.init_state()
+    expected = jax.jit(lambda m, x: m(x, train=True))(state.model, batch()["images"]).statistics
+    names = [name for name, _ in named_leaves(chosen.abstract.opt_state)]
+    assert not any("norm/mean" in name or "norm/variance" in name for name in names)
+    state, _ = chosen.train_step(state, jax.device_put(batch(), chosen.batch_sharding))
+    found = dict(named_leaves(state.model))
+    assert len(expected) == 2
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-4)
+
+
+def test_microbatches_move_running_statistics_by_their_mean():
+    chosen = plan(grad_accum_steps=2)
+    state = chosen.init_state()
+    images = batch()["images"]
+    call = jax.jit(lambda model, x: model(x, train=True).statistics)
+    parts = [call(state.model, images[i::2]) for i in range(2)]
+    state, _ = chosen.train_step(state, jax.device_put(batch(), chosen.batch_sharding))
+    found = dict(named_leaves(state.model))
+    for name in parts[0]:
+        expected = (parts[0][name] + parts[1][name]) / 2
+        np.testing.assert_allclose(found[name], expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 2, 2)])
+def test_microbatches_are_the_same_on_every_mesh(mesh):
+    alone, spread = after_two_steps(grad_accum_steps=2), after_two_steps(mesh, 2)
+    for name, expected in alone.items():
+        np.testing.assert_allclose(spread[name], expected, rtol=2e-3, atol=2e-4, err_msg=name)
+
+
+def test_the_number_of_parameters_counts_no_statistics():
+    trained = parameters(plan().abstract.model)
+    assert plan().num_parameters() == sum(leaf.size for leaf in jax.tree.leaves(trained))
+    assert len(jax.tree.leaves(plan().abstract.model)) == len(jax.tree.leaves(trained)) + 2
+
+
+@pytest.mark.parametrize("name", ["vit_p_1gf", "vit_c_36gf"])
+def test_the_table_places_every_array_of_the_presets(name):
+    config = gin_config.load([f"gin/models/{name}.gin"], roots=["%MODEL"]).macro("MODEL")
+    mesh = sharding.MeshConfig(data=2, fsdp=2, tensor=1).build(jax.devices()[:4])
+    abstract = jax.eval_shape(config.build, jax.random.key(0))
+    placed = dict(
+        named_leaves(sharding.tree_shardings(abstract, abstract, mesh, placement.rules()))
+    )
+    assert placed["encoder/layers/0/mlp/wi/kernel"] == NamedSharding(mesh, P("fsdp", "tensor"))
+
+
+def test_decay_reaches_neither_biases_nor_norms_but_tokens_and_positions():
+    chosen = optimizer.AdamWConfig(weight_decay=0.24, max_grad_norm=None)
+    updates = chosen.build(schedule.Constant(rate=1.0))
+    shapes = parameters(plan().abstract.model)
+    ones, zeros = (
+        jax.tree.map(lambda x, n=n: np.full(x.shape, n, x.dtype), shapes) for n in (1, 0)
+    )
+    changes, _ = jax.jit(lambda g, p: updates.update(g, updates.init(p), p))(zeros, ones)
+    decayed = {name for name, change in named_leaves(changes) if np.abs(change).max() > 0}
+    exempt = {name for name, _ in named_leaves(ones)} - decayed
+    assert {"class_token", "position_embedding", "head/kernel"} <= decayed
+    assert exempt == {n for n, _ in named_leaves(ones) if n.endswith(("bias", "norm/scale"))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stripes:
+    """Horizontal, vertical or no stripes, with noise."""
+
+    def open(self, split):
+        draw = np.random.default_rng(3 if split == "train" else 4)
+        labels = draw.integers(0, 3, 96)
+        images = draw.integers(0, 80, (96, 8, 8, 1))
+        images[labels == 1, ::2] += 120
+        images[labels == 2, :, ::2] += 120
+        return in_memory(images.astype(np.uint8), labels)
+
+
+def run(folder, **changes):
+    data = ImageDataConfig(
+        source=Stripes(), batch_size=16, image_size=8, in_channels=1, num_classes=3
+    )
+    known = {
+        "run_dir": str(folder),
+        "model": MODEL,
+        "loss": LOSS,
+        "train_data": data,
+        "eval_data": dataclasses.replace(data, split="validation", num_epochs=1),
+        "optimizer": optimizer.AdamWConfig(),
+        "schedule": schedule.Constant(rate=0.01),
+        "checkpoint": checkpoint.CheckpointConfig(every_steps=20),
+        "num_steps": 60,
+        "sharding_rules": placement.rules(),
+    }
+    return train(**known | changes)
+
+
+def test_a_run_learns_and_continues_as_if_it_had_never_stopped(tmp_path):
+    whole = run(tmp_path / "whole")
+    run(tmp_path / "parts", num_steps=25)
+    parts = run(tmp_path / "parts")
+    assert whole.validation_loss < 0.6 < np.log(3)
+    assert whole.validation_loss == parts.validation_loss
+    abstract = jax.eval_shape(MODEL.build, jax.random.key(0))
+    models = [checkpoint.load_params(tmp_path / n, abstract) for n in ("whole", "parts")]
+    jax.tree.map(np.testing.assert_array_equal, *models)
+    for _, leaf in named_leaves(nnx.state(models[0], nnx.BatchStat)):
+        assert np.abs(leaf).min() > 0
+
+
+def test_images_of_another_size_than_the_model_are_refused(tmp_path):
+    data = ImageDataConfig(
+        source=Stripes(), batch_size=16, image_size=4, in_channels=1, num_classes=3
+    )
+    with pytest.raises(UserError, match=r"do not fit a model of image_size=8"):
+        run(tmp_path / "run", train_data=data, eval_data=None)
