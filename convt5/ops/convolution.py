@@ -3,16 +3,19 @@
 All are sums over shifted inputs: output i of channel c is the sum over taps j of
 w[j, c] * x[i + j * dilation - left, c], a cross-correlation (the taps are not flipped) that reads
 zero outside the row, at padding and, unless asked otherwise, in other segments. The backward pass
-is written by hand: differentiating the sum would store one product per tap. Used by `mixing`.
+is written by hand: differentiating the sum would store one product per tap. TPUs compute both with
+kernels for bfloat16 and float32, channels in multiples of 128, and taps that stay in their segment
+and do not reach too far for fast memory; all else is plain JAX. Used by `mixing`.
 """
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from convt5.ops import taps
+from convt5.ops import implementation, plain
 from convt5.ops.padding import Padding, pad_widths
 from convt5.ops.taps import Taps
 
@@ -87,7 +90,7 @@ def lightweight_conv(
     """
     where = _taps(kernel_logits.shape[0], dilation, padding, taps_cross_segments)
     group = _group_size(x, kernel_logits)
-    weights = _normalize(softmax, tap_dropout_rate, kernel_logits, dropout_key)
+    weights = plain.normalize(softmax, tap_dropout_rate, kernel_logits, dropout_key)
     return _static_conv(where, x, jnp.repeat(weights, group, axis=1), segment_ids)
 
 
@@ -144,20 +147,9 @@ def _group_size(x, kernel_logits) -> int:
     return embed // heads
 
 
-def _normalize(softmax, rate, logits, key):
-    """Returns the weights of the taps in at least float32; taps are the axis before the last."""
-    weights = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    if softmax:
-        weights = taps.tap_softmax(weights)
-    if key is None or rate == 0.0:
-        return weights
-    kept = jax.random.bernoulli(key, 1.0 - rate, weights.shape)
-    return jnp.where(kept, weights / (1.0 - rate), 0.0)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _static_conv(where: Taps, x, kernel, segment_ids):
-    return taps.weighted_sum(where, x, kernel[None, None], segment_ids)
+    return _run("forward", where, False, segment_ids, x, kernel)
 
 
 def _static_forward(where, x, kernel, segment_ids):
@@ -166,11 +158,7 @@ def _static_forward(where, x, kernel, segment_ids):
 
 def _static_backward(where, residuals, cotangent):
     x, kernel, segment_ids = residuals
-    # Transposing a sum of shifts mirrors it: row i was read by the rows that it would read.
-    mirrored = kernel[::-1][None, None]
-    dx = taps.weighted_sum(where.mirrored(), cotangent, mirrored, segment_ids)
-    dkernel = taps.static_weight_gradient(where, x, cotangent, segment_ids)
-    return dx.astype(x.dtype), dkernel.astype(kernel.dtype), None
+    return *_run("backward", where, False, segment_ids, x, kernel, cotangent), None
 
 
 _static_conv.defvjp(_static_forward, _static_backward)
@@ -178,7 +166,9 @@ _static_conv.defvjp(_static_forward, _static_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _dynamic_conv(where: Taps, softmax, rate, x, logits, segment_ids, key):
-    return taps.weighted_sum(where, x, _normalize(softmax, rate, logits, key), segment_ids)
+    if key is None or rate == 0.0:
+        return _run("forward", where, softmax, segment_ids, x, logits)
+    return plain.forward(where, softmax, segment_ids, x, logits, rate=rate, key=key)
 
 
 def _dynamic_forward(where, softmax, rate, x, logits, segment_ids, key):
@@ -188,12 +178,45 @@ def _dynamic_forward(where, softmax, rate, x, logits, segment_ids, key):
 
 def _dynamic_backward(where, softmax, rate, residuals, cotangent):
     x, logits, segment_ids, key = residuals
-    normalize = functools.partial(_normalize, softmax, rate, key=key)
-    weights, normalize_vjp = jax.vjp(normalize, logits)
-    dx = taps.transposed_sum(where, cotangent, weights, segment_ids)
-    dweights = taps.dynamic_weight_gradient(where, x, cotangent, segment_ids, weights.shape[-1])
-    (dlogits,) = normalize_vjp(dweights.astype(weights.dtype))
-    return dx.astype(x.dtype), dlogits, None, None
+    if key is None or rate == 0.0:
+        gradients = _run("backward", where, softmax, segment_ids, x, logits, cotangent)
+    else:
+        gradients = plain.backward(
+            where, softmax, segment_ids, x, logits, cotangent, rate=rate, key=key
+        )
+    return *gradients, None, None
 
 
 _dynamic_conv.defvjp(_dynamic_forward, _dynamic_backward)
+
+
+def _run(direction: Literal["forward", "backward"], where, softmax, segment_ids, *arrays):
+    """Returns `plain.forward` or `plain.backward` of the arrays, computed as the platform likes."""
+    ids = () if segment_ids is None else (segment_ids,)
+    formulation = plain.forward if direction == "forward" else plain.backward
+
+    def compute(*given):
+        return formulation(where, softmax, given[0] if ids else None, *given[len(ids) :])
+
+    kernels = _kernels(direction, where, softmax, bool(ids), *arrays[:2])
+    return implementation.run(compute, kernels, *ids, *arrays)
+
+
+def _kernels(direction, where, softmax, packed, x, weights) -> implementation.Kernels | None:
+    """Returns the kernels that compute the same, or None where there are none."""
+    if not implementation.wanted():
+        return None
+    # Deferred: importing Pallas takes time, which programs without TPUs need not spend.
+    from convt5.ops.pallas import convolution as tpu_kernels
+
+    operation = tpu_kernels.Operation(
+        where=where,
+        dynamic=weights.ndim == 4,
+        softmax=softmax,
+        packed=packed,
+        interpret=implementation.interpreted(),
+    )
+    if not tpu_kernels.is_supported(operation, direction, x, weights):
+        return None
+    run = tpu_kernels.forward if direction == "forward" else tpu_kernels.backward
+    return functools.partial(run, operation)

@@ -1,0 +1,1 @@
+"""Kernels written in Pallas: formulations that a compiler does not find by itself."""

@@ -1,0 +1,378 @@
+"""The TPU kernels called on whole arrays of one device: specifications, scratch memory, blocks.
+
+`plan` says whether there are kernels for given arrays; the caller takes another path otherwise.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from convt5.ops.pallas import conv_kernels as kernels
+from convt5.ops.pallas.conv_blocks import LANES, Blocks, Window
+from convt5.ops.taps import Taps
+
+VMEM_BYTES = 14 * 2**20
+"""What the blocks of one kernel may take of the fast memory, 16 MiB on the smallest chips."""
+
+STEP_BYTES = 2**18
+"""Bytes that could be moved while a kernel goes from one block to the next."""
+
+MAX_ROWS = 2048
+MAX_CHANNELS = 1024
+MAX_UNROLLED = 2048
+"""Taps times kernels, or times tiles of 128 channels: more makes programs too long to compile."""
+
+Direction = Literal["forward", "backward"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A convolution as the kernels see it.
+
+    Attributes:
+        kind: "static": one kernel per channel for all positions; "shared": kernels of each
+            position for groups of channels; "channel": for single channels.
+        direction: what is computed.
+        blocks: how arrays are cut.
+        batch, embed, heads: sizes.
+        softmax: whether the taps are normalised.
+        interpret: computes without a TPU, for tests.
+    """
+
+    kind: str
+    direction: Direction
+    blocks: Blocks
+    batch: int
+    embed: int
+    heads: int
+    softmax: bool = False
+    interpret: bool = False
+
+    @property
+    def taps(self) -> int:
+        return self.blocks.where.count
+
+    @property
+    def flat(self) -> int:
+        """Weights of one position, rounded up to whole registers."""
+        return -(-self.taps * self.heads // LANES) * LANES
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        blocks = self.blocks
+        return self.batch, self.embed // blocks.channels, blocks.length // blocks.rows
+
+
+def forward(call: Call, x: jax.Array, weights: jax.Array, ids: jax.Array | None) -> jax.Array:
+    """Returns the convolution.
+
+    Args:
+        call: what is computed.
+        x: [batch, length, embed].
+        weights: [kernel, embed] if static; logits [batch, kernel, heads, length] if shared, and
+            [batch, kernel, length, embed] if of single channels.
+        ids: segments [batch, 1, length], or None.
+    """
+    blocks = call.blocks
+    scratch = [_rows(blocks.inputs, blocks), *_segment_scratch(blocks)]
+    scratch += _weight_scratch(call, blocks.own, blocks.own)
+    (y,) = _run(
+        call,
+        _cost(call, x.dtype.itemsize, weights.dtype.itemsize),
+        functools.partial(_forward_body, call),
+        [
+            (x, blocks.row_spec(blocks.inputs)),
+            *_segment_input(blocks, ids),
+            (weights, _weight_spec(call, blocks.own, blocks.own)),
+        ],
+        [(jax.ShapeDtypeStruct(x.shape, x.dtype), blocks.row_spec(blocks.own))],
+        scratch,
+    )
+    return y
+
+
+def _forward_body(call: Call, *refs: Any) -> None:
+    blocks, block = call.blocks, pl.program_id(2)
+    left = list(refs)
+    take = functools.partial(left.pop, 0)
+    x, ids = take(), take() if blocks.packed else None
+    weights, y = take(), take()
+    rows = kernels.Rows(take(), blocks.inputs)
+    segments = kernels.Segments(kernels.Rows(take(), blocks.segments) if blocks.packed else None)
+    rows.fill(x, blocks, block)
+    segments.fill(ids, blocks, block)
+    tile = _held(call, block, weights, left, blocks.own, blocks.own)
+    kernels.sum_taps(
+        blocks, y, rows, segments, blocks.where.offsets, lambda tap, row: tile(tap, row, 0)
+    )
+
+
+def backward(
+    call: Call, x: jax.Array, weights: jax.Array, ids: jax.Array | None, dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients in x and weights; that of static kernels is [batch, kernel, embed]."""
+    blocks = call.blocks
+    windows = blocks.readers, blocks.reader_lanes
+    scratch = [_rows(blocks.inputs, blocks), _rows(blocks.readers, blocks)]
+    scratch += [*_segment_scratch(blocks), *_weight_scratch(call, *windows)]
+    if call.kind == "static":
+        slopes = jax.ShapeDtypeStruct((call.batch, call.taps, call.embed), jnp.float32)
+        slope_spec = pl.BlockSpec((None, call.taps, blocks.channels), lambda b, c, i: (b, 0, c))
+        scratch += [_float32(call.taps, 8, blocks.channels)]
+    else:
+        slopes = jax.ShapeDtypeStruct(weights.shape, weights.dtype)
+        slope_spec = _weight_spec(call, blocks.own, blocks.own)
+    if call.kind == "shared":
+        scratch += [_turned(call, blocks.own), _float32(call.flat, blocks.rows)]
+    return _run(
+        call,
+        _cost(call, x.dtype.itemsize, weights.dtype.itemsize),
+        functools.partial(_backward_body, call),
+        [
+            (x, blocks.row_spec(blocks.inputs)),
+            (dy, blocks.row_spec(blocks.readers)),
+            *_segment_input(blocks, ids),
+            (weights, _weight_spec(call, *windows)),
+        ],
+        [
+            (jax.ShapeDtypeStruct(x.shape, x.dtype), blocks.row_spec(blocks.own)),
+            (slopes, slope_spec),
+        ],
+        scratch,
+    )
+
+
+def _backward_body(call: Call, *refs: Any) -> None:
+    blocks, block = call.blocks, pl.program_id(2)
+    left = list(refs)
+    take = functools.partial(left.pop, 0)
+    x, dy, ids = take(), take(), take() if blocks.packed else None
+    weights, dx, dweights = take(), take(), take()
+    x_rows = kernels.Rows(take(), blocks.inputs)
+    dy_rows = kernels.Rows(take(), blocks.readers)
+    segments = kernels.Segments(kernels.Rows(take(), blocks.segments) if blocks.packed else None)
+    x_rows.fill(x, blocks, block)
+    dy_rows.fill(dy, blocks, block)
+    segments.fill(ids, blocks, block)
+    held = _held(call, block, weights, left, blocks.readers, blocks.reader_lanes)
+    # Row i was read by row i - offset, with the weight of that row.
+    back = [-offset for offset in blocks.where.offsets]
+    kernels.sum_taps(
+        blocks, dx, dy_rows, segments, back, lambda tap, row: held(tap, row, back[tap])
+    )
+    if call.kind == "static":
+        kernels.static_gradient(blocks, dweights, left[0], x_rows, dy_rows, segments)
+    elif call.kind == "shared":
+        flat, turned, *slopes = left
+        shared = kernels.SharedWeights(
+            flat, turned, call.heads, call.embed // call.heads, blocks.reader_lanes
+        )
+        kernels.shared_gradient(
+            blocks,
+            dweights,
+            shared,
+            (slopes[0], slopes[1]),
+            x_rows,
+            dy_rows,
+            segments,
+            call.softmax,
+        )
+    else:
+        channel = kernels.ChannelWeights(left[0], blocks.readers)
+        kernels.channel_gradient(blocks, dweights, channel, x_rows, dy_rows, segments, call.softmax)
+
+
+def _held(
+    call: Call, block, weights: jax.Ref, scratch: Sequence[Any], window: Window, lanes: Window
+):
+    """Fills the scratch memory of the weights, and returns how to read a tile of them."""
+    if call.kind == "static":
+        return lambda tap, row, offset: (
+            lambda tile: weights[pl.ds(tap, 1), pl.ds(tile * LANES, LANES)].astype(jnp.float32)
+        )
+    if call.kind == "shared":
+        group = call.embed // call.heads
+        held = kernels.SharedWeights(scratch[0], scratch[1], call.heads, group, lanes)
+    else:
+        held = kernels.ChannelWeights(scratch[0], window)
+    held.fill(weights, call.blocks, block, call.softmax)
+    return held.tile
+
+
+def _run(call: Call, cost: pl.CostEstimate, body, inputs, outputs, scratch):
+    shapes, out_specs = zip(*outputs, strict=True)
+    arrays, in_specs = zip(*inputs, strict=True)
+    if not call.interpret:
+        # Otherwise XLA copies operands to fast memory as a whole, of which the kernel has its part.
+        arrays = [pltpu.with_memory_space_constraint(a, pltpu.HBM) for a in arrays]
+    run = pl.pallas_call(
+        body,
+        grid=call.grid,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=shapes,
+        scratch_shapes=scratch,
+        interpret=call.interpret,
+        cost_estimate=cost,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary")
+        ),
+    )
+    return run(*arrays)
+
+
+def _float32(*shape: int):
+    return pltpu.VMEM(shape, jnp.float32)
+
+
+def _rows(window: Window, blocks: Blocks):
+    return _float32(blocks.channels // LANES, window.size, LANES)
+
+
+def _segment_scratch(blocks: Blocks):
+    return [pltpu.VMEM((1, blocks.segments.size, LANES), jnp.int32)] if blocks.packed else []
+
+
+def _segment_input(blocks: Blocks, ids):
+    return [(ids, blocks.segment_spec())] if blocks.packed else []
+
+
+def _weight_scratch(call: Call, window: Window, lanes: Window):
+    if call.kind == "static":
+        return []
+    if call.kind == "shared":
+        return [_float32(call.flat, lanes.size), _turned(call, lanes)]
+    return [_float32(call.taps, call.blocks.channels // LANES, window.size, LANES)]
+
+
+def _turned(call: Call, lanes: Window):
+    return _float32(call.flat // LANES, lanes.size, LANES)
+
+
+def _weight_spec(call: Call, window: Window, lanes: Window) -> pl.BlockSpec:
+    if call.kind == "static":
+        return pl.BlockSpec((call.taps, call.blocks.channels), lambda b, c, i: (0, c))
+    if call.kind == "shared":
+        return call.blocks.lane_spec(lanes, call.taps, call.heads)
+    return call.blocks.tap_spec(window, call.taps)
+
+
+def _cost(call: Call, x_bytes: int, weight_bytes: int) -> pl.CostEstimate:
+    """What a kernel does and moves: halos count as often as they are read."""
+    blocks, cells = call.blocks, call.batch * call.blocks.length
+    read = functools.partial(rows_read, blocks)
+    if call.kind == "static":
+        weights = call.batch * call.taps * call.embed
+        weight_rows = weights * weight_bytes
+    else:
+        weights = cells * call.taps * call.heads
+        weight_rows = call.batch * call.taps * call.heads * weight_bytes
+    row, ids = call.batch * call.embed * x_bytes, 4 * call.batch * blocks.packed
+    ids *= call.grid[1] * read(blocks.segments)
+    products = 2 * cells * call.taps * call.embed
+    if call.direction == "forward":
+        moved = row * (read(blocks.inputs) + blocks.length)
+        held = weight_rows * (1 if call.kind == "static" else blocks.length)
+        return pl.CostEstimate(
+            flops=products,
+            transcendentals=weights * call.softmax,
+            bytes_accessed=moved + held + ids,
+        )
+    moved = row * (read(blocks.inputs) + read(blocks.readers) + blocks.length)
+    if call.kind == "static":
+        held = weight_rows + 4 * weights
+    else:
+        window = blocks.reader_lanes if call.kind == "shared" else blocks.readers
+        held = weight_rows * (read(window) + blocks.length)
+    return pl.CostEstimate(
+        flops=2 * products,
+        transcendentals=weights * call.softmax,
+        bytes_accessed=moved + held + ids,
+    )
+
+
+# --- Blocks ---------------------------------------------------------------------------------------
+
+
+def make_call(
+    kind: str,
+    direction: Direction,
+    where: Taps,
+    *,
+    batch: int,
+    length: int,
+    embed: int,
+    heads: int,
+    itemsize: int,
+    packed: bool,
+    softmax: bool,
+    interpret: bool = False,
+    max_rows: int = MAX_ROWS,
+) -> Call | None:
+    """Returns the call that moves the fewest bytes, or None if there is no kernel for it.
+
+    `itemsize` is that of the elements of x and logits; `length` is a multiple of 128.
+    """
+    tiles = min(embed, MAX_CHANNELS) // LANES
+    unrolled = where.count * (max(heads, embed // LANES) if kind == "shared" else tiles)
+    if unrolled > MAX_UNROLLED or embed % LANES or length % LANES or where.cross_segments:
+        return None
+    calls = [
+        Call(kind, direction, blocks, batch, embed, heads, softmax, interpret)
+        for blocks in _candidates(kind, where, length, embed, packed, max_rows)
+    ]
+    fitting = [call for call in calls if _vmem_bytes(call, itemsize) <= VMEM_BYTES]
+    return min(fitting, key=lambda call: _time(call, itemsize), default=None)
+
+
+def _candidates(kind, where, length, embed, packed, max_rows):
+    """Blocks that divide the array."""
+    rows = [r for r in range(LANES, max_rows + 1, LANES) if length % r == 0]
+    channels = [c for c in range(LANES, min(embed, MAX_CHANNELS) + 1, LANES) if embed % c == 0]
+    if kind == "shared":
+        # The sums over the channels of a kernel stay in one block.
+        channels = [embed]
+    return [Blocks(where, length, r, c, packed) for r in rows for c in channels]
+
+
+def _time(call: Call, itemsize: int) -> float:
+    """Bytes that could be moved while a kernel runs: nothing else happens in its first step."""
+    moved, steps = _cost(call, itemsize, itemsize).bytes_accessed, math.prod(call.grid)
+    return moved + moved / steps + STEP_BYTES * steps
+
+
+def rows_read(blocks: Blocks, window: Window) -> int:
+    """Rows that all blocks of a row of the array fetch through a window."""
+    return blocks.length // blocks.rows * blocks.fetched(window)
+
+
+def _vmem_bytes(call: Call, itemsize: int) -> int:
+    """Bytes of fast memory: every block twice, to be filled ahead, and scratch memory."""
+    blocks, channels, forward = call.blocks, call.blocks.channels, call.direction == "forward"
+    own, ids = blocks.rows * channels, blocks.packed * blocks.segments.size
+    read = channels * (blocks.inputs.size + (0 if forward else blocks.readers.size))
+    moved, kept = itemsize * (read + own) + 4 * 8 * ids, 4 * (read + LANES * ids)
+    if call.kind == "static":
+        slopes = 0 if forward else 4 * call.taps * channels
+        return 2 * (moved + 4 * call.taps * channels + slopes) + kept + 8 * slopes
+    window, lanes = blocks.own, blocks.own
+    if not forward:
+        window, lanes = blocks.readers, blocks.reader_lanes
+    slopes = 0 if forward else blocks.rows
+    if call.kind == "shared":
+        sublanes = call.taps * max(8, call.heads)
+        moved += itemsize * sublanes * (lanes.size + slopes)
+        return 2 * moved + kept + 4 * call.flat * 2 * (lanes.size + slopes)
+    moved += itemsize * call.taps * channels * (window.size + slopes)
+    return 2 * moved + kept + 4 * call.taps * channels * window.size
+
+
+def padded_length(length: int) -> int:
+    return math.ceil(length / LANES) * LANES

@@ -1,0 +1,46 @@
+"""The convolutions and their gradients in plain JAX, for every backend, shape and type.
+
+Weights are a kernel [kernel, embed] for all positions, or logits [batch, length, kernel, heads] of
+each position; `convolution` documents them. The arithmetic is that of `taps`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from convt5.ops import taps
+from convt5.ops.taps import Taps
+
+
+def normalize(softmax: bool, rate: float, logits, key):
+    """Returns the weights of the taps in at least float32; taps are the axis before the last."""
+    weights = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    if softmax:
+        weights = taps.tap_softmax(weights)
+    if key is None or rate == 0.0:
+        return weights
+    kept = jax.random.bernoulli(key, 1.0 - rate, weights.shape)
+    return jnp.where(kept, weights / (1.0 - rate), 0.0)
+
+
+def forward(where: Taps, softmax: bool, segment_ids, x, weights, *, rate=0.0, key=None):
+    """Returns the convolution; `softmax`, `rate` and `key` only matter to logits."""
+    if weights.ndim == 2:
+        return taps.weighted_sum(where, x, weights[None, None], segment_ids)
+    return taps.weighted_sum(where, x, normalize(softmax, rate, weights, key), segment_ids)
+
+
+def backward(where: Taps, softmax: bool, segment_ids, x, weights, cotangent, *, rate=0.0, key=None):
+    """Returns the gradients in x and in the weights."""
+    if weights.ndim == 2:
+        # Transposing a sum of shifts mirrors it: row i was read by the rows that it would read.
+        mirrored = weights[::-1][None, None]
+        dx = taps.weighted_sum(where.mirrored(), cotangent, mirrored, segment_ids)
+        dkernel = taps.static_weight_gradient(where, x, cotangent, segment_ids)
+        return dx.astype(x.dtype), dkernel.astype(weights.dtype)
+    normalized, vjp = jax.vjp(functools.partial(normalize, softmax, rate, key=key), weights)
+    dx = taps.transposed_sum(where, cotangent, normalized, segment_ids)
+    slopes = taps.dynamic_weight_gradient(where, x, cotangent, segment_ids, weights.shape[-1])
+    (dlogits,) = vjp(slopes.astype(normalized.dtype))
+    return dx.astype(x.dtype), dlogits

@@ -1,0 +1,228 @@
+"""The TPU kernels of the convolutions, computed without a TPU: equal to plain JAX and to loops."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from convt5.ops import depthwise_conv, dynamic_conv, implementation, lightweight_conv, plain
+from convt5.ops.padding import pad_widths
+from convt5.ops.pallas import convolution as tpu_kernels
+from convt5.ops.taps import Taps
+
+CONVOLUTIONS = {
+    "depthwise": depthwise_conv,
+    "lightweight": lightweight_conv,
+    "dynamic": dynamic_conv,
+}
+
+
+def draw(kind, *, batch=2, length=256, taps=3, heads=2, embed=128, dtype=jnp.float32):
+    """Inputs, weights (or logits) and a cotangent of one convolution."""
+    rng = np.random.default_rng(0)
+    shape = {
+        "depthwise": (taps, embed),
+        "lightweight": (taps, heads),
+        "dynamic": (batch, length, taps, heads),
+    }[kind]
+    x, dy = (jnp.asarray(rng.normal(size=(batch, length, embed)), dtype) for _ in range(2))
+    return x, jnp.asarray(rng.normal(size=shape), dtype if kind == "dynamic" else jnp.float32), dy
+
+
+def packed_rows(batch, length):
+    """Segments that end inside blocks and at their edges, with padding between and after."""
+    ids = np.zeros((batch, length), np.int32)
+    edges = [0, length // 5, length // 2, length // 2 + 3, length - 9]
+    for segment, (start, stop) in enumerate(itertools.pairwise(edges), start=1):
+        ids[::2, start:stop] = segment
+    ids[1::2, 5:] = 7
+    ids[0, length // 3 : length // 3 + 4] = 0
+    return jnp.asarray(ids)
+
+
+def largest_error(found, expected):
+    scale = float(jnp.max(jnp.abs(expected.astype(jnp.float32))))
+    difference = found.astype(jnp.float32) - expected.astype(jnp.float32)
+    return float(jnp.max(jnp.abs(difference))) / scale
+
+
+CASES = {
+    "adjacent, packed": ("depthwise", {"taps": 3}, {}, True),
+    "even, dilated, causal": (
+        "depthwise",
+        {"taps": 4},
+        {"dilation": 8, "padding": "CAUSAL"},
+        False,
+    ),
+    "shared, packed": ("dynamic", {"taps": 3, "heads": 2}, {}, True),
+    "shared, dilated, causal": (
+        "dynamic",
+        {"taps": 4, "heads": 2, "length": 384},
+        {"dilation": 5, "padding": "CAUSAL"},
+        True,
+    ),
+    "kernels that cross registers": (
+        "dynamic",
+        {"taps": 3, "heads": 8, "embed": 384},
+        {"padding": (0, 2)},
+        False,
+    ),
+    "kernel per channel, packed": ("dynamic", {"taps": 3, "heads": 128}, {"dilation": 9}, True),
+    "kernel per channel, causal": (
+        "dynamic",
+        {"taps": 4, "heads": 128},
+        {"padding": "CAUSAL"},
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_equal_the_plain_formulation_across_blocks(case):
+    kind, sizes, options, packed = CASES[case]
+    x, weights, dy = draw(kind, **sizes)
+    taps, dilation = sizes["taps"], options.get("dilation", 1)
+    where = Taps(
+        taps, dilation, *pad_widths(taps, dilation, options.get("padding", "CENTERED")), False
+    )
+    ids = packed_rows(*x.shape[:2]) if packed else None
+    # Blocks smaller than the row, so that taps reach over their edges.
+    operation = tpu_kernels.Operation(where, kind == "dynamic", True, packed, True, max_rows=128)
+    given = (x, weights) if ids is None else (ids, x, weights)
+    call = tpu_kernels._call(operation, "backward", x, weights)
+    assert call is not None
+    assert call.grid[2] == x.shape[1] // 128 > 1
+
+    @jax.jit
+    def both(given, dy):
+        kernels = (
+            tpu_kernels.forward(operation, *given),
+            *tpu_kernels.backward(operation, *given, dy),
+        )
+        plainly = (
+            plain.forward(where, True, ids, x, weights),
+            *plain.backward(where, True, ids, x, weights, dy),
+        )
+        return kernels, plainly
+
+    for found, expected in zip(*both(given, dy), strict=True):
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        # Float32 sums of the same terms in another order.
+        assert largest_error(found, expected) < 1e-6
+
+
+def gradients(kind, options, x, weights, dy, choice="interpreted kernels"):
+    """The output and both gradients, from the public function."""
+
+    @jax.jit
+    def run(x, weights, dy):
+        y, vjp = jax.vjp(functools.partial(CONVOLUTIONS[kind], **options), x, weights)
+        return y, *vjp(dy)
+
+    with implementation.chosen(choice):
+        assert ("pallas_call" in str(run.trace(x, weights, dy).jaxpr)) == (choice != "plain")
+        return run(x, weights, dy)
+
+
+@pytest.mark.parametrize("kind", ["lightweight", "dynamic"])
+def test_kernels_equal_loops_written_from_the_equations(kind):
+    # A length that no block divides.
+    x, logits, dy = draw(kind, batch=1, length=20, taps=4)
+    ids = packed_rows(1, 20)
+    y, *_ = gradients(kind, {"segment_ids": ids, "dilation": 2}, x, logits, dy)
+    if kind == "lightweight":
+        weights = oracles.lightweight_weights(logits, 1, 20, 128)
+    else:
+        weights = oracles.dynamic_weights(logits, 128)
+    expected = oracles.convolve(x, weights, dilation=2, segment_ids=np.asarray(ids))
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_bfloat16_is_rounded_once_after_a_float32_sum(kind):
+    x, weights, dy = draw(kind, length=40, taps=5, dtype=jnp.bfloat16)
+    options = {"segment_ids": packed_rows(2, 40)}
+    found = gradients(kind, options, x, weights, dy)
+    wide = gradients(kind, options, *(a.astype(jnp.float32) for a in (x, weights, dy)), "plain")
+    for low, exact in zip(found, wide, strict=True):
+        # Half a unit in the last of 8 bits, and float32 sums on its edge.
+        np.testing.assert_allclose(
+            low.astype(jnp.float32), exact, rtol=2.0**-8, atol=1e-6 * np.abs(exact).max()
+        )
+
+
+def test_what_lies_in_padding_or_in_other_segments_is_never_read():
+    x, logits, dy = draw("dynamic", length=128, taps=7)
+    ids = jnp.asarray(np.repeat([[1, 0, 2, 3]], 32, axis=1) * np.ones((2, 1), np.int32))
+    poisoned = jnp.where((ids == 3) | (ids == 0), jnp.nan, 0)[..., None]
+    clean = gradients("dynamic", {"segment_ids": ids}, x, logits, dy)
+    found = gradients("dynamic", {"segment_ids": ids}, x + poisoned, logits, dy + poisoned)
+    kept = np.asarray((ids != 3) & (ids != 0))
+    for a, b in zip(found, clean, strict=True):
+        np.testing.assert_array_equal(np.asarray(a)[kept], np.asarray(b)[kept])
+    assert not np.any(np.asarray(found[0])[np.asarray(ids == 0)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads"), [("depthwise", 256), ("dynamic", 2), ("dynamic", 1), ("dynamic", 3)]
+)
+def test_rows_and_channels_split_over_devices_without_gathering(kind, heads):
+    embed = 384 if heads == 3 else 256
+    x, weights, dy = draw(kind, batch=4, length=16, heads=heads, embed=embed)
+    options = {"segment_ids": packed_rows(4, 16)}
+    expected = gradients(kind, options, x, weights, dy, "plain")
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor"))
+    place = lambda a, *axes: jax.device_put(a, NamedSharding(mesh, PartitionSpec(*axes)))  # noqa: E731
+    x, dy = (place(a, "data", None, "tensor") for a in (x, dy))
+    weights = place(weights, *(["data"] if kind == "dynamic" else []))
+    ids = place(options["segment_ids"], "data")
+
+    def run(x, weights, dy, ids):
+        convolve = functools.partial(CONVOLUTIONS[kind], segment_ids=ids)
+        y, vjp = jax.vjp(convolve, x, weights)
+        return y, *vjp(dy)
+
+    with implementation.chosen("interpreted kernels"):
+        compiled = jax.jit(run).lower(x, weights, dy, ids).compile()
+    # Three kernels on two devices: one kernel has its channels on both, and is gathered.
+    assert ("all-gather" in compiled.as_text()) == (heads == 3)
+    for found, wanted in zip(compiled(x, weights, dy, ids), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_vmap_computes_each_alone():
+    x, weights, dy = draw("depthwise", length=16, taps=3)
+    twice = [jnp.stack([a, -a]) for a in (x, dy)]
+
+    def run(x, dy):
+        y, vjp = jax.vjp(depthwise_conv, x, weights)
+        return y, *vjp(dy)
+
+    with implementation.chosen("interpreted kernels"):
+        found = jax.jit(jax.vmap(run))(*twice)
+    for a, b in zip(found, run(x, dy), strict=True):
+        np.testing.assert_allclose(a[0], b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"embed": 96}, {}),
+        ({"length": 4096, "taps": 31, "heads": 2, "batch": 1, "embed": 512}, {"dilation": 128}),
+        ({}, {"taps_cross_segments": True}),
+        ({}, {"tap_dropout_rate": 0.5, "dropout_key": 0}),
+    ],
+    ids=["channels", "reach", "crossing taps", "dropout"],
+)
+def test_what_kernels_do_not_serve_is_computed_plainly(sizes, options):
+    if "dropout_key" in options:
+        options = options | {"dropout_key": jax.random.key(0)}
+    x, logits, _ = jax.eval_shape(lambda: draw("dynamic", **sizes))
+    with implementation.chosen("kernels"):
+        traced = jax.make_jaxpr(functools.partial(dynamic_conv, **options))(x, logits)
+    assert "pallas_call" not in str(traced)
