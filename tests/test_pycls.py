@@ -12,9 +12,10 @@ import pytest
 from safetensors.numpy import save_file
 
 import convt5
-from convt5 import convert, gin_config, loading
+from convt5 import convert, gin_config, loading, sharding
 from convt5.checkpoint import find_checkpoint
 from convt5.errors import UserError
+from convt5.evaluation import checkpoints
 from convt5.interchange import pycls
 from convt5.interchange.mapping import take_apart
 from convt5.tree_paths import named_leaves
@@ -261,3 +262,14 @@ def test_imports_give_the_logits_of_the_original(golden, case, tmp_path, capsys)
         logits = jax.jit(lambda m, x: m(x).logits)(model, np.moveaxis(data["images"], 1, -1))
         expected = data["eval.logits"]
     assert np.abs(logits - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_commands_for_text_say_that_it_is_a_vision_model(exported, tmp_path, capsys):
+    np.savez(tmp_path / "a.npz", **foreign("conv"))
+    import_file(tmp_path / "a.npz", tmp_path / "run", "conv", *["--to=safetensors"] * exported)
+    (found,) = checkpoints.select(tmp_path / "run")
+    mesh = sharding.MeshConfig().build()
+    for call in (lambda: checkpoints.model_config(found), lambda: checkpoints.load(found, mesh)):
+        with pytest.raises(UserError, match="holds a ViTConfig, and tasks of text need"):
+            call()

@@ -17,7 +17,7 @@ from convt5.errors import UserError
 from convt5.prefetching import position, take_apart
 from convt5.vision.augmentation import Augmentation, resized
 from convt5.vision.images import ImageDataConfig
-from convt5.vision.sources import Digits, Folder, Npz, in_memory
+from convt5.vision.sources import Digits, Folder, Npz, Tfds, in_memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,10 +147,10 @@ def test_colour_is_not_made_grey_silently(tmp_path):
 def test_the_digits_are_split_without_overlap():
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     train, held_out = Digits().open("train"), Digits().open("validation")
-    assert (len(train.labels), len(held_out.labels)) == (1498, 299)
-    assert set(train.labels) == set(held_out.labels) == set(range(10))
-    assert train.read(0).shape == (8, 8, 1)
-    assert max(train.read(i).max() for i in range(100)) == 255
+    assert (train.size, held_out.size) == (1498, 299)
+    assert train.labels == held_out.labels == (0, 9)
+    assert train.read(0)[0].shape == (8, 8, 1)
+    assert max(train.read(i)[0].max() for i in range(100)) == 255
     with pytest.raises(UserError, match="must be train or validation"):
         Digits().open("test")
 
@@ -244,6 +244,46 @@ def test_an_empty_or_missing_folder_is_named(tmp_path):
         Folder(path=str(tmp_path)).open("train")
     with pytest.raises(UserError, match="is no folder"):
         Folder(path=f"{tmp_path}/{{split}}").open("train")
+
+
+@pytest.mark.parametrize(
+    ("name", "channels", "classes"),
+    [("mnist", 1, 10), ("cifar10", 3, 10), ("imagenet2012", 3, 1000)],
+)
+def test_tfds_gives_the_images_of_its_data_sets(name, channels, classes):
+    tensorflow()
+    tfds = pytest.importorskip("tensorflow_datasets")
+    with tfds.testing.mock_data(num_examples=6):
+        found = build(
+            source=Tfds(name=name),
+            batch_size=4,
+            in_channels=channels,
+            num_classes=classes,
+            image_size=16,
+            num_epochs=1,
+        )
+        batches = list(found)
+    assert [batch["weights"].sum() for batch in batches] == [4, 2]
+    assert batches[0]["images"].shape == (4, 16, 16, channels)
+    assert 0 <= batches[0]["labels"].min() <= batches[0]["labels"].max() < classes
+    assert np.ptp(batches[0]["images"]) > 10
+
+
+@pytest.mark.parametrize("name", ["mnist:3.0.1", "no_such_data_set"])
+def test_what_tfds_does_not_hold_is_named(name, tmp_path):
+    tensorflow()
+    with pytest.raises(UserError, match=f"split='train' of name='{name}' cannot be read"):
+        Tfds(name=name, data_dir=str(tmp_path)).open("train")
+
+
+def test_data_sets_without_images_are_named():
+    tensorflow()
+    tfds = pytest.importorskip("tensorflow_datasets")
+    with (
+        tfds.testing.mock_data(num_examples=1),
+        pytest.raises(UserError, match="has no features image and label"),
+    ):
+        Tfds(name="imdb_reviews").open("train")
 
 
 def pixels(height: int, width: int, channels: int = 3) -> np.ndarray:

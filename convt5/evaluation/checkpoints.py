@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from convt5 import checkpoint, errors, loading, sharding
+from convt5.architecture import ConvT5Config
 from convt5.model import ConvT5
 
 LATEST, BEST, ALL = "latest", "best", "all"
@@ -97,11 +98,17 @@ def follow(
 
 
 def load(found: Found, mesh: Mesh, **settings: Any) -> ConvT5:
-    """Returns the model, placed on a mesh by `sharding.TEXT_RULES`; `settings` as `load_model`."""
+    """Returns the model, placed on a mesh by `sharding.TEXT_RULES`; `settings` as `load_model`.
+
+    Raises:
+        UserError: it is no text model.
+    """
     if found.step is None:
         model = loading.load_model(found.folder, **settings)
+        _check_text(model.config, found)
         return jax.device_put(model, _shardings(model, mesh))
     config = loading.changed(loading.run_config(found.folder), settings)
+    _check_text(config, found)
     abstract = jax.eval_shape(lambda: config.build(jax.random.key(0)))
     placed = jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
@@ -124,10 +131,26 @@ def load_if_there(found: Found, mesh: Mesh) -> ConvT5 | None:
 
 
 def model_config(found: Found) -> Any:
-    """Returns the description of the model, without its parameters."""
+    """Returns the description of the model, without its parameters.
+
+    Raises:
+        UserError: it is no text model.
+    """
     if found.step is None:
-        return loading.read_exported(found.folder).config
-    return loading.run_config(found.folder)
+        config = loading.read_exported(found.folder).config
+    else:
+        config = loading.run_config(found.folder)
+    _check_text(config, found)
+    return config
+
+
+def _check_text(config: Any, found: Found) -> None:
+    if not isinstance(config, ConvT5Config):
+        raise errors.UserError(
+            f"{found.folder} holds a {type(config).__name__}, and tasks of text need a "
+            "ConvT5Config; `convt5.load_model` gives the model to Python, and `train` measures it "
+            "on its eval_data."
+        )
 
 
 def _shardings(model: Any, mesh: Mesh) -> Any:

@@ -100,7 +100,7 @@ class ImageDataConfig:
                 f"set it to a multiple of {process_count}."
             )
         opened = self.source.open(self.split)
-        low, high = int(opened.labels.min()), int(opened.labels.max())
+        low, high = opened.labels
         if low < 0 or high >= self.num_classes:
             raise errors.UserError(
                 f"labels run from {low} to {high} in split={self.split!r}, but num_classes="
@@ -134,7 +134,7 @@ class ImageBatches:
 
     def __next__(self) -> dict[str, np.ndarray]:
         """Returns the next batch; hosts agree on how many there are."""
-        config, size = self._config, len(self._images.labels)
+        config, size = self._config, self._images.size
         first = self._count * config.batch_size
         total = np.inf if config.num_epochs is None else config.num_epochs * size
         if first >= total:
@@ -164,38 +164,37 @@ class ImageBatches:
         self._count = saved["count"] + skip
 
     def _batch(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        indices = np.asarray([self._index(int(number)) for number in numbers])
-        pairs = zip(indices.tolist(), numbers.tolist(), strict=True)
-        read = [self._read(index, number) for index, number in pairs]
-        is_image = np.asarray([image is not None for image in read])
-        if not is_image.any():
+        read = [self._read(self._index(number), number) for number in numbers.tolist()]
+        is_image = [found is not None for found in read]
+        # A row without an image repeats another, so that none is strange to batch statistics.
+        spare = next((found for found in read if found is not None), None)
+        if spare is None:
             raise errors.UserError(
                 f"none of the {len(read)} images of a batch can be read; check the data."
             )
-        # A row without an image repeats another, so that none is strange to batch statistics.
-        rows = np.where(is_image, np.arange(len(read)), np.argmax(is_image))
+        images, labels = zip(*(found or spare for found in read), strict=True)
         return {
-            "images": self._normalised(np.stack([read[row] for row in rows])),
-            "labels": self._images.labels[indices[rows]],
-            "weights": is_image.astype(np.float32),
+            "images": self._normalised(np.stack(images)),
+            "labels": np.asarray(labels, np.int32),
+            "weights": np.asarray(is_image, np.float32),
         }
 
     def _index(self, number: int) -> int:
         """Returns which image is taken as the `number`th."""
-        epoch, place = divmod(number, len(self._images.labels))
+        epoch, place = divmod(number, self._images.size)
         shuffle = self._config.shuffle
         if not (self._config.num_epochs is None if shuffle is None else shuffle):
             return place
         if self._order[0] != epoch:
             drawn = np.random.default_rng([self._config.seed, epoch])
-            self._order = (epoch, drawn.permutation(len(self._images.labels)))
+            self._order = (epoch, drawn.permutation(self._images.size))
         return int(self._order[1][place])
 
-    def _read(self, index: int, number: int) -> np.ndarray | None:
-        """Returns an image of the right size in [0, 255]; None for what is none and skipped."""
+    def _read(self, index: int, number: int) -> tuple[np.ndarray, int] | None:
+        """Returns an image of the right size in [0, 255] and its label; None for one skipped."""
         config = self._config
         try:
-            image = self._images.read(index)
+            image, label = self._images.read(index)
         except CorruptImage as error:
             if config.on_corrupt == "refuse":
                 raise
@@ -208,7 +207,7 @@ class ImageBatches:
             )
         else:
             image = resized(image, size=config.image_size, shorter_side=config.resize_size)
-        return self._with_channels(image)
+        return self._with_channels(image), label
 
     def _with_channels(self, image: np.ndarray) -> np.ndarray:
         wanted = self._config.in_channels

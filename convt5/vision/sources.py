@@ -1,4 +1,4 @@
-"""Where labelled images come from: scikit-learn's digits, arrays in a file, folders of images.
+"""Where labelled images come from: scikit-learn's digits, arrays in a file, image files, TFDS.
 
 A source opens one split as images that can be read in any order. Faults are named by file.
 """
@@ -29,14 +29,16 @@ class ImageSet(NamedTuple):
     """The images of one split.
 
     Attributes:
-        labels: of each image, from 0.
-        read: returns one image by its index, uint8 [height, width, channels].
+        size: how many there are.
+        labels: the least and the greatest label.
+        read: returns an image by its index, uint8 [height, width, channels], and its label.
         fingerprint: changes when the images do.
         class_names: of the labels, where they have names.
     """
 
-    labels: np.ndarray
-    read: Callable[[int], np.ndarray]
+    size: int
+    labels: tuple[int, int]
+    read: Callable[[int], tuple[np.ndarray, int]]
     fingerprint: str
     class_names: tuple[str, ...] = ()
 
@@ -142,20 +144,79 @@ class Folder:
                 f"path={root} holds no image; expected files that end in {', '.join(_SUFFIXES)}, "
                 "in one folder for each class."
             )
-        paths = [path for path, _ in files]
-        names = "\n".join(str(path.relative_to(root)) for path in paths)
+        names = "\n".join(str(path.relative_to(root)) for path, _ in files)
+
+        def read(index: int) -> tuple[np.ndarray, int]:
+            path, label = files[index]
+            return decode(path, channels=self.channels), label
+
         return ImageSet(
-            labels=np.asarray([label for _, label in files], np.int32),
-            read=lambda index: decode(paths[index], channels=self.channels),
+            size=len(files),
+            labels=(files[0][1], files[-1][1]),
+            read=read,
             fingerprint=hashlib.sha256(names.encode()).hexdigest(),
             class_names=tuple(classes),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tfds:
+    """A TFDS data set with the features `image` and `label`, such as mnist, cifar10, imagenet2012.
+
+    It is prepared before, in the format that any image can be read from at once; nothing is
+    downloaded by surprise.
+
+    Attributes:
+        name: of the data set, with its version for a run that can be repeated: "mnist:3.0.1".
+        data_dir: where it lies; None is TFDS's own place.
+    """
+
+    name: str
+    data_dir: str | None = None
+
+    def open(self, split: str) -> ImageSet:
+        """Returns the images of a split."""
+        with quiet_imports.without_tensorflow_chatter():
+            import tensorflow_datasets as tfds
+        _tensorflow()
+        try:
+            builder: Any = tfds.builder(self.name, data_dir=self.data_dir)
+            examples = builder.as_data_source(split=split)
+        except Exception as error:  # TFDS has many kinds.
+            raise errors.UserError(
+                f"split={split!r} of name={self.name!r} cannot be read; prepare it with `tfds "
+                f"build {self.name} --file_format=array_record`, or set data_dir to where it is. "
+                f"TFDS says: {str(error).strip().splitlines()[0]}"
+            ) from None
+        features = builder.info.features
+        if not features or not {"image", "label"} <= set(features):
+            raise errors.UserError(
+                f"name={self.name!r} has no features image and label; choose a data set for the "
+                "classification of images."
+            )
+
+        def read(index: int) -> tuple[np.ndarray, int]:
+            example: Any = examples[index]
+            return np.asarray(example["image"]), int(example["label"])
+
+        return ImageSet(
+            size=len(examples),
+            labels=(0, features["label"].num_classes - 1),
+            read=read,
+            fingerprint=f"{builder.info.full_name} {split} {len(examples)}",
+            class_names=tuple(features["label"].names),
         )
 
 
 def in_memory(images: np.ndarray, labels: np.ndarray) -> ImageSet:
     """Returns arrays as a set of images."""
     digest = hashlib.sha256(images.tobytes() + labels.astype(np.int64).tobytes())
-    return ImageSet(labels.astype(np.int32), images.__getitem__, digest.hexdigest())
+    return ImageSet(
+        size=len(labels),
+        labels=(int(labels.min()), int(labels.max())),
+        read=lambda index: (images[index], int(labels[index])),
+        fingerprint=digest.hexdigest(),
+    )
 
 
 def decode(path: pathlib.Path, *, channels: int) -> np.ndarray:
