@@ -73,10 +73,7 @@ def test_values_equal_attention_written_out(x64, chunk_bytes, case):
     query_ids, key_ids = ids_of(target, source)
     found = attend(query, key, value, query_ids, key_ids, causal=causal, distance_bias=bias)
     expected = written_out(query, key, value, bias, query_ids, key_ids, causal=causal)
-    # What padding reads means nothing, nor what a query without keys does.
-    known = (expected != 0).any(axis=(2, 3))
-    assert known.sum() >= target
-    np.testing.assert_allclose(found[known], expected[known], rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,10 +8,13 @@ import subprocess
 import sys
 import types
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from convt5 import inspect
 from convt5.errors import UserError
+from convt5.ops import attend
 from convt5.tpu import step_report, topology
 from convt5.tpu.collectives import Traffic
 
@@ -120,12 +123,38 @@ def test_what_does_not_divide_is_refused_before_compiling(compiler, argv, messag
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("name", ["v3:2x2", "v4:2x2x2", "v5e:4x4", "v5p:1x1x1", "v6e:2x4"])
+@pytest.mark.parametrize(
+    "name", ["v3:2x2", "v4:2x2x2", "v5e:4x4", "v5p:1x1x1", "v5e:1x1", "v6e:2x4"]
+)
 def test_every_generation_has_devices_of_known_speed(compiler, name):
     found = topology.load(name)
     chips = math.prod(topology.parse(name).shape)
     assert len(found.devices) == chips * found.chip.cores_per_chip
     assert found.peak_flops is not None
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:1x1", "v6e:1x1"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_attention_kernels_compile_and_write_no_logits(compiler, name, biased):
+    place = jax.sharding.SingleDeviceSharding(topology.load(name).devices[0])
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    target, source, heads = 512, 1024, 12
+
+    def loss(query, key, value, bias, target_ids, source_ids):
+        split = [a.reshape(*a.shape[:2], heads, -1) for a in (query, key, value)]
+        return attend(*split, target_ids, source_ids, distance_bias=bias).astype(jnp.float32).sum()
+
+    arrays = [array(1, target, 768), array(1, source, 768), array(1, source, 768)]
+    bias = array(heads, target + source - 1, dtype=jnp.float32) if biased else None
+    ids = [array(1, length, dtype=jnp.int32) for length in (target, source)]
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*arrays, bias, *ids).compile()
+    assert compiled.as_text().count("tpu_custom_call") >= 1
+    logits = 4 * heads * target * source
+    assert compiled.memory_analysis().temp_size_in_bytes < logits / 4
 
 
 @pytest.mark.parametrize("name", ["v5e", "v5e:", "v9:2x2", "5e:2x2", "v5e:2x2 ", "v5e:2*2"])

@@ -1,7 +1,7 @@
 """Attention over packed rows whose logits are never held for all queries at once.
 
 Queries are taken in chunks, and the backward pass computes the weights of a chunk again, so that
-memory grows with the length of a row and not with its square.
+memory grows with the length of a row and not with its square. On TPU, kernels do the same on-chip.
 """
 
 import functools
@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from .masking import attention_mask
+from convt5.ops import implementation
+from convt5.ops.masking import attention_mask
 
 CHUNK_BYTES = 2**25
 """Bytes of the logits of one chunk of queries, at most."""
@@ -40,8 +41,8 @@ def attend(
 
     Args:
         query, key, value: projected positions.
-        query_segment_ids, key_segment_ids: packed examples. Nothing reads segment 0, padding, and
-            what queries of segment 0 return means nothing.
+        query_segment_ids, key_segment_ids: packed examples. Nothing reads segment 0, padding.
+            Queries without a key return zero.
         causal: hides the keys behind each query's own position.
         distance_bias: added to the logits, by the distance of key minus query position, from
             1 - target to source - 1.
@@ -51,14 +52,10 @@ def attend(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(causal, query, key, value, bias, query_ids, key_ids):
-    def chunked(chunk_bytes):
-        chunks = _chunks(query, query_ids, key, chunk_bytes)
-        found = lax.map(
-            lambda c: _attend_rows(causal, c, c.query, key, value, bias, key_ids), chunks
-        )
-        return _merged(found, query.shape[1])
-
-    return _by_platform(chunked)
+    """On TPU by kernels where they serve; elsewhere in chunks."""
+    arrays = (query, key, value, query_ids, key_ids)
+    in_chunks = functools.partial(_attend_in_chunks, causal, bias)
+    return implementation.run(in_chunks, _kernels(causal, bias, query, key), *arrays)
 
 
 def _forward(causal, *arguments):
@@ -67,10 +64,75 @@ def _forward(causal, *arguments):
 
 def _backward(causal, residuals, cotangent):
     query, key, value, bias, query_ids, key_ids = residuals
+    arrays = (query, key, value, query_ids, key_ids, cotangent)
+    in_chunks = functools.partial(_gradients_in_chunks, causal, bias)
+    kernels = _kernels(causal, bias, query, key, backward=True)
+    dquery, dkey, dvalue, dbias = implementation.run(in_chunks, kernels, *arrays)
+    return dquery, dkey, dvalue, dbias, None, None
 
+
+_attend.defvjp(_forward, _backward)
+
+
+def _kernels(causal, bias, query, key, *, backward=False) -> implementation.Kernels | None:
+    """Returns the kernels that compute the same, or None where there are none."""
+    if not implementation.wanted() or _has_old_tpus():
+        return None
+    # Deferred: importing Pallas takes time, which programs without TPUs need not spend.
+    from convt5.ops.pallas import attention as kernels
+
+    heads, head_dim = query.shape[2:]
+    settings = kernels.Settings(head_dim, causal, interpret=implementation.interpreted())
+    if not kernels.is_supported(settings, _flat(query), _flat(key)):
+        return None
+    biases = () if bias is None else (bias,)
+
+    def attend(query, key, value, *ids):
+        y = kernels.attend(settings, *map(_flat, (query, key, value)), *ids, *biases)
+        return _with_heads(y, heads)
+
+    def gradients(query, key, value, query_ids, key_ids, cotangent):
+        rows = map(_flat, (query, key, value))
+        given = (*rows, query_ids, key_ids, *biases, _flat(cotangent))
+        drows, dbias = kernels.gradients(settings, *given)
+        return (*(_with_heads(a, heads) for a in drows), dbias)
+
+    return gradients if backward else attend
+
+
+@functools.cache
+def _has_old_tpus() -> bool:
+    """Whether this process computes on TPUs whose kernels cannot multiply bfloat16 matrices."""
+    return any(kind in jax.devices()[0].device_kind for kind in ("TPU v2", "TPU v3"))
+
+
+def _flat(a):
+    """[batch, length, heads, head_dim] as the dense layers have it."""
+    return a.reshape(*a.shape[:2], -1)
+
+
+def _with_heads(a, heads: int):
+    return a.reshape(*a.shape[:2], heads, -1)
+
+
+# --- In chunks ------------------------------------------------------------------------------------
+
+
+def _attend_in_chunks(causal, bias, query, key, value, query_ids, key_ids):
+    def attend(chunk_bytes):
+        chunks = _chunks(query, query_ids, key, chunk_bytes)
+
+        def one(chunk):
+            return _attend_rows(causal, chunk, chunk.query, key, value, bias, key_ids)
+
+        return _merged(lax.map(one, chunks), query.shape[1])
+
+    return _by_platform(attend)
+
+
+def _gradients_in_chunks(causal, bias, query, key, value, query_ids, key_ids, cotangent):
     def differentiate(chunk_bytes):
         chunks = _chunks(query, query_ids, key, chunk_bytes)
-        dy = _split(cotangent, chunks.query.shape[2])
         wide = jnp.promote_types(query.dtype, jnp.float32)
 
         def one(sums, given):
@@ -84,14 +146,12 @@ def _backward(causal, residuals, cotangent):
             return jax.tree.map(lambda total, part: total + part, sums, others), dquery
 
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, wide), [key, value, bias])
+        dy = _split(cotangent, chunks.query.shape[2])
         sums, dquery = lax.scan(one, zeros, (chunks, dy))
         others = jax.tree.map(lambda a, like: a.astype(like.dtype), sums, [key, value, bias])
         return _merged(dquery, query.shape[1]), *others
 
-    return (*_by_platform(differentiate), None, None)
-
-
-_attend.defvjp(_forward, _backward)
+    return _by_platform(differentiate)
 
 
 def _by_platform(function):
@@ -143,7 +203,8 @@ def _attend_rows(causal, chunk: _Chunks, query, key, value, bias, key_ids):
     if causal:
         query_positions = chunk.start + jnp.arange(rows)
         mask &= (jnp.arange(source)[None] <= query_positions[:, None])[None]
-    weights = jax.nn.softmax(jnp.where(mask[:, None], logits, _HIDDEN), axis=-1)
+    mask = mask[:, None]
+    weights = jnp.where(mask, jax.nn.softmax(jnp.where(mask, logits, _HIDDEN), axis=-1), 0.0)
     return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(query.dtype), value)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from convt5 import costs, errors, sharding
 from convt5.architecture import ConvT5Config
 from convt5.cost_report import aligned, device_bytes, short_bytes
+from convt5.ops import implementation
 from convt5.optimizer import OptimizerConfig
 from convt5.schedule import Schedule
 from convt5.tpu import collectives
@@ -328,7 +329,8 @@ def make_report(step: Step, topology: Topology) -> StepReport:
     """
     plan = step.plan(topology.devices)
     try:
-        compiled = _compile(step, plan)
+        with implementation.chosen(topology.chip.implementation):
+            compiled = _compile(step, plan)
     except jax.errors.JaxRuntimeError as error:
         raise _explained(error, step, topology) from None
     cost = compiled.call.cost_analysis()

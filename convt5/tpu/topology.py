@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from convt5 import errors
+from convt5.ops.implementation import Choice
 from convt5.training import compilation
 
 _GIB = 2**30
@@ -41,6 +42,7 @@ class Chip:
         hbm_bandwidth: bytes per second.
         ici_bandwidth: bytes per second sent to other chips, over all links together, one way.
         cores_per_chip: jax devices of a chip.
+        implementation: of operators; see `convt5.ops.implementation`.
         config: how libtpu names the way that jax uses the chip on Cloud TPUs.
     """
 
@@ -49,6 +51,7 @@ class Chip:
     hbm_bandwidth: float
     ici_bandwidth: float
     cores_per_chip: int = 1
+    implementation: Choice = "auto"
     config: str = "default"
 
 
@@ -64,6 +67,8 @@ CHIPS: Mapping[str, Chip] = {
         hbm_bandwidth=450e9,
         ici_bandwidth=164e9,
         cores_per_chip=2,
+        # Kernels for it cannot multiply bfloat16 matrices.
+        implementation="plain",
     ),
     "v4": Chip(
         pod=(16, 16, 16),
@@ -161,7 +166,7 @@ def load(name: str) -> Topology:
     from jax.experimental import topologies
 
     # A host has 2 x 2 chips, unless a chip stands alone.
-    single = {"chips_per_host_bounds": parsed.shape} if math.prod(parsed.shape) == 1 else {}
+    single = {"chips_per_host_bounds": (1, 1, 1)} if math.prod(parsed.shape) == 1 else {}
     description = topologies.get_topology_desc(
         platform="tpu", topology_name=str(parsed), chip_config_name=parsed.chip.config, **single
     )

@@ -1,0 +1,373 @@
+"""Attention as Pallas kernels for TPU: a row's keys stay on the chip, and no logits leave it.
+
+The kernels read queries, keys and values as [batch, length, heads * head_dim], as the dense layers
+write them, 128 channels at a time, and take no memory beside arguments and results. Where several
+heads share the 128 channels, a head's products are computed with the other heads' channels set to
+zero, which costs nothing: the matrix unit is that wide.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.experimental import pallas as pl
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import NamedSharding, PartitionSpec
+
+LANES = 128
+LOGITS = 2**18
+"""Logits of one block of queries, at most: 1 MiB in float32."""
+
+LOGITS_WITH_BIAS = 2**17
+"""The same where their bias needs room as well."""
+
+VMEM_BYTES = 2**24
+"""On-chip memory that the rows of keys and values may take: the least of any generation."""
+
+_HIDDEN = -1e9
+
+# Blocks of queries come in order: the gradients of keys and values are summed over them.
+_ORDER = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"))
+
+
+class Settings(NamedTuple):
+    """What is known when a program is built.
+
+    Attributes:
+        head_dim: channels of one head.
+        causal: whether keys behind the query's own position are hidden.
+        interpret: computes without a TPU, to be tested.
+    """
+
+    head_dim: int
+    causal: bool
+    interpret: bool = False
+
+
+def is_supported(settings: Settings, query, key) -> bool:
+    """Whether the kernels take queries and keys of [batch, length, heads * head_dim]."""
+    width, source = query.shape[-1], key.shape[1]
+    # Keys, values and their gradients, each twice where they are prefetched, and two sums.
+    row_bytes = LANES * (4 * key.dtype.itemsize * 2 + 2 * 4)
+    return (
+        width % LANES == 0
+        and LANES % settings.head_dim == 0
+        and query.dtype in (jnp.bfloat16, jnp.float32)
+        and min(query.size, key.size) > 0
+        and _padded(source, LANES) * row_bytes <= VMEM_BYTES
+    )
+
+
+def attend(settings: Settings, query, key, value, query_ids, key_ids, *bias):
+    """Returns what `convt5.ops.attend` returns; see `is_supported`.
+
+    Args:
+        settings: of the kernels.
+        query, key, value: [batch, length, heads * head_dim].
+        query_ids, key_ids: [batch, length].
+        bias: [heads, distances], or nothing.
+    """
+    arrays = (query, key, value, query_ids, key_ids, *bias)
+    return _partitioned(settings, len(bias) > 0, False)(*arrays)
+
+
+def gradients(settings: Settings, query, key, value, query_ids, key_ids, *bias_and_cotangent):
+    """Returns the gradients of `attend` in query, key and value, and in the bias or None."""
+    arrays = (query, key, value, query_ids, key_ids, *bias_and_cotangent)
+    biased = len(bias_and_cotangent) > 1
+    *drows, dbias = (*_partitioned(settings, biased, True)(*arrays), *([] if biased else [None]))
+    return drows, None if dbias is None else jnp.sum(dbias, axis=0)
+
+
+# --- Over devices ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def _partitioned(settings: Settings, biased: bool, backward: bool):
+    """Returns the function of arrays that may be split over devices, which vmap and jit can take.
+
+    A Pallas call is opaque to the partitioner, which would gather its operands.
+    """
+    local = functools.partial(_gradients if backward else _attend, settings)
+    split = custom_partitioning(lambda *arrays: local(*arrays))
+    operands = ["b t e", "b s e", "b s e", "b t", "b s", *(["h d"] if biased else [])]
+    results = ["b t e"]
+    if backward:
+        operands.append("b t e")
+        results = ["b t e", "b s e", "b s e", *(["b h d"] if biased else [])]
+    split.def_partition(
+        partition=functools.partial(_partition, biased, backward, local),
+        sharding_rule=f"{', '.join(operands)} -> {', '.join(results)}",
+        need_replication_factors=("t", "s", *(("h", "d") if biased else ())),
+    )
+
+    @custom_vmap
+    def run(*arrays):
+        return split(*arrays)
+
+    @run.def_vmap
+    def _(axis_size, batched, *arrays):
+        arrays = tuple(
+            a if is_batched else jnp.broadcast_to(a, (axis_size, *a.shape))
+            for a, is_batched in zip(arrays, batched, strict=True)
+        )
+        mapped = lax.map(lambda each: run(*each), arrays)
+        return mapped, jax.tree.map(lambda _: True, mapped)
+
+    return jax.jit(run)
+
+
+def _partition(biased, backward, local, mesh, arguments, results):
+    """Splits the batch, and the channels where each device gets whole registers of them."""
+    del results
+    spec = getattr(arguments[0].sharding, "spec", PartitionSpec())
+    batch, _, channels = (*spec, None, None, None)[:3]
+    axes = (channels,) if isinstance(channels, str) else (channels or ())
+    if arguments[0].shape[2] % (LANES * math.prod(mesh.shape[axis] for axis in axes)):
+        channels = None
+    rows = NamedSharding(mesh, PartitionSpec(batch, None, channels))
+    ids = NamedSharding(mesh, PartitionSpec(batch, None))
+    heads = [NamedSharding(mesh, PartitionSpec(channels, None))] * biased
+    given = (rows, rows, rows, ids, ids, *heads)
+    if not backward:
+        return mesh, local, rows, given
+    dbias = [NamedSharding(mesh, PartitionSpec(batch, channels, None))] * biased
+    return mesh, local, (rows, rows, rows, *dbias), (*given, rows)
+
+
+# --- On one device --------------------------------------------------------------------------------
+
+
+def _attend(settings: Settings, query, key, value, query_ids, key_ids, *bias):
+    length = query.shape[1]
+    rows = _block_rows(length, _padded(key.shape[1], LANES), biased=bool(bias))
+    arrays = _prepared(rows, query, key, value, query_ids, key_ids, *bias)
+    grid, specs = _layout(settings, rows, arrays)
+    names = ["query", "key", "key", "query_ids", "key_ids", *["bias"] * len(bias)]
+    y = pl.pallas_call(
+        functools.partial(_forward_kernel, settings),
+        grid=grid,
+        in_specs=[specs[name] for name in names],
+        out_specs=specs["query"],
+        out_shape=jax.ShapeDtypeStruct(arrays[0].shape, query.dtype),
+        compiler_params=_ORDER,
+        cost_estimate=_cost(settings, arrays, arrays[:1], products=2),
+        interpret=settings.interpret,
+    )(*arrays)
+    return y[:, :length]
+
+
+def _gradients(settings: Settings, query, key, value, query_ids, key_ids, *bias_and_cotangent):
+    *bias, cotangent = bias_and_cotangent
+    length, source = query.shape[1], key.shape[1]
+    rows = _block_rows(length, _padded(source, LANES), biased=bool(bias))
+    arrays = _prepared(rows, query, key, value, query_ids, key_ids, *bias)
+    grid, specs = _layout(settings, rows, arrays)
+    names = ["query", "key", "key", "query_ids", "key_ids", *["bias"] * len(bias), "query"]
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays[:3]]
+    shapes += [jax.ShapeDtypeStruct((query.shape[0], *a.shape), a.dtype) for a in arrays[5:]]
+    sums = pltpu.VMEM((arrays[1].shape[1], LANES), jnp.float32)
+    dquery, dkey, dvalue, *dblocks = pl.pallas_call(
+        functools.partial(_backward_kernel, settings),
+        grid=grid,
+        in_specs=[specs[name] for name in names],
+        out_specs=[specs[name] for name in ("query", "key", "key", *["dbias"] * len(bias))],
+        out_shape=shapes,
+        scratch_shapes=[sums, sums],
+        compiler_params=_ORDER,
+        cost_estimate=_cost(settings, (*arrays, arrays[0]), shapes, products=5),
+        interpret=settings.interpret,
+    )(*arrays, _lengthened(cotangent, arrays[0].shape[1]))
+    dbias = []
+    for given, blocks in zip(bias, dblocks, strict=True):
+        cut = functools.partial(_bias_blocks, rows, length, arrays[1].shape[1])
+        _, vjp = jax.vjp(cut, given)
+        dbias.append(jax.vmap(lambda a, vjp=vjp: vjp(a)[0])(blocks))
+    return dquery[:, :length], dkey[:, :source], dvalue[:, :source], *dbias
+
+
+def _forward_kernel(settings, query, key, value, query_ids, key_ids, *bias_and_result):
+    *bias, y = bias_and_result
+    readable = _readable(settings, query_ids, key_ids)
+    k, v = key[0], value[0]
+    total = jnp.zeros(y.shape[1:], jnp.float32)
+    for head, mine in _heads(settings):
+        weights = _weights(_only(mine, query[0]), k, readable, [b[head, 0] for b in bias])
+        total = jnp.where(mine, _dot(weights.astype(v.dtype), v), total)
+    y[0] = total.astype(y.dtype)
+
+
+def _backward_kernel(settings, query, key, value, query_ids, key_ids, *others):
+    # With a bias there are two more: it comes first, and its gradient after those of the rows.
+    biased = len(others) == 8
+    bias, (cotangent, dquery, dkey, dvalue) = others[:biased], others[biased : biased + 4]
+    dbias, (dk, dv) = others[biased + 4 : -2], others[-2:]
+    block = pl.program_id(2)
+
+    @pl.when(block == 0)
+    def _():
+        dk[...] = jnp.zeros_like(dk)
+        dv[...] = jnp.zeros_like(dv)
+
+    readable = _readable(settings, query_ids, key_ids)
+    k, v = key[0], value[0]
+    dq = jnp.zeros(dquery.shape[1:], jnp.float32)
+    for head, mine in _heads(settings):
+        q, dy = _only(mine, query[0]), _only(mine, cotangent[0])
+        weights = _weights(q, k, readable, [b[head, 0] for b in bias])
+        dweights = _dot(dy, v, contract=(1, 1))
+        products = weights * dweights
+        dlogits = products - weights * jnp.sum(products, axis=1, keepdims=True)
+        for slopes in dbias:
+            slopes[0, head, 0] = _diagonal_sums(dlogits, slopes.shape[-1])
+        dlogits = dlogits.astype(k.dtype)
+        dq = jnp.where(mine, _dot(dlogits, k), dq)
+        # Other heads' channels of q and dy are zero, and so are their sums here.
+        dk[...] += _dot(dlogits, q, contract=(0, 0))
+        dv[...] += _dot(weights.astype(dy.dtype), dy, contract=(0, 0))
+    dquery[0] = dq.astype(dquery.dtype)
+
+    @pl.when(block == pl.num_programs(2) - 1)
+    def _():
+        dkey[0] = dk[...].astype(dkey.dtype)
+        dvalue[0] = dv[...].astype(dvalue.dtype)
+
+
+def _heads(settings):
+    """Yields each head among the 128 channels, and which of them are its own: [1, 128]."""
+    channel = lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
+    for head in range(LANES // settings.head_dim):
+        first = head * settings.head_dim
+        yield head, (channel >= first) & (channel < first + settings.head_dim)
+
+
+def _only(mine, x):
+    return jnp.where(mine, x, jnp.zeros_like(x))
+
+
+def _readable(settings, query_ids, key_ids):
+    """Returns which keys the queries of the block read: [rows, source]."""
+    own, other = query_ids[0], key_ids[0]  # [rows, 1], [1, source]
+    readable = (own == other) & (other != 0)
+    if settings.causal:
+        shape = readable.shape
+        first = pl.program_id(2) * shape[0]
+        position = first + lax.broadcasted_iota(jnp.int32, shape, 0)
+        readable &= lax.broadcasted_iota(jnp.int32, shape, 1) <= position
+    return readable
+
+
+def _weights(query, key, readable, biases):
+    logits = _dot(query, key, contract=(1, 1))
+    for bias in biases:
+        logits += _on_diagonals(bias, logits.shape)
+    logits = jnp.where(readable, logits, _HIDDEN)
+    powers = jnp.exp(logits - jnp.max(logits, axis=1, keepdims=True))
+    powers = jnp.where(readable, powers, 0.0)
+    total = jnp.sum(powers, axis=1, keepdims=True)
+    return powers / jnp.where(total == 0.0, 1.0, total)
+
+
+def _on_diagonals(bias, shape):
+    """Returns [rows, source]: at row i, column j is entry rows - 1 - i + j of `bias` [1, width]."""
+    rows, source = shape
+    width, have = bias.shape[1], 1
+    while have < rows:
+        bias = jnp.concatenate([pltpu.roll(bias, width - have, 1), bias])
+        have *= 2
+    return bias[:, :source]
+
+
+def _diagonal_sums(a, width: int):
+    """Returns the transpose of `_on_diagonals`: [1, width]."""
+    rows, source = a.shape
+    sums = jnp.concatenate([a, jnp.zeros((rows, width - source), a.dtype)], axis=1)
+    # Row i moves by rows - 1 - i; the upper half moves by `rows` more than the lower one.
+    while rows > 1:
+        rows //= 2
+        sums = pltpu.roll(sums[:rows], rows, 1) + sums[rows:]
+    return sums
+
+
+def _dot(a, b, contract=(1, 0)):
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return lax.dot_general(
+        a,
+        b,
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _block_rows(length: int, source: int, *, biased: bool) -> int:
+    """Returns how many queries are computed together: a power of two, at least 16."""
+    most = LOGITS_WITH_BIAS if biased else LOGITS
+    fitting = min(most // source, _padded(length, 16))
+    return max(16, 1 << (fitting.bit_length() - 1))
+
+
+def _prepared(rows, query, key, value, query_ids, key_ids, *bias):
+    """Fills rows up with padding to whole blocks, and brings the rest into their form."""
+    target, source = _padded(query.shape[1], rows), _padded(key.shape[1], LANES)
+    return (
+        _lengthened(query, target),
+        _lengthened(key, source),
+        _lengthened(value, source),
+        _lengthened(query_ids, target)[:, :, None],
+        _lengthened(key_ids, source)[:, None, :],
+        *(_bias_blocks(rows, query.shape[1], source, a) for a in bias),
+    )
+
+
+def _bias_blocks(rows: int, target: int, source: int, bias):
+    """Returns the bias that each block of queries can meet: [heads, blocks, 1, width].
+
+    Its last entry is that of the first query of the block and the last key.
+    """
+    count = -(-target // rows)
+    width = _padded(rows + source - 1, LANES)
+    # Padding of queries and of keys is further away than any distance that has a bias.
+    bias = jnp.pad(bias.astype(jnp.float32), ((0, 0), (rows, rows + width)))
+    first = [target - i * rows for i in range(count)]
+    return jnp.stack([bias[:, i : i + width] for i in first], axis=1)[:, :, None]
+
+
+def _layout(settings, rows, arrays):
+    """Returns the grid (batch, 128 channels, block of queries) and where its blocks lie."""
+    (batch, target, width), source = arrays[0].shape, arrays[1].shape[1]
+    specs = {
+        "query": pl.BlockSpec((1, rows, LANES), lambda b, c, i: (b, i, c)),
+        "key": pl.BlockSpec((1, source, LANES), lambda b, c, i: (b, 0, c)),
+        "query_ids": pl.BlockSpec((1, rows, 1), lambda b, c, i: (b, i, 0)),
+        "key_ids": pl.BlockSpec((1, 1, source), lambda b, c, i: (b, 0, 0)),
+    }
+    for bias in arrays[5:]:
+        block = (LANES // settings.head_dim, 1, 1, bias.shape[3])
+        specs["bias"] = pl.BlockSpec(block, lambda b, c, i: (c, i, 0, 0))
+        specs["dbias"] = pl.BlockSpec((1, *block), lambda b, c, i: (b, c, i, 0, 0))
+    return (batch, width // LANES, target // rows), specs
+
+
+def _cost(settings, arguments, results, *, products: int) -> pl.CostEstimate:
+    """Returns operations, and every argument and result once: blocks of keys stay while used."""
+    (batch, target, width), source = arguments[0].shape, arguments[1].shape[1]
+    return pl.CostEstimate(
+        flops=2 * products * batch * target * source * width,
+        transcendentals=batch * target * source * width // settings.head_dim,
+        bytes_accessed=sum(a.size * a.dtype.itemsize for a in (*arguments, *results)),
+    )
+
+
+def _padded(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def _lengthened(a, length: int):
+    missing = length - a.shape[1]
+    return jnp.pad(a, ((0, 0), (0, missing)) + ((0, 0),) * (a.ndim - 2)) if missing else a

@@ -1,0 +1,100 @@
+"""Attention kernels for TPU, computed without one, equal attention in chunks, with gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from convt5.ops import attend
+from convt5.ops.implementation import chosen
+from convt5.ops.pallas import attention as kernels
+
+
+def draw(batch, target, source, heads, head_dim, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    shapes = [(batch, target, heads, head_dim), *[(batch, source, heads, head_dim)] * 2]
+    rows = [jnp.asarray(0.5 * rng.normal(size=shape), dtype) for shape in shapes]
+    bias = jnp.asarray(rng.normal(size=(heads, target + source - 1)), jnp.float32)
+    return rows, bias
+
+
+def packed(batch, length):
+    """Two segments and padding; the first row has another division than the others."""
+    ids = np.repeat([[1, 2, 0]], batch, axis=0).repeat([length // 2, length // 3, length], axis=1)
+    ids[0] = np.repeat([1, 2, 0], [length // 3, length // 3, length * 2])[: ids.shape[1]]
+    return jnp.asarray(ids[:, :length], jnp.int32)
+
+
+def value_and_gradients(choice, rows, ids, *, causal, bias):
+    """Returns the output and its gradients along a fixed cotangent."""
+
+    @jax.jit
+    def run(rows, bias):
+        def loss(rows, bias):
+            y = attend(*rows, *ids, causal=causal, distance_bias=bias)
+            return jnp.sum(y * jnp.cos(jnp.arange(y.size)).reshape(y.shape)), y
+
+        (_, y), found = jax.value_and_grad(loss, (0, 1), has_aux=True)(rows, bias)
+        return y, found
+
+    with chosen(choice):
+        return jax.tree.leaves(run(rows, bias))
+
+
+# Lengths that fill no block; several blocks of queries; heads that share registers, and do not.
+CASES = {
+    "cross": ((2, 70, 200, 4, 64), False, False),
+    "cross, bias": ((2, 70, 200, 4, 64), False, True),
+    "causal": ((1, 160, 160, 1, 128), True, False),
+    "causal, bias, small heads": ((2, 40, 40, 8, 32), True, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_equal_attention_in_chunks(monkeypatch, case):
+    sizes, causal, biased = CASES[case]
+    monkeypatch.setattr(kernels, "LOGITS", 2**12)
+    monkeypatch.setattr(kernels, "LOGITS_WITH_BIAS", 2**12)
+    rows, bias = draw(*sizes)
+    ids = packed(sizes[0], sizes[1]), packed(sizes[0], sizes[2])
+    settings = {"causal": causal, "bias": bias if biased else None}
+    expected = value_and_gradients("plain", rows, ids, **settings)
+    found = value_and_gradients("interpreted kernels", rows, ids, **settings)
+    assert len(found) == 4 + biased
+    for ours, theirs in zip(found, expected, strict=True):
+        scale = np.abs(theirs).max()
+        np.testing.assert_allclose(ours, theirs, atol=2e-6 * scale)
+
+
+def test_devices_compute_their_own_rows_and_heads():
+    (rows, bias), ids = draw(4, 32, 128, 4, 64), (packed(4, 32), packed(4, 128))
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
+    place = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))  # noqa: E731
+    spread = [jax.device_put(a, place("data", None, "tensor")) for a in rows]
+    spread_ids = [jax.device_put(a, place("data")) for a in ids]
+    settings = {"causal": False, "bias": bias}
+    expected = value_and_gradients("plain", rows, ids, **settings)
+    found = value_and_gradients("interpreted kernels", spread, spread_ids, **settings)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-6 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        ((1, 16, 16, 2, 48), jnp.float32),  # A head would cross registers.
+        ((1, 16, 16, 1, 64), jnp.float32),  # Half a register.
+        ((1, 16, 2**15, 2, 64), jnp.bfloat16),  # Keys that do not fit the chip.
+        ((1, 16, 16, 2, 64), jnp.float16),
+    ],
+)
+def test_what_kernels_do_not_serve_is_known_beforehand(sizes, dtype):
+    batch, target, source, heads, head_dim = sizes
+    query, key = (
+        jax.ShapeDtypeStruct((batch, length, heads * head_dim), dtype)
+        for length in (target, source)
+    )
+    assert not kernels.is_supported(kernels.Settings(head_dim, False), query, key)
+    served = jax.ShapeDtypeStruct((1, 16, 128), jnp.bfloat16)
+    assert kernels.is_supported(kernels.Settings(64, False), served, served)
