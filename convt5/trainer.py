@@ -24,7 +24,7 @@ from convt5.prefetching import Prefetcher
 from convt5.schedule import Schedule
 from convt5.training import compilation, run_directory, run_log
 from convt5.training.interruption import Interruption
-from convt5.training.loop import Intervals, Loop, TaskMeasure
+from convt5.training.loop import Estimate, Intervals, Loop, TaskMeasure
 from convt5.training.plan import Plan, make_plan
 from convt5.training.train_state import ModelConfig
 from convt5.training.train_step import Loss
@@ -37,6 +37,12 @@ class TaskEval(Protocol):
     """A description that builds the measure of a task, such as `evaluation.TaskEval`."""
 
     def build(self, model: Any, mesh: Mesh) -> TaskMeasure: ...
+
+
+class StatisticsEstimate(Protocol):
+    """A description that builds a measure of statistics, such as `vision.statistics.Reestimate`."""
+
+    def build(self, plan: Plan) -> Estimate: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +84,7 @@ def train(
     eval_every_steps: int | None = None,
     eval_num_batches: int | None = None,
     task_evals: Sequence[TaskEval] = (),
+    statistics: StatisticsEstimate | None = None,
     early_stop_evaluations: int | None = None,
     init_from: InitFrom | None = None,
     log_every_steps: int = 50,
@@ -105,6 +112,8 @@ def train(
         eval_num_batches: batches of one evaluation; None takes all.
         task_evals: tasks whose own metrics each evaluation measures as well, such as
             `evaluation.TaskEval`.
+        statistics: measures anew, before each evaluation, what the model keeps of batches seen in
+            training, such as running means; the model that is saved then has these.
         early_stop_evaluations: ends the run after so many evaluations without a better
             `checkpoint.best_metric`; None for never.
         init_from: parameters that a new run starts from; without effect on one that continues.
@@ -177,6 +186,7 @@ def train(
             restored=restored,
             init_from=init_from,
             task_measures=measures,
+            estimate=statistics.build(plan) if statistics else None,
         )
         if first_step < num_steps:
             if validation is not None:

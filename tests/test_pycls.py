@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import convt5
-from convt5 import convert, gin_config, loading, sharding
+from convt5 import convert, gin_config, loading, sharding, train
 from convt5.checkpoint import find_checkpoint
 from convt5.errors import UserError
 from convt5.evaluation import checkpoints
@@ -91,6 +91,22 @@ def test_an_import_is_an_ordinary_run(kind, tmp_path, capsys):
     assert "pos_embedding -> position_embedding" in capsys.readouterr().out
     described = gin_config.load([str(tmp_path / "run" / "model.gin")], roots=["%MODEL"])
     assert described.macro("MODEL") == CONFIGS[kind] == loading.run_config(tmp_path / "run")
+    sizes = ("image_size", "in_channels", "num_classes")
+    beside = gin_config.load(
+        ["gin/runs/digits.gin", str(tmp_path / "run" / "model.gin")],
+        [f"{name.upper()}={getattr(CONFIGS[kind], name)}" for name in sizes],
+        roots=["%MODEL"],
+    )
+    assert beside.macro("MODEL") == CONFIGS[kind]
+
+
+def test_the_run_file_of_an_import_needs_images_alone(tmp_path, capsys):
+    np.savez(tmp_path / "a.npz", **foreign("conv"))
+    import_file(tmp_path / "a.npz", tmp_path / "run", "conv")
+    file = f"--gin_file={tmp_path}/run/config.gin"
+    with pytest.raises(UserError, match="DATA"):
+        train.main([file, "--dry_run"])
+    assert train.main([file, "--gin.DATA='images/{split}'", "--dry_run"]) == 0
 
 
 def save_with_prefix(path, arrays):

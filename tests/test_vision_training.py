@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -20,6 +21,7 @@ from convt5.vision import losses, placement
 from convt5.vision.architecture import ViTConfig
 from convt5.vision.images import ImageDataConfig
 from convt5.vision.sources import in_memory
+from convt5.vision.statistics import Reestimate
 
 MODEL = ViTConfig(
     image_size=8,
@@ -192,6 +194,28 @@ def test_a_run_learns_and_continues_as_if_it_had_never_stopped(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, *models)
     for _, leaf in named_leaves(nnx.state(models[0], nnx.BatchStat)):
         assert np.abs(leaf).min() > 0
+
+
+def test_statistics_measured_anew_are_those_of_the_model_that_is_saved(tmp_path):
+    data = ImageDataConfig(
+        source=Stripes(), batch_size=16, image_size=8, in_channels=1, num_classes=3, seed=5
+    )
+    run(tmp_path / "run", num_steps=5, statistics=Reestimate(data=data, num_batches=3))
+    abstract = jax.eval_shape(MODEL.build, jax.random.key(0))
+    model = checkpoint.load_params(tmp_path / "run", abstract)
+    batches = data.build(process_index=0, process_count=1)
+    layer = model.stem.layers[0]
+    seen = [np.asarray(layer.convolution(jnp.asarray(next(batches)["images"]))) for _ in range(3)]
+    np.testing.assert_allclose(
+        layer.norm.mean[...], np.mean([x.mean(axis=(0, 1, 2)) for x in seen], axis=0), atol=1e-5
+    )
+    np.testing.assert_allclose(
+        layer.norm.variance[...],
+        np.mean([x.var(axis=(0, 1, 2), ddof=1) for x in seen], axis=0),
+        rtol=1e-4,
+    )
+    with pytest.raises(UserError, match="num_batches=0 must be at least 1"):
+        Reestimate(data=data, num_batches=0)
 
 
 def test_images_of_another_size_than_the_model_are_refused(tmp_path):

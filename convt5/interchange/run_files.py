@@ -165,7 +165,7 @@ def vision_run_gin(
 ) -> str:
     """Returns a run file that trains an imported vision model on folders of images."""
     schedule = type(training.schedule).__name__
-    parts = ("images", "losses", "placement", "sources")
+    parts = ("images", "losses", "placement", "sources", "statistics")
     lines = [
         f"# {origin}",
         "#",
@@ -188,6 +188,9 @@ def vision_run_gin(
         "trainer.train.optimizer = @optimizer.AdamWConfig()",
         f"trainer.train.schedule = @schedule.{schedule}()",
         "trainer.train.sharding_rules = @placement.rules()",
+        "trainer.train.statistics = @statistics.Reestimate()",
+        "statistics.Reestimate.data = @train/images.ImageDataConfig()",
+        "statistics.Reestimate.num_batches = 4",
         "trainer.train.train_data = @train/images.ImageDataConfig()",
         "trainer.train.eval_data = @eval/images.ImageDataConfig()",
         "trainer.train.eval_every_steps = 5000",
@@ -223,13 +226,7 @@ def _vision_bindings(name: str, config: ViTConfig) -> Iterator[str]:
         yield f"{field.upper()} = {getattr(config, field)}"
     for field in shared:
         yield f"{name}.{field} = %{field.upper()}"
-    # Bound even where they are defaults: they replace those of another stem.
-    for field in ("patch_size", "stem_channels", "stem_strides"):
-        value = getattr(config, field)
-        yield f"{name}.{field} = {list(value) if isinstance(value, tuple) else value}"
-    yield from _bindings(
-        name, config, leave_out=(*shared, "patch_size", "stem_channels", "stem_strides")
-    )
+    yield from _bindings(name, config, leave_out=shared)
 
 
 def _normalisation(in_channels: int) -> list[str]:

@@ -6,7 +6,7 @@ host. What a step logged is on disk before the checkpoint of that step is.
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -78,6 +78,10 @@ class TaskMeasure(Protocol):
     def measure(self, model: nnx.Module) -> dict[str, float]: ...
 
 
+Estimate = Callable[[nnx.Module], Mapping[str, jax.Array]]
+"""Measures statistics of a model anew, by name, such as the means of batch normalisation."""
+
+
 class _Pending(NamedTuple):
     """A step that was dispatched and whose metrics were not read yet."""
 
@@ -106,6 +110,7 @@ class Loop:
         restored: Restored | None,
         init_from: InitFrom | None = None,
         task_measures: Sequence[TaskMeasure] = (),
+        estimate: Estimate | None = None,
     ):
         self._plan = plan
         self._intervals = intervals
@@ -117,6 +122,7 @@ class Loop:
             state=restored.progress if restored else None,
         )
         self._task_measures = task_measures
+        self._estimate = estimate
         self._state = restored.state if restored else self._first_state(init_from)
         self.step = restored.step if restored else 0
         self._saved_step = self.step
@@ -236,6 +242,8 @@ class Loop:
     def _record(self) -> None:
         """Writes the record of this step, with the validation metrics if there is such data."""
         record = self._meter.take()
+        if self._estimate is not None:
+            self._state = self._state.with_statistics(self._estimate(self._state.model))
         if self._validation is not None:
             metrics = self._validation.measure(self._state.model)
             record |= {f"validation/{name}": value for name, value in metrics.items()}
