@@ -355,12 +355,21 @@ def _layout(settings, rows, arrays):
 
 
 def _cost(settings, arguments, results, *, products: int) -> pl.CostEstimate:
-    """Returns operations, and every argument and result once: blocks of keys stay while used."""
+    """Returns operations, and the bytes of all blocks as they come and go; keys stay while used."""
     (batch, target, width), source = arguments[0].shape, arguments[1].shape[1]
+
+    def moved(a) -> int:
+        size = a.size * a.dtype.itemsize
+        if a.ndim == 4:  # The bias comes again for every row of the batch.
+            return batch * size
+        if a.shape[2] == 1:  # Ids of queries: for every 128 channels, a row of a register each.
+            return width * size
+        return width // LANES * size if a.shape[1] == 1 else size
+
     return pl.CostEstimate(
         flops=2 * products * batch * target * source * width,
         transcendentals=batch * target * source * width // settings.head_dim,
-        bytes_accessed=sum(a.size * a.dtype.itemsize for a in (*arguments, *results)),
+        bytes_accessed=sum(map(moved, (*arguments, *results))),
     )
 
 
