@@ -14,6 +14,8 @@ _LAZY = {
     "Predictor": "convt5.evaluation.predictor",
     "StackConfig": "convt5.architecture",
     "UserError": "convt5.errors",
+    "ViT": "convt5.vision.model",
+    "ViTConfig": "convt5.vision.architecture",
     "load_model": "convt5.loading",
     "load_vocabulary": "convt5.evaluation.run_settings",
 }
