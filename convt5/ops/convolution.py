@@ -9,7 +9,7 @@ and do not reach too far for fast memory; all else is plain JAX. Used by `mixing
 """
 
 import functools
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -199,13 +199,19 @@ def _run(direction: Literal["forward", "backward"], where, softmax, segment_ids,
         return formulation(where, softmax, given[0] if ids else None, *given[len(ids) :])
 
     kernels = _kernels(direction, where, softmax, bool(ids), *arrays[:2])
-    return implementation.run(compute, kernels, *ids, *arrays)
+    return implementation.run(compute, kernels.alone, *ids, *arrays, shared=kernels.shared)
 
 
-def _kernels(direction, where, softmax, packed, x, weights) -> implementation.Kernels | None:
-    """Returns the kernels that compute the same, or None where there are none."""
+class _Kernels(NamedTuple):
+    """Kernels that compute the same, or None where there are none."""
+
+    alone: implementation.Kernels | None = None
+    shared: implementation.Kernels | None = None
+
+
+def _kernels(direction, where, softmax, packed, x, weights) -> _Kernels:
     if not implementation.wanted():
-        return None
+        return _Kernels()
     # Deferred: importing Pallas takes time, which programs without TPUs need not spend.
     from convt5.ops.pallas import convolution as tpu_kernels
 
@@ -216,7 +222,12 @@ def _kernels(direction, where, softmax, packed, x, weights) -> implementation.Ke
         packed=packed,
         interpret=implementation.interpreted(),
     )
+    if not tpu_kernels.has_sizes(x, weights):
+        return _Kernels()
+    devices = implementation.devices()
+    if devices is not None:
+        return _Kernels(shared=tpu_kernels.shared(operation, direction, devices, x, weights))
     if not tpu_kernels.is_supported(operation, direction, x, weights):
-        return None
+        return _Kernels()
     run = tpu_kernels.forward if direction == "forward" else tpu_kernels.backward
-    return functools.partial(run, operation)
+    return _Kernels(alone=functools.partial(run, operation))

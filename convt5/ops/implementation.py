@@ -1,23 +1,66 @@
 """Which formulation computes an operator: plain JAX anywhere, or kernels on TPU where they serve.
 
-The platform is that of the compiled program, not of the process that compiles it. Each operator
-says what its kernels serve and passes None otherwise, so that nothing else ever reaches them.
+The choice falls when a program is lowered, by its platform and devices, whatever the process that
+compiles it. Kernels are opaque to the partitioner, so that on several devices they need to be told
+by `over_devices` how arrays are split, and otherwise the plain formulation stays.
 """
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-from jax import lax
+import jax
+from jax.extend import core
+from jax.interpreters import batching, mlir
+from jax.sharding import Mesh
 
 Choice = Literal["auto", "plain", "kernels", "interpreted kernels"]
 Kernels = Callable[..., Any]
 """Computes with kernels what the plain formulation computes, from the same arrays."""
 
 _choice: contextvars.ContextVar[Choice] = contextvars.ContextVar("choice", default="auto")
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """Devices that share an operator.
+
+    Attributes:
+        mesh: all of them.
+        rows: mesh axes that split the batch.
+        channels: mesh axes that split the channels.
+    """
+
+    mesh: Mesh
+    rows: tuple[str, ...]
+    channels: tuple[str, ...]
+
+    def count(self, axes: tuple[str, ...]) -> int:
+        sizes: Mapping[str, int] = self.mesh.shape
+        return functools.reduce(lambda product, axis: product * sizes[axis], axes, 1)
+
+
+_devices: contextvars.ContextVar[Devices | None] = contextvars.ContextVar("devices", default=None)
+
+
+@contextlib.contextmanager
+def over_devices(devices: Devices) -> Iterator[None]:
+    """Says how the arrays of operators that are traced inside are split."""
+    token = _devices.set(devices)
+    try:
+        yield
+    finally:
+        _devices.reset(token)
+
+
+def devices() -> Devices | None:
+    """What `over_devices` said, or None where it said nothing or there is but one device."""
+    found = _devices.get()
+    return None if found is None or found.mesh.size == 1 else found
 
 
 @contextlib.contextmanager
@@ -48,16 +91,83 @@ def interpreted() -> bool:
     return _choice.get() == "interpreted kernels"
 
 
-def run(plain: Callable[..., Any], kernels: Kernels | None, *arrays: Any) -> Any:
-    """Returns what either computes from the arrays; kernels are None where they do not serve."""
-    if kernels is None or not wanted():
+def run(
+    plain: Callable[..., Any],
+    kernels: Kernels | None,
+    *arrays: Any,
+    shared: Kernels | None = None,
+) -> Any:
+    """Returns what any of the formulations computes from the arrays.
+
+    Args:
+        plain: for every platform.
+        kernels: for one device; None where they do not serve.
+        arrays: the arguments.
+        shared: for `devices()`, by way of shard_map; None where that is not possible.
+    """
+    if not wanted() or (kernels is None and shared is None):
         return plain(*arrays)
     if _choice.get() != "auto":
-        return kernels(*arrays)
-    return lax.platform_dependent(*arrays, tpu=kernels, default=plain)
+        return (shared or kernels or plain)(*arrays)
+    traced, shape = jax.make_jaxpr(plain, return_shape=True)(*arrays)
+    others = [None if f is None else jax.make_jaxpr(f)(*arrays) for f in (kernels, shared)]
+    programs = [traced if program is None else program for program in (traced, *others)]
+    consts = [const for program in programs for const in program.consts]
+    found = _formulation.bind(
+        *consts,
+        *jax.tree.leaves(arrays),
+        programs=tuple(program.jaxpr for program in programs),
+        num_consts=tuple(len(program.consts) for program in programs),
+    )
+    return jax.tree.unflatten(jax.tree.structure(shape), found)
 
 
 @functools.cache
 def _may_meet_a_tpu() -> bool:
     """Whether this process can compile for TPUs at all."""
     return importlib.util.find_spec("libtpu") is not None
+
+
+# --- The choice, as an operation of a traced program ----------------------------------------------
+
+_formulation = core.Primitive("formulation")
+_formulation.multiple_results = True
+_PLAIN, _KERNELS, _SHARED = range(3)
+
+
+def _evaluate(which: int, *arguments, programs, num_consts):
+    """Computes by one of the traced programs; each has its constants before the arrays."""
+    first = sum(num_consts[:which])
+    consts = arguments[first : first + num_consts[which]]
+    program = core.ClosedJaxpr(programs[which], consts)
+    return core.jaxpr_as_fun(program)(*arguments[sum(num_consts) :])
+
+
+def _lower_for_tpu(context: mlir.LoweringRuleContext, *arguments, **parameters):
+    where = context.module_context.axis_context
+    mesh = getattr(where, "mesh", None)
+    if mesh is not None:
+        # Inside shard_map each device computes its own arrays.
+        alone = set(getattr(where, "manual_axes", ())) == set(mesh.axis_names)
+        which = _KERNELS if alone else _PLAIN
+    else:
+        which = _KERNELS if getattr(where, "num_devices", 0) == 1 else _SHARED
+    lower = mlir.lower_fun(functools.partial(_evaluate, which, **parameters), multiple_results=True)
+    return lower(context, *arguments)
+
+
+def _batch(arguments, axes, **parameters):
+    """Kernels have no rule for another axis."""
+    plain = functools.partial(_evaluate, _PLAIN, **parameters)
+    found = jax.vmap(plain, in_axes=axes)(*arguments)
+    return found, [0] * len(found)
+
+
+_evaluate_plainly = functools.partial(_evaluate, _PLAIN)
+_formulation.def_impl(_evaluate_plainly)
+_formulation.def_abstract_eval(
+    lambda *arguments, programs, num_consts: [v.aval for v in programs[_PLAIN].outvars]
+)
+mlir.register_lowering(_formulation, mlir.lower_fun(_evaluate_plainly, multiple_results=True))
+mlir.register_lowering(_formulation, _lower_for_tpu, platform="tpu")
+batching.primitive_batchers[_formulation] = _batch

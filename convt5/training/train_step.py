@@ -4,6 +4,7 @@ A loss returns weighted sums, so that means are over the global batch however it
 devices and microbatches. An update that is not finite is not made: the metrics say so.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -15,8 +16,9 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from convt5.ops import implementation
 from convt5.schedule import Schedule
-from convt5.sharding import gathered, replicated
+from convt5.sharding import BATCH_AXES, gathered, replicated
 from convt5.training.train_state import TrainState, parameters
 from convt5.tree_paths import named_leaves
 
@@ -131,8 +133,13 @@ def make_eval_step(
     loss: Loss, model_shardings: nnx.Module, batch_sharding: NamedSharding
 ) -> Callable[[nnx.Module, Batch], LossSums]:
     """Returns the jitted evaluation of one batch, without dropout; add its sums, then `means()`."""
+
+    def eval_step(model: nnx.Module, batch: Batch) -> LossSums:
+        with _operators_over(model_shardings):
+            return loss(_gather(model, model_shardings), batch, dropout_key=None)
+
     return jax.jit(
-        lambda model, batch: loss(_gather(model, model_shardings), batch, dropout_key=None),
+        eval_step,
         in_shardings=(model_shardings, batch_sharding),
         out_shardings=replicated(batch_sharding.mesh),
     )
@@ -167,7 +174,8 @@ def differentiated(loss: Loss, model_shardings: nnx.Module) -> SumsAndGradients:
         return sums.loss_sum, sums
 
     def sums_and_gradients(model, batch, key):
-        (_, sums), gradients = jax.value_and_grad(loss_sum, has_aux=True)(model, batch, key)
+        with _operators_over(model_shardings):
+            (_, sums), gradients = jax.value_and_grad(loss_sum, has_aux=True)(model, batch, key)
         # Sums of gradients over microbatches are split among devices like the parameters.
         return sums, jax.lax.with_sharding_constraint(gradients, model_shardings)
 
@@ -181,6 +189,13 @@ def _gather(model: nnx.Module, model_shardings: nnx.Module) -> nnx.Module:
     where "data", "fsdp" and "tensor" are all larger than 1 (as in openxla/xla issue 40034).
     """
     return jax.lax.with_sharding_constraint(model, gathered(model_shardings))
+
+
+def _operators_over(model_shardings: nnx.Module) -> contextlib.AbstractContextManager[None]:
+    """Tells kernels of operators how activations are split: rows and channels, never lengths."""
+    mesh = jax.tree.leaves(model_shardings)[0].mesh
+    devices = implementation.Devices(mesh, rows=BATCH_AXES, channels=("tensor",))
+    return implementation.over_devices(devices)
 
 
 def _accumulated(
