@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from convt5 import command_line, errors, gin_config
 from convt5.configuration import gin_files
+from convt5.vision import costs as vision_costs
+from convt5.vision.architecture import ViTConfig
 
 if TYPE_CHECKING:
     from convt5.cost_report import Subject
@@ -100,6 +102,8 @@ def main(argv: Sequence[str]) -> int:
         topology = topologies.load(flags.topology)
         flags.devices = len(topology.devices)
     settings, name = read_settings(arguments.gin_files, arguments.gin_bindings)
+    if isinstance(settings["model"], ViTConfig):
+        return _show_vision(settings["model"], name, vars(flags))
     subject = make_subject(name, settings, vars(flags))
     from convt5.cost_report import make_report  # Help and usage errors need no jax.
 
@@ -118,6 +122,24 @@ def main(argv: Sequence[str]) -> int:
         print()
     else:
         print("\n\n".join([*sections, *_examples_section(examples)]))
+    return 0
+
+
+def _show_vision(config: ViTConfig, name: str, flags: Mapping[str, Any]) -> int:
+    """Prints the report of a vision model, which is shorter; returns the exit code."""
+    errors.raise_all(
+        (
+            f"--{flag} is for text models, and {name} is a vision model; leave it out."
+            for flag in ("topology", "examples", "encoder_length", "decoder_length")
+            if flags[flag]
+        ),
+        where="inspect",
+    )
+    if flags["json"]:
+        json.dump({"name": name, **vision_costs.as_json(config)}, sys.stdout, indent=2)
+        print()
+    else:
+        print(f"{name}: {vision_costs.as_text(config)}")
     return 0
 
 

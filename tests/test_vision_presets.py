@@ -1,17 +1,22 @@
 """The files gin/models/vit_* are the models of arXiv 2106.14881, and what they cost."""
 
+import dataclasses
 import functools
 import json
 import math
 import pathlib
+import re
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from convt5 import gin_config
+from convt5 import gin_config, inspect
+from convt5.errors import UserError
 from convt5.training.train_state import parameters
 from convt5.vision.architecture import ViTConfig
-from convt5.vision.costs import model_cost
+from convt5.vision.costs import model_cost, patch_field
 
 # Parameters and multiply-adds of the paper's models, as counted in the original.
 ORIGINAL = {
@@ -106,6 +111,33 @@ def test_costs_are_those_of_every_recorded_architecture(golden):
         assert cost.stem.multiply_adds == found["stem_flops"]
         assert cost.block.multiply_adds == found["block_flops"]
         assert cost.num_blocks == found["blocks"]
+
+
+@pytest.mark.parametrize("name", ["vit_c_tiny", "vit_p_tiny"])
+def test_a_patch_is_made_from_the_pixels_whose_gradient_reaches_it(name):
+    described = dataclasses.replace(config(name), dtype="float32")
+    module = described.build(jax.random.key(0))
+    row = described.grid_size // 2
+
+    def one_patch(images):
+        return jnp.sum(jnp.abs(module.stem(images).patches[0, row, row]))
+
+    images = jax.random.normal(jax.random.key(1), (1, 32, 32, 3))
+    found = np.abs(jax.jit(jax.grad(one_patch))(images)).sum(axis=(0, 3)) > 0
+    sides = [np.ptp(np.flatnonzero(found.any(axis=axis))) + 1 for axis in (0, 1)]
+    assert sides == [patch_field(described)] * 2
+
+
+def test_inspect_shows_what_a_vision_model_costs(capsys):
+    assert inspect.main(["--gin_file=gin/models/vit_c_1gf.gin"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"total +4,567,936 +1,079,\d{3},\d{3}\n", text)
+    assert "11 x block" in text
+    assert inspect.main(["--gin_file=gin/runs/digits.gin", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["name"], found["tokens"]) == ("vit_c_tiny", 17)
+    with pytest.raises(UserError, match="--topology is for text models"):
+        inspect.main(["--gin_file=gin/models/vit_c_1gf.gin", "--topology=v5e:2x2"])
 
 
 @pytest.mark.parametrize("name", [*ORIGINAL, *TINY])

@@ -153,7 +153,7 @@ def architecture(
         raise errors.UserError(
             f"{where}: image_size={image_size} makes {image_size // stride} patches of a stride of "
             f"{stride} along each axis, but pos_embedding is for {side}; pass "
-            f"--image_size={side * stride}, or leave it out."
+            f"--image_size={side * stride}, or leave it out, or give other --stem_strides."
         )
     return ViTConfig(
         image_size=image_size or side * stride,

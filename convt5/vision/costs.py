@@ -5,6 +5,8 @@ bias counts one and norms, softmax and activations count nothing; attention coun
 """
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from convt5.vision.architecture import ViTConfig
 
@@ -60,6 +62,60 @@ def model_cost(config: ViTConfig) -> ViTCost:
         num_blocks=config.num_layers,
         head=_norm(config.emb_dim) + _dense(config.emb_dim, config.num_classes, positions=1),
     )
+
+
+def patch_field(config: ViTConfig) -> int:
+    """Returns the height and width of the pixels that one patch is made from."""
+    if config.stem == "patchify":
+        return config.stride
+    field, distance = 1, 1  # Pixels seen, and pixels between neighbours.
+    for stride in config.stem_strides[:-1]:
+        field += 2 * distance  # A 3x3 convolution reads one neighbour to each side.
+        distance *= stride
+    return field
+
+
+def as_json(config: ViTConfig) -> dict[str, Any]:
+    """Returns what a model costs as values for JSON."""
+    cost = model_cost(config)
+    return {
+        "tokens": config.num_tokens,
+        "patch_stride": config.stride,
+        "patch_field": patch_field(config),
+        "num_blocks": cost.num_blocks,
+        "parts": {part: dataclasses.asdict(value) for part, value in _parts(cost).items()},
+    }
+
+
+def as_text(config: ViTConfig) -> str:
+    """Returns what a model costs as a table for people."""
+    cost = model_cost(config)
+    rows = [("", "parameters", "multiply-adds")]
+    rows += [
+        (
+            f"{cost.num_blocks} x {part}" if part == "block" else part,
+            f"{value.parameters:,}",
+            f"{value.multiply_adds:,}",
+        )
+        for part, value in _parts(cost).items()
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    size, field = config.image_size, patch_field(config)
+    return "\n".join(
+        [
+            f"{size}x{size} pixels become {config.num_tokens} tokens; a patch is made from "
+            f"{field}x{field} pixels, every {config.stride}",
+            *(
+                f"  {name:<{widths[0]}}  {count:>{widths[1]}}  {work:>{widths[2]}}"
+                for name, count, work in rows
+            ),
+        ]
+    )
+
+
+def _parts(cost: ViTCost) -> Mapping[str, Cost]:
+    names = ("stem", "embeddings", "block", "head", "total")
+    return {name: getattr(cost, name) for name in names}
 
 
 def _patchify(config: ViTConfig) -> Cost:
