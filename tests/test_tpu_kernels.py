@@ -1,7 +1,9 @@
 """The TPU kernels of the convolutions, computed without a TPU: equal to plain JAX and to loops."""
 
 import functools
+import importlib.util
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from convt5.ops import depthwise_conv, dynamic_conv, implementation, lightweight
 from convt5.ops.padding import pad_widths
 from convt5.ops.pallas import convolution as tpu_kernels
 from convt5.ops.taps import Taps
+from convt5.tpu import operator_costs, topology
 
 CONVOLUTIONS = {
     "depthwise": depthwise_conv,
@@ -223,3 +226,89 @@ def test_what_kernels_do_not_serve_is_computed_plainly(sizes, options):
     with implementation.chosen("kernels"):
         traced = jax.make_jaxpr(functools.partial(dynamic_conv, **options))(x, logits)
     assert "pallas_call" not in str(traced)
+
+
+# --- What they move -------------------------------------------------------------------------------
+
+
+def kernel_calls(jaxpr):
+    """The Pallas calls anywhere in a traced program."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            yield equation
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", None)
+            if inner is not None:
+                yield from kernel_calls(getattr(inner, "jaxpr", inner))
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+@pytest.mark.parametrize("dilation", [1, 8])
+def test_kernels_state_at_least_the_bytes_of_their_operands_and_results(kind, dilation):
+    case = operator_costs.Case(kind=kind, taps=7, heads=2, dilation=dilation, length=1536, batch=2)
+    x, *others = case.arrays
+    with implementation.chosen("interpreted kernels"):
+        traced = jax.make_jaxpr(case.both)(x, *others, x)
+    calls = list(kernel_calls(traced.jaxpr))
+    assert len(calls) == 2
+    for call in calls:
+        avals = [v.aval for v in (*call.invars, *call.outvars)]
+        size = sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
+        # Halos are read twice.
+        assert size <= call.params["cost_estimate"].bytes_accessed < 1.25 * size
+
+
+@pytest.fixture(scope="session")
+def compiler() -> None:
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is absent: it comes with the extra tpu, on Linux")
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("name", ["v3:2x2", "v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_every_generation_compiles_the_kernels(compiler, name):
+    device = topology.load(name).devices[0]
+    forward, both = operator_costs.measure(
+        operator_costs.Case(kind="dynamic", taps=7, heads=2), device
+    )
+    assert (forward.kernels, both.kernels) == (1, 2)
+    # The goals of docs/performance.md.
+    assert forward.ratio < 1.3
+    assert both.ratio < 2
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"kind": "depthwise", "taps": 31, "heads": 768, "dilation": 8},
+        {"kind": "lightweight", "taps": 31, "heads": 16},
+        {"kind": "dynamic", "taps": 31, "heads": 16, "dilation": 8, "padding": "CAUSAL"},
+        {"kind": "dynamic", "taps": 7, "heads": 768, "dilation": 8},
+    ],
+    ids=str,
+)
+def test_bytes_stay_near_the_least_possible(compiler, case):
+    device = topology.load("v5e:2x2").devices[0]
+    forward, both = operator_costs.measure(operator_costs.Case(**case), device)
+    assert forward.ratio < 1.3
+    assert both.ratio < 2
+
+
+@pytest.mark.tpu
+def test_several_tpus_take_kernels_where_the_split_is_known_and_plain_jax_where_not(compiler):
+    mesh = Mesh(np.array(topology.load("v5e:2x2").devices).reshape(2, 2), ("data", "tensor"))
+    case = operator_costs.Case(kind="dynamic", taps=3, heads=2, length=128, embed=256)
+    specs = [("data", None, "tensor"), ("data",), ("data",), ("data", None, "tensor")]
+    x, *others = case.arrays
+    arguments = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+        for a, spec in zip((x, *others, x), specs, strict=True)
+    ]
+    devices = implementation.Devices(mesh, ("data",), ("tensor",))
+    with implementation.over_devices(devices):
+        told = jax.jit(case.both).lower(*arguments).compile().as_text() or ""
+    untold = jax.jit(lambda *arrays: case.both(*arrays)).lower(*arguments).compile().as_text() or ""
+    assert told.count('custom_call_target="tpu_custom_call"') == 2
+    assert "all-gather" not in told
+    assert "tpu_custom_call" not in untold

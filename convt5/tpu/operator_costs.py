@@ -1,0 +1,148 @@
+"""What the TPU compiler makes of the convolutions: bytes moved against the least possible.
+
+`python -m convt5.tpu.operator_costs` prints the table of docs/performance.md.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from convt5.ops import Padding, depthwise_conv, dynamic_conv, implementation, lightweight_conv
+from convt5.tpu import topology
+
+CONVOLUTIONS = {
+    "depthwise": depthwise_conv,
+    "lightweight": lightweight_conv,
+    "dynamic": dynamic_conv,
+}
+
+KINDS = (
+    ("depthwise", 768),
+    ("lightweight", 2),
+    ("lightweight", 16),
+    ("dynamic", 2),
+    ("dynamic", 16),
+    ("dynamic", 768),
+)
+"""Operators of the table, and their kernels."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A convolution of packed rows in bfloat16; kernels of depthwise and lightweight in float32.
+
+    Attributes:
+        kind: a key of `CONVOLUTIONS`.
+        taps, heads, dilation, padding: of the kernels; heads mean nothing to depthwise.
+        batch, length, embed: of the rows.
+    """
+
+    kind: str
+    taps: int
+    heads: int
+    dilation: int = 1
+    padding: Padding = "CENTERED"
+    batch: int = 8
+    length: int = 512
+    embed: int = 768
+
+    @property
+    def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The rows, the weights or logits, and the segment ids."""
+        shape = (self.taps, self.embed if self.kind == "depthwise" else self.heads)
+        weights = jax.ShapeDtypeStruct(shape, jnp.float32)
+        if self.kind == "dynamic":
+            weights = jax.ShapeDtypeStruct((self.batch, self.length, *shape), jnp.bfloat16)
+        rows = (self.batch, self.length)
+        x = jax.ShapeDtypeStruct((*rows, self.embed), jnp.bfloat16)
+        return x, weights, jax.ShapeDtypeStruct(rows, jnp.int32)
+
+    def forward(self, x, weights, ids):
+        convolve = CONVOLUTIONS[self.kind]
+        return convolve(x, weights, dilation=self.dilation, padding=self.padding, segment_ids=ids)
+
+    def both(self, x, weights, ids, cotangent):
+        """The output and the gradients."""
+        y, vjp = jax.vjp(functools.partial(self.forward, ids=ids), x, weights)
+        return y, *vjp(cotangent)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Bytes of one compiled program.
+
+    Attributes:
+        accessed: by all of its instructions, as the compiler counts them. Of kernels it knows what
+            they state: every block that is fetched or written, as often as that happens.
+        least: arguments once and results once.
+        kernels: calls of kernels.
+    """
+
+    accessed: float
+    least: int
+    kernels: int
+
+    @property
+    def ratio(self) -> float:
+        return self.accessed / self.least
+
+
+def measure(case: Case, device: Any) -> tuple[Cost, Cost]:
+    """Returns the cost of the forward pass, and of forward and backward pass together."""
+    x, *others = case.arrays
+    return (
+        _compiled(case.forward, (x, *others), device),
+        _compiled(case.both, (x, *others, x), device),
+    )
+
+
+def _compiled(function, arrays, device) -> Cost:
+    where = SingleDeviceSharding(device)
+    placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where) for a in arrays]
+    compiled = jax.jit(function).lower(*placed).compile()
+    results = jax.tree.leaves(jax.eval_shape(function, *arrays))
+    analysis = compiled.cost_analysis() or {}
+    return Cost(
+        accessed=analysis["bytes accessed"],
+        least=sum(a.size * a.dtype.itemsize for a in (*arrays, *results)),
+        kernels=(compiled.as_text() or "").count('custom_call_target="tpu_custom_call"'),
+    )
+
+
+def rows(device: Any, taps: Sequence[int], dilations: Sequence[int]) -> Iterator[str]:
+    """Yields lines of a Markdown table of ratios, each the larger of the two paddings."""
+    yield "| operator | H | K | dilation | forward | both | plain: forward | plain: both |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    for (kind, heads), count, dilation in itertools.product(KINDS, taps, dilations):
+        cells = [kind, heads, count, dilation]
+        cases = [
+            Case(kind=kind, taps=count, heads=heads, dilation=dilation, padding=padding)
+            for padding in ("CENTERED", "CAUSAL")
+        ]
+        for choice in ("auto", "plain"):
+            with implementation.chosen(choice):
+                costs = [measure(case, device) for case in cases]
+            cells += [f"{max(c.ratio for c in column):.2f}" for column in zip(*costs, strict=True)]
+        yield f"| {' | '.join(map(str, cells))} |"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m convt5.tpu.operator_costs")
+    parser.add_argument("--topology", default="v5e:2x2", help="a name of convt5.tpu.topology")
+    parser.add_argument("--taps", type=int, nargs="+", default=[3, 7, 31])
+    parser.add_argument("--dilations", type=int, nargs="+", default=[1, 8])
+    settings = parser.parse_args(argv)
+    device = topology.load(settings.topology).devices[0]
+    for row in rows(device, settings.taps, settings.dilations):
+        print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
