@@ -1,0 +1,171 @@
+"""Entry point of `python -m convt5.bench`: times of operators, training steps, decoding and data.
+
+Sides that are compared run in turns in one process, and medians are shown.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from convt5 import command_line, errors, gin_config
+
+SUITES = ("ops", "train_step", "decode", "data")
+VARIANTS = ("t5", "depthwise", "lightweight", "dynamic")
+# Of the models that are compared where no gin file names others.
+_SIZE = {"emb_dim": 256, "mlp_dim": 1024, "num_heads": 4, "head_dim": 64, "vocab_size": 1024}
+_LENGTHS = {
+    "ops": (512, 2048),
+    "train_step": (128, 512, 2048, 8192, 16384),
+    "decode": (128, 512, 2048),
+}
+_QUICK = {"ops": (256,), "train_step": (64, 128), "decode": (32, 64)}
+
+COMMAND = command_line.Command(
+    name="bench",
+    summary="Measures this machine: convolutions against the naive sum, whole training steps and "
+    "decoding of several models by length, and how fast data comes. Writes records.jsonl, "
+    "bench.md and, with the extra 'plot', pictures of time, operations and memory by length.",
+    examples=[
+        ("everything, small: a minute or two", "--quick"),
+        ("training steps alone, at these lengths", "--suites=train_step --lengths=512,2048"),
+        (
+            "models of your own",
+            "--suites=train_step,decode --gin_file=gin/models/hybrid_tiny.gin "
+            "--gin_file=gin/models/t5_tiny.gin --output=bench",
+        ),
+    ],
+    flags=[
+        command_line.Flag(
+            "suites", f"some of {','.join(SUITES)}, which is all of them.", {"default": None}
+        ),
+        command_line.Flag("lengths", "instead of those of each suite: 128,512.", {"default": None}),
+        command_line.Flag("batch_size", "rows, 4.", {"type": int, "default": 4}),
+        command_line.Flag("repeats", "times that each side runs, 5.", {"type": int, "default": 5}),
+        command_line.Flag(
+            "longest_seconds",
+            "a model whose step takes longer is left out at greater lengths, 20.",
+            {"type": float, "default": 20.0},
+        ),
+        command_line.Flag("quick", "short lengths and 2 repeats.", {"action": "store_true"}),
+        command_line.Flag("output", "a folder for the results, bench.", {"default": "bench"}),
+    ],
+    needs_gin_file=False,
+)
+
+
+def main(argv: Sequence[str]) -> None:
+    arguments = command_line.parse(COMMAND, argv)
+    flags = arguments.flags
+    suites = _chosen(flags.suites)
+    folder = _writable(flags.output)
+    models = _models(arguments.gin_files, arguments.gin_bindings)
+    # Deferred, so that help and usage errors come at once.
+    from convt5.benchmarks import machine, report
+
+    repeats = 2 if flags.quick else flags.repeats
+    records = [machine.describe(repeats=repeats)]
+    with (
+        open(folder / "records.jsonl", "w") as file,
+        tqdm(unit=" measurements", file=sys.stderr, disable=None) as progress,
+    ):
+        print(json.dumps(records[0]), file=file, flush=True)
+        for suite in suites:
+            progress.set_description(suite)
+            for record in _run(suite, flags, models, repeats, records[0]):
+                print(json.dumps(record), file=file, flush=True)
+                records.append(record)
+                progress.update()
+    table = report.markdown(records)
+    (folder / "bench.md").write_text(table)
+    print(table)
+    written = [folder / "records.jsonl", folder / "bench.md", *report.plot(records, folder)]
+    print(f"wrote {', '.join(map(str, written))}")
+
+
+def _run(
+    suite: str, flags: argparse.Namespace, models, repeats: int, machine
+) -> Iterator[dict[str, Any]]:
+    if suite == "data":
+        from convt5.benchmarks import pipeline
+
+        yield from pipeline.suite(batch_size=32, num_batches=20 if flags.quick else 200)
+        return
+    lengths = _lengths(suite, flags)
+    if suite == "ops":
+        from convt5.benchmarks import operators
+
+        copied = machine["copy_bytes_per_second"]
+        yield from operators.suite(lengths, repeats=repeats, copy_bytes_per_second=copied)
+        return
+    from convt5.benchmarks import models as models_suite
+
+    settings = {"batch_size": flags.batch_size, "repeats": repeats}
+    if suite == "decode":
+        yield from models_suite.decoding(models, lengths, **settings)
+    else:
+        longest = flags.longest_seconds
+        yield from models_suite.train_steps(models, lengths, longest_seconds=longest, **settings)
+
+
+def _models(files: Sequence[str], bindings: Sequence[str]) -> dict[str, Any]:
+    """Returns the models of the given files, or the variants at one size."""
+    if files:
+        sizes, named = list(bindings), {pathlib.PurePath(file).stem: file for file in files}
+    else:
+        size = [f"architecture.ConvT5Config.{name}={value}" for name, value in _SIZE.items()]
+        sizes = [*size, *bindings]
+        named = {variant: f"gin/models/{variant}_tiny.gin" for variant in VARIANTS}
+    return {
+        name: gin_config.load([file], sizes, roots=["%MODEL"]).macro("MODEL")
+        for name, file in named.items()
+    }
+
+
+def _chosen(suites: str | None) -> Sequence[str]:
+    if suites is None:
+        return SUITES
+    names = suites.split(",")
+    for name in names:
+        if name not in SUITES:
+            raise errors.UserError(
+                f"suites={suites!r} holds {name!r}, which is none of {', '.join(SUITES)}."
+                f"{errors.suggest(name, SUITES)}"
+            )
+    return names
+
+
+def _lengths(suite: str, flags: argparse.Namespace) -> Sequence[int]:
+    if flags.lengths is None:
+        return (_QUICK if flags.quick else _LENGTHS)[suite]
+    try:
+        lengths = [int(length) for length in flags.lengths.split(",")]
+    except ValueError:
+        lengths = []
+    if not lengths or min(lengths) < 4:
+        raise errors.UserError(
+            f"lengths={flags.lengths!r} must be integers of at least 4 with commas between them, "
+            "such as 128,512."
+        )
+    return lengths
+
+
+def _writable(output: str) -> pathlib.Path:
+    folder = pathlib.Path(output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "records.jsonl").touch()
+    except OSError as error:
+        raise errors.UserError(
+            f"output={output} cannot be written ({error.strerror}); give a folder that can, with "
+            "--output=DIR."
+        ) from error
+    return folder
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,99 @@
+"""Benchmark records as a Markdown table and as plots against the length, both axes logarithmic."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from convt5 import errors
+from convt5.training.run_log import short_number
+
+Record = Mapping[str, Any]
+
+_COLUMNS = {
+    "ops": ("seconds", "naive_seconds", "speedup", "times_copy"),
+    "train_step": ("seconds", "tokens_per_second", "flops", "temporary_bytes", "compile_seconds"),
+    "decode": ("seconds", "tokens_per_second", "state_bytes"),
+    "data": ("seconds", "tokens_per_second", "tokens_per_cpu_second"),
+}
+_TITLES = {
+    "seconds": "seconds",
+    "naive_seconds": "seconds, naive sum",
+    "speedup": "times as fast",
+    "times_copy": "times a copy of the least bytes",
+    "tokens_per_second": "tokens/s",
+    "tokens_per_cpu_second": "tokens per processor second",
+    "flops": "FLOPs of an update",
+    "temporary_bytes": "temporary bytes",
+    "compile_seconds": "seconds to compile",
+    "state_bytes": "bytes of state",
+}
+_PLOTS = {
+    "train_step": ("seconds", "flops", "temporary_bytes"),
+    "decode": ("tokens_per_second", "state_bytes"),
+}
+
+
+def markdown(records: Sequence[Record]) -> str:
+    """Returns the machine and a table for each suite that was run."""
+    machine = next(r for r in records if r["suite"] == "machine")
+    lines = [
+        f"{machine['device']} ({machine['processor'] or machine['platform']}), "
+        f"{machine['processors']} processors, jax {machine['jax']}; copies "
+        f"{short_number(machine['copy_bytes_per_second'])}B/s, multiplies matrices at "
+        f"{short_number(machine['matmul_flops'])}FLOP/s.",
+    ]
+    for suite, columns in _COLUMNS.items():
+        found = [r for r in records if r["suite"] == suite]
+        if found:
+            lines += ["", f"### {suite}", "", *_table(found, columns)]
+    return "\n".join(lines) + "\n"
+
+
+def plot(records: Sequence[Record], folder: pathlib.Path) -> list[pathlib.Path]:
+    """Writes a picture for each suite that has lengths to compare; returns their paths.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    wanted = [s for s in _PLOTS if len({r["length"] for r in records if r["suite"] == s}) > 1]
+    return [_picture(suite, records, folder / f"{suite}.png") for suite in wanted]
+
+
+def _table(records: Sequence[Record], columns: Sequence[str]) -> list[str]:
+    header = ["length", "case", *(_TITLES[c] for c in columns)]
+    rows = [[str(r["length"]), r["case"], *(_cell(r[c]) for c in columns)] for r in records]
+    rule = ["---"] * len(header)
+    return [f"| {' | '.join(cells)} |" for cells in (header, rule, *rows)]
+
+
+def _cell(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else short_number(value)
+
+
+def _picture(suite: str, records: Sequence[Record], path: pathlib.Path) -> pathlib.Path:
+    try:
+        # Deferred: it is an extra, and slow to import. The backend needs no display.
+        import matplotlib
+
+        matplotlib.use("agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise errors.UserError(
+            "plots need matplotlib, which is not installed; add the extra 'plot' "
+            "(uv run --extra plot ..., or pip install 'convt5[plot]')."
+        ) from error
+    columns = _PLOTS[suite]
+    figure, axes = pyplot.subplots(1, len(columns), figsize=(5 * len(columns), 4))
+    for axis, column in zip(axes, columns, strict=True):
+        for case in dict.fromkeys(r["case"] for r in records if r["suite"] == suite):
+            own = [r for r in records if r["suite"] == suite and r["case"] == case]
+            axis.plot([r["length"] for r in own], [r[column] for r in own], "o-", label=case)
+        axis.set(xlabel="length", title=_TITLES[column])
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path

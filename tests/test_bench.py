@@ -1,0 +1,98 @@
+"""Benchmarks: sides run in turns, records are complete, and what is asked for is what is run."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from convt5 import bench, errors
+from convt5.benchmarks import models, operators, report, timing
+from convt5.ops import depthwise_conv, dynamic_conv, lightweight_conv
+
+TINY = [
+    "--gin.architecture.ConvT5Config.emb_dim=16",
+    "--gin.architecture.ConvT5Config.mlp_dim=16",
+    "--gin.architecture.ConvT5Config.head_dim=4",
+    "--gin.architecture.ConvT5Config.vocab_size=32",
+    "--gin.architecture.StackConfig.num_layers=1",
+]
+
+
+def test_sides_run_in_turns_after_one_run_that_does_not_count():
+    order = []
+    sides = {name: lambda name=name: order.append(name) for name in "ab"}
+    taken = timing.in_turns(sides, repeats=3)
+    assert order == ["a", "b"] * 4
+    assert all(found.repeats == 3 and found.seconds >= 0 for found in taken.values())
+
+
+@pytest.mark.parametrize("kind", operators.KINDS)
+def test_the_naive_sum_computes_the_same(kind):
+    rng = np.random.default_rng(0)
+    taps, length, embed = 5, 12, operators.EMBED
+    shape = {
+        "depthwise": (taps, embed),
+        "lightweight": (taps, operators.HEADS),
+        "dynamic": (2, length, taps, operators.HEADS),
+    }[kind]
+    x = jnp.asarray(rng.normal(size=(2, length, embed)), jnp.float32)
+    kernel = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    ours = {"depthwise": depthwise_conv, "lightweight": lightweight_conv, "dynamic": dynamic_conv}
+    np.testing.assert_allclose(
+        operators._naive(kind, x, kernel), ours[kind](x, kernel), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_run_writes_a_record_for_each_length_and_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("convt5.benchmarks.machine._COPY_ELEMENTS", 2**10)
+    monkeypatch.setattr("convt5.benchmarks.machine._MATRIX", 16)
+    output = tmp_path / "bench"
+    bench.main(
+        [
+            *("--suites=train_step,decode", "--lengths=8,16", "--repeats=1", "--batch_size=2"),
+            *("--gin_file=gin/models/depthwise_tiny.gin", f"--output={output}", *TINY),
+        ]
+    )
+    records = [json.loads(line) for line in (output / "records.jsonl").read_text().splitlines()]
+    assert [(r["suite"], r.get("length")) for r in records] == [
+        ("machine", None),
+        *(("train_step", 8), ("train_step", 16)),
+        *(("decode", 8), ("decode", 16)),
+    ]
+    assert {r["case"] for r in records[1:]} == {"depthwise_tiny"}
+    short, long = records[1:3]
+    assert short["flops"] < long["flops"] < 2.5 * short["flops"]
+    assert records[3]["state_bytes"] > 0
+    assert (output / "train_step.png").stat().st_size > 10_000
+    assert "| 16 | depthwise_tiny |" in capsys.readouterr().out
+
+
+def test_models_that_take_too_long_are_left_out_at_greater_lengths():
+    named = bench._models(["gin/models/depthwise_tiny.gin"], [flag[6:] for flag in TINY])
+    found = models.train_steps(named, (8, 16), batch_size=1, repeats=1, longest_seconds=0.0)
+    assert [record["length"] for record in found] == [8]
+
+
+def test_tables_show_large_numbers_shortly():
+    machine = {
+        **{"suite": "machine", "device": "cpu", "processor": "p", "platform": "cpu", "jax": "1"},
+        **{"processors": 2, "copy_bytes_per_second": 1e9, "matmul_flops": 1e11},
+    }
+    row = {"suite": "decode", "case": "a", "length": 8, "seconds": 0.12345}
+    row |= {"tokens_per_second": 12345.0, "state_bytes": 999}
+    assert "| 8 | a | 0.123 | 12.3k | 999 |" in report.markdown([machine, row])
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--suites=ops,decod", r"holds 'decod', which is none of .* Did you mean decode"),
+        ("--lengths=128,x", r"lengths='128,x' must be integers of at least 4"),
+        ("--lengths=2", r"lengths='2' must be integers of at least 4"),
+        ("--gin_file=gin/models/dynmic_tiny.gin", r"dynamic_tiny"),
+    ],
+)
+def test_faulty_arguments_are_explained(tmp_path, argument, message):
+    with pytest.raises(errors.UserError, match=message):
+        bench.main(["--suites=decode", argument, f"--output={tmp_path}"])
