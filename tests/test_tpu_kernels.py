@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from convt5.ops import depthwise_conv, dynamic_conv, implementation, lightweight_conv, plain
 from convt5.ops.padding import pad_widths
+from convt5.ops.pallas import conv_calls, conv_streamed
 from convt5.ops.pallas import convolution as tpu_kernels
 from convt5.ops.taps import Taps
 from convt5.tpu import operator_costs, topology
@@ -76,6 +77,12 @@ CASES = {
         False,
     ),
     "kernel per channel, packed": ("dynamic", {"taps": 3, "heads": 128}, {"dilation": 9}, True),
+    "kernel per channel, far reach": (
+        "dynamic",
+        {"taps": 3, "heads": 128},
+        {"dilation": 70},
+        True,
+    ),
     "kernel per channel, causal": (
         "dynamic",
         {"taps": 4, "heads": 128},
@@ -99,7 +106,11 @@ def test_kernels_equal_the_plain_formulation_across_blocks(case):
     given = (x, weights) if ids is None else (ids, x, weights)
     call = tpu_kernels._call(operation, "backward", x, weights)
     assert call is not None
-    assert call.grid[2] == x.shape[1] // 128 > 1
+    if not case.endswith("far reach"):
+        assert isinstance(call, conv_calls.Call)
+        assert call.grid[2] == x.shape[1] // 128 > 1
+    else:
+        assert isinstance(call, conv_streamed.Streamed)
 
     @jax.jit
     def both(given, dy):
@@ -285,6 +296,7 @@ def test_every_generation_compiles_the_kernels(compiler, name):
         {"kind": "lightweight", "taps": 31, "heads": 16},
         {"kind": "dynamic", "taps": 31, "heads": 16, "dilation": 8, "padding": "CAUSAL"},
         {"kind": "dynamic", "taps": 7, "heads": 768, "dilation": 8},
+        {"kind": "dynamic", "taps": 31, "heads": 768, "dilation": 8, "padding": "CAUSAL"},
     ],
     ids=str,
 )

@@ -85,7 +85,7 @@ def forward(call: Call, x: jax.Array, weights: jax.Array, ids: jax.Array | None)
     scratch += _weight_scratch(call, blocks.own, blocks.own)
     (y,) = _run(
         call,
-        _cost(call, x.dtype.itemsize, weights.dtype.itemsize),
+        cost(call, x.dtype.itemsize, weights.dtype.itemsize),
         functools.partial(_forward_body, call),
         [
             (x, blocks.row_spec(blocks.inputs)),
@@ -133,7 +133,7 @@ def backward(
         scratch += [_turned(call, blocks.own), _float32(call.flat, blocks.rows)]
     return _run(
         call,
-        _cost(call, x.dtype.itemsize, weights.dtype.itemsize),
+        cost(call, x.dtype.itemsize, weights.dtype.itemsize),
         functools.partial(_backward_body, call),
         [
             (x, blocks.row_spec(blocks.inputs)),
@@ -206,7 +206,7 @@ def _held(
     return held.tile
 
 
-def _run(call: Call, cost: pl.CostEstimate, body, inputs, outputs, scratch):
+def _run(call: Call, estimate: pl.CostEstimate, body, inputs, outputs, scratch):
     shapes, out_specs = zip(*outputs, strict=True)
     arrays, in_specs = zip(*inputs, strict=True)
     if not call.interpret:
@@ -220,7 +220,7 @@ def _run(call: Call, cost: pl.CostEstimate, body, inputs, outputs, scratch):
         out_shape=shapes,
         scratch_shapes=scratch,
         interpret=call.interpret,
-        cost_estimate=cost,
+        cost_estimate=estimate,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
@@ -264,7 +264,7 @@ def _weight_spec(call: Call, window: Window, lanes: Window) -> pl.BlockSpec:
     return call.blocks.tap_spec(window, call.taps)
 
 
-def _cost(call: Call, x_bytes: int, weight_bytes: int) -> pl.CostEstimate:
+def cost(call: Call, x_bytes: int, weight_bytes: int) -> pl.CostEstimate:
     """What a kernel does and moves: halos count as often as they are read."""
     blocks, cells = call.blocks, call.batch * call.blocks.length
     read = functools.partial(rows_read, blocks)
@@ -344,7 +344,7 @@ def _candidates(kind, where, length, embed, packed, max_rows):
 
 def _time(call: Call, itemsize: int) -> float:
     """Bytes that could be moved while a kernel runs: nothing else happens in its first step."""
-    moved, steps = _cost(call, itemsize, itemsize).bytes_accessed, math.prod(call.grid)
+    moved, steps = cost(call, itemsize, itemsize).bytes_accessed, math.prod(call.grid)
     return moved + moved / steps + STEP_BYTES * steps
 
 

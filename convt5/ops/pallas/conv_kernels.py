@@ -46,7 +46,7 @@ class Rows:
 
         lax.fori_loop(0, self.window.size // CHUNK, copy, 0)
 
-    def read(self, row, offset: int, tile: int) -> jax.Array:
+    def read(self, row, offset, tile: int) -> jax.Array:
         """Returns [CHUNK, 128]: 128 channels of the rows from `row` of the block, shifted."""
         return self.ref[tile, pl.ds(row + (self.window.before + offset), CHUNK), :]
 
@@ -66,7 +66,7 @@ class Segments:
             ids = jnp.where(blocks.inside(position, ids.shape, 1), ids, 0)
             self.rows.ref[0, pl.ds(at, LANES), :] = jnp.broadcast_to(ids, (LANES, LANES)).T
 
-    def same(self, row, offset: int) -> jax.Array | None:
+    def same(self, row, offset) -> jax.Array | None:
         """Whether rows and shifted rows are of one segment; padding belongs to none."""
         if self.rows is None:
             return None

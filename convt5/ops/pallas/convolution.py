@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec
 
 from convt5.ops.implementation import Devices, Kernels
 from convt5.ops.pallas import conv_calls as calls
+from convt5.ops.pallas import conv_streamed
+from convt5.ops.pallas.conv_blocks import Blocks
 from convt5.ops.taps import Taps
 
 DTYPES = (jnp.bfloat16, jnp.float32)
@@ -49,28 +51,48 @@ def is_supported(operation: Operation, direction: calls.Direction, x: Any, weigh
     return _call(operation, direction, x, weights) is not None
 
 
-def _call(operation: Operation, direction: calls.Direction, x, weights) -> calls.Call | None:
+def _call(
+    operation: Operation, direction: calls.Direction, x, weights
+) -> calls.Call | conv_streamed.Streamed | None:
     if x.dtype not in DTYPES or weights.dtype not in DTYPES or x.size == 0:
         return None
     batch, length, embed = x.shape
     heads = weights.shape[-1]
-    kind = "static"
-    if operation.dynamic:
-        kind = "channel" if heads == embed else "shared"
-    return calls.make_call(
+    kind = _kind(operation, x, weights)
+    length = calls.padded_length(length)
+    itemsize = max(x.dtype.itemsize, weights.dtype.itemsize if operation.dynamic else 0)
+    in_blocks = calls.make_call(
         kind,
         direction,
         operation.where,
         batch=batch,
-        length=calls.padded_length(length),
+        length=length,
         embed=embed,
         heads=heads,
-        itemsize=max(x.dtype.itemsize, weights.dtype.itemsize if operation.dynamic else 0),
+        itemsize=itemsize,
         packed=operation.packed,
         softmax=operation.softmax,
         interpret=operation.interpret,
         max_rows=operation.max_rows,
     )
+    if kind != "channel" or direction == "forward" or embed % calls.LANES:
+        return in_blocks
+    whole = Blocks(operation.where, length, length, calls.LANES, operation.packed)
+    streamed = conv_streamed.Streamed(whole, batch, embed, operation.softmax, operation.interpret)
+    if operation.where.cross_segments or streamed.vmem_bytes(itemsize) > calls.VMEM_BYTES:
+        return in_blocks
+    if in_blocks is not None:
+        moved = calls.cost(in_blocks, itemsize, itemsize).bytes_accessed
+        # It computes twice what blocks compute once.
+        if moved <= 1.25 * streamed.bytes_accessed(itemsize):
+            return in_blocks
+    return streamed
+
+
+def _kind(operation: Operation, x, weights) -> str:
+    if not operation.dynamic:
+        return "static"
+    return "channel" if weights.shape[-1] == x.shape[-1] else "shared"
 
 
 def forward(operation: Operation, *arrays):
@@ -98,32 +120,38 @@ def _jitted(operation: Operation, direction: calls.Direction):
 def _local(operation: Operation, direction: calls.Direction, *arrays):
     ids, x, weights, *cotangent = arrays if operation.packed else (None, *arrays)
     call = _call(operation, direction, x, weights)
-    assert call is not None
-    length = x.shape[1]
+    if call is None:
+        raise ValueError(f"no kernel for {operation} of {x.shape}; ask is_supported first.")
+    kind, length = _kind(operation, x, weights), x.shape[1]
     extra = calls.padded_length(length) - length
     ids = None if ids is None else _pad(ids, extra)[:, None]
-    given = (_pad(x, extra), _to_kernel(call, weights, extra), ids)
-    if direction == "forward":
+    given = (_pad(x, extra), _to_kernel(kind, weights, extra), ids)
+    given += tuple(_pad(dy, extra) for dy in cotangent)
+    if isinstance(call, conv_streamed.Streamed):
+        dx, dweights = conv_streamed.backward(call, *given)
+    elif direction == "forward":
         return calls.forward(call, *given)[:, :length]
-    dx, dweights = calls.backward(call, *given, _pad(cotangent[0], extra))
-    return dx[:, :length], _from_kernel(call, dweights, length).astype(weights.dtype)
+    else:
+        dx, dweights = calls.backward(call, *given)
+    dweights = _from_kernel(kind, dweights, length)
+    return dx[:, :length], dweights.astype(weights.dtype)
 
 
 def _pad(a, rows: int):
     return jnp.pad(a, [(0, 0), (0, rows)] + [(0, 0)] * (a.ndim - 2)) if rows else a
 
 
-def _to_kernel(call: calls.Call, weights, extra: int):
+def _to_kernel(kind: str, weights, extra: int):
     """Brings logits into the order in which the kernels, and XLA by itself, keep them."""
-    if call.kind == "static":
+    if kind == "static":
         return weights
-    return _pad(weights, extra).transpose((0, 2, 3, 1) if call.kind == "shared" else (0, 2, 1, 3))
+    return _pad(weights, extra).transpose((0, 2, 3, 1) if kind == "shared" else (0, 2, 1, 3))
 
 
-def _from_kernel(call: calls.Call, dweights, length: int):
-    if call.kind == "static":
+def _from_kernel(kind: str, dweights, length: int):
+    if kind == "static":
         return jnp.sum(dweights, axis=0)
-    order = (0, 3, 1, 2) if call.kind == "shared" else (0, 2, 1, 3)
+    order = (0, 3, 1, 2) if kind == "shared" else (0, 2, 1, 3)
     return dweights.transpose(order)[:, :length]
 
 

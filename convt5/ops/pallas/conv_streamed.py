@@ -1,0 +1,169 @@
+"""The backward pass of kernels for every position and channel, where their taps reach far.
+
+Blocks of rows would read the logits, the largest array, of all rows in reach again. Here a step
+takes one tap of all rows. Their softmax must be known first, so that taps pass twice, the second
+time from fast memory; sums over taps are corrected as the maximum grows (Milakov and Gimelshein
+2018, arXiv 1805.02867).
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from convt5.ops.pallas import conv_kernels as kernels
+from convt5.ops.pallas.conv_blocks import CHUNK, LANES, Blocks
+
+LOWEST = -3e38
+"""Below every finite logit, and finite, so that logits of minus infinity have weight zero."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Streamed:
+    """One backward pass; `blocks` has a single block of rows, of 128 channels."""
+
+    blocks: Blocks
+    batch: int
+    embed: int
+    softmax: bool
+    interpret: bool
+
+    @property
+    def taps(self) -> int:
+        return self.blocks.where.count
+
+    def bytes_accessed(self, itemsize: int) -> int:
+        cells = self.batch * self.blocks.length
+        ids = 4 * cells * self.blocks.packed * self.embed // LANES
+        return itemsize * cells * self.embed * (3 + 2 * self.taps) + ids
+
+    def vmem_bytes(self, itemsize: int) -> int:
+        blocks = self.blocks
+        windows = blocks.inputs.size + 2 * blocks.readers.size
+        kept = 4 * (windows + 4 * blocks.length + blocks.packed * blocks.segments.size)
+        held = itemsize * self.taps * blocks.length
+        return LANES * (2 * itemsize * 5 * blocks.length + kept + held)
+
+
+def backward(
+    call: Streamed, x: jax.Array, logits: jax.Array, ids: jax.Array | None, dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients in x and in logits [batch, kernel, length, embed]."""
+    blocks, taps, length = call.blocks, call.taps, call.blocks.length
+    row = pl.BlockSpec((None, length, LANES), lambda b, c, step: (b, 0, c))
+    segment = pl.BlockSpec((None, 1, length), lambda b, c, step: (b, 0, 0))
+    tap = (None, None, length, LANES)
+    read = pl.BlockSpec(tap, lambda b, c, step: (b, jnp.minimum(step, taps - 1), 0, c))
+    written = pl.BlockSpec(tap, lambda b, c, step: (b, jnp.maximum(step - taps, 0), 0, c))
+    rows = lambda size: pltpu.VMEM((1, size, LANES), jnp.float32)  # noqa: E731
+    scratch = [pltpu.VMEM((1, blocks.segments.size, LANES), jnp.int32)] * blocks.packed
+    scratch += [rows(blocks.inputs.size), rows(blocks.readers.size), rows(blocks.readers.size)]
+    scratch += [pltpu.VMEM((length, LANES), jnp.float32)] * 4
+    arrays = [x, dy, logits, *([ids] if blocks.packed else [])]
+    if not call.interpret:
+        arrays = [pltpu.with_memory_space_constraint(a, pltpu.HBM) for a in arrays]
+    run = pl.pallas_call(
+        functools.partial(_body, call),
+        grid=(call.batch, call.embed // LANES, 2 * taps),
+        in_specs=[row, row, read, *([segment] if blocks.packed else [])],
+        out_specs=[row, written],
+        out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, logits)],
+        scratch_shapes=[*scratch, pltpu.VMEM((taps, length, LANES), logits.dtype)],
+        interpret=call.interpret,
+        cost_estimate=pl.CostEstimate(
+            flops=6 * x.size * taps,
+            transcendentals=2 * x.size * taps * call.softmax,
+            bytes_accessed=call.bytes_accessed(max(x.dtype.itemsize, logits.dtype.itemsize)),
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary")
+        ),
+    )
+    dx, dlogits = run(*arrays)
+    return dx, dlogits
+
+
+def _body(call: Streamed, x, dy, logits, *refs: Any) -> None:
+    blocks, taps = call.blocks, call.taps
+    step = pl.program_id(2)
+    left = list(refs)
+    take = functools.partial(left.pop, 0)
+    ids = take() if blocks.packed else None
+    dx, dlogits = take(), take()
+    segments = kernels.Segments(kernels.Rows(take(), blocks.segments) if blocks.packed else None)
+    x_rows = kernels.Rows(take(), blocks.inputs)
+    dy_rows = kernels.Rows(take(), blocks.readers)
+    weight_rows = kernels.Rows(take(), blocks.readers)
+    largest, total, slope, sums, held = left
+
+    def chunks(body):
+        def one(i, _):
+            row = pl.multiple_of(i * CHUNK, CHUNK)
+            body(row, pl.ds(row, CHUNK))
+            return 0
+
+        lax.fori_loop(0, blocks.length // CHUNK, one, 0)
+
+    def product(row, offset):
+        """The gradient in the weight of a tap."""
+        same = segments.same(row, offset)
+        found = dy_rows.read(row, 0, 0) * x_rows.read(row, offset, 0)
+        return found if same is None else jnp.where(same, found, 0.0)
+
+    @pl.when(step == 0)
+    def _():
+        x_rows.fill(x, blocks, 0)
+        dy_rows.fill(dy, blocks, 0)
+        segments.fill(ids, blocks, 0)
+        weight_rows.ref[...] = jnp.zeros(weight_rows.ref.shape, jnp.float32)
+        largest[...] = jnp.full(largest.shape, LOWEST, jnp.float32)
+        for ref in (total, slope, sums):
+            ref[...] = jnp.zeros(ref.shape, jnp.float32)
+
+    @pl.when(step < taps)
+    def _():
+        offset = step * blocks.where.dilation - blocks.where.left
+
+        def gather(row, at):
+            logit = logits[at, :]
+            held[step, at, :] = logit
+            if not call.softmax:
+                return
+            logit = logit.astype(jnp.float32)
+            higher = jnp.maximum(largest[at, :], logit)
+            shrink, power = jnp.exp(largest[at, :] - higher), jnp.exp(logit - higher)
+            largest[at, :] = higher
+            total[at, :] = total[at, :] * shrink + power
+            slope[at, :] = slope[at, :] * shrink + power * product(row, offset)
+
+        chunks(gather)
+
+    @pl.when(step >= taps)
+    def _():
+        tap = step - taps
+        offset = tap * blocks.where.dilation - blocks.where.left
+
+        def differentiate(row, at):
+            weight, gradient = held[tap, at, :].astype(jnp.float32), product(row, offset)
+            if call.softmax:
+                weight = jnp.exp(weight - largest[at, :]) / total[at, :]
+                gradient = weight * (gradient - slope[at, :] / total[at, :])
+            dlogits[at, :] = gradient.astype(dlogits.dtype)
+            weight_rows.ref[0, pl.ds(row + weight_rows.window.before, CHUNK), :] = weight
+
+        def collect(row, at):
+            same = segments.same(row, -offset)
+            part = weight_rows.read(row, -offset, 0) * dy_rows.read(row, -offset, 0)
+            sums[at, :] += part if same is None else jnp.where(same, part, 0.0)
+
+        chunks(differentiate)
+        chunks(collect)
+
+    @pl.when(step == 2 * taps - 1)
+    def _():
+        dx[...] = sums[...].astype(dx.dtype)
