@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from quick import quick
 
 from convt5 import decoding, gin_config
 from convt5.architecture import ConvT5Config, StackConfig
@@ -169,7 +170,7 @@ def check_stepping(config: ConvT5Config) -> None:
     np.testing.assert_allclose(stepwise, forced, atol=2e-5 * scale)
 
 
-@hypothesis.settings(max_examples=4, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=3, deadline=None, derandomize=True)
 @hypothesis.given(configs())
 def test_stepping_equals_teacher_forcing_for_drawn_models(config):
     check_stepping(config)
@@ -193,10 +194,9 @@ PRESETS = sorted(
 
 @pytest.mark.parametrize(
     "preset",
-    [
-        pytest.param(name, marks=() if name.endswith("tiny.gin") else pytest.mark.slow)
-        for name in PRESETS
-    ],
+    quick(
+        PRESETS, chosen=[f"gin/models/{name}_tiny.gin" for name in ("dynamic", "hybrid", "wavenet")]
+    ),
 )
 def test_stepping_equals_teacher_forcing_for_every_preset(preset):
     config = gin_config.load([preset], roots=["%MODEL"]).macro("MODEL")

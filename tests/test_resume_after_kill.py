@@ -15,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-NUM_STEPS = 60
+NUM_STEPS = 40
 
 SETTINGS = f"""
 include 'gin/models/dynamic_tiny.gin'
@@ -130,18 +130,9 @@ def uninterrupted(launch, tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
-def test_a_run_stopped_and_killed_ends_bit_for_bit_as_one_left_alone(
-    launch, uninterrupted, tmp_path
-):
+def test_a_killed_run_ends_bit_for_bit_as_one_left_alone(launch, uninterrupted, tmp_path):
     run_dir = tmp_path / "run"
-    code, output = stop_when(
-        launch(run_dir), lambda: count_records(run_dir) >= 5, with_signal=signal.SIGTERM
-    )
-    assert code == 143
-    assert "give the same command again to continue" in output
-    assert "Traceback" not in output
-
-    code, _ = stop_when(launch(run_dir), lambda: is_saving(run_dir, from_step=30))
+    code, _ = stop_when(launch(run_dir), lambda: is_saving(run_dir, from_step=20))
     assert code == -signal.SIGKILL
 
     assert "continues from the checkpoint of step" in finish(launch(run_dir))
@@ -150,3 +141,14 @@ def test_a_run_stopped_and_killed_ends_bit_for_bit_as_one_left_alone(
     jax.tree.map(np.testing.assert_array_equal, trees, expected_trees)
     assert [r["step"] for r in records] == list(range(1, NUM_STEPS + 1))
     assert losses(records) == losses(expected_records)
+
+
+@pytest.mark.slow
+def test_a_run_asked_to_stop_saves_and_says_how_to_go_on(launch, tmp_path):
+    run_dir = tmp_path / "run"
+    code, output = stop_when(
+        launch(run_dir), lambda: count_records(run_dir) >= 5, with_signal=signal.SIGTERM
+    )
+    assert code == 143
+    assert "give the same command again to continue" in output
+    assert "Traceback" not in output

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from quick import quick
 
 from convt5 import checkpoint, gin_config, optimizer, schedule, sharding
 from convt5.errors import UserError
@@ -80,7 +81,7 @@ def statistics_of(leaves):
     return {name: x for name, x in leaves.items() if name.endswith(("norm/mean", "norm/variance"))}
 
 
-@pytest.mark.parametrize("mesh", [(8, 1, 1), (1, 8, 1), (2, 2, 2)])
+@pytest.mark.parametrize("mesh", quick([(8, 1, 1), (1, 8, 1), (2, 2, 2)], chosen=[(2, 2, 2)]))
 def test_an_update_is_the_same_on_every_mesh(mesh):
     alone, spread = after_two_steps(), after_two_steps(mesh)
     for name, expected in alone.items():
@@ -113,7 +114,7 @@ def test_microbatches_move_running_statistics_by_their_mean():
         np.testing.assert_allclose(found[name], expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("mesh", quick([(8, 1, 1), (2, 2, 2)], chosen=[(8, 1, 1)]))
 def test_microbatches_are_the_same_on_every_mesh(mesh):
     alone, spread = after_two_steps(grad_accum_steps=2), after_two_steps(mesh, 2)
     for name, expected in alone.items():
