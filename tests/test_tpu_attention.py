@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from convt5.ops import attend
-from convt5.ops.implementation import chosen
+from convt5.ops.implementation import Devices, chosen, over_devices
 from convt5.ops.pallas import attention as kernels
 
 
@@ -70,12 +70,11 @@ def test_kernels_equal_attention_in_chunks(monkeypatch, case):
 def test_devices_compute_their_own_rows_and_heads():
     (rows, bias), ids = draw(4, 32, 128, 4, 64), (packed(4, 32), packed(4, 128))
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
-    place = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))  # noqa: E731
-    spread = [jax.device_put(a, place("data", None, "tensor")) for a in rows]
-    spread_ids = [jax.device_put(a, place("data")) for a in ids]
     settings = {"causal": False, "bias": bias}
     expected = value_and_gradients("plain", rows, ids, **settings)
-    found = value_and_gradients("interpreted kernels", spread, spread_ids, **settings)
+    with over_devices(Devices(mesh, rows=("data",), channels=("tensor",))):
+        found = value_and_gradients("interpreted kernels", rows, ids, **settings)
+    assert found[0].sharding.spec[0] in ("data", ("data",))
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-6 * np.abs(theirs).max())
 

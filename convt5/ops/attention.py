@@ -55,7 +55,8 @@ def _attend(causal, query, key, value, bias, query_ids, key_ids):
     """On TPU by kernels where they serve; elsewhere in chunks."""
     arrays = (query, key, value, query_ids, key_ids)
     in_chunks = functools.partial(_attend_in_chunks, causal, bias)
-    return implementation.run(in_chunks, _kernels(causal, bias, query, key), *arrays)
+    alone, shared = _kernels(causal, bias, query, key)
+    return implementation.run(in_chunks, alone, *arrays, shared=shared)
 
 
 def _forward(causal, *arguments):
@@ -66,35 +67,44 @@ def _backward(causal, residuals, cotangent):
     query, key, value, bias, query_ids, key_ids = residuals
     arrays = (query, key, value, query_ids, key_ids, cotangent)
     in_chunks = functools.partial(_gradients_in_chunks, causal, bias)
-    kernels = _kernels(causal, bias, query, key, backward=True)
-    dquery, dkey, dvalue, dbias = implementation.run(in_chunks, kernels, *arrays)
+    alone, shared = _kernels(causal, bias, query, key, backward=True)
+    dquery, dkey, dvalue, dbias = implementation.run(in_chunks, alone, *arrays, shared=shared)
     return dquery, dkey, dvalue, dbias, None, None
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _kernels(causal, bias, query, key, *, backward=False) -> implementation.Kernels | None:
-    """Returns the kernels that compute the same, or None where there are none."""
+def _kernels(causal, bias, query, key, *, backward=False):
+    """Returns kernels that compute the same on one device, and on several; None without any."""
     if not implementation.wanted() or _has_old_tpus():
-        return None
+        return None, None
     # Deferred: importing Pallas takes time, which programs without TPUs need not spend.
     from convt5.ops.pallas import attention as kernels
 
     heads, head_dim = query.shape[2:]
     settings = kernels.Settings(head_dim, causal, interpret=implementation.interpreted())
-    if not kernels.is_supported(settings, _flat(query), _flat(key)):
-        return None
+    rows = _flat(query), _flat(key)
+    devices = implementation.devices()
+    if devices is not None:
+        run = kernels.shared(settings, devices, *rows, biased=bias is not None, backward=backward)
+        return None, run and _between_heads(run, heads, bias, backward)
+    if not kernels.is_supported(settings, *rows):
+        return None, None
+    run = functools.partial(kernels.gradients if backward else kernels.attend, settings)
+    return _between_heads(run, heads, bias, backward), None
+
+
+def _between_heads(run, heads: int, bias, backward: bool) -> implementation.Kernels:
+    """Returns `run`, which knows no axis of heads, with the arguments and results of `_attend`."""
     biases = () if bias is None else (bias,)
 
     def attend(query, key, value, *ids):
-        y = kernels.attend(settings, *map(_flat, (query, key, value)), *ids, *biases)
-        return _with_heads(y, heads)
+        return _with_heads(run(*map(_flat, (query, key, value)), *ids, *biases), heads)
 
     def gradients(query, key, value, query_ids, key_ids, cotangent):
-        rows = map(_flat, (query, key, value))
-        given = (*rows, query_ids, key_ids, *biases, _flat(cotangent))
-        drows, dbias = kernels.gradients(settings, *given)
+        given = (*map(_flat, (query, key, value)), query_ids, key_ids, *biases, _flat(cotangent))
+        *drows, dbias = (*run(*given), *([] if biases else [None]))
         return (*(_with_heads(a, heads) for a in drows), dbias)
 
     return gradients if backward else attend

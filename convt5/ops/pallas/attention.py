@@ -7,17 +7,16 @@ zero, which costs nothing: the matrix unit is that wide.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
+
+from convt5.ops.implementation import Devices, Kernels
 
 LANES = 128
 LOGITS = 2**18
@@ -72,78 +71,6 @@ def attend(settings: Settings, query, key, value, query_ids, key_ids, *bias):
         query_ids, key_ids: [batch, length].
         bias: [heads, distances], or nothing.
     """
-    arrays = (query, key, value, query_ids, key_ids, *bias)
-    return _partitioned(settings, len(bias) > 0, False)(*arrays)
-
-
-def gradients(settings: Settings, query, key, value, query_ids, key_ids, *bias_and_cotangent):
-    """Returns the gradients of `attend` in query, key and value, and in the bias or None."""
-    arrays = (query, key, value, query_ids, key_ids, *bias_and_cotangent)
-    biased = len(bias_and_cotangent) > 1
-    *drows, dbias = (*_partitioned(settings, biased, True)(*arrays), *([] if biased else [None]))
-    return drows, None if dbias is None else jnp.sum(dbias, axis=0)
-
-
-# --- Over devices ---------------------------------------------------------------------------------
-
-
-@functools.cache
-def _partitioned(settings: Settings, biased: bool, backward: bool):
-    """Returns the function of arrays that may be split over devices, which vmap and jit can take.
-
-    A Pallas call is opaque to the partitioner, which would gather its operands.
-    """
-    local = functools.partial(_gradients if backward else _attend, settings)
-    split = custom_partitioning(lambda *arrays: local(*arrays))
-    operands = ["b t e", "b s e", "b s e", "b t", "b s", *(["h d"] if biased else [])]
-    results = ["b t e"]
-    if backward:
-        operands.append("b t e")
-        results = ["b t e", "b s e", "b s e", *(["b h d"] if biased else [])]
-    split.def_partition(
-        partition=functools.partial(_partition, biased, backward, local),
-        sharding_rule=f"{', '.join(operands)} -> {', '.join(results)}",
-        need_replication_factors=("t", "s", *(("h", "d") if biased else ())),
-    )
-
-    @custom_vmap
-    def run(*arrays):
-        return split(*arrays)
-
-    @run.def_vmap
-    def _(axis_size, batched, *arrays):
-        arrays = tuple(
-            a if is_batched else jnp.broadcast_to(a, (axis_size, *a.shape))
-            for a, is_batched in zip(arrays, batched, strict=True)
-        )
-        mapped = lax.map(lambda each: run(*each), arrays)
-        return mapped, jax.tree.map(lambda _: True, mapped)
-
-    return jax.jit(run)
-
-
-def _partition(biased, backward, local, mesh, arguments, results):
-    """Splits the batch, and the channels where each device gets whole registers of them."""
-    del results
-    spec = getattr(arguments[0].sharding, "spec", PartitionSpec())
-    batch, _, channels = (*spec, None, None, None)[:3]
-    axes = (channels,) if isinstance(channels, str) else (channels or ())
-    if arguments[0].shape[2] % (LANES * math.prod(mesh.shape[axis] for axis in axes)):
-        channels = None
-    rows = NamedSharding(mesh, PartitionSpec(batch, None, channels))
-    ids = NamedSharding(mesh, PartitionSpec(batch, None))
-    heads = [NamedSharding(mesh, PartitionSpec(channels, None))] * biased
-    given = (rows, rows, rows, ids, ids, *heads)
-    if not backward:
-        return mesh, local, rows, given
-    dbias = [NamedSharding(mesh, PartitionSpec(batch, channels, None))] * biased
-    return mesh, local, (rows, rows, rows, *dbias), (*given, rows)
-
-
-# --- On one device --------------------------------------------------------------------------------
-
-
-def _attend(settings: Settings, query, key, value, query_ids, key_ids, *bias):
     length = query.shape[1]
     rows = _block_rows(length, _padded(key.shape[1], LANES), biased=bool(bias))
     arrays = _prepared(rows, query, key, value, query_ids, key_ids, *bias)
@@ -162,7 +89,8 @@ def _attend(settings: Settings, query, key, value, query_ids, key_ids, *bias):
     return y[:, :length]
 
 
-def _gradients(settings: Settings, query, key, value, query_ids, key_ids, *bias_and_cotangent):
+def gradients(settings: Settings, query, key, value, query_ids, key_ids, *bias_and_cotangent):
+    """Returns the gradients of `attend` in query, key, value and, where there is one, the bias."""
     *bias, cotangent = bias_and_cotangent
     length, source = query.shape[1], key.shape[1]
     rows = _block_rows(length, _padded(source, LANES), biased=bool(bias))
@@ -187,8 +115,43 @@ def _gradients(settings: Settings, query, key, value, query_ids, key_ids, *bias_
     for given, blocks in zip(bias, dblocks, strict=True):
         cut = functools.partial(_bias_blocks, rows, length, arrays[1].shape[1])
         _, vjp = jax.vjp(cut, given)
-        dbias.append(jax.vmap(lambda a, vjp=vjp: vjp(a)[0])(blocks))
+        dbias += vjp(jnp.sum(blocks, axis=0))
     return dquery[:, :length], dkey[:, :source], dvalue[:, :source], *dbias
+
+
+def shared(
+    settings: Settings, devices: Devices, query, key, *, biased: bool, backward: bool
+) -> Kernels | None:
+    """Returns `attend` or `gradients` on several devices, or None where they cannot share it.
+
+    Rows of the batch and heads are independent; lengths are never split.
+    """
+    rows, channels = devices.count(devices.rows), devices.count(devices.channels)
+    own = [
+        jax.ShapeDtypeStruct((a.shape[0] // rows, a.shape[1], a.shape[2] // channels), a.dtype)
+        for a in (query, key)
+    ]
+    divided = query.shape[0] % rows == 0 and query.shape[2] % (channels * LANES) == 0
+    if not divided or not is_supported(settings, *own):
+        return None
+    spec = PartitionSpec(devices.rows, None, devices.channels)
+    bias = [PartitionSpec(devices.channels, None)] * biased
+    given = (spec, spec, spec, PartitionSpec(devices.rows), PartitionSpec(devices.rows), *bias)
+
+    def own_gradients(*arrays):
+        drows, dbias = (found := gradients(settings, *arrays))[:3], found[3:]
+        return (*drows, *(jax.lax.psum(a, devices.rows) for a in dbias))
+
+    return jax.shard_map(
+        own_gradients if backward else functools.partial(attend, settings),
+        mesh=devices.mesh,
+        in_specs=(*given, *([spec] * backward)),
+        out_specs=(spec, spec, spec, *bias) if backward else spec,
+        check_vma=False,
+    )
+
+
+# --- Kernels --------------------------------------------------------------------------------------
 
 
 def _forward_kernel(settings, query, key, value, query_ids, key_ids, *bias_and_result):
