@@ -242,9 +242,8 @@ def operator_differences(test: Callable, golden: pathlib.Path) -> Found:
     original = convolution.relative_error
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(convolution, "relative_error", relative_error)
-        dtype, tolerance, every = convolution.PRECISIONS[0]
-        test(golden, None, dtype, tolerance, every)
-    yield "output and gradients of every case", tolerance, float(max(errors))
+        test(golden, None, convolution.EXACT)
+    yield "output and gradients of every case", convolution.EXACT[1], float(max(errors))
 
 
 def same_ids(name: str, ours, theirs) -> tuple[str, float, float | None]:
