@@ -73,7 +73,7 @@ CASES = {
     ),
     "kernels that cross registers": (
         "dynamic",
-        {"taps": 3, "heads": 8, "embed": 384},
+        {"taps": 3, "heads": 12, "embed": 384},
         {"padding": (0, 2)},
         False,
     ),

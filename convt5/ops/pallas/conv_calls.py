@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from convt5.ops.pallas import conv_kernels as kernels
-from convt5.ops.pallas.conv_blocks import LANES, Blocks, Window
+from convt5.ops.pallas.conv_blocks import CHUNK, LANES, Blocks, Window
 from convt5.ops.taps import Taps
 
 VMEM_BYTES = 14 * 2**20
@@ -26,7 +26,7 @@ STEP_BYTES = 2**18
 
 MAX_ROWS = 2048
 MAX_CHANNELS = 1024
-MAX_UNROLLED = 2048
+MAX_UNROLLED = 512
 """Taps times kernels, or times tiles of 128 channels: more makes programs too long to compile."""
 
 Direction = Literal["forward", "backward"]
@@ -60,9 +60,14 @@ class Call:
         return self.blocks.where.count
 
     @property
+    def sublanes(self) -> int:
+        """Kernels, with those added that fill registers."""
+        return padded_heads(self.heads) if self.kind == "shared" else self.heads
+
+    @property
     def flat(self) -> int:
         """Weights of one position, rounded up to whole registers."""
-        return -(-self.taps * self.heads // LANES) * LANES
+        return -(-self.taps * self.sublanes // LANES) * LANES
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -171,9 +176,8 @@ def _backward_body(call: Call, *refs: Any) -> None:
         kernels.static_gradient(blocks, dweights, left[0], x_rows, dy_rows, segments)
     elif call.kind == "shared":
         flat, turned, *slopes = left
-        shared = kernels.SharedWeights(
-            flat, turned, call.heads, call.embed // call.heads, blocks.reader_lanes
-        )
+        group = call.embed // call.heads
+        shared = kernels.SharedWeights(flat, turned, call.sublanes, group, blocks.reader_lanes)
         kernels.shared_gradient(
             blocks,
             dweights,
@@ -199,7 +203,7 @@ def _held(
         )
     if call.kind == "shared":
         group = call.embed // call.heads
-        held = kernels.SharedWeights(scratch[0], scratch[1], call.heads, group, lanes)
+        held = kernels.SharedWeights(scratch[0], scratch[1], call.sublanes, group, lanes)
     else:
         held = kernels.ChannelWeights(scratch[0], window)
     held.fill(weights, call.blocks, block, call.softmax)
@@ -260,7 +264,7 @@ def _weight_spec(call: Call, window: Window, lanes: Window) -> pl.BlockSpec:
     if call.kind == "static":
         return pl.BlockSpec((call.taps, call.blocks.channels), lambda b, c, i: (0, c))
     if call.kind == "shared":
-        return call.blocks.lane_spec(lanes, call.taps, call.heads)
+        return call.blocks.lane_spec(lanes, call.taps, call.sublanes)
     return call.blocks.tap_spec(window, call.taps)
 
 
@@ -272,8 +276,8 @@ def cost(call: Call, x_bytes: int, weight_bytes: int) -> pl.CostEstimate:
         weights = call.batch * call.taps * call.embed
         weight_rows = weights * weight_bytes
     else:
-        weights = cells * call.taps * call.heads
-        weight_rows = call.batch * call.taps * call.heads * weight_bytes
+        weights = cells * call.taps * call.sublanes
+        weight_rows = call.batch * call.taps * call.sublanes * weight_bytes
     row, ids = call.batch * call.embed * x_bytes, 4 * call.batch * blocks.packed
     ids *= call.grid[1] * read(blocks.segments)
     products = 2 * cells * call.taps * call.embed
@@ -320,9 +324,9 @@ def make_call(
 
     `itemsize` is that of the elements of x and logits; `length` is a multiple of 128.
     """
-    tiles = min(embed, MAX_CHANNELS) // LANES
-    unrolled = where.count * (max(heads, embed // LANES) if kind == "shared" else tiles)
-    if unrolled > MAX_UNROLLED or embed % LANES or length % LANES or where.cross_segments:
+    if embed % LANES or length % LANES or where.cross_segments:
+        return None
+    if kind == "shared" and where.count * padded_heads(heads) > MAX_UNROLLED:
         return None
     calls = [
         Call(kind, direction, blocks, batch, embed, heads, softmax, interpret)
@@ -339,6 +343,7 @@ def _candidates(kind, where, length, embed, packed, max_rows):
     if kind == "shared":
         # The sums over the channels of a kernel stay in one block.
         channels = [embed]
+    channels = [c for c in channels if where.count * (c // LANES) <= MAX_UNROLLED]
     return [Blocks(where, length, r, c, packed) for r in rows for c in channels]
 
 
@@ -367,8 +372,10 @@ def _vmem_bytes(call: Call, itemsize: int) -> int:
         window, lanes = blocks.readers, blocks.reader_lanes
     slopes = 0 if forward else blocks.rows
     if call.kind == "shared":
-        sublanes = call.taps * max(8, call.heads)
+        sublanes = call.taps * max(8, call.sublanes)
         moved += itemsize * sublanes * (lanes.size + slopes)
+        # About half of the weights of a chunk, which registers cannot hold, are kept too.
+        kept += 2 * call.taps * call.sublanes * CHUNK * LANES
         return 2 * moved + kept + 4 * call.flat * 2 * (lanes.size + slopes)
     moved += itemsize * call.taps * channels * (window.size + slopes)
     return 2 * moved + kept + 4 * call.taps * channels * window.size
@@ -376,3 +383,8 @@ def _vmem_bytes(call: Call, itemsize: int) -> int:
 
 def padded_length(length: int) -> int:
     return math.ceil(length / LANES) * LANES
+
+
+def padded_heads(heads: int) -> int:
+    """Kernels of which registers are full, or which fill a part that has a layout of its own."""
+    return heads if heads in (1, 2, 4, 8) else math.ceil(heads / 16) * 16

@@ -133,7 +133,7 @@ def _local(operation: Operation, direction: calls.Direction, *arrays):
         return calls.forward(call, *given)[:, :length]
     else:
         dx, dweights = calls.backward(call, *given)
-    dweights = _from_kernel(kind, dweights, length)
+    dweights = _from_kernel(kind, dweights, length, weights.shape[-1])
     return dx[:, :length], dweights.astype(weights.dtype)
 
 
@@ -145,14 +145,20 @@ def _to_kernel(kind: str, weights, extra: int):
     """Brings logits into the order in which the kernels, and XLA by itself, keep them."""
     if kind == "static":
         return weights
-    return _pad(weights, extra).transpose((0, 2, 3, 1) if kind == "shared" else (0, 2, 1, 3))
+    weights = _pad(weights, extra)
+    if kind == "channel":
+        return weights.transpose((0, 2, 1, 3))
+    weights = weights.transpose((0, 2, 3, 1))
+    heads = weights.shape[2]
+    more = calls.padded_heads(heads) - heads
+    return jnp.pad(weights, ((0, 0), (0, 0), (0, more), (0, 0))) if more else weights
 
 
-def _from_kernel(kind: str, dweights, length: int):
+def _from_kernel(kind: str, dweights, length: int, heads: int):
     if kind == "static":
         return jnp.sum(dweights, axis=0)
     order = (0, 3, 1, 2) if kind == "shared" else (0, 2, 1, 3)
-    return dweights.transpose(order)[:, :length]
+    return dweights.transpose(order)[:, :length, :, :heads]
 
 
 # --- Over devices ---------------------------------------------------------------------------------
