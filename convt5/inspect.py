@@ -95,15 +95,15 @@ def main(argv: Sequence[str]) -> int:
     arguments = command_line.parse(COMMAND, argv)
     flags = arguments.flags
     _check_flags(vars(flags))
+    settings, name = read_settings(arguments.gin_files, arguments.gin_bindings)
+    if isinstance(settings["model"], ViTConfig):
+        return _show_vision(settings["model"], name, vars(flags))
     topology = None
     if flags.topology:
         from convt5.tpu import topology as topologies
 
         topology = topologies.load(flags.topology)
         flags.devices = len(topology.devices)
-    settings, name = read_settings(arguments.gin_files, arguments.gin_bindings)
-    if isinstance(settings["model"], ViTConfig):
-        return _show_vision(settings["model"], name, vars(flags))
     subject = make_subject(name, settings, vars(flags))
     from convt5.cost_report import make_report  # Help and usage errors need no jax.
 

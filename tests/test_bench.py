@@ -44,6 +44,7 @@ def test_the_naive_sum_computes_the_same(kind):
     )
 
 
+@pytest.mark.slow
 def test_a_run_writes_a_record_for_each_length_and_model(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("convt5.benchmarks.machine._COPY_ELEMENTS", 2**10)
     monkeypatch.setattr("convt5.benchmarks.machine._MATRIX", 16)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from quick import quick
 
 from convt5 import checkpoint, errors, initialization, optimizer, schedule, sharding
 from convt5.prefetching import position, take_apart
@@ -183,7 +184,7 @@ def test_the_unigram_entropy_is_that_of_the_validation_targets(run):
     assert run().target_unigram_entropy == pytest.approx(-(shares * np.log(shares)).sum())
 
 
-@pytest.mark.parametrize("stop_at", [4, 5, 7, 8])
+@pytest.mark.parametrize("stop_at", quick([4, 5, 7, 8], chosen=[4, 7]))
 def test_a_run_stopped_by_sigterm_continues_as_if_it_had_not(run, tmp_path, stop_at):
     run(run_dir=str(tmp_path / "whole" / "run"), log_every_steps=3)
     with pytest.raises(Interrupted, match="stopped by SIGTERM") as caught:

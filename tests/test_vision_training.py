@@ -114,7 +114,7 @@ def test_microbatches_move_running_statistics_by_their_mean():
         np.testing.assert_allclose(found[name], expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("mesh", quick([(8, 1, 1), (2, 2, 2)], chosen=[(8, 1, 1)]))
+@pytest.mark.parametrize("mesh", quick([(8, 1, 1), (2, 2, 2)], chosen=[]))
 def test_microbatches_are_the_same_on_every_mesh(mesh):
     alone, spread = after_two_steps(grad_accum_steps=2), after_two_steps(mesh, 2)
     for name, expected in alone.items():
@@ -184,6 +184,7 @@ def run(folder, **changes):
     return train(**known | changes)
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_continues_as_if_it_had_never_stopped(tmp_path):
     whole = run(tmp_path / "whole")
     run(tmp_path / "parts", num_steps=25)
