@@ -129,6 +129,7 @@ def uninterrupted(launch, tmp_path_factory):
     return read_all(run_dir)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_a_killed_run_ends_bit_for_bit_as_one_left_alone(launch, uninterrupted, tmp_path):
     run_dir = tmp_path / "run"
