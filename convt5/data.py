@@ -18,7 +18,13 @@ import seqio
 import tensorflow as tf
 
 from convt5 import errors
-from convt5.prefetching import Prefetcher, position, take_apart
+from convt5.prefetching import (
+    Prefetcher,
+    check_settings,
+    position,
+    rows_per_host,
+    take_apart,
+)
 from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
 
 __all__ = ["BatchIterator", "DataConfig", "Prefetcher", "unigram_entropy"]
@@ -100,14 +106,9 @@ class DataConfig:
         Raises:
             UserError: the data cannot be read as configured.
         """
-        if self.batch_size % process_count:
-            raise errors.UserError(
-                f"batch_size={self.batch_size} cannot be dealt to {process_count} hosts evenly; "
-                f"set it to a multiple of {process_count}."
-            )
+        rows = rows_per_host(self.batch_size, process_count)
         provider = self.provider()
         vocabulary = _readable(provider.output_features["targets"].vocabulary)
-        rows = self.batch_size // process_count
         endless = self.num_epochs is None
         # Hosts must agree on the number of batches: each takes its rows from all of finite data.
         shard_info = seqio.ShardInfo(process_index, process_count) if endless else None
@@ -223,7 +224,8 @@ class BatchIterator:
             tempfile.TemporaryDirectory() as folder,
             zipfile.ZipFile(io.BytesIO(snapshot)) as archive,
         ):
-            self._check_settings(json.loads(archive.read(_SETTINGS_FILE)))
+            own = json.loads(json.dumps(self._settings))
+            check_settings(own, json.loads(archive.read(_SETTINGS_FILE)), item="example")
             archive.extractall(folder)
             # A used dataset object would go on with the random numbers of its last iterator.
             self._iterator = iter(self._make_batches())
@@ -237,16 +239,6 @@ class BatchIterator:
         mine = rows[wanted]
         missing = wanted.stop - wanted.start - len(mine)
         return np.pad(mine, [(0, missing), (0, 0)]) if missing else mine
-
-    def _check_settings(self, saved: Mapping[str, Any]) -> None:
-        own = json.loads(json.dumps(self._settings))
-        names = [name for name in own | dict(saved) if own.get(name) != saved.get(name)]
-        if names:
-            changes = ", ".join(f"{n}: {saved.get(n)!r} -> {own.get(n)!r}" for n in names)
-            raise errors.UserError(
-                f"the run's data changed since its checkpoint ({changes}), so that it cannot go on "
-                "at the same example; set it back, or start a new run_dir."
-            )
 
 
 def unigram_entropy(batches: Iterator[Mapping[str, np.ndarray]], num_batches: int) -> float:

@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from convt5 import errors
@@ -36,6 +36,40 @@ class HostIterator(Protocol):
 def position(snapshot: bytes, skip: int = 0) -> bytes:
     """Returns the position `skip` batches after the one that `snapshot` holds."""
     return _POSITION.pack(_MAGIC, skip) + snapshot
+
+
+def rows_per_host(batch_size: int, process_count: int) -> int:
+    """Returns how many rows of each batch a host has.
+
+    Raises:
+        UserError: hosts cannot have equally many.
+    """
+    if batch_size % process_count:
+        raise errors.UserError(
+            f"batch_size={batch_size} cannot be dealt to {process_count} hosts evenly; "
+            f"set it to a multiple of {process_count}."
+        )
+    return batch_size // process_count
+
+
+def check_settings(own: Mapping[str, Any], saved: Mapping[str, Any], *, item: str) -> None:
+    """Checks that a saved position means the same batches, by the settings that make them.
+
+    Args:
+        own: settings now, as JSON has them.
+        saved: those kept with the position.
+        item: what a position counts, for the message.
+
+    Raises:
+        UserError: naming each setting that changed.
+    """
+    names = [name for name in dict(own) | dict(saved) if own.get(name) != saved.get(name)]
+    if names:
+        changes = ", ".join(f"{n}: {saved.get(n)!r} -> {own.get(n)!r}" for n in names)
+        raise errors.UserError(
+            f"the run's data changed since its checkpoint ({changes}), so that it cannot go on "
+            f"at the same {item}; set it back, or start a new run_dir."
+        )
 
 
 def take_apart(state: bytes) -> tuple[bytes, int]:

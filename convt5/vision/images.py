@@ -7,13 +7,13 @@ everything random about them follow from the seed and from how many were taken.
 import dataclasses
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from convt5 import errors
-from convt5.prefetching import position, take_apart
+from convt5.prefetching import check_settings, position, rows_per_host, take_apart
 from convt5.vision.augmentation import Augmentation, resized
 from convt5.vision.sources import CorruptImage, ImageSet, ImageSource, OnCorrupt
 
@@ -94,11 +94,7 @@ class ImageDataConfig:
         Raises:
             UserError: the data cannot be read as configured.
         """
-        if self.batch_size % process_count:
-            raise errors.UserError(
-                f"batch_size={self.batch_size} cannot be dealt to {process_count} hosts evenly; "
-                f"set it to a multiple of {process_count}."
-            )
+        rows = rows_per_host(self.batch_size, process_count)
         opened = self.source.open(self.split)
         low, high = opened.labels
         if low < 0 or high >= self.num_classes:
@@ -107,7 +103,6 @@ class ImageDataConfig:
                 f"{self.num_classes} allows 0 to {self.num_classes - 1}; set num_classes, also of "
                 f"the model, to at least {high + 1}, or correct the labels."
             )
-        rows = self.batch_size // process_count
         return ImageBatches(self, opened, slice(process_index * rows, (process_index + 1) * rows))
 
 
@@ -160,7 +155,7 @@ class ImageBatches:
         """
         snapshot, skip = take_apart(state)
         saved = json.loads(snapshot)
-        self._check_settings(saved["settings"])
+        check_settings(self._settings(), saved["settings"], item="image")
         self._count = saved["count"] + skip
 
     def _batch(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
@@ -229,13 +224,3 @@ class ImageBatches:
         """What must be equal for a saved position to mean the same batches."""
         settings = dataclasses.asdict(self._config) | {"images": self._images.fingerprint}
         return json.loads(json.dumps(settings))
-
-    def _check_settings(self, saved: Mapping[str, Any]) -> None:
-        own = self._settings()
-        names = [name for name in own | dict(saved) if own.get(name) != saved.get(name)]
-        if names:
-            changes = ", ".join(f"{n}: {saved.get(n)!r} -> {own.get(n)!r}" for n in names)
-            raise errors.UserError(
-                f"the run's data changed since its checkpoint ({changes}), so that it cannot go on "
-                "at the same image; set it back, or start a new run_dir."
-            )
