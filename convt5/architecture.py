@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, cast, get_args
 
-from convt5 import errors
+from convt5 import checks, errors
 from convt5.ops.padding import Padding, pad_widths
 
 MixingKind = Literal["depthwise", "lightweight", "dynamic", "attention"]
@@ -79,17 +79,17 @@ class MixingConfig:
             )
         if self.kind == "attention":
             return found
-        if not _is_positive_int(self.kernel_size):
+        if not checks.is_positive_int(self.kernel_size):
             found.append(
                 f"{where}.kernel_size={self.kernel_size!r} must be an integer of at least 1 "
                 f"(the number of taps); set {where}.kernel_size to positive integers."
             )
-        if not _is_positive_int(self.dilation):
+        if not checks.is_positive_int(self.dilation):
             found.append(
                 f"{where}.dilation={self.dilation!r} must be an integer of at least 1 "
                 f"(1 means adjacent taps); set {where}.dilation to positive integers."
             )
-        if self.num_kernels is not None and not _is_positive_int(self.num_kernels):
+        if self.num_kernels is not None and not checks.is_positive_int(self.num_kernels):
             found.append(
                 f"{where}.num_kernels={self.num_kernels!r} must be a positive integer, or None for "
                 "one kernel per channel."
@@ -189,7 +189,7 @@ class StackConfig:
 
     def faults(self, where: str, *, emb_dim: int) -> list[str]:
         """Returns every broken rule as one sentence; `where` is encoder or decoder."""
-        if not _is_positive_int(self.num_layers):
+        if not checks.is_positive_int(self.num_layers):
             return [f"{where}.num_layers={self.num_layers!r} must be an integer of at least 1."]
         found = []
         for name in ("mixing", "kernel_size", "dilation", "num_kernels"):
@@ -289,30 +289,18 @@ class ConvT5Config:
         return self.decoder.layers(default_padding="CAUSAL")
 
     def _faults(self) -> list[str]:
-        found = []
-        for name in ("vocab_size", "emb_dim", "mlp_dim", "num_heads", "head_dim"):
-            value = getattr(self, name)
-            if not _is_positive_int(value):
-                found.append(f"{name}={value!r} must be an integer of at least 1.")
-        if found:
+        sizes = ("vocab_size", "emb_dim", "mlp_dim", "num_heads", "head_dim")
+        if found := checks.count_faults(self, sizes):
             return found
-        for name, kinds in (
-            ("layer_order", LayerOrder),
-            ("norm", NormKind),
-            ("mlp", MlpKind),
-            ("positions", Positions),
-        ):
-            value = getattr(self, name)
-            if value not in get_args(kinds):
-                found.append(
-                    f"{name}={value!r} must be one of {', '.join(get_args(kinds))}."
-                    f"{errors.suggest(str(value), get_args(kinds))}"
-                )
+        found = checks.choice_faults(
+            self,
+            {"layer_order": LayerOrder, "norm": NormKind, "mlp": MlpKind, "positions": Positions},
+        )
         if self.dtype not in ("bfloat16", "float32", "float64"):
             found.append(f"dtype={self.dtype!r} must be bfloat16, float32 or float64.")
         if not 0 <= self.dropout_rate < 1:
             found.append(f"dropout_rate={self.dropout_rate} must be in [0, 1).")
-        if self.positions == "learned" and not _is_positive_int(self.max_positions):
+        if self.positions == "learned" and not checks.is_positive_int(self.max_positions):
             found.append(
                 f"max_positions={self.max_positions!r} must be the longest sequence in tokens when "
                 "positions='learned'."
@@ -336,7 +324,3 @@ def _per_layer(value: Any, count: int) -> tuple[Any, ...]:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def _is_positive_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

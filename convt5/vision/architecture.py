@@ -7,9 +7,9 @@ them. Everything is checked here, before anything is allocated.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
-from convt5 import errors
+from convt5 import checks, errors
 
 StemKind = Literal["patchify", "conv"]
 Pooling = Literal["token", "mean"]
@@ -91,18 +91,8 @@ class ViTConfig:
         return self.grid_size**2 + (self.pooling == "token")
 
     def _faults(self) -> list[str]:
-        found = [
-            f"{name}={getattr(self, name)!r} must be an integer of at least 1."
-            for name in (*_COUNTS, "num_classes")
-            if not _is_positive_int(getattr(self, name))
-        ]
-        for name, kinds in (("stem", StemKind), ("pooling", Pooling)):
-            value = getattr(self, name)
-            if value not in get_args(kinds):
-                found.append(
-                    f"{name}={value!r} must be one of {', '.join(get_args(kinds))}."
-                    f"{errors.suggest(str(value), get_args(kinds))}"
-                )
+        found = checks.count_faults(self, (*_COUNTS, "num_classes"))
+        found += checks.choice_faults(self, {"stem": StemKind, "pooling": Pooling})
         if self.dtype not in ("bfloat16", "float32", "float64"):
             found.append(f"dtype={self.dtype!r} must be bfloat16, float32 or float64.")
         if not 0 < self.batch_norm_momentum <= 1:
@@ -132,7 +122,7 @@ class ViTConfig:
             for name in ("stem_channels", "stem_strides")
             if getattr(self, name)
         ]
-        if not _is_positive_int(self.patch_size):
+        if not checks.is_positive_int(self.patch_size):
             found.append(
                 f"patch_size={self.patch_size!r} must be the pixels of a patch, at least 1, when "
                 "stem='patchify'."
@@ -148,7 +138,7 @@ class ViTConfig:
             )
         for name in ("stem_channels", "stem_strides"):
             values = getattr(self, name)
-            if not values or not all(map(_is_positive_int, values)):
+            if not values or not all(map(checks.is_positive_int, values)):
                 found.append(
                     f"{name}={values} must be integers of at least 1, one for each convolution of "
                     "the stem."
@@ -166,7 +156,3 @@ class ViTConfig:
                 f"{self.emb_dim}, the width that the blocks read."
             )
         return found
-
-
-def _is_positive_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,34 @@
+"""Rules that descriptions of every model share: counts, and values that are one of a few."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args
+
+from convt5 import errors
+
+
+def is_positive_int(value: object) -> bool:
+    """Whether a value is an integer of at least 1; True is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def count_faults(description: object, names: Iterable[str]) -> list[str]:
+    """Returns a line for each attribute that is no integer of at least 1."""
+    values = {name: getattr(description, name) for name in names}
+    return [
+        f"{name}={value!r} must be an integer of at least 1."
+        for name, value in values.items()
+        if not is_positive_int(value)
+    ]
+
+
+def choice_faults(description: object, choices: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each attribute that is none of the values of its `Literal`."""
+    found = []
+    for name, literal in choices.items():
+        value, allowed = getattr(description, name), get_args(literal)
+        if value not in allowed:
+            found.append(
+                f"{name}={value!r} must be one of {', '.join(allowed)}."
+                f"{errors.suggest(str(value), allowed)}"
+            )
+    return found
