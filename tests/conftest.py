@@ -1,6 +1,7 @@
 """Test settings that must hold before jax is imported, and the references beside the project."""
 
 import gc
+import importlib.util
 import os
 import pathlib
 
@@ -49,6 +50,7 @@ install_import_hook(
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_enable_custom_prng", True)
@@ -83,3 +85,19 @@ def x64():
     """Computes in float64 for the duration of one test."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="session")
+def libtpu() -> None:
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is absent: it comes with the extra tpu, on Linux")
+
+
+@pytest.fixture
+def compiler(libtpu):
+    """The TPU compiler without a cache: programs for absent devices cannot be read back."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()

@@ -23,13 +23,7 @@ MODEL = "gin/models/dynamic_tiny.gin"
 
 
 @pytest.fixture(scope="session")
-def compiler() -> None:
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu is absent: it comes with the extra tpu, on Linux")
-
-
-@pytest.fixture(scope="session")
-def report(compiler) -> dict:
+def report(libtpu) -> dict:
     """What the command says of a preset with one layer in each stack, on a data x fsdp mesh."""
     done = subprocess.run(
         [

@@ -1,7 +1,6 @@
 """The TPU kernels of the convolutions, computed without a TPU: equal to plain JAX and to loops."""
 
 import functools
-import importlib.util
 import itertools
 import math
 
@@ -10,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from quick import quick
 
@@ -271,18 +269,6 @@ def test_kernels_state_at_least_the_bytes_of_their_operands_and_results(kind, di
         size = sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
         # Halos are read twice.
         assert size <= call.params["cost_estimate"].bytes_accessed < 1.25 * size
-
-
-@pytest.fixture
-def compiler():
-    """The TPU compiler without a cache: programs for absent devices cannot be read back."""
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu is absent: it comes with the extra tpu, on Linux")
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache.reset_cache()
 
 
 @pytest.mark.tpu

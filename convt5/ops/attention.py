@@ -55,8 +55,7 @@ def _attend(causal, query, key, value, bias, query_ids, key_ids):
     """On TPU by kernels where they serve; elsewhere in chunks."""
     arrays = (query, key, value, query_ids, key_ids)
     in_chunks = functools.partial(_attend_in_chunks, causal, bias)
-    alone, shared = _kernels(causal, bias, query, key)
-    return implementation.run(in_chunks, alone, *arrays, shared=shared)
+    return implementation.run(in_chunks, _kernels(causal, bias, query, key), *arrays)
 
 
 def _forward(causal, *arguments):
@@ -67,18 +66,16 @@ def _backward(causal, residuals, cotangent):
     query, key, value, bias, query_ids, key_ids = residuals
     arrays = (query, key, value, query_ids, key_ids, cotangent)
     in_chunks = functools.partial(_gradients_in_chunks, causal, bias)
-    alone, shared = _kernels(causal, bias, query, key, backward=True)
-    dquery, dkey, dvalue, dbias = implementation.run(in_chunks, alone, *arrays, shared=shared)
-    return dquery, dkey, dvalue, dbias, None, None
+    kernels = _kernels(causal, bias, query, key, backward=True)
+    return (*implementation.run(in_chunks, kernels, *arrays), None, None)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _kernels(causal, bias, query, key, *, backward=False):
-    """Returns kernels that compute the same on one device, and on several; None without any."""
+def _kernels(causal, bias, query, key, *, backward=False) -> implementation.Offer:
     if not implementation.wanted() or _has_old_tpus():
-        return None, None
+        return implementation.Offer()
     # Deferred: importing Pallas takes time, which programs without TPUs need not spend.
     from convt5.ops.pallas import attention as kernels
 
@@ -88,11 +85,11 @@ def _kernels(causal, bias, query, key, *, backward=False):
     devices = implementation.devices()
     if devices is not None:
         run = kernels.shared(settings, devices, *rows, biased=bias is not None, backward=backward)
-        return None, run and _between_heads(run, heads, bias, backward)
+        return implementation.Offer(shared=run and _between_heads(run, heads, bias, backward))
     if not kernels.is_supported(settings, *rows):
-        return None, None
+        return implementation.Offer()
     run = functools.partial(kernels.gradients if backward else kernels.attend, settings)
-    return _between_heads(run, heads, bias, backward), None
+    return implementation.Offer(alone=_between_heads(run, heads, bias, backward))
 
 
 def _between_heads(run, heads: int, bias, backward: bool) -> implementation.Kernels:
@@ -229,7 +226,7 @@ def _by_distance(bias, start, rows: int, source: int):
     target = distances - source + 1
     # The last chunk may reach beyond the last query.
     bias = jnp.pad(bias, ((0, 0), (rows, 0)))
-    own = lax.dynamic_slice_in_dim(bias, rows + target - start - rows, width, axis=1)
+    own = lax.dynamic_slice_in_dim(bias, target - start, width, axis=1)
     if rows == 1:
         return own[:, None]
     repeated = jnp.broadcast_to(own[:, None], (heads, rows, width)).reshape(heads, rows * width)

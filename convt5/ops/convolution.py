@@ -9,7 +9,7 @@ and do not reach too far for fast memory; all else is plain JAX. Used by `mixing
 """
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -199,19 +199,12 @@ def _run(direction: Literal["forward", "backward"], where, softmax, segment_ids,
         return formulation(where, softmax, given[0] if ids else None, *given[len(ids) :])
 
     kernels = _kernels(direction, where, softmax, bool(ids), *arrays[:2])
-    return implementation.run(compute, kernels.alone, *ids, *arrays, shared=kernels.shared)
+    return implementation.run(compute, kernels, *ids, *arrays)
 
 
-class _Kernels(NamedTuple):
-    """Kernels that compute the same, or None where there are none."""
-
-    alone: implementation.Kernels | None = None
-    shared: implementation.Kernels | None = None
-
-
-def _kernels(direction, where, softmax, packed, x, weights) -> _Kernels:
+def _kernels(direction, where, softmax, packed, x, weights) -> implementation.Offer:
     if not implementation.wanted():
-        return _Kernels()
+        return implementation.Offer()
     # Deferred: importing Pallas takes time, which programs without TPUs need not spend.
     from convt5.ops.pallas import convolution as tpu_kernels
 
@@ -223,11 +216,13 @@ def _kernels(direction, where, softmax, packed, x, weights) -> _Kernels:
         interpret=implementation.interpreted(),
     )
     if not tpu_kernels.has_sizes(x, weights):
-        return _Kernels()
+        return implementation.Offer()
     devices = implementation.devices()
     if devices is not None:
-        return _Kernels(shared=tpu_kernels.shared(operation, direction, devices, x, weights))
+        return implementation.Offer(
+            shared=tpu_kernels.shared(operation, direction, devices, x, weights)
+        )
     if not tpu_kernels.is_supported(operation, direction, x, weights):
-        return _Kernels()
+        return implementation.Offer()
     run = tpu_kernels.forward if direction == "forward" else tpu_kernels.backward
-    return _Kernels(alone=functools.partial(run, operation))
+    return implementation.Offer(alone=functools.partial(run, operation))

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.extend import core
@@ -91,26 +91,32 @@ def interpreted() -> bool:
     return _choice.get() == "interpreted kernels"
 
 
-def run(
-    plain: Callable[..., Any],
-    kernels: Kernels | None,
-    *arrays: Any,
-    shared: Kernels | None = None,
-) -> Any:
+class Offer(NamedTuple):
+    """The kernels that an operator has for its arrays.
+
+    Attributes:
+        alone: for one device; None where they do not serve.
+        shared: for `devices()`, by way of shard_map; None where that is not possible.
+    """
+
+    alone: Kernels | None = None
+    shared: Kernels | None = None
+
+
+def run(plain: Callable[..., Any], kernels: Offer, *arrays: Any) -> Any:
     """Returns what any of the formulations computes from the arrays.
 
     Args:
         plain: for every platform.
-        kernels: for one device; None where they do not serve.
+        kernels: which compute the same.
         arrays: the arguments.
-        shared: for `devices()`, by way of shard_map; None where that is not possible.
     """
-    if not wanted() or (kernels is None and shared is None):
+    if not wanted() or kernels == Offer():
         return plain(*arrays)
     if _choice.get() != "auto":
-        return (shared or kernels or plain)(*arrays)
+        return (kernels.shared or kernels.alone or plain)(*arrays)
     traced, shape = jax.make_jaxpr(plain, return_shape=True)(*arrays)
-    others = [None if f is None else jax.make_jaxpr(f)(*arrays) for f in (kernels, shared)]
+    others = [None if f is None else jax.make_jaxpr(f)(*arrays) for f in kernels]
     programs = [traced if program is None else program for program in (traced, *others)]
     consts = [const for program in programs for const in program.consts]
     found = _formulation.bind(

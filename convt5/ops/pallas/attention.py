@@ -17,8 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
 from convt5.ops.implementation import Devices, Kernels
+from convt5.ops.pallas.conv_blocks import LANES
 
-LANES = 128
 LOGITS = 2**18
 """Logits of one block of queries, at most: 1 MiB in float32."""
 
@@ -114,8 +114,7 @@ def gradients(settings: Settings, query, key, value, query_ids, key_ids, *bias_a
     dbias = []
     for given, blocks in zip(bias, dblocks, strict=True):
         cut = functools.partial(_bias_blocks, rows, length, arrays[1].shape[1])
-        _, vjp = jax.vjp(cut, given)
-        dbias += vjp(jnp.sum(blocks, axis=0))
+        dbias += jax.linear_transpose(cut, given)(jnp.sum(blocks, axis=0))
     return dquery[:, :length], dkey[:, :source], dvalue[:, :source], *dbias
 
 
@@ -139,8 +138,8 @@ def shared(
     given = (spec, spec, spec, PartitionSpec(devices.rows), PartitionSpec(devices.rows), *bias)
 
     def own_gradients(*arrays):
-        drows, dbias = (found := gradients(settings, *arrays))[:3], found[3:]
-        return (*drows, *(jax.lax.psum(a, devices.rows) for a in dbias))
+        found = gradients(settings, *arrays)
+        return (*found[:3], *(lax.psum(dbias, devices.rows) for dbias in found[3:]))
 
     return jax.shard_map(
         own_gradients if backward else functools.partial(attend, settings),
