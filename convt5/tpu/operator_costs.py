@@ -139,8 +139,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--taps", type=int, nargs="+", default=[3, 7, 31])
     parser.add_argument("--dilations", type=int, nargs="+", default=[1, 8])
     settings = parser.parse_args(argv)
-    # Programs for devices that are not here cannot be read back.
-    jax.config.update("jax_enable_compilation_cache", False)
     device = topology.load(settings.topology).devices[0]
     for row in rows(device, settings.taps, settings.dilations):
         print(row, flush=True)

@@ -160,6 +160,8 @@ def load(name: str) -> Topology:
             "tpu: uv run --extra tpu python -m convt5.inspect ..., or pip install 'convt5[tpu]'."
         )
     jax.config.update("jax_platforms", "cpu")
+    # Programs for absent devices cannot be read back from JAX's compilation cache.
+    jax.config.update("jax_enable_compilation_cache", False)
     for variable, value in _LIBTPU_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     # Deferred: it needs what libtpu is told above.
