@@ -14,13 +14,15 @@ import math
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import (
     AnyPreservationPolicy,
     EveryNSteps,
@@ -77,21 +79,37 @@ class CheckpointConfig:
         return value > than if self.best_mode == "max" else value < than
 
 
+@dataclasses.dataclass(frozen=True)
+class DataPositions:
+    """How far the data was read.
+
+    Attributes:
+        num_shards: how many shards the data is cut into; 0 where none was read.
+        by_shard: the positions of some of them: those that a process saves, or reads.
+    """
+
+    num_shards: int = 0
+    by_shard: Mapping[int, bytes] = dataclasses.field(default_factory=dict)
+
+
 class Restored(NamedTuple):
     """What a checkpoint held.
 
     Attributes:
         step: updates done when it was written.
         state: the training state, placed as asked.
-        data_state: this process's position in the data; None if written by another number of
-            processes, which read the data differently.
+        data: how far the data was read, for the shards that this process reads.
         progress: the trainer's own small record.
     """
 
     step: int
     state: Any
-    data_state: bytes | None
+    data: DataPositions
     progress: dict[str, Any]
+
+
+ShardsRead = Callable[[int], Sequence[int]]
+"""Tells which shards this process reads, given how many there are."""
 
 
 class Checkpointer:
@@ -118,7 +136,7 @@ class Checkpointer:
         step: int,
         state: Any,
         *,
-        data_state: bytes,
+        data: DataPositions,
         progress: Mapping[str, Any] | None = None,
         best_value: float | None = None,
     ) -> None:
@@ -129,7 +147,8 @@ class Checkpointer:
         Args:
             step: updates done; the checkpoint's name.
             state: has the attributes `model`, `opt_state` and `step`; may be donated on return.
-            data_state: this process's position in the data after `step` batches.
+            data: positions after `step` batches, of the shards that this process saves: every
+                shard must have one that does.
             progress: small JSON values of the trainer.
             best_value: that of `best_metric`, which decides what is kept; None where not measured.
 
@@ -144,7 +163,7 @@ class Checkpointer:
             "params": _shapes(params),
             "optimizer": _shapes(optimizer),
             "model": self._description,
-            "num_processes": jax.process_count(),
+            "data_shards": data.num_shards,
             "progress": dict(progress or {}),
             "best": {
                 "metric": self.config.best_metric,
@@ -160,12 +179,12 @@ class Checkpointer:
                     params=ocp.args.StandardSave(_nest(params)),
                     optimizer=ocp.args.StandardSave(_nest(optimizer)),
                     about=ocp.args.JsonSave(about),
-                    data=_SaveBytes(data_state),
+                    data=_SavePositions(data.by_shard),
                 ),
                 force=True,
             )
 
-    def restore(self, abstract_state: Any) -> Restored | None:
+    def restore(self, abstract_state: Any, *, shards_read: ShardsRead = range) -> Restored | None:
         """Returns the newest checkpoint that can be read; None where none was ever written.
 
         A checkpoint that cannot be read, for instance a truncated one, is reported by a warning and
@@ -174,13 +193,14 @@ class Checkpointer:
         Args:
             abstract_state: shapes, dtypes and shardings of the state; the shardings may differ from
                 those it was saved with.
+            shards_read: whose positions in the data are wanted; by default all.
 
         Raises:
             UserError: another architecture or optimizer wrote it, or none of several can be read.
         """
         self.wait()  # A checkpoint still being written is listed, but not complete.
         with _without_late_read_errors():
-            return self._restore_newest(abstract_state)
+            return self._restore_newest(abstract_state, shards_read)
 
     def wait(self) -> None:
         """Returns when everything saved so far is complete on disk."""
@@ -215,12 +235,12 @@ class Checkpointer:
         if free < needed:
             raise OSError(f"{needed / 1e6:.0f} MB are needed, but {free / 1e6:.0f} MB are free")
 
-    def _restore_newest(self, abstract_state: Any) -> Restored | None:
+    def _restore_newest(self, abstract_state: Any, shards_read: ShardsRead) -> Restored | None:
         steps = sorted(self._manager.all_steps(), reverse=True)
         failures: dict[int, Exception] = {}
         for step in steps:
             try:
-                restored = self._restore_step(step, abstract_state)
+                restored = self._restore_step(step, abstract_state, shards_read)
             except errors.UserError:
                 raise
             except Exception as error:  # Readers fail in many ways on damaged files.
@@ -242,32 +262,26 @@ class Checkpointer:
             f"{_first_line(error)}. Put back a good copy, or choose another run_dir to start anew."
         )
 
-    def _restore_step(self, step: int, abstract_state: Any) -> Restored:
-        about = _read_about(self.directory / str(step))
+    def _restore_step(self, step: int, abstract_state: Any, shards_read: ShardsRead) -> Restored:
+        folder = self.directory / str(step)
+        about, data = _on_all_hosts(lambda: _read_small_files(folder, shards_read))
         params, optimizer = _split(abstract_state)
         where = f"the checkpoint of step {step} in {self.directory}"
         _check_shapes(about["params"], _shapes(params), what="parameters", where=where)
         _check_shapes(about["optimizer"], _shapes(optimizer), what="optimizer state", where=where)
-        same_processes = about["num_processes"] == jax.process_count()
-        items: dict[str, ocp.args.CheckpointArgs] = {
-            "params": ocp.args.StandardRestore(_nest(params)),
-            "optimizer": ocp.args.StandardRestore(_nest(optimizer)),
-        }
-        if same_processes:
-            items["data"] = _RestoreBytes()
-        else:
-            warnings.warn(
-                f"{where} was written by {about['num_processes']} processes and this run has "
-                f"{jax.process_count()}: the data starts again from its beginning.",
-                stacklevel=3,
-            )
-        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardRestore(_nest(params)),
+                optimizer=ocp.args.StandardRestore(_nest(optimizer)),
+            ),
+        )
         for line in differences(about["model"], self._description):
             warnings.warn(f"the model's settings differ from {where}: {line}", stacklevel=3)
         return Restored(
             step=step,
             state=_join(abstract_state, restored["params"], restored["optimizer"]),
-            data_state=restored["data"] if same_processes else None,
+            data=data,
             progress=about["progress"],
         )
 
@@ -420,7 +434,7 @@ def _manager(
             "params": ocp.StandardCheckpointHandler(),
             "optimizer": ocp.StandardCheckpointHandler(),
             "about": ocp.JsonCheckpointHandler(),
-            "data": _BytesHandler(),
+            "data": _PositionsHandler(),
         },
     )
 
@@ -443,36 +457,71 @@ class _Best(PreservationPolicy):
         return [info.step in best[: self._config.keep_best] for info in checkpoints]
 
 
-class _BytesHandler(ocp.CheckpointHandler):
-    """Keeps one blob of bytes for each process, and notices when one was truncated."""
+class _PositionsHandler(ocp.CheckpointHandler):
+    """Keeps a file for the position of each shard of the data; `_read_positions` reads them."""
 
     def save(self, directory: epath.Path, *args, **kwargs) -> None:
         (saving,) = [*args, *kwargs.values()]
-        digest = hashlib.sha256(saving.content).hexdigest()
-        text = base64.b64encode(saving.content).decode()
-        self._path(directory).write_text(json.dumps({"sha256": digest, "base64": text}))
+        for shard, content in saving.by_shard.items():
+            digest = hashlib.sha256(content).hexdigest()
+            text = base64.b64encode(content).decode()
+            path = directory / f"shard_{shard}.json"
+            path.write_text(json.dumps({"sha256": digest, "base64": text}))
 
-    def restore(self, directory: epath.Path, *args, **kwargs) -> bytes:
-        record = json.loads(self._path(directory).read_text())
-        content = base64.b64decode(record["base64"])
-        if hashlib.sha256(content).hexdigest() != record["sha256"]:
-            raise ValueError(f"{self._path(directory)} does not match its checksum")
-        return content
-
-    def _path(self, directory: epath.Path) -> epath.Path:
-        return directory / f"process_{jax.process_index()}.json"
+    def restore(self, directory: epath.Path, *args, **kwargs) -> None:
+        raise NotImplementedError("positions are read by _read_positions")
 
 
-@ocp.args.register_with_handler(_BytesHandler, for_save=True)
+@ocp.args.register_with_handler(_PositionsHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
-class _SaveBytes(ocp.args.CheckpointArgs):
-    content: bytes
+class _SavePositions(ocp.args.CheckpointArgs):
+    by_shard: Mapping[int, bytes]
 
 
-@ocp.args.register_with_handler(_BytesHandler, for_restore=True)
-@dataclasses.dataclass
-class _RestoreBytes(ocp.args.CheckpointArgs):
-    pass
+def _read_small_files(
+    folder: epath.Path, shards_read: ShardsRead
+) -> tuple[dict[str, Any], DataPositions]:
+    about = _read_about(folder)
+    # Before there were shards each process had a file, which is the same to this process.
+    of_processes = "data_shards" not in about
+    count = about["num_processes"] if of_processes else about["data_shards"]
+    name = "process" if of_processes else "shard"
+    paths = {shard: folder / "data" / f"{name}_{shard}.json" for shard in shards_read(count)}
+    by_shard = {shard: _read_position(path) for shard, path in paths.items()}
+    return about, DataPositions(count, {s: state for s, state in by_shard.items() if state})
+
+
+def _read_position(path: epath.Path) -> bytes:
+    record = json.loads(path.read_text())
+    content = base64.b64decode(record["base64"])
+    if hashlib.sha256(content).hexdigest() != record["sha256"]:
+        raise ValueError(f"{path} does not match its checksum")
+    return content
+
+
+T = TypeVar("T")
+
+
+def _on_all_hosts(read: Callable[[], T]) -> T:
+    """Returns what `read` does, where all hosts succeed; otherwise raises on all of them.
+
+    A file may be damaged for one host only, and hosts must take the same checkpoint.
+    """
+    found, failure = None, None
+    try:
+        found = read()
+    except errors.UserError:
+        raise
+    except Exception as error:  # As damaged files have it.
+        failure = error
+    if jax.process_count() > 1:
+        failed = multihost_utils.process_allgather(np.array(failure is not None))
+        if failed.any() and failure is None:
+            hosts = ", ".join(map(str, np.flatnonzero(failed)))
+            failure = ValueError(f"it cannot be read by process {hosts}")
+    if failure is not None:
+        raise failure
+    return cast(T, found)
 
 
 def _split(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:

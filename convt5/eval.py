@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from convt5 import command_line, errors
+from convt5 import command_line, errors, multi_host
 from convt5.command_line import Flag
 from convt5.evaluation.flags import PREDICT_FLAGS
 
@@ -85,12 +85,7 @@ COMMAND = command_line.Command(
             "checks checkpoints, tasks, splits and vocabularies; computes nothing.",
             {"action": "store_true"},
         ),
-        Flag(
-            "multi_host",
-            "joins the other hosts of a run over several machines (jax.distributed): each "
-            "computes a share of the examples with the whole model.",
-            {"action": "store_true"},
-        ),
+        *multi_host.FLAGS,
     ],
 )
 
@@ -119,11 +114,12 @@ class Plan:
 def main(argv: Sequence[str]) -> int:
     """Evaluates as the command line says; returns the exit code."""
     arguments = command_line.parse(COMMAND, argv)
-    flags = arguments.flags
-    if flags.multi_host:
-        import jax
+    with multi_host.joined(arguments.flags):
+        return _run(arguments)
 
-        jax.distributed.initialize()
+
+def _run(arguments: command_line.Arguments) -> int:
+    flags = arguments.flags
     settings, checkpoint = _settings(arguments)
     found = _first(checkpoint, flags)
     plan = make_plan(found, checkpoint, settings)

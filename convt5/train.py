@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from convt5 import command_line, errors, gin_config
+from convt5 import command_line, errors, gin_config, multi_host
 
 COMMAND = command_line.Command(
     name="train",
@@ -41,11 +41,7 @@ COMMAND = command_line.Command(
             "files, mesh, batch and model shapes; trains nothing.",
             {"action": "store_true"},
         ),
-        command_line.Flag(
-            "multi_host",
-            "joins the other hosts of a run over several machines (jax.distributed).",
-            {"action": "store_true"},
-        ),
+        *multi_host.FLAGS,
     ],
 )
 
@@ -53,6 +49,11 @@ COMMAND = command_line.Command(
 def main(argv: Sequence[str]) -> int:
     """Trains with the settings of the command line; returns the exit code."""
     arguments = command_line.parse(COMMAND, argv)
+    with multi_host.joined(arguments.flags):
+        return _run(arguments)
+
+
+def _run(arguments: command_line.Arguments) -> int:
     config = gin_config.load(
         arguments.gin_files,
         arguments.gin_bindings,
@@ -61,10 +62,6 @@ def main(argv: Sequence[str]) -> int:
     )
     from convt5 import trainer  # Imports jax, which help and misspelt flags need not wait for.
 
-    if arguments.flags.multi_host:
-        import jax
-
-        jax.distributed.initialize()
     settings = config.arguments(trainer.train)
     check_lengths(settings)
     if arguments.flags.dry_run:

@@ -6,7 +6,6 @@ batches and the same random numbers as if it had never stopped.
 
 import contextlib
 import dataclasses
-import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -17,10 +16,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from convt5 import errors, sharding
-from convt5.checkpoint import CheckpointConfig, Checkpointer, describe_config
+from convt5.checkpoint import CheckpointConfig, Checkpointer, DataPositions, describe_config
+from convt5.data_shards import own_rows
 from convt5.initialization import InitFrom
 from convt5.optimizer import OptimizerConfig
-from convt5.prefetching import Prefetcher
 from convt5.schedule import Schedule
 from convt5.training import compilation, run_directory, run_log
 from convt5.training.interruption import Interruption
@@ -28,9 +27,7 @@ from convt5.training.loop import Estimate, Intervals, Loop, TaskMeasure
 from convt5.training.plan import Plan, make_plan
 from convt5.training.train_state import ModelConfig
 from convt5.training.train_step import Loss
-from convt5.training.validation import DataConfig, PlacedBatch, Validation, place_batch
-
-_PREFETCHED = 2  # Batches made ready while a step runs.
+from convt5.training.validation import DataConfig, Validation
 
 
 class TaskEval(Protocol):
@@ -87,6 +84,7 @@ def train(
     statistics: StatisticsEstimate | None = None,
     early_stop_evaluations: int | None = None,
     init_from: InitFrom | None = None,
+    data_shards: int | None = None,
     log_every_steps: int = 50,
     grad_accum_steps: int = 1,
     seed: int = 0,
@@ -117,6 +115,9 @@ def train(
         early_stop_evaluations: ends the run after so many evaluations without a better
             `checkpoint.best_metric`; None for never.
         init_from: parameters that a new run starts from; without effect on one that continues.
+        data_shards: how many shards train_data is read in; each gives an equal block of every
+            batch. Batches depend on this number alone, however many hosts read them. None takes
+            that of the run's first start, when it was the number of its hosts.
         log_every_steps: steps between records.
         grad_accum_steps: microbatches that each batch is cut into, to save memory.
         seed: of the initial parameters and of dropout.
@@ -162,7 +163,8 @@ def train(
         folder = stack.enter_context(run_directory.hold(run_dir))
         checkpointer = Checkpointer(folder / "checkpoints", checkpoint, model_config=model)
         stack.enter_context(contextlib.closing(checkpointer))
-        restored = checkpointer.restore(plan.abstract)
+        rows = own_rows(plan.batch_sharding, train_data.batch_size)
+        restored = checkpointer.restore(plan.abstract, shards_read=rows.shards)
         first_step = restored.step if restored else 0
         log = run_log.open_run_log(
             folder,
@@ -193,7 +195,12 @@ def train(
                 validation.prepare()
             batches = stack.enter_context(
                 contextlib.closing(
-                    _batches(train_data, plan, state=restored.data_state if restored else None)
+                    TrainBatches(
+                        train_data,
+                        plan,
+                        num_shards=data_shards,
+                        positions=restored.data if restored else DataPositions(),
+                    )
                 )
             )
             hosts = checkpointer if jax.process_count() > 1 else None
@@ -237,17 +244,6 @@ def _check_best_metric(checkpoint: CheckpointConfig, measured: Sequence[str]) ->
             f"CheckpointConfig.best_metric to a metric of {' or '.join(measured)}, such as "
             f"{measured[0]}/loss."
         )
-
-
-def _batches(train_data: DataConfig, plan: Plan, *, state: bytes | None) -> Prefetcher[PlacedBatch]:
-    """Returns placed batches from `state` on, made ready in the background."""
-    batches = train_data.build(process_index=jax.process_index(), process_count=jax.process_count())
-    if state:  # An imported model has no position; its data starts from the beginning.
-        batches.set_state(state)
-    place = functools.partial(
-        place_batch, batch_sharding=plan.batch_sharding, token_bytes=batches.token_bytes
-    )
-    return Prefetcher(batches, place, depth=_PREFETCHED)
 
 
 def _announce(

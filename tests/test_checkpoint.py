@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from convt5 import checkpoint, errors
 
+NO_DATA = checkpoint.DataPositions()
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +74,7 @@ def save_steps(checkpointer, *steps, losses=None):
         checkpointer.save(
             step,
             make_state(step),
-            data_state=f"position {step}".encode(),
+            data=checkpoint.DataPositions(2, {0: f"position {step}".encode(), 1: b"other"}),
             progress={"seconds": float(step)},
             best_value=losses[index] if losses else None,
         )
@@ -96,8 +98,14 @@ def test_everything_saved_comes_back_bit_for_bit(open_run):
     restored = open_run().restore(abstract(make_state()))
     assert_same(restored.state, make_state(5))
     assert restored.step == 5
-    assert restored.data_state == b"position 5"
+    assert restored.data == checkpoint.DataPositions(2, {0: b"position 5", 1: b"other"})
     assert restored.progress == {"seconds": 5.0}
+
+
+def test_only_the_positions_a_host_reads_are_read(open_run):
+    save_steps(open_run(), 5)
+    restored = open_run().restore(abstract(make_state()), shards_read=lambda count: [count - 1])
+    assert restored.data == checkpoint.DataPositions(2, {1: b"other"})
 
 
 def test_a_run_without_checkpoints_restores_nothing(open_run):
@@ -108,7 +116,7 @@ def test_the_state_may_be_donated_as_soon_as_save_returns(open_run):
     checkpointer = open_run()
     state = make_state(1)
     overwrite = jax.jit(lambda s: jax.tree.map(lambda x: x * 0, s), donate_argnums=0)
-    checkpointer.save(1, state, data_state=b"")
+    checkpointer.save(1, state, data=NO_DATA)
     jax.block_until_ready(overwrite(state))
     checkpointer.wait()
     assert_same(checkpointer.restore(abstract(make_state())).state, make_state(1))
@@ -124,7 +132,7 @@ def test_a_checkpoint_is_restored_onto_another_mesh(open_run):
 
     saved = place(make_state(3), lambda x: eight if x.ndim else NamedSharding(eight.mesh, P()))
     checkpointer = open_run()
-    checkpointer.save(3, saved, data_state=b"")
+    checkpointer.save(3, saved, data=NO_DATA)
     wanted = place(
         make_state(0), lambda x: NamedSharding(four, P("tensor", "data") if x.ndim == 2 else P())
     )

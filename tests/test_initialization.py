@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from convt5 import errors
-from convt5.checkpoint import CheckpointConfig, Checkpointer
+from convt5.checkpoint import CheckpointConfig, Checkpointer, DataPositions
 from convt5.initialization import InitFrom
 from convt5.training.train_state import TrainState
 from convt5.tree_paths import named_leaves
@@ -40,7 +40,7 @@ def trained(tmp_path):
         path = tmp_path / "run" / "checkpoints"
         writer = Checkpointer(path, CheckpointConfig(), model_config=sizes)
         state = TrainState(jnp.int32(7), Model(sizes, OLD), {})
-        writer.save(7, state, data_state=b"")
+        writer.save(7, state, data=DataPositions())
         writer.wait()
         writer.close()
         return str(tmp_path / "run")

@@ -12,7 +12,7 @@ import tensorflow as tf
 from convt5.tasks import vocabularies
 
 from convt5.architecture import ConvT5Config, StackConfig
-from convt5.checkpoint import CheckpointConfig, Checkpointer
+from convt5.checkpoint import CheckpointConfig, Checkpointer, DataPositions
 from convt5.model import ConvT5
 
 VOCAB = 384
@@ -89,7 +89,7 @@ def write_run(folder: pathlib.Path, *, steps=(10, 20), task: str, best: int | No
             model=make_model(step), opt_state={}, step=jnp.asarray(step, jnp.int32)
         )
         value = None if best is None else abs(step - best) + 0.5
-        checkpointer.save(step, state, data_state=b"", best_value=value)
+        checkpointer.save(step, state, data=DataPositions(), best_value=value)
     checkpointer.wait()
     checkpointer.close()
     text = GIN.format(

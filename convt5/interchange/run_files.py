@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from convt5.architecture import ConvT5Config, StackConfig
-from convt5.checkpoint import CheckpointConfig, Checkpointer
+from convt5.checkpoint import CheckpointConfig, Checkpointer, DataPositions
 from convt5.interchange.mapping import Imported
 from convt5.losses import TextLoss
 from convt5.optimizer import AdafactorConfig, AdamWConfig, OptimizerConfig
@@ -61,7 +61,7 @@ def write_run(
     )
     try:
         # No position in the data: the original's is not known, so it starts at its beginning.
-        checkpointer.save(imported.step, state, data_state=b"")
+        checkpointer.save(imported.step, state, data=DataPositions())
         checkpointer.wait()
     finally:
         checkpointer.close()

@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 
 from convt5 import errors
-from convt5.checkpoint import Checkpointer, Restored
+from convt5.checkpoint import Checkpointer, DataPositions, Restored
 from convt5.initialization import InitFrom
 from convt5.training import compilation, run_log
 from convt5.training.interruption import Interruption
@@ -61,12 +61,12 @@ class Intervals:
 
 
 class Batches(Protocol):
-    """Placed batches made ready in the background; `prefetching.Prefetcher` is one."""
+    """Placed batches; `train_batches.TrainBatches` is one."""
 
     def __next__(self) -> PlacedBatch: ...
 
-    def get_state(self) -> bytes:
-        """Returns the position after the batches that were taken, not those made ready."""
+    def positions(self) -> DataPositions:
+        """Returns the positions after the batches that were taken, not those made ready."""
         ...
 
 
@@ -273,7 +273,7 @@ class Loop:
         self._checkpointer.save(
             self.step,
             self._state,
-            data_state=batches.get_state(),
+            data=batches.positions(),
             progress=self._meter.state() | {"patience": self._patience.state()},
             best_value=value if measured == self.step else None,
         )

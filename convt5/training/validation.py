@@ -13,7 +13,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from convt5 import errors
+from convt5 import data_shards, errors
 from convt5.training.train_step import LossSums
 
 _COUNTED_TOKENS = ("encoder_input_tokens", "decoder_target_tokens")
@@ -65,19 +65,42 @@ class PlacedBatch(NamedTuple):
 
 
 def place_batch(
-    batch: HostBatch, batch_sharding: NamedSharding, *, token_bytes: np.ndarray | None = None
+    batch: HostBatch,
+    batch_sharding: NamedSharding,
+    *,
+    rows: data_shards.HostRows | None = None,
+    token_bytes: np.ndarray | None = None,
 ) -> PlacedBatch:
-    """Puts this host's rows on its devices as part of the global batch."""
+    """Puts this host's rows on its devices as part of the global batch.
+
+    Args:
+        batch: arrays by name.
+        batch_sharding: of the global batch.
+        rows: which rows of it these are; None for all.
+        token_bytes: bytes of text that each token id stands for.
+    """
     batch = dict(batch)
     if token_bytes is not None and "decoder_target_tokens" in batch:
         batch["decoder_target_bytes"] = token_bytes[batch["decoder_target_tokens"]]
-    arrays = {
-        name: jax.make_array_from_process_local_data(batch_sharding, np.asarray(rows))
-        for name, rows in batch.items()
-    }
+    if rows is None:
+        size = len(next(iter(batch.values())))
+        rows = data_shards.HostRows(np.arange(size), size)
+    arrays = {name: _place(np.asarray(a), batch_sharding, rows) for name, a in batch.items()}
     local = sum(np.count_nonzero(batch[name]) for name in _COUNTED_TOKENS if name in batch)
     # Hosts read equal shares, so that this host's count stands for all.
-    return PlacedBatch(arrays, int(local) * jax.process_count())
+    return PlacedBatch(arrays, round(local * rows.batch_size / len(rows.numbers)))
+
+
+def _place(
+    array: np.ndarray, batch_sharding: NamedSharding, rows: data_shards.HostRows
+) -> jax.Array:
+    def part(index: Any) -> np.ndarray:
+        wanted = np.arange(rows.batch_size)[index[0]]
+        first = np.searchsorted(rows.numbers, wanted[0])
+        return array[(slice(first, first + len(wanted)), *index[1:])]
+
+    shape = (rows.batch_size, *array.shape[1:])
+    return jax.make_array_from_callback(shape, batch_sharding, part)
 
 
 class TargetCounts:
@@ -149,8 +172,7 @@ class Validation:
         self._eval_step = eval_step
         self._batch_sharding = batch_sharding
         self._num_batches = math.inf if num_batches is None else num_batches
-        self._batches: BatchIterator | None = None
-        self._token_bytes: np.ndarray | None = None
+        self._batches: data_shards.ShardedBatches | None = None
         self._start = b""
         self._counts: TargetCounts | None = None
 
@@ -173,7 +195,7 @@ class Validation:
         dispatched = None
         for batch in self._from_the_start():
             counts.add(batch)
-            placed = place_batch(batch, self._batch_sharding, token_bytes=self._token_bytes)
+            placed = self._place(batch)
             # Read one batch behind: the devices do not wait, nor do batches pile up on them.
             total = _add(total, dispatched)
             dispatched = self._eval_step(model, placed.arrays)
@@ -181,16 +203,27 @@ class Validation:
         means = _add(total, dispatched).means()
         return {name: float(value) for name, value in means.items()}
 
+    def _place(self, batch: HostBatch) -> PlacedBatch:
+        assert self._batches is not None
+        return place_batch(
+            batch,
+            self._batch_sharding,
+            rows=self._batches.rows,
+            token_bytes=self._batches.token_bytes,
+        )
+
     def target_unigram_entropy(self) -> float | None:
         """Returns that of the targets last measured, in nats per token."""
         return self._counts.entropy() if self._counts else None
 
     def _from_the_start(self) -> Iterator[dict[str, np.ndarray]]:
         if self._batches is None:
-            self._batches = self._config.build(
-                process_index=jax.process_index(), process_count=jax.process_count()
+            # Batches without end depend on the number of shards: the same for any hosts.
+            self._batches = data_shards.ShardedBatches(
+                self._config,
+                self._batch_sharding,
+                num_shards=1 if self._config.num_epochs is None else None,
             )
-            self._token_bytes = self._batches.token_bytes
             self._start = self._batches.get_state()
         else:
             self._batches.set_state(self._start)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from convt5 import errors
+from convt5.data_shards import ShardedBatches
 from convt5.sharding import replicated
 from convt5.training.loop import Estimate
 from convt5.training.plan import Plan
@@ -49,12 +50,10 @@ class Reestimate:
         def estimate(model: nnx.Module) -> Statistics:
             if not jax.tree.leaves(nnx.state(model, nnx.BatchStat)):
                 return {}  # A patchify stem normalises nothing.
-            batches = self.data.build(
-                process_index=jax.process_index(), process_count=jax.process_count()
-            )
+            batches = ShardedBatches(self.data, plan.batch_sharding)
             found = []
             for _ in range(self.num_batches):
-                placed = place_batch(next(batches), plan.batch_sharding)
+                placed = place_batch(next(batches), plan.batch_sharding, rows=batches.rows)
                 found.append(measure(model, placed.arrays["images"]))
             return jax.tree.map(lambda *values: jnp.mean(jnp.stack(values), axis=0), *found)
 

@@ -1,0 +1,132 @@
+"""Joining the other hosts of a run, by flags, by environment variables, or as JAX finds them.
+
+`train` and `eval` call it before anything else uses JAX. The same command serves Cloud TPU slices,
+GKE, SLURM and `launch/local.py`.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from convt5 import errors
+from convt5.command_line import Flag
+
+FLAGS = (
+    Flag(
+        "multi_host",
+        "joins the other hosts of a run (jax.distributed). On Cloud TPU, GKE, SLURM and Open MPI "
+        "JAX finds them; elsewhere give the next three, or JAX_COORDINATOR_ADDRESS, "
+        "JAX_NUM_PROCESSES and JAX_PROCESS_ID in the environment.",
+        {"action": "store_true"},
+    ),
+    Flag("coordinator_address", "HOST:PORT of the first process, the same for all.", {}),
+    Flag("num_processes", "how many processes the run has.", {"type": int}),
+    Flag("process_id", "which of them this is, from 0.", {"type": int}),
+)
+_VARIABLES = {
+    "coordinator_address": "JAX_COORDINATOR_ADDRESS",
+    "num_processes": "JAX_NUM_PROCESSES",
+    "process_id": "JAX_PROCESS_ID",
+}
+_HEARTBEAT_SECS = 100  # JAX's own.
+
+
+def settings(
+    flags: argparse.Namespace, environ: Mapping[str, str] = os.environ
+) -> dict[str, Any] | None:
+    """Returns the arguments of `jax.distributed.initialize`; None for a run of one process.
+
+    Flags go before environment variables.
+
+    Raises:
+        UserError: some of address, number and index are given and others are not, or make no
+            sense.
+    """
+    given = {}
+    for name, variable in _VARIABLES.items():
+        value = getattr(flags, name)
+        if value is None and environ.get(variable):
+            value = environ[variable]
+            if name != "coordinator_address":
+                value = _integer(variable, value)
+        if value is not None:
+            given[name] = value
+    if not given and not flags.multi_host:
+        return None
+    missing = [f"--{name} (or {_VARIABLES[name]})" for name in _VARIABLES if name not in given]
+    if missing and not flags.multi_host:
+        raise errors.UserError(
+            f"{' and '.join(f'{name}={value}' for name, value in given.items())} make this one of "
+            f"several processes, but {' and '.join(missing)} is missing; give it, or --multi_host "
+            "where JAX can find it (Cloud TPU, GKE, SLURM)."
+        )
+    if "coordinator_address" in given and ":" not in given["coordinator_address"]:
+        raise errors.UserError(
+            f"coordinator_address={given['coordinator_address']!r} must be HOST:PORT, such as "
+            "10.0.0.2:8476."
+        )
+    if not missing:
+        index, count = given["process_id"], given["num_processes"]
+        if not 0 <= index < count:
+            raise errors.UserError(
+                f"process_id={index} must be at least 0 and less than num_processes={count}."
+            )
+        given["cluster_detection_method"] = "deactivate"
+    return given | {"heartbeat_timeout_seconds": _heartbeat(environ)}
+
+
+@contextlib.contextmanager
+def joined(flags: argparse.Namespace) -> Iterator[None]:
+    """Joins the run if flags or environment say so, for the duration of the context.
+
+    A process that fails leaves at once, without the farewell that JAX waits minutes for: the others
+    may be waiting for this one.
+
+    Raises:
+        UserError: as `settings`, or the other hosts cannot be found.
+    """
+    arguments = settings(flags)
+    if arguments is None:
+        yield
+        return
+    import jax
+
+    try:
+        jax.distributed.initialize(**arguments)
+    except ValueError as error:
+        raise errors.UserError(
+            f"--multi_host finds no other hosts here ({error}); run it on Cloud TPU, GKE or SLURM, "
+            "or give --coordinator_address, --num_processes and --process_id."
+        ) from error
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, errors.UserError) and error.exit_code >= 128:
+            raise  # All were asked to stop, and stop together.
+        _leave(error)
+
+
+def _leave(error: BaseException) -> None:
+    if isinstance(error, errors.UserError):
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(getattr(error, "exit_code", 1))
+
+
+def _heartbeat(environ: Mapping[str, str]) -> int:
+    variable = "CONVT5_HEARTBEAT_SECS"
+    return _integer(variable, environ.get(variable) or str(_HEARTBEAT_SECS))
+
+
+def _integer(variable: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise errors.UserError(f"{variable}={text!r} must be an integer.") from None

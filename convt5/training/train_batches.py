@@ -1,0 +1,60 @@
+"""The batches of a run: read, placed on the devices ahead of their use, with positions to save."""
+
+import functools
+
+from convt5 import errors
+from convt5.checkpoint import DataPositions
+from convt5.data_shards import ShardedBatches, joined
+from convt5.prefetching import Prefetcher
+from convt5.training.plan import Plan
+from convt5.training.validation import DataConfig, PlacedBatch, place_batch
+
+_PREFETCHED = 2  # Batches made ready while a step runs.
+
+
+class TrainBatches:
+    """Placed batches of a run, made ready in the background.
+
+    Args:
+        data: the batches.
+        plan: of the run.
+        num_shards: how many the data is cut into; None takes the checkpoint's, or a number that
+            suits the hosts.
+        positions: where to begin, from a checkpoint; those without a number begin at the start.
+
+    Raises:
+        UserError: the data cannot be read so, or another number of shards than the checkpoint's.
+    """
+
+    def __init__(
+        self, data: DataConfig, plan: Plan, *, num_shards: int | None, positions: DataPositions
+    ):
+        if positions.num_shards and num_shards not in (None, positions.num_shards):
+            raise errors.UserError(
+                f"data_shards={num_shards}, but the run reads its data in {positions.num_shards} "
+                "shards; leave data_shards unset to go on, or start a new run_dir."
+            )
+        self._sharded = ShardedBatches(
+            data, plan.batch_sharding, num_shards=positions.num_shards or num_shards
+        )
+        self.num_shards = self._sharded.num_shards
+        if positions.by_shard:  # An imported model has none; its data starts from the beginning.
+            self._sharded.set_state(joined(positions.by_shard))
+        place = functools.partial(
+            place_batch,
+            batch_sharding=plan.batch_sharding,
+            rows=self._sharded.rows,
+            token_bytes=self._sharded.token_bytes,
+        )
+        self._ready = Prefetcher(self._sharded, place, depth=_PREFETCHED)
+
+    def __next__(self) -> PlacedBatch:
+        return next(self._ready)
+
+    def positions(self) -> DataPositions:
+        """Returns the positions, after the batches that were taken, that this host saves."""
+        by_shard = self._sharded.to_save(self._ready.get_state())
+        return DataPositions(self.num_shards, by_shard)
+
+    def close(self) -> None:
+        self._ready.close()

@@ -1,0 +1,140 @@
+"""Any hosts read the same batches: no row twice, none missing, and positions move between them."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from convt5 import data_shards, errors
+from convt5.prefetching import position, take_apart
+
+BATCH = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    id: int
+    process_index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """What `data_shards` asks of a sharding, for devices of several hosts."""
+
+    mesh: Mesh
+    spec: PartitionSpec
+    hosts: int
+
+    def devices_indices_map(self, shape):
+        found = NamedSharding(self.mesh, self.spec).devices_indices_map(shape)
+        per_host = self.mesh.size // self.hosts
+        order = {device: i for i, device in enumerate(jax.devices())}
+        return {Device(order[d], order[d] // per_host): index for d, index in found.items()}
+
+
+def placed(*, hosts, data=8):
+    """Eight devices on some hosts; `data` parts of each batch, which the other axis repeats."""
+    mesh = Mesh(np.array(jax.devices()).reshape(data, 8 // data), ("data", "tensor"))
+    return Placement(mesh, PartitionSpec("data"), hosts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbered:
+    """Row r of batch b of a shard holds its shard, b and r."""
+
+    batch_size: int = BATCH
+
+    def build(self, *, process_index, process_count):
+        return NumberedReader(process_index, self.batch_size // process_count)
+
+
+class NumberedReader:
+    token_bytes = None
+
+    def __init__(self, shard, rows):
+        self.shard, self.rows, self.count = shard, rows, 0
+
+    def __next__(self):
+        self.count += 1
+        return {"x": np.array([(self.shard, self.count, row) for row in range(self.rows)])}
+
+    def get_state(self):
+        return position(bytes([self.shard, self.count]))
+
+    def set_state(self, state):
+        snapshot, skip = take_apart(state)
+        assert snapshot[0] == self.shard
+        self.count = snapshot[1] + skip
+
+
+def open_hosts(monkeypatch, where, num_shards):
+    opened = []
+    for host in range(where.hosts):
+        monkeypatch.setattr(jax, "process_index", lambda host=host: host)
+        opened.append(data_shards.ShardedBatches(Numbered(), where, num_shards=num_shards))
+    return opened
+
+
+def whole_batch(hosts):
+    """Puts the rows of all hosts where they belong; rows of several hosts must be equal."""
+    rows = {}
+    for host in hosts:
+        for number, row in zip(host.rows.numbers.tolist(), next(host)["x"].tolist(), strict=True):
+            assert rows.setdefault(number, row) == row
+    assert sorted(rows) == list(range(BATCH))
+    return [rows[number] for number in range(BATCH)]
+
+
+@given(
+    hosts=st.sampled_from([1, 2, 4, 8]),
+    data=st.sampled_from([1, 2, 4, 8]),
+    num_shards=st.sampled_from([1, 2, 3, 4, 6, 8, 12]),
+)
+def test_hosts_read_every_row_of_every_shard_once(hosts, data, num_shards):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        opened = open_hosts(monkeypatch, placed(hosts=hosts, data=data), num_shards)
+        for count in (1, 2):
+            expected = [
+                [shard, count, row]
+                for shard in range(num_shards)
+                for row in range(BATCH // num_shards)
+            ]
+            assert whole_batch(opened) == expected
+
+
+@given(
+    before=st.sampled_from([1, 2, 4, 8]),
+    after=st.sampled_from([1, 2, 4, 8]),
+    data=st.sampled_from([1, 2, 8]),
+    num_shards=st.sampled_from([1, 2, 3, 8]),
+)
+def test_positions_saved_by_some_hosts_serve_any_others(before, after, data, num_shards):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        opened = open_hosts(monkeypatch, placed(hosts=before, data=data), num_shards)
+        saved = {}
+        for host in opened:
+            state = position(take_apart(host.get_state())[0], 2)  # Two batches later.
+            own = host.to_save(state)
+            assert not saved.keys() & own.keys()
+            saved |= own
+        assert sorted(saved) == list(range(num_shards))
+        others = open_hosts(monkeypatch, placed(hosts=after), num_shards)
+        for host in others:
+            wanted = host.rows.shards(num_shards)
+            host.set_state(data_shards.joined({shard: saved[shard] for shard in wanted}))
+        assert {row[1] for row in whole_batch(others)} == {3}
+
+
+def test_hosts_that_hold_the_same_rows_are_one_by_default(monkeypatch):
+    (first, *_) = open_hosts(monkeypatch, placed(hosts=4, data=2), None)
+    assert first.num_shards == 2
+    np.testing.assert_array_equal(first.rows.numbers, np.arange(12))
+
+
+def test_shards_that_cannot_give_equal_blocks_are_refused():
+    with pytest.raises(errors.UserError, match=r"data_shards=5 must divide batch_size=24"):
+        data_shards.ShardedBatches(Numbered(), placed(hosts=1), num_shards=5)

@@ -1,0 +1,59 @@
+"""Flags and environment say which process of a run this is, and mistakes are told."""
+
+import argparse
+
+import pytest
+
+from convt5 import command_line, errors, multi_host, train
+
+ALL = {
+    "JAX_COORDINATOR_ADDRESS": "10.0.0.2:8476",
+    "JAX_NUM_PROCESSES": "4",
+    "JAX_PROCESS_ID": "3",
+}
+
+
+def settings(environ=None, **flags):
+    given = dict.fromkeys(("coordinator_address", "num_processes", "process_id")) | flags
+    return multi_host.settings(argparse.Namespace(**{"multi_host": False} | given), environ or {})
+
+
+def test_a_process_alone_joins_nothing():
+    assert settings() is None
+
+
+def test_the_environment_alone_makes_a_process_one_of_several():
+    found = settings(ALL)
+    assert (found["num_processes"], found["process_id"]) == (4, 3)
+    assert found["coordinator_address"] == "10.0.0.2:8476"
+    # JAX must not look for other clusters, such as the SLURM job that a test runs in.
+    assert found["cluster_detection_method"] == "deactivate"
+
+
+def test_flags_go_before_the_environment():
+    assert settings(ALL, process_id=0)["process_id"] == 0
+
+
+def test_the_rest_is_left_to_jax_with_the_flag():
+    found = settings({"JAX_COORDINATOR_ADDRESS": "head:1"}, multi_host=True)
+    assert found.keys() == {"coordinator_address", "heartbeat_timeout_seconds"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "flags", "message"),
+    [
+        ({"JAX_NUM_PROCESSES": "4"}, {"process_id": 1}, r"--coordinator_address .* is missing"),
+        (ALL | {"JAX_PROCESS_ID": "4"}, {}, "process_id=4 must be at least 0 and less than"),
+        (ALL | {"JAX_NUM_PROCESSES": "two"}, {}, "JAX_NUM_PROCESSES='two' must be an integer"),
+        (ALL | {"JAX_COORDINATOR_ADDRESS": "head"}, {}, "'head' must be HOST:PORT"),
+        (ALL | {"CONVT5_HEARTBEAT_SECS": "soon"}, {}, "CONVT5_HEARTBEAT_SECS='soon'"),
+    ],
+)
+def test_settings_that_make_no_sense_are_told(environ, flags, message):
+    with pytest.raises(errors.UserError, match=message):
+        settings(environ, **flags)
+
+
+def test_the_commands_have_the_flags():
+    parsed = command_line.parse(train.COMMAND, ["--gin_file=a.gin", "--num_processes=2"]).flags
+    assert (parsed.num_processes, parsed.process_id) == (2, None)
