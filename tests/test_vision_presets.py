@@ -29,7 +29,7 @@ ORIGINAL = {
     "vit_p_36gf": (178_364_392, 35.9972e9),
     "vit_c_36gf": (167_796_008, 35.0258e9),
 }
-TINY = ("vit_p_tiny", "vit_c_tiny")
+SMALL = ("vit_p_tiny", "vit_c_tiny", "vit_p_micro", "vit_c_micro")
 
 
 @functools.cache
@@ -49,7 +49,7 @@ def test_models_have_the_parameters_and_the_cost_of_the_original(name):
     assert model_cost(config(name)).total.multiply_adds == pytest.approx(multiply_adds, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", [*ORIGINAL, *TINY])
+@pytest.mark.parametrize("name", [*ORIGINAL, *SMALL])
 def test_the_closed_form_counts_what_is_built(name):
     assert model_cost(config(name)).total.parameters == num_parameters(config(name))
 
@@ -77,7 +77,7 @@ def test_the_closed_form_counts_what_is_built_of_any_size(index):
     assert model_cost(drawn(index)).total.parameters == num_parameters(drawn(index))
 
 
-@pytest.mark.parametrize("size", ["tiny", "1gf", "4gf", "18gf", "36gf"])
+@pytest.mark.parametrize("size", ["micro", "tiny", "1gf", "4gf", "18gf", "36gf"])
 def test_early_convolutions_take_the_place_of_one_block(size):
     patchify, conv = config(f"vit_p_{size}"), config(f"vit_c_{size}")
     assert conv.num_layers == patchify.num_layers - 1
@@ -140,7 +140,7 @@ def test_inspect_shows_what_a_vision_model_costs(capsys):
         inspect.main(["--gin_file=gin/models/vit_c_1gf.gin", "--topology=v5e:2x2"])
 
 
-@pytest.mark.parametrize("name", [*ORIGINAL, *TINY])
+@pytest.mark.parametrize("name", [*ORIGINAL, *SMALL])
 def test_a_model_file_states_its_multiply_adds(name):
     text = pathlib.Path(__file__).parents[1].joinpath(f"gin/models/{name}.gin").read_text()
     count = model_cost(config(name)).total.multiply_adds

@@ -4,6 +4,7 @@ Everything random follows from a seed, so that a run that continues sees what it
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -106,10 +107,15 @@ def resized(image: np.ndarray, *, size: int, shorter_side: int | None = None) ->
 
 def _resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
     """Interpolates linearly; where the image shrinks, over all pixels that fall together."""
-    rows, columns = _weights(image.shape[0], height), _weights(image.shape[1], width)
-    return np.einsum("oh,hwc,pw->opc", rows, image.astype(np.float32), columns, optimize=True)
+    pixels = image.astype(np.float32)
+    if image.shape[:2] == (height, width):
+        return pixels
+    # Two products of matrices: rows, then columns.
+    pixels = np.tensordot(_weights(image.shape[0], height), pixels, axes=(1, 0))
+    return np.matmul(_weights(image.shape[1], width), pixels)
 
 
+@functools.lru_cache(maxsize=256)
 def _weights(size: int, new_size: int) -> np.ndarray:
     """The weight of each old pixel in each new one: triangles around the new pixels' centres."""
     scale = size / new_size
