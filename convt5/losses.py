@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from convt5 import errors
-from convt5.layers import DropoutKey
+from convt5.layers import DropoutKey, at_least_float32
 from convt5.model import ConvT5
-from convt5.ops import token_cross_entropy
+from convt5.ops import linear_cross_entropy
 from convt5.training.train_step import LossSums
 
 
@@ -46,7 +46,7 @@ class TextLoss:
         `decoder_target_bytes`, the bytes of text each target stands for, is optional and adds
         bits per byte.
         """
-        logits = model(
+        outputs = model.outputs(
             batch["encoder_input_tokens"],
             batch["decoder_input_tokens"],
             encoder_segment_ids=batch.get("encoder_segment_ids"),
@@ -56,25 +56,31 @@ class TextLoss:
             dropout_key=dropout_key,
         )
         targets = jnp.asarray(batch["decoder_target_tokens"])
-        weights = jnp.asarray(batch["decoder_loss_weights"], logits.dtype)
-        nll, z_term = token_cross_entropy(
-            logits, targets, z_loss=self.z_loss, label_smoothing=self.label_smoothing
+        weights = jnp.asarray(batch["decoder_loss_weights"], at_least_float32(outputs.dtype))
+        sums = linear_cross_entropy(
+            outputs,
+            model.output_table(),
+            targets,
+            weights,
+            z_loss=self.z_loss,
+            label_smoothing=self.label_smoothing,
         )
-        total = jnp.sum(nll * weights)
         weight = jnp.sum(weights)
-        right = (jnp.argmax(logits, axis=-1) == targets).astype(logits.dtype)
         metrics = {
-            "cross_entropy": (total, weight),
-            "accuracy": (jnp.sum(right * weights), weight),
-            "z_loss": (jnp.sum(z_term * weights), weight),
+            "cross_entropy": (sums.cross_entropy, weight),
+            "accuracy": (sums.right, weight),
+            "z_loss": (sums.z_term, weight),
         }
         if "decoder_target_bytes" in batch:
-            size = jnp.asarray(batch["decoder_target_bytes"], logits.dtype)
-            metrics["bits_per_byte"] = (total / jnp.log(2.0), jnp.sum(size * weights))
+            size = jnp.asarray(batch["decoder_target_bytes"], weights.dtype)
+            bits = sums.cross_entropy / jnp.log(2.0)
+            metrics["bits_per_byte"] = (bits, jnp.sum(size * weights))
         return LossSums(
-            loss_sum=jnp.sum((nll + z_term) * weights),
+            loss_sum=sums.loss,
             weight_sum=(
-                weight if self.normalize_by == "tokens" else jnp.asarray(targets.size, logits.dtype)
+                weight
+                if self.normalize_by == "tokens"
+                else jnp.asarray(targets.size, weights.dtype)
             ),
             metrics=metrics,
         )

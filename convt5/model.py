@@ -77,6 +77,33 @@ class ConvT5(nnx.Module):
                 counted from the start of the row. Used by learned positions only.
             dropout_key: None for deterministic.
         """
+        return self._logits(
+            self.outputs(
+                encoder_input_tokens,
+                decoder_input_tokens,
+                encoder_segment_ids=encoder_segment_ids,
+                decoder_segment_ids=decoder_segment_ids,
+                encoder_positions=encoder_positions,
+                decoder_positions=decoder_positions,
+                dropout_key=dropout_key,
+            )
+        )
+
+    def outputs(
+        self,
+        encoder_input_tokens: Int[HostOrDevice, "batch source"],
+        decoder_input_tokens: Int[HostOrDevice, "batch target"],
+        *,
+        encoder_segment_ids: Int[HostOrDevice, "batch source"] | None = None,
+        decoder_segment_ids: Int[HostOrDevice, "batch target"] | None = None,
+        encoder_positions: Int[HostOrDevice, "batch source"] | None = None,
+        decoder_positions: Int[HostOrDevice, "batch target"] | None = None,
+        dropout_key: DropoutKey = None,
+    ) -> Float[Array, "batch target embed"]:
+        """Returns the decoder's output, whose products with `output_table()` are the logits.
+
+        Arguments as of a call.
+        """
         encoder_key, decoder_key = split_key(dropout_key, 2)
         if encoder_segment_ids is None:
             encoder_segment_ids = (jnp.asarray(encoder_input_tokens) != 0).astype(jnp.int32)
@@ -86,7 +113,7 @@ class ConvT5(nnx.Module):
             positions=encoder_positions,
             dropout_key=encoder_key,
         )
-        return self.decode(
+        return self._decoded(
             encoded,
             decoder_input_tokens,
             encoder_segment_ids=encoder_segment_ids,
@@ -94,6 +121,11 @@ class ConvT5(nnx.Module):
             positions=decoder_positions,
             dropout_key=decoder_key,
         )
+
+    def output_table(self) -> Float[Array, "vocab embed"]:
+        """Returns the rows that outputs are multiplied with."""
+        head = self.output_head
+        return self.token_embedder.embedding[...] if head is None else head.kernel[...].T
 
     def encode(
         self,
@@ -125,17 +157,15 @@ class ConvT5(nnx.Module):
         dropout_key: DropoutKey = None,
     ) -> Float[Array, "batch target vocab"]:
         """Returns logits for shifted target tokens, all positions at once."""
-        if segment_ids is None:
-            segment_ids = jnp.ones_like(tokens)
-        tokens, segment_ids = jnp.asarray(tokens), jnp.asarray(segment_ids)
-        inputs = StackInputs(
-            segment_ids,
-            readable=self._readable(tokens),
-            memory=encoded,
-            memory_segment_ids=jnp.asarray(encoder_segment_ids),
+        outputs = self._decoded(
+            encoded,
+            tokens,
+            encoder_segment_ids=encoder_segment_ids,
+            segment_ids=segment_ids,
+            positions=positions,
+            dropout_key=dropout_key,
         )
-        x = self.decoder(self._embed(tokens, positions), inputs, dropout_key=dropout_key)
-        return self._logits(x)
+        return self._logits(outputs)
 
     def init_decoding(
         self,
@@ -178,7 +208,22 @@ class ConvT5(nnx.Module):
             readable=self._readable(tokens, hide_start_token),
         )
         after = state._replace(layers=layers, position=state.position + 1)
-        return self._logits(x)[:, 0], after
+        return self._logits(self._scaled(x))[:, 0], after
+
+    def _decoded(
+        self, encoded, tokens, *, encoder_segment_ids, segment_ids, positions, dropout_key
+    ) -> Float[Array, "batch target embed"]:
+        if segment_ids is None:
+            segment_ids = jnp.ones_like(tokens)
+        tokens, segment_ids = jnp.asarray(tokens), jnp.asarray(segment_ids)
+        inputs = StackInputs(
+            segment_ids,
+            readable=self._readable(tokens),
+            memory=encoded,
+            memory_segment_ids=jnp.asarray(encoder_segment_ids),
+        )
+        x = self.decoder(self._embed(tokens, positions), inputs, dropout_key=dropout_key)
+        return self._scaled(x)
 
     def _embed(self, tokens, positions):
         dtype = jnp.dtype(self.config.dtype)
@@ -194,10 +239,13 @@ class ConvT5(nnx.Module):
         hide = self.config.hide_start_token if hide_start_token is None else hide_start_token
         return tokens != 0 if hide else None
 
-    def _logits(self, x):
+    def _scaled(self, x):
+        return x * self.config.emb_dim**-0.5 if self.output_head is None else x
+
+    def _logits(self, outputs):
         if self.output_head is None:
-            return self.token_embedder.attend(x * self.config.emb_dim**-0.5)
-        return self.output_head(x).astype(at_least_float32(x.dtype))
+            return self.token_embedder.attend(outputs)
+        return self.output_head(outputs).astype(at_least_float32(outputs.dtype))
 
     def _check_length(self, length: int) -> None:
         limit = self.config.max_positions

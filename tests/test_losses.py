@@ -1,17 +1,24 @@
-"""Cross-entropy with label smoothing and z-loss."""
+"""Cross-entropy with label smoothing and z-loss, with logits in memory and without."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
-from convt5.ops import token_cross_entropy
+from convt5.ops import linear_cross_entropy, losses, token_cross_entropy
+from convt5.ops.implementation import Devices, chosen, over_devices
+from convt5.ops.losses import CrossEntropySums
+from convt5.ops.pallas import cross_entropy as kernels
 
 SETTINGS = [(0.0, 0.0), (1e-2, 0.0), (0.0, 0.1), (1e-2, 0.3)]
 
 
-def example(dtype=np.float64, batch=2, length=3, vocab=7, scale=3.0):
+def example(dtype: DTypeLike = np.float64, batch=2, length=3, vocab=7, scale=3.0):
     rng = np.random.default_rng(0)
     logits = scale * rng.normal(size=(batch, length, vocab))
     return jnp.asarray(logits, dtype), jnp.asarray(rng.integers(0, vocab, (batch, length)))
@@ -80,3 +87,128 @@ def test_no_probabilities_are_kept_for_the_backward_pass():
     kept = [a for a in jax.tree.leaves(vjp) if getattr(a, "shape", ()) == logits.shape]
     assert len(kept) == 1
     np.testing.assert_array_equal(kept[0], logits)
+
+
+# --- From outputs and the table, without logits in memory -----------------------------------------
+
+
+def outputs_and_table(dtype: DTypeLike = np.float64, batch=2, length=5, embed=6, vocab=11):
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(2 * rng.normal(size=(batch, length, embed)) / embed**0.5, dtype)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    table = jnp.asarray(rng.normal(size=(vocab, embed)), wide)
+    targets = jnp.asarray(rng.integers(0, vocab, (batch, length)), jnp.int32)
+    weights = jnp.asarray(rng.integers(0, 3, (batch, length)), table.dtype)
+    return x, table, targets, weights
+
+
+def through_logits(x, table, targets, weights, z_loss, label_smoothing):
+    """The sums from logits in memory, differentiated by jax."""
+    logits = jnp.einsum("ble,ve->blv", x, table)
+    nll, z_term = direct(logits, targets, z_loss, label_smoothing)
+    right = jnp.argmax(logits, axis=-1) == targets
+    sums = [jnp.sum(a * weights) for a in (nll + z_term, nll, z_term, right)]
+    return sums[0], CrossEntropySums(*sums)
+
+
+def assert_equal_in_float64(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=1e-11, atol=1e-13)
+
+
+def without_logits(*arrays, z_loss, label_smoothing):
+    sums = linear_cross_entropy(*arrays, z_loss=z_loss, label_smoothing=label_smoothing)
+    return sums.loss, sums
+
+
+@pytest.mark.parametrize("chunk_logits", [10**6, 33, 1])
+@pytest.mark.parametrize(("z_loss", "label_smoothing"), SETTINGS)
+def test_sums_and_gradients_equal_those_through_logits(
+    x64, monkeypatch, chunk_logits, z_loss, label_smoothing
+):
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", chunk_logits)
+    arrays = outputs_and_table()
+    settings = {"z_loss": z_loss, "label_smoothing": label_smoothing}
+    ours = functools.partial(without_logits, **settings)
+    found = jax.value_and_grad(ours, (0, 1), has_aux=True)(*arrays)
+    expected = jax.value_and_grad(functools.partial(through_logits, **settings), (0, 1), True)(
+        *arrays
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13), found, expected
+    )
+    # Without gradients the sums are the same.
+    np.testing.assert_array_equal(ours(*arrays)[1], found[0][1])
+
+
+def test_only_the_loss_has_gradients():
+    x, table, targets, weights = outputs_and_table(np.float32)
+    for name in ("cross_entropy", "z_term", "right"):
+        gradient = jax.grad(
+            lambda x, name=name: getattr(
+                linear_cross_entropy(x, table, targets, weights, z_loss=0.1), name
+            )
+        )(x)
+        np.testing.assert_array_equal(gradient, 0)
+
+
+def test_of_equal_logits_the_first_counts_as_the_prediction():
+    x, table = jnp.zeros((1, 4, 3)), jnp.ones((5, 3))
+    targets = jnp.array([[0, 1, 4, 0]])
+    sums = linear_cross_entropy(x, table, targets, jnp.ones((1, 4)))
+    assert sums.right == 2
+
+
+@pytest.mark.parametrize("mesh_shape", [(8, 1), (4, 2)])
+def test_devices_that_share_the_tokens_give_the_same(x64, monkeypatch, mesh_shape):
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", 12)
+    mesh = Mesh(np.array(jax.devices()).reshape(mesh_shape), ("data", "tensor"))
+    arrays = outputs_and_table(batch=8, length=14)
+    ours = functools.partial(without_logits, z_loss=0.01, label_smoothing=0.1)
+    expected = jax.jit(jax.value_and_grad(ours, (0, 1), has_aux=True))(*arrays)
+
+    @jax.jit
+    def shared(*arrays):
+        with over_devices(Devices(mesh, rows=("data",), channels=("tensor",))):
+            return jax.value_and_grad(ours, (0, 1), has_aux=True)(*arrays)
+
+    x, table, targets, weights = arrays
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    whole = NamedSharding(mesh, PartitionSpec())
+    found = shared(*jax.device_put((x, table, targets, weights), (rows, whole, rows, rows)))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13), found, expected
+    )
+
+
+def test_no_array_holds_the_logits_of_all_tokens(monkeypatch):
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", 2**10)
+    arrays = outputs_and_table(np.float32, batch=4, length=64, embed=16, vocab=512)
+    ours = functools.partial(without_logits, z_loss=0.0, label_smoothing=0.0)
+    step = jax.jit(jax.value_and_grad(ours, (0, 1), has_aux=True))
+    memory = step.lower(*arrays).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 4 * 64 * 512 * 4 / 2
+
+
+# The vocabulary ends within a block; tokens that fill no block; several chunks of tokens.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 2e-6), (jnp.bfloat16, 1e-2)])
+@pytest.mark.parametrize("length", [7, 40])
+def test_kernels_equal_chunks(monkeypatch, dtype, tolerance, length):
+    monkeypatch.setattr(kernels, "_most_tokens", lambda x: 32)
+    arrays = outputs_and_table(dtype, batch=2, length=length, embed=128, vocab=300)
+    found = {}
+    for choice in ("plain", "interpreted kernels"):
+        with chosen(choice):
+            found[choice] = jax.jit(
+                lambda *a: jax.value_and_grad(
+                    functools.partial(without_logits, z_loss=0.01, label_smoothing=0.1),
+                    (0, 1),
+                    has_aux=True,
+                )(*a)
+            )(*arrays)
+
+    def compare(a, b):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
+
+    jax.tree.map(compare, found["interpreted kernels"], found["plain"])

@@ -2,7 +2,7 @@
 
 from convt5.ops.attention import attend
 from convt5.ops.convolution import depthwise_conv, dynamic_conv, lightweight_conv
-from convt5.ops.losses import token_cross_entropy
+from convt5.ops.losses import linear_cross_entropy, token_cross_entropy
 from convt5.ops.masking import attention_mask, shift_right
 from convt5.ops.padding import Padding, pad_widths
 
@@ -13,6 +13,7 @@ __all__ = [
     "depthwise_conv",
     "dynamic_conv",
     "lightweight_conv",
+    "linear_cross_entropy",
     "pad_widths",
     "shift_right",
     "token_cross_entropy",
