@@ -1,0 +1,96 @@
+"""Entry point of `python -m convt5.sweep`: runs a study of settings and seeds, and reports."""
+
+import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from convt5 import command_line, errors
+
+if TYPE_CHECKING:
+    from convt5.sweeps.study import Study
+
+COMMAND = command_line.Command(
+    name="sweep",
+    summary="Makes the runs of a study one after the other: every combination of the values of "
+    "some settings, with several seeds. The same command continues a study that was "
+    "interrupted. In the end, or with --report_only at any time, it writes report.md, plots and "
+    "results.json: distributions of the error over the grid, the best settings, differences, and "
+    "the steps to a given error.",
+    examples=[
+        (
+            "ViT_P and ViT_C with AdamW and SGD over learning rates and weight decays",
+            "--gin_file=gin/studies/early_convolutions.gin",
+        ),
+        ("what would be run? Every axis is checked", "--gin_file=STUDY.gin --dry_run"),
+        (
+            "the next ten runs alone, in a folder of your own",
+            "--gin_file=gin/studies/early_convolutions.gin --gin.OUTPUT_DIR=runs/study "
+            "--most_runs=10",
+        ),
+        ("what is known so far", "--gin_file=STUDY.gin --report_only"),
+    ],
+    flags=[
+        command_line.Flag(
+            "dry_run",
+            "checks every value of every axis, and lists the runs; trains nothing.",
+            {"action": "store_true"},
+        ),
+        command_line.Flag(
+            "report_only",
+            "makes no run, but the report of those that are there.",
+            {"action": "store_true"},
+        ),
+        command_line.Flag("most_runs", "ends after so many runs.", {"type": int}),
+    ],
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs a study as the command line says; returns the exit code."""
+    arguments = command_line.parse(COMMAND, argv)
+    flags = arguments.flags
+    if flags.most_runs is not None and flags.most_runs < 1:
+        raise errors.UserError(f"--most_runs={flags.most_runs} must be at least 1.")
+    study = read_study(arguments.gin_files, arguments.gin_bindings)
+    from convt5.sweeps import report, running
+
+    if flags.report_only:
+        print(report.write(study))
+        return 0
+    running.check(study)
+    if flags.dry_run:
+        print(describe(study))
+        return 0
+    with running.stopping_on_sigterm():
+        running.run_all(study, most_runs=flags.most_runs)
+    print(report.write(study))
+    return 0
+
+
+def read_study(files: Sequence[str], bindings: Sequence[str] = ()) -> "Study":
+    """Returns the study that gin files describe.
+
+    Raises:
+        UserError: they describe none, or one that cannot be.
+    """
+    from convt5 import gin_config
+    from convt5.sweeps.study import Study
+
+    config = gin_config.load(files, bindings, roots=["@convt5.sweeps.Study"])
+    return Study(**config.arguments(Study))
+
+
+def describe(study: "Study") -> str:
+    """Returns the runs of a study, and which of them are made."""
+    from convt5.sweeps import running
+
+    every = running.states(study)
+    lines = [
+        f"{len(every)} runs in {pathlib.Path(study.output_dir) / running.RUNS_FOLDER}, "
+        f"{sum(made.is_done for made in every)} of them made; nothing was trained."
+    ]
+    return "\n".join([*lines, *(f"  {made.point.name}  {made.status or ''}" for made in every)])
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,5 @@
+"""Many runs of the trainer that differ in chosen settings, and what their results say together."""
+
+from convt5.sweeps.study import Grid, Study
+
+__all__ = ["Grid", "Study"]

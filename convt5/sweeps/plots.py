@@ -1,0 +1,155 @@
+"""Plots of a study: distributions of the error, errors by setting, and convergence."""
+
+import math
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from convt5 import errors
+from convt5.sweeps.analysis import Best, Key, Result
+from convt5.sweeps.study import Study
+
+DISTRIBUTIONS, SETTINGS, CONVERGENCE = "distributions.png", "settings.png", "convergence.png"
+
+Groups = Mapping[Key, Sequence[Result]]
+
+
+def draw(
+    study: Study, groups: Groups, bests: Mapping[Key, Best], folder: pathlib.Path
+) -> list[str]:
+    """Draws every plot into a folder; returns their names.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    title = study.rows[-1]
+    _draw_panels(_by_panel(groups), _distributions, folder / DISTRIBUTIONS, title=title)
+    _draw_panels(_by_panel(bests), _convergence, folder / CONVERGENCE, title=title)
+    numeric = [axis for axis in study.axes if axis not in study.rows and _is_numeric(study, axis)]
+    if not numeric:
+        return [DISTRIBUTIONS, CONVERGENCE]
+    _draw_settings(_by_panel(groups), numeric, folder / SETTINGS, title=title)
+    return [DISTRIBUTIONS, CONVERGENCE, SETTINGS]
+
+
+def _by_panel(values: Mapping[Key, Any]) -> dict[Key, dict[str, Any]]:
+    """Returns the lines of each panel: the last row by the rows before it."""
+    panels: dict[Key, dict[str, Any]] = {}
+    for key, value in values.items():
+        panels.setdefault(key[:-1], {})[key[-1]] = value
+    return panels
+
+
+def _draw_panels(
+    panels: Mapping[Key, Mapping[str, Any]],
+    draw_on: Callable[[Any, Mapping[str, Any]], None],
+    path: pathlib.Path,
+    *,
+    title: str,
+) -> None:
+    """Draws a panel for each value of the rows before the last: down the first, across the next."""
+    down = list(dict.fromkeys(panel[:1] for panel in panels))
+    across = list(dict.fromkeys(panel[1:] for panel in panels))
+    figure = _figure((4.6 * len(across) + 0.6, 3.4 * len(down) + 0.3))
+    axes = figure.subplots(len(down), len(across), squeeze=False)
+    for i, first in enumerate(down):
+        for j, second in enumerate(across):
+            lines = panels.get((*first, *second))
+            if lines is None:
+                axes[i][j].set_visible(False)
+                continue
+            draw_on(axes[i][j], lines)
+            _tidy(axes[i][j], (*first, *second), title=title)
+    figure.savefig(path, dpi=130)
+
+
+def _distributions(axes: Any, lines: Mapping[str, Sequence[Result]]) -> None:
+    """The share of runs whose error is below a limit, over that limit."""
+    finite = [r.error for runs in lines.values() for r in runs if math.isfinite(r.error)]
+    last = max(finite, default=1.0) * 1.05
+    for number, (label, runs) in enumerate(lines.items()):
+        ordered = sorted(r.error for r in runs if math.isfinite(r.error))
+        shares = [i / len(runs) for i in range(len(ordered) + 1)]
+        # From the axis up at the least error, and on to the right edge at the greatest.
+        x = [*ordered[:1], *ordered, last]
+        y = [*([0.0] if ordered else []), *shares[1:], shares[-1]]
+        axes.step(x, y, where="post", label=f"{label} ({len(runs)} runs)", color=f"C{number}")
+    axes.set_ylim(0, 1.02)
+    axes.set_xlabel("error")
+    axes.set_ylabel("share of runs with less error")
+
+
+def _convergence(axes: Any, lines: Mapping[str, Best]) -> None:
+    """The error at the best setting over training steps, from the first evaluation."""
+    for number, (label, found) in enumerate(lines.items()):
+        steps = [step for step, _ in found.curve]
+        values = [error for _, error in found.curve]
+        axes.plot(steps, values, label=label, color=f"C{number}", marker=".")
+    axes.set_yscale("log")
+    axes.set_xlabel("training steps")
+    axes.set_ylabel("error at the best setting")
+
+
+def _draw_settings(
+    panels: Mapping[Key, Mapping[str, Sequence[Result]]],
+    numeric: Sequence[str],
+    path: pathlib.Path,
+    *,
+    title: str,
+) -> None:
+    """Errors of single runs against each numeric setting."""
+    figure = _figure((4.6 * len(numeric) + 0.6, 3.0 * len(panels) + 0.3))
+    axes = figure.subplots(len(panels), len(numeric), squeeze=False)
+    for i, (panel, lines) in enumerate(panels.items()):
+        for j, axis in enumerate(numeric):
+            for number, (label, runs) in enumerate(lines.items()):
+                _scatter(axes[i][j], axis, label, runs, number, of=len(lines))
+            axes[i][j].set_xscale("log")
+            axes[i][j].set_xlabel(axis)
+            axes[i][j].set_ylabel("error")
+            _tidy(axes[i][j], panel, title=title)
+    figure.savefig(path, dpi=130)
+
+
+def _scatter(
+    axes: Any, axis: str, label: str, runs: Sequence[Result], number: int, *, of: int
+) -> None:
+    shown = [run for run in runs if math.isfinite(run.error)]
+    shift = 1.06 ** (number - (of - 1) / 2)  # Lines stand side by side where values agree.
+    axes.plot(
+        [float(run.labels[axis]) * shift for run in shown],
+        [run.error for run in shown],
+        linestyle="none",
+        marker="o",
+        markersize=4,
+        alpha=0.7,
+        label=label,
+        color=f"C{number}",
+    )
+
+
+def _is_numeric(study: Study, axis: str) -> bool:
+    try:
+        values = [float(label) for grid in study.grids for label in grid.values(axis)]
+    except ValueError:
+        return False
+    return all(value > 0 for value in values) and len(set(values)) > 1
+
+
+def _tidy(axes: Any, panel: Key, *, title: str) -> None:
+    axes.set_title(", ".join(panel), fontsize=10)
+    axes.legend(frameon=False, title=title, fontsize=8)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _figure(size: tuple[float, float]) -> Any:
+    try:
+        # The class draws without a display and without matplotlib's global state.
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise errors.UserError(
+            "the plots need the package matplotlib, which is not installed (the tables are "
+            "written); pip install 'convt5[plot]'."
+        ) from error
+    return Figure(figsize=size, layout="constrained")

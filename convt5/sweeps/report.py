@@ -1,0 +1,164 @@
+"""The report of a study: tables as Markdown, values as JSON, and plots."""
+
+import json
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from convt5 import errors
+from convt5.sweeps import analysis
+from convt5.sweeps.analysis import Best, Distribution, Key
+from convt5.sweeps.study import SEED, Study
+
+REPORT_FILE = "report.md"
+RESULTS_FILE = "results.json"
+
+
+def write(study: Study) -> str:
+    """Writes report.md, results.json and the plots; returns the tables.
+
+    Raises:
+        UserError: no run is done, or the folder cannot be written.
+    """
+    found = analysis.results(study)
+    total = sum(1 for _ in study.points())
+    if not found:
+        raise errors.UserError(
+            f"no run of the study in {study.output_dir} is done; give the command without "
+            "--report_only to make them."
+        )
+    groups = analysis.by_row(study, found)
+    distributions = {key: analysis.distribution(runs) for key, runs in groups.items()}
+    bests = {key: analysis.best(study, runs) for key, runs in groups.items()}
+    text = tables(study, distributions, bests, num_done=len(found), num_runs=total)
+    folder = pathlib.Path(study.output_dir)
+    values = {
+        "metric": study.metric,
+        "perfect": study.perfect,
+        "runs": [
+            {"labels": r.labels, "error": _plain(r.error), "curve": [list(p) for p in r.curve]}
+            for r in found
+        ],
+    }
+    try:
+        (folder / REPORT_FILE).write_text(text)
+        (folder / RESULTS_FILE).write_text(json.dumps(values, indent=1) + "\n")
+    except OSError as error:
+        raise errors.UserError(
+            f"output_dir={study.output_dir!r} cannot be written ({error.strerror}); choose another."
+        ) from error
+    from convt5.sweeps import plots
+
+    drawn = plots.draw(study, groups, bests, folder)
+    return f"{text}\nwrote {', '.join(str(folder / name) for name in (REPORT_FILE, *drawn))}"
+
+
+def tables(
+    study: Study,
+    distributions: Mapping[Key, Distribution],
+    bests: Mapping[Key, Best],
+    *,
+    num_done: int,
+    num_runs: int,
+) -> str:
+    """Returns the tables as Markdown; rows are the values of `Study.rows`."""
+    error = study.metric if study.perfect is None else f"{study.perfect:g} - {study.metric}"
+    parts = [
+        f"{num_done} of {num_runs} runs are done. The error is {error} after the last step.",
+        "## Errors over the grid",
+        _markdown(
+            [
+                {
+                    **_named(study.rows, key),
+                    "runs": str(len(d.errors)),
+                    "diverged": str(d.num_diverged),
+                    **{
+                        name: _number(d.quantile(share))
+                        for name, share in (
+                            ("least", 0.0),
+                            ("first quarter", 0.25),
+                            ("median", 0.5),
+                            ("third quarter", 0.75),
+                            ("greatest", 1.0),
+                        )
+                    },
+                }
+                for key, d in distributions.items()
+            ]
+        ),
+        "## Best settings",
+        _markdown(
+            [
+                {
+                    **_named(study.rows, key),
+                    **b.labels,
+                    f"{SEED}s": str(len(b.errors)),
+                    "mean error": _number(b.mean),
+                    "least": _number(min(b.errors)),
+                    "greatest": _number(max(b.errors)),
+                }
+                for key, b in bests.items()
+            ]
+        ),
+    ]
+    gaps = list(analysis.differences(study, bests))
+    if gaps:
+        first, second = analysis.versus_labels(study)[:2]
+        others = [axis for axis in study.rows if axis != study.versus]
+        parts += [
+            f"## {second} minus {first}, each at its best setting",
+            _markdown(
+                [
+                    {
+                        **_named(others, key),
+                        first: _number(a),
+                        second: _number(b),
+                        "difference": f"{b - a:+.4f}",
+                    }
+                    for key, a, b in gaps
+                ]
+            ),
+        ]
+    parts += ["## Steps of the best settings to an error that all reach", _steps(study, bests)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _steps(study: Study, bests: Mapping[Key, Best]) -> str:
+    limits = analysis.common_errors(bests)
+    rows = []
+    for key, found in bests.items():
+        limit = limits[key[:-1]]
+        steps = analysis.steps_to(found.curve, limit)
+        rows.append(
+            {
+                **_named(study.rows, key),
+                "error": _number(limit),
+                "steps": "never" if steps is None else f"{steps:,.0f}",
+            }
+        )
+    return _markdown(rows)
+
+
+def _named(axes: Sequence[str], key: Key) -> dict[str, str]:
+    return dict(zip(axes, key, strict=True))
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else "diverged"
+
+
+def _plain(value: float) -> Any:
+    return value if math.isfinite(value) else str(value)
+
+
+def _markdown(rows: Sequence[Mapping[str, str]]) -> str:
+    """Returns a table that is aligned as plain text too."""
+    names = list(rows[0])
+    widths = {name: max(len(name), 3, *(len(row[name]) for row in rows)) for name in names}
+
+    def line(cells: Mapping[str, str]) -> str:
+        return f"| {' | '.join(cells[name].ljust(widths[name]) for name in names)} |"
+
+    rule = {name: "-" * widths[name] for name in names}
+    return "\n".join([line({name: name for name in names}), line(rule), *map(line, rows)])

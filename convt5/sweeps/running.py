@@ -1,0 +1,265 @@
+"""Makes the runs of a study, one at a time, each a process of its own that can be continued.
+
+A run that is finished is not made again; one that was killed goes on from its last checkpoint.
+"""
+
+import contextlib
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TextIO
+
+from tqdm import tqdm
+
+from convt5 import errors
+from convt5.sweeps.study import Point, Study
+from convt5.training.run_log import METRICS_FILE, duration, read_records, show_line
+
+RUNS_FOLDER = "runs"
+STATUS_FILE = "sweep.json"
+LOG_FILE = "output.txt"
+
+Status = Literal["started", "finished", "diverged"]
+Launch = Callable[[Sequence[str], pathlib.Path], int]
+"""Trains with arguments of `python -m convt5.train`, output into a file; returns the exit code."""
+
+_NOT_FINITE = "is not finite"  # How the trainer says that a run diverged.
+
+
+class Made(NamedTuple):
+    """A run of a study as it stands.
+
+    Attributes:
+        point: what was run.
+        folder: its run directory.
+        status: None where it was never begun.
+        message: of a run that diverged.
+    """
+
+    point: Point
+    folder: pathlib.Path
+    status: Status | None
+    message: str = ""
+
+    @property
+    def is_done(self) -> bool:
+        return self.status in ("finished", "diverged")
+
+
+def check(study: Study) -> None:
+    """Reads the configuration of few runs in which every value of every axis occurs.
+
+    Raises:
+        UserError: an axis, a setting or a file that the trainer does not know.
+    """
+    from convt5 import gin_config, trainer
+
+    for point in study.samples():
+        try:
+            config = gin_config.load(
+                point.gin_files,
+                _bindings(study, point),
+                roots=["@trainer.train"],
+                supplied=["config_text"],
+            )
+            config.arguments(trainer.train)
+        except errors.UserError as error:
+            raise errors.UserError(f"the run {point.name} cannot be made: {error}") from error
+
+
+def states(study: Study) -> list[Made]:
+    """Returns every run of a study as it stands.
+
+    Raises:
+        UserError: a folder holds a run of other settings.
+    """
+    return [_state(study, point) for point in study.points()]
+
+
+def run_all(
+    study: Study,
+    *,
+    launch: Launch | None = None,
+    most_runs: int | None = None,
+    out: TextIO | None = None,
+) -> int:
+    """Makes the runs that are missing; returns how many.
+
+    A run whose loss is no longer finite is a result; anything else that fails ends the study.
+
+    Args:
+        study: what is run.
+        launch: replaced in tests.
+        most_runs: ends after so many; None makes all.
+        out: where progress is shown; standard error by default.
+
+    Raises:
+        UserError: a run failed for another reason than that it diverged.
+    """
+    every = states(study)
+    missing = [made for made in every if not made.is_done]
+    done, missing = len(every) - len(missing), missing[:most_runs]
+    with contextlib.closing(_Progress(len(every), done, missing=len(missing), out=out)) as progress:
+        for made in missing:
+            started = time.monotonic()
+            _run(study, made, launch or train_in_process)
+            progress.add(_state(study, made.point), time.monotonic() - started, study.metric)
+    return len(missing)
+
+
+def train_in_process(arguments: Sequence[str], log: pathlib.Path) -> int:
+    """Trains in a process of its own; stopped with this one, after it has saved its state."""
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "convt5.train", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on once.
+        )
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+
+
+@contextlib.contextmanager
+def stopping_on_sigterm() -> Iterator[None]:
+    """Treats SIGTERM as Ctrl-C, so that the run in progress is told as well."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def final_value(folder: pathlib.Path, metric: str) -> float | None:
+    """Returns the last value of a metric that a run recorded."""
+    values = values_of(folder, metric)
+    return values[-1][1] if values else None
+
+
+def values_of(folder: pathlib.Path, metric: str) -> list[tuple[int, float]]:
+    """Returns steps and values of a metric that a run recorded, in order."""
+    path = folder / METRICS_FILE
+    records = read_records(path) if path.exists() else []
+    return [(r["step"], float(r[metric])) for r in records if metric in r]
+
+
+def _run(study: Study, made: Made, launch: Launch) -> None:
+    made.folder.mkdir(parents=True, exist_ok=True)
+    _write(made, "started")
+    bindings = _bindings(study, made.point)
+    arguments = [f"--gin_file={name}" for name in made.point.gin_files]
+    arguments += [f"--gin.{binding}" for binding in bindings]
+    log = made.folder / LOG_FILE
+    code = launch(arguments, log)
+    if code == 0:
+        if final_value(made.folder, study.metric) is None:
+            raise errors.UserError(
+                f"the run in {made.folder} recorded no {study.metric}, which the study compares; "
+                "set sweeps.Study.metric to a name in its metrics.jsonl, and evaluate in the run."
+            )
+        _write(made, "finished")
+        return
+    last = _last_line(log)
+    if code == errors.TrainingError.exit_code and _NOT_FINITE in last:
+        _write(made, "diverged", last)
+        return
+    what = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
+    raise errors.UserError(
+        f"the run in {made.folder} {what}: {last}\nIts output is in {log}. The same command goes "
+        "on with the study."
+    )
+
+
+def _state(study: Study, point: Point) -> Made:
+    folder = pathlib.Path(study.output_dir) / RUNS_FOLDER / point.name
+    path = folder / STATUS_FILE
+    if not path.exists():
+        return Made(point, folder, None)
+    found = json.loads(path.read_text())
+    if found["settings"] != _settings(point):
+        raise errors.UserError(
+            f"{folder} holds a run of other settings ({found['settings']}, now "
+            f"{_settings(point)}); set the study back, or choose another output_dir."
+        )
+    return Made(point, folder, found["status"], found["message"])
+
+
+def _write(made: Made, status: Status, message: str = "") -> None:
+    path = made.folder / STATUS_FILE
+    record = {"settings": _settings(made.point), "status": status, "message": message}
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(record, indent=2) + "\n")
+    partial.replace(path)
+
+
+def _settings(point: Point) -> dict[str, list[str]]:
+    return {"gin_files": list(point.gin_files), "bindings": list(point.bindings)}
+
+
+def _bindings(study: Study, point: Point) -> list[str]:
+    folder = pathlib.Path(study.output_dir) / RUNS_FOLDER / point.name
+    return [*point.bindings, f"trainer.train.run_dir={str(folder)!r}"]
+
+
+def _last_line(log: pathlib.Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    return lines[-1] if lines else "it said nothing"
+
+
+class _Progress:
+    """A bar in a terminal, and a line for each run that ends.
+
+    Args:
+        total: runs of the study.
+        done: of them before this command.
+        missing: of them to be made now.
+        out: standard error by default.
+    """
+
+    def __init__(self, total: int, done: int, *, missing: int, out: TextIO | None):
+        self._out = out or sys.stderr
+        self._total = total
+        self._left = missing
+        self._seconds: list[float] = []
+        self._done = done
+        self._bar = None
+        if self._out.isatty():
+            self._bar = tqdm(
+                total=total, initial=self._done, unit=" runs", dynamic_ncols=True, file=self._out
+            )
+        show_line(f"{total} runs, {missing} of them to be made", out=self._out, above=self._bar)
+
+    def add(self, made: Made, seconds: float, metric: str) -> None:
+        """Shows a run that has ended, and how long the others will take."""
+        self._done += 1
+        self._left -= 1
+        self._seconds.append(seconds)
+        value = final_value(made.folder, metric)
+        result = "diverged" if made.status == "diverged" else f"{metric} {value:.4f}"
+        left = self._left * sum(self._seconds) / len(self._seconds)
+        labels = "  ".join(f"{axis}={label}" for axis, label in made.point.labels.items())
+        show_line(
+            f"[{self._done}/{self._total}] {labels}  {result}  {duration(seconds)}"
+            f"  ETA {duration(left)}",
+            out=self._out,
+            above=self._bar,
+        )
+        if self._bar is not None:
+            self._bar.update(1)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

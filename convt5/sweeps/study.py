@@ -1,0 +1,189 @@
+"""What a study is: a grid of settings, each point one run of the trainer with several seeds.
+
+Gin files bind `sweeps.Study` and `sweeps.Grid`; `python -m convt5.sweep` makes the runs.
+Nothing heavy is imported here.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+from convt5 import errors
+
+Values = Mapping[str, Any]
+
+SEED = "seed"
+
+
+class Point(NamedTuple):
+    """One run of a study.
+
+    Attributes:
+        labels: the value of each axis as tables show it, the seed last.
+        gin_files: of the run, in order.
+        bindings: NAME=VALUE as after `--gin.`.
+    """
+
+    labels: dict[str, str]
+    gin_files: tuple[str, ...]
+    bindings: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Names the folder of the run."""
+        return ",".join(f"{_plain(k)}={_plain(v)}" for k, v in self.labels.items())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grid:
+    """All combinations of the values of some axes.
+
+    Attributes:
+        axes: for each axis its values: a list, or a dictionary from labels to values. The name of
+            an axis is what follows `--gin.` on the command line: a macro or a parameter. Where the
+            values are gin files the name is free: such an axis chooses among files.
+    """
+
+    axes: Mapping[str, Any]
+
+    def __post_init__(self):
+        faults = [
+            f"axes[{name!r}]={values!r} must be a list of values, or a dictionary from labels to "
+            "values, and hold at least one."
+            for name, values in self.axes.items()
+            if not (isinstance(values, Mapping | list | tuple) and values)
+        ]
+        if not self.axes:
+            faults.append("axes={} names nothing that varies; give at least one axis.")
+        if SEED in self.axes:
+            faults.append(f"axes has {SEED!r}; give seeds to the Study.")
+        errors.raise_all(faults, where="Grid")
+
+    def values(self, axis: str) -> dict[str, Any]:
+        """Returns the values of an axis by their labels."""
+        values = self.axes[axis]
+        if isinstance(values, Mapping):
+            return {str(label): value for label, value in values.items()}
+        return {str(value): value for value in values}
+
+    def combinations(self) -> Iterator[dict[str, str]]:
+        """Yields a label for each axis, the last axis changing fastest."""
+        for labels in product(*(self.values(axis) for axis in self.axes)):
+            yield dict(zip(self.axes, labels, strict=True))
+
+    def one_at_a_time(self) -> Iterator[dict[str, str]]:
+        """Yields combinations in which every value of every axis occurs: few, to check them."""
+        first = {axis: next(iter(self.values(axis))) for axis in self.axes}
+        yield first
+        for axis in self.axes:
+            for label in list(self.values(axis))[1:]:
+                yield first | {axis: label}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Study:
+    """Runs of a grid, and how their results are shown.
+
+    Attributes:
+        output_dir: where everything lies: a folder for each run, and the report.
+        gin_files: of every run, such as one of gin/runs; files of an axis come after them.
+        bindings: settings of every run, by name; an axis of the same name wins.
+        grids: whose points are run; all have the same axes.
+        seeds: each point is run once with each of them, all points with the first seed first.
+        seed_name: the setting that takes the seed.
+        metric: what is compared, as `metrics.jsonl` names it.
+        perfect: the value of the metric at which there is no error, 1 for accuracies, and then
+            `perfect - metric` is compared; None for metrics that are errors themselves.
+        rows: axes whose values are compared, at most three: the last is drawn as lines, those
+            before it as panels. Distributions are over all other axes and the seeds.
+        versus: one of `rows` with two values, whose difference is shown; None for none.
+    """
+
+    output_dir: str
+    gin_files: Sequence[str]
+    bindings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    grids: Sequence[Grid]
+    seeds: Sequence[int] = (0,)
+    seed_name: str = "trainer.train.seed"
+    metric: str = "validation/loss"
+    perfect: float | None = None
+    rows: Sequence[str]
+    versus: str | None = None
+
+    def __post_init__(self):
+        faults = [
+            f"{name}={getattr(self, name)!r} must hold at least one."
+            for name in ("gin_files", "grids", "seeds", "rows")
+            if not getattr(self, name)
+        ]
+        axes = list(self.grids[0].axes) if self.grids else []
+        if any(list(grid.axes) != axes for grid in self.grids):
+            faults.append(
+                f"grids must all have the same axes in one order: {', '.join(axes)}; give an axis "
+                "of one value to the grid that lacks it."
+            )
+        faults += [
+            f"{name}={axis!r} is none of the axes {', '.join(axes)}.{errors.suggest(axis, axes)}"
+            for name, wanted in (("rows", self.rows), ("versus", [self.versus]))
+            for axis in wanted
+            if axis is not None and axis not in axes
+        ]
+        if len(self.rows) > 3:
+            faults.append(f"rows={list(self.rows)} must be at most three axes.")
+        if self.versus is not None and self.versus not in self.rows:
+            faults.append(f"versus={self.versus!r} must be one of rows={list(self.rows)}.")
+        if len(set(self.seeds)) < len(self.seeds):
+            faults.append(f"seeds={list(self.seeds)} must differ from each other.")
+        errors.raise_all(faults, where="Study")
+        names = [point.name for point in self.points()]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise errors.UserError(
+                f"Study: two runs are called {twice}; the grids must not have a point in common, "
+                "nor two labels that differ in signs only."
+            )
+
+    @property
+    def axes(self) -> list[str]:
+        return list(self.grids[0].axes)
+
+    def points(self) -> Iterator[Point]:
+        """Yields every run, all points of the first seed before those of the second."""
+        for seed in self.seeds:
+            for grid in self.grids:
+                for labels in grid.combinations():
+                    yield self._point(grid, labels, seed)
+
+    def samples(self) -> Iterator[Point]:
+        """Yields few runs in which every value of every axis occurs, to check them."""
+        for grid in self.grids:
+            for labels in grid.one_at_a_time():
+                yield self._point(grid, labels, self.seeds[0])
+
+    def _point(self, grid: Grid, labels: dict[str, str], seed: int) -> Point:
+        files, settings = list(self.gin_files), dict(self.bindings)
+        for axis, label in labels.items():
+            value = grid.values(axis)[label]
+            if isinstance(value, str) and value.endswith(".gin"):
+                files.append(value)
+            else:
+                settings[axis] = value
+        settings[self.seed_name] = seed
+        return Point(
+            labels | {SEED: str(seed)},
+            tuple(files),
+            tuple(f"{name}={_gin_text(value)}" for name, value in settings.items()),
+        )
+
+
+def _gin_text(value: Any) -> str:
+    """Writes a value as gin reads it; text that starts with @ or % is a reference."""
+    is_reference = isinstance(value, str) and value[:1] in ("@", "%")
+    return value if is_reference else repr(value)
+
+
+def _plain(text: str) -> str:
+    """Leaves out what file names should not hold, and the module of a setting."""
+    return re.sub(r"[^\w.+-]+", "_", text.rsplit("/", 1)[-1].removesuffix(".gin"))

@@ -1,0 +1,271 @@
+"""A study runs every point of its grid once, goes on where it stopped, and sums up its results."""
+
+import json
+import math
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quick import quick
+
+from convt5 import sweep
+from convt5.errors import UserError
+from convt5.sweeps import Grid, Study, analysis, report, running
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def study(folder, **changes) -> Study:
+    known = {
+        "output_dir": str(folder),
+        "gin_files": ["gin/runs/digits.gin"],
+        "bindings": {"NUM_STEPS": 4},
+        "grids": [
+            Grid(axes={"schedule.Cosine.peak": [0.1, 0.2], "model": {"P": "p.gin", "C": "c.gin"}})
+        ],
+        "seeds": [0, 1],
+        "metric": "validation/accuracy",
+        "perfect": 1.0,
+        "rows": ["model"],
+    }
+    return Study(**known | changes)
+
+
+class Trainer:
+    """Stands in for the trainer: records what it was told, and fails where asked."""
+
+    def __init__(self, *, fails: str = "", exit_code: int = 1, says: str = ""):
+        self.calls: list[list[str]] = []
+        self.fails, self.exit_code, self.says = fails, exit_code, says
+
+    def __call__(self, arguments, log) -> int:
+        self.calls.append(list(arguments))
+        if self.fails and any(self.fails in argument for argument in arguments):
+            log.write_text(f"step 1\nerror: {self.says}\n")
+            return self.exit_code
+        peak = float(next(a for a in arguments if "peak" in a).partition("=")[2])
+        records = [{"step": s, "validation/accuracy": 1 - peak / s} for s in (1, 2)]
+        path = pathlib.Path(log).parent / "metrics.jsonl"
+        path.write_text("".join(json.dumps(r) + "\n" for r in records))
+        return 0
+
+
+def test_every_combination_is_run_with_every_seed_the_first_seed_first(tmp_path):
+    trainer = Trainer()
+    assert running.run_all(study(tmp_path), launch=trainer) == 8
+    told = [" ".join(call) for call in trainer.calls]
+    assert len(set(told)) == 8
+    assert [("trainer.train.seed=0" in one) for one in told] == [True] * 4 + [False] * 4
+    assert all("--gin.NUM_STEPS=4" in one for one in told)
+    assert sum("--gin_file=gin/runs/digits.gin --gin_file=c.gin" in one for one in told) == 4
+    folders = {a for call in trainer.calls for a in call if "run_dir" in a}
+    assert len(folders) == 8
+
+
+def test_runs_that_are_done_are_not_made_again(tmp_path):
+    first, second = Trainer(), Trainer()
+    running.run_all(study(tmp_path), launch=first, most_runs=3)
+    assert running.run_all(study(tmp_path), launch=second) == 5
+    calls = [*first.calls, *second.calls]
+    assert len({tuple(call) for call in calls}) == len(calls) == 8
+    assert running.run_all(study(tmp_path), launch=second) == 0
+
+
+def test_a_run_that_diverged_is_a_result_and_any_other_failure_ends_the_study(tmp_path):
+    nan = Trainer(fails="peak=0.2", says="training stopped at step 3: the loss is not finite")
+    assert running.run_all(study(tmp_path / "a"), launch=nan) == 8
+    found = analysis.results(study(tmp_path / "a"))
+    assert sum(math.isinf(result.error) for result in found) == 4
+    full = Trainer(fails="peak=0.2", says="a checkpoint could not be written")
+    with pytest.raises(UserError, match=r"exit code 1: error: a checkpoint could not(.|\n)*output"):
+        running.run_all(study(tmp_path / "b"), launch=full)
+    killed = Trainer(fails="peak=0.2", exit_code=-9)
+    with pytest.raises(UserError, match="killed by signal 9"):
+        running.run_all(study(tmp_path / "c"), launch=killed)
+    assert running.run_all(study(tmp_path / "c"), launch=Trainer()) == 6
+
+
+def test_a_folder_of_other_settings_is_refused(tmp_path):
+    running.run_all(study(tmp_path), launch=Trainer(), most_runs=1)
+    with pytest.raises(UserError, match="holds a run of other settings"):
+        running.run_all(study(tmp_path, bindings={"NUM_STEPS": 5}), launch=Trainer())
+
+
+def test_a_run_without_the_metric_is_refused(tmp_path):
+    with pytest.raises(UserError, match="recorded no validation/f1"):
+        running.run_all(study(tmp_path, metric="validation/f1"), launch=Trainer())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": ["modle"]}, "rows='modle' is none of the axes .*Did you mean model"),
+        ({"versus": "schedule.Cosine.peak"}, "must be one of rows"),
+        ({"seeds": []}, "seeds=.* must hold at least one"),
+        ({"seeds": [1, 1]}, "must differ"),
+        ({"grids": [Grid(axes={"A": [1]}), Grid(axes={"B": [1]})]}, "same axes"),
+        ({"grids": [Grid(axes={"model": [1]})] * 2}, "two runs are called"),
+    ],
+)
+def test_studies_that_cannot_be_are_named(changes, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        study(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("axes", [{}, {"A": []}, {"A": 3}, {"seed": [1]}])
+def test_grids_that_cannot_be_are_named(axes):
+    with pytest.raises(UserError, match="axes"):
+        Grid(axes=axes)
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"PEEK": [0.1]}, "macro PEEK=0.1 is not used by anything.*PEAK"),
+        ({"schedule.Cosine.peek": [0.1]}, "no parameter 'peek'.*Did you mean peak"),
+        ({"PEAK": [0.1, -1.0]}, "PEAK=-1.0.*peak=-1.0 must be a positive"),
+        ({"model": ["gin/models/vit_q_micro.gin"]}, "vit_q_micro"),
+    ],
+)
+def test_an_axis_that_the_trainer_does_not_know_is_refused_before_any_run(axes, message, tmp_path):
+    chosen = study(
+        tmp_path,
+        gin_files=["gin/runs/images.gin"],
+        grids=[Grid(axes=axes)],
+        bindings={},
+        rows=[*axes],
+    )
+    with pytest.raises(UserError, match=message):
+        running.check(chosen)
+
+
+STUDIES = [f"gin/studies/{path.name}" for path in sorted((ROOT / "gin/studies").glob("*.gin"))]
+
+
+@pytest.mark.parametrize(
+    "name", quick(STUDIES, chosen=["gin/studies/early_convolutions_digits.gin"])
+)
+def test_every_study_of_the_package_can_be_made(name, capsys, tmp_path):
+    arguments = [f"--gin_file={name}", f"--gin.OUTPUT_DIR={tmp_path}", "--dry_run"]
+    assert sweep.main(arguments) == 0
+    assert "0 of them made" in capsys.readouterr().out
+
+
+def test_a_report_holds_distributions_best_settings_differences_and_steps(tmp_path):
+    axes = {
+        "schedule.Cosine.peak": [0.1, 0.4],
+        "optimizer": ["adamw.gin", "sgd.gin"],
+        "m": ["p.gin"],
+    }
+    chosen = study(tmp_path, grids=[Grid(axes=axes)], rows=["m", "optimizer"], versus="optimizer")
+    running.run_all(chosen, launch=Trainer(fails="sgd.gin", says="the loss is not finite"))
+    with pytest.raises(UserError, match=r"no run of the study in .* is done"):
+        report.write(study(tmp_path / "empty"))
+    text = report.write(chosen)
+    adamw, sgd = (next(x for x in text.splitlines() if f"{n}.gin" in x) for n in ("adamw", "sgd"))
+    assert [cell.strip() for cell in adamw.split("|")[3:-1]] == [
+        *("4", "0"),  # Two rates and two seeds.
+        *("0.0500", "0.0500", "0.0500", "0.2000", "0.2000"),
+    ]
+    assert [cell.strip() for cell in sgd.split("|")[3:5]] == ["4", "4"]
+    for name in ("report.md", "results.json", "distributions.png", "convergence.png"):
+        assert (tmp_path / name).stat().st_size > 100
+    saved = json.loads((tmp_path / "results.json").read_text())
+    assert len(saved["runs"]) == 8
+
+
+def result(error: float, *, seed: int = 0, **labels: str) -> analysis.Result:
+    curve = ((1, 2 * error), (2, error))
+    return analysis.Result({"model": "P", **labels, "seed": str(seed)}, curve, error)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=20), st.floats(0, 1))
+def test_quantiles_are_those_of_the_definition(errors_found, share):
+    found = analysis.distribution([result(error) for error in errors_found])
+    limit = found.quantile(share)
+    assert sum(error <= limit for error in errors_found) >= share * len(errors_found)
+    assert limit in errors_found
+    below = sum(error < limit for error in errors_found)
+    assert below < share * len(errors_found) or limit == min(errors_found)
+
+
+def test_the_best_setting_is_by_the_mean_over_all_seeds(tmp_path):
+    chosen = study(tmp_path)
+    axis = "schedule.Cosine.peak"
+    found = analysis.best(
+        chosen,
+        [
+            result(0.3, seed=0, **{axis: "0.1"}),
+            result(0.3, seed=1, **{axis: "0.1"}),
+            result(0.1, seed=0, **{axis: "0.2"}),
+            result(0.7, seed=1, **{axis: "0.2"}),
+            result(0.0, seed=0, **{axis: "0.4"}),  # Its other seed is not done.
+        ],
+    )
+    assert found.labels == {axis: "0.1"}
+    assert found.errors == (0.3, 0.3)
+    assert found.curve == ((1, 0.6), (2, 0.3))
+
+
+@pytest.mark.parametrize(
+    ("curve", "error", "steps"),
+    [
+        (((10, 0.5), (20, 0.3)), 0.4, 15.0),
+        (((10, 0.5), (20, 0.3)), 0.5, 10.0),
+        (((10, 0.5), (20, 0.3)), 0.2, None),
+        (((10, math.inf), (20, 0.3)), 0.3, 20.0),
+        ((), 0.3, None),
+    ],
+)
+def test_steps_to_an_error_are_linear_between_evaluations(curve, error, steps):
+    assert analysis.steps_to(curve, error) == (pytest.approx(steps) if steps else steps)
+
+
+def test_the_common_error_is_that_of_the_slower_line():
+    def best(error):
+        return analysis.Best({}, error, (error,), ((1, 0.9), (2, error)))
+
+    bests = {("d", "P"): best(0.2), ("d", "C"): best(0.1), ("e", "P"): best(0.5)}
+    assert analysis.common_errors(bests) == {("d",): 0.2, ("e",): 0.5}
+
+
+STUDY = """# A study of two runs.
+from __gin__ import dynamic_registration
+from convt5 import sweeps
+sweeps.Study.output_dir = '{folder}'
+sweeps.Study.gin_files = ['gin/runs/digits.gin']
+sweeps.Study.bindings = {{'NUM_STEPS': 30, 'trainer.train.log_every_steps': 1}}
+sweeps.Study.grids = [@sweeps.Grid()]
+sweeps.Study.seeds = [0]
+sweeps.Study.metric = 'validation/accuracy'
+sweeps.Study.rows = ['model']
+sweeps.Grid.axes = {{
+    'schedule.Cosine.peak': [0.001, 1e30], 'model': ['gin/models/vit_p_micro.gin']}}
+"""
+
+
+@pytest.mark.slow
+def test_a_study_that_is_stopped_goes_on_in_the_middle_of_a_run(tmp_path):
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    file, folder = tmp_path / "study.gin", tmp_path / "study"
+    file.write_text(STUDY.format(folder=folder))
+    command = [sys.executable, "-m", "convt5.sweep", f"--gin_file={file}"]
+    first = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not [*folder.glob("runs/*/metrics.jsonl")] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    first.send_signal(signal.SIGTERM)
+    assert first.communicate(timeout=120)[1].endswith("interrupted\n")
+    assert first.returncode == 130
+    (output,) = folder.glob("runs/*/output.txt")
+    assert "stopped by SIGTERM" in output.read_text()
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0, again.stderr
+    assert "continues from the checkpoint" in output.read_text()
+    assert "diverged" in again.stderr
+    assert "2 of 2 runs are done" in again.stdout
