@@ -33,6 +33,7 @@ from orbax.checkpoint.checkpoint_managers import (
 from convt5 import errors, tree_paths
 
 FORMAT = 1
+_EMA = "ema"  # The average of the model, in the state and among what is saved.
 BestMode = Literal["min", "max"]
 
 
@@ -299,7 +300,9 @@ class Checkpointer:
         self._manager.reload()
 
 
-def load_params(path: epath.PathLike, abstract_model: Any, *, step: int | None = None) -> Any:
+def load_params(
+    path: epath.PathLike, abstract_model: Any, *, step: int | None = None, ema: bool = False
+) -> Any:
     """Reads a model's parameters alone, without optimizer state or data position.
 
     Args:
@@ -307,19 +310,28 @@ def load_params(path: epath.PathLike, abstract_model: Any, *, step: int | None =
         abstract_model: the model's shapes, for instance from `jax.eval_shape`; leaves may carry
             shardings, and are otherwise placed on the default device.
         step: the step wanted; None for the newest.
+        ema: reads the average over the updates instead.
 
     Raises:
-        UserError: no checkpoint there, or one of another architecture.
+        UserError: no checkpoint there, one of another architecture, or one without an average.
     """
     folder = find_checkpoint(path, step=step)
     about = _read_about(folder)
     params = _by_path(abstract_model)
     _check_shapes(about["params"], _shapes(params), what="parameters", where=str(folder))
+    if ema:
+        wanted = {f"{_EMA}/{name}": leaf for name, leaf in params.items()}
+        if not wanted.keys() <= about["optimizer"].keys():
+            raise errors.UserError(
+                f"{folder} holds no average of the model: its run was trained without one; leave "
+                "out ema, or train with trainer.train.ema=@averaging.EMA()."
+            )
+        return _fill(abstract_model, _nest(load_named(folder, wanted, part="optimizer"))[_EMA])
     return _fill(abstract_model, _nest(load_named(folder, params)))
 
 
 def load_named(
-    folder: epath.PathLike, wanted: Mapping[str, jax.ShapeDtypeStruct]
+    folder: epath.PathLike, wanted: Mapping[str, jax.ShapeDtypeStruct], *, part: str = "params"
 ) -> dict[str, jax.Array]:
     """Reads some parameters of one checkpoint from `find_checkpoint`, by name.
 
@@ -327,6 +339,7 @@ def load_named(
         folder: the checkpoint.
         wanted: their shapes as saved, with the sharding to place them by, or none for the default
             device.
+        part: "optimizer" reads the optimizer's state instead.
     """
     if not wanted:
         return {}
@@ -341,7 +354,7 @@ def load_named(
     )
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         nested = reader.restore(
-            epath.Path(folder) / "params",
+            epath.Path(folder) / part,
             args=ocp.args.PyTreeRestore(
                 item,
                 restore_args=ocp.checkpoint_utils.construct_restore_args(item),
@@ -526,14 +539,24 @@ def _on_all_hosts(read: Callable[[], T]) -> T:
 
 def _split(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns parameters, and everything else of a training state, by path."""
-    return _by_path(state.model), _by_path({"step": state.step, "state": state.opt_state})
+    return _by_path(state.model), _by_path(_beside_parameters(state))
 
 
 def _join(like: Any, params: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Any:
-    rest = _fill({"step": like.step, "state": like.opt_state}, optimizer)
+    rest = _fill(_beside_parameters(like), optimizer)
     return dataclasses.replace(
-        like, model=_fill(like.model, params), step=rest["step"], opt_state=rest["state"]
+        like,
+        model=_fill(like.model, params),
+        step=rest["step"],
+        opt_state=rest["state"],
+        **{name: value for name, value in rest.items() if name == _EMA},
     )
+
+
+def _beside_parameters(state: Any) -> dict[str, Any]:
+    """Returns what is saved as the optimizer's: without an average nothing stands for it."""
+    ema = getattr(state, _EMA, None)
+    return {"step": state.step, "state": state.opt_state} | ({} if ema is None else {_EMA: ema})
 
 
 def _by_path(tree: Any) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from convt5.interchange.mapping import Imported, Report, Source, build_model
 from convt5.tree_paths import named_leaves
 
 
-def load_model(directory: epath.PathLike, *, step: int | None = None, **settings: Any) -> Any:
+def load_model(
+    directory: epath.PathLike, *, step: int | None = None, ema: bool = False, **settings: Any
+) -> Any:
     """Returns the model in a folder: a run, an export of convt5, or a T5 of Hugging Face.
 
     A text model (`ConvT5`), called on encoder_input_tokens [batch, source] and decoder_input_tokens
@@ -25,6 +27,7 @@ def load_model(directory: epath.PathLike, *, step: int | None = None, **settings
         directory: a run directory, its `checkpoints` folder, one step in there, or a folder that
             `convt5.convert --to=safetensors` or transformers wrote.
         step: which checkpoint of a run; None takes the newest.
+        ema: takes the average over the updates, where the run kept one.
         **settings: of its description, to compute differently than in training, such as
             dtype="float32" or taps_cross_segments=True. They cannot change any shape.
 
@@ -35,7 +38,12 @@ def load_model(directory: epath.PathLike, *, step: int | None = None, **settings
     if not is_exported(directory):
         config = changed(run_config(directory, step=step), settings)
         abstract = jax.eval_shape(lambda: config.build(jax.random.key(0)))
-        return checkpoint.load_params(directory, abstract, step=step)
+        return checkpoint.load_params(directory, abstract, step=step, ema=ema)
+    if ema:
+        raise errors.UserError(
+            f"{directory} is an exported model: one set of parameters, and no average beside it; "
+            "leave out ema."
+        )
     imported = read_exported(directory)
     return build_model(changed(imported.config, settings), imported.params)
 

@@ -22,6 +22,7 @@ from convt5.initialization import InitFrom
 from convt5.optimizer import OptimizerConfig
 from convt5.schedule import Schedule
 from convt5.training import compilation, run_directory, run_log
+from convt5.training.averaging import Averaging
 from convt5.training.interruption import Interruption
 from convt5.training.loop import Estimate, Intervals, Loop, TaskMeasure
 from convt5.training.plan import Plan, make_plan
@@ -87,6 +88,7 @@ def train(
     data_shards: int | None = None,
     log_every_steps: int = 50,
     grad_accum_steps: int = 1,
+    ema: Averaging | None = None,
     seed: int = 0,
     sharding_rules: Sequence[sharding.Rule] = sharding.TEXT_RULES,
     wandb_project: str | None = None,
@@ -120,6 +122,9 @@ def train(
             that of the run's first start, when it was the number of its hosts.
         log_every_steps: steps between records.
         grad_accum_steps: microbatches that each batch is cut into, to save memory.
+        ema: keeps an average of the model over its updates, such as `averaging.EMA`, saved with it
+            and evaluated as it is: each metric of `validation/` and of tasks is there again under
+            `ema/`. None keeps none.
         seed: of the initial parameters and of dropout.
         sharding_rules: table of parameter names and mesh axes.
         wandb_project: also logs to this project on wandb.ai.
@@ -146,6 +151,7 @@ def train(
         batch_size=train_data.batch_size,
         mesh=mesh,
         grad_accum_steps=grad_accum_steps,
+        ema=ema,
         seed=seed,
         sharding_rules=sharding_rules,
     )
@@ -156,9 +162,8 @@ def train(
         )
     checkpoint = checkpoint or CheckpointConfig()
     measures = [task.build(model, plan.mesh) for task in task_evals]
-    _check_best_metric(
-        checkpoint, [*["validation"] * bool(validation), *(m.name for m in measures)]
-    )
+    names = [*["validation"] * bool(validation), *(m.name for m in measures)]
+    _check_best_metric(checkpoint, names, has_ema=ema is not None)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(run_directory.hold(run_dir))
         checkpointer = Checkpointer(folder / "checkpoints", checkpoint, model_config=model)
@@ -237,8 +242,11 @@ def describe(result: Result) -> str:
     return "\n".join(lines)
 
 
-def _check_best_metric(checkpoint: CheckpointConfig, measured: Sequence[str]) -> None:
-    if measured and checkpoint.best_metric.partition("/")[0] not in measured:
+def _check_best_metric(
+    checkpoint: CheckpointConfig, measured: Sequence[str], *, has_ema: bool
+) -> None:
+    metric = checkpoint.best_metric.removeprefix("ema/" if has_ema else "")
+    if measured and metric.partition("/")[0] not in measured:
         raise errors.UserError(
             f"best_metric={checkpoint.best_metric!r} is never measured; set checkpoint."
             f"CheckpointConfig.best_metric to a metric of {' or '.join(measured)}, such as "

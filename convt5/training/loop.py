@@ -177,7 +177,7 @@ class Loop:
             return state
         model, report = init_from.apply(state.model)
         self._log.message(report.text(init_from.path))
-        return dataclasses.replace(state, model=model)
+        return state.starting_with(model)
 
     def _update(self, batch: PlacedBatch) -> dict[str, jax.Array]:
         if self._compiled is None:
@@ -243,12 +243,10 @@ class Loop:
         """Writes the record of this step, with the validation metrics if there is such data."""
         record = self._meter.take()
         if self._estimate is not None:
-            self._state = self._state.with_statistics(self._estimate(self._state.model))
-        if self._validation is not None:
-            metrics = self._validation.measure(self._state.model)
-            record |= {f"validation/{name}": value for name, value in metrics.items()}
-        for task in self._task_measures:
-            record |= {f"{task.name}/{k}": v for k, v in task.measure(self._state.model).items()}
+            self._state = self._state.with_measured(self._estimate)
+        record |= self._measured(self._state.model)
+        if self._state.ema is not None:
+            record |= {f"ema/{k}": v for k, v in self._measured(self._state.ema).items()}
         self._write(self.step, record)
         metric = self._checkpointer.config.best_metric
         if metric in record:
@@ -260,6 +258,17 @@ class Loop:
                 f"checkpoint.CheckpointConfig.best_metric to one of these, or correct it."
                 f"{errors.suggest(metric, record)} There are: {', '.join(sorted(record))}."
             )
+
+    def _measured(self, model: nnx.Module) -> dict[str, float]:
+        """Returns the validation metrics of a model, and those of tasks."""
+        measures: list[tuple[str, Any]] = [(task.name, task) for task in self._task_measures]
+        if self._validation is not None:
+            measures.insert(0, ("validation", self._validation))
+        return {
+            f"{name}/{metric}": value
+            for name, measure in measures
+            for metric, value in measure.measure(model).items()
+        }
 
     def _write(self, step: int, record: dict[str, float]) -> None:
         self._log.record(step, record)

@@ -15,6 +15,7 @@ from jaxtyping import PRNGKeyArray
 from convt5 import sharding
 from convt5.optimizer import OptimizerConfig
 from convt5.schedule import Schedule
+from convt5.training.averaging import Averaging
 from convt5.training.train_state import (
     ModelConfig,
     TrainState,
@@ -68,6 +69,7 @@ def make_plan(
     batch_size: int,
     mesh: sharding.MeshConfig | None = None,
     grad_accum_steps: int = 1,
+    ema: Averaging | None = None,
     seed: int = 0,
     sharding_rules: Sequence[sharding.Rule] = sharding.TEXT_RULES,
     devices: Sequence[Any] | None = None,
@@ -89,7 +91,7 @@ def make_plan(
         tensor_divides={"num_heads": heads} if heads else None,
     )
     updates = optimizer.build(schedule)
-    abstract = abstract_state(model, updates)
+    abstract = abstract_state(model, updates, with_ema=ema is not None)
     shardings = state_shardings(abstract, device_mesh, sharding_rules)
     batch_sharding = sharding.batch_sharding(device_mesh)
     init_key, dropout_key = jax.random.split(jax.random.key(seed))
@@ -111,6 +113,7 @@ def make_plan(
             batch_sharding,
             schedule=schedule,
             grad_accum_steps=grad_accum_steps,
+            averaging=ema,
             seed_key=dropout_key,
         ),
         eval_step=make_eval_step(loss, shardings.model, batch_sharding),

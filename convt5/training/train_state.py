@@ -4,7 +4,8 @@
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from convt5 import sharding
+from convt5.training.averaging import Averaging
 from convt5.tree_paths import named_leaves
 
 Tree = Any
@@ -36,11 +38,14 @@ class TrainState:
         model: an NNX module; as a tree it holds the parameters, and statistics that no update of
             the optimizer touches where it has any (`nnx.BatchStat`).
         opt_state: of the optimizer over `parameters(model)`: plain containers and arrays.
+        ema: the average of the model over its updates, another such module; None where the run
+            keeps none.
     """
 
     step: Int[Array, ""]
     model: nnx.Module
     opt_state: Tree
+    ema: nnx.Module | None = None
 
     def apply_gradients(
         self, optimizer: optax.GradientTransformation, gradients: nnx.Module
@@ -49,11 +54,30 @@ class TrainState:
         before = parameters(self.model)
         updates, opt_state = optimizer.update(parameters(gradients), self.opt_state, before)
         after = optax.apply_updates(before, updates)
-        return TrainState(self.step + 1, with_parameters(self.model, after), opt_state)
+        model = with_parameters(self.model, after)
+        return dataclasses.replace(self, step=self.step + 1, model=model, opt_state=opt_state)
 
     def with_statistics(self, statistics: Mapping[str, Array]) -> "TrainState":
         """Returns the state whose model holds other statistics, given by name; others stay."""
         return dataclasses.replace(self, model=with_statistics(self.model, statistics))
+
+    def with_measured(self, estimate: Callable[[nnx.Module], Mapping[str, Array]]) -> "TrainState":
+        """Returns the state whose model and average hold the statistics that `estimate` finds."""
+        state = self.with_statistics(estimate(self.model))
+        if self.ema is None:
+            return state
+        return dataclasses.replace(state, ema=with_statistics(self.ema, estimate(self.ema)))
+
+    def averaged(self, averaging: Averaging | None) -> "TrainState":
+        """Returns the state whose average takes in the update just made; as it is without one."""
+        if averaging is None:
+            return self
+        return dataclasses.replace(self, ema=averaging.after(self.step - 1, self.ema, self.model))
+
+    def starting_with(self, model: nnx.Module) -> "TrainState":
+        """Returns the state before the first update of another model; the average is a copy."""
+        ema = None if self.ema is None else jax.tree.map(jnp.copy, model)
+        return dataclasses.replace(self, model=model, ema=ema)
 
 
 def parameters(model: nnx.Module) -> dict[str, Any]:
@@ -83,19 +107,28 @@ def with_statistics(model: nnx.Module, statistics: Mapping[str, Array]) -> nnx.M
 
 
 def new_state(
-    model_config: ModelConfig, optimizer: optax.GradientTransformation, key: PRNGKeyArray
+    model_config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    key: PRNGKeyArray,
+    *,
+    with_ema: bool = False,
 ) -> TrainState:
     """Returns the state before the first update, wherever jax places it by itself."""
     model = model_config.build(key)
-    return TrainState(jnp.zeros([], jnp.int32), model, optimizer.init(parameters(model)))
+    ema = jax.tree.map(jnp.copy, model) if with_ema else None
+    return TrainState(jnp.zeros([], jnp.int32), model, optimizer.init(parameters(model)), ema)
 
 
 def abstract_state(
-    model_config: ModelConfig, optimizer: optax.GradientTransformation
+    model_config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    *,
+    with_ema: bool = False,
 ) -> TrainState:
     """Returns the state with shapes in the place of arrays; allocates nothing."""
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.eval_shape(lambda key: new_state(model_config, optimizer, key), key)
+    make = functools.partial(new_state, model_config, optimizer, with_ema=with_ema)
+    return jax.eval_shape(make, key)
 
 
 def state_shardings(abstract: TrainState, mesh: Mesh, rules: Sequence[sharding.Rule]) -> TrainState:
@@ -110,5 +143,6 @@ def init_state(
     shardings: TrainState,
 ) -> TrainState:
     """Returns the state before the first update, each device making only its own part."""
-    make = jax.jit(lambda key: new_state(model_config, optimizer, key), out_shardings=shardings)
-    return make(key)
+    with_ema = shardings.ema is not None
+    make = functools.partial(new_state, model_config, optimizer, with_ema=with_ema)
+    return jax.jit(make, out_shardings=shardings)(key)

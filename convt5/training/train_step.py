@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from convt5.ops import implementation
 from convt5.schedule import Schedule
 from convt5.sharding import BATCH_AXES, gathered, replicated
+from convt5.training.averaging import Averaging
 from convt5.training.train_state import TrainState, parameters
 from convt5.tree_paths import named_leaves
 
@@ -73,6 +74,7 @@ def make_train_step(
     *,
     schedule: Schedule | None = None,
     grad_accum_steps: int = 1,
+    averaging: Averaging | None = None,
     seed_key: PRNGKeyArray,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns the jitted update; it consumes (donates) the state it is given.
@@ -87,6 +89,7 @@ def make_train_step(
             same as without them but needs the memory of one. It must divide the batch. Statistics
             are the exception: batch normalisation sees one microbatch (of all devices), and the
             mean over the microbatches is written.
+        averaging: how the state's average takes in an update; None where it has none.
         seed_key: with the step number it determines all dropout, so a resumed run repeats it.
 
     Returns:
@@ -106,6 +109,7 @@ def make_train_step(
         gradients = jax.tree.map(lambda g: _mean(g, sums.weight_sum), gradients)
         statistics = jax.tree.map(lambda x: x / grad_accum_steps, sums.statistics)
         updated = state.apply_gradients(optimizer, gradients).with_statistics(statistics)
+        updated = updated.averaged(averaging)
         index = _nonfinite_index(sums.loss_sum, state.model, gradients, updated)
         all_finite = index < 0
         after = jax.tree.map(lambda new, old: jnp.where(all_finite, new, old), updated, state)

@@ -1,0 +1,118 @@
+"""Averages of a model over its updates (EMA): of parameters and of batch statistics.
+
+An average lags behind the model and is often better than it. It is part of the train state, so that
+a run that continues has it exactly; the model itself is trained as without it.
+"""
+
+import dataclasses
+from typing import Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from convt5 import errors
+
+Tree = TypeVar("Tree")
+
+
+class Averaging(Protocol):
+    """A description of an average over updates."""
+
+    def after(self, update: Int[Array, ""], average: Tree, model: Tree) -> Tree: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EMA:
+    """The exponential moving average of every array of a model, its batch statistics included.
+
+    Attributes:
+        decay: the share of the old average that stays at every update, in [0, 1).
+        every_steps: updates between two changes of the average, of which each counts for all of
+            them: decay ** every_steps stays. The first update is followed by a change.
+        warmup_steps: during the first updates the average is the model itself.
+    """
+
+    decay: float = 0.9999
+    every_steps: int = 1
+    warmup_steps: int = 0
+
+    def __post_init__(self):
+        faults = _count_faults(
+            every_steps=(self.every_steps, 1), warmup_steps=(self.warmup_steps, 0)
+        )
+        if not 0 <= self.decay < 1:
+            faults.append(f"decay={self.decay} must be in [0, 1).")
+        errors.raise_all(faults, where="EMA")
+
+    def after(self, update: Int[Array, ""], average: Tree, model: Tree) -> Tree:
+        """Returns the average after an update; updates count from 0."""
+        return _moved(self, update, average, model, share=1 - self.decay**self.every_steps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaledEMA:
+    """As `EMA`, whose newest share follows from the size of a run, as arXiv 2106.14881 trained.
+
+    Each change takes min(1, factor * batch_size / num_epochs * every_steps) of the model. The
+    original counts `every_steps` anew in each epoch.
+
+    Attributes:
+        factor: of the original: 1e-5.
+        batch_size: of training, over all hosts.
+        num_epochs: of the whole run.
+        every_steps, warmup_steps: as in `EMA`; the original: 32, and the steps of five epochs.
+    """
+
+    factor: float = 1e-5
+    batch_size: int
+    num_epochs: int
+    every_steps: int = 32
+    warmup_steps: int = 0
+
+    def __post_init__(self):
+        faults = _count_faults(
+            every_steps=(self.every_steps, 1),
+            batch_size=(self.batch_size, 1),
+            num_epochs=(self.num_epochs, 1),
+            warmup_steps=(self.warmup_steps, 0),
+        )
+        if not self.factor > 0:
+            faults.append(f"factor={self.factor} must be positive.")
+        errors.raise_all(faults, where="ScaledEMA")
+
+    @property
+    def share(self) -> float:
+        """The share of the model in the average after a change, in (0, 1]."""
+        return min(1.0, self.factor * self.batch_size / self.num_epochs * self.every_steps)
+
+    def after(self, update: Int[Array, ""], average: Tree, model: Tree) -> Tree:
+        """Returns the average after an update; updates count from 0."""
+        return _moved(self, update, average, model, share=self.share)
+
+
+def _moved(
+    config: EMA | ScaledEMA, update: Int[Array, ""], average: Tree, model: Tree, *, share: float
+) -> Tree:
+    newest = jnp.where(update < config.warmup_steps, 1.0, share)
+
+    def move(average: Tree, model: Tree) -> Tree:
+        return jax.tree.map(lambda old, new: _between(old, new, newest), average, model)
+
+    if config.every_steps == 1:
+        return move(average, model)
+    is_due = update % config.every_steps == 0
+    return jax.lax.cond(is_due, move, lambda average, model: average, average, model)
+
+
+def _between(old: Array, new: Array, newest: Float[Array, ""]) -> Array:
+    # Not old + newest * (new - old): a share of 1 has to give the model itself, bit for bit.
+    return ((1 - newest) * old + newest * new).astype(old.dtype)
+
+
+def _count_faults(**counts: tuple[int, int]) -> list[str]:
+    return [
+        f"{name}={value} must be an integer of at least {least}."
+        for name, (value, least) in counts.items()
+        if not (isinstance(value, int) and value >= least)
+    ]
