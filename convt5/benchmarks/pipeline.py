@@ -1,16 +1,19 @@
-"""How fast data comes: span corruption of the embedded text, packed, as training reads it."""
+"""How fast data comes: span corruption of the embedded text, as training reads it, and cached."""
 
+import itertools
+import pathlib
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from convt5 import data
+from convt5 import cached_data, data
 
 _ENCODER_LENGTH, _DECODER_LENGTH = 512, 128
 
 
 def suite(*, batch_size: int, num_batches: int) -> Iterator[dict[str, Any]]:
-    """Yields a record for rows of one example each, and one for packed rows."""
+    """Yields records: rows of one example each, packed rows, and packed rows from a cache."""
     # Deferred: importing it registers the tasks, which takes seconds.
     from convt5.tasks import pretraining  # pyright: ignore[reportMissingImports]
 
@@ -22,11 +25,24 @@ def suite(*, batch_size: int, num_batches: int) -> Iterator[dict[str, Any]]:
             encoder_length=_ENCODER_LENGTH,
             decoder_length=_DECODER_LENGTH,
         )
-        yield _measure(config, num_batches)
+        batches = config.build(process_index=0, process_count=1)
+        case = "packed rows" if pack else "one example a row"
+        yield _measure(case, batches, num_batches)
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "cache"
+        writer = cached_data.Writer(path)
+        writer.vocabulary(batches.vocabulary, batches.token_bytes)
+        for _ in writer.write("train", itertools.islice(batches, num_batches)):
+            pass
+        writer.finish(made_from={})
+        cached = cached_data.CachedDataConfig(path=str(path), batch_size=batch_size)
+        rows = cached.build(process_index=0, process_count=1)
+        yield _measure("packed rows, cached", rows, num_batches)
 
 
-def _measure(config: data.DataConfig, num_batches: int) -> dict[str, Any]:
-    batches = config.build(process_index=0, process_count=1)
+def _measure(
+    case: str, batches: data.BatchIterator | cached_data.CachedBatches, num_batches: int
+) -> dict[str, Any]:
     next(batches)
     wall, cpu, tokens = time.perf_counter(), time.process_time(), 0
     for _, batch in zip(range(num_batches), batches, strict=False):
@@ -34,8 +50,8 @@ def _measure(config: data.DataConfig, num_batches: int) -> dict[str, Any]:
     seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
     return {
         "suite": "data",
-        "case": "packed rows" if config.pack else "one example a row",
-        "length": config.encoder_length,
+        "case": case,
+        "length": _ENCODER_LENGTH,
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
         "tokens_per_second": tokens / seconds,

@@ -149,6 +149,9 @@ def run_features(settings: RunSettings) -> TextFeatures | None:
     """
     import seqio
 
+    cached = getattr(settings.data, "vocabulary", None)
+    if cached is not None:
+        return TextFeatures(cached, cached)
     provider = getattr(settings.data, "mixture", None)
     if isinstance(provider, str):
         from convt5.evaluation.task_data import registered

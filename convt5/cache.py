@@ -1,0 +1,138 @@
+"""Entry point of `python -m convt5.cache`: makes the rows that a run reads once, and keeps them.
+
+Tokenising, corrupting and packing are done here; `cached_data` reads the rows as they lie in files.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from convt5 import command_line, errors, gin_config, quiet_imports
+from convt5.configuration import gin_files
+
+COMMAND = command_line.Command(
+    name="cache",
+    summary="Makes the rows of a run's data once, tokenised, corrupted and packed, so that "
+    "training reads them at the speed of files and needs no TensorFlow to start.",
+    examples=[
+        (
+            "your own text, twice over with different masks",
+            "--gin_file=gin/runs/pretrain_text.gin --gin.TEXT='corpus/*.txt.gz' "
+            "--gin.VOCABULARY=corpus/spm.model --epochs=2 --output_dir=corpus/cache",
+        ),
+        (
+            "the first million rows of C4",
+            "--gin_file=gin/runs/pretrain_c4.gin --rows=1000000 --output_dir=c4_cache",
+        ),
+    ],
+    flags=[
+        command_line.Flag("output_dir", "a folder that does not exist yet.", {"required": True}),
+        command_line.Flag(
+            "epochs",
+            "passes over the training data, 1; each corrupts it anew.",
+            {"type": int, "default": 1},
+        ),
+        command_line.Flag(
+            "rows", "training rows, at most; all by default.", {"type": int, "default": None}
+        ),
+    ],
+)
+
+
+def main(argv: Sequence[str]) -> None:
+    arguments = command_line.parse(COMMAND, argv)
+    flags = arguments.flags
+    for name in ("epochs", "rows"):
+        if getattr(flags, name) is not None and getattr(flags, name) < 1:
+            raise errors.UserError(f"{name}={getattr(flags, name)} must be at least 1.")
+    with quiet_imports.without_tensorflow_chatter():
+        from convt5 import cached_data, data
+
+    settings = _settings(arguments)
+    configs = {"train": settings["train_data"], "validation": settings.get("eval_data")}
+    for config in configs.values():
+        if config is not None and not isinstance(config, data.DataConfig):
+            raise errors.UserError(
+                f"the gin files bind {type(config).__name__} as data; a cache is made of "
+                "data.DataConfig, text from seqio."
+            )
+    writer = cached_data.Writer(pathlib.Path(flags.output_dir))
+    started, tokens, rows = time.perf_counter(), 0, {}
+    for split, config in configs.items():
+        if config is None:
+            continue
+        batches, most = _batches(split, config, flags, settings)
+        if split == "train":
+            writer.vocabulary(batches.vocabulary, batches.token_bytes)
+        needed = itertools.islice(batches, most)
+        with tqdm(
+            total=most and most * config.batch_size,
+            desc=split,
+            unit=" rows",
+            unit_scale=True,
+            file=sys.stderr,
+            disable=None,
+        ) as progress:
+            for found in writer.write(split, needed):
+                tokens += found
+                progress.update(config.batch_size)
+    made_from = {name: dataclasses.asdict(c) for name, c in configs.items() if c is not None}
+    for config in made_from.values():
+        config["mixture"] = getattr(config["mixture"], "name", config["mixture"])
+    about = writer.finish(made_from=made_from)
+    rows = ", ".join(f"{split['rows']:,} of {name}" for name, split in about["splits"].items())
+    seconds = time.perf_counter() - started
+    print(
+        f"wrote {rows}: {tokens:,} tokens in {seconds:.0f}s ({tokens / seconds:,.0f}/s), "
+        f"{_size(flags.output_dir) / 1e6:,.0f} MB\n"
+        f"train on it: python -m convt5.train --gin_file=gin/runs/pretrain_cached.gin "
+        f"--gin.CACHE={flags.output_dir} --gin.RUN_DIR=..."
+    )
+
+
+def _batches(
+    split: str, config: Any, flags: argparse.Namespace, settings: Mapping[str, Any]
+) -> tuple[Any, int | None]:
+    """Returns one host's batches of everything, and how many are wanted at most."""
+    if split == "train":
+        config = dataclasses.replace(config, num_epochs=flags.epochs, shuffle=True)
+        most = None if flags.rows is None else -(-flags.rows // config.batch_size)
+    else:
+        most = settings.get("eval_num_batches")
+    return config.build(process_index=0, process_count=1), most
+
+
+def _settings(arguments: command_line.Arguments) -> Mapping[str, Any]:
+    """Returns the arguments of `trainer.train`; a cache needs no run directory."""
+    required = gin_files.Macro(gin_files.REQUIRED)
+    lacks_run_dir = any(
+        isinstance(s, gin_files.Binding)
+        and s.is_macro
+        and s.selector == "RUN_DIR"
+        and s.value == required
+        for s in gin_files.read_all(arguments.gin_files)
+    )
+    bindings = [*(["RUN_DIR='unused'"] if lacks_run_dir else []), *arguments.gin_bindings]
+    config = gin_config.load(
+        arguments.gin_files, bindings, roots=["@trainer.train"], supplied=["config_text"]
+    )
+    from convt5 import trainer
+
+    return config.arguments(trainer.train)
+
+
+def _size(folder: str) -> int:
+    paths: Iterator[pathlib.Path] = pathlib.Path(folder).rglob("*")
+    return sum(os.path.getsize(path) for path in paths if path.is_file())
+
+
+if __name__ == "__main__":
+    command_line.run(main)

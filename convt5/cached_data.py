@@ -1,0 +1,311 @@
+"""Batches of the rows that `python -m convt5.cache` made: no text and no TensorFlow is needed.
+
+Gin files bind `cached_data.CachedDataConfig` in the scopes `train/` and `eval/`. A cache is a
+folder with `cache.json`, the vocabulary, and for each split a file of plain numbers per feature.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import pathlib
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from convt5 import errors
+from convt5.prefetching import check_settings, position, rows_per_host, take_apart
+from convt5.row_order import RowOrder
+
+_ABOUT_FILE = "cache.json"
+_VOCABULARY_FILE = "vocabulary.model"
+_SIZES_FILE = "token_bytes.npy"
+_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CachedDataConfig:
+    """Which rows of a cache are read, and in which order.
+
+    Attributes:
+        path: folder of the cache.
+        split: "train" or "validation".
+        batch_size: rows over all hosts.
+        shuffle: None shuffles endless data only; every pass then has an order of its own.
+        seed: of the order.
+        num_epochs: passes over the rows; None never ends. The last batch of finite data is filled
+            up with empty rows of weight 0.
+    """
+
+    path: str
+    split: str = "train"
+    batch_size: int
+    shuffle: bool | None = None
+    seed: int = 0
+    num_epochs: int | None = None
+
+    def __post_init__(self):
+        errors.raise_all(
+            [
+                f"{name}={getattr(self, name)} must be at least 1."
+                for name in ("batch_size", "num_epochs")
+                if getattr(self, name) is not None and getattr(self, name) < 1
+            ],
+            where="CachedDataConfig",
+        )
+
+    @property
+    def encoder_length(self) -> int:
+        """Tokens of an encoder row."""
+        return self._about["encoder_length"]
+
+    @property
+    def decoder_length(self) -> int:
+        """Tokens of a decoder row."""
+        return self._about["decoder_length"]
+
+    @property
+    def vocabulary(self) -> Any:
+        """The seqio vocabulary of the rows; None where the cache could not keep it."""
+        return _vocabulary(pathlib.Path(self.path), self._about)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids of the vocabulary, sentinels included."""
+        return self._about["vocab_size"]
+
+    def build(self, *, process_index: int, process_count: int) -> "CachedBatches":
+        """Returns this host's rows of each batch, equal however many hosts there are.
+
+        Raises:
+            UserError: there is no such cache or split, or a file is cut off.
+        """
+        rows = rows_per_host(self.batch_size, process_count)
+        return CachedBatches(self, slice(process_index * rows, (process_index + 1) * rows))
+
+    @functools.cached_property
+    def _about(self) -> Mapping[str, Any]:
+        about = read_about(self.path)
+        if self.split not in about["splits"]:
+            raise errors.UserError(
+                f"split={self.split!r} is none of {sorted(about['splits'])}, the splits of the "
+                f"cache {self.path}."
+            )
+        return about
+
+
+class CachedBatches:
+    """Host batches under the names of seqio's EncDecFeatureConverter, from files.
+
+    Attributes:
+        token_bytes: bytes of text that each id stands for; None where that is not known.
+    """
+
+    def __init__(self, config: CachedDataConfig, row_slice: slice):
+        about = config._about
+        folder = pathlib.Path(config.path)
+        split = about["splits"][config.split]
+        self.token_bytes = _token_bytes(folder)
+        self._config = config
+        self._row_slice = row_slice
+        self._num_rows = split["rows"]
+        self._features = {
+            name: _opened(folder / config.split / f"{name}.bin", feature, self._num_rows)
+            for name, feature in split["features"].items()
+        }
+        endless = config.num_epochs is None
+        shuffle = endless if config.shuffle is None else config.shuffle
+        self._order = RowOrder(self._num_rows, shuffle, config.seed)
+        self._settings = json.loads(
+            json.dumps(dataclasses.asdict(config) | {"path": None, "rows": split["fingerprint"]})
+        )
+        self._count = 0  # Batches taken.
+
+    @property
+    def vocabulary(self) -> Any:
+        """As `CachedDataConfig.vocabulary`."""
+        return self._config.vocabulary
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        """Returns int32 arrays of [rows, length]."""
+        config = self._config
+        first = self._count * config.batch_size
+        total = np.inf if config.num_epochs is None else config.num_epochs * self._num_rows
+        if first >= total:
+            raise StopIteration
+        numbers = np.arange(first, first + config.batch_size)[self._row_slice]
+        rows, is_row = self._order.rows(numbers), numbers < total
+        self._count += 1
+        batch = {name: stored[rows].astype(np.int32) for name, stored in self._features.items()}
+        if not is_row.all():
+            for values in batch.values():
+                values[~is_row] = 0
+        return batch
+
+    def get_state(self) -> bytes:
+        """Returns the position."""
+        return position(json.dumps({"count": self._count, "settings": self._settings}).encode())
+
+    def set_state(self, state: bytes) -> None:
+        """Goes to a position.
+
+        Raises:
+            UserError: it belongs to other rows or settings.
+        """
+        snapshot, skip = take_apart(state)
+        saved = json.loads(snapshot)
+        check_settings(self._settings, saved["settings"], item="row")
+        self._count = saved["count"] + skip
+
+
+def read_about(path: str) -> Mapping[str, Any]:
+    """Returns what `cache.json` says of a cache.
+
+    Raises:
+        UserError: there is none, or none that this version reads.
+    """
+    file = pathlib.Path(path) / _ABOUT_FILE
+    try:
+        about = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise errors.UserError(
+            f"path={path} holds no cache: there is no {_ABOUT_FILE}; make one with python -m "
+            "convt5.cache --gin_file=... --output_dir=DIR."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise errors.UserError(f"{file} cannot be read ({error}); make the cache anew.") from None
+    if about.get("version") != _VERSION:
+        raise errors.UserError(
+            f"{file} is of version {about.get('version')}, and this is version {_VERSION}; make "
+            "the cache anew."
+        )
+    return about
+
+
+class Writer:
+    """Writes a cache; it exists once `finish` was called, and not before."""
+
+    def __init__(self, folder: pathlib.Path):
+        """Begins beside `folder`, which must not exist.
+
+        Raises:
+            UserError: it exists, or cannot be written.
+        """
+        if folder.exists():
+            raise errors.UserError(
+                f"output_dir={folder} exists; remove it, or name another folder."
+            )
+        self._folder = folder
+        self._unfinished = folder.parent / f".{folder.name}.unfinished"
+        self._splits: dict[str, Any] = {}
+        self._about: dict[str, Any] = {}
+        self._token_type = "<u4"
+        try:
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+            self._unfinished.mkdir(parents=True)
+        except OSError as error:
+            raise errors.UserError(
+                f"output_dir={folder} cannot be written ({error.strerror}); name another folder."
+            ) from None
+
+    def write(self, split: str, batches: Iterable[Mapping[str, np.ndarray]]) -> Iterator[int]:
+        """Writes the rows of a split, leaving empty ones out; yields the tokens of each batch.
+
+        Args:
+            split: its name.
+            batches: integers [rows, length].
+        """
+        folder = self._unfinished / split
+        folder.mkdir()
+        digest, rows, features, files = hashlib.sha256(), 0, {}, {}
+        try:
+            for batch in batches:
+                full = np.asarray(batch["encoder_input_tokens"]).any(axis=1)
+                for name, values in batch.items():
+                    kept = np.asarray(values)[full]
+                    if name not in files:
+                        dtype = self._token_type if name.endswith("tokens") else "<u2"
+                        features[name] = {"dtype": dtype, "length": kept.shape[1]}
+                        files[name] = (folder / f"{name}.bin").open("wb")
+                    stored = kept.astype(features[name]["dtype"]).tobytes()
+                    digest.update(stored)
+                    files[name].write(stored)
+                rows += int(full.sum())
+                yield sum(int((v != 0).sum()) for n, v in batch.items() if n.endswith("tokens"))
+        finally:
+            for file in files.values():
+                file.close()
+        if not rows:
+            raise errors.UserError(
+                f"split={split!r} gives no row; check the data that the gin files name."
+            )
+        self._splits[split] = {
+            "rows": rows,
+            "features": features,
+            "fingerprint": digest.hexdigest()[:32],
+        }
+
+    def vocabulary(self, vocabulary: Any, token_bytes: np.ndarray | None) -> None:
+        """Says what ids stand for, before any row is written."""
+        self._token_type = "<u2" if vocabulary.vocab_size <= 2**16 else "<u4"
+        self._about = {"vocab_size": int(vocabulary.vocab_size), "vocabulary": None}
+        file = getattr(vocabulary, "sentencepiece_model_file", None)
+        if file is not None:
+            import tensorflow as tf
+
+            tf.io.gfile.copy(file, str(self._unfinished / _VOCABULARY_FILE))
+            self._about["vocabulary"] = {"sentencepiece": int(vocabulary.extra_ids)}
+        elif type(vocabulary).__name__ == "ByteVocabulary":
+            self._about["vocabulary"] = {"characters": int(vocabulary.extra_ids)}
+        if token_bytes is not None:
+            np.save(self._unfinished / _SIZES_FILE, token_bytes)
+
+    def finish(self, *, made_from: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Completes the cache, made with the settings `made_from`; returns what it holds."""
+        features = next(iter(self._splits.values()))["features"]
+        about = {
+            "version": _VERSION,
+            "encoder_length": features["encoder_input_tokens"]["length"],
+            "decoder_length": features["decoder_input_tokens"]["length"],
+            **self._about,
+            "splits": self._splits,
+            "made_from": dict(made_from),
+        }
+        text = json.dumps(about, indent=2, default=str) + "\n"
+        (self._unfinished / _ABOUT_FILE).write_text(text)
+        self._unfinished.rename(self._folder)
+        return about
+
+
+def _opened(file: pathlib.Path, feature: Mapping[str, Any], rows: int) -> np.ndarray:
+    dtype, shape = np.dtype(feature["dtype"]), (rows, feature["length"])
+    expected = rows * feature["length"] * dtype.itemsize
+    found = file.stat().st_size if file.exists() else None
+    if found != expected:
+        has = "is not there" if found is None else f"has {found} bytes"
+        raise errors.UserError(
+            f"{file} {has}, and {_ABOUT_FILE} says {expected}; the cache is damaged: make it anew."
+        )
+    return np.memmap(file, dtype, mode="r", shape=shape)
+
+
+def _token_bytes(folder: pathlib.Path) -> np.ndarray | None:
+    file = folder / _SIZES_FILE
+    return np.load(file, allow_pickle=False) if file.exists() else None
+
+
+def _vocabulary(folder: pathlib.Path, about: Mapping[str, Any]) -> Any:
+    kept = about["vocabulary"]
+    if kept is None:
+        return None
+    # Deferred: it imports TensorFlow, which training from a cache does not need.
+    from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
+
+    if "characters" in kept:
+        return vocabularies.characters(kept["characters"])
+    return vocabularies.sentencepiece(str(folder / _VOCABULARY_FILE), kept["sentencepiece"])

@@ -1,0 +1,182 @@
+"""Caches: the same rows as were made, in an order that can be resumed, and damage that is named."""
+
+import json
+
+import numpy as np
+import pytest
+import seqio
+from convt5.tasks import pretraining, vocabularies  # pyright: ignore[reportMissingImports]
+
+from convt5 import cache, cached_data, data, errors
+from convt5.cached_data import CachedDataConfig
+from convt5.row_order import RowOrder
+
+ROWS, LENGTH = 10, 6
+
+
+def made(seed=0, rows=ROWS):
+    """Rows under the names of a converter; none is empty."""
+    tokens = np.random.default_rng(seed).integers(1, 300, (rows, LENGTH), dtype=np.int32)
+    return {
+        "encoder_input_tokens": tokens,
+        "decoder_input_tokens": tokens[:, :4],
+        "decoder_target_tokens": tokens[:, 1:5],
+        "decoder_loss_weights": np.ones((rows, 4), np.int32),
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    writer = cached_data.Writer(tmp_path / "cache")
+    vocabulary = vocabularies.characters()
+    writer.vocabulary(vocabulary, vocabularies.token_bytes(vocabulary))
+    rows = made()
+    empty = {name: np.zeros_like(values[:2]) for name, values in rows.items()}
+    halves = [
+        {name: values[part] for name, values in rows.items()} for part in (slice(4), slice(4, ROWS))
+    ]
+    tokens = list(writer.write("train", [*halves, empty]))
+    assert tokens == [4 * 14, 6 * 14, 0]
+    list(writer.write("validation", [made(seed=1, rows=3)]))
+    writer.finish(made_from={})
+    return tmp_path / "cache"
+
+
+def config(folder, **changes):
+    return CachedDataConfig(**{"path": str(folder), "batch_size": 4} | changes)
+
+
+def built(folder, *, hosts=(0, 1), **changes):
+    return config(folder, **changes).build(process_index=hosts[0], process_count=hosts[1])
+
+
+def test_rows_come_back_as_they_were_written_and_the_last_batch_is_filled_up(folder):
+    batches = list(built(folder, num_epochs=1))
+    assert len(batches) == 3
+    for name, values in made().items():
+        found = np.concatenate([batch[name] for batch in batches])
+        assert found.dtype == np.int32
+        np.testing.assert_array_equal(found[:ROWS], values)
+        np.testing.assert_array_equal(found[ROWS:], 0)
+
+
+def test_every_pass_has_each_row_once_in_an_order_of_its_own(folder):
+    batches = built(folder, batch_size=5)
+    passes = [
+        np.concatenate([next(batches)["encoder_input_tokens"] for _ in range(2)]) for _ in range(3)
+    ]
+    expected = np.sort(made()["encoder_input_tokens"], axis=0)
+    for rows in passes:
+        np.testing.assert_array_equal(np.sort(rows, axis=0), expected)
+    assert not np.array_equal(passes[0], passes[1])
+    other = built(folder, batch_size=10, seed=1)
+    assert not np.array_equal(next(other)["encoder_input_tokens"], passes[0])
+
+
+def test_a_saved_position_goes_on_with_the_same_batches(folder):
+    batches = built(folder)
+    for _ in range(7):
+        next(batches)
+    state = batches.get_state()
+    expected = [next(batches) for _ in range(4)]
+    resumed = built(folder)
+    resumed.set_state(state)
+    for batch in expected:
+        np.testing.assert_array_equal(
+            next(resumed)["encoder_input_tokens"], batch["encoder_input_tokens"]
+        )
+
+
+def test_hosts_read_the_rows_of_one_batch_between_them(folder):
+    whole = built(folder)
+    hosts = [built(folder, hosts=(i, 2)) for i in range(2)]
+    for _ in range(6):
+        parts = [next(host)["encoder_input_tokens"] for host in hosts]
+        np.testing.assert_array_equal(np.concatenate(parts), next(whole)["encoder_input_tokens"])
+
+
+def test_a_position_of_other_rows_is_refused(folder, tmp_path):
+    state = built(folder).get_state()
+    with pytest.raises(errors.UserError, match="seed"):
+        built(folder, seed=5).set_state(state)
+
+
+def test_a_cache_knows_its_lengths_its_vocabulary_and_the_bytes_of_its_ids(folder):
+    found = config(folder)
+    assert (found.encoder_length, found.decoder_length) == (LENGTH, 4)
+    assert found.vocabulary == vocabularies.characters()
+    np.testing.assert_array_equal(
+        built(folder).token_bytes, vocabularies.token_bytes(vocabularies.characters())
+    )
+
+
+def test_damage_and_mistakes_are_named(folder, tmp_path):
+    with pytest.raises(errors.UserError, match=r"holds no cache.*convt5\.cache"):
+        built(tmp_path)
+    with pytest.raises(
+        errors.UserError, match=r"split='test' is none of \['train', 'validation'\]"
+    ):
+        built(folder, split="test")
+    with pytest.raises(errors.UserError, match="batch_size=0"):
+        config(folder, batch_size=0)
+    with pytest.raises(errors.UserError, match="exists; remove it"):
+        cached_data.Writer(folder)
+    file = folder / "train" / "encoder_input_tokens.bin"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(errors.UserError, match=r"has 119 bytes, and cache\.json says 120"):
+        built(folder)
+    about = json.loads((folder / "cache.json").read_text())
+    (folder / "cache.json").write_text(json.dumps(about | {"version": 9}))
+    with pytest.raises(errors.UserError, match="is of version 9"):
+        built(folder)
+
+
+def test_an_unfinished_cache_is_none(tmp_path):
+    writer = cached_data.Writer(tmp_path / "cache")
+    list(writer.write("train", [made()]))
+    with pytest.raises(errors.UserError, match="holds no cache"):
+        built(tmp_path / "cache")
+    # A second attempt starts anew.
+    writer = cached_data.Writer(tmp_path / "cache")
+    writer.vocabulary(vocabularies.characters(), None)
+    list(writer.write("train", [made()]))
+    writer.finish(made_from={})
+    assert built(tmp_path / "cache").token_bytes is None
+
+
+def test_a_split_without_rows_is_refused(tmp_path):
+    writer = cached_data.Writer(tmp_path / "cache")
+    with pytest.raises(errors.UserError, match="gives no row"):
+        list(writer.write("train", []))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_an_order_is_the_same_whatever_is_asked_at_once(shuffle):
+    whole = RowOrder(7, shuffle, 3).rows(np.arange(40))
+    single = RowOrder(7, shuffle, 3)
+    np.testing.assert_array_equal([single.rows(np.array([i]))[0] for i in range(40)], whole)
+    for start in range(0, 35, 7):
+        np.testing.assert_array_equal(np.sort(whole[start : start + 7]), np.arange(7))
+
+
+@pytest.mark.slow
+def test_the_command_keeps_what_the_pipeline_gives(tmp_path, capsys):
+    output = tmp_path / "cache"
+    settings = ["--gin_file=gin/runs/quickstart.gin", "--gin.trainer.train.eval_num_batches=2"]
+    cache.main([*settings, "--rows=64", f"--output_dir={output}"])
+    assert "pretrain_cached.gin" in capsys.readouterr().out
+    about = json.loads((output / "cache.json").read_text())
+    found = CachedDataConfig(path=str(output), batch_size=32, num_epochs=1)
+    assert about["splits"]["train"]["rows"] == 64
+    assert isinstance(found.vocabulary, seqio.ByteVocabulary)
+    made_from = about["made_from"]["train"]
+    pipeline = data.DataConfig(
+        **made_from
+        | {"mixture": pretraining.pydoc_span_corruption(), "num_epochs": 1, "shuffle": True}
+    ).build(process_index=0, process_count=1)
+    batches = found.build(process_index=0, process_count=1)
+    expected = next(pipeline)
+    rows = [next(batches) for _ in range(2)]
+    for name, values in expected.items():
+        stored = np.concatenate([batch[name] for batch in rows])
+        np.testing.assert_array_equal(stored[: len(values)], values)
