@@ -148,6 +148,10 @@ def make_report(subject: Subject) -> Report:
         batch_size=subject.batch_size,
         grad_accum_steps=subject.grad_accum_steps,
         tensor_divides={"num_heads": config.num_heads},
+        lengths={
+            "encoder_length": subject.encoder_length,
+            "decoder_length": subject.decoder_length,
+        },
     )
     # No cost depends on the learning rate.
     optimizer = subject.optimizer.build(schedule.Constant(rate=1.0))
@@ -208,8 +212,8 @@ def _device_memory(
         parameters=parameter_bytes,
         gradients=parameter_bytes,
         optimizer=device_bytes(state.opt_state, shardings.opt_state),
-        activations=rows * cost.activation_bytes,
-        logits=2 * rows * cost.logits_bytes / axes["tensor"],
+        activations=rows * cost.activation_bytes / axes["sequence"],
+        logits=2 * rows * cost.logits_bytes / (axes["sequence"] * axes["tensor"]),
         gathered=gathered if axes["fsdp"] > 1 else 0,
     )
 

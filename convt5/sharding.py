@@ -18,7 +18,9 @@ from convt5.tree_paths import named_leaves, path_name
 
 Tree = Any
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "sequence", "tensor")
+"""Neighbours along the last axes lie closest together on a TPU slice: those talk in each layer."""
+
 BATCH_AXES = ("data", "fsdp")
 
 
@@ -30,11 +32,14 @@ class MeshConfig:
         data: groups that each hold all parameters and take a part of the batch.
         fsdp: devices that split the batch and hold a part of each parameter and of its optimizer
             state, gathered when used (fully sharded data parallel).
+        sequence: devices that split each row of tokens; convolutions trade the rows that their
+            taps reach with their neighbours (`ops.halo`), attention gathers keys and values.
         tensor: devices that split the channels of each layer (tensor parallel).
     """
 
     data: int = -1
     fsdp: int = 1
+    sequence: int = 1
     tensor: int = 1
 
     def __post_init__(self):
@@ -59,7 +64,7 @@ class MeshConfig:
         types = (AxisType.Auto,) * len(AXES)
         return jax.make_mesh(self.sizes(len(devices)), AXES, types, devices=devices)
 
-    def sizes(self, num_devices: int) -> tuple[int, int, int]:
+    def sizes(self, num_devices: int) -> tuple[int, int, int, int]:
         """Returns the size of each of `AXES` on `num_devices` devices."""
         known = math.prod(size for size in dataclasses.astuple(self) if size != -1)
         if num_devices % known or (-1 not in dataclasses.astuple(self) and known != num_devices):
@@ -69,8 +74,8 @@ class MeshConfig:
                 "for one of them."
             )
         rest = num_devices // known
-        data, fsdp, tensor = (rest if s == -1 else s for s in dataclasses.astuple(self))
-        return data, fsdp, tensor
+        data, fsdp, sequence, tensor = (rest if s == -1 else s for s in dataclasses.astuple(self))
+        return data, fsdp, sequence, tensor
 
     def _text(self) -> str:
         return ", ".join(f"{axis}={size}" for axis, size in dataclasses.asdict(self).items())
@@ -127,6 +132,13 @@ def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of batches: the first axis is split over `BATCH_AXES`."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def token_sharding(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of [batch, length] arrays: lengths are split over "sequence"."""
+    if mesh.shape.get("sequence", 1) == 1:
+        return batch_sharding(mesh)
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES, "sequence"))
 
 
 def parameter_specs(parameters: Tree, rules: Sequence[Rule]) -> dict[str, PartitionSpec]:
@@ -211,6 +223,7 @@ def check_mesh(
     batch_size: int,
     grad_accum_steps: int = 1,
     tensor_divides: Mapping[str, int] | None = None,
+    lengths: Mapping[str, int] | None = None,
 ) -> None:
     """Checks what the shapes of parameters do not show.
 
@@ -220,6 +233,8 @@ def check_mesh(
         grad_accum_steps: microbatches each batch is cut into.
         tensor_divides: sizes that the axis "tensor" must divide, by the name of their setting,
             such as {"num_heads": 12}.
+        lengths: tokens of a row, which the axis "sequence" must divide, by the name of their
+            setting; None where the batches hold no rows of tokens, which nothing can split.
 
     Raises:
         UserError: listing every size that does not divide.
@@ -240,7 +255,23 @@ def check_mesh(
         for name, size in (tensor_divides or {}).items()
         if size % mesh.shape["tensor"]
     ]
-    errors.raise_all(faults, where=f"mesh {dict(mesh.shape)}")
+    errors.raise_all(faults + _length_faults(mesh, lengths), where=f"mesh {dict(mesh.shape)}")
+
+
+def _length_faults(mesh: Mesh, lengths: Mapping[str, int] | None) -> list[str]:
+    ways = mesh.shape["sequence"]
+    if lengths is None and ways > 1:
+        return [
+            f"sequence={ways} splits rows of tokens, which these batches do not hold; set "
+            "MeshConfig.sequence to 1."
+        ]
+    return [
+        f"{name}={length} must be a multiple of sequence={ways}: every device holds equally many "
+        f"tokens of a row; set {name} to {-(-length // ways) * ways}, or MeshConfig.sequence to a "
+        f"divisor of {length}."
+        for name, length in (lengths or {}).items()
+        if length % ways
+    ]
 
 
 def _owner(name: str, parameters: Mapping[str, Any]) -> str | None:

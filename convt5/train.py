@@ -81,6 +81,7 @@ def dry_run(settings: Mapping[str, Any]) -> str:
     import jax
 
     from convt5 import trainer
+    from convt5.training import plan
 
     call = inspect.signature(trainer.train).bind(**settings)
     call.apply_defaults()
@@ -89,13 +90,16 @@ def dry_run(settings: Mapping[str, Any]) -> str:
         if hasattr(data, "provider"):
             data.provider()  # Finds the mixture; reads no example.
     values["batch_size"] = values["train_data"].batch_size
+    values["lengths"] = plan.row_lengths(
+        train_data=values["train_data"], eval_data=values["eval_data"]
+    )
     trainer.Intervals(**_accepted(trainer.Intervals, values))
-    plan = trainer.make_plan(**_accepted(trainer.make_plan, values))
-    mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
+    planned = plan.make_plan(**_accepted(plan.make_plan, values))
+    mesh = ", ".join(f"{axis}={size}" for axis, size in planned.mesh.shape.items())
     return "\n".join(
         [
             "The configuration is complete and consistent; nothing was trained.",
-            f"  parameters     {plan.num_parameters():,}",
+            f"  parameters     {planned.num_parameters():,}",
             f"  devices        {jax.device_count()} x {jax.devices()[0].device_kind} ({mesh})",
             f"  batch          {values['batch_size']} rows",
             f"  steps          {values['num_steps']:,}",

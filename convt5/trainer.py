@@ -25,7 +25,7 @@ from convt5.training import compilation, run_directory, run_log
 from convt5.training.averaging import Averaging
 from convt5.training.interruption import Interruption
 from convt5.training.loop import Estimate, Intervals, Loop, TaskMeasure
-from convt5.training.plan import Plan, make_plan
+from convt5.training.plan import Plan, make_plan, row_lengths
 from convt5.training.train_state import ModelConfig
 from convt5.training.train_step import Loss
 from convt5.training.validation import DataConfig, Validation
@@ -149,6 +149,7 @@ def train(
         optimizer=optimizer,
         schedule=schedule,
         batch_size=train_data.batch_size,
+        lengths=row_lengths(train_data=train_data, eval_data=eval_data),
         mesh=mesh,
         grad_accum_steps=grad_accum_steps,
         ema=ema,

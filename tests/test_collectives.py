@@ -48,6 +48,15 @@ def test_groups_are_mapped_to_mesh_axes(groups, axes):
     assert found.group_size == np.prod([MESH[axis] for axis in axes])
 
 
+def test_collectives_of_shard_map_share_a_channel_and_are_counted_one_by_one():
+    pairs = 'source_target_pairs={{0,1},{1,2},{2,3}}, metadata={op_name="ppermute"}'
+    lines = [
+        f"%a = f32[2,3]{{1,0}} collective-permute(%p), channel_id=1, {pairs}",
+        f"%b = f32[2,5]{{1,0}} collective-permute(%q), channel_id=1, {pairs}",
+    ]
+    assert [c.payload_bytes for c in parse(program(*lines), MESH)] == [24, 40]
+
+
 @pytest.mark.parametrize(
     ("line", "payload", "sent"),
     [

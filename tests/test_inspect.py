@@ -59,7 +59,7 @@ def little_subject(gin_file: str, **changes) -> cost_report.Subject:
         "batch_size": 8,
         "grad_accum_steps": 1,
         "optimizer": AdamWConfig(),
-        "mesh": (1, 1, 1),
+        "mesh": (1, 1, 1, 1),
     }
     return cost_report.Subject(**{**values, **changes})
 
@@ -97,7 +97,7 @@ def test_json_says_the_same_to_programs(gin_file, capsys):
     assert report["parameters"] == sum(report["parameters_by_part"].values())
     held = sum(int(np.prod(parameter["shape"])) for parameter in report["sharding"])
     assert report["parameters"] == held
-    assert report["mesh"] == {"data": 4, "fsdp": 1, "tensor": 1}
+    assert report["mesh"] == {"data": 4, "fsdp": 1, "sequence": 1, "tensor": 1}
 
 
 def test_memory_per_device_shrinks_where_the_mesh_splits(gin_file):
@@ -105,13 +105,15 @@ def test_memory_per_device_shrinks_where_the_mesh_splits(gin_file):
         return cost_report.make_report(little_subject(gin_file, **changes)).memory
 
     one = report()
-    assert report(mesh=(4, 1, 1)).parameters == one.parameters
-    assert report(mesh=(4, 1, 1)).activations == one.activations / 4
+    assert report(mesh=(4, 1, 1, 1)).parameters == one.parameters
+    assert report(mesh=(4, 1, 1, 1)).activations == one.activations / 4
     assert report(grad_accum_steps=2).activations == one.activations / 2
-    assert report(mesh=(1, 4, 1)).parameters < 0.3 * one.parameters
-    assert report(mesh=(1, 4, 1)).optimizer < 0.3 * one.optimizer
-    assert report(mesh=(1, 4, 1)).gathered == one.parameters
-    assert report(mesh=(1, 1, 4)).logits == one.logits / 4
+    assert report(mesh=(1, 4, 1, 1)).parameters < 0.3 * one.parameters
+    assert report(mesh=(1, 4, 1, 1)).optimizer < 0.3 * one.optimizer
+    assert report(mesh=(1, 4, 1, 1)).gathered == one.parameters
+    assert report(mesh=(1, 1, 1, 4)).logits == one.logits / 4
+    assert report(mesh=(1, 1, 4, 1)).logits == one.logits / 4
+    assert report(mesh=(1, 1, 4, 1)).activations == one.activations / 4
 
 
 def test_memory_on_one_device_is_that_of_the_closed_form(gin_file):
@@ -127,7 +129,8 @@ def test_memory_on_one_device_is_that_of_the_closed_form(gin_file):
 
 def test_sharding_table_joins_equal_layers(gin_file, capsys):
     inspect.main([gin_file, "--devices=8"])
-    rows = table_rows(capsys.readouterr().out, "Sharding (8 devices: data=8, fsdp=1, tensor=1)")
+    heading = "Sharding (8 devices: data=8, fsdp=1, sequence=1, tensor=1)"
+    rows = table_rows(capsys.readouterr().out, heading)
     by_name = {row.split()[0]: " ".join(row.split()[1:]) for row in rows}
     assert by_name["encoder/layers/{0-2}/mlp/wi/kernel"] == "16 x 32 fsdp, tensor 16 x 32"
     assert by_name["encoder/layers/{0-1}/mixing/kernel"] == "2 x 16 -, tensor 2 x 16"
@@ -238,7 +241,7 @@ def test_model_alone_takes_optimizer_and_mesh_from_the_command_line(gin_file):
     assert settings["optimizer"] == AdamWConfig()
     assert settings["mesh"].fsdp == 4
     subject = inspect.make_subject("little", settings, {"devices": 8})
-    assert subject.mesh == (2, 4, 1)
+    assert subject.mesh == (2, 4, 1, 1)
     assert subject.assumed[-1] == "AdamW"
 
 

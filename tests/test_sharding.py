@@ -25,10 +25,12 @@ def mesh_of(**sizes: int):
 @pytest.mark.parametrize(
     ("config", "sizes"),
     [
-        (MeshConfig(), (8, 1, 1)),
-        (MeshConfig(tensor=2), (4, 1, 2)),
-        (MeshConfig(data=2, fsdp=-1, tensor=2), (2, 2, 2)),
-        (MeshConfig(data=1, fsdp=8), (1, 8, 1)),
+        (MeshConfig(), (8, 1, 1, 1)),
+        (MeshConfig(tensor=2), (4, 1, 1, 2)),
+        (MeshConfig(data=2, fsdp=-1, tensor=2), (2, 2, 1, 2)),
+        (MeshConfig(data=1, fsdp=8), (1, 8, 1, 1)),
+        (MeshConfig(sequence=4), (2, 1, 4, 1)),
+        (MeshConfig(data=1, sequence=-1, tensor=2), (1, 1, 4, 2)),
     ],
 )
 def test_minus_one_takes_the_remaining_devices(config, sizes):
@@ -145,6 +147,13 @@ def test_parameters_in_use_are_split_by_tensor_only():
             "num_heads=6 must be a multiple of tensor=4",
         ),
         ({}, {"batch_size": 8, "grad_accum_steps": 0}, "grad_accum_steps=0 must be at least 1"),
+        (
+            {"sequence": 4},
+            {"batch_size": 8, "lengths": {"encoder_length": 64, "decoder_length": 30}},
+            r"decoder_length=30 must be a multiple of sequence=4.* set decoder_length to 32, or "
+            r"MeshConfig.sequence to a divisor of 30",
+        ),
+        ({"sequence": 2}, {"batch_size": 8}, "sequence=2 splits rows of tokens, which these"),
     ],
 )
 def test_a_mesh_that_does_not_divide_batch_or_heads_is_refused(sizes, settings, message):
@@ -155,3 +164,13 @@ def test_a_mesh_that_does_not_divide_batch_or_heads_is_refused(sizes, settings, 
 def test_a_mesh_that_divides_everything_is_accepted():
     settings = {"grad_accum_steps": 2, "tensor_divides": {"num_heads": 12}}
     assert sharding.check_mesh(mesh_of(tensor=2), batch_size=16, **settings) is None
+    settings["lengths"] = {"encoder_length": 64, "decoder_length": 12}
+    assert sharding.check_mesh(mesh_of(sequence=4), batch_size=16, **settings) is None
+
+
+def test_lengths_are_split_only_where_the_mesh_says_so():
+    rows = P(("data", "fsdp"))
+    assert sharding.token_sharding(mesh_of()).spec == rows
+    assert sharding.token_sharding(mesh_of(sequence=4)).spec == P(("data", "fsdp"), "sequence")
+    # Decoding and images split rows of the batch alone.
+    assert sharding.batch_sharding(mesh_of(sequence=4)).spec == rows

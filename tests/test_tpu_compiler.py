@@ -50,7 +50,7 @@ def payload(report: dict, axis: str, *kinds: str) -> float:
 @pytest.mark.tpu
 def test_parameters_of_a_device_are_what_the_shardings_give_it(report):
     step = report["compiled_step"]
-    assert step["mesh"] == {"data": 2, "fsdp": 2, "tensor": 1}
+    assert step["mesh"] == {"data": 2, "fsdp": 2, "sequence": 1, "tensor": 1}
     assert step["devices"] == 4
     held = 4 * sum(math.prod(parameter["device_shape"]) for parameter in report["sharding"])
     memory = step["memory_bytes"]

@@ -1,6 +1,8 @@
 """One update: the same on every mesh and however it is cut, compiled once, never made if broken."""
 
 import dataclasses
+import functools
+import itertools
 import math
 
 import jax
@@ -8,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from quick import quick
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from test_model import VOCAB, tiny_config
 
 from convt5.architecture import StackConfig
 from convt5.losses import TextLoss
 from convt5.optimizer import AdafactorConfig, SGDConfig
 from convt5.schedule import Constant, InverseSqrt
-from convt5.sharding import TEXT_RULES, MeshConfig, Rule, batch_sharding
+from convt5.sharding import TEXT_RULES, MeshConfig, Rule, batch_sharding, token_sharding
 from convt5.training.train_state import abstract_state, init_state, new_state, state_shardings
 from convt5.training.train_step import (
     LossSums,
@@ -241,70 +244,142 @@ def test_evaluation_has_no_random_numbers_and_its_sums_add_up():
 
 
 def text_config(**overrides):
-    """One layer each with two kinds of convolution, and heads and channels that 4 divides."""
-    return tiny_config(
-        emb_dim=16,
-        num_heads=4,
-        head_dim=4,
-        encoder=StackConfig(num_layers=1, mixing="dynamic", kernel_size=3, num_kernels=4),
-        decoder=StackConfig(num_layers=1, mixing="lightweight", kernel_size=3, num_kernels=2),
-        **overrides,
+    """Every mixing that communicates in its own way, and heads and channels that 8 divides."""
+    encoder = StackConfig(
+        num_layers=2,
+        mixing=("dynamic", "attention"),
+        kernel_size=3,
+        num_kernels=4,
+        dilation=2,
+        tap_dropout_rate=overrides.get("dropout_rate", 0.0),
     )
+    decoder = StackConfig(num_layers=1, mixing="lightweight", kernel_size=4, num_kernels=2)
+    settings = {"emb_dim": 16, "num_heads": 8, "head_dim": 2, "positions": "relative"}
+    return tiny_config(**{**settings, "encoder": encoder, "decoder": decoder, **overrides})
 
 
 def text_batch() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    source = rng.integers(1, VOCAB, (16, 8), dtype=np.int32)
-    target = rng.integers(1, VOCAB, (16, 6), dtype=np.int32)
+    source = rng.integers(1, VOCAB, (16, 16), dtype=np.int32)
+    target = rng.integers(1, VOCAB, (16, 8), dtype=np.int32)
     weights = np.ones_like(target)
-    source[::3, 5:] = 0
-    target[::2, 4:] = weights[::2, 4:] = 0
+    source[::3, 10:] = 0
+    target[::2, 5:] = weights[::2, 5:] = 0
+    ids = {"encoder": 1 + (np.arange(16) > 6)[None], "decoder": 1 + (np.arange(8) > 2)[None]}
     return {
         "encoder_input_tokens": source,
         "decoder_input_tokens": np.pad(target[:, :-1], ((0, 0), (1, 0))),
         "decoder_target_tokens": target,
         "decoder_loss_weights": weights,
+        "encoder_segment_ids": (ids["encoder"] * (source != 0)).astype(np.int32),
+        "decoder_segment_ids": (ids["decoder"] * (target != 0)).astype(np.int32),
     }
 
 
 ADAFACTOR = AdafactorConfig(min_dim_to_factor=8)
 
 
-def run_text(config, mesh: MeshConfig, state, schedule, *, steps: int = 1):
+def run_text(config, mesh: MeshConfig, state, schedule, *, steps: int = 1, batch=None, **options):
+    """Returns the jitted step, the final state and the metrics of each step."""
     optimizer = ADAFACTOR.build(schedule)
     placed = build_mesh(mesh)
     shardings = state_shardings(abstract_state(config, optimizer), placed, TEXT_RULES)
     if state is None:
         state = init_state(config, optimizer, jax.random.key(0), shardings)
-    whole = batch_sharding(placed)
+    tokens = token_sharding(placed)
     step = make_train_step(
-        TextLoss(z_loss=1e-4), optimizer, shardings, whole, seed_key=jax.random.key(1)
+        TextLoss(z_loss=1e-4), optimizer, shardings, tokens, seed_key=jax.random.key(1), **options
     )
-    state, batch = jax.device_put(state, shardings), jax.device_put(text_batch(), whole)
-    losses = []
+    state = jax.device_put(state, shardings)
+    batch = jax.device_put(text_batch() if batch is None else batch, tokens)
+    metrics = []
     for _ in range(steps):
-        state, metrics = step(state, batch)
-        losses.append(metrics["loss"])
-    return step, jax.device_get(state), jax.device_get(losses)
+        state, latest = step(state, batch)
+        metrics.append(jax.device_get(latest))
+    return step, jax.device_get(state), metrics
 
 
-@pytest.fixture(scope="module")
-def one_device_update():
-    config, schedule = text_config(dropout_rate=0.1), InverseSqrt()
+CONFIGS = {
+    "relative": text_config(dropout_rate=0.1),
+    "learned": text_config(
+        positions="learned",
+        max_positions=16,
+        hide_start_token=True,
+        encoder=StackConfig(num_layers=1, mixing="depthwise", kernel_size=3, dilation=5),
+        decoder=StackConfig(num_layers=2, mixing=("dynamic", "attention"), kernel_size=3),
+    ),
+}
+
+
+@functools.cache
+def one_device_update(name: str):
+    config, schedule = CONFIGS[name], InverseSqrt()
     start = jax.device_get(new_state(config, ADAFACTOR.build(schedule), jax.random.key(0)))
-    return config, start, run_text(config, ONE_DEVICE, start, schedule)
+    return start, run_text(config, ONE_DEVICE, start, schedule, steps=2)[1:]
 
 
-@pytest.mark.parametrize("mesh", quick(list(MESHES), chosen=["8x1", "4x2", "2x4"]))
-def test_an_update_of_the_model_is_the_same_on_every_mesh(mesh, one_device_update):
-    config, start, (_, expected, expected_losses) = one_device_update
-    _, found, losses = run_text(config, MESHES[mesh], start, InverseSqrt())
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
+def check_update_of_the_model(name: str, mesh: MeshConfig, **options):
+    start, (expected, expected_metrics) = one_device_update(name)
+    _, found, metrics = run_text(CONFIGS[name], mesh, start, InverseSqrt(), steps=2, **options)
+    for before, after in zip(expected_metrics, metrics, strict=True):
+        assert before.keys() == after.keys()
+        for key in before:
+            np.testing.assert_allclose(after[key], before[key], rtol=1e-5, err_msg=key)
     assert_same_model(found.model, expected.model)
+    for (name, a), (_, b) in zip(
+        named_leaves(found.opt_state), named_leaves(expected.opt_state), strict=True
+    ):
+        # Squares of gradients; what is not there, such as tokens not seen, is exactly zero.
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-12, err_msg=name)
+
+
+FACTORISATIONS = [
+    MeshConfig(data=data, fsdp=fsdp, sequence=sequence, tensor=8 // (data * fsdp * sequence))
+    for data, fsdp, sequence in itertools.product((1, 2, 4, 8), repeat=3)
+    if data * fsdp * sequence <= 8
+]
+"""All ways to write 8 devices as data x fsdp x sequence x tensor."""
+
+CHOSEN = settings(
+    deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+@settings(CHOSEN, max_examples=2)
+@given(mesh=st.sampled_from([m for m in FACTORISATIONS if m.sequence > 1]))
+def test_an_update_of_the_model_is_the_same_where_rows_are_split(mesh):
+    check_update_of_the_model("relative", mesh)
+
+
+@settings(CHOSEN, max_examples=1)
+@given(mesh=st.sampled_from([m for m in FACTORISATIONS if m.sequence == 1]))
+def test_an_update_of_the_model_is_the_same_on_every_mesh(mesh):
+    check_update_of_the_model("relative", mesh)
+
+
+@pytest.mark.slow
+@settings(CHOSEN, max_examples=6)
+@given(mesh=st.sampled_from(FACTORISATIONS), name=st.sampled_from(list(CONFIGS)))
+def test_many_updates_of_models_are_the_same_on_every_mesh(mesh, name):
+    check_update_of_the_model(name, mesh)
+
+
+@pytest.mark.slow
+def test_accumulated_gradients_are_the_same_where_rows_are_split():
+    # Without dropout, of which each microbatch has its own.
+    mesh = MeshConfig(data=2, fsdp=1, sequence=2, tensor=2)
+    check_update_of_the_model("learned", mesh, grad_accum_steps=2)
 
 
 def test_a_tiny_model_learns_one_batch_by_heart_with_one_compilation():
-    step, _, losses = run_text(text_config(), ONE_DEVICE, None, Constant(rate=0.05), steps=100)
+    config = text_config(
+        encoder=StackConfig(num_layers=1, mixing="dynamic", kernel_size=3, num_kernels=4)
+    )
+    batch = {name: rows[:8] for name, rows in text_batch().items()}
+    step, _, metrics = run_text(
+        config, ONE_DEVICE, None, Constant(rate=0.05), steps=100, batch=batch
+    )
+    losses = [float(m["loss"]) for m in metrics]
     assert losses[0] > math.log(VOCAB) - 0.5  # Nothing was known before.
     assert losses[-1] < 0.1
     assert step._cache_size() == 1

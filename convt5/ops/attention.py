@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from convt5.ops import implementation
+from convt5.ops import gathered_keys, implementation
 from convt5.ops.masking import attention_mask
 
 CHUNK_BYTES = 2**25
@@ -52,6 +52,18 @@ def attend(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(causal, query, key, value, bias, query_ids, key_ids):
+    return _run(_whole, causal, query, key, value, bias, query_ids, key_ids)
+
+
+def _run(whole, causal, *arrays):
+    """Computes `whole` of the arrays, whose rows devices may share."""
+    devices = implementation.devices()
+    if devices is not None and devices.split_lengths:
+        return gathered_keys.attend(causal, devices, functools.partial(whole, False), *arrays)
+    return whole(causal, *arrays)
+
+
+def _whole(causal, query, key, value, bias, query_ids, key_ids):
     """On TPU by kernels where they serve; elsewhere in chunks."""
     arrays = (query, key, value, query_ids, key_ids)
     in_chunks = functools.partial(_attend_in_chunks, causal, bias)
@@ -63,11 +75,14 @@ def _forward(causal, *arguments):
 
 
 def _backward(causal, residuals, cotangent):
-    query, key, value, bias, query_ids, key_ids = residuals
+    return (*_run(_whole_gradients, causal, *residuals, cotangent), None, None)
+
+
+def _whole_gradients(causal, query, key, value, bias, query_ids, key_ids, cotangent):
     arrays = (query, key, value, query_ids, key_ids, cotangent)
     in_chunks = functools.partial(_gradients_in_chunks, causal, bias)
     kernels = _kernels(causal, bias, query, key, backward=True)
-    return (*implementation.run(in_chunks, kernels, *arrays), None, None)
+    return implementation.run(in_chunks, kernels, *arrays)
 
 
 _attend.defvjp(_forward, _backward)

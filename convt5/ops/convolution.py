@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from convt5.ops import implementation, plain
+from convt5.ops import halo, implementation, plain
 from convt5.ops.padding import Padding, pad_widths
 from convt5.ops.taps import Taps
 
@@ -122,6 +122,11 @@ def dynamic_conv(
     """
     where = _taps(kernel_logits.shape[2], dilation, padding, taps_cross_segments)
     _group_size(x, kernel_logits)
+    devices = implementation.devices()
+    if dropout_key is not None and tap_dropout_rate and devices and devices.split_lengths:
+        # Drawn for whole rows, before they are taken apart: the same numbers on every mesh.
+        weights = plain.normalize(softmax, tap_dropout_rate, kernel_logits, dropout_key)
+        return _dynamic_conv(where, False, 0.0, x, weights, segment_ids, None)
     return _dynamic_conv(
         where, softmax, tap_dropout_rate, x, kernel_logits, segment_ids, dropout_key
     )
@@ -192,6 +197,15 @@ _dynamic_conv.defvjp(_dynamic_forward, _dynamic_backward)
 
 def _run(direction: Literal["forward", "backward"], where, softmax, segment_ids, *arrays):
     """Returns `plain.forward` or `plain.backward` of the arrays, computed as the platform likes."""
+    alone = functools.partial(_whole, direction, where, softmax)
+    devices = implementation.devices()
+    if devices is not None and devices.split_lengths:
+        return halo.convolve(direction, where, devices, alone, segment_ids, *arrays)
+    return alone(segment_ids, *arrays)
+
+
+def _whole(direction, where, softmax, segment_ids, *arrays):
+    """The same where every device that takes part holds whole rows."""
     ids = () if segment_ids is None else (segment_ids,)
     formulation = plain.forward if direction == "forward" else plain.backward
 

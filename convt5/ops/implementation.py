@@ -33,11 +33,22 @@ class Devices:
         mesh: all of them.
         rows: mesh axes that split the batch.
         channels: mesh axes that split the channels.
+        lengths: mesh axes that split each row of the batch into pieces of equal length.
     """
 
     mesh: Mesh
     rows: tuple[str, ...]
     channels: tuple[str, ...]
+    lengths: tuple[str, ...] = ()
+
+    @property
+    def split_lengths(self) -> bool:
+        """Whether no device holds a whole row, so that devices must exchange parts of it."""
+        return self.count(self.lengths) > 1
+
+    def dividing(self, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+        """Returns the axes if they can split an array axis of this size, or none of them."""
+        return axes if size % self.count(axes) == 0 else ()
 
     def count(self, axes: tuple[str, ...]) -> int:
         sizes: Mapping[str, int] = self.mesh.shape
@@ -48,8 +59,12 @@ _devices: contextvars.ContextVar[Devices | None] = contextvars.ContextVar("devic
 
 
 @contextlib.contextmanager
-def over_devices(devices: Devices) -> Iterator[None]:
-    """Says how the arrays of operators that are traced inside are split."""
+def over_devices(devices: Devices | None) -> Iterator[None]:
+    """Says how the arrays of operators that are traced inside are split.
+
+    Args:
+        devices: None inside of shard_map, where each device computes its own arrays.
+    """
     token = _devices.set(devices)
     try:
         yield

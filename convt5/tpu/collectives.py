@@ -7,7 +7,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -117,13 +117,8 @@ def parse(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
             of one device communicate nothing and are left out.
     """
     instructions, executions = _read(hlo)
-    # TPU compilers split one collective over several fusions, so that it overlaps with other
-    # work; the parts share its channel.
-    by_channel: dict[str, list[_Instruction]] = {}
-    for instruction in instructions:
-        by_channel.setdefault(instruction.channel, []).append(instruction)
     found = []
-    for parts in by_channel.values():
+    for parts in _collectives(instructions):
         groups = _groups(parts[0].line, math.prod(mesh.values()))
         size = 2 if parts[0].kind == "collective-permute" else len(groups[0].members)
         axes = varying_axes(groups, mesh)
@@ -151,6 +146,24 @@ def varying_axes(groups: list[Group], mesh: Mapping[str, int]) -> tuple[str, ...
         places = np.stack(np.unravel_index(np.array(group.members), sizes))
         varying |= (places != places[:, :1]).any(axis=1)
     return tuple(name for name, varies in zip(names, varying, strict=True) if varies)
+
+
+def _collectives(instructions: list["_Instruction"]) -> list[list["_Instruction"]]:
+    """Returns the instructions that make up each collective.
+
+    TPU compilers split one over several fusions, so that it overlaps with other work; the parts
+    share its channel and its origin. All collectives of jax.shard_map share a channel as well, and
+    may have one origin, but lie in one computation.
+    """
+    found: dict[tuple[Any, ...], list[_Instruction]] = {}
+    seen: dict[tuple[Any, ...], int] = {}
+    for instruction in instructions:
+        origin = re.search(r"\bmetadata=\{([^}]*)\}", instruction.line)
+        key = (instruction.channel, instruction.kind, origin[1] if origin else "")
+        place = (instruction.computation, *key)
+        seen[place] = seen.get(place, 0) + 1
+        found.setdefault((*key, seen[place]), []).append(instruction)
+    return list(found.values())
 
 
 class _Instruction(NamedTuple):

@@ -81,6 +81,10 @@ class Step:
             optimizer=self.optimizer,
             schedule=self.schedule,
             batch_size=self.batch_size,
+            lengths={
+                "encoder_length": self.encoder_length,
+                "decoder_length": self.decoder_length,
+            },
             mesh=self.mesh,
             grad_accum_steps=self.grad_accum_steps,
             seed=self.seed,

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -60,6 +60,21 @@ class Plan(NamedTuple):
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained))
 
 
+def row_lengths(**data: Any) -> dict[str, int] | None:
+    """Returns the tokens of a row by the name of their setting, or None for data without tokens.
+
+    Args:
+        data: descriptions of batches by name, such as `data.DataConfig`; None for absent ones.
+    """
+    found = {
+        f"{name}.{field}": getattr(config, field)
+        for name, config in data.items()
+        for field in ("encoder_length", "decoder_length")
+        if hasattr(config, field)
+    }
+    return found or None
+
+
 def make_plan(
     *,
     model: ModelConfig,
@@ -67,6 +82,7 @@ def make_plan(
     optimizer: OptimizerConfig,
     schedule: Schedule,
     batch_size: int,
+    lengths: Mapping[str, int] | None = None,
     mesh: sharding.MeshConfig | None = None,
     grad_accum_steps: int = 1,
     ema: Averaging | None = None,
@@ -77,6 +93,7 @@ def make_plan(
     """Checks that model, batch and devices fit together; arguments as those of `trainer.train`.
 
     Args:
+        lengths: tokens of a row, by the name of their setting; None for batches of other things.
         devices: those to plan for, by default all of every host; others can be compiled for.
 
     Raises:
@@ -89,11 +106,12 @@ def make_plan(
         batch_size=batch_size,
         grad_accum_steps=grad_accum_steps,
         tensor_divides={"num_heads": heads} if heads else None,
+        lengths=lengths,
     )
     updates = optimizer.build(schedule)
     abstract = abstract_state(model, updates, with_ema=ema is not None)
     shardings = state_shardings(abstract, device_mesh, sharding_rules)
-    batch_sharding = sharding.batch_sharding(device_mesh)
+    batch_sharding = sharding.token_sharding(device_mesh)
     init_key, dropout_key = jax.random.split(jax.random.key(seed))
     return Plan(
         model=model,

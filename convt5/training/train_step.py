@@ -196,9 +196,11 @@ def _gather(model: nnx.Module, model_shardings: nnx.Module) -> nnx.Module:
 
 
 def _operators_over(model_shardings: nnx.Module) -> contextlib.AbstractContextManager[None]:
-    """Tells kernels of operators how activations are split: rows and channels, never lengths."""
+    """Tells operators how activations are split."""
     mesh = jax.tree.leaves(model_shardings)[0].mesh
-    devices = implementation.Devices(mesh, rows=BATCH_AXES, channels=("tensor",))
+    devices = implementation.Devices(
+        mesh, rows=BATCH_AXES, channels=("tensor",), lengths=("sequence",)
+    )
     return implementation.over_devices(devices)
 
 

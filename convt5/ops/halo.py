@@ -1,0 +1,144 @@
+"""Convolutions of rows that several devices share: each trades what taps reach with its neighbours.
+
+A device that holds positions a to b needs `Taps.left` positions before a and `Taps.right` behind b
+to compute its own outputs: (K - 1) * dilation together, however long the row is. It receives them
+by `ppermute`, convolves the widened piece alone, and drops what it computed beside its own. The
+backward pass widens the inputs again, and sends the gradients of what it borrowed back to their
+owners. Used by `convolution` where `implementation.Devices.lengths` splits the rows.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from convt5.ops import implementation
+from convt5.ops.implementation import Devices
+from convt5.ops.taps import Taps
+
+Direction = Literal["forward", "backward"]
+Convolve = Callable[..., Any]
+"""Computes one direction on one device from segment ids (or None), x, weights and cotangents."""
+
+
+def widen(a: jax.Array, devices: tuple[str, ...], count: int, left: int, right: int) -> jax.Array:
+    """Returns this device's piece of a row with `left` positions before it and `right` behind it.
+
+    Positions outside of the row are zero. Each device sends `left + right` positions at most, in
+    one message for each neighbour they come from: only the nearest where pieces are longer.
+
+    Args:
+        a: [batch, piece, ...], inside of `shard_map`.
+        devices: mesh axes that split the row, whose pieces are in order.
+        count: how many devices these are.
+        left, right: at most (count - 1) * piece.
+    """
+    piece = a.shape[1]
+
+    def borrowed(width: int, away: int):
+        """The `width` positions next to the piece: `away` is -1 before it and 1 behind it."""
+        parts = []
+        for hop in range(1, math.ceil(width / piece) + 1):
+            needed = min(piece, width - (hop - 1) * piece)
+            sent = a[:, piece - needed :] if away < 0 else a[:, :needed]
+            pairs = [(i, i - away * hop) for i in range(count) if 0 <= i - away * hop < count]
+            # Devices without such a neighbour receive zeros.
+            parts.append(lax.ppermute(sent, devices, pairs))
+        return parts
+
+    return jnp.concatenate([*reversed(borrowed(left, -1)), a, *borrowed(right, 1)], axis=1)
+
+
+def convolve(
+    direction: Direction, where: Taps, devices: Devices, alone: Convolve, ids: Any, *arrays: Any
+):
+    """Returns what `alone` computes of whole rows, from rows that are split.
+
+    Args:
+        direction: the convolution, or its gradients in x and in the weights.
+        where: the taps.
+        devices: that hold the pieces.
+        alone: computes the same on one device.
+        ids: [batch, length] segment ids, or None.
+        arrays: x [batch, length, embed]; weights, a kernel [kernel, embed] or logits [batch,
+            length, kernel, heads]; backward also the cotangent.
+
+    Raises:
+        ValueError: a length that the devices do not divide.
+    """
+    x, weights, *_ = arrays
+    pieces, length = devices.count(devices.lengths), x.shape[1]
+    if length % pieces:
+        raise ValueError(
+            f"length={length} must be a multiple of {pieces}, the devices that share it."
+        )
+    rows = devices.dividing(devices.rows, x.shape[0])
+    channels = devices.dividing(devices.channels, x.shape[2])
+    dynamic, heads = weights.ndim == 4, weights.shape[-1]
+    if heads % devices.count(channels) and devices.count(channels) % heads:
+        channels = ()  # A kernel would serve parts of several devices' channels.
+    # Each device gets all kernels of its positions: one may serve channels of several devices.
+    weight = PartitionSpec(rows, devices.lengths) if dynamic else PartitionSpec(None, channels)
+    spec = PartitionSpec(rows, devices.lengths, channels)
+    packed = ids is not None
+    given = ([PartitionSpec(rows, devices.lengths)] if packed else []) + [spec, weight]
+    backward = direction == "backward"
+    split = Devices(devices.mesh, rows, channels, devices.lengths)
+    shared = jax.shard_map(
+        functools.partial(_piece, direction, where, split, alone, packed),
+        mesh=devices.mesh,
+        in_specs=tuple(given + [spec] * backward),
+        out_specs=(spec, weight) if backward else spec,
+        check_vma=False,
+    )
+    return shared(*([ids] if packed else []), *arrays)
+
+
+def _piece(
+    direction: Direction, where: Taps, devices: Devices, alone: Convolve, packed: bool, *arrays
+):
+    """Computes the piece of one device."""
+    ids, x, weights, *cotangent = arrays if packed else (None, *arrays)
+    piece, pieces = x.shape[1], devices.count(devices.lengths)
+    # Further away than the row is long everything is zero.
+    left, right = (min(width, (pieces - 1) * piece) for width in (where.left, where.right))
+
+    def widened(a):
+        return widen(a, devices.lengths, pieces, left, right)
+
+    def beside(a):
+        return jnp.pad(a, ((0, 0), (left, right)) + ((0, 0),) * (a.ndim - 2))
+
+    dynamic = weights.ndim == 4
+    own, first = _own_kernels(devices, weights) if dynamic else (weights, 0)
+    # Outputs beside the piece are dropped, whatever kernels give them; their cotangent is zero.
+    given = (widened(x), beside(own) if dynamic else own, *map(beside, cotangent))
+    with implementation.over_devices(None):
+        found = alone(ids if ids is None else widened(ids), *given)
+    if direction == "forward":
+        return found[:, left : left + piece]
+    dx, slopes = found
+    (dx,) = jax.linear_transpose(widened, x)(dx)
+    if not dynamic:
+        total = lax.psum(slopes.astype(jnp.float32), devices.rows + devices.lengths)
+        return dx, total.astype(slopes.dtype)
+    slopes = slopes[:, left : left + piece]
+    if devices.count(devices.channels) > 1:
+        # Other devices hold the other channels of a kernel, and other kernels.
+        slopes = lax.dynamic_update_slice_in_dim(jnp.zeros_like(weights), slopes, first, axis=3)
+        slopes = lax.psum(slopes.astype(jnp.float32), devices.channels).astype(weights.dtype)
+    return dx, slopes
+
+
+def _own_kernels(devices: Devices, logits):
+    """Returns the logits of the kernels that serve this device's channels, and the first kernel."""
+    heads, count = logits.shape[3], devices.count(devices.channels)
+    if count == 1:
+        return logits, 0
+    first = lax.axis_index(devices.channels) * heads // count
+    return lax.dynamic_slice_in_dim(logits, first, max(1, heads // count), axis=3), first
