@@ -26,6 +26,7 @@ from convt5.training.averaging import Averaging
 from convt5.training.interruption import Interruption
 from convt5.training.loop import Estimate, Intervals, Loop, TaskMeasure
 from convt5.training.plan import Plan, make_plan, row_lengths
+from convt5.training.train_batches import TrainBatches
 from convt5.training.train_state import ModelConfig
 from convt5.training.train_step import Loss
 from convt5.training.validation import DataConfig, Validation
