@@ -1,11 +1,12 @@
-"""Entry point of `python -m convt5.eval`: measures checkpoints of a run on seqio tasks."""
+"""Entry point of `python -m convt5.eval`: measures checkpoints of a run on tasks or images."""
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from convt5 import command_line, errors, multi_host
 from convt5.command_line import Flag
@@ -13,16 +14,31 @@ from convt5.evaluation.flags import PREDICT_FLAGS
 
 if TYPE_CHECKING:
     from convt5.evaluation import checkpoints
-    from convt5.evaluation.evaluator import Evaluator, Outcome
-    from convt5.evaluation.results import Results
+    from convt5.evaluation.evaluator import Evaluator
+    from convt5.evaluation.results import Outcome, Results
     from convt5.evaluation.run_settings import RunSettings
     from convt5.evaluation.settings import PredictConfig
+    from convt5.vision.evaluation import ImagePlan
 
 
+_TASK_FLAGS = (
+    Flag(
+        "task",
+        "a registered seqio task or mixture; may be repeated. By default the run's own "
+        "evaluation data.",
+        {"action": "append"},
+    ),
+    Flag(
+        "predict",
+        "decodes also where no metric needs it, so that predictions are written.",
+        {"action": "store_true"},
+    ),
+)
 COMMAND = command_line.Command(
     name="eval",
     summary="Measures a trained model on seqio tasks, with the metrics of the tasks and the "
-    "loss of their targets. Results lie in RUN_DIR/evaluation/TASK/SPLIT: metrics as JSON, "
+    "loss of their targets, or on labelled images: top-1, top-5 and loss. "
+    "Results lie in RUN_DIR/evaluation/TASK/SPLIT: metrics as JSON, "
     "predictions as JSON lines; and in RUN_DIR/evaluation/tensorboard.",
     needs_gin_file=False,
     examples=[
@@ -35,6 +51,10 @@ COMMAND = command_line.Command(
         (
             "a run in progress: each checkpoint as it appears",
             "--checkpoint=runs/a --follow --timeout=7200",
+        ),
+        (
+            "a model of images, its batch statistics measured anew on 64 batches",
+            "--checkpoint=runs/digits/vit_c_tiny --split=test --reestimate=64",
         ),
         (
             "the run that a train command with the same settings makes",
@@ -54,18 +74,19 @@ COMMAND = command_line.Command(
             "latest (the default), best (by the best_metric of the run), all, or steps: 100,200.",
             {"default": "latest"},
         ),
-        Flag(
-            "task",
-            "a registered seqio task or mixture; may be repeated. By default the run's own "
-            "evaluation data.",
-            {"action": "append"},
-        ),
+        _TASK_FLAGS[0],
         Flag("split", "of the tasks; by default the run's own, or validation."),
         Flag("num_examples", "only the first examples of each task.", {"type": int}),
+        _TASK_FLAGS[1],
         Flag(
-            "predict",
-            "decodes also where no metric needs it, so that predictions are written.",
+            "ema",
+            "measures the average of the model over its updates, where the run kept one.",
             {"action": "store_true"},
+        ),
+        Flag(
+            "reestimate",
+            "images: measures batch statistics anew over so many batches of training data.",
+            {"type": int},
         ),
         Flag(
             "follow",
@@ -91,8 +112,8 @@ COMMAND = command_line.Command(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What will be evaluated, checked.
+class TextPlan:
+    """What will be evaluated of a text model, checked; `vision.evaluation.ImagePlan` is another.
 
     Attributes:
         checkpoint: where the model is.
@@ -100,7 +121,7 @@ class Plan:
         split: of each.
         settings: of the run and of the evaluation.
         predict: how texts become predictions; completed.
-        model: description of the model.
+        ema: whether the average over the updates is measured.
     """
 
     checkpoint: str
@@ -108,7 +129,41 @@ class Plan:
     split: str
     settings: "RunSettings"
     predict: "PredictConfig"
-    model: Any
+    ema: bool = False
+
+    @property
+    def last_step(self) -> int | None:
+        """The step with which the run ends, where it is known."""
+        return self.settings.train.get("num_steps")
+
+    def facts(self) -> list[str]:
+        """Returns lines about what would be evaluated."""
+        return [
+            f"  strategy     {self.predict.strategy}",
+            f"  lengths      {self.predict.max_input_length} tokens in, "
+            f"{self.predict.max_length} out",
+        ]
+
+    def described(self) -> dict[str, Any]:
+        """Returns what results depend on, as JSON values."""
+        evaluate = self.settings.evaluate
+        return {
+            **self.predict.described(),
+            "num_examples": evaluate.num_examples,
+            "predict": evaluate.predict,
+            "task_seed": evaluate.seed,
+            **({"ema": True} if self.ema else {}),
+        }
+
+    def evaluator(self, task: Any) -> Callable[[Any, Any, int | None], "Outcome"]:
+        """Returns a function of model, mesh and step."""
+        from convt5.evaluation.evaluator import Evaluator
+
+        read = Evaluator(task, self.split, self.predict, self.settings.evaluate)
+        return functools.partial(_measure, read)
+
+
+Plan: TypeAlias = "TextPlan | ImagePlan"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -122,7 +177,7 @@ def _run(arguments: command_line.Arguments) -> int:
     flags = arguments.flags
     settings, checkpoint = _settings(arguments)
     found = _first(checkpoint, flags)
-    plan = make_plan(found, checkpoint, settings)
+    plan = make_plan(found, checkpoint, settings, flags)
     if flags.dry_run:
         print(describe(plan, flags))
         return 0
@@ -135,12 +190,54 @@ def _run(arguments: command_line.Arguments) -> int:
     return 0
 
 
-def make_plan(found: "checkpoints.Found", checkpoint: str, settings: "RunSettings") -> Plan:
+def make_plan(
+    found: "checkpoints.Found", checkpoint: str, settings: "RunSettings", flags: Any
+) -> Plan:
     """Returns what will be evaluated.
 
     Raises:
         UserError: no tasks, or tasks that do not fit the model.
     """
+    from convt5.evaluation import checkpoints
+
+    config = checkpoints.any_config(found)
+    if hasattr(config, "image_size"):
+        return _image_plan(config, checkpoint, settings, flags)
+    if flags.reestimate is not None:
+        raise errors.UserError(
+            f"--reestimate={flags.reestimate} is for models of images, and {checkpoint} holds one "
+            "of text; leave it out."
+        )
+    return _text_plan(found, checkpoint, settings, ema=flags.ema)
+
+
+def _image_plan(config: Any, checkpoint: str, settings: "RunSettings", flags: Any) -> Plan:
+    from convt5.vision import evaluation
+
+    given = [
+        flag.name
+        for flag in (*PREDICT_FLAGS, *_TASK_FLAGS)
+        if flag.name not in ("batch_size", "seed") and getattr(flags, flag.name)
+    ]
+    errors.raise_all(
+        [f"--{name} is for models of text; leave it out." for name in given], where=checkpoint
+    )
+    return evaluation.make_plan(
+        checkpoint,
+        model=config,
+        train=settings.train,
+        data=settings.data,
+        split=settings.evaluate.split,
+        batch_size=flags.batch_size,
+        num_examples=settings.evaluate.num_examples,
+        reestimate=flags.reestimate,
+        ema=flags.ema,
+    )
+
+
+def _text_plan(
+    found: "checkpoints.Found", checkpoint: str, settings: "RunSettings", *, ema: bool
+) -> TextPlan:
     from convt5.evaluation import checkpoints, run_settings, task_data
 
     config = checkpoints.model_config(found)
@@ -163,13 +260,13 @@ def make_plan(found: "checkpoints.Found", checkpoint: str, settings: "RunSetting
             print(f"vocabularies are not compared: {error}", file=sys.stderr)
     for task in tasks:
         task_data.check_task(task, split, vocab_size=config.vocab_size, trained=trained)
-    return Plan(
+    return TextPlan(
         checkpoint=checkpoint,
         tasks=tasks,
         split=split,
         settings=settings,
         predict=predict,
-        model=config,
+        ema=ema,
     )
 
 
@@ -185,9 +282,7 @@ def describe(plan: Plan, flags: Any) -> str:
             f"  steps        {'as they appear' if flags.follow else ', '.join(steps)}",
             f"  tasks        {', '.join(task.name for task in plan.tasks)}",
             f"  split        {plan.split}",
-            f"  strategy     {plan.predict.strategy}",
-            f"  lengths      {plan.predict.max_input_length} tokens in, "
-            f"{plan.predict.max_length} out",
+            *plan.facts(),
         ]
     )
 
@@ -211,24 +306,21 @@ def evaluate(
 
     from convt5 import sharding
     from convt5.evaluation import checkpoints
-    from convt5.evaluation.evaluator import Evaluator
 
     mesh = sharding.MeshConfig().build(jax.local_devices())
-    evaluators: dict[str, Evaluator] = {}
+    evaluators: dict[str, Callable[[Any, Any, int | None], Outcome]] = {}
     for one in found:
         wanted = [t for t in plan.tasks if not (skip and _is_done(results, t, plan, one.step))]
         if not wanted:
             continue
-        model = checkpoints.load_if_there(one, mesh)
+        model = checkpoints.load_if_there(one, mesh, ema=plan.ema)
         if model is None:
             print(f"step {one.step}: removed by its run before it was read", file=sys.stderr)
             continue
         for task in wanted:
             if task.name not in evaluators:
-                evaluators[task.name] = Evaluator(
-                    task, plan.split, plan.predict, plan.settings.evaluate
-                )
-            outcome = _measure(evaluators[task.name], model, mesh, one.step)
+                evaluators[task.name] = plan.evaluator(task)
+            outcome = evaluators[task.name](model, mesh, one.step)
             if results is not None:
                 path = results.write(outcome, one.step)
                 print(_summary(outcome, one.step, path), flush=True)
@@ -303,8 +395,7 @@ def _checkpoints(plan: Plan, flags: Any) -> "Iterator[checkpoints.Found]":
 
     if not flags.follow:
         return iter(checkpoints.select(plan.checkpoint, flags.step))
-    last_step = plan.settings.train.get("num_steps")
-    return checkpoints.follow(plan.checkpoint, last_step=last_step, timeout=flags.timeout)
+    return checkpoints.follow(plan.checkpoint, last_step=plan.last_step, timeout=flags.timeout)
 
 
 @contextlib.contextmanager
@@ -316,14 +407,8 @@ def _opened_results(
     from convt5.evaluation.results import Results, closing_results
 
     folder = output_dir or found.run_dir / "evaluation"
-    evaluate = plan.settings.evaluate
-    settings = {
-        **plan.predict.described(),
-        "num_examples": evaluate.num_examples,
-        "predict": evaluate.predict,
-        "task_seed": evaluate.seed,
-    }
-    with closing_results(None if jax.process_index() else Results(folder, settings)) as results:
+    described = plan.described()
+    with closing_results(None if jax.process_index() else Results(folder, described)) as results:
         yield results
 
 
@@ -347,8 +432,10 @@ def _summary(outcome: "Outcome", step: int | None, path: Any) -> str:
     cut = [
         f"{counts[f'truncated_{name}']} {name} cut"
         for name in ("inputs", "targets")
-        if counts[f"truncated_{name}"]
+        if counts.get(f"truncated_{name}")
     ]
+    if counts.get("skipped_images"):
+        cut.append(f"{counts['skipped_images']} images skipped")
     where = "" if step is None else f"step {step}  "
     examples = ", ".join([f"{counts['num_examples']} examples", *cut])
     return f"{where}{outcome.task}/{outcome.split}  {metrics}  ({examples})  {path}"

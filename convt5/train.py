@@ -89,6 +89,7 @@ def dry_run(settings: Mapping[str, Any]) -> str:
     for data in (values["train_data"], values["eval_data"]):
         if hasattr(data, "provider"):
             data.provider()  # Finds the mixture; reads no example.
+    trainer.check_data(values["model"], values["train_data"], values["eval_data"])
     values["batch_size"] = values["train_data"].batch_size
     values["lengths"] = plan.row_lengths(
         train_data=values["train_data"], eval_data=values["eval_data"]

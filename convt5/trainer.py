@@ -143,6 +143,7 @@ def train(
         eval_every_steps=eval_every_steps,
         early_stop_evaluations=early_stop_evaluations,
     )
+    check_data(model, train_data, eval_data)
     compilation.enable_persistent_cache()
     plan = make_plan(
         model=model,
@@ -219,6 +220,14 @@ def train(
             text = report(loop.model, eval_data or train_data)
             log.message(f"\n{text}")
         return result
+
+
+def check_data(model: ModelConfig, *data: DataConfig | None) -> None:
+    """Raises `UserError` if batches do not fit the model, as far as their descriptions tell."""
+    for config in data:
+        check = getattr(config, "check_model", None)
+        if check is not None:
+            check(model)
 
 
 def describe(result: Result) -> str:

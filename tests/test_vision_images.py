@@ -146,13 +146,14 @@ def test_colour_is_not_made_grey_silently(tmp_path):
 
 def test_the_digits_are_split_without_overlap():
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
-    train, held_out = Digits().open("train"), Digits().open("validation")
-    assert (train.size, held_out.size) == (1498, 299)
-    assert train.labels == held_out.labels == (0, 9)
+    splits = [Digits().open(split) for split in ("train", "validation", "test")]
+    assert [split.size for split in splits] == [1199, 299, 299]
+    assert {split.labels for split in splits} == {(0, 9)}
+    train = splits[0]
     assert train.read(0)[0].shape == (8, 8, 1)
     assert max(train.read(i)[0].max() for i in range(100)) == 255
-    with pytest.raises(UserError, match="must be train or validation"):
-        Digits().open("test")
+    with pytest.raises(UserError, match="must be train, validation or test"):
+        Digits().open("all")
 
 
 def test_arrays_come_from_the_file_of_a_split(tmp_path):

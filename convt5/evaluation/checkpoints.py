@@ -13,6 +13,8 @@ from jax.sharding import Mesh
 from convt5 import checkpoint, errors, loading, sharding
 from convt5.architecture import ConvT5Config
 from convt5.model import ConvT5
+from convt5.vision import placement
+from convt5.vision.architecture import ViTConfig
 
 LATEST, BEST, ALL = "latest", "best", "all"
 
@@ -103,26 +105,37 @@ def load(found: Found, mesh: Mesh, **settings: Any) -> ConvT5:
     Raises:
         UserError: it is no text model.
     """
+    model_config(found)
+    return load_any(found, mesh, **settings)
+
+
+def load_any(found: Found, mesh: Mesh, *, ema: bool = False, **settings: Any) -> Any:
+    """Returns the model of text or of images, placed on a mesh by the rules of its kind.
+
+    Args:
+        found: where it is.
+        mesh: the devices.
+        ema: takes the average over the updates.
+        settings: as `load_model`.
+    """
     if found.step is None:
-        model = loading.load_model(found.folder, **settings)
-        _check_text(model.config, found)
-        return jax.device_put(model, _shardings(model, mesh))
+        model = loading.load_model(found.folder, ema=ema, **settings)
+        return jax.device_put(model, shardings(model, mesh))
     config = loading.changed(loading.run_config(found.folder), settings)
-    _check_text(config, found)
     abstract = jax.eval_shape(lambda: config.build(jax.random.key(0)))
     placed = jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
         abstract,
-        _shardings(abstract, mesh),
+        shardings(abstract, mesh),
     )
-    return checkpoint.load_params(found.folder, placed)
+    return checkpoint.load_params(found.folder, placed, ema=ema)
 
 
-def load_if_there(found: Found, mesh: Mesh) -> ConvT5 | None:
+def load_if_there(found: Found, mesh: Mesh, *, ema: bool = False) -> Any:
     """Returns the model; None if a host did not find it, because its run has removed it."""
     model = None
     try:
-        model = load(found, mesh)
+        model = load_any(found, mesh, ema=ema)
     except Exception:  # Readers fail in many ways on files that vanish.
         if found.folder.exists():
             raise
@@ -130,31 +143,34 @@ def load_if_there(found: Found, mesh: Mesh) -> ConvT5 | None:
     return model if np.all(everywhere) else None
 
 
+def any_config(found: Found) -> Any:
+    """Returns the description of the model, of text or of images, without its parameters."""
+    if found.step is None:
+        return loading.read_exported(found.folder).config
+    return loading.run_config(found.folder)
+
+
 def model_config(found: Found) -> Any:
-    """Returns the description of the model, without its parameters.
+    """Returns the description of a text model.
 
     Raises:
         UserError: it is no text model.
     """
-    if found.step is None:
-        config = loading.read_exported(found.folder).config
-    else:
-        config = loading.run_config(found.folder)
-    _check_text(config, found)
-    return config
-
-
-def _check_text(config: Any, found: Found) -> None:
+    config = any_config(found)
     if not isinstance(config, ConvT5Config):
         raise errors.UserError(
             f"{found.folder} holds a {type(config).__name__}, and tasks of text need a "
-            "ConvT5Config; `convt5.load_model` gives the model to Python, and `train` measures it "
-            "on its eval_data."
+            "ConvT5Config; `convt5.load_model` gives the model to Python, and `eval` measures it "
+            "on images."
         )
+    return config
 
 
-def _shardings(model: Any, mesh: Mesh) -> Any:
-    return sharding.tree_shardings(model, model, mesh, sharding.TEXT_RULES)
+def shardings(model: Any, mesh: Mesh) -> Any:
+    """Returns where the arrays of a model, or of its shapes, live."""
+    is_vision = isinstance(model.config, ViTConfig)
+    rules = placement.rules() if is_vision else sharding.TEXT_RULES
+    return sharding.tree_shardings(model, model, mesh, rules)
 
 
 def _found(folder: epath.Path) -> Found:

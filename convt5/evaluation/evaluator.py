@@ -7,7 +7,7 @@ task's postprocessor, scores as log-probabilities of targets.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import seqio
@@ -23,27 +23,11 @@ from convt5.evaluation.predictor import (
     end_id,
     truncated,
 )
+from convt5.evaluation.results import Outcome
 from convt5.evaluation.settings import EvalConfig, PredictConfig
 from convt5.evaluation.task_data import Example, pretokenized, read_examples
 
 LOSS = "loss"
-
-
-class Outcome(NamedTuple):
-    """What was found for one model and one task.
-
-    Attributes:
-        task, split: what was measured.
-        metrics: by name; `loss` is the cross-entropy of target tokens in nats per token.
-        counts: examples, target tokens, and inputs and targets that were cut.
-        records: for each example its texts, predictions and scores, as JSON values.
-    """
-
-    task: str
-    split: str
-    metrics: dict[str, float]
-    counts: dict[str, int]
-    records: list[dict[str, Any]]
 
 
 class Evaluator:

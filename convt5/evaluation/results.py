@@ -10,14 +10,31 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from etils import epath
 
 from convt5 import errors
 from convt5.checkpoint import differences
-from convt5.evaluation.evaluator import Outcome
 from convt5.training.run_log import TensorBoard
+
+
+class Outcome(NamedTuple):
+    """What was found for one model and one task.
+
+    Attributes:
+        task, split: what was measured.
+        metrics: by name; `loss` is the cross-entropy of target tokens in nats per token, or
+            that of labels in nats.
+        counts: examples, target tokens, and inputs and targets that were cut.
+        records: for each example its texts, predictions and scores, as JSON values.
+    """
+
+    task: str
+    split: str
+    metrics: dict[str, float]
+    counts: dict[str, int]
+    records: list[dict[str, Any]]
 
 
 class Results:

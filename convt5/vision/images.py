@@ -14,6 +14,7 @@ import numpy as np
 
 from convt5 import errors
 from convt5.prefetching import check_settings, position, rows_per_host, take_apart
+from convt5.vision.architecture import ViTConfig
 from convt5.vision.augmentation import Augmentation, resized
 from convt5.vision.sources import CorruptImage, ImageSet, ImageSource, OnCorrupt
 
@@ -88,6 +89,22 @@ class ImageDataConfig:
             faults.append(f"stddev={self.stddev} must be positive.")
         errors.raise_all(faults, where="ImageDataConfig")
 
+    def check_model(self, model: ViTConfig) -> None:
+        """Raises `UserError` unless a model reads such images and has a logit for every label."""
+        faults = [
+            f"{name}={getattr(self, name)} of the images differs from {name}="
+            f"{getattr(model, name)} of the model; set both to the same."
+            for name in ("image_size", "in_channels")
+            if getattr(self, name) != getattr(model, name)
+        ]
+        if self.num_classes > model.num_classes:
+            faults.append(
+                f"num_classes={self.num_classes} of the images is more than num_classes="
+                f"{model.num_classes} of the model, which has no logit for the others; set both "
+                "to the same."
+            )
+        errors.raise_all(faults, where="configuration")
+
     def build(self, *, process_index: int, process_count: int) -> "ImageBatches":
         """Returns this host's rows of each batch.
 
@@ -111,12 +128,16 @@ class ImageBatches:
 
     Attributes:
         token_bytes: None, as there is no text.
+        num_images: of the split.
+        class_names: of the labels, where they have names.
         num_skipped: files that were no images so far.
     """
 
     token_bytes = None
 
     def __init__(self, config: ImageDataConfig, images: ImageSet, row_slice: slice):
+        self.num_images = images.size
+        self.class_names = images.class_names
         self.num_skipped = 0
         self._config = config
         self._images = images
@@ -142,6 +163,10 @@ class ImageBatches:
         if config.augmentation is not None:
             batch = config.augmentation.mix(batch, seed=(config.seed, int(numbers[0])))
         return batch
+
+    def skip(self) -> None:
+        """Leaves out the next batch without reading it."""
+        self._count += 1
 
     def get_state(self) -> bytes:
         """Returns the position."""

@@ -53,11 +53,12 @@ class ImageSource(Protocol):
 class Digits:
     """The 1,797 handwritten digits inside scikit-learn, 8x8 pixels of grey: no download.
 
-    Every sixth image is in the split "validation", all others are in "train".
+    Of every six images the last is in the split "validation", the one before in "test", and the
+    other four are in "train".
     """
 
     def open(self, split: str) -> ImageSet:
-        """Returns the images of "train" or "validation"."""
+        """Returns the images of "train", "validation" or "test"."""
         try:
             from sklearn.datasets import load_digits
         except ImportError:
@@ -65,11 +66,13 @@ class Digits:
                 "the digits are part of scikit-learn, which is not installed; pip install "
                 "scikit-learn, or choose another source of images."
             ) from None
-        if split not in ("train", "validation"):
-            raise errors.UserError(f"split={split!r} of the digits must be train or validation.")
+        if split not in ("train", "validation", "test"):
+            raise errors.UserError(
+                f"split={split!r} of the digits must be train, validation or test."
+            )
         pixels, labels = map(np.asarray, load_digits(return_X_y=True))
-        held_out = np.arange(len(labels)) % 6 == 5
-        chosen = held_out if split == "validation" else ~held_out
+        place = np.arange(len(labels)) % 6
+        chosen = {"validation": place == 5, "test": place == 4}.get(split, place < 4)
         # They count from 0 to 16.
         images = np.round(pixels.reshape(-1, 8, 8, 1) * (255 / 16)).astype(np.uint8)
         return in_memory(images[chosen], labels[chosen])

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from convt5 import errors
 from convt5.data_shards import ShardedBatches
@@ -40,24 +41,55 @@ class Reestimate:
 
     def build(self, plan: Plan) -> Estimate:
         """Returns a function from a model to its statistics, on the devices of a plan."""
-        where = replicated(plan.mesh)
-        measure = jax.jit(
+        return self.on_devices(plan.shardings.model, plan.batch_sharding)
+
+    def on_devices(self, model_shardings: nnx.Module, batch_sharding: NamedSharding) -> Estimate:
+        """Returns a function from a model, placed as said, to its statistics."""
+        return Measurement(self, model_shardings, batch_sharding)
+
+
+class Measurement:
+    """Measures statistics on the same batches each time; these are opened once."""
+
+    def __init__(
+        self, config: Reestimate, model_shardings: nnx.Module, batch_sharding: NamedSharding
+    ):
+        self._config = config
+        self._batch_sharding = batch_sharding
+        self._measure = jax.jit(
             batch_statistics,
-            in_shardings=(plan.shardings.model, plan.batch_sharding),
-            out_shardings=where,
+            in_shardings=(model_shardings, batch_sharding),
+            out_shardings=replicated(batch_sharding.mesh),
         )
+        self._batches: ShardedBatches | None = None
+        self._start = b""
 
-        def estimate(model: nnx.Module) -> Statistics:
-            if not jax.tree.leaves(nnx.state(model, nnx.BatchStat)):
-                return {}  # A patchify stem normalises nothing.
-            batches = ShardedBatches(self.data, plan.batch_sharding)
-            found = []
-            for _ in range(self.num_batches):
-                placed = place_batch(next(batches), plan.batch_sharding, rows=batches.rows)
-                found.append(measure(model, placed.arrays["images"]))
-            return jax.tree.map(lambda *values: jnp.mean(jnp.stack(values), axis=0), *found)
+    def __call__(self, model: nnx.Module) -> Statistics:
+        """Returns the statistics by name; none for a model that normalises nothing."""
+        if not jax.tree.leaves(nnx.state(model, nnx.BatchStat)):
+            return {}  # A patchify stem; no image is read for it.
+        batches = self._from_the_start()
+        found = []
+        for _ in range(self._config.num_batches):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                raise errors.UserError(
+                    f"Reestimate: data ends after {len(found)} of num_batches="
+                    f"{self._config.num_batches}; set num_batches lower, or num_epochs=None of "
+                    "data."
+                ) from None
+            placed = place_batch(batch, self._batch_sharding, rows=batches.rows)
+            found.append(self._measure(model, placed.arrays["images"]))
+        return jax.tree.map(lambda *values: jnp.mean(jnp.stack(values), axis=0), *found)
 
-        return estimate
+    def _from_the_start(self) -> ShardedBatches:
+        if self._batches is None:
+            self._batches = ShardedBatches(self._config.data, self._batch_sharding)
+            self._start = self._batches.get_state()
+        else:
+            self._batches.set_state(self._start)
+        return self._batches
 
 
 def batch_statistics(model: Any, images: jax.Array) -> Statistics:

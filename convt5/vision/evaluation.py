@@ -1,0 +1,273 @@
+"""Measures a model on labelled images: top-1, top-5 and loss, and the prediction for each image."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from convt5 import errors, sharding
+from convt5.evaluation import checkpoints, hosts
+from convt5.evaluation.progress import Progress
+from convt5.evaluation.results import Outcome
+from convt5.training.train_state import with_statistics
+from convt5.vision.images import ImageBatches, ImageDataConfig
+from convt5.vision.losses import VisionLoss, label_ranks, one_hot, soft_cross_entropy
+from convt5.vision.statistics import Reestimate
+
+NAME = "images"
+_SHOWN = 5  # Classes of each prediction.
+
+
+class Images(NamedTuple):
+    """What is measured; `name` stands where text has a task."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImagePlan:
+    """What will be evaluated, checked.
+
+    Attributes:
+        checkpoint: where the model is.
+        tasks: the images, as one task.
+        data: the images of the split, each once.
+        loss: of the run, whose label smoothing the loss has.
+        statistics: how batch statistics are measured anew; None takes those that were saved.
+        num_examples: the first ones only; None takes all.
+        ema: whether the average over the updates is measured.
+        last_step: with which the run ends, where it is known.
+    """
+
+    checkpoint: str
+    tasks: Sequence[Images]
+    data: ImageDataConfig
+    loss: VisionLoss
+    statistics: Reestimate | None
+    num_examples: int | None
+    ema: bool
+    last_step: int | None
+
+    @property
+    def split(self) -> str:
+        return self.data.split
+
+    def facts(self) -> list[str]:
+        """Returns lines about what would be evaluated."""
+        measured = self.statistics
+        anew = f"of {measured.num_batches} batches" if measured else "as saved"
+        return [f"  images       {self.data.source}", f"  statistics   {anew}"]
+
+    def described(self) -> dict[str, Any]:
+        """Returns what results depend on, as JSON values."""
+        data = dataclasses.asdict(self.data)
+        del data["batch_size"]
+        anew = self.statistics
+        return {
+            "data": {**data, "source": repr(self.data.source)},
+            "num_examples": self.num_examples,
+            "reestimate_batches": anew.num_batches if anew else None,
+            "label_smoothing": self.loss.label_smoothing,
+            "ema": self.ema,
+        }
+
+    def evaluator(self, task: Images) -> Callable[[Any, Mesh, int | None], Outcome]:
+        """Returns a function of model, mesh and step."""
+        return ImageEvaluator(self, task)
+
+
+def make_plan(
+    checkpoint: str,
+    *,
+    model: Any,
+    train: Mapping[str, Any],
+    data: Any,
+    split: str | None,
+    batch_size: int | None,
+    num_examples: int | None,
+    reestimate: int | None,
+    ema: bool,
+) -> ImagePlan:
+    """Returns what will be evaluated.
+
+    Args:
+        checkpoint: where the model is.
+        model: its description.
+        train: arguments of `trainer.train`.
+        data: the evaluation or training data of the run.
+        split: of that data; None takes that of the evaluation data.
+        batch_size: None takes that of the data.
+        num_examples: the first ones only; None takes all.
+        reestimate: batches of training data over which batch statistics are measured anew; None
+            takes those that were saved.
+        ema: whether the average over the updates is measured.
+
+    Raises:
+        UserError: the run has no images, or they do not fit the model.
+    """
+    if not isinstance(data, ImageDataConfig):
+        raise errors.UserError(
+            f"no images to evaluate {checkpoint} on: its settings name none; give a gin file that "
+            "binds trainer.train.eval_data to an @images.ImageDataConfig()."
+        )
+    if reestimate is not None and reestimate < 1:
+        raise errors.UserError(f"--reestimate={reestimate} must be at least 1 batch.")
+    own = train.get("eval_data")
+    known: dict[str, Any] = {"split": split or (own.split if own else "validation")}
+    if batch_size is not None:
+        known["batch_size"] = batch_size
+    data = dataclasses.replace(data, num_epochs=1, shuffle=False, augmentation=None, **known)
+    data.check_model(model)
+    loss = train.get("loss")
+    return ImagePlan(
+        checkpoint=checkpoint,
+        tasks=[Images(NAME)],
+        data=data,
+        loss=loss if isinstance(loss, VisionLoss) else VisionLoss(),
+        statistics=_statistics(train, reestimate),
+        num_examples=num_examples,
+        ema=ema,
+        last_step=train.get("num_steps"),
+    )
+
+
+class ImageEvaluator:
+    """The images of one split, on which any number of models can be measured.
+
+    Raises:
+        UserError: the images cannot be read.
+    """
+
+    def __init__(self, plan: ImagePlan, task: Images):
+        self._plan = plan
+        self._task = task
+        # Every host reads whole batches, and takes every so manyth of them.
+        self._batches: ImageBatches = plan.data.build(process_index=0, process_count=1)
+        self._start = self._batches.get_state()
+        size = self._batches.num_images
+        self._count = size if plan.num_examples is None else min(size, plan.num_examples)
+        self._compute = jax.jit(self._per_image)
+        self._measurement: Any = None
+
+    def __call__(self, model: Any, mesh: Mesh, step: int | None) -> Outcome:
+        """Returns what the model achieves; every host gets the same, and all of them must call."""
+        model = self._with_statistics(model, mesh)
+        label = self._task.name if step is None else f"{self._task.name}, step {step}"
+        with contextlib.ExitStack() as stack:
+            progress = None
+            if not jax.process_index():
+                share = -(-self._count // jax.process_count())
+                progress = stack.enter_context(contextlib.closing(Progress(share, label=label)))
+            numbers, records = self._records(model, mesh, progress)
+        merged = hosts.merged(records, numbers)
+        found = [record for record in merged if record is not None]
+        if not found:
+            raise errors.UserError(f"split={self._plan.split!r}: none of its images can be read.")
+        metrics = {
+            "loss": float(np.mean([record.pop("loss") for record in found])),
+            "accuracy": float(np.mean([record["rank"] < 1 for record in found])),
+            "top_5_accuracy": float(np.mean([record["rank"] < 5 for record in found])),
+        }
+        counts = {"num_examples": len(found), "skipped_images": len(merged) - len(found)}
+        return Outcome(self._task.name, self._plan.split, metrics, counts, found)
+
+    def _with_statistics(self, model: Any, mesh: Mesh) -> Any:
+        if self._plan.statistics is None:
+            return model
+        if self._measurement is None:
+            placed = checkpoints.shardings(model, mesh)
+            where = sharding.batch_sharding(mesh)
+            self._measurement = self._plan.statistics.on_devices(placed, where)
+        return with_statistics(model, self._measurement(model))
+
+    def _records(
+        self, model: nnx.Module, mesh: Mesh, progress: Progress | None
+    ) -> tuple[list[int], list[dict[str, Any] | None]]:
+        """Returns this host's images by number, and what was found: None for one skipped."""
+        numbers: list[int] = []
+        records: list[dict[str, Any] | None] = []
+        names = self._batches.class_names
+        for first, batch in self._own_batches():
+            rows = min(len(batch["labels"]), self._count - first)
+            found = jax.device_get(self._compute(model, _placed(batch, mesh)))
+            for row in range(rows):
+                numbers.append(first + row)
+                is_image = batch["weights"][row] > 0
+                records.append(_record(first + row, row, batch, found, names) if is_image else None)
+            if progress is not None:
+                progress(rows)
+        return numbers, records
+
+    def _own_batches(self) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+        self._batches.set_state(self._start)
+        size = self._plan.data.batch_size
+        for index, first in enumerate(range(0, self._count, size)):
+            if index % jax.process_count() == jax.process_index():
+                yield first, next(self._batches)
+            else:
+                self._batches.skip()
+
+    def _per_image(self, model: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        logits = model(batch["images"]).logits
+        labels = jnp.asarray(batch["labels"])
+        log_probs = jax.nn.log_softmax(logits)
+        values, classes = jax.lax.top_k(log_probs, min(_SHOWN, logits.shape[-1]))
+        smoothing = self._plan.loss.label_smoothing
+        return {
+            "loss": soft_cross_entropy(logits, one_hot(labels, logits), smoothing),
+            "rank": label_ranks(logits, labels),
+            "target_score": jnp.take_along_axis(log_probs, labels[:, None], axis=1)[:, 0],
+            "predictions": classes,
+            "scores": values,
+        }
+
+
+def _statistics(train: Mapping[str, Any], reestimate: int | None) -> Reestimate | None:
+    """Measures on the batches that the run named for it, else on its training data."""
+    if reestimate is None:
+        return None
+    own = train.get("statistics")
+    if isinstance(own, Reestimate):
+        return dataclasses.replace(own, num_batches=reestimate)
+    return Reestimate(data=train["train_data"], num_batches=reestimate)
+
+
+def _placed(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """Puts images and labels on the devices, the last row repeated until they share evenly."""
+    where = sharding.batch_sharding(mesh)
+    missing = -len(batch["labels"]) % mesh.size
+    return {
+        name: jax.device_put(
+            np.concatenate([batch[name], np.repeat(batch[name][-1:], missing, axis=0)]), where
+        )
+        for name in ("images", "labels")
+    }
+
+
+def _record(
+    number: int,
+    row: int,
+    batch: Mapping[str, np.ndarray],
+    found: Mapping[str, np.ndarray],
+    names: Sequence[str],
+) -> dict[str, Any]:
+    label = int(batch["labels"][row])
+    predicted = found["predictions"][row].tolist()
+    record = {
+        "index": number,
+        "label": label,
+        "predictions": predicted,
+        "scores": found["scores"][row].tolist(),
+        "target_score": float(found["target_score"][row]),
+        "rank": int(found["rank"][row]),
+        "loss": float(found["loss"][row]),
+    }
+    if names:
+        record |= {"label_name": names[label], "prediction_names": [names[i] for i in predicted]}
+    return record

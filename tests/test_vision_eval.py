@@ -1,0 +1,196 @@
+"""`python -m convt5.eval` on images: the numbers of training, statistics anew, a line per image."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from test_vision_training import MODEL, Stripes
+
+import convt5
+from convt5 import eval as evaluation
+from convt5 import sharding, train
+from convt5.errors import UserError
+from convt5.evaluation import checkpoints
+from convt5.vision.images import ImageDataConfig
+from convt5.vision.sources import Npz
+from convt5.vision.statistics import Reestimate
+
+GIN = """# A tiny ViT_C on arrays in files.
+include 'gin/runs/images.gin'
+from __gin__ import dynamic_registration
+from convt5 import trainer
+from convt5.training import averaging
+from convt5.vision import architecture
+from convt5.vision import images
+architecture.ViTConfig.num_layers = 1
+architecture.ViTConfig.emb_dim = 8
+architecture.ViTConfig.mlp_dim = 16
+architecture.ViTConfig.stem_channels = [8, 8]
+architecture.ViTConfig.stem_strides = [2, 2]
+trainer.train.ema = @averaging.EMA()
+averaging.EMA.decay = 0.5
+trainer.train.eval_every_steps = 2
+images.ImageDataConfig.batch_size = 16
+RUN_DIR = '{run_dir}'
+DATA = '{data}'
+DATASET = 'stripes'
+NUM_CLASSES = 6
+IMAGE_SIZE = 8
+NUM_STEPS = 4
+schedule.Cosine.warmup_steps = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run of four steps on 40 images of stripes in six classes; 21 of them are held out."""
+    folder = tmp_path_factory.mktemp("eval")
+    draw = np.random.default_rng(0)
+    for split, size in (("train", 40), ("test", 21), ("validation", 5)):
+        path = folder / "stripes" / f"{split}.npz"
+        path.parent.mkdir(exist_ok=True)
+        labels = np.arange(size) % 6
+        images = draw.integers(0, 255, (size, 8, 8)).astype(np.uint8)
+        np.savez(path, images=images, labels=labels)
+    (folder / "run.gin").write_text(
+        GIN.format(run_dir=folder / "run", data=folder).replace(
+            "from convt5 import trainer\n",
+            "from convt5 import schedule\nfrom convt5 import trainer\n",
+        )
+    )
+    assert train.main([f"--gin_file={folder}/run.gin"]) == 0
+    return folder / "run"
+
+
+def evaluated(run_dir, *flags, split="test"):
+    assert evaluation.main([f"--checkpoint={run_dir}", *flags]) == 0
+    path = run_dir / "evaluation" / "images" / split / "step_4.json"
+    lines = path.with_suffix(".jsonl").read_text().splitlines()
+    return json.loads(path.read_text()), [json.loads(line) for line in lines]
+
+
+def last_record(run_dir):
+    return json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_the_metrics_are_those_that_training_measured(run_dir, ema):
+    found, lines = evaluated(run_dir, *["--ema"] * ema)
+    expected = last_record(run_dir)
+    for name in ("loss", "accuracy", "top_5_accuracy"):
+        wanted = expected["ema/" * ema + f"validation/{name}"]
+        assert found["metrics"][name] == pytest.approx(wanted, rel=1e-4)
+    assert found["num_examples"] == len(lines) == 21
+    assert found["split"] == "test"
+
+
+def test_a_line_for_each_image_holds_its_label_and_the_likeliest_classes(run_dir):
+    _, lines = evaluated(run_dir, "--split=validation", "--batch_size=3", split="validation")
+    model = convt5.load_model(run_dir)
+    source = Npz(path=str(run_dir.parent / "stripes" / "validation.npz"))
+    data = ImageDataConfig(
+        source=source, batch_size=5, image_size=8, in_channels=1, num_classes=6, num_epochs=1
+    )
+    batch = next(data.build(process_index=0, process_count=1))
+    log_probs = np.asarray(jax.nn.log_softmax(model(batch["images"]).logits))
+    for number, (line, scores) in enumerate(zip(lines, log_probs, strict=True)):
+        assert (line["index"], line["label"]) == (number, number % 6)
+        assert line["predictions"] == np.argsort(-scores)[:5].tolist()
+        np.testing.assert_allclose(line["scores"], np.sort(scores)[::-1][:5], rtol=1e-4)
+        np.testing.assert_allclose(line["target_score"], scores[number % 6], rtol=1e-4)
+        assert line["rank"] == np.sum(scores > scores[number % 6])
+
+
+def test_batch_statistics_are_measured_anew_where_asked_and_as_often_the_same(run_dir):
+    saved, _ = evaluated(run_dir)
+    first, _ = evaluated(run_dir, "--reestimate=3")
+    again, _ = evaluated(run_dir, "--reestimate=3")
+    assert first == again
+    assert first["settings"]["reestimate_batches"] == 3
+    assert first["metrics"]["loss"] != saved["metrics"]["loss"]
+
+
+def test_the_first_images_alone_are_measured(run_dir):
+    found, lines = evaluated(run_dir, "--num_examples=4", "--batch_size=3")
+    assert found["num_examples"] == len(lines) == 4
+    assert [line["index"] for line in lines] == [0, 1, 2, 3]
+
+
+def test_a_dry_run_computes_nothing(run_dir, tmp_path, capsys):
+    flags = [f"--checkpoint={run_dir}", "--dry_run", f"--output_dir={tmp_path}/out"]
+    assert evaluation.main(flags) == 0
+    assert "tasks        images" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--task=sst2"], "--task is for models of text"),
+        (["--strategy=beam"], "--strategy is for models of text"),
+        (["--reestimate=0"], "--reestimate=0 must be at least 1"),
+        (["--split=absent"], r"absent\.npz cannot be read"),
+        (["--gin.NUM_CLASSES=5"], "labels run from 0 to 5"),
+        (
+            ["--gin.eval/images.ImageDataConfig.in_channels=3"],
+            "in_channels=3 of the images differs",
+        ),
+        (["--gin.eval/images.ImageDataConfig.image_size=4"], "image_size=4 of the images differs"),
+        (
+            ["--gin.eval/images.ImageDataConfig.num_classes=7"],
+            "num_classes=7 of the images is more",
+        ),
+    ],
+)
+def test_what_cannot_be_evaluated_is_named(run_dir, flags, message):
+    with pytest.raises(UserError, match=message):
+        evaluation.main([f"--checkpoint={run_dir}", *flags])
+
+
+@pytest.mark.parametrize("dry_run", [[], ["--dry_run"]])
+def test_training_refuses_images_that_do_not_fit_the_model(run_dir, dry_run, tmp_path):
+    flags = [f"--gin_file={run_dir}/config.gin", "--gin.images.ImageDataConfig.num_classes=7"]
+    flags.append(f"--gin.trainer.train.run_dir={tmp_path}")
+    with pytest.raises(UserError, match="num_classes=7 of the images is more than num_classes=6"):
+        train.main([*flags, *dry_run])
+
+
+OPENED = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted(Stripes):
+    """Notes when its images are opened."""
+
+    def open(self, split):
+        OPENED.append(split)
+        return super().open(split)
+
+
+@pytest.mark.parametrize("stem", ["conv", "patchify"])
+def test_reestimation_opens_its_images_once_and_never_for_a_patchify_stem(stem):
+    OPENED.clear()
+    config = MODEL
+    if stem == "patchify":
+        config = dataclasses.replace(
+            MODEL, stem="patchify", patch_size=4, stem_channels=(), stem_strides=()
+        )
+    data = ImageDataConfig(
+        source=Counted(), batch_size=16, image_size=8, in_channels=1, num_classes=3
+    )
+    mesh = sharding.MeshConfig().build(jax.devices()[:1])
+    model = config.build(jax.random.key(0))
+    measure = Reestimate(data=data, num_batches=2).on_devices(
+        checkpoints.shardings(model, mesh), sharding.batch_sharding(mesh)
+    )
+    first, second = measure(model), measure(model)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    assert (len(OPENED), bool(first)) == ((0, False) if stem == "patchify" else (1, True))
+    short = dataclasses.replace(data, num_epochs=1)
+    if stem == "conv":
+        with pytest.raises(UserError, match="data ends after 6 of num_batches=9"):
+            Reestimate(data=short, num_batches=9).on_devices(
+                checkpoints.shardings(model, mesh), sharding.batch_sharding(mesh)
+            )(model)
