@@ -1,31 +1,194 @@
 #!/usr/bin/env bash
-# Trains on every worker of a Cloud TPU VM slice that exists; the same call continues a stopped run.
+# Trains on a Cloud TPU slice of any size: asks for it, starts every worker, collects the logs, and
+# goes on after a preemption.
 #
-#   launch/tpu_vm.sh [--dry_run] TPU_NAME ZONE --gin_file=gin/runs/pretrain_c4.gin \
-#       --gin_file=gin/models/dynamic_base.gin --gin.RUN_DIR=gs://bucket/dynamic_base
+#   launch/tpu_vm.sh [--dry_run] ACTION NAME ZONE [OPTIONS] [-- FLAGS_OF_CONVT5_TRAIN...]
 #
-# Needs gcloud, logged in, and this checkout in the working directory. --dry_run prints the commands.
+#   keep     all of the below, again after each preemption, until the training has ended
+#   create   asks for the slice (a queued resource) and waits until it is there
+#   install  copies this checkout to all workers, and installs it there
+#   start    starts training on all workers; it goes on when this connection ends
+#   wait     waits until the training or the slice has ended; exit code 3: the slice is gone
+#   logs     copies the output of all workers to logs/NAME/WORKER.log
+#   stop     asks all workers to save at the next step and stop
+#   delete   gives the slice back
+#
+#   --accelerator_type=T  what to ask for, such as v5litepod-16
+#   --runtime_version=V   software of the workers; by default what suits the type
+#   --spot                preemptible, at a lower price
+#   --env=NAME=VALUE      environment variable of the training; may be repeated
+#   --poll_secs=N         seconds between looks, 60
+#
+# Example:
+#   launch/tpu_vm.sh keep conv us-west4-a --accelerator_type=v5litepod-16 --spot -- \
+#     --gin_file=gin/runs/pretrain_c4.gin --gin_file=gin/models/dynamic_base.gin \
+#     --gin.RUN_DIR=gs://bucket/dynamic_base
+#
+# Needs gcloud, logged in, and this checkout as the working directory. --dry_run prints every command
+# and runs none. docs/launch.md walks through it.
 set -euo pipefail
 
-run=()
+usage() {
+  echo "usage: launch/tpu_vm.sh [--dry_run] ACTION NAME ZONE [OPTIONS] [-- FLAGS...]; see the head" \
+    "of the file. $1" >&2
+  exit 2
+}
+
+dry_run=
 if [[ "${1:-}" == --dry_run ]]; then
-  run=(echo)
+  dry_run=1
   shift
 fi
-if (($# < 3)); then
-  echo "usage: launch/tpu_vm.sh [--dry_run] TPU_NAME ZONE FLAGS_OF_CONVT5_TRAIN..." >&2
-  exit 2
-fi
-name=$1 zone=$2
-shift 2
+(($# >= 3)) || usage "ACTION, NAME and ZONE are needed."
+action=$1 name=$2 zone=$3
+shift 3
+accelerator_type='' runtime_version='' spot='' poll_secs=60 variables=''
+while (($#)); do
+  case $1 in
+    --accelerator_type=*) accelerator_type=${1#*=} ;;
+    --runtime_version=*) runtime_version=${1#*=} ;;
+    --poll_secs=*) poll_secs=${1#*=} ;;
+    --env=*=*) variables+=$(printf '%q ' "${1#*=}") ;;
+    --spot) spot=--spot ;;
+    --)
+      shift
+      break
+      ;;
+    *) usage "unknown option $1." ;;
+  esac
+  shift
+done
 flags=$(printf ' %q' "$@")
 
+say() { echo "tpu_vm: $*" >&2; }
+
+# Runs a command, or prints it.
+run() {
+  if [[ -n $dry_run ]]; then
+    printf '%q ' "$@"
+    echo
+  else
+    "$@"
+  fi
+}
+
+on_all_workers() {
+  run gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=all --command="$1" "${@:2}"
+}
+
+suitable_runtime() {
+  case $accelerator_type in
+    v5litepod-*) echo v2-alpha-tpuv5-lite ;;
+    v5p-*) echo v2-alpha-tpuv5 ;;
+    v6e-*) echo v2-alpha-tpuv6e ;;
+    *) echo tpu-ubuntu2204-base ;;
+  esac
+}
+
+# Prints ACTIVE, WAITING_FOR_RESOURCES, ...; nothing where the request does not exist.
+state() {
+  gcloud compute tpus queued-resources describe "$name" --zone="$zone" \
+    --format='value(state.state)' 2>/dev/null || true
+}
+
+create() {
+  [[ -n $accelerator_type ]] || usage "--accelerator_type is needed."
+  if [[ -n $dry_run || -z $(state) ]]; then
+    run gcloud compute tpus queued-resources create "$name" --node-id="$name" --zone="$zone" \
+      --accelerator-type="$accelerator_type" \
+      --runtime-version="${runtime_version:-$(suitable_runtime)}" ${spot:+"$spot"}
+  fi
+  run gcloud compute tpus queued-resources describe "$name" --zone="$zone" \
+    '--format=value(state.state)'
+  [[ -z $dry_run ]] || return 0
+  local now
+  while now=$(state) && [[ $now != ACTIVE ]]; do
+    case $now in
+      FAILED | SUSPENDED | SUSPENDING)
+        say "$name is $now"
+        return 3
+        ;;
+    esac
+    say "$name is ${now:-unknown}; waiting"
+    sleep "$poll_secs"
+  done
+}
+
 # The checkout goes to all workers, so that uncommitted changes are what runs.
-tarball=$(mktemp --suffix=.tar.gz)
-trap 'rm -f "$tarball"' EXIT
-"${run[@]}" tar --exclude=.git --exclude=.venv --exclude=runs -czf "$tarball" .
-"${run[@]}" gcloud compute tpus tpu-vm scp "$tarball" "$name:convt5.tar.gz" \
-  --zone="$zone" --worker=all
-"${run[@]}" gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=all --command="
-  set -e; mkdir -p convt5 && tar -xzf convt5.tar.gz -C convt5 && cd convt5
-  pip install --quiet uv && uv run --extra tpu python -m convt5.train --multi_host$flags"
+install() {
+  run mkdir -p logs
+  run tar --exclude=.git --exclude=.venv --exclude=runs --exclude=logs -czf "logs/$name.tar.gz" .
+  run gcloud compute tpus tpu-vm scp "logs/$name.tar.gz" "$name:convt5.tar.gz" \
+    --zone="$zone" --worker=all
+  on_all_workers "set -e
+mkdir -p convt5 && tar -xzf convt5.tar.gz -C convt5 && cd convt5
+python3 -m pip install --quiet --user uv && python3 -m uv sync --quiet --extra tpu"
+}
+
+start() {
+  (($#)) || usage "flags of convt5.train are needed after --."
+  on_all_workers "cd convt5 && rm -f exit_code && ${variables}nohup setsid bash -c \
+'.venv/bin/python -m convt5.train --multi_host \"\$@\" & echo \$! > pid; wait \$!; echo \$? > exit_code' \
+train$flags >> train.log 2>&1 < /dev/null &"
+}
+
+# The exit code of the first worker's training; nothing while it runs.
+exit_code() {
+  gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=0 \
+    --command='cat convt5/exit_code 2>/dev/null || true' 2>/dev/null || true
+}
+
+wait_for_end() {
+  run gcloud compute tpus queued-resources describe "$name" --zone="$zone" \
+    '--format=value(state.state)'
+  run gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=0 \
+    --command='cat convt5/exit_code 2>/dev/null || true'
+  [[ -z $dry_run ]] || return 0
+  local code
+  while [[ $(state) == ACTIVE ]]; do
+    code=$(exit_code)
+    if [[ -n $code ]]; then
+      say "training ended with exit code $code"
+      return "$code"
+    fi
+    sleep "$poll_secs"
+  done
+  say "the slice is gone (preempted, or deleted)"
+  return 3
+}
+
+logs() {
+  run mkdir -p "logs/$name"
+  on_all_workers 'cat convt5/train.log' --output-directory="logs/$name"
+}
+
+stop() { on_all_workers "xargs kill -TERM < convt5/pid"; }
+
+delete() {
+  run gcloud compute tpus queued-resources delete "$name" --zone="$zone" --force --quiet
+}
+
+keep() {
+  (($#)) || usage "flags of convt5.train are needed after --."
+  local code
+  while true; do
+    code=0
+    { create && install && start "$@" && wait_for_end; } || code=$?
+    # Where the slice is gone so is its log; the run directory has all that matters.
+    logs || true
+    delete || true
+    case $code in
+      0) return 0 ;;
+      2) return 2 ;; # A wrong setting: trying again would not help.
+    esac
+    say "exit code $code; asking for another slice, on which the run continues"
+    sleep "$poll_secs"
+  done
+}
+
+case $action in
+  create | install | logs | stop | delete) "$action" ;;
+  start | keep) "$action" "$@" ;;
+  wait) wait_for_end ;;
+  *) usage "unknown action $action." ;;
+esac

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Submits a training run to SLURM: one process for each device, on any number of nodes. The job saves
+# and requeues itself before its time is over, and when it is preempted.
+#
+#   launch/slurm.sh [--dry_run] --nodes=N --gpus_per_node=M [OPTIONS] [-- FLAGS_OF_CONVT5_TRAIN...]
+#
+#   --partition=P      where it runs
+#   --time=T           how long one piece may take, 24:00:00
+#   --name=NAME        of the job, convt5
+#   --save_secs=S      before its time is over the job is asked to save, 120
+#   --gpus_per_node=0  one process for each node, on its processors
+#
+# Example:
+#   launch/slurm.sh --nodes=4 --gpus_per_node=8 -- --gin_file=gin/runs/pretrain_c4.gin \
+#     --gin_file=gin/models/dynamic_base.gin --gin.RUN_DIR=/shared/runs/dynamic_base
+#
+# The working directory must be this checkout, installed (uv sync --extra gpu), and the run directory
+# one that all nodes see. The output of all processes goes to logs/NAME_JOB.log. --dry_run prints the
+# commands of submission and of the job. docs/launch.md says more.
+set -euo pipefail
+
+usage() {
+  echo "usage: launch/slurm.sh [--dry_run] --nodes=N --gpus_per_node=M [OPTIONS] [-- FLAGS...]; see" \
+    "the head of the file. $1" >&2
+  exit 2
+}
+
+dry_run='' nodes='' gpus='' partition='' time=24:00:00 name=convt5 save_secs=120
+while (($#)); do
+  case $1 in
+    --dry_run) dry_run=1 ;;
+    --nodes=*) nodes=${1#*=} ;;
+    --gpus_per_node=*) gpus=${1#*=} ;;
+    --partition=*) partition=${1#*=} ;;
+    --time=*) time=${1#*=} ;;
+    --name=*) name=${1#*=} ;;
+    --save_secs=*) save_secs=${1#*=} ;;
+    --)
+      shift
+      break
+      ;;
+    *) usage "unknown option $1." ;;
+  esac
+  shift
+done
+[[ -n $nodes && -n $gpus ]] || usage "--nodes and --gpus_per_node are needed."
+(($#)) || usage "flags of convt5.train are needed after --."
+
+submission=(
+  sbatch --job-name="$name" --nodes="$nodes" --time="$time" --requeue --open-mode=append
+  --output="logs/${name}_%j.log" --signal="TERM@$save_secs"
+  --ntasks-per-node="$((gpus > 0 ? gpus : 1))"
+)
+((gpus == 0)) || submission+=(--gpus-per-node="$gpus")
+[[ -z $partition ]] || submission+=(--partition="$partition")
+submission+=(launch/slurm_job.sh "$@")
+
+if [[ -n $dry_run ]]; then
+  echo mkdir -p logs
+  printf '%q ' "${submission[@]}"
+  echo
+  CONVT5_DRY_RUN=1 bash launch/slurm_job.sh "$@"
+else
+  mkdir -p logs
+  "${submission[@]}"
+fi

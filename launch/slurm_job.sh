@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# What launch/slurm.sh submits: runs on the first node of a job, and starts all of its processes.
+set -uo pipefail
+
+# One process that fails ends the others, which would wait for it. SLURM asks the processes to save
+# (SIGTERM) before the time is over; JAX finds nodes and processes in SLURM's variables.
+training=(
+  srun --label --kill-on-bad-exit=1 .venv/bin/python -m convt5.train --multi_host "$@"
+)
+requeue=(scontrol requeue "${SLURM_JOB_ID:-JOB}")
+if [[ -n "${CONVT5_DRY_RUN:-}" ]]; then
+  printf '%q ' "${training[@]}"
+  printf '\nif it ends with 143 (saved, as asked): '
+  printf '%q ' "${requeue[@]}"
+  echo
+  exit 0
+fi
+
+# Asked to end, this script still has to requeue the job.
+trap : TERM
+"${training[@]}" &
+code=0
+wait $! || code=$?
+# A signal to this script ends the waiting, not the training.
+while jobs -r | grep -q .; do
+  code=0
+  wait %1 || code=$?
+done
+if ((code == 143)); then
+  "${requeue[@]}"
+fi
+exit "$code"

@@ -1,0 +1,237 @@
+"""Launch scripts: no fault that shellcheck sees, every command shown, manifests of the right form.
+
+No cloud is called: a stand-in for gcloud plays a slice that is preempted.
+"""
+
+import copy
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jobset_schema
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SCRIPTS = sorted((ROOT / "launch").glob("*.sh"))
+FLAGS = ["--gin_file=a.gin", "--gin.RUN_DIR=gs://bucket/my run"]
+QUOTED = r"--gin.RUN_DIR=gs://bucket/my\ run"
+
+
+def call(script, *arguments, env=None):
+    program = sys.executable if script.endswith(".py") else "bash"
+    return subprocess.run(
+        [program, ROOT / "launch" / script, *arguments],
+        cwd=ROOT if env is None else None,
+        env=env,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def shown(script, *arguments):
+    done = call(script, *arguments, "--", *FLAGS)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_finds_nothing(script):
+    shellcheck = shutil.which("shellcheck", path=f"{pathlib.Path(sys.executable).parent}:/usr/bin")
+    if shellcheck is None:
+        pytest.skip("shellcheck is absent: it comes with the extra dev")
+    done = subprocess.run([shellcheck, script], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+class TestTpuVm:
+    ARGUMENTS = ("conv", "us-west4-a", "--accelerator_type=v5litepod-16", "--spot")
+
+    def test_a_dry_run_of_keep_shows_every_command(self):
+        lines = shown("tpu_vm.sh", "--dry_run", "keep", *self.ARGUMENTS).splitlines()
+        commands = [" ".join(line.split()[:5]) for line in lines if line.startswith("gcloud")]
+        assert commands == [
+            "gcloud compute tpus queued-resources create",
+            "gcloud compute tpus queued-resources describe",
+            "gcloud compute tpus tpu-vm scp",
+            "gcloud compute tpus tpu-vm ssh",
+            "gcloud compute tpus tpu-vm ssh",
+            "gcloud compute tpus queued-resources describe",
+            "gcloud compute tpus tpu-vm ssh",
+            "gcloud compute tpus tpu-vm ssh",
+            "gcloud compute tpus queued-resources delete",
+        ]
+        create = next(line for line in lines if "create" in line)
+        assert "--spot" in create.split()
+        assert "--runtime-version=v2-alpha-tpuv5-lite" in create.split()
+
+    def test_what_starts_on_the_workers_is_a_shell_command_with_the_flags(self, tmp_path):
+        (line,) = (
+            text
+            for text in shown(
+                "tpu_vm.sh", "--dry_run", "start", "conv", "zone", "--env=WORD=a b"
+            ).splitlines()
+            if "convt5.train" in text
+        )
+        # What the shell of a worker would run, with a stand-in for Python that shows its arguments.
+        remote = subprocess.run(
+            ["bash", "-c", f'set -- {line}; printf %s "${{@: -1}}"'],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.removeprefix("--command=")
+        python = tmp_path / "convt5" / ".venv" / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text('#!/bin/sh\nprintf "<%s>" "$WORD" "$@"\nexit 7\n')
+        python.chmod(0o755)
+        subprocess.run(["bash", "-c", f"{remote} wait"], cwd=tmp_path, check=True, timeout=20)
+        folder = tmp_path / "convt5"
+        assert (folder / "exit_code").read_text() == "7\n"
+        arguments = ["a b", "-m", "convt5.train", "--multi_host", *FLAGS]
+        expected = "".join(f"<{argument}>" for argument in arguments)
+        assert (folder / "train.log").read_text() == expected
+        assert (folder / "pid").read_text().strip().isdigit()
+
+    def test_a_preempted_slice_is_asked_for_again_and_the_run_continued(self, tmp_path):
+        stub = tmp_path / "bin" / "gcloud"
+        stub.parent.mkdir()
+        # The first slice is gone at the second look; training ends on the second slice.
+        stub.write_text(
+            """#!/usr/bin/env bash
+echo "$*" >> calls
+created=$(grep -c 'queued-resources create' calls)
+deleted=$(grep -c 'queued-resources delete' calls)
+case "$*" in
+  *'queued-resources describe'*)
+    if ((created == 0 || created == deleted)); then exit 1; fi
+    if ((created == 1)) && grep -q convt5.train calls; then echo SUSPENDED; else echo ACTIVE; fi ;;
+  *'cat convt5/exit_code'*) ((created == 2)) && echo 0 ;;
+esac
+exit 0
+"""
+        )
+        stub.chmod(0o755)
+        environment = os.environ | {"PATH": f"{stub.parent}:{os.environ['PATH']}"}
+        command = ["bash", ROOT / "launch" / "tpu_vm.sh", "keep", *self.ARGUMENTS]
+        done = subprocess.run(
+            [*command, "--poll_secs=0", "--", *FLAGS],
+            cwd=tmp_path,
+            env=environment,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "the slice is gone" in done.stderr
+        calls = (tmp_path / "calls").read_text()
+        assert calls.count("queued-resources create") == 2
+        assert calls.count("convt5.train --multi_host") == 2
+        assert calls.count("queued-resources delete") == 2
+        assert calls.count("--output-directory=logs/conv") == 2
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [("keep",), ("run", "n", "z"), ("start", "n", "z"), ("create", "n", "z", "--fast")],
+    )
+    def test_a_wrong_call_is_a_usage_error(self, arguments):
+        done = call("tpu_vm.sh", "--dry_run", *arguments)
+        assert done.returncode == 2
+        assert done.stderr.startswith("usage: ")
+
+
+class TestSlurm:
+    def test_a_dry_run_shows_the_commands_of_submission_and_job(self):
+        text = shown("slurm.sh", "--dry_run", "--nodes=4", "--gpus_per_node=8", "--partition=a")
+        assert "sbatch --job-name=convt5 --nodes=4 " in text
+        assert "--ntasks-per-node=8 --gpus-per-node=8 --partition=a launch/slurm_job.sh" in text
+        assert "srun --label --kill-on-bad-exit=1 .venv/bin/python -m convt5.train" in text
+        assert text.count(QUOTED) == 2
+
+    @pytest.mark.parametrize(("code", "requeued"), [(143, True), (0, False), (1, False)])
+    def test_a_job_that_was_asked_to_save_is_queued_again(self, tmp_path, code, requeued):
+        for name, text in (("srun", f"exit {code}"), ("scontrol", 'echo "$@" > requeued')):
+            (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+            (tmp_path / name).chmod(0o755)
+        done = subprocess.run(
+            ["bash", ROOT / "launch" / "slurm_job.sh", *FLAGS],
+            cwd=tmp_path,
+            env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"},
+            check=False,
+            timeout=20,
+        )
+        assert done.returncode == code
+        assert (tmp_path / "requeued").exists() == requeued
+        if requeued:
+            assert (tmp_path / "requeued").read_text() == "requeue 17\n"
+
+
+class TestGke:
+    ARGUMENTS = ("--project=p", "--zone=z", "--slice=v5e:4x4")
+
+    def manifest(self, *arguments):
+        return json.loads(shown("gke.py", "manifest", *self.ARGUMENTS, *arguments))
+
+    def test_a_dry_run_shows_every_command_in_order(self):
+        actions = ("cluster", "image", "run", "logs", "stop", "delete")
+        text = shown("gke.py", "--dry_run", *actions, *self.ARGUMENTS, "--spot")
+        starts = [
+            "gcloud container clusters create",
+            "gcloud container node-pools create",
+            "gcloud container clusters get-credentials",
+            "kubectl apply --server-side",
+            "gcloud builds submit",
+            "kubectl apply -f -",
+            "kubectl logs",
+            "kubectl delete jobset",
+            "gcloud container clusters delete",
+        ]
+        found = [line for line in text.splitlines() if line.startswith(("gcloud", "kubectl"))]
+        assert len(found) == len(starts)
+        for line, start in zip(found, starts, strict=True):
+            assert line.startswith(start)
+        assert "--tpu-topology=4x4" in found[1]
+        assert found[1].endswith("--num-nodes=4 --tpu-topology=4x4 --scopes=cloud-platform --spot")
+
+    @pytest.mark.parametrize("slice_name", ["v5e:2x2", "v5e:4x4", "v5p:4x4x4", "v6e:8x8"])
+    def test_the_manifest_has_the_form_of_a_jobset(self, slice_name):
+        jsonschema = pytest.importorskip("jsonschema")
+        found = self.manifest(f"--slice={slice_name}", "--env=TFDS_DATA_DIR=gs://bucket/tfds")
+        jsonschema.Draft202012Validator.check_schema(jobset_schema.JOBSET)
+        jsonschema.validate(found, jobset_schema.JOBSET)
+        (jobs,) = found["spec"]["replicatedJobs"]
+        chips = 1
+        for size in slice_name.partition(":")[2].split("x"):
+            chips *= int(size)
+        spec = jobs["template"]["spec"]
+        container = spec["template"]["spec"]["containers"][0]
+        limit = int(container["resources"]["limits"]["google.com/tpu"])
+        assert spec["parallelism"] * limit == spec["completions"] * limit == chips
+        assert container["command"][-2:] == FLAGS
+
+    def test_the_schema_refuses_what_the_server_would(self):
+        jsonschema = pytest.importorskip("jsonschema")
+        for path, value in (
+            (("metadata", "name"), "My_Run"),
+            (("spec", "failurePolicy", "maxRestart"), 3),
+            (("spec", "replicatedJobs", 0, "template", "spec", "parallelism"), "4"),
+        ):
+            broken = copy.deepcopy(self.manifest())
+            *folders, last = path
+            inner = broken
+            for name in folders:
+                inner = inner[name]
+            inner[last] = value
+            with pytest.raises(jsonschema.ValidationError):
+                jsonschema.validate(broken, jobset_schema.JOBSET)
+
+    @pytest.mark.parametrize("slice_name", ["v5e", "v9:2x2", "v5e:1x1", "v5e:twoxtwo"])
+    def test_a_slice_that_does_not_exist_is_a_usage_error(self, slice_name):
+        arguments = ("--project=p", "--zone=z", f"--slice={slice_name}")
+        done = call("gke.py", "manifest", *arguments, "--", *FLAGS)
+        assert done.returncode == 2
+        assert "--slice=" in done.stderr
