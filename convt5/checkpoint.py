@@ -364,6 +364,19 @@ def load_named(
     return _by_path(nested)
 
 
+def load_everything(folder: epath.PathLike) -> dict[str, dict[str, jax.Array]]:
+    """Reads parameters and optimizer state of one checkpoint by name, on whatever devices are here.
+
+    The result has the keys "params" and "optimizer".
+    """
+    about = _read_about(epath.Path(folder))
+    parts = ("params", "optimizer")
+    shapes = {
+        part: {name: _parse_shape(text) for name, text in about[part].items()} for part in parts
+    }
+    return {part: load_named(folder, shapes[part], part=part) for part in parts}
+
+
 def saved_params(folder: epath.PathLike) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes and dtypes of the parameters in one checkpoint from `find_checkpoint`."""
     about = _read_about(epath.Path(folder))

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -89,6 +89,7 @@ def whole_batch(hosts):
     return [rows[number] for number in range(BATCH)]
 
 
+@settings(deadline=None)
 @given(
     hosts=st.sampled_from([1, 2, 4, 8]),
     data=st.sampled_from([1, 2, 4, 8]),
@@ -106,6 +107,7 @@ def test_hosts_read_every_row_of_every_shard_once(hosts, data, num_shards):
             assert whole_batch(opened) == expected
 
 
+@settings(deadline=None)
 @given(
     before=st.sampled_from([1, 2, 4, 8]),
     after=st.sampled_from([1, 2, 4, 8]),

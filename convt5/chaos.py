@@ -1,0 +1,346 @@
+"""Entry point of `python -m convt5.chaos`: kills a run again and again, and checks how it ends.
+
+The run is a real one, of the real command. It is killed without warning at random moments, among
+them while it writes checkpoints and while it evaluates, and must end as a run left alone does.
+"""
+
+import bisect
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from convt5 import command_line, errors
+from convt5.command_line import Flag
+
+MOMENTS = ("any", "saving", "evaluating", "starting")
+"""When a process is killed: at any time of training, while a checkpoint is half written, during an
+evaluation, and before the first step after a restart."""
+
+COMMAND = command_line.Command(
+    name="chaos",
+    summary="Kills a training run with SIGKILL at random moments, restarts it with the same "
+    "command each time, and checks that its parameters, optimizer state and records equal bit for "
+    "bit those of a run never killed. The configuration must have a macro RUN_DIR.",
+    examples=[
+        (
+            "the check of docs/reliability.md: thirty kills of a tiny run on real text",
+            "--gin_file=gin/runs/resume_check.gin --output_dir=runs/chaos --kills=30",
+        ),
+        (
+            "the same of two processes with two devices each",
+            "--gin_file=gin/runs/resume_check.gin --output_dir=runs/chaos2 "
+            "--train='python launch/local.py --devices_per_process=2 --'",
+        ),
+    ],
+    flags=[
+        Flag("output_dir", "for both runs and the report; what an earlier check left is replaced."),
+        Flag("kills", "how often, 30.", {"type": int, "default": 30}),
+        Flag("seed", "of the random moments, 0.", {"type": int, "default": 0}),
+        Flag("train", "the command that trains, instead of python -m convt5.train."),
+        Flag("timeout", "seconds that a start may take at most, 900.", {"type": float}),
+    ],
+)
+_REPORT_FILE = "report.json"
+_POLL_SECS = 0.002
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """How a run left alone goes, in seconds since its process started.
+
+    Attributes:
+        steps: those recorded, ascending.
+        seconds: when each record appeared.
+        evaluated: steps with an evaluation.
+    """
+
+    steps: Sequence[int]
+    seconds: Sequence[float]
+    evaluated: Sequence[int]
+
+    def step_secs(self) -> float:
+        """Returns the median time between records."""
+        gaps = [b - a for a, b in zip(self.seconds, self.seconds[1:], strict=False)]
+        return statistics.median(gaps) if gaps else 0.1
+
+    def evaluation_secs(self, step: int) -> float:
+        """Returns the time from the record before `step` to that of `step`."""
+        at = bisect.bisect_left(self.steps, step)
+        return self.seconds[at] - self.seconds[max(at - 1, 0)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kill:
+    """One kill, as it happened.
+
+    Attributes:
+        moment: what was aimed at.
+        step: the last one recorded before.
+        half_written: whether it left an incomplete checkpoint.
+        evaluating: whether the next record would have been that of an evaluation.
+    """
+
+    moment: str
+    step: int
+    half_written: bool
+    evaluating: bool
+
+
+class Run:
+    """A run directory and the command that trains in it."""
+
+    def __init__(self, command: Sequence[str], folder: pathlib.Path):
+        self.folder = folder
+        self.log = folder.with_suffix(".log")
+        self._command = [*command, f"--gin.RUN_DIR={folder}"]
+
+    @contextlib.contextmanager
+    def started(self) -> Iterator[subprocess.Popen]:
+        """Starts the command; whatever is left of it is killed when the context ends."""
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            yield process
+        finally:
+            kill(process)
+
+    def last_step(self) -> int:
+        """Returns the step of the last complete record; 0 before the first."""
+        path = self.folder / "metrics.jsonl"
+        with contextlib.suppress(OSError, ValueError, IndexError), path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 20_000))
+            return json.loads(file.read().split(b"\n")[-2])["step"]
+        return 0
+
+    def is_saving(self) -> bool:
+        """Whether an incomplete checkpoint is there: those have longer names than their step."""
+        with contextlib.suppress(OSError):
+            names = os.listdir(self.folder / "checkpoints")
+            return any(not name.isdigit() for name in names)
+        return False
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = command_line.parse(COMMAND, argv)
+    flags = arguments.flags
+    if not flags.output_dir or flags.kills < 1:
+        raise errors.UserError(
+            "--output_dir=DIR is missing."
+            if not flags.output_dir
+            else "--kills must be at least 1."
+        )
+    train = shlex.split(flags.train) if flags.train else [sys.executable, "-m", "convt5.train"]
+    command = [
+        *train,
+        *(f"--gin_file={name}" for name in arguments.gin_files),
+        *(f"--gin.{binding}" for binding in arguments.gin_bindings),
+    ]
+    folder = _emptied(pathlib.Path(flags.output_dir).absolute())
+    timeout = flags.timeout or 900.0
+    alone, killed = Run(command, folder / "alone"), Run(command, folder / "killed")
+    _say("a run left alone")
+    timeline = observe(alone, timeout)
+    kills = under_fire(killed, timeline, flags.kills, random.Random(flags.seed), timeout)
+    found = compare(killed, alone)
+    report = summary(kills, found)
+    (folder / _REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n")
+    print(_text(report))
+    return 0 if not found and len(kills) == flags.kills else 1
+
+
+def observe(run: Run, timeout: float) -> Timeline:
+    """Trains without interruption; returns when what happened."""
+    seen: dict[int, float] = {}
+    with run.started() as process:
+        began = time.monotonic()
+        while process.poll() is None:
+            seen.setdefault(run.last_step(), time.monotonic() - began)
+            _check_time(run, began, timeout)
+            time.sleep(_POLL_SECS)
+    _check_success(run, process)
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    seen.pop(0, None)
+    return Timeline(
+        steps=sorted(seen),
+        seconds=[seen[step] for step in sorted(seen)],
+        evaluated=[r["step"] for r in records if any(k.startswith("validation/") for k in r)],
+    )
+
+
+def under_fire(
+    run: Run, timeline: Timeline, count: int, draw: random.Random, timeout: float
+) -> list[Kill]:
+    """Trains with so many kills, then to the end; returns those that happened before it."""
+    kills = []
+    for number, (moment, target) in enumerate(plan(timeline, count, draw), start=1):
+        with run.started() as process:
+            delay = _wait(run, process, timeline, moment, target, draw, timeout)
+            if process.poll() is None:
+                time.sleep(delay)
+            if process.poll() is not None:
+                _check_success(run, process)
+                break  # Too late: the run has ended.
+            kill(process)
+        step = run.last_step()
+        kills.append(Kill(moment, step, run.is_saving(), step + 1 in timeline.evaluated))
+        _say(f"kill {number} of {count}: {moment}, after step {step}")
+    _say("to the end")
+    with run.started() as process:
+        began = time.monotonic()
+        while process.poll() is None:
+            _check_time(run, began, timeout)
+            time.sleep(0.1)
+    _check_success(run, process)
+    return kills
+
+
+def plan(timeline: Timeline, count: int, draw: random.Random) -> list[tuple[str, int]]:
+    """Returns the moments of all kills, each with a step to reach before, ascending."""
+    # A third of the steps is left for what happens after the last kill.
+    last = timeline.steps[-1] * 2 // 3
+    targets = sorted(draw.randint(1, last) for _ in range(count))
+    moments = [MOMENTS[i % len(MOMENTS)] for i in range(count)]
+    draw.shuffle(moments)
+    return list(zip(moments, targets, strict=True))
+
+
+def kill(process: subprocess.Popen) -> None:
+    """Kills a process and those it started, without warning."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def compare(run: Run, reference: Run) -> list[str]:
+    """Returns how the runs differ, from a process of its own, so that this one needs no JAX."""
+    code = (
+        "import sys, json; from convt5 import run_equality; "
+        "print(json.dumps(run_equality.differences(*sys.argv[1:])))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, run.folder, reference.folder],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def summary(kills: Sequence[Kill], found: Sequence[str]) -> dict[str, object]:
+    """Returns what is written to the report."""
+    return {
+        "kills": len(kills),
+        "aimed_at": dict(collections.Counter(kill.moment for kill in kills)),
+        "left_a_half_written_checkpoint": sum(kill.half_written for kill in kills),
+        "during_a_step_with_evaluation": sum(kill.evaluating for kill in kills),
+        "differences": list(found),
+        "each": [dataclasses.asdict(kill) for kill in kills],
+    }
+
+
+def _wait(
+    run: Run,
+    process: subprocess.Popen,
+    timeline: Timeline,
+    moment: str,
+    target: int,
+    draw: random.Random,
+    timeout: float,
+) -> float:
+    """Returns once the moment has come or the process has ended, and how long to wait then."""
+    began = time.monotonic()
+    evaluated = next((s for s in timeline.evaluated if s > target), timeline.steps[-1])
+
+    def is_due() -> bool:
+        if moment == "starting":
+            return True
+        if moment == "evaluating":
+            return evaluated > run.last_step() >= evaluated - 1
+        reached = run.last_step() >= target
+        return reached and (moment != "saving" or run.is_saving())
+
+    # What an earlier kill left is cleared when the run starts; only what comes later counts.
+    while moment == "saving" and run.is_saving() and process.poll() is None:
+        time.sleep(_POLL_SECS)
+    while not is_due() and process.poll() is None:
+        _check_time(run, began, timeout)
+        time.sleep(_POLL_SECS)
+    longest = {
+        "any": 3 * timeline.step_secs(),
+        "saving": 0.05,
+        "evaluating": timeline.evaluation_secs(evaluated),
+        "starting": timeline.seconds[0],
+    }[moment]
+    return draw.uniform(0, longest)
+
+
+def _check_success(run: Run, process: subprocess.Popen) -> None:
+    if process.returncode:
+        raise errors.TrainingError(
+            f"training in {run.folder} ended by itself with exit code {process.returncode}; the "
+            f"last lines of {run.log}:\n{_tail(run.log)}"
+        )
+
+
+def _check_time(run: Run, began: float, timeout: float) -> None:
+    if time.monotonic() - began > timeout:
+        raise errors.TrainingError(
+            f"training in {run.folder} took more than timeout={timeout:.0f} s; give more with "
+            f"--timeout, or see {run.log}:\n{_tail(run.log)}"
+        )
+
+
+def _emptied(folder: pathlib.Path) -> pathlib.Path:
+    """Returns the folder, without what an earlier check left; anything else is left alone."""
+    for name in ("alone", "killed"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / name).with_suffix(".log").unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _tail(path: pathlib.Path) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-15:])
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _text(report: dict[str, object]) -> str:
+    found = report["differences"]
+    assert isinstance(found, list)
+    lines = [
+        f"{report['kills']} kills, {report['left_a_half_written_checkpoint']} of which left a half "
+        f"written checkpoint and {report['during_a_step_with_evaluation']} fell into a step with "
+        "an evaluation",
+        "parameters, optimizer state and records are those of a run never killed"
+        if not found
+        else f"{len(found)} differences from a run never killed:",
+        *(f"- {line}" for line in errors.shortened(found)),
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    command_line.run(main)
