@@ -96,6 +96,55 @@ class Cosine:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class EpochCosine:
+    """Half a cosine that changes once in an epoch, as arXiv 2106.14881 was trained.
+
+    In epoch e of E, from 0, the rate is peak * (f + (1 - f) * (1 + cos(pi * e / E)) / 2) with f the
+    `final_fraction`; during the warm-up of W epochs times w * (1 - e / W) + e / W with w the
+    `warmup_factor`.
+
+    Attributes:
+        peak: the rate that the cosine starts from.
+        num_epochs: E.
+        steps_per_epoch: updates in which the rate stays.
+        warmup_epochs: W; 0 for none.
+        warmup_factor: the first rate as a fraction of the peak, in [0, 1].
+        final_fraction: of the peak, in [0, 1], to which the rate falls.
+    """
+
+    peak: float
+    num_epochs: int
+    steps_per_epoch: int
+    warmup_epochs: int = 5
+    warmup_factor: float = 0.1
+    final_fraction: float = 0.005
+
+    def __post_init__(self):
+        faults = _faults(peak=self.peak)
+        for name, least in (("num_epochs", 1), ("steps_per_epoch", 1), ("warmup_epochs", 0)):
+            if getattr(self, name) < least:
+                faults.append(f"{name}={getattr(self, name)} must be at least {least}.")
+        faults += [
+            f"{name}={getattr(self, name)} must be in [0, 1]."
+            for name in ("warmup_factor", "final_fraction")
+            if not 0 <= getattr(self, name) <= 1
+        ]
+        errors.raise_all(faults, where="EpochCosine")
+
+    def __call__(self, step: ArrayLike) -> Rate:
+        last = self.num_epochs - 1
+        # Steps beyond the last epoch keep its rate.
+        epoch = _as_float(jnp.minimum(jnp.asarray(step) // self.steps_per_epoch, last))
+        fall = 0.5 * (1.0 + jnp.cos(math.pi * epoch / self.num_epochs))
+        fraction = self.final_fraction + (1.0 - self.final_fraction) * fall
+        rate = self.peak * fraction
+        if not self.warmup_epochs:
+            return rate
+        risen = jnp.minimum(1.0, epoch / self.warmup_epochs)
+        return rate * (self.warmup_factor * (1.0 - risen) + risen)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Linear:
     """A linear rise to `peak`, then a linear fall to `final_fraction` of it; fields as `Cosine`."""
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from convt5.errors import UserError
-from convt5.schedule import Constant, Cosine, InverseSqrt, Linear
+from convt5.schedule import Constant, Cosine, EpochCosine, InverseSqrt, Linear
 
 WARM = [
     InverseSqrt(warmup_steps=10, linear_warmup=True),
@@ -23,7 +23,14 @@ def test_inverse_sqrt_with_defaults_is_the_schedule_of_t5(step, rate):
 
 
 @pytest.mark.parametrize(
-    "schedule", [Constant(rate=0.1), InverseSqrt(), *WARM], ids=lambda s: type(s).__name__
+    "schedule",
+    [
+        Constant(rate=0.1),
+        InverseSqrt(),
+        EpochCosine(peak=1.0, num_epochs=3, steps_per_epoch=5),
+        *WARM,
+    ],
+    ids=lambda s: type(s).__name__,
 )
 def test_a_traced_step_gives_the_same_float32_rate_as_a_number(schedule):
     traced = jax.jit(schedule)(jnp.int32(7))
@@ -49,9 +56,27 @@ def test_a_fall_passes_its_middle_and_stays_at_its_end(kind):
     )
 
 
+@pytest.mark.parametrize("warmup_epochs", [0, 5])
+def test_a_cosine_by_epochs_changes_once_in_an_epoch_and_is_that_of_the_paper(warmup_epochs):
+    schedule = EpochCosine(peak=1e-3, num_epochs=12, steps_per_epoch=7, warmup_epochs=warmup_epochs)
+    rates = np.array([float(schedule(step)) for step in range(7 * 13)]).reshape(13, 7)
+    np.testing.assert_array_equal(rates, rates[:, :1].repeat(7, axis=1))
+    for epoch in range(12):
+        expected = 1e-3 * ((1 - 0.005) * 0.5 * (1 + np.cos(np.pi * epoch / 12)) + 0.005)
+        if epoch < warmup_epochs:
+            expected *= 0.1 * (1 - epoch / warmup_epochs) + epoch / warmup_epochs
+        np.testing.assert_allclose(rates[epoch, 0], expected, rtol=1e-5)
+    assert rates[12, 0] == rates[11, 0]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: EpochCosine(peak=1.0, num_epochs=5, steps_per_epoch=0), "steps_per_epoch=0 must"),
+        (
+            lambda: EpochCosine(peak=1.0, num_epochs=5, steps_per_epoch=1, warmup_factor=2.0),
+            r"warmup_factor=2.0 must be in \[0, 1\]",
+        ),
         (lambda: Constant(rate=0.0), "rate=0.0 must be a positive finite number"),
         (lambda: InverseSqrt(warmup_steps=0), "warmup_steps=0 must be at least 1"),
         (lambda: Cosine(peak=float("nan"), total_steps=5), "peak=nan"),

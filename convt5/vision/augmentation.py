@@ -10,6 +10,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from convt5 import errors
+from convt5.vision.policies import Policy
+
+# Principal components of red, green and blue in [0, 1] over ImageNet: a column for each direction.
+_COLOR_SPREADS = np.array([0.2175, 0.0188, 0.0045])
+_COLOR_DIRECTIONS = np.array(
+    [[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]]
+)
 
 Seed = tuple[int, int]
 """The seed of the data, and which image or batch is meant."""
@@ -17,13 +24,18 @@ Seed = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """Random changes, as in arXiv 2106.14881 but for AutoAugment and PCA colour jitter.
+    """Random changes: those of arXiv 2106.14881, and RandAugment.
+
+    An image is cut out and resized, mirrored, changed by a policy, and its colours are shifted.
 
     Attributes:
         crop_area: least and greatest share of the area that is cut out and resized ("random
             resized crop"); None takes the middle of the image.
         crop_aspect: least and greatest width over height of what is cut out.
         flip: half of the images are mirrored.
+        policy: `policies.AutoAugment` or `policies.RandAugment`; None for neither.
+        color_jitter: standard deviation of the shift along the principal components of the colours
+            of ImageNet (Krizhevsky et al. 2012), 0.1 in the paper; 0 for none, as for grey images.
         mixup_alpha: of the beta distribution of the share of mixup (arXiv 1710.09412), in which
             an image is the mean of two; 0 for none.
         cutmix_alpha: likewise of CutMix (arXiv 1905.04899), which pastes a box of another image.
@@ -33,13 +45,15 @@ class Augmentation:
     crop_area: Sequence[float] | None = None
     crop_aspect: Sequence[float] = (3 / 4, 4 / 3)
     flip: bool = False
+    policy: Policy | None = None
+    color_jitter: float = 0.0
     mixup_alpha: float = 0.0
     cutmix_alpha: float = 0.0
 
     def __post_init__(self):
         faults = [
             f"{name}={getattr(self, name)} must be at least 0."
-            for name in ("mixup_alpha", "cutmix_alpha")
+            for name in ("mixup_alpha", "cutmix_alpha", "color_jitter")
             if getattr(self, name) < 0
         ]
         for name, most in (("crop_area", 1.0), ("crop_aspect", np.inf)):
@@ -56,7 +70,11 @@ class Augmentation:
             image = _resize(image, size, size)
         else:
             image = resized(image, size=size)
-        return image[:, ::-1] if self.flip and drawn.random() < 0.5 else image
+        image = image[:, ::-1] if self.flip and drawn.random() < 0.5 else image
+        if self.policy is not None:
+            pixels = np.clip(np.round(image), 0, 255).astype(np.uint8)
+            image = self.policy.apply(pixels, drawn).astype(np.float32)
+        return self._with_jitter(image, drawn) if self.color_jitter else image
 
     def mix(self, batch: Mapping[str, np.ndarray], *, seed: Seed) -> dict[str, np.ndarray]:
         """Returns a batch whose images hold a part of another one, with the labels of both."""
@@ -79,6 +97,17 @@ class Augmentation:
             "other_labels": np.roll(batch["labels"], 1),
             "label_share": np.full(len(images), share, np.float32),
         }
+
+    def _with_jitter(self, image: np.ndarray, drawn: np.random.Generator) -> np.ndarray:
+        """Shifts all pixels alike, most along the directions in which colours differ most."""
+        if image.shape[-1] != 3:
+            raise errors.UserError(
+                f"color_jitter={self.color_jitter} is for images of three channels, and these have "
+                f"{image.shape[-1]}; set it to 0."
+            )
+        shares = drawn.normal(0, self.color_jitter, 3)
+        shift = _COLOR_DIRECTIONS @ (shares * _COLOR_SPREADS)
+        return np.clip(image + 255 * shift, 0, 255).astype(np.float32)
 
     def _crop(self, image: np.ndarray, drawn: np.random.Generator) -> np.ndarray:
         """Cuts out a box of random area and aspect; after ten that do not fit, the whole."""

@@ -1,0 +1,204 @@
+"""Policies of augmentation, AutoAugment and RandAugment, over operators of Pillow.
+
+Cubuk et al. 2018 (arXiv 1805.09501) and 2019 (arXiv 1909.13719). `augmentation.Augmentation`
+applies a policy to an image that is already cut out and resized.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from PIL import Image, ImageEnhance, ImageOps
+
+from convt5 import errors
+
+_FILL = 128  # Where a shifted or turned image shows nothing.
+_MOST_SHEAR, _MOST_TURN = 0.3, 30.0  # In pixels per pixel, and in degrees.
+_MOST_SHIFT = 150 / 331  # Of the width: 150 pixels of the images that the paper searched on.
+_MOST_POSTERIZED, _ENHANCED = 4, 0.9
+
+Pixels = np.ndarray
+"""uint8 [height, width, channels] with one or three channels."""
+
+
+class Policy(Protocol):
+    """Changes an image at random; everything drawn comes from the generator."""
+
+    def apply(self, image: Pixels, drawn: np.random.Generator) -> Pixels: ...
+
+
+class Step(NamedTuple):
+    """An operation of a learned policy.
+
+    Attributes:
+        name: of the operation.
+        probability: with which it is done.
+        magnitude: from 0 to 10, where the range of the operation ends.
+    """
+
+    name: str
+    probability: float
+    magnitude: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RandAugment:
+    """A few operations one after the other, each drawn anew from the fourteen of the paper.
+
+    Attributes:
+        num_operations: how many.
+        magnitude: of all of them, from 0 to 10, where the range of AutoAugment ends.
+    """
+
+    num_operations: int = 2
+    magnitude: float = 9.0
+
+    def __post_init__(self):
+        faults = []
+        if self.num_operations < 1:
+            faults.append(f"num_operations={self.num_operations} must be at least 1.")
+        if not 0 <= self.magnitude <= 10:
+            faults.append(f"magnitude={self.magnitude} must be from 0 to 10.")
+        errors.raise_all(faults, where="RandAugment")
+
+    def apply(self, image: Pixels, drawn: np.random.Generator) -> Pixels:
+        """Returns the changed image."""
+        names = drawn.choice(RANDOM_OPERATIONS, size=self.num_operations)
+        return _changed(image, [Step(str(name), 1.0, self.magnitude) for name in names], drawn)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AutoAugment:
+    """The policy that was learned on ImageNet: one of 25 pairs of operations (table 9)."""
+
+    def apply(self, image: Pixels, drawn: np.random.Generator) -> Pixels:
+        """Returns the changed image."""
+        pair = IMAGENET_POLICY[drawn.integers(len(IMAGENET_POLICY))]
+        return _changed(image, pair, drawn)
+
+
+def _changed(image: Pixels, steps: Iterable[Step], drawn: np.random.Generator) -> Pixels:
+    channels = image.shape[-1]
+    opened = Image.fromarray(image[..., 0] if channels == 1 else image)
+    for step in steps:
+        if drawn.random() < step.probability:
+            sign = 1 if drawn.random() < 0.5 else -1
+            opened = OPERATIONS[step.name](opened, step.magnitude / 10, sign)
+    return np.asarray(opened).reshape(image.shape)
+
+
+Operation = Callable[[Image.Image, float, int], Image.Image]
+"""Changes an image by a strength in [0, 1], in one of two directions: 1 or -1."""
+
+
+def _affine(image: Image.Image, *matrix: float) -> Image.Image:
+    """Where pixel (x, y) comes from: (a x + b y + c, d x + e y + f)."""
+    fill = _FILL if image.mode == "L" else (_FILL,) * 3
+    return image.transform(image.size, Image.Transform.AFFINE, matrix, fillcolor=fill)
+
+
+def shear_x(image: Image.Image, strength: float, sign: int) -> Image.Image:
+    return _affine(image, 1, sign * _MOST_SHEAR * strength, 0, 0, 1, 0)
+
+
+def shear_y(image: Image.Image, strength: float, sign: int) -> Image.Image:
+    return _affine(image, 1, 0, 0, sign * _MOST_SHEAR * strength, 1, 0)
+
+
+def translate_x(image: Image.Image, strength: float, sign: int) -> Image.Image:
+    return _affine(image, 1, 0, sign * _MOST_SHIFT * strength * image.width, 0, 1, 0)
+
+
+def translate_y(image: Image.Image, strength: float, sign: int) -> Image.Image:
+    return _affine(image, 1, 0, 0, 0, 1, sign * _MOST_SHIFT * strength * image.height)
+
+
+def rotate(image: Image.Image, strength: float, sign: int) -> Image.Image:
+    fill = _FILL if image.mode == "L" else (_FILL,) * 3
+    return image.rotate(sign * _MOST_TURN * strength, fillcolor=fill)
+
+
+def identity(image: Image.Image, strength: float, sign: int) -> Image.Image:
+    return image
+
+
+def auto_contrast(image: Image.Image, strength: float, sign: int) -> Image.Image:
+    """Stretches each channel over all values."""
+    return ImageOps.autocontrast(image)
+
+
+def equalize(image: Image.Image, strength: float, sign: int) -> Image.Image:
+    """Makes all values of each channel about equally frequent."""
+    return ImageOps.equalize(image)
+
+
+def invert(image: Image.Image, strength: float, sign: int) -> Image.Image:
+    return ImageOps.invert(image)
+
+
+def solarize(image: Image.Image, strength: float, sign: int) -> Image.Image:
+    """Inverts the values from a threshold on, which falls with the strength."""
+    return ImageOps.solarize(image, round(256 * (1 - strength)))
+
+
+def posterize(image: Image.Image, strength: float, sign: int) -> Image.Image:
+    """Keeps the 8 highest bits of each value at strength 0, and 4 at 1."""
+    return ImageOps.posterize(image, 8 - round(_MOST_POSTERIZED * strength))
+
+
+def _enhancement(kind: Callable[[Image.Image], Any]) -> Operation:
+    """Blends with a degenerate image: less than 1 towards it, more than 1 away from it."""
+
+    def enhance(image: Image.Image, strength: float, sign: int) -> Image.Image:
+        return kind(image).enhance(1 + sign * _ENHANCED * strength)
+
+    return enhance
+
+
+OPERATIONS: Mapping[str, Operation] = {
+    "identity": identity,
+    "shear_x": shear_x,
+    "shear_y": shear_y,
+    "translate_x": translate_x,
+    "translate_y": translate_y,
+    "rotate": rotate,
+    "auto_contrast": auto_contrast,
+    "equalize": equalize,
+    "invert": invert,
+    "solarize": solarize,
+    "posterize": posterize,
+    "color": _enhancement(ImageEnhance.Color),
+    "contrast": _enhancement(ImageEnhance.Contrast),
+    "brightness": _enhancement(ImageEnhance.Brightness),
+    "sharpness": _enhancement(ImageEnhance.Sharpness),
+}
+RANDOM_OPERATIONS = tuple(name for name in OPERATIONS if name != "invert")
+
+IMAGENET_POLICY: tuple[tuple[Step, Step], ...] = (
+    (Step("posterize", 0.4, 8), Step("rotate", 0.6, 9)),
+    (Step("solarize", 0.6, 5), Step("auto_contrast", 0.6)),
+    (Step("equalize", 0.8), Step("equalize", 0.6)),
+    (Step("posterize", 0.6, 7), Step("posterize", 0.6, 6)),
+    (Step("equalize", 0.4), Step("solarize", 0.2, 4)),
+    (Step("equalize", 0.4), Step("rotate", 0.8, 8)),
+    (Step("solarize", 0.6, 3), Step("equalize", 0.6)),
+    (Step("posterize", 0.8, 5), Step("equalize", 1.0)),
+    (Step("rotate", 0.2, 3), Step("solarize", 0.6, 8)),
+    (Step("equalize", 0.6), Step("posterize", 0.4, 6)),
+    (Step("rotate", 0.8, 8), Step("color", 0.4, 0)),
+    (Step("rotate", 0.4, 9), Step("equalize", 0.6)),
+    (Step("equalize", 0.0), Step("equalize", 0.8)),
+    (Step("invert", 0.6), Step("equalize", 1.0)),
+    (Step("color", 0.6, 4), Step("contrast", 1.0, 8)),
+    (Step("rotate", 0.8, 8), Step("color", 1.0, 2)),
+    (Step("color", 0.8, 8), Step("solarize", 0.8, 7)),
+    (Step("sharpness", 0.4, 7), Step("invert", 0.6)),
+    (Step("shear_x", 0.6, 5), Step("equalize", 1.0)),
+    (Step("color", 0.4, 0), Step("equalize", 0.6)),
+    (Step("equalize", 0.4), Step("solarize", 0.2, 4)),
+    (Step("solarize", 0.6, 5), Step("auto_contrast", 0.6)),
+    (Step("invert", 0.6), Step("equalize", 1.0)),
+    (Step("color", 0.6, 4), Step("contrast", 1.0, 8)),
+    (Step("equalize", 0.8), Step("equalize", 0.6)),
+)
