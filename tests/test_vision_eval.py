@@ -13,8 +13,9 @@ from convt5 import eval as evaluation
 from convt5 import sharding, train
 from convt5.errors import UserError
 from convt5.evaluation import checkpoints
+from convt5.vision.evaluation import make_plan
 from convt5.vision.images import ImageDataConfig
-from convt5.vision.sources import Npz
+from convt5.vision.sources import Folder, Npz
 from convt5.vision.statistics import Reestimate
 
 GIN = """# A tiny ViT_C on arrays in files.
@@ -147,6 +148,33 @@ def test_a_dry_run_computes_nothing(run_dir, tmp_path, capsys):
 def test_what_cannot_be_evaluated_is_named(run_dir, flags, message):
     with pytest.raises(UserError, match=message):
         evaluation.main([f"--checkpoint={run_dir}", *flags])
+
+
+def test_corrupt_files_are_left_out_of_the_means_and_counted(tmp_path):
+    tf = pytest.importorskip("tensorflow", reason="only TensorFlow decodes image files")
+    for index in range(4):
+        path = tmp_path / "images" / "abc"[index % 3] / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(tf.io.encode_png(np.full((8, 8, 1), 9 * index, np.uint8)).numpy())
+    (tmp_path / "images" / "a" / "3.png").write_bytes(b"no image")
+    data = ImageDataConfig(
+        source=Folder(path=str(tmp_path / "images"), channels=1),
+        batch_size=3,
+        image_size=8,
+        in_channels=1,
+        num_classes=3,
+        on_corrupt="skip",
+    )
+    plan = make_plan(
+        "a run", model=MODEL, train={"train_data": data}, data=data, split="validation"
+    )
+    model = MODEL.build(jax.random.key(0))
+    mesh = sharding.MeshConfig().build(jax.devices()[:2])
+    with pytest.warns(UserWarning, match="skipped"):
+        found = plan.evaluator(plan.tasks[0])(model, mesh, 1)
+    assert found.counts == {"num_examples": 3, "skipped_images": 1}
+    assert [record["label_name"] for record in found.records] == ["a", "b", "c"]
+    assert found.metrics["loss"] == pytest.approx(np.log(3))  # The head starts with zeros.
 
 
 @pytest.mark.parametrize("dry_run", [[], ["--dry_run"]])

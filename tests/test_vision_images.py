@@ -339,3 +339,23 @@ def test_mixing_keeps_as_much_of_each_label_as_of_each_image(kind):
 def test_augmentations_that_cannot_be_are_named(changes, message):
     with pytest.raises(UserError, match=message):
         Augmentation(**changes)
+
+
+@pytest.mark.parametrize("labels", [[-1, 0, 1], [0, 1, 5]])
+def test_labels_out_of_range_are_named(labels, tmp_path):
+    np.savez(tmp_path / "a.npz", images=np.zeros((3, 4, 4), np.uint8), labels=np.array(labels))
+    message = f"labels run from {min(labels)} to {max(labels)} in split='train'"
+    with pytest.raises(UserError, match=message):
+        build(source=Npz(path=f"{tmp_path}/a.npz"))
+
+
+@pytest.mark.parametrize("kind", ["png", "jpeg"])
+def test_a_truncated_file_is_corrupt(kind, tmp_path):
+    tf = tensorflow()
+    encode = {"png": tf.io.encode_png, "jpeg": tf.io.encode_jpeg}[kind]
+    whole = encode(pixels(40, 40)).numpy()
+    path = tmp_path / "cat" / f"1.{kind}"
+    path.parent.mkdir()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=rf"1\.{kind} cannot be read as an image"):
+        next(build(source=Folder(path=str(tmp_path)), batch_size=1, in_channels=3))

@@ -64,7 +64,7 @@ def _draw_panels(
 
 
 def _distributions(axes: Any, lines: Mapping[str, Sequence[Result]]) -> None:
-    """The share of runs whose error is below a limit, over that limit."""
+    """The share of runs whose error is at most a limit, over that limit."""
     finite = [r.error for runs in lines.values() for r in runs if math.isfinite(r.error)]
     last = max(finite, default=1.0) * 1.05
     for number, (label, runs) in enumerate(lines.items()):
@@ -76,7 +76,7 @@ def _distributions(axes: Any, lines: Mapping[str, Sequence[Result]]) -> None:
         axes.step(x, y, where="post", label=f"{label} ({len(runs)} runs)", color=f"C{number}")
     axes.set_ylim(0, 1.02)
     axes.set_xlabel("error")
-    axes.set_ylabel("share of runs with less error")
+    axes.set_ylabel("share of runs with at most this error")
 
 
 def _convergence(axes: Any, lines: Mapping[str, Best]) -> None:
@@ -86,6 +86,9 @@ def _convergence(axes: Any, lines: Mapping[str, Best]) -> None:
         values = [error for _, error in found.curve]
         axes.plot(steps, values, label=label, color=f"C{number}", marker=".")
     axes.set_yscale("log")
+    for write in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        write(lambda value, _: f"{value:.2g}")
+    axes.tick_params(axis="y", which="minor", labelsize=7)
     axes.set_xlabel("training steps")
     axes.set_ylabel("error at the best setting")
 
@@ -104,7 +107,11 @@ def _draw_settings(
         for j, axis in enumerate(numeric):
             for number, (label, runs) in enumerate(lines.items()):
                 _scatter(axes[i][j], axis, label, runs, number, of=len(lines))
+            values = sorted({float(run.labels[axis]) for runs in lines.values() for run in runs})
             axes[i][j].set_xscale("log")
+            axes[i][j].set_xlim(values[0] / 1.3, values[-1] * 1.3)
+            axes[i][j].set_xticks(values, [f"{value:g}" for value in values])
+            axes[i][j].minorticks_off()
             axes[i][j].set_xlabel(axis)
             axes[i][j].set_ylabel("error")
             _tidy(axes[i][j], panel, title=title)

@@ -88,11 +88,11 @@ def make_plan(
     model: Any,
     train: Mapping[str, Any],
     data: Any,
-    split: str | None,
-    batch_size: int | None,
-    num_examples: int | None,
-    reestimate: int | None,
-    ema: bool,
+    split: str | None = None,
+    batch_size: int | None = None,
+    num_examples: int | None = None,
+    reestimate: int | None = None,
+    ema: bool = False,
 ) -> ImagePlan:
     """Returns what will be evaluated.
 
