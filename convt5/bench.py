@@ -51,6 +51,14 @@ COMMAND = command_line.Command(
             "a model whose step takes longer is left out at greater lengths, 20.",
             {"type": float, "default": 20.0},
         ),
+        command_line.Flag(
+            "t5x", "a checkout of T5X, whose T5 is then a side of train_step.", {"default": None}
+        ),
+        command_line.Flag(
+            "only_ours",
+            "leaves Hugging Face's T5 out, which otherwise is a side where it is installed.",
+            {"action": "store_true"},
+        ),
         command_line.Flag("quick", "short lengths and 2 repeats.", {"action": "store_true"}),
         command_line.Flag("output", "a folder for the results, bench.", {"default": "bench"}),
     ],
@@ -108,8 +116,14 @@ def _run(
     if suite == "decode":
         yield from models_suite.decoding(models, lengths, **settings)
     else:
+        sides = {name: models_suite.side(config) for name, config in models.items()}
+        if flags.t5x or not flags.only_ours:
+            from convt5.benchmarks import peers
+
+            like = next(iter(models.values()))
+            sides |= peers.found(like, flags.t5x, hugging_face=not flags.only_ours)
         longest = flags.longest_seconds
-        yield from models_suite.train_steps(models, lengths, longest_seconds=longest, **settings)
+        yield from models_suite.train_steps(sides, lengths, longest_seconds=longest, **settings)
 
 
 def _models(files: Sequence[str], bindings: Sequence[str]) -> dict[str, Any]:

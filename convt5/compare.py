@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from convt5 import command_line, errors
+from convt5 import command_line, errors, figures
 from convt5.training.run_log import METRICS_FILE, duration, read_records
 
 DEFAULT_METRIC = "validation/loss"
@@ -154,7 +154,7 @@ def plot(
     Raises:
         UserError: matplotlib is not installed.
     """
-    figure_class = _figure_class()
+    figure_class = figures.figure_class("the plot")
     figure = figure_class(figsize=(11, 4.5), layout="constrained")
     by_step, by_time = figure.subplots(1, 2, sharey=True)
     unit, unit_seconds = _time_unit(max(run.last.seconds for run in runs))
@@ -272,18 +272,6 @@ def _markdown(columns: dict[str, list[str]]) -> str:
     }
     rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
     return "\n".join([line({name: name for name in columns}), line(rules), *map(line, rows)]) + "\n"
-
-
-def _figure_class() -> Any:
-    try:
-        # The class draws without a display and without matplotlib's global state.
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise errors.UserError(
-            "the plot needs the package matplotlib, which is not installed (the table is written); "
-            "pip install 'convt5[plot]'."
-        ) from error
-    return Figure
 
 
 class _Parser(argparse.ArgumentParser):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from convt5 import bench, errors
-from convt5.benchmarks import models, operators, report, timing
+from convt5.benchmarks import models, operators, peers, report, timing
 from convt5.ops import depthwise_conv, dynamic_conv, lightweight_conv
 
 TINY = [
@@ -53,6 +53,7 @@ def test_a_run_writes_a_record_for_each_length_and_model(tmp_path, monkeypatch, 
         [
             *("--suites=train_step,decode", "--lengths=8,16", "--repeats=1", "--batch_size=2"),
             *("--gin_file=gin/models/depthwise_tiny.gin", f"--output={output}", *TINY),
+            "--only_ours",
         ]
     )
     records = [json.loads(line) for line in (output / "records.jsonl").read_text().splitlines()]
@@ -71,7 +72,8 @@ def test_a_run_writes_a_record_for_each_length_and_model(tmp_path, monkeypatch, 
 
 def test_models_that_take_too_long_are_left_out_at_greater_lengths():
     named = bench._models(["gin/models/depthwise_tiny.gin"], [flag[6:] for flag in TINY])
-    found = models.train_steps(named, (8, 16), batch_size=1, repeats=1, longest_seconds=0.0)
+    sides = {name: models.side(config) for name, config in named.items()}
+    found = models.train_steps(sides, (8, 16), batch_size=1, repeats=1, longest_seconds=0.0)
     assert [record["length"] for record in found] == [8]
 
 
@@ -83,6 +85,32 @@ def test_tables_show_large_numbers_shortly():
     row = {"suite": "decode", "case": "a", "length": 8, "seconds": 0.12345}
     row |= {"tokens_per_second": 12345.0, "state_bytes": 999}
     assert "| 8 | a | 0.123 | 12.3k | 999 |" in report.markdown([machine, row])
+
+
+def test_cases_are_compared_with_the_first_at_each_length():
+    machine = {
+        **{"suite": "machine", "device": "cpu", "processor": "p", "platform": "cpu", "jax": "1"},
+        **{"processors": 2, "copy_bytes_per_second": 1e9, "matmul_flops": 1e11},
+    }
+    times = {("a", 8): 1.0, ("b", 8): 4.0, ("a", 16): 2.0, ("b", 16): 16.0, ("a", 32): 4.0}
+    rows = [
+        {"suite": "train_step", "case": case, "length": length, "seconds": seconds}
+        for (case, length), seconds in times.items()
+    ]
+    text = report.markdown([machine, *rows])
+    assert "- 8: b is 0.25 times as fast as a" in text
+    assert "- 16: b is 0.12 times as fast as a" in text
+    assert "- a: from 8 to 32 time grows like length^1.00" in text
+    assert "- b: from 8 to 16 time grows like length^2.00" in text
+    assert "| 8 | a | 1 | - | - | - | - |" in text
+
+
+def test_peers_are_sides_where_they_are(tmp_path, monkeypatch):
+    config = bench._models(["gin/models/t5_tiny.gin"], [flag[6:] for flag in TINY])["t5_tiny"]
+    with pytest.raises(errors.UserError, match=r"holds no t5x/examples/t5/network\.py"):
+        peers.found(config, str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert peers.found(config, None) == {}
 
 
 @pytest.mark.parametrize(

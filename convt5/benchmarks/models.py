@@ -9,6 +9,7 @@ import numpy as np
 
 from convt5 import costs
 from convt5.architecture import ConvT5Config
+from convt5.benchmarks.sides import TARGETS, Measured, Side, random_batch
 from convt5.benchmarks.timing import in_turns
 from convt5.decoding import decode
 from convt5.losses import TextLoss
@@ -16,31 +17,32 @@ from convt5.optimizer import AdafactorConfig
 from convt5.schedule import InverseSqrt
 from convt5.sharding import MeshConfig
 from convt5.training.compilation import compile_step
-from convt5.training.plan import Plan, make_plan
+from convt5.training.plan import make_plan
 
-TARGETS = 4  # A target is this much shorter than its source.
+
+def side(config: ConvT5Config) -> Side:
+    """Returns the training step of a model of ours."""
+    return functools.partial(_compiled, config)
 
 
 def train_steps(
-    models: Mapping[str, ConvT5Config],
+    sides: Mapping[str, Side],
     lengths: Sequence[int],
     *,
     batch_size: int,
     repeats: int,
     longest_seconds: float,
 ) -> Iterator[dict[str, Any]]:
-    """Yields a record for each length and model.
+    """Yields a record for each length and side.
 
-    A model that took longer than `longest_seconds` for a step is left out at greater lengths.
+    A side that took longer than `longest_seconds` for a step is left out at greater lengths.
     """
     slow: set[str] = set()
     for length in lengths:
-        compiled = {
-            name: _compiled(config, length, batch_size)
-            for name, config in models.items()
-            if name not in slow
+        measured = {
+            name: make(length, batch_size) for name, make in sides.items() if name not in slow
         }
-        taken = in_turns({name: run for name, (run, _) in compiled.items()}, repeats=repeats)
+        taken = in_turns({name: run for name, (run, _) in measured.items()}, repeats=repeats)
         for name, timing in taken.items():
             if timing.seconds > longest_seconds:
                 slow.add(name)
@@ -49,7 +51,7 @@ def train_steps(
                 "case": name,
                 "length": length,
                 **timing.as_json(),
-                **compiled[name][1],
+                **measured[name][1],
                 "tokens_per_second": batch_size * (length + length // TARGETS) / timing.seconds,
             }
 
@@ -79,8 +81,7 @@ def decoding(
             }
 
 
-def _compiled(config: ConvT5Config, length: int, batch_size: int):
-    """Returns an update as a function of nothing, and what is known of it without running it."""
+def _compiled(config: ConvT5Config, length: int, batch_size: int) -> Measured:
     plan = make_plan(
         model=config,
         loss=TextLoss(),
@@ -90,7 +91,7 @@ def _compiled(config: ConvT5Config, length: int, batch_size: int):
         mesh=MeshConfig(),
         devices=jax.devices()[:1],
     )
-    batch = _batch(config, plan, length, batch_size)
+    batch = jax.device_put(random_batch(config, length, batch_size), plan.batch_sharding)
     step = compile_step(plan.train_step, plan.abstract, batch)
     state = [plan.init_state()]
 
@@ -105,19 +106,6 @@ def _compiled(config: ConvT5Config, length: int, batch_size: int):
         "compile_seconds": step.seconds,
     }
     return run, known
-
-
-def _batch(config: ConvT5Config, plan: Plan, length: int, batch_size: int) -> dict[str, jax.Array]:
-    rng = np.random.default_rng(0)
-    source = rng.integers(1, config.vocab_size, (batch_size, length), dtype=np.int32)
-    target = rng.integers(1, config.vocab_size, (batch_size, length // TARGETS), dtype=np.int32)
-    batch = {
-        "encoder_input_tokens": source,
-        "decoder_input_tokens": np.pad(target[:, :-1], ((0, 0), (1, 0))),
-        "decoder_target_tokens": target,
-        "decoder_loss_weights": np.ones_like(target),
-    }
-    return jax.device_put(batch, plan.batch_sharding)
 
 
 def _decoder(config: ConvT5Config, length: int, batch_size: int):

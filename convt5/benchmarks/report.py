@@ -1,10 +1,11 @@
 """Benchmark records as a Markdown table and as plots against the length, both axes logarithmic."""
 
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from convt5 import errors
+from convt5 import figures
 from convt5.training.run_log import short_number
 
 Record = Mapping[str, Any]
@@ -27,6 +28,8 @@ _TITLES = {
     "compile_seconds": "seconds to compile",
     "state_bytes": "bytes of state",
 }
+# What is said of all cases together: by which figure, and whether more of it is better.
+_COMPARED = {"train_step": ("seconds", False), "decode": ("tokens_per_second", True)}
 _PLOTS = {
     "train_step": ("seconds", "flops", "temporary_bytes"),
     "decode": ("tokens_per_second", "state_bytes"),
@@ -46,6 +49,8 @@ def markdown(records: Sequence[Record]) -> str:
         found = [r for r in records if r["suite"] == suite]
         if found:
             lines += ["", f"### {suite}", "", *_table(found, columns)]
+        if suite in _COMPARED:
+            lines += ["", *_compared(found, _COMPARED[suite])]
     return "\n".join(lines) + "\n"
 
 
@@ -59,41 +64,57 @@ def plot(records: Sequence[Record], folder: pathlib.Path) -> list[pathlib.Path]:
     return [_picture(suite, records, folder / f"{suite}.png") for suite in wanted]
 
 
+def _compared(records: Sequence[Record], figure: tuple[str, bool]) -> list[str]:
+    """Returns how every case stands to the first at each length, and how time grows with it."""
+    name, more_is_better = figure
+    cases = list(dict.fromkeys(r["case"] for r in records))
+    values = {(r["case"], r["length"]): r[name] for r in records}
+    lines = []
+    for length in dict.fromkeys(r["length"] for r in records):
+        here = [case for case in cases if (case, length) in values]
+        for case in here[1:] if len(here) > 1 else []:
+            ratio = values[case, length] / values[here[0], length]
+            ratio = ratio if more_is_better else 1 / ratio
+            lines.append(f"- {length}: {case} is {ratio:.2f} times as fast as {here[0]}")
+    for case in cases if not more_is_better else []:
+        own = sorted(length for c, length in values if c == case)
+        if len(own) > 1:
+            growth = math.log(values[case, own[-1]] / values[case, own[0]])
+            exponent = growth / math.log(own[-1] / own[0])
+            lines.append(
+                f"- {case}: from {own[0]} to {own[-1]} time grows like length^{exponent:.2f}"
+            )
+    return lines
+
+
 def _table(records: Sequence[Record], columns: Sequence[str]) -> list[str]:
     header = ["length", "case", *(_TITLES[c] for c in columns)]
-    rows = [[str(r["length"]), r["case"], *(_cell(r[c]) for c in columns)] for r in records]
+    rows = [[str(r["length"]), r["case"], *(_cell(r.get(c)) for c in columns)] for r in records]
     rule = ["---"] * len(header)
     return [f"| {' | '.join(cells)} |" for cells in (header, rule, *rows)]
 
 
-def _cell(value: float) -> str:
+def _cell(value: float | None) -> str:
+    if value is None:
+        return "-"
     return f"{value:.3g}" if value < 1000 else short_number(value)
 
 
 def _picture(suite: str, records: Sequence[Record], path: pathlib.Path) -> pathlib.Path:
-    try:
-        # Deferred: it is an extra, and slow to import. The backend needs no display.
-        import matplotlib
-
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise errors.UserError(
-            "plots need matplotlib, which is not installed; add the extra 'plot' "
-            "(uv run --extra plot ..., or pip install 'convt5[plot]')."
-        ) from error
+    figure_class = figures.figure_class("the plots")
     columns = _PLOTS[suite]
-    figure, axes = pyplot.subplots(1, len(columns), figsize=(5 * len(columns), 4))
+    figure = figure_class(figsize=(5 * len(columns), 4), layout="constrained")
+    axes = figure.subplots(1, len(columns), squeeze=False)[0]
     for axis, column in zip(axes, columns, strict=True):
         for case in dict.fromkeys(r["case"] for r in records if r["suite"] == suite):
-            own = [r for r in records if r["suite"] == suite and r["case"] == case]
+            own = [r for r in records if r["suite"] == suite and r["case"] == case and column in r]
+            if not own:
+                continue
             axis.plot([r["length"] for r in own], [r[column] for r in own], "o-", label=case)
         axis.set(xlabel="length", title=_TITLES[column])
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.grid(alpha=0.3)
     axes[0].legend()
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
     return path

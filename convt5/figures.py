@@ -1,0 +1,25 @@
+"""Matplotlib's figures without a display, or the message that they need an extra package."""
+
+from typing import Any
+
+from convt5 import errors
+
+
+def figure_class(what: str) -> Any:
+    """Returns `matplotlib.figure.Figure`, which keeps no global state.
+
+    Args:
+        what: is drawn, as the subject of a message.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    try:
+        # Deferred: it is an extra, and slow to import.
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise errors.UserError(
+            f"{what} cannot be drawn without the package matplotlib, which is not installed "
+            "(tables are written); pip install 'convt5[plot]', or uv run --extra plot ..."
+        ) from error
+    return Figure
