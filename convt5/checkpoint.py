@@ -354,7 +354,7 @@ def load_named(
     )
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         nested = reader.restore(
-            epath.Path(folder) / part,
+            _absolute(epath.Path(folder)) / part,
             args=ocp.args.PyTreeRestore(
                 item,
                 restore_args=ocp.checkpoint_utils.construct_restore_args(item),
@@ -375,6 +375,11 @@ def load_everything(folder: epath.PathLike) -> dict[str, dict[str, jax.Array]]:
         part: {name: _parse_shape(text) for name, text in about[part].items()} for part in parts
     }
     return {part: load_named(folder, shapes[part], part=part) for part in parts}
+
+
+def _absolute(folder: epath.Path) -> epath.Path:
+    """Readers take absolute paths only; those of an object store are."""
+    return folder if "://" in str(folder) else folder.expanduser().absolute()
 
 
 def saved_params(folder: epath.PathLike) -> dict[str, jax.ShapeDtypeStruct]:

@@ -239,7 +239,7 @@ from __gin__ import dynamic_registration
 from convt5 import sweeps
 sweeps.Study.output_dir = '{folder}'
 sweeps.Study.gin_files = ['gin/runs/digits.gin']
-sweeps.Study.bindings = {{'NUM_STEPS': 30, 'trainer.train.log_every_steps': 1}}
+sweeps.Study.bindings = {{'NUM_STEPS': 300, 'trainer.train.log_every_steps': 1}}
 sweeps.Study.grids = [@sweeps.Grid()]
 sweeps.Study.seeds = [0]
 sweeps.Study.metric = 'validation/accuracy'
@@ -257,7 +257,8 @@ def test_a_study_that_is_stopped_goes_on_in_the_middle_of_a_run(tmp_path):
     command = [sys.executable, "-m", "convt5.sweep", f"--gin_file={file}"]
     first = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
-    while not [*folder.glob("runs/*/metrics.jsonl")] and time.monotonic() < deadline:
+    while not any("step 1/" in path.read_text() for path in folder.glob("runs/*/output.txt")):
+        assert time.monotonic() < deadline
         time.sleep(0.1)
     first.send_signal(signal.SIGTERM)
     assert first.communicate(timeout=120)[1].endswith("interrupted\n")

@@ -113,6 +113,14 @@ def test_batch_statistics_are_measured_anew_where_asked_and_as_often_the_same(ru
     assert first["metrics"]["loss"] != saved["metrics"]["loss"]
 
 
+def test_a_run_is_found_by_a_relative_path(run_dir, monkeypatch):
+    expected, _ = evaluated(run_dir)
+    monkeypatch.chdir(run_dir.parent)
+    assert evaluation.main(["--checkpoint=run", "--split=test"]) == 0
+    assert evaluated(run_dir)[0] == expected
+    assert convt5.load_model("run").config.num_classes == 6
+
+
 def test_the_first_images_alone_are_measured(run_dir):
     found, lines = evaluated(run_dir, "--num_examples=4", "--batch_size=3")
     assert found["num_examples"] == len(lines) == 4
