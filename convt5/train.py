@@ -13,7 +13,8 @@ from convt5 import command_line, errors, gin_config, multi_host
 COMMAND = command_line.Command(
     name="train",
     summary="Trains a model as gin files describe it. The same command continues a run that was "
-    "interrupted, with the same batches as if it had never stopped.",
+    "interrupted, with the same batches as if it had never stopped. Asked to stop by SIGTERM it "
+    "saves at the next step and exits with 143, by Ctrl-C with 130.",
     examples=[
         (
             "a tiny dynamic-convolution T5 on the English text inside Python, in minutes on a CPU",

@@ -170,7 +170,7 @@ delete() {
 
 keep() {
   (($#)) || usage "flags of convt5.train are needed after --."
-  local code
+  local code failures=0
   while true; do
     code=0
     { create && install && start "$@" && wait_for_end; } || code=$?
@@ -180,7 +180,13 @@ keep() {
     case $code in
       0) return 0 ;;
       2) return 2 ;; # A wrong setting: trying again would not help.
+      3) failures=0 ;;
+      *) failures=$((failures + 1)) ;;
     esac
+    if ((failures == 3)); then
+      say "exit code $code, the third failure in a row; see logs/$name"
+      return "$code"
+    fi
     say "exit code $code; asking for another slice, on which the run continues"
     sleep "$poll_secs"
   done

@@ -96,39 +96,58 @@ class TestTpuVm:
         assert (folder / "train.log").read_text() == expected
         assert (folder / "pid").read_text().strip().isdigit()
 
-    def test_a_preempted_slice_is_asked_for_again_and_the_run_continued(self, tmp_path):
-        stub = tmp_path / "bin" / "gcloud"
+    def keep(self, folder, gcloud):
+        """Runs the action with a stand-in for gcloud; returns it and the calls of gcloud."""
+        stub = folder / "bin" / "gcloud"
         stub.parent.mkdir()
-        # The first slice is gone at the second look; training ends on the second slice.
-        stub.write_text(
-            """#!/usr/bin/env bash
+        stub.write_text(f"""#!/usr/bin/env bash
 echo "$*" >> calls
 created=$(grep -c 'queued-resources create' calls)
 deleted=$(grep -c 'queued-resources delete' calls)
-case "$*" in
-  *'queued-resources describe'*)
-    if ((created == 0 || created == deleted)); then exit 1; fi
-    if ((created == 1)) && grep -q convt5.train calls; then echo SUSPENDED; else echo ACTIVE; fi ;;
-  *'cat convt5/exit_code'*) ((created == 2)) && echo 0 ;;
-esac
+{gcloud}
 exit 0
-"""
-        )
+""")
         stub.chmod(0o755)
-        environment = os.environ | {"PATH": f"{stub.parent}:{os.environ['PATH']}"}
         command = ["bash", ROOT / "launch" / "tpu_vm.sh", "keep", *self.ARGUMENTS]
         done = subprocess.run(
             [*command, "--poll_secs=0", "--", *FLAGS],
-            cwd=tmp_path,
-            env=environment,
+            cwd=folder,
+            env=os.environ | {"PATH": f"{stub.parent}:{os.environ['PATH']}"},
             check=False,
             capture_output=True,
             text=True,
             timeout=60,
         )
+        return done, (folder / "calls").read_text()
+
+    def test_a_run_that_fails_again_and_again_is_given_up(self, tmp_path):
+        done, calls = self.keep(
+            tmp_path,
+            """
+case "$*" in
+  *'queued-resources describe'*) ((created > deleted)) && echo ACTIVE ;;
+  *'cat convt5/exit_code'*) echo 1 ;;
+esac""",
+        )
+        assert done.returncode == 1
+        assert "the third failure in a row; see logs/conv" in done.stderr
+        assert calls.count("queued-resources create") == 3
+        assert calls.count("queued-resources delete") == 3
+
+    def test_a_preempted_slice_is_asked_for_again_and_the_run_continued(self, tmp_path):
+        # The first slice is gone at the second look; training ends on the second slice.
+        done, calls = self.keep(
+            tmp_path,
+            """
+case "$*" in
+  *'queued-resources describe'*)
+    if ((created == 0 || created == deleted)); then exit 1; fi
+    if ((created == 1)) && grep -q convt5.train calls; then echo SUSPENDED; else echo ACTIVE; fi ;;
+  *'cat convt5/exit_code'*) ((created == 2)) && echo 0 ;;
+esac""",
+        )
         assert done.returncode == 0, done.stderr
         assert "the slice is gone" in done.stderr
-        calls = (tmp_path / "calls").read_text()
         assert calls.count("queued-resources create") == 2
         assert calls.count("convt5.train --multi_host") == 2
         assert calls.count("queued-resources delete") == 2
