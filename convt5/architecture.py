@@ -17,6 +17,7 @@ LayerOrder = Literal["pre", "branch", "post"]
 NormKind = Literal["rms", "layer"]
 MlpKind = Literal["relu", "gated_gelu"]
 Positions = Literal["none", "learned", "relative"]
+Remat = Literal["none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable"]
 
 T = TypeVar("T")
 PerLayer = T | Sequence[T]
@@ -247,6 +248,12 @@ class ConvT5Config:
             released Mesh TensorFlow models were trained.
         taps_cross_segments: convolutions of packed rows read across segment boundaries, as the
             original does. Only for comparison with it: the default never leaks.
+        remat: what the backward pass of a layer computes again instead of keeping: "none" keeps
+            everything; "full" keeps the inputs of layers alone; "dots_saveable" keeps what matrix
+            products give; "dots_with_no_batch_dims_saveable" only those with parameters, not those
+            of queries and keys. The names are policies of `jax.checkpoint`; the numbers are equal.
+        scan_layers: compiles neighbouring layers of one form once, as a loop over their parameters.
+            Numbers and parameters, and so checkpoints and optimizer state, are the same.
     """
 
     vocab_size: int
@@ -270,6 +277,8 @@ class ConvT5Config:
     dtype: str = "bfloat16"
     hide_start_token: bool = False
     taps_cross_segments: bool = False
+    remat: Remat = "none"
+    scan_layers: bool = False
 
     def __post_init__(self):
         errors.raise_all(self._faults(), where="ConvT5Config")
@@ -294,7 +303,13 @@ class ConvT5Config:
             return found
         found = checks.choice_faults(
             self,
-            {"layer_order": LayerOrder, "norm": NormKind, "mlp": MlpKind, "positions": Positions},
+            {
+                "layer_order": LayerOrder,
+                "norm": NormKind,
+                "mlp": MlpKind,
+                "positions": Positions,
+                "remat": Remat,
+            },
         )
         if self.dtype not in ("bfloat16", "float32", "float64"):
             found.append(f"dtype={self.dtype!r} must be bfloat16, float32 or float64.")

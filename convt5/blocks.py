@@ -1,7 +1,7 @@
 """Encoder and decoder layers and the stacks of them: residual, norm, mixing, attention, MLP."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from convt5.architecture import ConvT5Config, LayerOrder, MixingConfig
+from convt5.architecture import ConvT5Config, LayerOrder, MixingConfig, Remat
 from convt5.layers import DropoutKey, Mlp, Norm, dropout, split_key
 from convt5.mixing import (
     Attention,
@@ -234,6 +234,8 @@ class Stack(nnx.Module):
         # After "post" every layer ends in a norm already.
         self.final_norm = _norm(config) if config.layer_order != "post" else None
         self.dropout_rate = config.dropout_rate
+        self.remat: Remat = config.remat
+        self.scan_layers = config.scan_layers
 
     def __call__(
         self,
@@ -247,8 +249,15 @@ class Stack(nnx.Module):
             length = x.shape[1]
             inputs = inputs._replace(distance_bias=self.relative_bias.by_distance(length, length))
         x = dropout(x, self.dropout_rate, keys[0])
-        for layer, layer_key in zip(self.layers, keys[2:], strict=True):
-            x = layer(x, inputs, dropout_key=layer_key)
+        run = _rematerialised(self.remat)
+        start = 0
+        for layers in _alike(self.layers) if self.scan_layers else [[a] for a in self.layers]:
+            layer_keys = keys[start + 2 : start + 2 + len(layers)]
+            start += len(layers)
+            if len(layers) == 1:
+                x = run(layers[0], x, inputs, layer_keys[0])
+            else:
+                x = _scanned(run, layers, x, inputs, layer_keys)
         return dropout(self._finish(x), self.dropout_rate, keys[1])
 
     def init_state(
@@ -283,6 +292,58 @@ class Stack(nnx.Module):
 
     def _finish(self, x):
         return x if self.final_norm is None else self.final_norm(x)
+
+
+Run = Callable[[EncoderLayer, jax.Array, StackInputs, DropoutKey], jax.Array]
+
+
+def _run(layer: EncoderLayer, x: jax.Array, inputs: StackInputs, key: DropoutKey) -> jax.Array:
+    return layer(x, inputs, dropout_key=key)
+
+
+def _rematerialised(remat: Remat) -> Run:
+    """Returns a function that runs a layer, and keeps for its backward pass what `remat` says."""
+    if remat == "none":
+        return _run
+    policy = None if remat == "full" else getattr(jax.checkpoint_policies, remat)
+    return jax.checkpoint(_run, policy=policy)
+
+
+def _alike(layers: Iterable[EncoderLayer]) -> list[list[EncoderLayer]]:
+    """Cuts a stack into runs of neighbours that differ in nothing but the values of parameters."""
+
+    def form(layer: EncoderLayer):
+        leaves, structure = jax.tree.flatten(layer)
+        return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    runs: list[list[EncoderLayer]] = []
+    for layer in layers:
+        if runs and form(runs[-1][0]) == form(layer):
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return runs
+
+
+def _scanned(
+    run: Run,
+    layers: Sequence[EncoderLayer],
+    x: jax.Array,
+    inputs: StackInputs,
+    keys: Sequence[DropoutKey],
+) -> jax.Array:
+    """Runs layers of one form, bottom first, as one that is compiled once.
+
+    Their parameters are stacked here, inside of the step: outside of it each layer has its own, so
+    that checkpoints and the optimizer's statistics do not depend on how the layers are run.
+    """
+
+    def step(x, layer_and_key):
+        layer, key = layer_and_key
+        return run(layer, x, inputs, key), None
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *zip(layers, keys, strict=True))
+    return jax.lax.scan(step, x, stacked)[0]
 
 
 def _given(value: T | None) -> T:

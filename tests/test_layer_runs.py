@@ -1,0 +1,134 @@
+"""How layers are run: rematerialised or scanned, with the same updates, and less to keep."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quick import quick
+from test_model import tiny_config
+from test_train_step import (
+    ADAFACTOR,
+    ONE_DEVICE,
+    MeshConfig,
+    assert_same_model,
+    run_text,
+    text_config,
+)
+
+from convt5.architecture import ConvT5Config, StackConfig
+from convt5.blocks import Stack, StackInputs
+from convt5.errors import UserError
+from convt5.schedule import InverseSqrt
+from convt5.training.train_state import new_state
+from convt5.tree_paths import named_leaves
+
+POLICIES = ["full", "dots_saveable", "dots_with_no_batch_dims_saveable"]
+HYBRID = {"mixing": "dynamic", "kernel_size": 3, "num_kernels": 2, "attention_layers": (-1,)}
+
+
+def deep_config(**settings) -> ConvT5Config:
+    return text_config(
+        encoder=StackConfig(num_layers=3, **HYBRID),
+        decoder=StackConfig(num_layers=1, mixing="lightweight", kernel_size=3, num_kernels=2),
+        dropout_rate=0.1,
+        **settings,
+    )
+
+
+@functools.cache
+def start():
+    config = deep_config()
+    state = new_state(config, ADAFACTOR.build(InverseSqrt()), jax.random.key(0))
+    # Layers of different scale: a rule that took their stack for one parameter would show.
+    scales = {"encoder/layers/0": 3.0, "encoder/layers/1": 0.03}
+    leaves = [
+        leaf * next((s for part, s in scales.items() if f"{part}/mixing" in name), 1.0)
+        for name, leaf in named_leaves(state.model)
+    ]
+    model = jax.tree.unflatten(jax.tree.structure(state.model), leaves)
+    return jax.device_get(dataclasses.replace(state, model=model))
+
+
+def with_settings(state, config: ConvT5Config):
+    """The same arrays in the state of a model that runs its layers in another way."""
+    optimizer = ADAFACTOR.build(InverseSqrt())
+    like = jax.eval_shape(lambda: new_state(config, optimizer, jax.random.key(0)))
+    names = [name for name, _ in named_leaves(like)]
+    assert names == [name for name, _ in named_leaves(state)]
+    return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(state))
+
+
+@functools.cache
+def updated(mesh: MeshConfig = ONE_DEVICE, **settings):
+    config = deep_config(**settings)
+    _, state, metrics = run_text(config, mesh, with_settings(start(), config), InverseSqrt())
+    return state, metrics[0]
+
+
+def assert_same_update(found, expected):
+    for name, value in expected[1].items():
+        np.testing.assert_allclose(found[1][name], value, rtol=1e-5, err_msg=name)
+    assert_same_model(found[0].model, expected[0].model)
+    for (name, a), (_, b) in zip(
+        named_leaves(found[0].opt_state), named_leaves(expected[0].opt_state), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", POLICIES)
+def test_rematerialised_layers_make_the_same_update(remat):
+    assert_same_update(updated(remat=remat), updated())
+
+
+@pytest.mark.parametrize("remat", quick(["none", *POLICIES], chosen=["full"]))
+def test_scanned_layers_make_the_same_update_and_keep_the_same_statistics(remat):
+    assert_same_update(updated(scan_layers=True, remat=remat), updated())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_scanned_layers_make_the_same_update_on_a_mesh(remat):
+    mesh = MeshConfig(data=1, fsdp=2, sequence=2, tensor=2)
+    assert_same_update(updated(mesh, remat=remat, scan_layers=True), updated())
+
+
+def temporaries(remat: str, **settings) -> int:
+    """Bytes that the gradients of a stack need in between, by the compiler's own count."""
+    stack = StackConfig(num_layers=4, mixing="dynamic", kernel_size=3, num_kernels=2)
+    config = tiny_config(remat=remat, encoder=stack, emb_dim=16, mlp_dim=64, **settings)
+    model = jax.eval_shape(lambda: Stack(config, decoder=False, key=jax.random.key(0)))
+    x, ids = (
+        jax.ShapeDtypeStruct((4, 512, 16), jnp.float32),
+        jax.ShapeDtypeStruct((4, 512), jnp.int32),
+    )
+
+    def loss(model, x, ids):
+        return jnp.sum(jnp.square(model(x, StackInputs(ids))))
+
+    compiled = jax.jit(jax.grad(loss)).lower(model, x, ids).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("scan_layers", quick([True, False], chosen=[True]))
+def test_the_less_is_kept_the_smaller_are_the_temporaries(scan_layers):
+    sizes = [temporaries(r, scan_layers=scan_layers) for r in ("full", "dots_saveable", "none")]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < 0.5 * sizes[2]
+
+
+def test_layers_of_one_form_are_one_loop():
+    config = deep_config(scan_layers=True)
+    model = jax.eval_shape(lambda: config.build(jax.random.key(0)))
+    tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    text = str(jax.make_jaxpr(lambda model, a: model(a, a))(model, tokens))
+    # Two dynamic layers below one of attention; one layer alone.
+    assert text.count(" length=2\n") == 1
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(UserError, match=r"remat='all' must be one of none, full, dots_saveable"):
+        tiny_config(remat="all")
