@@ -1,0 +1,192 @@
+"""Several processes train as one does, and a run goes on with more or fewer of them.
+
+Real processes, joined by `jax.distributed`.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import counting_run
+import jax
+import numpy as np
+import pytest
+
+from convt5 import checkpoint
+
+pytestmark = pytest.mark.slow
+TIMES = {"seconds_per_step", "data_wait_share", "train_seconds", "train_cpu_seconds"}
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    path = tmp_path_factory.mktemp("settings") / "run.gin"
+    path.write_text(counting_run.SETTINGS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def start(settings):
+    """Starts training with some processes of some devices each."""
+
+    def call(run_dir, *, processes, devices, environment=None, **macros):
+        macros |= {"RUN_DIR": run_dir}
+        return subprocess.Popen(
+            [
+                *counting_run.launcher(processes, devices),
+                f"--gin_file={settings}",
+                *(f"--gin.{name}={value}" for name, value in macros.items()),
+            ],
+            env=counting_run.environment() | (environment or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    return call
+
+
+def finish(process):
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
+
+
+def records(run_dir):
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = [json.loads(line) for line in lines]
+    return [{k: v for k, v in r.items() if k not in TIMES and "tokens_per" not in k} for r in found]
+
+
+def arrays(run_dir, step):
+    return checkpoint.load_everything(run_dir / "checkpoints" / str(step))
+
+
+def assert_alike(run_dir, other, *, step=8):
+    """Sums over devices are made in another order, so that floats agree to rounding alone."""
+    ours, theirs = records(run_dir), records(other)
+    assert [r["step"] for r in ours] == list(range(1, step + 1))
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(reference, rel=1e-5)
+        assert mine["order"] == reference["order"]
+    trees = (arrays(run_dir, step), arrays(other, step))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *trees)
+
+
+@pytest.fixture(scope="module")
+def one_process(start, tmp_path_factory):
+    """A run of one process with eight devices, on the data that two would read."""
+    run_dir = tmp_path_factory.mktemp("one") / "run"
+    finish(start(run_dir, processes=1, devices=8, **{"trainer.train.data_shards": 2}))
+    return run_dir
+
+
+def test_two_processes_of_four_devices_train_as_one_of_eight(start, one_process, tmp_path):
+    finish(start(tmp_path / "run", processes=2, devices=4))
+    assert_alike(tmp_path / "run", one_process)
+    # The last of three batches holds five examples: one host has four of them, the other one.
+    assert records(one_process)[-1]["validation/rows"] * 3 == pytest.approx(21)
+
+
+def test_a_run_goes_on_with_other_numbers_of_processes_and_devices(start, one_process, tmp_path):
+    run_dir = tmp_path / "run"
+    stages = [(2, 4), (1, 4), (1, 1), (2, 1)]
+    for steps, (processes, devices) in zip((2, 4, 6, 8), stages, strict=True):
+        mesh = {"sharding.MeshConfig.fsdp": 2} if steps == 4 else {}
+        output = finish(
+            start(run_dir, processes=processes, devices=devices, NUM_STEPS=steps, **mesh)
+        )
+        assert steps == 2 or f"continues from the checkpoint of step {steps - 2}" in output
+    reference = records(one_process)
+    for mine, expected in zip(records(run_dir), reference, strict=True):
+        # Stages that end evaluate, which the reference does at steps 4 and 8 alone.
+        shared = mine.keys() & expected.keys()
+        assert {"loss", "order"} <= shared
+        assert {k: mine[k] for k in shared} == pytest.approx(
+            {k: expected[k] for k in shared}, rel=1e-5
+        )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        arrays(run_dir, 8),
+        arrays(one_process, 8),
+    )
+
+
+def test_a_process_that_is_killed_ends_the_run_and_the_next_start_continues(start, tmp_path):
+    run_dir = tmp_path / "run"
+    process = start(run_dir, processes=2, devices=4, NUM_STEPS=100_000)
+    while len(records(run_dir)) < 5:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    os.kill(child_of(process.pid, index=1), signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 137
+    assert output.count("process 1 of the run failed (exit code 137, SIGKILL)") == 1
+    num_steps = records(run_dir)[-1]["step"] + 2
+    output = finish(start(run_dir, processes=2, devices=4, NUM_STEPS=num_steps))
+    assert "continues from the checkpoint of step" in output
+    steps = [r["step"] for r in records(run_dir)]
+    assert steps == list(range(1, steps[-1] + 1))
+
+
+def test_all_processes_stop_at_one_step_when_asked_to(start, tmp_path):
+    run_dir = tmp_path / "run"
+    process = start(run_dir, processes=2, devices=1, NUM_STEPS=100_000, SAVE_EVERY=100_000)
+    while len(records(run_dir)) < 5:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, output
+    assert "give the same command again to continue" in output
+    (saved,) = [int(path.name) for path in (run_dir / "checkpoints").iterdir()]
+    assert f"stopped by SIGTERM after step {saved}" in output
+
+
+def test_hosts_with_different_numbers_of_examples_evaluate_as_one(tmp_path):
+    pytest.importorskip("seqio")
+    import tiny_reviews
+    import tiny_run
+
+    from convt5 import eval as evaluate
+
+    folder = tmp_path / "run"
+    tiny_run.write_run(folder, steps=(10,), task=tiny_reviews.NAME)
+    config = (folder / "config.gin").read_text()
+    (folder / "config.gin").write_text(
+        config.replace("convt5 import data", "convt5 import data\nimport tiny_reviews")
+    )
+    assert len(tiny_run.REVIEWS) % 2  # One host has an example more than the other.
+    command = counting_run.launcher(2, 1)
+    command.insert(-1, "--module=convt5.eval")
+    subprocess.run(
+        [*command, f"--checkpoint={folder}", f"--output_dir={tmp_path / 'two'}"],
+        env=counting_run.environment(),
+        check=True,
+        timeout=300,
+    )
+    assert evaluate.main([f"--checkpoint={folder}", f"--output_dir={tmp_path / 'one'}"]) == 0
+    two, one = (
+        json.loads(next((tmp_path / n).rglob("step_10.json")).read_text()) for n in ("two", "one")
+    )
+    assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-5)
+    assert two["num_examples"] == len(tiny_run.REVIEWS)
+    texts = [next((tmp_path / n).rglob("step_10.jsonl")).read_text() for n in ("two", "one")]
+    predictions = [[json.loads(line)["predictions"] for line in t.splitlines()] for t in texts]
+    assert predictions[0] == predictions[1]
+
+
+def child_of(pid, *, index):
+    """Finds a process of the launcher by its place in the run."""
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat") as stat, open(f"/proc/{name}/environ") as environ:
+                parent = int(stat.read().rpartition(")")[2].split()[1])
+                if parent == pid and f"JAX_PROCESS_ID={index}\0" in environ.read():
+                    return int(name)
+        except OSError:
+            continue
+    raise AssertionError(f"process {index} is not running")
