@@ -43,7 +43,8 @@ class Grid:
     Attributes:
         axes: for each axis its values: a list, or a dictionary from labels to values. The name of
             an axis is what follows `--gin.` on the command line: a macro or a parameter. Where the
-            values are gin files the name is free: such an axis chooses among files.
+            values are gin files the name is free: such an axis chooses among files. So it is where
+            values are dictionaries of several settings, in which `gin_file` names a file.
     """
 
     axes: Mapping[str, Any]
@@ -166,10 +167,12 @@ class Study:
         files, settings = list(self.gin_files), dict(self.bindings)
         for axis, label in labels.items():
             value = grid.values(axis)[label]
-            if isinstance(value, str) and value.endswith(".gin"):
-                files.append(value)
-            else:
-                settings[axis] = value
+            is_file = isinstance(value, str) and value.endswith(".gin")
+            together = (
+                value if isinstance(value, Mapping) else {"gin_file" if is_file else axis: value}
+            )
+            files += [together[name] for name in together if name == "gin_file"]
+            settings |= {name: together[name] for name in together if name != "gin_file"}
         settings[self.seed_name] = seed
         return Point(
             labels | {SEED: str(seed)},
