@@ -1,6 +1,7 @@
 """Averages over updates: exact in what they are, saved, restored, and invisible where not kept."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -15,8 +16,10 @@ from test_vision_training import run as run_stripes
 
 import convt5
 from convt5 import checkpoint, optimizer, schedule, sharding
+from convt5.architecture import ConvT5Config, StackConfig
 from convt5.checkpoint import CheckpointConfig, Checkpointer, DataPositions
 from convt5.errors import UserError
+from convt5.losses import TextLoss
 from convt5.training.averaging import EMA, ScaledEMA
 from convt5.training.plan import make_plan
 from convt5.tree_paths import named_leaves
@@ -36,7 +39,7 @@ def by_hand(values, *, share, every_steps, warmup_steps):
     return found
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.lists(st.floats(-2, 2), min_size=2, max_size=9),
     st.sampled_from([0.0, 0.5, 0.99]),
@@ -83,7 +86,8 @@ def test_averages_that_cannot_be_are_named(make, message):
         make()
 
 
-def plan(ema=None, mesh=(1, 1, 1), **settings):
+@functools.cache
+def plan(ema=None, mesh=(1, 1, 1)):
     data, fsdp, tensor = mesh
     return make_plan(
         model=MODEL,
@@ -95,7 +99,6 @@ def plan(ema=None, mesh=(1, 1, 1), **settings):
         sharding_rules=placement.rules(),
         ema=ema,
         devices=jax.devices()[: data * fsdp * tensor],
-        **settings,
     )
 
 
@@ -123,7 +126,7 @@ def test_parameters_and_statistics_are_averaged_and_the_model_trains_as_without(
 
 
 def test_an_update_that_is_not_finite_leaves_the_average_alone():
-    chosen = plan(EMA(decay=0.5))
+    chosen = plan(EMA(decay=0.5), (1, 1, 1))
     state = chosen.init_state()
     before = jax.device_get(state.ema)
     broken = batch() | {"images": np.full((16, 8, 8, 1), np.nan, np.float32)}
@@ -191,6 +194,7 @@ def test_raw_and_averaged_metrics_are_reported_and_the_average_is_loaded(tmp_pat
         assert np.abs(stats[...]).max() > 0
 
 
+@pytest.mark.slow
 def test_a_run_without_an_average_is_named_where_one_is_wanted(tmp_path):
     run_stripes(tmp_path, num_steps=1)
     with pytest.raises(UserError, match="holds no average of the model"):
@@ -207,3 +211,42 @@ def test_a_start_from_other_parameters_averages_from_these():
     started = state.starting_with(other)
     jax.tree.map(np.testing.assert_array_equal, started.ema, other)
     assert dataclasses.replace(state, ema=None).starting_with(other).ema is None
+
+
+def test_a_text_model_is_averaged_as_well():
+    stack = StackConfig(num_layers=1, mixing="dynamic", kernel_size=3, num_kernels=2)
+    config = ConvT5Config(
+        vocab_size=16,
+        emb_dim=8,
+        mlp_dim=8,
+        num_heads=2,
+        head_dim=4,
+        dtype="float32",
+        encoder=stack,
+        decoder=stack,
+    )
+    chosen = make_plan(
+        model=config,
+        loss=TextLoss(),
+        optimizer=optimizer.AdafactorConfig(),
+        schedule=schedule.Constant(rate=0.1),
+        batch_size=2,
+        ema=EMA(decay=0.75),
+        devices=jax.devices()[:1],
+    )
+    state = chosen.init_state()
+    before = jax.device_get(state.ema)
+    tokens = np.ones((2, 6), np.int32)
+    text = {
+        "encoder_input_tokens": tokens,
+        "decoder_input_tokens": tokens,
+        "decoder_target_tokens": tokens,
+        "decoder_loss_weights": np.ones((2, 6), np.int32),
+    }
+    state, _ = chosen.train_step(state, jax.device_put(text, chosen.batch_sharding))
+    jax.tree.map(
+        lambda ema, old, new: np.testing.assert_allclose(ema, 0.75 * old + 0.25 * new, atol=1e-6),
+        jax.device_get(state.ema),
+        before,
+        jax.device_get(state.model),
+    )

@@ -158,6 +158,7 @@ def test_what_cannot_be_evaluated_is_named(run_dir, flags, message):
         evaluation.main([f"--checkpoint={run_dir}", *flags])
 
 
+@pytest.mark.slow
 def test_corrupt_files_are_left_out_of_the_means_and_counted(tmp_path):
     tf = pytest.importorskip("tensorflow", reason="only TensorFlow decodes image files")
     for index in range(4):
