@@ -224,5 +224,5 @@ def test_images_of_another_size_than_the_model_are_refused(tmp_path):
     data = ImageDataConfig(
         source=Stripes(), batch_size=16, image_size=4, in_channels=1, num_classes=3
     )
-    with pytest.raises(UserError, match=r"do not fit a model of image_size=8"):
+    with pytest.raises(UserError, match="image_size=4 of the images differs from image_size=8"):
         run(tmp_path / "run", train_data=data, eval_data=None)
