@@ -88,7 +88,7 @@ class Kill:
     Attributes:
         moment: what was aimed at.
         step: the last one recorded before.
-        half_written: whether it left an incomplete checkpoint.
+        half_written: whether it left an incomplete checkpoint that was not there before.
         evaluating: whether the next record would have been that of an evaluation.
     """
 
@@ -130,12 +130,12 @@ class Run:
             return json.loads(file.read().split(b"\n")[-2])["step"]
         return 0
 
-    def is_saving(self) -> bool:
-        """Whether an incomplete checkpoint is there: those have longer names than their step."""
+    def incomplete(self) -> frozenset[str]:
+        """Returns the checkpoints half written: their names are longer than a step."""
         with contextlib.suppress(OSError):
             names = os.listdir(self.folder / "checkpoints")
-            return any(not name.isdigit() for name in names)
-        return False
+            return frozenset(name for name in names if not name.isdigit())
+        return frozenset()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -192,6 +192,8 @@ def under_fire(
     """Trains with so many kills, then to the end; returns those that happened before it."""
     kills = []
     for number, (moment, target) in enumerate(plan(timeline, count, draw), start=1):
+        before, left_over = run.last_step(), run.incomplete()
+        target = max(target, before + 1)  # Beyond what was there already: this start makes a step.
         with run.started() as process:
             delay = _wait(run, process, timeline, moment, target, draw, timeout)
             if process.poll() is None:
@@ -200,8 +202,9 @@ def under_fire(
                 _check_success(run, process)
                 break  # Too late: the run has ended.
             kill(process)
-        step = run.last_step()
-        kills.append(Kill(moment, step, run.is_saving(), step + 1 in timeline.evaluated))
+        step, new = run.last_step(), run.incomplete() - left_over
+        evaluating = moment != "starting" and step + 1 in timeline.evaluated
+        kills.append(Kill(moment, step, bool(new), evaluating))
         _say(f"kill {number} of {count}: {moment}, after step {step}")
     _say("to the end")
     with run.started() as process:
@@ -277,11 +280,8 @@ def _wait(
         if moment == "evaluating":
             return evaluated > run.last_step() >= evaluated - 1
         reached = run.last_step() >= target
-        return reached and (moment != "saving" or run.is_saving())
+        return reached and (moment != "saving" or bool(run.incomplete()))
 
-    # What an earlier kill left is cleared when the run starts; only what comes later counts.
-    while moment == "saving" and run.is_saving() and process.poll() is None:
-        time.sleep(_POLL_SECS)
     while not is_due() and process.poll() is None:
         _check_time(run, began, timeout)
         time.sleep(_POLL_SECS)

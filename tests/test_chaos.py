@@ -109,6 +109,9 @@ def test_a_run_killed_three_times_ends_as_one_left_alone(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((output / "report.json").read_text())
     assert report["kills"] == 3
+    # Each start but those killed at once gets further than the one before.
+    steps = [k["step"] for k in report["each"] if k["moment"] != "starting"]
+    assert steps == sorted(set(steps))
     assert report["differences"] == []
     assert sorted(os.listdir(output)) == [
         *("alone", "alone.log", "killed", "killed.log", "report.json"),

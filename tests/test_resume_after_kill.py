@@ -153,3 +153,7 @@ def test_a_run_asked_to_stop_saves_and_says_how_to_go_on(launch, tmp_path):
     assert code == 143
     assert "give the same command again to continue" in output
     assert "Traceback" not in output
+    saved = max(int(path.name) for path in (run_dir / "checkpoints").iterdir())
+    assert f"stopped by SIGTERM after step {saved}, which is saved" in output
+    # The step in progress and the one that was dispatched: no more of them were made.
+    assert count_records(run_dir) == saved
