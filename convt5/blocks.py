@@ -1,5 +1,6 @@
 """Encoder and decoder layers and the stacks of them: residual, norm, mixing, attention, MLP."""
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -289,6 +290,12 @@ class Stack(nnx.Module):
             )
             after.append(state)
         return self._finish(x), tuple(after)
+
+    def lowest(self, count: int) -> "Stack":
+        """Returns the stack of the first `count` layers, which shares their parameters."""
+        other = copy.copy(self)
+        other.layers = nnx.List(self.layers[:count])
+        return other
 
     def _finish(self, x):
         return x if self.final_norm is None else self.final_norm(x)

@@ -4,6 +4,7 @@ Layers with receptive fields, parameters, FLOPs, memory, shardings; and examples
 """
 
 import json
+import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from convt5.vision.architecture import ViTConfig
 
 if TYPE_CHECKING:
     from convt5.cost_report import Subject
+    from convt5.costs import StackName
     from convt5.tpu.step_report import Step
 
 DEFAULTS = {"encoder_length": 512, "decoder_length": 114, "batch_size": 128}
@@ -52,6 +54,11 @@ COMMAND = command_line.Command(
             "--gin_file=gin/models/dynamic_base.gin --topology=v5e:4x4 "
             "--gin.sharding.MeshConfig.fsdp=4",
         ),
+        (
+            "how far a trained model reads, by its gradients, as a table and a plot",
+            "--gin_file=runs/corpus/config.gin --measure --checkpoint=runs/corpus "
+            "--plot=receptive_field.png",
+        ),
         ("for a program", "--gin_file=gin/models/wavenet_base.gin --json"),
     ],
     flags=[
@@ -85,6 +92,14 @@ COMMAND = command_line.Command(
             "update.",
             {"action": "store_true"},
         ),
+        command_line.Flag(
+            "measure",
+            "also measures by gradients how far every layer reads, at initialisation or of "
+            "--checkpoint: the distance within which 50, 95 and 99 percent of the gradient lie.",
+            {"action": "store_true"},
+        ),
+        command_line.Flag("checkpoint", "with --measure: a run directory, or a step of one."),
+        command_line.Flag("plot", "with --measure: draws it to this file, such as field.png."),
         command_line.Flag("json", "prints JSON instead of text.", {"action": "store_true"}),
     ],
 )
@@ -116,6 +131,10 @@ def main(argv: Sequence[str]) -> int:
         compiled = step_report.make_report(step, topology)
         sections.append(compiled.as_text())
         values["compiled_step"] = compiled.as_json()
+    if flags.measure:
+        measured = _measured(subject, flags.checkpoint, flags.plot)
+        sections.append(measured[0])
+        values["measured_receptive_field"] = measured[1]
     examples = decoded_examples(settings, flags.examples) if flags.examples else []
     if flags.json:
         json.dump({**values, "examples": examples}, sys.stdout, indent=2)
@@ -130,7 +149,7 @@ def _show_vision(config: ViTConfig, name: str, flags: Mapping[str, Any]) -> int:
     errors.raise_all(
         (
             f"--{flag} is for text models, and {name} is a vision model; leave it out."
-            for flag in ("topology", "examples", "encoder_length", "decoder_length")
+            for flag in ("topology", "examples", "encoder_length", "decoder_length", "measure")
             if flags[flag]
         ),
         where="inspect",
@@ -230,6 +249,40 @@ def make_step(
     )
 
 
+def _measured(
+    subject: "Subject", checkpoint: str | None, plot: str | None
+) -> tuple[str, list[dict[str, Any]]]:
+    """Returns the measured receptive fields as text and as plain values; draws them if asked."""
+    import jax
+
+    from convt5 import loading, receptive_field
+
+    config = subject.config
+    if checkpoint is None:
+        model, name = jax.jit(config.build)(jax.random.key(0)), "at initialisation"
+    else:
+        model, name = loading.load_model(checkpoint), f"of {checkpoint}"
+        config = model.config
+    lengths: dict[StackName, int] = {
+        "encoder": subject.encoder_length,
+        "decoder": subject.decoder_length,
+    }
+    halves = {
+        half: receptive_field.measure(
+            model,
+            jax.random.randint(jax.random.key(1), (2, length), 3, config.vocab_size),
+            stack=half,
+        )
+        for half, length in lengths.items()
+    }
+    if plot:
+        receptive_field.draw(halves, pathlib.Path(plot))
+    found = [field for fields in halves.values() for field in fields]
+    title = f"Receptive field measured by gradients, {name}, on random tokens"
+    text = f"{title}\n{receptive_field.table(found)}"
+    return (f"{text}\n  drawn to {plot}" if plot else text), [f.as_json() for f in found]
+
+
 def decoded_examples(settings: Mapping[str, Any], num: int) -> list[dict[str, Any]]:
     """Returns the first training examples: their text with sentinels as <1>, <2>, ..., and ids.
 
@@ -297,6 +350,11 @@ def _check_flags(flags: Mapping[str, Any]) -> None:
     ]
     if flags["gradients_only"] and not flags["topology"]:
         faults.append("--gradients_only says what to compile; give --topology, such as v5e:2x2.")
+    faults += [
+        f"--{name}={flags[name]} is for --measure; add it."
+        for name in ("checkpoint", "plot")
+        if flags[name] and not flags["measure"]
+    ]
     if flags["topology"] and flags["devices"]:
         faults.append(
             f"--devices={flags['devices']} and --topology={flags['topology']} both say how many "

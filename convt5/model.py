@@ -140,7 +140,7 @@ class ConvT5(nnx.Module):
         segment_ids = jnp.asarray(tokens != 0, jnp.int32) if segment_ids is None else segment_ids
         segment_ids = jnp.asarray(segment_ids)
         x = self.encoder(
-            self._embed(tokens, positions),
+            self.embed(tokens, positions),
             StackInputs(segment_ids),
             dropout_key=dropout_key,
         )
@@ -199,7 +199,7 @@ class ConvT5(nnx.Module):
                 is not the function it was trained as.
         """
         tokens = jnp.asarray(tokens)[:, None]
-        x = self._embed(tokens, state.position[:, None])
+        x = self.embed(tokens, state.position[:, None])
         x, layers = self.decoder.step(
             x,
             state.layers,
@@ -222,10 +222,13 @@ class ConvT5(nnx.Module):
             memory=encoded,
             memory_segment_ids=jnp.asarray(encoder_segment_ids),
         )
-        x = self.decoder(self._embed(tokens, positions), inputs, dropout_key=dropout_key)
+        x = self.decoder(self.embed(tokens, positions), inputs, dropout_key=dropout_key)
         return self._scaled(x)
 
-    def _embed(self, tokens, positions):
+    def embed(
+        self, tokens: Tokens, positions: Tokens | None = None
+    ) -> Float[Array, "batch length embed"]:
+        """Returns the vectors that a stack reads: of tokens, and of learned positions."""
         dtype = jnp.dtype(self.config.dtype)
         x = self.token_embedder(tokens, dtype=dtype)
         if self.position_embedder is None:

@@ -1,0 +1,201 @@
+"""How far a model reads, measured by gradients: which inputs the output of a position depends on.
+
+`costs` has the field in closed form, the positions that *can* matter; here is how much they do
+(the effective receptive field of Luo et al. 2016, arXiv 1701.04128). `inspect --measure` shows it.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from convt5 import costs, figures
+from convt5.blocks import Stack, StackInputs
+from convt5.costs import Reach, StackName
+from convt5.model import ConvT5
+
+SHARES = (0.5, 0.95, 0.99)
+"""Parts of the gradient whose distances are reported."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Field:
+    """What an output position of one layer depends on.
+
+    Attributes:
+        stack: "encoder" or "decoder".
+        index: of the layer, 0 is the bottom one; all layers below it take part.
+        position: the output position.
+        mass: [length], for each input position the norm of the gradient of the output in the
+            input embedding there, of all of them together 1.
+        reach: the field in closed form.
+    """
+
+    stack: StackName
+    index: int
+    position: int
+    mass: np.ndarray
+    reach: Reach
+
+    @property
+    def extent(self) -> Reach:
+        """The positions whose gradient is not zero."""
+        read = np.flatnonzero(self.mass)
+        return Reach(int(self.position - read[0]), int(read[-1] - self.position))
+
+    def distance(self, share: float) -> int:
+        """Returns the least distance within which `share` of the mass lies."""
+        away = np.abs(np.arange(len(self.mass)) - self.position)
+        within = np.cumsum(np.bincount(away, weights=self.mass))
+        # Rounding leaves the sum of all slightly off 1.
+        return int(np.argmax(within >= share * within[-1]))
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns plain values."""
+        extent = self.extent
+        return {
+            "stack": self.stack,
+            "layer": self.index,
+            "position": self.position,
+            "extent": {"left": extent.left, "right": extent.right},
+            "distance": {f"{share:.0%}": self.distance(share) for share in SHARES},
+        }
+
+
+def measure(
+    model: ConvT5,
+    tokens: Int[Array, "batch length"],
+    *,
+    stack: StackName = "encoder",
+    segment_ids: Int[Array, "batch length"] | None = None,
+    num_draws: int = 4,
+    seed: int = 0,
+) -> list[Field]:
+    """Returns the field of every layer of a stack, from the bottom, as a mean over rows.
+
+    The output is seen in `num_draws` random directions of its channels; the position is the middle
+    of an encoder's sequence and the end of a decoder's. A decoder reads one empty encoder position.
+
+    Args:
+        model: any parameters: of a checkpoint, or as initialised.
+        tokens: ids, all of one example if there are no segment ids.
+        stack: which half of the model.
+        segment_ids: packed examples; what the position's own example does not hold is not read.
+        num_draws: directions.
+        seed: of these.
+    """
+    rows, length = tokens.shape
+    position = length // 2 if stack == "encoder" else length - 1
+    inputs = StackInputs(jnp.ones_like(tokens) if segment_ids is None else segment_ids)
+    if stack == "decoder":
+        inputs = inputs._replace(
+            memory=jnp.zeros((rows, 1, model.config.emb_dim), jnp.dtype(model.config.dtype)),
+            memory_segment_ids=jnp.ones((rows, 1), jnp.int32),
+        )
+    shape = (num_draws, rows, model.config.emb_dim)
+    directions = jax.random.rademacher(jax.random.key(seed), shape, jnp.float32)
+    cost = costs.model_cost(model.config, encoder_length=length, decoder_length=length)
+    reaches = [layer.reach for layer in cost.layers if layer.stack == stack]
+    embedded = model.embed(tokens)
+    found = []
+    for index, reach in enumerate(reaches):
+        lowest = getattr(model, stack).lowest(index + 1)
+        norms = _gradient_norms(position, lowest, embedded, inputs, directions)
+        mass = np.asarray(norms, np.float64)
+        found.append(
+            Field(stack=stack, index=index, position=position, mass=mass / mass.sum(), reach=reach)
+        )
+    return found
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _gradient_norms(
+    position: int,
+    stack: Stack,
+    embedded: Float[Array, "batch length embed"],
+    inputs: StackInputs,
+    directions: Float[Array, "draws batch embed"],
+) -> Float[Array, " length"]:
+    """Returns for each input position the mean norm over rows and directions."""
+
+    def output(x):
+        return stack(x, inputs)[:, position].astype(jnp.float32)
+
+    _, vjp = jax.vjp(output, embedded)
+    (gradients,) = jax.vmap(vjp)(directions)
+    return jnp.linalg.norm(gradients.astype(jnp.float32), axis=-1).mean((0, 1))
+
+
+def table(fields: Sequence[Field]) -> str:
+    """Returns a line for each layer: the field in closed form, the measured one, distances."""
+    header = ["layer", "can read", "gradient not 0", *(f"{s:.0%} within" for s in SHARES)]
+    rows = [
+        [
+            f"{field.stack} {field.index}",
+            str(field.reach),
+            str(field.extent),
+            *(f"{field.distance(share):,}" for share in SHARES),
+        ]
+        for field in fields
+    ]
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in [header, *rows]]
+    return "\n".join(f"  {line.rstrip()}" for line in lines)
+
+
+def draw(fields: Mapping[str, Sequence[Field]], path: pathlib.Path) -> None:
+    """Draws the gradient against the distance, and distances against depth, of some models.
+
+    Args:
+        fields: of each model, all of one stack, from the bottom.
+        path: of the picture.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    figure = figures.figure_class("the plot")(figsize=(11, 4.2), layout="constrained")
+    by_distance, by_depth = figure.subplots(1, 2)
+    for color, (name, own) in enumerate(fields.items()):
+        top = own[-1]
+        offsets = np.arange(len(top.mass)) - top.position
+        shown = top.mass > 0
+        by_distance.plot(
+            offsets[shown], top.mass[shown], color=f"C{color}", linewidth=1.2, label=name
+        )
+        depth = [field.index + 1 for field in own]
+        for share, style in zip(SHARES, (":", "--", "-"), strict=True):
+            by_depth.plot(
+                depth,
+                [max(1, field.distance(share)) for field in own],
+                style,
+                color=f"C{color}",
+                label=f"{share:.0%} of the gradient, {name}",
+            )
+        reach = [
+            max(f.reach.left or 0, f.reach.right or 0) for f in own if f.reach.size is not None
+        ]
+        if reach:
+            by_depth.plot(
+                depth[: len(reach)],
+                [max(1, r) for r in reach],
+                color=f"C{color}",
+                linewidth=4,
+                alpha=0.25,
+                label=f"all it can read, {name}",
+            )
+    by_distance.set(
+        xlabel="input position, from the output's", ylabel="share of the gradient", yscale="log"
+    )
+    by_depth.set(xlabel="layers", ylabel="distance in tokens", yscale="log")
+    by_depth.xaxis.get_major_locator().set_params(integer=True)
+    for axes in (by_distance, by_depth):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=7)
+    figure.savefig(path, dpi=150)
