@@ -153,6 +153,8 @@ def main(argv: Sequence[str]) -> int:
         *(f"--gin_file={name}" for name in arguments.gin_files),
         *(f"--gin.{binding}" for binding in arguments.gin_bindings),
     ]
+    # Asked to end, the tool must not leave its training behind.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     folder = _emptied(pathlib.Path(flags.output_dir).absolute())
     timeout = flags.timeout or 900.0
     alone, killed = Run(command, folder / "alone"), Run(command, folder / "killed")
