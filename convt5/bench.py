@@ -14,21 +14,23 @@ from tqdm import tqdm
 
 from convt5 import command_line, errors, gin_config
 
-SUITES = ("ops", "train_step", "decode", "data")
+SUITES = ("ops", "train_step", "decode", "data", "formulations")
 VARIANTS = ("t5", "depthwise", "lightweight", "dynamic")
 # Of the models that are compared where no gin file names others.
 _SIZE = {"emb_dim": 256, "mlp_dim": 1024, "num_heads": 4, "head_dim": 64, "vocab_size": 1024}
 _LENGTHS = {
     "ops": (512, 2048),
+    "formulations": (512, 2048),
     "train_step": (128, 512, 2048, 8192, 16384),
     "decode": (128, 512, 2048),
 }
-_QUICK = {"ops": (256,), "train_step": (64, 128), "decode": (32, 64)}
+_QUICK = {"ops": (256,), "formulations": (256,), "train_step": (64, 128), "decode": (32, 64)}
 
 COMMAND = command_line.Command(
     name="bench",
     summary="Measures this machine: convolutions against the naive sum, whole training steps and "
-    "decoding of several models by length, and how fast data comes. Writes records.jsonl, "
+    "decoding of several models by length, how fast data comes, and whether the formulations that "
+    "are chosen are the fastest. Writes records.jsonl, "
     "bench.md and, with the extra 'plot', pictures of time, operations and memory by length.",
     examples=[
         ("everything, small: a minute or two", "--quick"),
@@ -104,6 +106,11 @@ def _run(
         yield from pipeline.suite(batch_size=32, num_batches=20 if flags.quick else 200)
         return
     lengths = _lengths(suite, flags)
+    if suite == "formulations":
+        from convt5.benchmarks import formulations
+
+        yield from formulations.suite(lengths, repeats=repeats)
+        return
     if suite == "ops":
         from convt5.benchmarks import operators
 

@@ -2,13 +2,14 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from convt5 import bench, errors
-from convt5.benchmarks import models, operators, peers, report, timing
-from convt5.ops import depthwise_conv, dynamic_conv, lightweight_conv
+from convt5.benchmarks import formulations, models, operators, peers, report, timing
+from convt5.ops import depthwise_conv, dynamic_conv, lightweight_conv, taps
 
 TINY = [
     "--gin.architecture.ConvT5Config.emb_dim=16",
@@ -125,3 +126,29 @@ def test_peers_are_sides_where_they_are(tmp_path, monkeypatch):
 def test_faulty_arguments_are_explained(tmp_path, argument, message):
     with pytest.raises(errors.UserError, match=message):
         bench.main(["--suites=decode", argument, f"--output={tmp_path}"])
+
+
+@pytest.mark.parametrize("size", [3, 17])
+def test_every_formulation_of_a_gradient_gives_the_same(size):
+    where = taps.Taps(size, 2, size - 1, size - 1, cross_segments=False)
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.normal(size=(2, 50, 8)), jnp.float32) for _ in range(2))
+    ids = jnp.asarray(np.repeat([[1, 2, 0]], 2, axis=0).repeat([20, 25, 5], axis=1))
+    found = {}
+    for name in formulations._DYNAMIC:
+        with taps.computed(name):
+            found[name] = jax.jit(
+                lambda x, y: taps.dynamic_weight_gradient(where, x, y, ids, heads=2)
+            )(x, y)
+    for gradient in found.values():
+        np.testing.assert_allclose(gradient, found["whole"], rtol=1e-5, atol=1e-5)
+
+
+def test_the_chosen_formulation_is_measured_beside_the_others(monkeypatch):
+    for name, value in {"KERNEL_SIZES": (3,), "HEADS": (2,), "DILATIONS": (1,)}.items():
+        monkeypatch.setattr(formulations, name, value)
+    static, dynamic = formulations.suite([16], repeats=1)
+    assert (static["case"], dynamic["case"]) == ("static K=3 d=1", "dynamic K=3 d=1 H=2")
+    assert static["best"] in formulations._STATIC
+    for record in (static, dynamic):
+        assert record["times_best"] == record["seconds"] / record["best_seconds"]

@@ -14,12 +14,16 @@ _COLUMNS = {
     "ops": ("seconds", "naive_seconds", "speedup", "times_copy"),
     "train_step": ("seconds", "tokens_per_second", "flops", "temporary_bytes", "compile_seconds"),
     "decode": ("seconds", "tokens_per_second", "state_bytes"),
+    "formulations": ("seconds", "best", "best_seconds", "times_best"),
     "data": ("seconds", "tokens_per_second", "tokens_per_cpu_second"),
 }
 _TITLES = {
     "seconds": "seconds",
     "naive_seconds": "seconds, naive sum",
     "speedup": "times as fast",
+    "best": "fastest",
+    "best_seconds": "seconds, fastest",
+    "times_best": "times the fastest",
     "times_copy": "times a copy of the least bytes",
     "tokens_per_second": "tokens/s",
     "tokens_per_cpu_second": "tokens per processor second",
@@ -94,9 +98,9 @@ def _table(records: Sequence[Record], columns: Sequence[str]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (header, rule, *rows)]
 
 
-def _cell(value: float | None) -> str:
-    if value is None:
-        return "-"
+def _cell(value: float | str | None) -> str:
+    if value is None or isinstance(value, str):
+        return value or "-"
     return f"{value:.3g}" if value < 1000 else short_number(value)
 
 

@@ -6,8 +6,12 @@ the example alone, bit for bit. The gradients of weights, which sum over positio
 formulation by platform: XLA:CPU reduces well only while a chunk of rows stays in its cache.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +25,24 @@ BAND_ROWS = 32
 
 BAND_MIN_TAPS = 16
 """Below this many taps a banded product computes more than it saves (measured on CPU)."""
+
+Formulation = Literal["whole", "chunked", "banded"]
+"""How the gradient of weights is computed: of all rows at once, chunk by chunk, or by products of
+blocks of rows."""
+
+Formulations = Mapping[Formulation, Callable[[], Any]]
+
+_forced: contextvars.ContextVar[Formulation | None] = contextvars.ContextVar("forced", default=None)
+
+
+@contextlib.contextmanager
+def computed(formulation: Formulation) -> Iterator[None]:
+    """Sets the formulation of what is traced inside, to compare it with the one chosen."""
+    token = _forced.set(formulation)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +178,8 @@ def static_weight_gradient(where: Taps, x, cotangent, segment_ids):
             0, length // rows, lambda i, total: total + gradient(i * rows, rows), total
         )
 
-    return lax.platform_dependent(cpu=chunked, default=lambda: gradient(0, x.shape[1]))
+    formulations: Formulations = {"chunked": chunked, "whole": lambda: gradient(0, x.shape[1])}
+    return _by_platform(formulations, on_cpu="chunked")
 
 
 def dynamic_weight_gradient(where: Taps, x, cotangent, segment_ids, heads):
@@ -190,14 +213,30 @@ def dynamic_weight_gradient(where: Taps, x, cotangent, segment_ids, heads):
         empty = jnp.zeros((batch, length, where.count, heads), wide)
         return lax.fori_loop(0, -(-length // rows), body, empty)
 
-    whole = functools.partial(gradient, 0, length)
-    if heads == embed:  # Nothing is summed: the products are the result.
-        return whole()
-    if where.count >= BAND_MIN_TAPS and where.left + where.right <= length:
-        on_cpu = functools.partial(_banded_products, where, x, hidden, segment_ids, heads)
-    else:
-        on_cpu = chunked
-    return lax.platform_dependent(cpu=on_cpu, default=whole)
+    formulations: Formulations = {
+        "whole": functools.partial(gradient, 0, length),
+        "chunked": chunked,
+        "banded": functools.partial(_banded_products, where, x, hidden, segment_ids, heads),
+    }
+    return _by_platform(formulations, on_cpu=_dynamic_on_cpu(where, length, embed // heads))
+
+
+def _dynamic_on_cpu(where: Taps, length: int, group: int) -> Formulation:
+    """Returns what is fastest on CPU, by `python -m convt5.bench --suites=formulations`."""
+    if group == 1:  # Nothing is summed: the products are the result.
+        return "whole"
+    fits = where.left + where.right <= length
+    return "banded" if where.count >= BAND_MIN_TAPS and fits else "chunked"
+
+
+def _by_platform(formulations: Formulations, *, on_cpu: Formulation):
+    """Computes by the formulation that is forced, or by the one for the platform."""
+    forced = _forced.get()
+    if forced is not None:
+        return formulations[forced]()
+    if on_cpu == "whole":
+        return formulations["whole"]()
+    return lax.platform_dependent(cpu=formulations[on_cpu], default=formulations["whole"])
 
 
 def _banded_products(where: Taps, x, cotangent, segment_ids, heads):
