@@ -285,7 +285,7 @@ def test_what_travels_is_what_the_taps_reach_whatever_the_length(kind, causal):
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("kind", ["lightweight", "dynamic"])
+@pytest.mark.parametrize("kind", quick(list(KINDS), chosen=["dynamic"]))
 def test_on_tpu_what_travels_is_what_the_taps_reach_whatever_the_length(compiler, kind):
     devices = topology.load("v5e:2x4").devices
     mesh = MeshConfig(data=2, sequence=4).build(devices)

@@ -13,7 +13,7 @@ from test_train_step import (
     ADAFACTOR,
     ONE_DEVICE,
     MeshConfig,
-    assert_same_model,
+    assert_same_state,
     run_text,
     text_config,
 )
@@ -71,11 +71,7 @@ def updated(mesh: MeshConfig = ONE_DEVICE, **settings):
 def assert_same_update(found, expected):
     for name, value in expected[1].items():
         np.testing.assert_allclose(found[1][name], value, rtol=1e-5, err_msg=name)
-    assert_same_model(found[0].model, expected[0].model)
-    for (name, a), (_, b) in zip(
-        named_leaves(found[0].opt_state), named_leaves(expected[0].opt_state), strict=True
-    ):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-12, err_msg=name)
+    assert_same_state(found[0], expected[0])
 
 
 @pytest.mark.slow
@@ -113,9 +109,9 @@ def temporaries(remat: str, **settings) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("scan_layers", quick([True, False], chosen=[True]))
-def test_the_less_is_kept_the_smaller_are_the_temporaries(scan_layers):
-    sizes = [temporaries(r, scan_layers=scan_layers) for r in ("full", "dots_saveable", "none")]
+def test_the_less_is_kept_the_smaller_are_the_temporaries():
+    # As a loop: XLA:CPU orders unrolled layers without regard to memory, and computes early again.
+    sizes = [temporaries(r, scan_layers=True) for r in ("full", "dots_saveable", "none")]
     assert sizes == sorted(sizes)
     assert sizes[0] < 0.5 * sizes[2]
 
