@@ -40,8 +40,8 @@ def found(config: ConvT5Config, t5x: str | None, *, hugging_face: bool = True) -
     """
     sides: dict[str, Side] = {}
     if t5x is not None:
-        network = _t5x_network(pathlib.Path(t5x))
-        sides["T5X"] = functools.partial(_t5x_step, network, config)
+        model = t5x_model(pathlib.Path(t5x), config)
+        sides["T5X"] = functools.partial(_t5x_step, model, config)
     if hugging_face and all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
         sides["Hugging Face"] = functools.partial(_hugging_face_step, config)
     return sides
@@ -63,9 +63,14 @@ def _t5x_network(checkout: pathlib.Path) -> types.ModuleType:
     return importlib.import_module(f"{_T5X_MODEL}.network")
 
 
-def _t5x_step(network: Any, config: ConvT5Config, length: int, batch_size: int) -> Measured:
-    """T5X's model with the loss as its trainer has it, and the optimizer that all sides share."""
-    model = network.Transformer(
+def t5x_model(checkout: pathlib.Path, config: ConvT5Config) -> Any:
+    """Returns T5X's transformer (a Flax module) of the sizes of `config`.
+
+    Raises:
+        UserError: no such checkout.
+    """
+    network = _t5x_network(checkout)
+    return network.Transformer(
         network.T5Config(
             vocab_size=config.vocab_size,
             dtype=config.dtype,
@@ -80,27 +85,37 @@ def _t5x_step(network: Any, config: ConvT5Config, length: int, batch_size: int) 
             logits_via_embedding=config.tie_output,
         )
     )
+
+
+def t5x_loss(model: Any, parameters: Any, tokens: Sequence[Any], key: jax.Array) -> jax.Array:
+    """Returns the cross-entropy of encoder inputs, decoder inputs and targets, with dropout."""
+    # It adds vectors of one axis to arrays of three, which convt5 itself does not allow.
+    with jax.numpy_rank_promotion("allow"):
+        logits = model.apply(
+            {"params": parameters}, *tokens, enable_dropout=True, rngs={"dropout": key}
+        )
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[2]))
+
+
+def t5x_parameters(model: Any, tokens: Sequence[Any]) -> Any:
+    """Returns initial parameters."""
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    with jax.numpy_rank_promotion("allow"):
+        return model.init(keys, *tokens, enable_dropout=False)["params"]
+
+
+def _t5x_step(model: Any, config: ConvT5Config, length: int, batch_size: int) -> Measured:
+    """T5X's model with the optimizer that all sides share."""
     batch = jax.device_put(random_batch(config, length, batch_size))
     tokens = [
         batch[name]
         for name in ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
     ]
-    # It adds vectors of one axis to arrays of three, which convt5 itself does not allow.
-    with jax.numpy_rank_promotion("allow"):
-        return _t5x_update(model, tokens)
-
-
-def _t5x_update(model: Any, tokens: Sequence[Any]) -> Measured:
-    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    variables = jax.jit(functools.partial(model.init, enable_dropout=False))(keys, *tokens)
-    parameters = variables["params"]
+    parameters = jax.jit(functools.partial(t5x_parameters, model))(tokens)
     optimizer = AdafactorConfig().build(InverseSqrt())
 
     def loss(parameters: Any, key: jax.Array) -> jax.Array:
-        logits = model.apply(
-            {"params": parameters}, *tokens, enable_dropout=True, rngs={"dropout": key}
-        )
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[2]))
+        return t5x_loss(model, parameters, tokens, key)
 
     def update(state: Any, key: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
         parameters, memory = state
