@@ -8,6 +8,7 @@ A checkpoint is one folder named after its step; it appears under that name only
 import base64
 import contextlib
 import dataclasses
+import gc
 import hashlib
 import json
 import math
@@ -31,9 +32,11 @@ from orbax.checkpoint.checkpoint_managers import (
 )
 
 from convt5 import errors, tree_paths
+from convt5.checksums import checksums, mismatched
 
 FORMAT = 1
 _EMA = "ema"  # The average of the model, in the state and among what is saved.
+_SEAL = "sha256"  # Of everything else in the file of settings.
 BestMode = Literal["min", "max"]
 
 
@@ -163,6 +166,7 @@ class Checkpointer:
             "format": FORMAT,
             "params": _shapes(params),
             "optimizer": _shapes(optimizer),
+            "checksums": {"params": checksums(params), "optimizer": checksums(optimizer)},
             "model": self._description,
             "data_shards": data.num_shards,
             "progress": dict(progress or {}),
@@ -179,7 +183,7 @@ class Checkpointer:
                 args=ocp.args.Composite(
                     params=ocp.args.StandardSave(_nest(params)),
                     optimizer=ocp.args.StandardSave(_nest(optimizer)),
-                    about=ocp.args.JsonSave(about),
+                    about=ocp.args.JsonSave(about | {_SEAL: _seal(about)}),
                     data=_SavePositions(data.by_shard),
                 ),
                 force=True,
@@ -238,29 +242,30 @@ class Checkpointer:
 
     def _restore_newest(self, abstract_state: Any, shards_read: ShardsRead) -> Restored | None:
         steps = sorted(self._manager.all_steps(), reverse=True)
-        failures: dict[int, Exception] = {}
+        failures: dict[int, str] = {}
         for step in steps:
             try:
                 restored = self._restore_step(step, abstract_state, shards_read)
             except errors.UserError:
                 raise
             except Exception as error:  # Readers fail in many ways on damaged files.
-                failures[step] = error
-                warnings.warn(
-                    f"the checkpoint of step {step} in {self.directory} is damaged and is skipped: "
-                    f"{_first_line(error)}",
-                    stacklevel=4,
-                )
-                continue
-            self._set_aside(failures)
-            return restored
+                failures[step] = _first_line(error)
+            else:
+                self._set_aside(failures)
+                return restored
+            gc.collect()  # What is left of the readers, while they are silenced.
+            warnings.warn(
+                f"the checkpoint of step {step} in {self.directory} is damaged and is skipped: "
+                f"{failures[step]}",
+                stacklevel=4,
+            )
         if not failures:
             return None
-        step, error = next(iter(failures.items()))
+        step, failure = next(iter(failures.items()))
         raise errors.UserError(
             f"none of the checkpoints in {self.directory} can be read (steps "
             f"{', '.join(map(str, failures))}); the newest, {step}, fails with: "
-            f"{_first_line(error)}. Put back a good copy, or choose another run_dir to start anew."
+            f"{failure}. Put back a good copy, or choose another run_dir to start anew."
         )
 
     def _restore_step(self, step: int, abstract_state: Any, shards_read: ShardsRead) -> Restored:
@@ -270,13 +275,10 @@ class Checkpointer:
         where = f"the checkpoint of step {step} in {self.directory}"
         _check_shapes(about["params"], _shapes(params), what="parameters", where=where)
         _check_shapes(about["optimizer"], _shapes(optimizer), what="optimizer state", where=where)
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardRestore(_nest(params)),
-                optimizer=ocp.args.StandardRestore(_nest(optimizer)),
-            ),
-        )
+        restored = {
+            part: _nest(_read_arrays(folder, part, leaves, about))
+            for part, leaves in (("params", params), ("optimizer", optimizer))
+        }
         for line in differences(about["model"], self._description):
             warnings.warn(f"the model's settings differ from {where}: {line}", stacklevel=3)
         return Restored(
@@ -286,7 +288,7 @@ class Checkpointer:
             progress=about["progress"],
         )
 
-    def _set_aside(self, steps: Mapping[int, Exception]) -> None:
+    def _set_aside(self, steps: Mapping[int, str]) -> None:
         if not steps:
             return
         if jax.process_index() == 0:
@@ -297,6 +299,8 @@ class Checkpointer:
                 if target.exists():
                     target.rmtree()
                 (self.directory / str(step)).rename(target)
+        if jax.process_count() > 1:  # The others must not list what is about to go.
+            multihost_utils.sync_global_devices("damaged checkpoints are set aside")
         self._manager.reload()
 
 
@@ -316,7 +320,7 @@ def load_params(
         UserError: no checkpoint there, one of another architecture, or one without an average.
     """
     folder = find_checkpoint(path, step=step)
-    about = _read_about(folder)
+    about = _about(folder)
     params = _by_path(abstract_model)
     _check_shapes(about["params"], _shapes(params), what="parameters", where=str(folder))
     if ema:
@@ -344,24 +348,54 @@ def load_named(
     if not wanted:
         return {}
     default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    item = _nest(
-        {
-            name: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or default
-            )
-            for name, leaf in wanted.items()
-        }
-    )
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        nested = reader.restore(
-            _absolute(epath.Path(folder)) / part,
-            args=ocp.args.PyTreeRestore(
-                item,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(item),
-                partial_restore=True,
-            ),
+    leaves = {
+        name: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or default
         )
-    return _by_path(nested)
+        for name, leaf in wanted.items()
+    }
+    folder = epath.Path(folder)
+    about = _about(folder)
+    with _naming_read_errors(folder), _without_late_read_errors():
+        return _read_arrays(_absolute(folder), part, leaves, about)
+
+
+def _read_arrays(
+    folder: epath.Path,
+    part: str,
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
+    about: Mapping[str, Any],
+) -> dict[str, jax.Array]:
+    """Returns arrays of a checkpoint by name, placed as asked; all hosts must call it.
+
+    All hosts succeed, or all raise. A checkpoint of a version that kept no checksums is taken as
+    it is.
+    """
+    item = _nest(leaves)
+    # The handler itself: readers around it wait for all hosts, also for one that has failed.
+    reader = ocp.PyTreeCheckpointHandler()
+    arguments = ocp.args.PyTreeRestore(
+        item,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+        partial_restore=True,
+    )
+    try:
+        nested = _on_all_hosts(lambda: reader.restore(folder / part, args=arguments))
+    finally:
+        reader.close()
+    arrays = _by_path(nested)
+    expected = about.get("checksums", {}).get(part, {})
+    _on_all_hosts(lambda: _check_arrays(arrays, expected, folder))
+    return arrays
+
+
+def _check_arrays(
+    arrays: Mapping[str, jax.Array], expected: Mapping[str, int], folder: epath.Path
+) -> None:
+    if names := mismatched(arrays, expected):
+        raise ValueError(
+            f"{len(names)} arrays do not match their checksum, {names[0]} among them, in {folder}"
+        )
 
 
 def load_everything(folder: epath.PathLike) -> dict[str, dict[str, jax.Array]]:
@@ -369,7 +403,7 @@ def load_everything(folder: epath.PathLike) -> dict[str, dict[str, jax.Array]]:
 
     The result has the keys "params" and "optimizer".
     """
-    about = _read_about(epath.Path(folder))
+    about = _about(folder)
     parts = ("params", "optimizer")
     shapes = {
         part: {name: _parse_shape(text) for name, text in about[part].items()} for part in parts
@@ -384,7 +418,7 @@ def _absolute(folder: epath.Path) -> epath.Path:
 
 def saved_params(folder: epath.PathLike) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes and dtypes of the parameters in one checkpoint from `find_checkpoint`."""
-    about = _read_about(epath.Path(folder))
+    about = _about(folder)
     return {name: _parse_shape(text) for name, text in about["params"].items()}
 
 
@@ -423,7 +457,7 @@ def best_step(directory: epath.PathLike) -> int | None:
 
 def read_description(folder: epath.PathLike) -> Any:
     """Returns the `describe_config` of the model in one checkpoint from `find_checkpoint`."""
-    return _read_about(epath.Path(folder))["model"]
+    return _about(folder)["model"]
 
 
 def describe_config(config: Any) -> Any:
@@ -619,12 +653,21 @@ def _parse_shape(text: str) -> jax.ShapeDtypeStruct:
 
 def _read_about(folder: epath.Path) -> dict[str, Any]:
     about = json.loads((folder / "about" / "metadata").read_text())
+    seal = about.pop(_SEAL, None)  # Versions before had none.
+    if seal is not None and seal != _seal(about):
+        raise ValueError(f"{folder / 'about'} does not match its checksum")
     if about["format"] != FORMAT:
         raise errors.UserError(
             f"{folder} has checkpoint format {about['format']}; this version reads format "
             f"{FORMAT}: use the version of convt5 that wrote it."
         )
     return about
+
+
+def _seal(about: Mapping[str, Any]) -> str:
+    # As it is once read back: numbers and texts may have changed their kind.
+    text = json.dumps(json.loads(json.dumps(about)), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _check_shapes(
@@ -659,6 +702,25 @@ def _values(measured: Mapping[int, Mapping[str, Any]], metric: str) -> dict[int,
     return {step: best["value"] for step, best in measured.items() if best["metric"] == metric}
 
 
+def _about(folder: epath.PathLike) -> dict[str, Any]:
+    """Returns what `_read_about` does; damage is the user's to mend."""
+    with _naming_read_errors(folder):
+        return _read_about(epath.Path(folder))
+
+
+@contextlib.contextmanager
+def _naming_read_errors(folder: epath.PathLike) -> Iterator[None]:
+    try:
+        yield
+    except errors.UserError:
+        raise
+    except Exception as error:  # Readers fail in many ways on damaged files.
+        raise errors.UserError(
+            f"{folder} cannot be read: {_first_line(error)}. It is damaged, or was removed; choose "
+            "another step, or put back a good copy."
+        ) from error
+
+
 def _best(folder: epath.Path) -> dict[str, Any]:
     """What a checkpoint holds of its metric; nothing where it is damaged."""
     try:
@@ -685,12 +747,16 @@ def _without_late_read_errors() -> Iterator[None]:
     report = sys.unraisablehook
 
     def hook(raised: Any) -> None:
-        if "Event loop is closed" not in str(raised.exc_value):
+        is_reader = "_read_array" in repr(raised.object)
+        if not is_reader and "Event loop is closed" not in str(raised.exc_value):
             report(raised)
 
     sys.unraisablehook = hook
     try:
         yield
+    except Exception:
+        gc.collect()  # Now, while they are silenced.
+        raise
     finally:
         sys.unraisablehook = report
 
