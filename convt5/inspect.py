@@ -59,6 +59,10 @@ COMMAND = command_line.Command(
             "--gin_file=runs/corpus/config.gin --measure --checkpoint=runs/corpus "
             "--plot=receptive_field.png",
         ),
+        (
+            "widths that give it as many parameters, or FLOPs, as another model",
+            "--gin_file=gin/models/dynamic_base.gin --pair_with=gin/models/t5_base.gin",
+        ),
         ("for a program", "--gin_file=gin/models/wavenet_base.gin --json"),
     ],
     flags=[
@@ -100,6 +104,14 @@ COMMAND = command_line.Command(
         ),
         command_line.Flag("checkpoint", "with --measure: a run directory, or a step of one."),
         command_line.Flag("plot", "with --measure: draws it to this file, such as field.png."),
+        command_line.Flag(
+            "pair_with",
+            "a gin file of another model: also finds widths at which this one has its parameters, "
+            "and widths at which it has its FLOPs.",
+        ),
+        command_line.Flag(
+            "multiple", "with --pair_with: of both widths; 128, or 8 below 256 channels.", _NUMBER
+        ),
         command_line.Flag("json", "prints JSON instead of text.", {"action": "store_true"}),
     ],
 )
@@ -135,6 +147,10 @@ def main(argv: Sequence[str]) -> int:
         measured = _measured(subject, flags.checkpoint, flags.plot)
         sections.append(measured[0])
         values["measured_receptive_field"] = measured[1]
+    if flags.pair_with:
+        paired = _paired(subject, flags.pair_with, flags.multiple)
+        sections.append(paired[0])
+        values["equal_cost"] = paired[1]
     examples = decoded_examples(settings, flags.examples) if flags.examples else []
     if flags.json:
         json.dump({**values, "examples": examples}, sys.stdout, indent=2)
@@ -149,7 +165,14 @@ def _show_vision(config: ViTConfig, name: str, flags: Mapping[str, Any]) -> int:
     errors.raise_all(
         (
             f"--{flag} is for text models, and {name} is a vision model; leave it out."
-            for flag in ("topology", "examples", "encoder_length", "decoder_length", "measure")
+            for flag in (
+                "topology",
+                "examples",
+                "encoder_length",
+                "decoder_length",
+                "measure",
+                "pair_with",
+            )
             if flags[flag]
         ),
         where="inspect",
@@ -283,6 +306,34 @@ def _measured(
     return (f"{text}\n  drawn to {plot}" if plot else text), [f.as_json() for f in found]
 
 
+def _paired(
+    subject: "Subject", other: str, multiple: int | None
+) -> tuple[str, dict[str, dict[str, Any]]]:
+    """Returns widths that give the model the cost of another, as text and as plain values."""
+    from convt5 import pairing
+
+    settings, name = read_settings([other], [])
+    multiple = multiple or (128 if subject.config.emb_dim >= 256 else 8)
+    lengths = {
+        "encoder_length": subject.encoder_length,
+        "decoder_length": subject.decoder_length,
+    }
+    quantities: dict[pairing.Quantity, str] = {
+        "parameters": "parameters",
+        "flops": "forward FLOPs of an example",
+    }
+    lines, values = [f"Widths of {subject.name} at the cost of {name}"], {}
+    for by, what in quantities.items():
+        found = pairing.pair(subject.config, settings["model"], by=by, multiple=multiple, **lengths)
+        widths = {"emb_dim": found.config.emb_dim, "mlp_dim": found.config.mlp_dim}
+        values[by] = {**widths, "cost": found.cost, "wanted": found.wanted}
+        lines.append(
+            f"  {what}: emb_dim={widths['emb_dim']}, mlp_dim={widths['mlp_dim']}: "
+            f"{found.cost:,.0f} for {found.wanted:,.0f} ({found.difference:+.2%})"
+        )
+    return "\n".join(lines), values
+
+
 def decoded_examples(settings: Mapping[str, Any], num: int) -> list[dict[str, Any]]:
     """Returns the first training examples: their text with sentinels as <1>, <2>, ..., and ids.
 
@@ -355,6 +406,8 @@ def _check_flags(flags: Mapping[str, Any]) -> None:
         for name in ("checkpoint", "plot")
         if flags[name] and not flags["measure"]
     ]
+    if flags["multiple"] and not flags["pair_with"]:
+        faults.append(f"--multiple={flags['multiple']} is for --pair_with; add it.")
     if flags["topology"] and flags["devices"]:
         faults.append(
             f"--devices={flags['devices']} and --topology={flags['topology']} both say how many "

@@ -165,6 +165,7 @@ def gap_copy(
     num_train: int = NUM_TRAIN,
     num_eval: int = NUM_EVAL,
     seed: int = 0,
+    end_token: bool = True,
     name: str = "gap_copy",
 ) -> seqio.Task:
     """Returns copying: `kdus....=` is `kdus`.
@@ -175,6 +176,8 @@ def gap_copy(
         num_train: examples of "train".
         num_eval: examples of "validation" and of "test".
         seed: of the examples.
+        end_token: whether targets end in one. Without it an accuracy counts symbols alone, and a
+            model so trained does not learn to stop.
         name: of the task; it is registered under the same, if at all.
 
     Raises:
@@ -182,7 +185,9 @@ def gap_copy(
     """
     generate = functools.partial(_copied, gap=gap, num_symbols=num_symbols, step=1)
     source = GeneratedSource(generate, num_train=num_train, num_eval=num_eval, seed=seed)
-    return _gap_task(name, source, {"gap": (gap, 0), "num_symbols": (num_symbols, 1)})
+    return _gap_task(
+        name, source, {"gap": (gap, 0), "num_symbols": (num_symbols, 1)}, end_token=end_token
+    )
 
 
 def gap_reverse(
@@ -192,12 +197,15 @@ def gap_reverse(
     num_train: int = NUM_TRAIN,
     num_eval: int = NUM_EVAL,
     seed: int = 0,
+    end_token: bool = True,
     name: str = "gap_reverse",
 ) -> seqio.Task:
     """Returns copying backwards: `kdus....=` is `sudk`. Arguments are those of `gap_copy`."""
     generate = functools.partial(_copied, gap=gap, num_symbols=num_symbols, step=-1)
     source = GeneratedSource(generate, num_train=num_train, num_eval=num_eval, seed=seed)
-    return _gap_task(name, source, {"gap": (gap, 0), "num_symbols": (num_symbols, 1)})
+    return _gap_task(
+        name, source, {"gap": (gap, 0), "num_symbols": (num_symbols, 1)}, end_token=end_token
+    )
 
 
 def associative_recall(
@@ -207,6 +215,7 @@ def associative_recall(
     num_train: int = NUM_TRAIN,
     num_eval: int = NUM_EVAL,
     seed: int = 0,
+    end_token: bool = True,
     name: str = "associative_recall",
 ) -> seqio.Task:
     """Returns recalling what stood beside a key: `a3k7b1....?k` is `7`.
@@ -217,6 +226,8 @@ def associative_recall(
         num_train: examples of "train".
         num_eval: examples of "validation" and of "test".
         seed: of the examples.
+        end_token: whether targets end in one. Without it an accuracy counts symbols alone, and a
+            model so trained does not learn to stop.
         name: of the task; it is registered under the same, if at all.
 
     Raises:
@@ -225,7 +236,7 @@ def associative_recall(
     generate = functools.partial(_recalled, gap=gap, num_pairs=num_pairs)
     source = GeneratedSource(generate, num_train=num_train, num_eval=num_eval, seed=seed)
     ranges = {"gap": (gap, 0), "num_pairs": (num_pairs, 1, len(string.ascii_lowercase))}
-    return _gap_task(name, source, ranges)
+    return _gap_task(name, source, ranges, end_token=end_token)
 
 
 def lookback(
@@ -235,6 +246,7 @@ def lookback(
     num_train: int = NUM_TRAIN,
     num_eval: int = NUM_EVAL,
     seed: int = 0,
+    end_token: bool = True,
     name: str = "lookback",
 ) -> seqio.Task:
     """Returns finding what stood `gap` tokens before a mark: with 3, `kdusx?vq` is `u`.
@@ -248,6 +260,8 @@ def lookback(
         num_train: examples of "train".
         num_eval: examples of "validation" and of "test".
         seed: of the examples.
+        end_token: whether targets end in one. Without it an accuracy counts symbols alone, and a
+            model so trained does not learn to stop.
         name: of the task; it is registered under the same, if at all.
 
     Raises:
@@ -256,7 +270,12 @@ def lookback(
     num_symbols = 2 * gap if num_symbols is None else num_symbols
     generate = functools.partial(_looked_back, gap=gap, num_symbols=num_symbols)
     source = GeneratedSource(generate, num_train=num_train, num_eval=num_eval, seed=seed)
-    return _gap_task(name, source, {"gap": (gap, 1), "num_symbols": (num_symbols, max(gap, 1))})
+    return _gap_task(
+        name,
+        source,
+        {"gap": (gap, 1), "num_symbols": (num_symbols, max(gap, 1))},
+        end_token=end_token,
+    )
 
 
 def check_lengths(
@@ -284,7 +303,11 @@ def check_lengths(
 
 
 def _gap_task(
-    name: str, source: GeneratedSource, ranges: Mapping[str, tuple[int, ...]]
+    name: str,
+    source: GeneratedSource,
+    ranges: Mapping[str, tuple[int, ...]],
+    *,
+    end_token: bool,
 ) -> seqio.Task:
     """A task read as bytes; `ranges` holds the value, least and greatest of each setting."""
     faults = []
@@ -294,8 +317,9 @@ def _gap_task(
             faults.append(f"{setting}={value} must be at least {least}{limit}.")
     errors.raise_all(faults, where=name)
     texts = source.example("train", 0)
-    needed = {field: len(text) + 1 for field, text in texts._asdict().items()}
-    feature = seqio.Feature(vocabulary=vocabularies.characters(), add_eos=True)
+    ends = {"inputs": True, "targets": end_token}
+    needed = {field: len(text) + ends[field] for field, text in texts._asdict().items()}
+    vocabulary = vocabularies.characters()
     return seqio.Task(
         name,
         source=source,
@@ -304,7 +328,9 @@ def _gap_task(
             seqio.preprocessors.tokenize,
             seqio.preprocessors.append_eos,
         ],
-        output_features={"inputs": feature, "targets": feature},
+        output_features={
+            field: seqio.Feature(vocabulary=vocabulary, add_eos=end) for field, end in ends.items()
+        },
         metric_fns=[metrics.exact_match],
         shuffle_buffer_size=shuffle_buffer_size(source),
     )

@@ -295,3 +295,15 @@ def test_command_runs_without_tensorflow_and_exits_with_zero(gin_file):
     )
     assert done.returncode == 0, done.stderr
     assert "Model little_wavenet" in done.stdout
+
+
+def test_widths_of_equal_cost_are_shown(capsys):
+    flags = ["--gin_file=gin/models/dynamic_tiny.gin", "--pair_with=gin/models/t5_tiny.gin"]
+    assert inspect.main([*flags, "--json"]) == 0
+    paired = json.loads(capsys.readouterr().out)["equal_cost"]
+    for by in ("parameters", "flops"):
+        assert paired[by]["cost"] == pytest.approx(paired[by]["wanted"], rel=0.01)
+    assert inspect.main([*flags, "--multiple=4"]) == 0
+    assert "Widths of dynamic_tiny at the cost of t5_tiny" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--multiple=4 is for --pair_with"):
+        inspect.main([flags[0], "--multiple=4"])

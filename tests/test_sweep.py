@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quick import quick
 
-from convt5 import sweep
+from convt5 import costs, sweep
 from convt5.errors import UserError
-from convt5.sweeps import Grid, Study, analysis, report, running
+from convt5.sweeps import Grid, Pairing, Study, analysis, equal_cost, report, running
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -288,3 +288,100 @@ def test_a_study_that_is_stopped_goes_on_in_the_middle_of_a_run(tmp_path):
     assert "continues from the checkpoint" in output.read_text()
     assert "diverged" in again.stderr
     assert "2 of 2 runs are done" in again.stdout
+
+
+class TestOverAnAxis:
+    """The metric against an axis of numbers, at equal costs."""
+
+    def study(self, folder, **changes) -> Study:
+        known = {
+            "output_dir": str(folder),
+            "gin_files": ["gin/runs/gaps.gin"],
+            "bindings": {
+                "NUM_STEPS": 60,
+                "architecture.ConvT5Config.emb_dim": 32,
+                "architecture.ConvT5Config.mlp_dim": 64,
+                "architecture.StackConfig.num_layers": 1,
+            },
+            "grids": [
+                Grid(
+                    axes={
+                        "equal": {"parameters": {}, "flops": {}},
+                        "gap": {
+                            "8": {"GAP": 8, "ENCODER_LENGTH": 24},
+                            "64": {"GAP": 64, "ENCODER_LENGTH": 80},
+                        },
+                        "model": {
+                            "dynamic": "gin/models/dynamic_tiny.gin",
+                            "t5": "gin/models/t5_tiny.gin",
+                        },
+                    }
+                )
+            ],
+            "metric": "validation/accuracy",
+            "perfect": 1.0,
+            "rows": ["equal", "model"],
+            "over": "gap",
+            "pairing": Pairing(axis="model", reference="t5", by="equal"),
+        }
+        return Study(**known | changes)
+
+    def test_every_run_has_the_cost_of_the_reference_at_its_own_length(self, tmp_path):
+        costs_of = {}
+        for point in self.study(tmp_path).points():
+            run = equal_cost.described(point.gin_files, point.bindings)
+            cost = costs.model_cost(run.model, **run.lengths)
+            labels = point.labels
+            found = cost.parameters if labels["equal"] == "parameters" else cost.forward_flops
+            costs_of[labels["equal"], labels["gap"], labels["model"]] = found
+        assert len(costs_of) == 8
+        for (equal, gap, _), cost in costs_of.items():
+            assert cost == pytest.approx(costs_of[equal, gap, "t5"], rel=0.01)
+
+    def test_the_report_shows_the_metric_against_the_axis(self, tmp_path):
+        def launch(arguments, log):
+            path = pathlib.Path(log).parent / "metrics.jsonl"
+            record = {"step": 4, "validation/accuracy": 0.5 if "GAP=8" in str(arguments) else 0.25}
+            path.write_text(json.dumps(record | {"train_seconds": 7.0}) + "\n")
+            return 0
+
+        asked = self.study(tmp_path)
+        assert running.run_all(asked, launch=launch, most_runs=7) == 7
+        pytest.importorskip("matplotlib")
+        text = report.write(asked)
+        assert "7 of 8 runs are done" in text
+        head, _, first, *_ = (line for line in text.splitlines() if line.startswith("|"))
+        assert [cell.strip() for cell in head.split("|")[1:-1]] == ["equal", "model", "8", "64"]
+        cells = [cell.strip() for cell in first.split("|")[1:-1]]
+        assert cells == ["parameters", "dynamic", "0.500", "0.250"]
+        assert "| 7 " in text
+        assert (tmp_path / "profiles.png").stat().st_size > 10_000
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"over": "model"}, "over='model' must be none of rows"),
+            ({"over": "gaps"}, "over='gaps' is none of the axes .*Did you mean gap"),
+            ({"over": "equal", "rows": ["model"]}, "has the value parameters; values must be"),
+            (
+                {"pairing": Pairing(axis="models", reference="t5", by="equal")},
+                "pairing.axis='models' is none of the axes",
+            ),
+        ],
+    )
+    def test_wrong_settings_are_named(self, changes, message, tmp_path):
+        with pytest.raises(UserError, match=message):
+            self.study(tmp_path, **changes)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"reference": "T5"}, "reference='T5' is no value of model"),
+            ({"by": "seconds"}, "by='seconds' gives 'seconds'; it must be one of"),
+        ],
+    )
+    def test_a_pairing_that_cannot_be_is_refused(self, changes, message, tmp_path):
+        known = {"axis": "model", "reference": "t5", "by": "equal"}
+        wrong = self.study(tmp_path, pairing=Pairing(**known | changes))
+        with pytest.raises(UserError, match=message):
+            list(wrong.points())

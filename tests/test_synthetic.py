@@ -111,6 +111,16 @@ def test_gaps_are_counted_in_tokens(gap):
     assert len(example["targets"]) == 9
 
 
+def test_targets_can_hold_the_symbols_alone():
+    task = synthetic.gap_copy(4, num_symbols=8, end_token=False)
+    (example,) = task.get_dataset(None, "train", shuffle=False).take(1).as_numpy_iterator()
+    assert len(example["inputs"]) == 8 + 4 + 2
+    assert task.output_features["targets"].vocabulary.decode(example["targets"].tolist()) == (
+        example["targets_pretokenized"].decode()
+    )
+    assert len(example["targets"]) == 8
+
+
 @each_task
 def test_the_seed_decides(make):
     assert texts(make()) == texts(make()) != texts(make(seed=1))

@@ -1,5 +1,6 @@
 """Many runs of the trainer that differ in chosen settings, and what their results say together."""
 
+from convt5.sweeps.equal_cost import Pairing
 from convt5.sweeps.study import Grid, Study
 
-__all__ = ["Grid", "Study"]
+__all__ = ["Grid", "Pairing", "Study"]

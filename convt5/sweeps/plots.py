@@ -1,15 +1,18 @@
 """Plots of a study: distributions of the error, errors by setting, and convergence."""
 
+import functools
 import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from convt5 import errors
+from convt5.sweeps import profile
 from convt5.sweeps.analysis import Best, Key, Result
 from convt5.sweeps.study import Study
 
 DISTRIBUTIONS, SETTINGS, CONVERGENCE = "distributions.png", "settings.png", "convergence.png"
+PROFILES = "profiles.png"
 
 Groups = Mapping[Key, Sequence[Result]]
 
@@ -30,6 +33,19 @@ def draw(
         return [DISTRIBUTIONS, CONVERGENCE]
     _draw_settings(_by_panel(groups), numeric, folder / SETTINGS, title=title)
     return [DISTRIBUTIONS, CONVERGENCE, SETTINGS]
+
+
+def draw_profiles(
+    study: Study, profiles: Mapping[Key, profile.Line], folder: pathlib.Path
+) -> list[str]:
+    """Draws the metric against `Study.over` into a folder; returns the name of the plot."""
+    _draw_panels(
+        _by_panel(profiles),
+        functools.partial(profile.draw_on, study),
+        folder / PROFILES,
+        title=study.rows[-1],
+    )
+    return [PROFILES]
 
 
 def _by_panel(values: Mapping[Key, Any]) -> dict[Key, dict[str, Any]]:

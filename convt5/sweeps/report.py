@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from convt5 import errors
-from convt5.sweeps import analysis
+from convt5.sweeps import analysis, profile
 from convt5.sweeps.analysis import Best, Distribution, Key
 from convt5.sweeps.study import SEED, Study
 
@@ -29,9 +29,14 @@ def write(study: Study) -> str:
             "--report_only to make them."
         )
     groups = analysis.by_row(study, found)
-    distributions = {key: analysis.distribution(runs) for key, runs in groups.items()}
     bests = {key: analysis.best(study, runs) for key, runs in groups.items()}
-    text = tables(study, distributions, bests, num_done=len(found), num_runs=total)
+    profiles = profile.lines(study, found) if study.over else {}
+    if study.over:
+        text = profile.tables(study, profiles, profile.cost_table(study))
+        text = f"{len(found)} of {total} runs are done.\n\n{text}\n"
+    else:
+        distributions = {key: analysis.distribution(runs) for key, runs in groups.items()}
+        text = tables(study, distributions, bests, num_done=len(found), num_runs=total)
     folder = pathlib.Path(study.output_dir)
     values = {
         "metric": study.metric,
@@ -50,7 +55,10 @@ def write(study: Study) -> str:
         ) from error
     from convt5.sweeps import plots
 
-    drawn = plots.draw(study, groups, bests, folder)
+    if study.over:
+        drawn = plots.draw_profiles(study, profiles, folder)
+    else:
+        drawn = plots.draw(study, groups, bests, folder)
     return f"{text}\nwrote {', '.join(str(folder / name) for name in (REPORT_FILE, *drawn))}"
 
 
@@ -67,7 +75,7 @@ def tables(
     parts = [
         f"{num_done} of {num_runs} runs are done. The error is {error} after the last step.",
         "## Errors over the grid",
-        _markdown(
+        markdown(
             [
                 {
                     **_named(study.rows, key),
@@ -88,7 +96,7 @@ def tables(
             ]
         ),
         "## Best settings",
-        _markdown(
+        markdown(
             [
                 {
                     **_named(study.rows, key),
@@ -108,7 +116,7 @@ def tables(
         others = [axis for axis in study.rows if axis != study.versus]
         parts += [
             f"## {second} minus {first}, each at its best setting",
-            _markdown(
+            markdown(
                 [
                     {
                         **_named(others, key),
@@ -137,7 +145,7 @@ def _steps(study: Study, bests: Mapping[Key, Best]) -> str:
                 "steps": "never" if steps is None else f"{steps:,.0f}",
             }
         )
-    return _markdown(rows)
+    return markdown(rows)
 
 
 def _named(axes: Sequence[str], key: Key) -> dict[str, str]:
@@ -152,7 +160,7 @@ def _plain(value: float) -> Any:
     return value if math.isfinite(value) else str(value)
 
 
-def _markdown(rows: Sequence[Mapping[str, str]]) -> str:
+def markdown(rows: Sequence[Mapping[str, str]]) -> str:
     """Returns a table that is aligned as plain text too."""
     names = list(rows[0])
     widths = {name: max(len(name), 3, *(len(row[name]) for row in rows)) for name in names}

@@ -11,6 +11,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from convt5 import errors
+from convt5.sweeps.equal_cost import Pairing
 
 Values = Mapping[str, Any]
 
@@ -100,6 +101,9 @@ class Study:
         rows: axes whose values are compared, at most three: the last is drawn as lines, those
             before it as panels. Distributions are over all other axes and the seeds.
         versus: one of `rows` with two values, whose difference is shown; None for none.
+        over: an axis of numbers, none of `rows`: the report then shows the metric against it, a
+            line for each value of the last of `rows`, instead of distributions; None for none.
+        pairing: gives the models of an axis equal costs; None leaves them as they are.
     """
 
     output_dir: str
@@ -112,6 +116,8 @@ class Study:
     perfect: float | None = None
     rows: Sequence[str]
     versus: str | None = None
+    over: str | None = None
+    pairing: Pairing | None = None
 
     def __post_init__(self):
         faults = [
@@ -127,7 +133,12 @@ class Study:
             )
         faults += [
             f"{name}={axis!r} is none of the axes {', '.join(axes)}.{errors.suggest(axis, axes)}"
-            for name, wanted in (("rows", self.rows), ("versus", [self.versus]))
+            for name, wanted in (
+                ("rows", self.rows),
+                ("versus", [self.versus]),
+                ("over", [self.over]),
+                ("pairing.axis", [self.pairing.axis if self.pairing else None]),
+            )
             for axis in wanted
             if axis is not None and axis not in axes
         ]
@@ -137,8 +148,12 @@ class Study:
             faults.append(f"versus={self.versus!r} must be one of rows={list(self.rows)}.")
         if len(set(self.seeds)) < len(self.seeds):
             faults.append(f"seeds={list(self.seeds)} must differ from each other.")
+        if self.over in self.rows:
+            faults.append(f"over={self.over!r} must be none of rows={list(self.rows)}.")
         errors.raise_all(faults, where="Study")
-        names = [point.name for point in self.points()]
+        if self.over is not None:
+            errors.raise_all(self._number_faults(self.over), where="Study")
+        names = [point.name for point in self._unpaired()]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise errors.UserError(
@@ -152,6 +167,9 @@ class Study:
 
     def points(self) -> Iterator[Point]:
         """Yields every run, all points of the first seed before those of the second."""
+        return map(self._paired, self._unpaired())
+
+    def _unpaired(self) -> Iterator[Point]:
         for seed in self.seeds:
             for grid in self.grids:
                 for labels in grid.combinations():
@@ -161,7 +179,39 @@ class Study:
         """Yields few runs in which every value of every axis occurs, to check them."""
         for grid in self.grids:
             for labels in grid.one_at_a_time():
-                yield self._point(grid, labels, self.seeds[0])
+                yield self._paired(self._point(grid, labels, self.seeds[0]))
+
+    def _paired(self, point: Point) -> Point:
+        """Adds the widths that give its model the cost of the reference."""
+        pairing = self.pairing
+        if pairing is None:
+            return point
+        # The reference in its place: the same run with another value of the axis.
+        grid = next(g for g in self.grids if all(point.labels[a] in g.values(a) for a in g.axes))
+        if pairing.reference not in grid.values(pairing.axis):
+            raise errors.UserError(
+                f"Pairing: reference={pairing.reference!r} is no value of {pairing.axis}, whose "
+                f"values are {', '.join(grid.values(pairing.axis))}."
+            )
+        labels = {axis: point.labels[axis] for axis in grid.axes}
+        other = self._point(grid, labels | {pairing.axis: pairing.reference}, self.seeds[0])
+        widths = pairing.widths(point, other)
+        return point._replace(
+            bindings=(*point.bindings, *(f"{name}={value}" for name, value in widths.items()))
+        )
+
+    def _number_faults(self, axis: str) -> list[str]:
+        found = []
+        for label in (label for grid in self.grids for label in grid.values(axis)):
+            try:
+                positive = float(label) > 0
+            except ValueError:
+                positive = False
+            if not positive:
+                found.append(
+                    f"over={axis!r} has the value {label}; values must be numbers above 0."
+                )
+        return found
 
     def _point(self, grid: Grid, labels: dict[str, str], seed: int) -> Point:
         files, settings = list(self.gin_files), dict(self.bindings)

@@ -1,0 +1,128 @@
+"""Studies whose models cost the same: widths are chosen for each run, with `convt5.pairing`.
+
+Nothing heavy is imported here before widths are asked for.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, get_args
+
+from convt5 import errors
+from convt5.pairing import TOLERANCE, Quantity, pair
+
+NOT_PAIRED = "none"
+
+
+class Described(Protocol):
+    """A run before it is made: `study.Point`."""
+
+    @property
+    def labels(self) -> Mapping[str, str]: ...
+    @property
+    def gin_files(self) -> tuple[str, ...]: ...
+    @property
+    def bindings(self) -> tuple[str, ...]: ...
+
+
+class Sized(NamedTuple):
+    """A model and the rows it is trained on.
+
+    Attributes:
+        model: a `ConvT5Config`.
+        settings: all that `trainer.train` is given.
+    """
+
+    model: Any
+    settings: Mapping[str, Any]
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Tokens of a row, as keywords of functions about costs."""
+        data = self.settings["train_data"]
+        return {name: getattr(data, name) for name in ("encoder_length", "decoder_length")}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pairing:
+    """Which models of a study get the cost of which other, and in what.
+
+    The widths are chosen again for every run, at its own lengths: a model has other widths where
+    rows are longer, if FLOPs are to agree.
+
+    Attributes:
+        axis: whose values are models.
+        reference: the value of that axis which stays as it is.
+        by: "parameters" or "flops"; or an axis whose values are these, or "none" to leave models
+            as they are.
+        tolerance, multiple, largest_change: as of `pairing.pair`.
+    """
+
+    axis: str
+    reference: str
+    by: str
+    tolerance: float = TOLERANCE
+    multiple: int = 4
+    largest_change: float = 8.0
+
+    def quantity(self, labels: Mapping[str, str]) -> Quantity | None:
+        """Returns what is to agree in a run of these labels; None for nothing.
+
+        Raises:
+            UserError: no quantity that is known.
+        """
+        value = labels.get(self.by, self.by)
+        if value == NOT_PAIRED:
+            return None
+        for known in get_args(Quantity):
+            if value == known:
+                return known
+        raise errors.UserError(
+            f"Pairing: by={self.by!r} gives {value!r}; it must be one of "
+            f"{', '.join((*get_args(Quantity), NOT_PAIRED))}, or an axis with such values."
+        )
+
+    def widths(self, point: Described, reference: Described) -> dict[str, int]:
+        """Returns the settings that give the model of a run the cost of the reference's."""
+        by = self.quantity(point.labels)
+        if by is None or point.labels[self.axis] == self.reference:
+            return {}
+        own, other = (described(p.gin_files, p.bindings) for p in (point, reference))
+        found = pair(
+            own.model,
+            other.model,
+            by=by,
+            tolerance=self.tolerance,
+            multiple=self.multiple,
+            largest_change=self.largest_change,
+            **own.lengths,
+        )
+        return {
+            f"architecture.ConvT5Config.{name}": value
+            for name, value in found.changed(own.model).items()
+        }
+
+
+def described(gin_files: Sequence[str], bindings: Sequence[str]) -> Sized:
+    """Returns the model and the settings of a run.
+
+    Raises:
+        UserError: settings that the trainer does not know.
+    """
+    # Neither decides anything here.
+    idle = ("trainer.train.run_dir=", "trainer.train.seed=")
+    return _described(tuple(gin_files), tuple(b for b in bindings if not b.startswith(idle)))
+
+
+@functools.cache
+def _described(gin_files: tuple[str, ...], bindings: tuple[str, ...]) -> Sized:
+    from convt5 import gin_config, trainer
+
+    config = gin_config.load(
+        gin_files,
+        [*bindings, "trainer.train.run_dir='unused'"],
+        roots=["@trainer.train"],
+        supplied=["config_text"],
+    )
+    settings = config.arguments(trainer.train)
+    return Sized(settings["model"], settings)

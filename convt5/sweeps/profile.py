@@ -1,0 +1,164 @@
+"""A study's metric against one of its axes: a line for each model, with what the models cost."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from convt5.sweeps import analysis
+from convt5.sweeps.analysis import Best, Key, Result
+from convt5.sweeps.equal_cost import described
+from convt5.sweeps.running import Made, states
+from convt5.sweeps.study import Study
+from convt5.training.run_log import METRICS_FILE, read_records
+
+Line = dict[float, Best]
+"""The best setting at each value of the axis, in ascending order."""
+
+
+class Cost(NamedTuple):
+    """What the runs at one point of a line took; those with several seeds together.
+
+    Attributes:
+        widths: emb_dim and mlp_dim.
+        parameters: of the model.
+        flops: of the forward pass of an example.
+        memory: bytes of an update in closed form (`costs.training_memory`).
+        seconds: of training, on the machine it ran on, evaluation and compilation left out; the
+            mean over runs, None where they were not recorded.
+        cpu_seconds: of all threads of the process in that time.
+    """
+
+    widths: tuple[int, int]
+    parameters: int
+    flops: float
+    memory: float
+    seconds: float | None
+    cpu_seconds: float | None
+
+
+def lines(study: Study, found: Sequence[Result]) -> dict[Key, Line]:
+    """Returns the line of each value of `Study.rows`, from runs that are done."""
+    assert study.over is not None
+    profiles: dict[Key, Line] = {}
+    for key, results in analysis.by_row(study, found).items():
+        values = dict.fromkeys(sorted(float(result.labels[study.over]) for result in results))
+        profiles[key] = {
+            value: analysis.best(
+                study, [r for r in results if float(r.labels[study.over]) == value]
+            )
+            for value in values
+        }
+    return profiles
+
+
+def cost_table(study: Study) -> dict[tuple[Key, float], Cost]:
+    """Returns the costs of text models by row and value of the axis, of runs that are done."""
+    assert study.over is not None
+    groups: dict[tuple[Key, float], list[Made]] = {}
+    for made in states(study):
+        if made.is_done:
+            labels = made.point.labels
+            key = tuple(labels[axis] for axis in study.rows)
+            groups.setdefault((key, float(labels[study.over])), []).append(made)
+    return {key: _cost(runs) for key, runs in groups.items()}
+
+
+def tables(study: Study, profiles: Mapping[Key, Line], costs: Mapping[Any, Cost]) -> str:
+    """Returns Markdown: the metric at each value of the axis, and what it cost."""
+    values = sorted({value for line in profiles.values() for value in line})
+    shown = [
+        {
+            **dict(zip(study.rows, key, strict=True)),
+            **{f"{value:g}": _metric(study, line.get(value)) for value in values},
+        }
+        for key, line in profiles.items()
+    ]
+    spent = [
+        {
+            **dict(zip(study.rows, key, strict=True)),
+            str(study.over): f"{value:g}",
+            "emb, mlp": f"{cost.widths[0]}, {cost.widths[1]}",
+            "parameters": f"{cost.parameters:,}",
+            "forward MFLOP": f"{cost.flops / 1e6:.2f}",
+            "update MB": f"{cost.memory / 1e6:.1f}",
+            "seconds": _seconds(cost.seconds),
+            "CPU seconds": _seconds(cost.cpu_seconds),
+        }
+        for key, line in profiles.items()
+        for value in line
+        for cost in [costs[key, value]]
+    ]
+    from convt5.sweeps.report import markdown
+
+    return "\n\n".join(
+        [
+            f"## {study.metric} against {study.over}",
+            markdown(shown),
+            "## Costs",
+            markdown(spent),
+            "forward MFLOP: of one example; update MB: memory of an update, in closed form; "
+            "seconds: of training without compilation and evaluation, on the machine it ran on.",
+        ]
+    )
+
+
+def draw_on(study: Study, axes: Any, panel: Mapping[str, Line]) -> None:
+    """Draws the lines of one panel."""
+    for number, (label, line) in enumerate(panel.items()):
+        values = list(line)
+        means = [_value(study, line[value].mean) for value in values]
+        axes.plot(values, means, label=label, color=f"C{number}", marker="o", markersize=4)
+        for value in values:
+            seeds = [_value(study, error) for error in line[value].errors]
+            axes.plot([value] * len(seeds), seeds, color=f"C{number}", linewidth=1, alpha=0.5)
+    ticks = sorted({value for line in panel.values() for value in line})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{value:g}" for value in ticks])
+    axes.set_xlabel(str(study.over))
+    axes.set_ylabel(study.metric)
+    if study.perfect is not None:
+        axes.set_ylim(0, study.perfect * 1.03)
+
+
+def _cost(runs: Sequence[Made]) -> Cost:
+    from convt5 import costs
+
+    point = runs[0].point
+    run = described(point.gin_files, point.bindings)
+    model, rows = run.model, run.settings["train_data"].batch_size
+    cost = costs.model_cost(model, **run.lengths)
+    memory = costs.training_memory(model, run.settings["optimizer"], rows=rows, **run.lengths)
+    return Cost(
+        (model.emb_dim, model.mlp_dim),
+        cost.parameters,
+        cost.forward_flops,
+        memory.total,
+        _mean_last(runs, "train_seconds"),
+        _mean_last(runs, "train_cpu_seconds"),
+    )
+
+
+def _mean_last(runs: Sequence[Made], name: str) -> float | None:
+    """Returns the mean over runs of the last value that each recorded of a running total."""
+    last = []
+    for made in runs:
+        path = made.folder / METRICS_FILE
+        values = [r[name] for r in (read_records(path) if path.exists() else []) if name in r]
+        last += values[-1:]
+    return statistics.fmean(last) if last else None
+
+
+def _value(study: Study, error: float) -> float:
+    return error if study.perfect is None else study.perfect - error
+
+
+def _metric(study: Study, found: Best | None) -> str:
+    if found is None:
+        return "-"
+    seeds = [_value(study, error) for error in found.errors]
+    spread = f" ({min(seeds):.3f}..{max(seeds):.3f})" if len(seeds) > 1 else ""
+    return f"{_value(study, found.mean):.3f}{spread}"
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"

@@ -1,0 +1,118 @@
+"""Pairing: the widths it finds have the cost of the reference, and are the nearest that have."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from convt5 import costs, gin_config
+from convt5.architecture import ConvT5Config, StackConfig
+from convt5.errors import UserError
+from convt5.pairing import pair
+
+LENGTHS = {"encoder_length": 96, "decoder_length": 12}
+
+
+def config(stack: StackConfig, **changes) -> ConvT5Config:
+    known = {
+        "vocab_size": 384,
+        "emb_dim": 64,
+        "mlp_dim": 128,
+        "num_heads": 4,
+        "head_dim": 16,
+        "encoder": stack,
+        "decoder": stack,
+    }
+    return ConvT5Config(**known | changes)
+
+
+T5 = config(StackConfig(num_layers=2, mixing="attention"), positions="relative")
+DYNAMIC = config(StackConfig(num_layers=2, mixing="dynamic", num_kernels=2))
+WAVENET = config(StackConfig(num_layers=2, mixing="depthwise", kernel_size=2, dilation=(1, 2)))
+
+
+def cost(model, by):
+    found = costs.model_cost(model, **LENGTHS)
+    return found.parameters if by == "parameters" else found.forward_flops
+
+
+@pytest.mark.parametrize("by", ["parameters", "flops"])
+@pytest.mark.parametrize("model", [DYNAMIC, WAVENET], ids=["dynamic", "wavenet"])
+def test_costs_agree_and_only_widths_change(model, by):
+    found = pair(model, T5, by=by, **LENGTHS)
+    assert found.cost == cost(found.config, by)
+    assert found.wanted == cost(T5, by)
+    assert abs(found.cost / found.wanted - 1) <= 0.01
+    assert dataclasses.replace(found.config, **{"emb_dim": 64, "mlp_dim": 128}) == model
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    emb_dim=st.sampled_from([32, 48, 64]),
+    mlp_dim=st.sampled_from([64, 96, 160]),
+    by=st.sampled_from(["parameters", "flops"]),
+    multiple=st.sampled_from([4, 8]),
+)
+def test_no_width_at_the_same_residual_stream_is_nearer(emb_dim, mlp_dim, by, multiple):
+    own = dataclasses.replace(DYNAMIC, emb_dim=emb_dim, mlp_dim=mlp_dim)
+    found = pair(own, T5, by=by, multiple=multiple, tolerance=0.05, **LENGTHS)
+    assert found.config.emb_dim % multiple == found.config.mlp_dim % multiple == 0
+    others = range(multiple, 4 * mlp_dim + 1, multiple)
+    nearest = min(
+        abs(cost(dataclasses.replace(found.config, mlp_dim=width), by) / cost(T5, by) - 1)
+        for width in others
+        if width * 4 >= mlp_dim
+    )
+    assert abs(found.difference) == nearest
+
+
+def test_a_model_is_its_own_pair():
+    found = pair(T5, T5, by="flops", **LENGTHS)
+    assert found.config == T5
+    assert found.difference == 0
+    assert found.changed(T5) == {}
+
+
+def test_the_residual_stream_changes_where_the_feed_forward_layers_cannot_make_up():
+    small = dataclasses.replace(WAVENET, emb_dim=32, mlp_dim=32)
+    found = pair(small, T5, by="parameters", **LENGTHS)
+    assert abs(found.difference) <= 0.01
+    assert 32 < found.config.emb_dim <= 128
+    assert found.changed(small)["emb_dim"] == found.config.emb_dim
+
+
+def test_the_impossible_names_what_comes_nearest():
+    one = dataclasses.replace(
+        WAVENET, encoder=StackConfig(num_layers=1), decoder=StackConfig(num_layers=1), emb_dim=8
+    )
+    with pytest.raises(UserError, match=r"1 \+ 1 layers give [\d,]+ parameters within 1.0%; the"):
+        pair(one, T5, by="parameters", largest_change=1.5, **LENGTHS)
+    with pytest.raises(UserError, match="lower multiple=512"):
+        pair(DYNAMIC, T5, by="flops", multiple=512, **LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"by": "seconds"}, "by='seconds' must be one of parameters, flops"),
+        ({"by": "flops", "tolerance": 0}, "tolerance=0 must be above 0"),
+        ({"by": "flops", "multiple": 0}, "multiple=0 must be at least 1"),
+        ({"by": "flops", "largest_change": 0.5}, "largest_change=0.5 must be at least 1"),
+    ],
+)
+def test_wrong_settings_are_named(change, message):
+    with pytest.raises(UserError, match=message):
+        pair(DYNAMIC, T5, **LENGTHS, **change)
+
+
+@pytest.mark.parametrize("variant", ["dynamic", "dilated", "wavenet", "hybrid"])
+@pytest.mark.parametrize("by", ["parameters", "flops"])
+def test_base_presets_can_be_paired_with_t5(variant, by):
+    def load(name):
+        return gin_config.load([f"gin/models/{name}_base.gin"], roots=["%MODEL"]).macro("MODEL")
+
+    found = pair(
+        load(variant), load("t5"), by=by, encoder_length=512, decoder_length=114, multiple=128
+    )
+    assert abs(found.difference) <= 0.01
