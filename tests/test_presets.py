@@ -7,9 +7,11 @@ import re
 
 import gin
 import jax
+import numpy as np
 import pytest
+from convt5.tasks import vocabularies
 
-from convt5 import gin_config, train
+from convt5 import cached_data, gin_config, train
 from convt5.training.train_state import parameters
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -140,9 +142,21 @@ def test_every_run_passes_the_dry_run(name, tmp_path, capsys):
             bindings.append(f"{macro}={tmp_path}/text.txt")
     if "\nVOCABULARY = " in gin_files_of(file):
         bindings += ["VOCABULARY=none", BYTES]
+    if "\nCACHE = " in gin_files_of(file):
+        bindings.append(f"CACHE={small_cache(tmp_path / 'cache')}")
     assert train.main([f"--gin_file={file}", *(f"--gin.{b}" for b in bindings), "--dry_run"]) == 0
     assert "nothing was trained" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
+
+
+def small_cache(folder: pathlib.Path) -> pathlib.Path:
+    writer = cached_data.Writer(folder)
+    writer.vocabulary(vocabularies.characters(), None)
+    rows = {f"{half}_input_tokens": np.ones((2, 4), np.int32) for half in ("encoder", "decoder")}
+    for split in ("train", "validation"):
+        list(writer.write(split, [rows]))
+    writer.finish(made_from={})
+    return folder
 
 
 FINETUNE = sorted(

@@ -23,8 +23,11 @@ CHUNK_ELEMENTS = 2**15
 BAND_ROWS = 32
 """Output rows of one banded matrix product on CPU."""
 
-BAND_MIN_TAPS = 16
+BAND_MIN_TAPS = 7
 """Below this many taps a banded product computes more than it saves (measured on CPU)."""
+
+BAND_MIN_TAPS_ALONE = 8
+"""The same for kernels of one channel each, whose products are summed over nothing."""
 
 Formulation = Literal["whole", "chunked", "banded"]
 """How the gradient of weights is computed: of all rows at once, chunk by chunk, or by products of
@@ -223,10 +226,11 @@ def dynamic_weight_gradient(where: Taps, x, cotangent, segment_ids, heads):
 
 def _dynamic_on_cpu(where: Taps, length: int, group: int) -> Formulation:
     """Returns what is fastest on CPU, by `python -m convt5.bench --suites=formulations`."""
-    if group == 1:  # Nothing is summed: the products are the result.
-        return "whole"
     fits = where.left + where.right <= length
-    return "banded" if where.count >= BAND_MIN_TAPS and fits else "chunked"
+    if fits and where.count >= (BAND_MIN_TAPS_ALONE if group == 1 else BAND_MIN_TAPS):
+        return "banded"
+    # Where nothing is summed the products are the result.
+    return "whole" if group == 1 else "chunked"
 
 
 def _by_platform(formulations: Formulations, *, on_cpu: Formulation):
