@@ -9,7 +9,7 @@ import gin
 import jax
 import numpy as np
 import pytest
-from convt5.tasks import vocabularies
+from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
 
 from convt5 import cached_data, gin_config, train
 from convt5.training.train_state import parameters
