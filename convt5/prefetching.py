@@ -116,7 +116,7 @@ class Prefetcher(Generic[Placed]):
         if self._end is None:
             asked = time.perf_counter()
             item = self._feed.ready.get()
-            self.wait_secs += time.perf_counter() - asked
+            self.wait_secs += max(0.0, time.perf_counter() - asked)
             if not isinstance(item, _Failure):
                 self._taken += 1
                 self._feed.forget_before(self._taken)

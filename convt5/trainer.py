@@ -26,10 +26,12 @@ from convt5.training.averaging import Averaging
 from convt5.training.interruption import Interruption
 from convt5.training.loop import Estimate, Intervals, Loop, TaskMeasure
 from convt5.training.plan import Plan, make_plan, row_lengths
+from convt5.training.spikes import SkipSpikes
 from convt5.training.train_batches import TrainBatches
 from convt5.training.train_state import ModelConfig
 from convt5.training.train_step import Loss
 from convt5.training.validation import DataConfig, Validation
+from convt5.training.watchdog import Watchdog
 
 
 class TaskEval(Protocol):
@@ -85,11 +87,13 @@ def train(
     task_evals: Sequence[TaskEval] = (),
     statistics: StatisticsEstimate | None = None,
     early_stop_evaluations: int | None = None,
-    init_from: InitFrom | None = None,
     data_shards: int | None = None,
+    init_from: InitFrom | None = None,
     log_every_steps: int = 50,
     grad_accum_steps: int = 1,
     ema: Averaging | None = None,
+    skip_spikes: SkipSpikes | None = None,
+    stall_warning_secs: float | None = 600.0,
     seed: int = 0,
     sharding_rules: Sequence[sharding.Rule] = sharding.TEXT_RULES,
     wandb_project: str | None = None,
@@ -117,15 +121,19 @@ def train(
             training, such as running means; the model that is saved then has these.
         early_stop_evaluations: ends the run after so many evaluations without a better
             `checkpoint.best_metric`; None for never.
-        init_from: parameters that a new run starts from; without effect on one that continues.
         data_shards: how many shards train_data is read in; each gives an equal block of every
             batch. Batches depend on this number alone, however many hosts read them. None takes
             that of the run's first start, when it was the number of its hosts.
+        init_from: parameters that a new run starts from; without effect on one that continues.
         log_every_steps: steps between records.
         grad_accum_steps: microbatches that each batch is cut into, to save memory.
         ema: keeps an average of the model over its updates, such as `averaging.EMA`, saved with it
             and evaluated as it is: each metric of `validation/` and of tasks is there again under
             `ema/`. None keeps none.
+        skip_spikes: leaves out updates whose loss or gradient stands out, and counts them in the
+            metric `skipped_updates`; None makes every update.
+        stall_warning_secs: when a batch, a step, an evaluation or a checkpoint takes longer, the
+            stack of every thread is shown, again after twice the time, and so on; None for never.
         seed: of the initial parameters and of dropout.
         sharding_rules: table of parameter names and mesh axes.
         wandb_project: also logs to this project on wandb.ai.
@@ -142,6 +150,7 @@ def train(
         log_every_steps=log_every_steps,
         eval_every_steps=eval_every_steps,
         early_stop_evaluations=early_stop_evaluations,
+        stall_warning_secs=stall_warning_secs,
     )
     check_data(model, train_data, eval_data)
     compilation.enable_persistent_cache()
@@ -155,6 +164,7 @@ def train(
         mesh=mesh,
         grad_accum_steps=grad_accum_steps,
         ema=ema,
+        skip_spikes=skip_spikes,
         seed=seed,
         sharding_rules=sharding_rules,
     )
@@ -168,11 +178,13 @@ def train(
     names = [*["validation"] * bool(validation), *(m.name for m in measures)]
     _check_best_metric(checkpoint, names, has_ema=ema is not None)
     with contextlib.ExitStack() as stack:
+        watchdog = stack.enter_context(Watchdog(stall_warning_secs))
         folder = stack.enter_context(run_directory.hold(run_dir))
         checkpointer = Checkpointer(folder / "checkpoints", checkpoint, model_config=model)
         stack.enter_context(contextlib.closing(checkpointer))
         rows = own_rows(plan.batch_sharding, train_data.batch_size)
-        restored = checkpointer.restore(plan.abstract, shards_read=rows.shards)
+        with watchdog.phase("reading the last checkpoint"):
+            restored = checkpointer.restore(plan.abstract, shards_read=rows.shards)
         first_step = restored.step if restored else 0
         log = run_log.open_run_log(
             folder,
@@ -197,20 +209,20 @@ def train(
             init_from=init_from,
             task_measures=measures,
             estimate=statistics.build(plan) if statistics else None,
+            watchdog=watchdog,
         )
         if first_step < num_steps:
             if validation is not None:
-                validation.prepare()
-            batches = stack.enter_context(
-                contextlib.closing(
-                    TrainBatches(
-                        train_data,
-                        plan,
-                        num_shards=data_shards,
-                        positions=restored.data if restored else DataPositions(),
-                    )
+                with watchdog.phase("reading the first evaluation data"):
+                    validation.prepare()
+            with watchdog.phase("opening the training data"):
+                batches = TrainBatches(
+                    train_data,
+                    plan,
+                    num_shards=data_shards,
+                    positions=restored.data if restored else DataPositions(),
                 )
-            )
+            stack.enter_context(contextlib.closing(batches))
             hosts = checkpointer if jax.process_count() > 1 else None
             with Interruption(hosts) as interruption:
                 loop.run(batches, interruption)
@@ -285,7 +297,8 @@ def _result(folder: epath.Path, plan: Plan, loop: Loop, validation: Validation |
     record = loop.last_record or _last_record(folder)
     entropy = validation.target_unigram_entropy() if validation else None
     if entropy is None and path.exists():
-        entropy = json.loads(path.read_text()).get("target_unigram_entropy")
+        with contextlib.suppress(ValueError):  # Cut short by a kill; it is written anew below.
+            entropy = json.loads(path.read_text()).get("target_unigram_entropy")
     result = Result(
         run_dir=str(folder),
         step=loop.step,
@@ -296,7 +309,8 @@ def _result(folder: epath.Path, plan: Plan, loop: Loop, validation: Validation |
         target_unigram_entropy=entropy,
     )
     if jax.process_index() == 0:
-        path.write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+        with run_directory.writing(folder):
+            path.write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n")
     return result
 
 

@@ -1,18 +1,29 @@
 """What goes wrong around a run: damaged checkpoints, disks, clocks, data; nothing saved is lost."""
 
 import dataclasses
+import errno
+import io
+import itertools
 import json
 import random
+import resource
 import shutil
+import threading
+import time
 import warnings
+from collections.abc import Callable
 
+import counting_run
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from quick import quick
 
-from convt5 import checkpoint, errors
+from convt5 import checkpoint, errors, optimizer, run_equality, schedule, sharding
+from convt5.trainer import train
+from convt5.training import run_log, spikes, watchdog
 
 STEPS = (1, 2)
 
@@ -150,3 +161,301 @@ def test_checkpoints_of_versions_without_checksums_are_read(good_run, tmp_path):
     del about["sha256"], about["checksums"]
     path.write_text(json.dumps(about))
     assert open_checkpoints(run).restore(shapes(make_state(0))).step == 2
+
+
+# Runs under trouble: a small problem, trained in this process.
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Calls `train` on a small problem; keywords replace its settings."""
+
+    def call(folder="run", **changes):
+        settings = {
+            "run_dir": str(tmp_path / folder),
+            "model": counting_run.TableConfig(),
+            "loss": counting_run.Loss(),
+            "train_data": counting_run.Numbers(batch_size=8),
+            "optimizer": optimizer.AdamWConfig(),
+            "schedule": schedule.Constant(rate=0.05),
+            "checkpoint": checkpoint.CheckpointConfig(every_steps=4),
+            "num_steps": 12,
+            "log_every_steps": 1,
+            "sharding_rules": counting_run.rules(),
+        }
+        return train(**settings | changes)
+
+    return call
+
+
+@dataclasses.dataclass(frozen=True)
+class Meddling(counting_run.Numbers):
+    """Numbered examples; does something before one of the batches is read."""
+
+    at: int = 7
+    act: Callable[[], object] = lambda: None
+
+    def build(self, *, process_index, process_count):
+        reader = super().build(process_index=process_index, process_count=process_count)
+        act, at = self.act, self.at
+
+        class Reader(type(reader)):
+            def __next__(self):
+                if self.count == at:
+                    act()
+                return super().__next__()
+
+        reader.__class__ = Reader
+        return reader
+
+
+def wait_for(path):
+    for _ in range(1000):
+        if path.exists():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{path} did not appear")
+
+
+def records(run_dir):
+    return run_log.read_records(run_dir / run_log.METRICS_FILE)
+
+
+def assert_ends_as_one_left_alone(run, folder):
+    """The same call goes on, and ends with the numbers of a run that met no trouble."""
+    run(folder.name)
+    run("alone")
+    assert run_equality.differences(folder, folder.parent / "alone") == []
+
+
+@pytest.fixture
+def small_files():
+    """Lets files grow to a few bytes only, as on a full disk, once called."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [0, 100])
+def test_a_full_disk_ends_the_run_with_one_message_and_loses_nothing_saved(
+    run, tmp_path, small_files, size
+):
+    folder = tmp_path / "run"
+
+    def fill():
+        wait_for(folder / "checkpoints" / "4")
+        small_files(size)
+
+    with pytest.raises(errors.TrainingError, match=r"written.*Make room") as caught:
+        run(train_data=Meddling(batch_size=8, act=fill))
+    assert caught.value.exit_code == 1
+    small_files(resource.RLIM_INFINITY)
+    assert checkpoint.steps_in(folder / "checkpoints") == [4]
+    assert_ends_as_one_left_alone(run, folder)
+
+
+def test_a_checkpoint_that_finds_the_disk_full_ends_the_run_too(run, tmp_path, small_files):
+    folder = tmp_path / "run"
+
+    def fill():
+        wait_for(folder / "checkpoints" / "4")
+        small_files(8_000)  # Enough for records, too little for the arrays.
+
+    rules = (*counting_run.rules(), sharding.Rule(r"unused$"))
+    settings = {"model": Wide(), "sharding_rules": rules}
+    with pytest.raises(errors.TrainingError, match=r"checkpoint could not be written .*Make room"):
+        run(train_data=Meddling(batch_size=8, act=fill), **settings)
+    small_files(resource.RLIM_INFINITY)
+    assert checkpoint.steps_in(folder / "checkpoints") == [4]
+    assert run(**settings).step == 12
+
+
+class WideTable(counting_run.Table):
+    """With a parameter that is not used, and takes room."""
+
+    def __init__(self, key):
+        super().__init__(key)
+        self.unused = nnx.Param(jax.random.normal(key, (64, 256)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Wide:
+    def build(self, key):
+        return WideTable(key)
+
+
+def test_a_run_directory_that_is_removed_ends_the_run_with_one_message(run, tmp_path):
+    folder = tmp_path / "run"
+
+    def remove():
+        wait_for(folder / "checkpoints" / "4")
+        shutil.rmtree(folder)
+
+    with pytest.raises(errors.TrainingError, match=r"run directory .*run cannot be written any"):
+        run(train_data=Meddling(batch_size=8, act=remove))
+    assert run().step == 12
+
+
+def test_a_run_directory_that_becomes_read_only_ends_the_run(run, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    writing = Meddling(batch_size=8, act=lambda: monkeypatch.setattr(run_log.os, "write", refuse))
+    with pytest.raises(errors.TrainingError, match=r"Read-only file system.*permissions"):
+        run(train_data=writing)
+
+
+def test_records_damaged_in_the_middle_are_refused_by_line(run, tmp_path):
+    run(num_steps=4)
+    path = tmp_path / "run" / run_log.METRICS_FILE
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], b"\x00\xff{\n", *lines[2:]]))
+    with pytest.raises(errors.UserError, match=r"metrics\.jsonl, line 2 .* remove"):
+        run()
+
+
+def test_a_damaged_summary_of_an_ended_run_does_not_matter(run, tmp_path):
+    run(num_steps=4)
+    (tmp_path / "run" / "summary.json").write_text('{"step": ')
+    assert run(num_steps=4).step == 4
+
+
+def test_clocks_that_go_back_change_no_number_and_no_time_is_negative(run, tmp_path, monkeypatch):
+    back = itertools.count()
+    for name in ("time", "monotonic", "perf_counter", "process_time"):
+        monkeypatch.setattr(run_log.time, name, lambda: 1e9 - 1000.0 * next(back))
+    run()
+    monkeypatch.undo()
+    for record in records(tmp_path / "run"):
+        assert all(record[name] >= 0 for name in run_equality.CLOCK_METRICS & record.keys())
+    run("alone")
+    assert run_equality.differences(tmp_path / "run", tmp_path / "alone") == []
+
+
+def test_times_for_people_are_never_negative():
+    assert run_log.duration(-5) == "0s"
+
+
+# The watchdog.
+
+
+def test_a_source_that_hangs_is_told_with_the_phase_and_every_stack(run, capfd):
+    def hang_in_the_source():
+        time.sleep(0.8)
+
+    data = Meddling(batch_size=8, act=hang_in_the_source)
+    assert run(train_data=data, stall_warning_secs=0.1).step == 12
+    told = capfd.readouterr().err
+    assert "nothing has moved for 0s while reading the batch of step 8" in told
+    assert "thread MainThread:" in told
+    assert "thread convt5-prefetch:" in told
+    assert "in hang_in_the_source" in told
+
+
+def test_warnings_come_at_growing_intervals_and_for_each_phase_anew():
+    now, out = [0.0], io.StringIO()
+    guard = watchdog.Watchdog(10.0, out=out, clock=lambda: now[0])
+
+    def warnings_until(end):
+        before = out.getvalue().count("nothing has moved")
+        while now[0] < end:
+            now[0] += 1
+            guard.check()
+        return out.getvalue().count("nothing has moved") - before
+
+    assert warnings_until(50) == 0  # Nothing is waited for.
+    with guard.phase("reading"):
+        assert [warnings_until(end) for end in (59, 61, 69, 71, 89, 91)] == [0, 1, 0, 1, 0, 1]
+        with guard.phase("opening a file"):
+            assert warnings_until(101) == 1
+            assert "for 10s while opening a file" in out.getvalue()
+    assert warnings_until(200) == 0
+
+
+def test_without_a_limit_there_is_no_watchdog():
+    before = threading.active_count()
+    with watchdog.Watchdog(None) as guard, guard.phase("anything"):
+        guard.check()
+        assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf")])
+def test_an_impossible_limit_is_refused(run, seconds):
+    with pytest.raises(errors.UserError, match=r"stall_warning_secs=.* positive"):
+        run(stall_warning_secs=seconds)
+
+
+# Spikes.
+
+
+@dataclasses.dataclass(frozen=True)
+class SpikyLoss(counting_run.Loss):
+    """A thousand times the loss where the first example of a batch has one of these numbers."""
+
+    at: tuple[int, ...] = (8 * 9,)
+
+    def __call__(self, model, batch, *, dropout_key=None):
+        sums = super().__call__(model, batch, dropout_key=dropout_key)
+        is_spike = jnp.isin(batch["number"][0], jnp.array(self.at))
+        return sums._replace(loss_sum=sums.loss_sum * jnp.where(is_spike, 1000.0, 1.0))
+
+
+@pytest.mark.parametrize("measure", ["grad_norm", "loss"])
+def test_a_spike_is_left_out_and_counted(run, tmp_path, measure):
+    skip = spikes.SkipSpikes(measure=measure, after_steps=4)
+    run(loss=SpikyLoss(), skip_spikes=skip, schedule=schedule.Constant(rate=1e-9))
+    found = records(tmp_path / "run")
+    assert [r["skipped_updates"] for r in found] == [0.0] * 9 + [1.0] * 3
+    assert found[9][measure] > 100 * found[8][measure]
+
+
+def test_the_step_of_a_spike_changes_neither_parameters_nor_optimizer(run, tmp_path):
+    for name, steps in (("before", 9), ("after", 10)):
+        run(name, loss=SpikyLoss(), skip_spikes=spikes.SkipSpikes(after_steps=4), num_steps=steps)
+    trees = [
+        checkpoint.load_everything(tmp_path / name / "checkpoints" / step)
+        for name, step in (("before", "9"), ("after", "10"))
+    ]
+    assert [int(tree["optimizer"].pop("step")) for tree in trees] == [9, 10]
+    jax.tree.map(np.testing.assert_array_equal, *trees)
+
+
+def test_a_run_without_spikes_is_the_same_whether_or_not_they_would_be_skipped(run, tmp_path):
+    run("on", skip_spikes=spikes.SkipSpikes(after_steps=2))
+    run("off")
+    arrays = [
+        checkpoint.load_everything(tmp_path / n / "checkpoints" / "12") for n in ("on", "off")
+    ]
+    # Two programs, which round sums in their own ways.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), *arrays)
+    assert "skipped_updates" not in records(tmp_path / "off")[-1]
+
+
+def test_what_is_known_of_spikes_survives_a_restart_and_can_be_switched_on(run, tmp_path):
+    settings = {"loss": SpikyLoss(at=(40, 72)), "skip_spikes": spikes.SkipSpikes(after_steps=4)}
+    run("alone", **settings)
+    for steps in (6, 12):
+        run("parts", num_steps=steps, **settings)
+    assert run_equality.differences(tmp_path / "parts", tmp_path / "alone") == []
+    assert records(tmp_path / "parts")[-1]["skipped_updates"] == 2
+    run("later", num_steps=6, loss=SpikyLoss())
+    run("later", loss=SpikyLoss(), skip_spikes=spikes.SkipSpikes(after_steps=2))
+    assert records(tmp_path / "later")[-1]["skipped_updates"] == 1
+
+
+def test_a_change_that_lasts_is_followed():
+    skip = spikes.SkipSpikes(measure="loss", factor=4.0, horizon_steps=20, after_steps=5)
+    memory, left_out = spikes.SpikeMemory.new(), []
+    judge = jax.jit(skip.judge)
+    for value in [1.0] * 30 + [100.0] * 60:
+        is_spike, memory = judge(memory, {"loss": jnp.asarray(value), "grad_norm": jnp.zeros(())})
+        left_out.append(bool(is_spike))
+    assert not any(left_out[:30])
+    assert left_out[30]
+    assert not any(left_out[60:])
+    assert int(memory.skipped) == sum(left_out)
+
+
+def test_impossible_settings_of_spikes_are_told_together():
+    with pytest.raises(errors.UserError, match="has 4 faults"):
+        spikes.SkipSpikes(measure="los", factor=1.0, horizon_steps=0, after_steps=0)

@@ -5,6 +5,7 @@ host. What a step logged is on disk before the checkpoint of that step is.
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -19,9 +20,11 @@ from convt5.training import compilation, run_log
 from convt5.training.interruption import Interruption
 from convt5.training.patience import Patience
 from convt5.training.plan import Plan
+from convt5.training.spikes import SpikeMemory
 from convt5.training.train_state import TrainState
 from convt5.training.train_step import ALL_FINITE, NONFINITE_INDEX, describe_nonfinite
 from convt5.training.validation import PlacedBatch, Validation
+from convt5.training.watchdog import Watchdog
 
 # Weights and flags of one step, which say nothing as means over many.
 _NOT_LOGGED = (ALL_FINITE, NONFINITE_INDEX, "loss_weight")
@@ -35,18 +38,24 @@ class Intervals:
     log_every_steps: int
     eval_every_steps: int | None
     early_stop_evaluations: int | None = None
+    stall_warning_secs: float | None = None
 
     def __post_init__(self):
         optional = ("eval_every_steps", "early_stop_evaluations")
-        errors.raise_all(
-            (
-                f"{name}={value!r} must be an integer of at least 1."
-                for name, value in dataclasses.asdict(self).items()
-                if not (isinstance(value, int) and value >= 1)
-                and not (name in optional and value is None)
-            ),
-            where="train",
-        )
+        counts = dataclasses.asdict(self)
+        seconds = counts.pop("stall_warning_secs")
+        faults = [
+            f"{name}={value!r} must be an integer of at least 1."
+            for name, value in counts.items()
+            if not (isinstance(value, int) and value >= 1)
+            and not (name in optional and value is None)
+        ]
+        if seconds is not None and not 0 < seconds < math.inf:
+            faults.append(
+                f"stall_warning_secs={seconds!r} must be a positive number of seconds, or None "
+                "for no warnings."
+            )
+        errors.raise_all(faults, where="train")
 
     def logs(self, step: int) -> bool:
         """Whether a record is due; the first step's shows the loss at the start."""
@@ -111,6 +120,7 @@ class Loop:
         init_from: InitFrom | None = None,
         task_measures: Sequence[TaskMeasure] = (),
         estimate: Estimate | None = None,
+        watchdog: Watchdog | None = None,
     ):
         self._plan = plan
         self._intervals = intervals
@@ -123,7 +133,12 @@ class Loop:
         )
         self._task_measures = task_measures
         self._estimate = estimate
-        self._state = restored.state if restored else self._first_state(init_from)
+        self._watchdog = watchdog or Watchdog(None)
+        self._state = self._first_state(init_from) if restored is None else restored.state
+        if self._state.spikes is not None and restored is not None:
+            memory = SpikeMemory.new(restored.progress.get("spikes"))
+            placed = jax.device_put(memory, plan.shardings.spikes)
+            self._state = dataclasses.replace(self._state, spikes=placed)
         self.step = restored.step if restored else 0
         self._saved_step = self.step
         self._compiled: compilation.CompiledStep | None = None
@@ -154,10 +169,11 @@ class Loop:
         while self.step < self._intervals.num_steps and not self._patience.is_exhausted:
             asked = time.perf_counter()
             try:
-                batch = next(batches)
+                with self._watchdog.phase(f"reading the batch of step {self.step + 1}"):
+                    batch = next(batches)
             except StopIteration:
                 break
-            waited = time.perf_counter() - asked
+            waited = max(0.0, time.perf_counter() - asked)
             metrics = self._update(batch)
             self._read_pending()
             self._pending = _Pending(self.step, metrics, batch.num_tokens, waited)
@@ -188,7 +204,8 @@ class Loop:
         return metrics
 
     def _compile(self, batch: PlacedBatch) -> compilation.CompiledStep:
-        compiled = compilation.compile_step(self._plan.train_step, self._state, batch.arrays)
+        with self._watchdog.phase("compiling the training step"):
+            compiled = compilation.compile_step(self._plan.train_step, self._state, batch.arrays)
         self._meter.flops_per_step = compiled.flops
         facts = [f"compiled the training step in {run_log.duration(compiled.seconds)}"]
         if compiled.flops:
@@ -204,7 +221,8 @@ class Loop:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        metrics = jax.device_get(pending.metrics)
+        with self._watchdog.phase(f"the devices make step {pending.step}"):
+            metrics = jax.device_get(pending.metrics)
         if not metrics[ALL_FINITE]:
             raise self._nonfinite(pending.step, metrics)
         self._meter.add_step(
@@ -233,7 +251,8 @@ class Loop:
         if self._meter.num_steps:
             self._record()
         self._save(batches)
-        self._checkpointer.wait()
+        with self._watchdog.phase(f"completing the checkpoint of step {self.step}"):
+            self._checkpointer.wait()
 
     def _measures(self, step: int) -> bool:
         has_data = self._validation is not None or bool(self._task_measures)
@@ -242,11 +261,8 @@ class Loop:
     def _record(self) -> None:
         """Writes the record of this step, with the validation metrics if there is such data."""
         record = self._meter.take()
-        if self._estimate is not None:
-            self._state = self._state.with_measured(self._estimate)
-        record |= self._measured(self._state.model)
-        if self._state.ema is not None:
-            record |= {f"ema/{k}": v for k, v in self._measured(self._state.ema).items()}
+        with self._watchdog.phase(f"evaluating after step {self.step}"):
+            record |= self._measured_now()
         self._write(self.step, record)
         metric = self._checkpointer.config.best_metric
         if metric in record:
@@ -258,6 +274,15 @@ class Loop:
                 f"checkpoint.CheckpointConfig.best_metric to one of these, or correct it."
                 f"{errors.suggest(metric, record)} There are: {', '.join(sorted(record))}."
             )
+
+    def _measured_now(self) -> dict[str, float]:
+        """Returns the metrics of the model as it stands and, under `ema/`, of its average."""
+        if self._estimate is not None:
+            self._state = self._state.with_measured(self._estimate)
+        found = self._measured(self._state.model)
+        if self._state.ema is not None:
+            found |= {f"ema/{k}": v for k, v in self._measured(self._state.ema).items()}
+        return found
 
     def _measured(self, model: nnx.Module) -> dict[str, float]:
         """Returns the validation metrics of a model, and those of tasks."""
@@ -279,13 +304,17 @@ class Loop:
             return
         self._log.sync()
         measured, value = self._best_value or (None, None)
-        self._checkpointer.save(
-            self.step,
-            self._state,
-            data=batches.positions(),
-            progress=self._meter.state() | {"patience": self._patience.state()},
-            best_value=value if measured == self.step else None,
-        )
+        progress = self._meter.state() | {"patience": self._patience.state()}
+        if self._state.spikes is not None:
+            progress["spikes"] = self._state.spikes.state()
+        with self._watchdog.phase(f"saving the checkpoint of step {self.step}"):
+            self._checkpointer.save(
+                self.step,
+                self._state,
+                data=batches.positions(),
+                progress=progress,
+                best_value=value if measured == self.step else None,
+            )
         self._saved_step = self.step
 
     def _nonfinite(self, step: int, metrics: dict[str, Any]) -> errors.TrainingError:

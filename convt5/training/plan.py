@@ -16,6 +16,7 @@ from convt5 import sharding
 from convt5.optimizer import OptimizerConfig
 from convt5.schedule import Schedule
 from convt5.training.averaging import Averaging
+from convt5.training.spikes import SkipSpikes
 from convt5.training.train_state import (
     ModelConfig,
     TrainState,
@@ -86,6 +87,7 @@ def make_plan(
     mesh: sharding.MeshConfig | None = None,
     grad_accum_steps: int = 1,
     ema: Averaging | None = None,
+    skip_spikes: SkipSpikes | None = None,
     seed: int = 0,
     sharding_rules: Sequence[sharding.Rule] = sharding.TEXT_RULES,
     devices: Sequence[Any] | None = None,
@@ -101,15 +103,18 @@ def make_plan(
     """
     device_mesh = (mesh or sharding.MeshConfig()).build(devices)
     heads = getattr(model, "num_heads", None)
+    split_lengths = getattr(model, "split_lengths", None)
     sharding.check_mesh(
         device_mesh,
         batch_size=batch_size,
         grad_accum_steps=grad_accum_steps,
         tensor_divides={"num_heads": heads} if heads else None,
-        lengths=lengths,
+        lengths=split_lengths(lengths) if lengths and split_lengths else lengths,
     )
     updates = optimizer.build(schedule)
-    abstract = abstract_state(model, updates, with_ema=ema is not None)
+    abstract = abstract_state(
+        model, updates, with_ema=ema is not None, with_spikes=skip_spikes is not None
+    )
     shardings = state_shardings(abstract, device_mesh, sharding_rules)
     batch_sharding = sharding.token_sharding(device_mesh)
     init_key, dropout_key = jax.random.split(jax.random.key(seed))
@@ -132,6 +137,7 @@ def make_plan(
             schedule=schedule,
             grad_accum_steps=grad_accum_steps,
             averaging=ema,
+            skip_spikes=skip_spikes,
             seed_key=dropout_key,
         ),
         eval_step=make_eval_step(loss, shardings.model, batch_sharding),

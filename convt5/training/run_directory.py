@@ -52,6 +52,23 @@ def hold(run_dir: epath.PathLike) -> Iterator[epath.Path]:
         os.close(lock)
 
 
+@contextlib.contextmanager
+def writing(folder: epath.PathLike) -> Iterator[None]:
+    """Turns what goes wrong with the disk under a run that has begun into the user's error.
+
+    Raises:
+        TrainingError: the folder is full, read-only or removed.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise errors.TrainingError(
+            f"the run directory {folder} cannot be written any more: {error.strerror or error}. "
+            "Make room there, or see to its permissions; the same command then continues from the "
+            "last complete checkpoint."
+        ) from error
+
+
 def write_config(folder: epath.Path, text: str | None, *, step: int) -> str | None:
     """Writes the settings of the run; returns what to tell the user if they have changed.
 
@@ -64,12 +81,13 @@ def write_config(folder: epath.Path, text: str | None, *, step: int) -> str | No
     if text is None or jax.process_index():
         return None
     path = folder / CONFIG_FILE
-    before = path.read_text() if path.exists() else text
-    path.write_text(text)
-    if before == text or not step:
-        return None
-    kept = folder / f"config.before_step_{step}.gin"
-    kept.write_text(before)
+    before = path.read_bytes().decode(errors="replace") if path.exists() else text
+    with writing(folder):
+        path.write_text(text)
+        if before == text or not step:
+            return None
+        kept = folder / f"config.before_step_{step}.gin"
+        kept.write_text(before)
     return f"the settings differ from those of the first {step} steps, which are kept in {kept}"
 
 

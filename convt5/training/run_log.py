@@ -4,9 +4,12 @@ The trainer hands over one record for each logged step. A run that continues dro
 beyond the checkpoint it continues from, so that every step is recorded once.
 """
 
+import contextlib
+import errno
 import json
 import math
 import os
+import socket
 import sys
 import time
 import uuid
@@ -17,10 +20,12 @@ from etils import epath
 from tqdm import tqdm
 
 from convt5 import errors
+from convt5.training import run_directory
 
 Record = Mapping[str, float]
 
 METRICS_FILE = "metrics.jsonl"
+_AS_LAST = ("learning_rate", "skipped_updates")
 
 
 class Writer(Protocol):
@@ -57,21 +62,27 @@ class JsonLines:
 
     def write(self, step: int, record: Record) -> None:
         line = json.dumps({"step": step, **{k: _json_number(v) for k, v in record.items()}}) + "\n"
-        if self._is_local:
-            os.write(self._file, line.encode())
-        else:
+        if not self._is_local:
             self._text += line
+            return
+        content = line.encode()
+        while content:  # A disk about to be full takes a part.
+            content = content[os.write(self._file, content) :]
 
     def sync(self) -> None:
-        if self._is_local:
-            os.fsync(self._file)
-        else:
+        if not self._is_local:
             self._path.write_text(self._text)
+            return
+        os.fsync(self._file)
+        if not os.fstat(self._file).st_nlink:  # Writing would go on into nothing.
+            raise FileNotFoundError(errno.ENOENT, f"{self._path.name} was removed")
 
     def close(self) -> None:
-        self.sync()
-        if self._is_local:
-            os.close(self._file)
+        try:
+            self.sync()
+        finally:
+            if self._is_local:
+                os.close(self._file)
 
 
 def read_records(path: epath.PathLike) -> list[dict[str, Any]]:
@@ -80,29 +91,62 @@ def read_records(path: epath.PathLike) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     # A line is complete only with its newline, which is what follows the last split.
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+    lines = path.read_bytes().split(b"\n")[:-1]
+    return [_record(line, path, number) for number, line in enumerate(lines, start=1)]
+
+
+def _record(line: bytes, path: epath.Path, number: int) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+        record["step"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise errors.UserError(
+            f"{path}, line {number} is damaged ({error}); it must be a record as JSON: remove the "
+            "line, or put back a good copy of the file."
+        ) from error
+    return record
 
 
 class TensorBoard:
-    """Scalars for `tensorboard --logdir`; a name with a slash gets a section of its own."""
+    """Scalars for `tensorboard --logdir`; a name with a slash gets a section of its own.
+
+    Written here rather than by the thread of tensorboardX's SummaryWriter, which on a full disk
+    ends and leaves the run waiting for it.
+    """
 
     def __init__(self, folder: epath.PathLike, *, last_step: int):
-        from tensorboardX import SummaryWriter
+        from tensorboardX import record_writer
+        from tensorboardX.proto import event_pb2
 
-        # Hides what an interrupted run logged beyond its checkpoint.
-        purge_step = last_step + 1 if last_step else None
-        self._writer = SummaryWriter(os.fspath(folder), purge_step=purge_step)
+        epath.Path(folder).mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self._file = record_writer.RecordWriter(os.path.join(os.fspath(folder), name))
+        self._made: Any = event_pb2  # What it holds is made when it is imported.
+        self._add(0, file_version="brain.Event:2")
+        if last_step:  # Hides what an interrupted run logged beyond its checkpoint.
+            status = self._made.SessionLog.START
+            self._add(last_step + 1, session_log=self._made.SessionLog(status=status))
 
     def write(self, step: int, record: Record) -> None:
+        from tensorboardX import summary
+
         for name, value in record.items():
             tag = name if "/" in name else f"train/{name}"
-            self._writer.add_scalar(tag, value, step)
+            self._add(step, summary=summary.scalar(tag, value))
 
     def sync(self) -> None:
-        self._writer.flush()
+        self._file.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        try:
+            self.sync()
+        finally:
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+    def _add(self, step: int, **content: Any) -> None:
+        event = self._made.Event(wall_time=time.time(), step=step, **content)
+        self._file.write(event.SerializeToString())
 
 
 class WeightsAndBiases:
@@ -219,11 +263,17 @@ class Progress:
 
 
 class RunLog:
-    """All writers of one process together; the first process of a run alone has any."""
+    """All writers of one process together; the first process of a run alone has any.
 
-    def __init__(self, writers: list[Writer], progress: Progress | None):
+    Each method raises a `TrainingError` where the run directory cannot be written any more.
+    """
+
+    def __init__(
+        self, writers: list[Writer], progress: Progress | None, run_dir: epath.PathLike = ""
+    ):
         self._writers = writers
         self._progress = progress
+        self._run_dir = run_dir
 
     def step(self, step: int) -> None:
         if self._progress:
@@ -231,8 +281,9 @@ class RunLog:
 
     def record(self, step: int, record: Record) -> None:
         """Writes the metrics of one step everywhere; call once for a step, in order."""
-        for writer in self._writers:
-            writer.write(step, record)
+        with run_directory.writing(self._run_dir):
+            for writer in self._writers:
+                writer.write(step, record)
         if self._progress:
             self._progress.record(step, record)
 
@@ -242,14 +293,16 @@ class RunLog:
             self._progress.message(text)
 
     def sync(self) -> None:
-        for writer in self._writers:
-            writer.sync()
+        with run_directory.writing(self._run_dir):
+            for writer in self._writers:
+                writer.sync()
 
     def close(self) -> None:
         if self._progress:
             self._progress.close()
-        for writer in self._writers:
-            writer.close()
+        with run_directory.writing(self._run_dir), contextlib.ExitStack() as stack:
+            for writer in self._writers:
+                stack.callback(writer.close)
 
 
 def open_run_log(
@@ -265,13 +318,14 @@ def open_run_log(
     if not is_first_process:
         return RunLog([], None)
     run_dir = epath.Path(run_dir)
-    writers: list[Writer] = [
-        JsonLines(run_dir / METRICS_FILE, last_step=last_step),
-        TensorBoard(run_dir / "tensorboard", last_step=last_step),
-    ]
-    if wandb_project:
-        writers.append(WeightsAndBiases(run_dir, project=wandb_project, config=config or {}))
-    return RunLog(writers, Progress(num_steps=num_steps, first_step=last_step))
+    with run_directory.writing(run_dir):
+        writers: list[Writer] = [
+            JsonLines(run_dir / METRICS_FILE, last_step=last_step),
+            TensorBoard(run_dir / "tensorboard", last_step=last_step),
+        ]
+        if wandb_project:
+            writers.append(WeightsAndBiases(run_dir, project=wandb_project, config=config or {}))
+    return RunLog(writers, Progress(num_steps=num_steps, first_step=last_step), run_dir)
 
 
 class Meter:
@@ -319,11 +373,12 @@ class Meter:
 
     def stop(self) -> None:
         if self._started is not None:
-            elapsed = time.perf_counter() - self._started
+            # Clocks of virtual machines that move have been seen to go back.
+            elapsed = max(0.0, time.perf_counter() - self._started)
             self._started = None
             self._add("_seconds", elapsed)
             self._total_seconds += elapsed
-            self._cpu_seconds += time.process_time() - self._cpu_started
+            self._cpu_seconds += max(0.0, time.process_time() - self._cpu_started)
 
     def add_step(self, metrics: Record, *, tokens: float, data_wait: float) -> None:
         """Counts one step; `data_wait` is the time in seconds the loop stood without a batch."""
@@ -332,12 +387,12 @@ class Meter:
         self._add("_data_wait", data_wait)
         for name, value in metrics.items():
             self._add(name, value)
-        self._last = {k: v for k, v in metrics.items() if k == "learning_rate"}
+        self._last = {name: metrics[name] for name in _AS_LAST if name in metrics}
 
     def take(self) -> dict[str, float]:
         """Returns the record of the window, and begins the next one.
 
-        Means over the steps since the last record (the learning rate: of the last step), and
+        Means over the steps since the last record (learning rate and counts: of the last), and
         `tokens_per_second`, `seconds_per_step`, `data_wait_share` in [0, 1], `train_seconds` and
         `train_cpu_seconds` (of this host's processor, all threads) since the run began, and
         `flops_utilization` in [0, 1] where the peak is known.

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from convt5 import sharding
 from convt5.training.averaging import Averaging
+from convt5.training.spikes import SpikeMemory
 from convt5.tree_paths import named_leaves
 
 Tree = Any
@@ -40,12 +41,14 @@ class TrainState:
         opt_state: of the optimizer over `parameters(model)`: plain containers and arrays.
         ema: the average of the model over its updates, another such module; None where the run
             keeps none.
+        spikes: what is known of the steps before, where updates that stand out are left out.
     """
 
     step: Int[Array, ""]
     model: nnx.Module
     opt_state: Tree
     ema: nnx.Module | None = None
+    spikes: SpikeMemory | None = None
 
     def apply_gradients(
         self, optimizer: optax.GradientTransformation, gradients: nnx.Module
@@ -73,6 +76,12 @@ class TrainState:
         if averaging is None:
             return self
         return dataclasses.replace(self, ema=averaging.after(self.step - 1, self.ema, self.model))
+
+    def unless(self, is_left_out: Bool[Array, ""], before: "TrainState") -> "TrainState":
+        """Returns this state, or with model and optimizer of `before` where it is left out."""
+        new, old = (self.model, self.opt_state), (before.model, before.opt_state)
+        kept = jax.tree.map(lambda a, b: jnp.where(is_left_out, b, a), new, old)
+        return dataclasses.replace(self, model=kept[0], opt_state=kept[1])
 
     def starting_with(self, model: nnx.Module) -> "TrainState":
         """Returns the state before the first update of another model; the average is a copy."""
@@ -112,11 +121,14 @@ def new_state(
     key: PRNGKeyArray,
     *,
     with_ema: bool = False,
+    with_spikes: bool = False,
 ) -> TrainState:
     """Returns the state before the first update, wherever jax places it by itself."""
     model = model_config.build(key)
     ema = jax.tree.map(jnp.copy, model) if with_ema else None
-    return TrainState(jnp.zeros([], jnp.int32), model, optimizer.init(parameters(model)), ema)
+    opt_state = optimizer.init(parameters(model))
+    spikes = SpikeMemory.new() if with_spikes else None
+    return TrainState(jnp.zeros([], jnp.int32), model, opt_state, ema, spikes)
 
 
 def abstract_state(
@@ -124,10 +136,13 @@ def abstract_state(
     optimizer: optax.GradientTransformation,
     *,
     with_ema: bool = False,
+    with_spikes: bool = False,
 ) -> TrainState:
     """Returns the state with shapes in the place of arrays; allocates nothing."""
     key = jax.eval_shape(lambda: jax.random.key(0))
-    make = functools.partial(new_state, model_config, optimizer, with_ema=with_ema)
+    make = functools.partial(
+        new_state, model_config, optimizer, with_ema=with_ema, with_spikes=with_spikes
+    )
     return jax.eval_shape(make, key)
 
 
@@ -143,6 +158,11 @@ def init_state(
     shardings: TrainState,
 ) -> TrainState:
     """Returns the state before the first update, each device making only its own part."""
-    with_ema = shardings.ema is not None
-    make = functools.partial(new_state, model_config, optimizer, with_ema=with_ema)
+    make = functools.partial(
+        new_state,
+        model_config,
+        optimizer,
+        with_ema=shardings.ema is not None,
+        with_spikes=shardings.spikes is not None,
+    )
     return jax.jit(make, out_shardings=shardings)(key)

@@ -5,6 +5,7 @@ devices and microbatches. An update that is not finite is not made: the metrics 
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -20,6 +21,7 @@ from convt5.ops import implementation
 from convt5.schedule import Schedule
 from convt5.sharding import BATCH_AXES, gathered, replicated
 from convt5.training.averaging import Averaging
+from convt5.training.spikes import SKIPPED, SkipSpikes
 from convt5.training.train_state import TrainState, parameters
 from convt5.tree_paths import named_leaves
 
@@ -75,6 +77,7 @@ def make_train_step(
     schedule: Schedule | None = None,
     grad_accum_steps: int = 1,
     averaging: Averaging | None = None,
+    skip_spikes: SkipSpikes | None = None,
     seed_key: PRNGKeyArray,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns the jitted update; it consumes (donates) the state it is given.
@@ -90,13 +93,15 @@ def make_train_step(
             are the exception: batch normalisation sees one microbatch (of all devices), and the
             mean over the microbatches is written.
         averaging: how the state's average takes in an update; None where it has none.
+        skip_spikes: which updates are left out for their loss or gradient; such a step counts as
+            made. None leaves out none, and the state then has no memory of them.
         seed_key: with the step number it determines all dropout, so a resumed run repeats it.
 
     Returns:
         A function from state and batch to the next state and scalar metrics: `loss`, those of the
         loss, `loss_weight`, `grad_norm`, `param_norm` (before the update), `learning_rate`,
-        `all_finite` and `nonfinite_index`. If anything is not finite the state comes back as it
-        was, step number included.
+        `all_finite` and `nonfinite_index`, and with `skip_spikes` also `skipped_updates`. If
+        anything is not finite the state comes back as it was, step number included.
     """
 
     sums_and_gradients = differentiated(loss, state_shardings.model)
@@ -109,6 +114,12 @@ def make_train_step(
         gradients = jax.tree.map(lambda g: _mean(g, sums.weight_sum), gradients)
         statistics = jax.tree.map(lambda x: x / grad_accum_steps, sums.statistics)
         updated = state.apply_gradients(optimizer, gradients).with_statistics(statistics)
+        grad_norm = optax.tree.norm(gradients)
+        if skip_spikes is not None:
+            measured = {"loss": sums.means()["loss"], "grad_norm": grad_norm}
+            assert state.spikes is not None
+            is_spike, memory = skip_spikes.judge(state.spikes, measured)
+            updated = dataclasses.replace(updated.unless(is_spike, state), spikes=memory)
         updated = updated.averaged(averaging)
         index = _nonfinite_index(sums.loss_sum, state.model, gradients, updated)
         all_finite = index < 0
@@ -116,13 +127,15 @@ def make_train_step(
         metrics = {
             **sums.means(),
             "loss_weight": sums.weight_sum,
-            "grad_norm": optax.tree.norm(gradients),
+            "grad_norm": grad_norm,
             "param_norm": optax.tree.norm(parameters(state.model)),
             ALL_FINITE: all_finite,
             NONFINITE_INDEX: index,
         }
         if schedule is not None:
             metrics["learning_rate"] = schedule(state.step)
+        if after.spikes is not None:
+            metrics[SKIPPED] = after.spikes.skipped
         return after, metrics
 
     return jax.jit(

@@ -1,0 +1,101 @@
+"""Loss spikes: updates whose loss or gradient stands out are left out, and counted.
+
+One batch of garbage, or one step too far, can throw a long run back by days. Used by the train
+step where gin asks for it; without, nothing of this is compiled.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from convt5 import errors
+
+Measure = Literal["grad_norm", "loss"]
+SKIPPED = "skipped_updates"
+"""The metric: updates left out since the run began."""
+
+
+class SpikeMemory(NamedTuple):
+    """What is known of the steps before.
+
+    Attributes:
+        mean: of the measure, over the last steps.
+        count: steps measured.
+        skipped: updates left out.
+    """
+
+    mean: Float[Array, ""]
+    count: Int[Array, ""]
+    skipped: Int[Array, ""]
+
+    @staticmethod
+    def new(state: Mapping[str, Any] | None = None) -> "SpikeMemory":
+        """Returns the memory of a run that begins, or that `state()` described."""
+        state = state or {"mean": 0.0, "count": 0, "skipped": 0}
+        return SpikeMemory(
+            jnp.asarray(state["mean"], jnp.float32),
+            jnp.asarray(state["count"], jnp.int32),
+            jnp.asarray(state["skipped"], jnp.int32),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Returns JSON values from which `new` makes the same memory, bit for bit."""
+        mean, count, skipped = jax.device_get(self)
+        return {"mean": float(mean), "count": int(count), "skipped": int(skipped)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SkipSpikes:
+    """Leaves out an update where a measure exceeds `factor` times its running mean.
+
+    A measure beyond that enters the mean as if it were just that, so that one spike hardly moves
+    it, and a change that lasts is followed within some steps.
+
+    Attributes:
+        measure: "grad_norm", before any clipping, or "loss".
+        factor: how many times the mean is too much, greater than 1.
+        horizon_steps: steps over which the mean reaches back.
+        after_steps: no update is left out before so many steps, while training settles.
+    """
+
+    measure: Measure = "grad_norm"
+    factor: float = 10.0
+    horizon_steps: int = 100
+    after_steps: int = 100
+
+    def __post_init__(self):
+        faults = []
+        if self.measure not in get_args(Measure):
+            faults.append(f"measure={self.measure!r} must be grad_norm or loss.")
+        if not self.factor > 1:
+            faults.append(f"factor={self.factor} must be greater than 1.")
+        for name in ("horizon_steps", "after_steps"):
+            if getattr(self, name) < 1:
+                faults.append(f"{name}={getattr(self, name)} must be at least 1.")
+        errors.raise_all(faults, where="SkipSpikes")
+
+    def judge(
+        self, memory: SpikeMemory, measured: Mapping[str, Array]
+    ) -> tuple[Bool[Array, ""], SpikeMemory]:
+        """Returns whether a step is a spike, and the memory after it.
+
+        Args:
+            memory: of the steps before.
+            measured: the step's measures by name.
+        """
+        value = measured[self.measure].astype(jnp.float32)
+        limit = self.factor * memory.mean
+        settled = memory.count >= self.after_steps
+        is_spike = settled & (value > limit)
+        entering = jnp.where(is_spike, limit, value)
+        weight = 1 / jnp.minimum(memory.count + 1, self.horizon_steps).astype(jnp.float32)
+        after = SpikeMemory(
+            memory.mean + (entering - memory.mean) * weight,
+            memory.count + 1,
+            memory.skipped + is_spike.astype(jnp.int32),
+        )
+        return is_spike, after
