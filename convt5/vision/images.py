@@ -14,6 +14,7 @@ import numpy as np
 
 from convt5 import errors
 from convt5.prefetching import check_settings, position, rows_per_host, take_apart
+from convt5.row_order import RowOrder
 from convt5.vision.architecture import ViTConfig
 from convt5.vision.augmentation import Augmentation, resized
 from convt5.vision.sources import CorruptImage, ImageSet, ImageSource, OnCorrupt
@@ -143,7 +144,9 @@ class ImageBatches:
         self._images = images
         self._row_slice = row_slice
         self._count = 0  # Batches taken.
-        self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
+        endless = config.num_epochs is None
+        shuffle = endless if config.shuffle is None else config.shuffle
+        self._order = RowOrder(images.size, shuffle, config.seed)
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         return self
@@ -184,7 +187,8 @@ class ImageBatches:
         self._count = saved["count"] + skip
 
     def _batch(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        read = [self._read(self._index(number), number) for number in numbers.tolist()]
+        chosen = zip(self._order.rows(numbers).tolist(), numbers.tolist(), strict=True)
+        read = [self._read(index, number) for index, number in chosen]
         is_image = [found is not None for found in read]
         # A row without an image repeats another, so that none is strange to batch statistics.
         spare = next((found for found in read if found is not None), None)
@@ -198,17 +202,6 @@ class ImageBatches:
             "labels": np.asarray(labels, np.int32),
             "weights": np.asarray(is_image, np.float32),
         }
-
-    def _index(self, number: int) -> int:
-        """Returns which image is taken as the `number`th."""
-        epoch, place = divmod(number, self._images.size)
-        shuffle = self._config.shuffle
-        if not (self._config.num_epochs is None if shuffle is None else shuffle):
-            return place
-        if self._order[0] != epoch:
-            drawn = np.random.default_rng([self._config.seed, epoch])
-            self._order = (epoch, drawn.permutation(self._images.size))
-        return int(self._order[1][place])
 
     def _read(self, index: int, number: int) -> tuple[np.ndarray, int] | None:
         """Returns an image of the right size in [0, 255] and its label; None for one skipped."""
