@@ -100,6 +100,17 @@ class DataConfig:
             )
         return provider
 
+    def check_model(self, model: Any) -> None:
+        """Raises `UserError` if rows are packed and the model's stem would mix their examples."""
+        stride = getattr(model, "stem_stride", 1)
+        if self.pack and stride > 1:
+            raise errors.UserError(
+                f"pack=True puts several examples in a row, but the encoder's stem has a stride of "
+                f"{stride}: examples that begin inside of its windows would be read differently "
+                "than alone; set data.DataConfig.pack = False, or the strides of "
+                "architecture.TextStemConfig to 1."
+            )
+
     def build(self, *, process_index: int, process_count: int) -> "BatchIterator":
         """Returns this host's rows of each batch; hosts of endless data read different examples.
 
@@ -185,6 +196,7 @@ class BatchIterator:
 
         Raises:
             UserError: there is not a single batch.
+            TrainingError: the data cannot be read.
         """
         try:
             batch = next(self._iterator)
@@ -197,6 +209,13 @@ class BatchIterator:
                 f"{self._settings['split']!r}: it holds no example, or fewer than hosts read; "
                 "check the data, or use fewer hosts."
             ) from None
+        except tf.errors.OpError as error:
+            raise errors.TrainingError(
+                f"mixture={self._settings['mixture']!r}, split={self._settings['split']!r}: its "
+                f"data cannot be read: {error.message.strip()}. A file may be cut short or gone: "
+                "put it back, or remove it where it lies in a cache that is made anew; the same "
+                "command then continues from the last checkpoint."
+            ) from error
         self._at_the_start = False
         return {name: self._host_rows(rows.numpy()) for name, rows in batch.items()}
 
@@ -226,6 +245,12 @@ class BatchIterator:
         ):
             own = json.loads(json.dumps(self._settings))
             check_settings(own, json.loads(archive.read(_SETTINGS_FILE)), item="example")
+            for name in archive.namelist():
+                if pathlib.PurePath(name).name != name:
+                    raise errors.UserError(
+                        f"the data position in the checkpoint holds {name!r}, which is no plain "
+                        "file name; start a new run_dir."
+                    )
             archive.extractall(folder)
             # A used dataset object would go on with the random numbers of its last iterator.
             self._iterator = iter(self._make_batches())

@@ -459,3 +459,67 @@ def test_a_change_that_lasts_is_followed():
 def test_impossible_settings_of_spikes_are_told_together():
     with pytest.raises(errors.UserError, match="has 4 faults"):
         spikes.SkipSpikes(measure="los", factor=1.0, horizon_steps=0, after_steps=0)
+
+
+# Data.
+
+
+@pytest.fixture
+def record_files(tmp_path):
+    """Batches of two records of a file, and the file."""
+    tf = pytest.importorskip("tensorflow")
+    from convt5.tasks import vocabularies
+
+    from convt5 import data
+
+    path = tmp_path / "rows.tfrecord"
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for number in range(20):
+            writer.write(bytes([number]) * 100)
+
+    def batches():
+        rows = tf.data.TFRecordDataset(str(path))
+        return rows.map(lambda row: {"bytes": tf.io.decode_raw(row, tf.uint8)}).batch(2)
+
+    def open_batches():
+        return data.BatchIterator(
+            batches,
+            row_slice=slice(0, 2),
+            vocabulary=vocabularies.characters(),
+            settings={"mixture": "rows", "split": "train", "batch_size": 2},
+        )
+
+    return open_batches, path
+
+
+def test_data_that_ends_in_the_middle_of_a_record_is_told(record_files):
+    open_batches, path = record_files
+    path.write_bytes(path.read_bytes()[:1000])
+    read = []
+    with pytest.raises(errors.TrainingError, match=r"'rows', split='train'.*truncated.*cut short"):
+        read.extend(open_batches())
+    assert len(read) == 4
+
+
+def test_data_that_is_gone_is_told_by_name(record_files):
+    open_batches, path = record_files
+    path.unlink()
+    with pytest.raises(errors.TrainingError, match=r"rows\.tfrecord.*put it back"):
+        next(open_batches())
+
+
+def test_flipped_bits_in_a_record_are_told(record_files):
+    open_batches, path = record_files
+    flip(path, random.Random(3))
+    with pytest.raises(errors.TrainingError, match="corrupted record"):
+        list(open_batches())
+
+
+def test_data_that_cannot_be_read_ends_the_run_and_is_continued_once_it_can(run, tmp_path):
+    def fail():
+        wait_for(tmp_path / "run" / "checkpoints" / "4")
+        raise errors.TrainingError("its data cannot be read")
+
+    with pytest.raises(errors.TrainingError, match="its data cannot be read"):
+        run(train_data=Meddling(batch_size=8, act=fail))
+    assert_ends_as_one_left_alone(run, tmp_path / "run")

@@ -70,8 +70,13 @@ def open_all(folder: pathlib.Path) -> Files:
         )
     try:
         shards = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise _damaged(folder / INDEX, error) from None
+    for shard in shards:
+        if not isinstance(shard, str) or pathlib.PurePath(shard).name != shard:
+            raise errors.UserError(
+                f"{folder / INDEX} names the file {shard!r}; it must be one in the same folder."
+            )
     if absent := [shard for shard in shards if not (folder / shard).is_file()]:
         raise errors.UserError(f"{folder} lacks {', '.join(absent)}, which {INDEX} names.")
     return Files([folder / shard for shard in shards])

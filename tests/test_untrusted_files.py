@@ -1,0 +1,124 @@
+"""Files from elsewhere hold data: none is run, and none reaches outside its folder."""
+
+import ast
+import importlib.util
+import io
+import json
+import pathlib
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+
+from convt5 import cached_data, errors
+from convt5.interchange import pycls, safetensors_files
+from convt5.prefetching import position
+from convt5.vision import sources
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SOURCES = [p for folder in ("convt5", "tasks", "launch") for p in (ROOT / folder).rglob("*.py")]
+UNSAFE_MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "shelve",
+    "joblib",
+    "marshal",
+}
+SAFE_CALLS = {"np.load": ("allow_pickle", False), "torch.load": ("weights_only", True)}
+NEVER_CALLED = {"eval", "exec", "compile", "__import__"}
+
+
+class Trap:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (pathlib.Path.touch, (self.path,))
+
+
+@pytest.fixture
+def trap(tmp_path):
+    """An object whose unpickling would be noticed; it works where pickles are loaded."""
+    path = tmp_path / "sprung"
+    pickle.loads(pickle.dumps(Trap(path)))
+    assert path.exists()
+    path.unlink()
+    yield Trap(path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_module_can_load_a_pickle_or_run_what_a_file_says(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        assert not {name.partition(".")[0] for name in names} & UNSAFE_MODULES
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        assert called not in NEVER_CALLED
+        if called in SAFE_CALLS:
+            name, value = SAFE_CALLS[called]
+            given = {k.arg: getattr(k.value, "value", None) for k in node.keywords}
+            assert given.get(name) is value, f"line {node.lineno}: {called} needs {name}={value}"
+
+
+def test_a_pickle_among_images_is_refused(trap, tmp_path):
+    labels = np.zeros(2, np.int64)
+    np.savez(tmp_path / "train.npz", images=np.array([trap, trap], object), labels=labels)
+    with pytest.raises(errors.UserError, match=r"train\.npz cannot be read .*pickle"):
+        sources.Npz(path=str(tmp_path / "{split}.npz")).open("train")
+
+
+def test_a_pickle_among_parameters_is_refused(trap, tmp_path):
+    np.savez(tmp_path / "model.npz", weight=np.array([trap], object))
+    with pytest.raises(errors.UserError, match=r"model\.npz cannot be read"):
+        pycls._read_npz(tmp_path / "model.npz")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs the extra torch")
+def test_a_file_of_torch_that_holds_code_is_refused(trap, tmp_path):
+    import torch
+
+    torch.save({"model_state": {"weight": trap}}, tmp_path / "model.pyth")
+    with pytest.raises(errors.UserError, match=r"model\.pyth"):
+        pycls._read_torch(tmp_path / "model.pyth", [])
+
+
+def test_a_pickle_in_a_cache_of_rows_is_refused(trap, tmp_path):
+    np.save(tmp_path / cached_data._SIZES_FILE, np.array([trap], object), allow_pickle=True)
+    with pytest.raises((errors.UserError, ValueError), match="pickle"):
+        cached_data._token_bytes(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/hostname", "a/b.safetensors", 7])
+def test_an_index_names_files_of_its_own_folder_only(tmp_path, name):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    np.savez(tmp_path / "outside.safetensors")
+    index = {"weight_map": {"weight": name}}
+    (folder / safetensors_files.INDEX).write_text(json.dumps(index))
+    with pytest.raises(errors.UserError, match=r"must be one in the same folder|cannot be read"):
+        safetensors_files.open_all(folder)
+
+
+@pytest.mark.parametrize("name", ["../position", "/position", "a/position"])
+def test_a_position_unpacks_into_its_own_folder_only(name):
+    pytest.importorskip("tensorflow")
+    from convt5 import data
+
+    iterator = object.__new__(data.BatchIterator)
+    iterator._settings = {}
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr(data._SETTINGS_FILE, "{}")
+        archive.writestr(name, b"content")
+    with pytest.raises(errors.UserError, match="no plain file name"):
+        iterator.set_state(position(buffer.getvalue()))
