@@ -89,7 +89,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _kernels(causal, bias, query, key, *, backward=False) -> implementation.Offer:
-    if not implementation.wanted() or _has_old_tpus():
+    if not implementation.wanted() or implementation.has_old_tpus():
         return implementation.Offer()
     # Deferred: importing Pallas takes time, which programs without TPUs need not spend.
     from convt5.ops.pallas import attention as kernels
@@ -120,12 +120,6 @@ def _between_heads(run, heads: int, bias, backward: bool) -> implementation.Kern
         return (*(_with_heads(a, heads) for a in drows), dbias)
 
     return gradients if backward else attend
-
-
-@functools.cache
-def _has_old_tpus() -> bool:
-    """Whether this process computes on TPUs whose kernels cannot multiply bfloat16 matrices."""
-    return any(kind in jax.devices()[0].device_kind for kind in ("TPU v2", "TPU v3"))
 
 
 def _flat(a):

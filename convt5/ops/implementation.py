@@ -144,6 +144,12 @@ def run(plain: Callable[..., Any], kernels: Offer, *arrays: Any) -> Any:
 
 
 @functools.cache
+def has_old_tpus() -> bool:
+    """Whether this process computes on TPUs whose kernels cannot multiply bfloat16 matrices."""
+    return any(kind in jax.devices()[0].device_kind for kind in ("TPU v2", "TPU v3"))
+
+
+@functools.cache
 def _may_meet_a_tpu() -> bool:
     """Whether this process can compile for TPUs at all."""
     return importlib.util.find_spec("libtpu") is not None

@@ -92,7 +92,7 @@ def _computed(settings: _Settings, x, table, targets, weights):
 
 
 def _kernels(settings: _Settings, x, table) -> implementation.Offer:
-    if not implementation.wanted():
+    if not implementation.wanted() or implementation.has_old_tpus():
         return implementation.Offer()
     # Deferred: importing Pallas takes time, which programs without TPUs need not spend.
     from convt5.ops.pallas import cross_entropy as kernels
