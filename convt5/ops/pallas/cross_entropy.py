@@ -145,10 +145,11 @@ def _statistics_kernel(vocab, x, table, columns, found, top, total, target, summ
         for other in (total, target, summed, best):
             other[...] = jnp.zeros_like(other)
 
-    logits, ids, _ = _logits(vocab, x, table)
+    logits, ids = _logits(vocab, x, table)[:2]
     is_target = ids == columns[:, 0:1].astype(jnp.int32)
     target[...] += jnp.sum(jnp.where(is_target, logits, 0.0), axis=1, keepdims=True)
-    summed[...] += jnp.sum(jnp.where(ids < vocab, logits, 0.0), axis=1, keepdims=True)
+    own_sum = jnp.sum(jnp.where(ids < vocab, logits, 0.0), axis=1, keepdims=True)
+    summed[...] = summed[...] + own_sum
     own_top = jnp.max(logits, axis=1, keepdims=True)
     # The first among equals, of the block and of all blocks.
     own_best = jnp.min(jnp.where(logits == own_top, ids, vocab), axis=1, keepdims=True)
