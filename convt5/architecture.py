@@ -5,7 +5,8 @@ gin files set them. Everything is checked here, before anything is allocated.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, cast, get_args
 
 from convt5 import checks, errors
@@ -17,6 +18,8 @@ LayerOrder = Literal["pre", "branch", "post"]
 NormKind = Literal["rms", "layer"]
 MlpKind = Literal["relu", "gated_gelu"]
 Positions = Literal["none", "learned", "relative"]
+StemNorm = Literal["rms", "layer", "none"]
+StemActivation = Literal["relu", "gelu", "none"]
 Remat = Literal["none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable"]
 
 T = TypeVar("T")
@@ -220,6 +223,117 @@ class StackConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StemLayer:
+    """One convolution of a text stem: output o reads inputs o * stride - left to + right.
+
+    It stands for the inputs o * stride to o * stride + stride - 1 and is centered on them; taps
+    that cannot be shared equally lean left, as in `MixingConfig`. So it reads each of its own
+    inputs, and the last output of an example reads the last token, whatever the length.
+    """
+
+    in_dim: int
+    out_dim: int
+    kernel_size: int
+    stride: int
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """Inputs read to the left and to the right of the first that the output stands for."""
+        beside = self.kernel_size - self.stride
+        left = math.ceil(beside / 2)
+        return left, self.kernel_size - 1 - left
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextStemConfig:
+    """Small convolutions between the embeddings and the encoder, which may shorten its sequence.
+
+    The early convolutions of arXiv 2106.14881 (section 3) in one dimension: convolutions over all
+    channels without bias, each followed by a norm and an activation, and a dense layer at the end.
+    The norm is not the original's batch norm but takes each position by itself, as all norms of a
+    text model do: statistics of a batch would depend on how much padding and which other examples
+    stand in it.
+
+    Attributes:
+        strides: of each convolution, from the bottom; their product shortens the encoder's
+            sequence: an example of n tokens has ceil(n / product) positions. (1, 1) keeps it.
+        kernel_size: taps of each, at least its stride, so that no token is left out.
+        channels: out of each; None for emb_dim.
+        norm: "rms" or "layer" as in `ConvT5Config`; "none".
+        activation: "relu" as in the original, "gelu" or "none".
+        projection: the dense layer to emb_dim at the end.
+    """
+
+    strides: Sequence[int] = (2, 2)
+    kernel_size: PerLayer[int] = 3
+    channels: PerLayer[int | None] = None
+    norm: StemNorm = "rms"
+    activation: StemActivation = "relu"
+    projection: bool = True
+
+    def __post_init__(self):
+        for name in ("strides", "kernel_size", "channels"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @property
+    def stride(self) -> int:
+        """Tokens for each position of the encoder."""
+        return math.prod(self.strides)
+
+    def layers(self, emb_dim: int) -> tuple[StemLayer, ...]:
+        """Returns the convolutions, bottom first; call on a checked config."""
+        count = len(self.strides)
+        widths = [width or emb_dim for width in _per_layer(self.channels, count)]
+        taps = _per_layer(self.kernel_size, count)
+        return tuple(
+            StemLayer(in_dim=in_dim, out_dim=width, kernel_size=size, stride=stride)
+            for in_dim, width, size, stride in zip(
+                (emb_dim, *widths), widths, taps, self.strides, strict=False
+            )
+        )
+
+    def faults(self, where: str, *, emb_dim: int) -> list[str]:
+        """Returns every broken rule as one sentence."""
+        if not _is_list(self.strides) or not self.strides:
+            return [
+                f"{where}.strides={self.strides!r} must list the stride of each convolution, such "
+                "as (2, 2)."
+            ]
+        found = [
+            f"{where}.{name} lists {len(value)} values for {len(self.strides)} strides; give one "
+            "value per convolution, or a single value for all."
+            for name in ("kernel_size", "channels")
+            for value in (getattr(self, name),)
+            if _is_list(value) and len(value) != len(self.strides)
+        ]
+        if found:
+            return found
+        found += [
+            f"{where}.{name} holds {value!r}; it must hold integers of at least 1."
+            for name in ("strides", "kernel_size", "channels")
+            for value in _per_layer(getattr(self, name), len(self.strides))
+            if not (checks.is_positive_int(value) or (name == "channels" and value is None))
+        ]
+        found += checks.choice_faults(self, {"norm": StemNorm, "activation": StemActivation})
+        if found:
+            return found
+        layers = self.layers(emb_dim)
+        found += [
+            f"{where}[convolution {i}].kernel_size={layer.kernel_size} must be at least its stride "
+            f"{layer.stride}, or tokens between its windows are never read."
+            for i, layer in enumerate(layers)
+            if layer.kernel_size < layer.stride
+        ]
+        if not self.projection and layers[-1].out_dim != emb_dim:
+            found.append(
+                f"{where}.projection=False needs emb_dim={emb_dim} channels out of the last "
+                f"convolution, which has {layers[-1].out_dim}; set the last of channels to None."
+            )
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvT5Config:
     """A text-to-text encoder-decoder whose layers mix the sequence as each stack says.
 
@@ -228,6 +342,9 @@ class ConvT5Config:
         emb_dim, mlp_dim: channels of the residual stream and inside the feed-forward layers.
         num_heads, head_dim: attention heads (encoder-decoder attention, and attention layers).
         encoder, decoder: the two stacks. The decoder is causal and attends to the encoder.
+        stem: convolutions in front of the encoder; None for none. With a stride, learned positions
+            and distances between encoder positions count the shortened sequence, and rows hold one
+            example: an example that begins inside of a window would not be read as it is alone.
         layer_order: "pre" is T5's x + f(norm(x)); "branch" is the paper's norm(f(x)) + x
             (arXiv 2105.03322); "post" is norm(x + f(x)), as in fairseq's default.
         norm: "rms" (T5, no mean, no bias) or "layer" (mean subtracted, with bias).
@@ -263,6 +380,7 @@ class ConvT5Config:
     head_dim: int
     encoder: StackConfig
     decoder: StackConfig
+    stem: TextStemConfig | None = None
     layer_order: LayerOrder = "pre"
     norm: NormKind = "rms"
     norm_epsilon: float = 1e-6
@@ -288,6 +406,29 @@ class ConvT5Config:
         from convt5.model import ConvT5  # The description must import without jax.
 
         return ConvT5(self, key=key)
+
+    @property
+    def stem_stride(self) -> int:
+        """Tokens for each position of the encoder."""
+        return self.stem.stride if self.stem else 1
+
+    def encoder_positions(self, length: int) -> int:
+        """Returns the positions of the encoder for a row of `length` tokens."""
+        return -(-length // self.stem_stride)
+
+    def split_lengths(self, lengths: Mapping[str, int]) -> dict[str, int]:
+        """Returns what devices that share a row must divide: tokens, and positions behind a stem.
+
+        Args:
+            lengths: tokens of a row, by the name of their setting.
+        """
+        stride = self.stem_stride
+        shortened = {
+            f"{name} / {stride} (the stem's stride)": self.encoder_positions(length)
+            for name, length in lengths.items()
+            if stride > 1 and name.endswith("encoder_length")
+        }
+        return {**lengths, **shortened}
 
     @property
     def encoder_layers(self) -> tuple[MixingConfig, ...]:
@@ -320,6 +461,8 @@ class ConvT5Config:
                 f"max_positions={self.max_positions!r} must be the longest sequence in tokens when "
                 "positions='learned'."
             )
+        if self.stem is not None:
+            found += self.stem.faults("stem", emb_dim=self.emb_dim)
         found += self.encoder.faults("encoder", emb_dim=self.emb_dim)
         decoder_faults = self.decoder.faults("decoder", emb_dim=self.emb_dim)
         found += decoder_faults

@@ -19,6 +19,7 @@ from convt5.tree_paths import named_leaves
 
 _PARTS = (
     ("embeddings and output", r"^(token_embedder|position_embedder|output_head)/"),
+    ("stem", r"^stem/"),
     ("mixing", r"/mixing/|/relative_bias/"),
     ("encoder-decoder attention", r"/cross_attention/"),
     ("feed-forward", r"/mlp/"),
@@ -26,7 +27,14 @@ _PARTS = (
 )
 """What parameters are for, by the first pattern found in their name."""
 
-_MODEL_ORDER = ("token_embedder", "position_embedder", "encoder", "decoder", "output_head")
+_MODEL_ORDER = (
+    "token_embedder",
+    "position_embedder",
+    "stem",
+    "encoder",
+    "decoder",
+    "output_head",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +117,8 @@ class Report:
                 "encoder": _reach_json(cost.reach("encoder")),
                 "decoder": _reach_json(cost.reach("decoder")),
             },
+            "encoder_positions": cost.encoder_positions,
+            "stem": [_stem_json(part) for part in cost.stem],
             "layers": [_layer_json(layer) for layer in cost.layers],
             "memory_bytes_per_device": {
                 **dataclasses.asdict(self.memory),
@@ -123,6 +133,7 @@ class Report:
         return "\n\n".join(
             [
                 _describe(self.subject),
+                *([_stem_section(self.cost)] if self.cost.stem else []),
                 _layer_section(self.cost),
                 _totals_section(self.subject, self.cost),
                 _memory_section(self.subject, self.memory),
@@ -148,10 +159,9 @@ def make_report(subject: Subject) -> Report:
         batch_size=subject.batch_size,
         grad_accum_steps=subject.grad_accum_steps,
         tensor_divides={"num_heads": config.num_heads},
-        lengths={
-            "encoder_length": subject.encoder_length,
-            "decoder_length": subject.decoder_length,
-        },
+        lengths=config.split_lengths(
+            {"encoder_length": subject.encoder_length, "decoder_length": subject.decoder_length}
+        ),
     )
     # No cost depends on the learning rate.
     optimizer = subject.optimizer.build(schedule.Constant(rate=1.0))
@@ -169,8 +179,9 @@ def make_report(subject: Subject) -> Report:
 
 
 def parameters_by_part(shapes: costs.Shapes) -> dict[str, int]:
-    """Returns how many parameters serve each purpose."""
-    counts = dict.fromkeys((part for part, _ in _PARTS), 0)
+    """Returns how many parameters serve each purpose; a stem is named where there is one."""
+    has_stem = any(name.startswith("stem/") for name in shapes)
+    counts = {part: 0 for part, _ in _PARTS if part != "stem" or has_stem}
     for name, shape in shapes.items():
         part = next(part for part, pattern in _PARTS if re.search(pattern, name))
         counts[part] += math.prod(shape)
@@ -270,6 +281,28 @@ def _mixing_summary(config: ConvT5Config, stack: str) -> str:
     return ", ".join(f"{kind} x {kinds.count(kind)}" for kind in dict.fromkeys(kinds))
 
 
+def _stem_section(cost: costs.ModelCost) -> str:
+    head = ("convolution", "K", "stride", "channels", "reads so far", "parameters", "FLOPs/output")
+    rows = [
+        (
+            str(part.index) if part.layer else "dense",
+            str(part.layer.kernel_size) if part.layer else "-",
+            str(part.layer.stride) if part.layer else "-",
+            f"{part.layer.in_dim:,} to {part.layer.out_dim:,}" if part.layer else "-",
+            str(part.reach),
+            f"{part.parameters:,}",
+            short_number(part.flops_per_position),
+        )
+        for part in cost.stem
+    ]
+    return (
+        f"Stem of the encoder, bottom first ({cost.encoder_length:,} tokens become "
+        f"{cost.encoder_positions:,} positions)\n"
+        + aligned([head, *rows])
+        + "\n\n  reads so far: tokens, from the first of those that an output stands for."
+    )
+
+
 def _layer_section(cost: costs.ModelCost) -> str:
     head = (
         "stack",
@@ -284,7 +317,10 @@ def _layer_section(cost: costs.ModelCost) -> str:
         "FLOPs/token",
     )
     rows = [_layer_row(layer) for layer in cost.layers]
-    lengths = f"encoder {cost.encoder_length:,} tokens, decoder {cost.decoder_length:,} tokens"
+    shorter = f" in {cost.encoder_positions:,} positions" if cost.stem else ""
+    lengths = (
+        f"encoder {cost.encoder_length:,} tokens{shorter}, decoder {cost.decoder_length:,} tokens"
+    )
     return (
         f"Layers, bottom first ({lengths})\n"
         + aligned([head, *rows], left=(0, 2))
@@ -410,6 +446,18 @@ def _shape_text(shape: Sequence[int]) -> str:
 
 def _spec_text(spec: Sequence[Any]) -> str:
     return ", ".join("-" if a is None else a if isinstance(a, str) else "+".join(a) for a in spec)
+
+
+def _stem_json(part: costs.StemCost) -> dict[str, Any]:
+    return {
+        "kernel_size": part.layer.kernel_size if part.layer else None,
+        "stride": part.layer.stride if part.layer else 1,
+        "tokens_per_output": part.stride,
+        "receptive_field": _reach_json(part.reach),
+        "parameters": part.parameters,
+        "forward_flops_per_output": part.flops_per_position,
+        "activation_bytes_per_output": part.activation_bytes,
+    }
 
 
 def _layer_json(layer: costs.LayerCost) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from convt5 import schedule
-from convt5.architecture import ConvT5Config, MixingConfig
+from convt5.architecture import ConvT5Config, MixingConfig, StemLayer
 from convt5.optimizer import OptimizerConfig
 
 Shapes = dict[str, tuple[int, ...]]
@@ -73,6 +73,29 @@ class LayerCost:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StemCost:
+    """One convolution of the encoder's stem, or the dense layer that ends it.
+
+    Attributes:
+        index: 0 is the bottom one.
+        layer: the convolution; None for the dense layer.
+        stride: tokens for each of its outputs.
+        reach: tokens that it and all below it read, from the first that an output stands for.
+        parameters: number of parameters.
+        flops_per_position: forward FLOPs for each output.
+        activation_bytes: kept for the backward pass for each output.
+    """
+
+    index: int
+    layer: StemLayer | None
+    stride: int
+    reach: Reach
+    parameters: int
+    flops_per_position: float
+    activation_bytes: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelCost:
     """A model at given lengths; FLOPs and bytes are for one example (one row of a batch).
 
@@ -82,6 +105,8 @@ class ModelCost:
 
     Attributes:
         encoder_length, decoder_length: tokens of the row.
+        encoder_positions: of the encoder's layers: fewer than tokens behind a stem with a stride.
+        stem: the layers of the encoder's stem, bottom first.
         layers: the encoder's layers, then the decoder's, bottom first.
         shapes: of every parameter by name.
         output_flops: of the logits, forward.
@@ -91,6 +116,8 @@ class ModelCost:
 
     encoder_length: int
     decoder_length: int
+    encoder_positions: int
+    stem: tuple[StemCost, ...]
     layers: tuple[LayerCost, ...]
     shapes: Shapes
     output_flops: float
@@ -103,8 +130,10 @@ class ModelCost:
 
     @property
     def forward_flops(self) -> float:
-        return self.output_flops + sum(
-            layer.flops_per_token * self._tokens(layer) for layer in self.layers
+        return (
+            self.output_flops
+            + sum(layer.flops_per_token * self._tokens(layer) for layer in self.layers)
+            + sum(part.flops_per_position * self._outputs(part) for part in self.stem)
         )
 
     @property
@@ -118,14 +147,19 @@ class ModelCost:
 
         An estimate: the compiler may recompute some or keep converted copies of others.
         """
-        return sum(layer.activation_bytes * self._tokens(layer) for layer in self.layers)
+        return sum(layer.activation_bytes * self._tokens(layer) for layer in self.layers) + sum(
+            part.activation_bytes * self._outputs(part) for part in self.stem
+        )
 
     def reach(self, stack: StackName) -> Reach:
-        """Returns what the whole stack reads of its own sequence."""
+        """Returns what the whole stack reads of its own sequence, in tokens."""
         return [layer.reach for layer in self.layers if layer.stack == stack][-1]
 
     def _tokens(self, layer: LayerCost) -> int:
-        return self.encoder_length if layer.stack == "encoder" else self.decoder_length
+        return self.encoder_positions if layer.stack == "encoder" else self.decoder_length
+
+    def _outputs(self, part: StemCost) -> int:
+        return -(-self.encoder_length // part.stride)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,9 +190,13 @@ class TrainingMemory:
 def model_cost(config: ConvT5Config, *, encoder_length: int, decoder_length: int) -> ModelCost:
     """Returns the costs of a model at given lengths."""
     shapes = parameter_shapes(config)
-    lengths = {"encoder_length": encoder_length, "decoder_length": decoder_length}
+    positions = config.encoder_positions(encoder_length)
+    lengths = {"encoder_length": positions, "decoder_length": decoder_length}
     return ModelCost(
-        **lengths,
+        encoder_length=encoder_length,
+        decoder_length=decoder_length,
+        encoder_positions=positions,
+        stem=_stem_costs(config),
         layers=(
             *_stack_costs(config, "encoder", shapes, **lengths),
             *_stack_costs(config, "decoder", shapes, **lengths),
@@ -202,14 +240,30 @@ def num_parameters(shapes: Mapping[str, Sequence[int]]) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def stack_reaches(layers: Sequence[MixingConfig], *, causal: bool) -> tuple[Reach, ...]:
+def stack_reaches(
+    layers: Sequence[MixingConfig],
+    *,
+    causal: bool,
+    stride: int = 1,
+    below: Reach = Reach(0, 0),  # noqa: B008
+) -> tuple[Reach, ...]:
     """Returns, for each layer, what it and the layers below it read of their sequence.
 
     A convolution adds (kernel_size - 1) * dilation positions to what lies below it.
+
+    Args:
+        layers: bottom first.
+        causal: attention reads the past alone.
+        stride: tokens for each position of these layers.
+        below: what the lowest of them reads at its own position.
     """
-    reaches, below = [], Reach(0, 0)
+    reaches = []
     for mixing in layers:
-        own = Reach(None, 0 if causal else None) if _attends(mixing) else Reach(*mixing.reach)
+        if _attends(mixing):
+            own = Reach(None, 0 if causal else None)
+        else:
+            left, right = mixing.reach
+            own = Reach(left * stride, right * stride)
         below = below.then(own)
         reaches.append(below)
     return tuple(reaches)
@@ -222,6 +276,7 @@ def parameter_shapes(config: ConvT5Config) -> Shapes:
     if config.positions == "learned":
         assert config.max_positions is not None
         shapes["position_embedder/embedding"] = (config.max_positions, emb)
+    shapes |= _under("stem", _stem_shapes(config))
     for stack in ("encoder", "decoder"):
         layers = _mixings(config, stack)
         if config.positions == "relative" and any(map(_attends, layers)):
@@ -234,6 +289,20 @@ def parameter_shapes(config: ConvT5Config) -> Shapes:
             shapes |= _under(f"{stack}/final_norm", _norm_shapes(config))
     if not config.tie_output:
         shapes["output_head/kernel"] = (emb, vocab)
+    return shapes
+
+
+def _stem_shapes(config: ConvT5Config) -> Shapes:
+    if config.stem is None:
+        return {}
+    shapes: Shapes = {}
+    layers = config.stem.layers(config.emb_dim)
+    norms = {"none": (), "rms": ("scale",), "layer": ("scale", "bias")}[config.stem.norm]
+    for i, layer in enumerate(layers):
+        shapes[f"layers/{i}/kernel"] = (layer.kernel_size, layer.in_dim, layer.out_dim)
+        shapes |= {f"layers/{i}/norm/{name}": (layer.out_dim,) for name in norms}
+    if config.stem.projection:
+        shapes["output/kernel"] = (layers[-1].out_dim, config.emb_dim)
     return shapes
 
 
@@ -303,6 +372,45 @@ def _under(prefix: str, shapes: Shapes) -> Shapes:
     return {f"{prefix}/{name}": shape for name, shape in shapes.items()}
 
 
+def _stem_costs(config: ConvT5Config) -> tuple[StemCost, ...]:
+    if config.stem is None:
+        return ()
+    width = jnp.dtype(config.dtype).itemsize
+    shapes, costs, stride, reach = _stem_shapes(config), [], 1, Reach(0, 0)
+    for i, layer in enumerate(config.stem.layers(config.emb_dim)):
+        left, right = layer.reach
+        reach = reach.then(Reach(left * stride, right * stride))
+        stride *= layer.stride
+        own = {name: shape for name, shape in shapes.items() if name.startswith(f"layers/{i}/")}
+        inputs = layer.kernel_size * layer.in_dim
+        costs.append(
+            StemCost(
+                index=i,
+                layer=layer,
+                stride=stride,
+                reach=reach,
+                parameters=num_parameters(own),
+                flops_per_position=2 * inputs * layer.out_dim,
+                # The windows, and what the norm and the activation read.
+                activation_bytes=width * (inputs + 2 * layer.out_dim),
+            )
+        )
+    if "output/kernel" in shapes:
+        in_dim, out_dim = shapes["output/kernel"]
+        costs.append(
+            StemCost(
+                index=len(costs),
+                layer=None,
+                stride=stride,
+                reach=reach,
+                parameters=in_dim * out_dim,
+                flops_per_position=2 * in_dim * out_dim,
+                activation_bytes=width * in_dim,
+            )
+        )
+    return tuple(costs)
+
+
 def _stack_costs(
     config: ConvT5Config,
     stack: StackName,
@@ -315,7 +423,13 @@ def _stack_costs(
     is_decoder = stack == "decoder"
     length = decoder_length if is_decoder else encoder_length
     source = encoder_length if is_decoder else None
-    reaches = stack_reaches(layers, causal=is_decoder)
+    stem = _stem_costs(config) if not is_decoder else ()
+    reaches = stack_reaches(
+        layers,
+        causal=is_decoder,
+        stride=stem[-1].stride if stem else 1,
+        below=stem[-1].reach if stem else Reach(0, 0),
+    )
     return [
         LayerCost(
             stack=stack,

@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from convt5 import errors
 from convt5.architecture import ConvT5Config
 from convt5.blocks import LayerState, Stack, StackInputs
 from convt5.layers import Dense, DropoutKey, Embed, at_least_float32, split_key
+from convt5.stem import StemOutput, TextStem, shortened
 
 HostOrDevice = jax.Array | np.ndarray
 Tokens = Int[HostOrDevice, "batch length"]
@@ -46,6 +48,8 @@ class ConvT5(nnx.Module):
             if config.positions == "learned" and config.max_positions
             else None
         )
+        # A key of its own: models without a stem keep the parameters they were initialised with.
+        self.stem = TextStem(config, key=jax.random.fold_in(key, 5)) if config.stem else None
         self.encoder = Stack(config, decoder=False, key=keys[2])
         self.decoder = Stack(config, decoder=True, key=keys[3])
         self.output_head = (
@@ -103,7 +107,11 @@ class ConvT5(nnx.Module):
         """Returns the decoder's output, whose products with `output_table()` are the logits.
 
         Arguments as of a call.
+
+        Raises:
+            UserError: rows hold packed examples, and the encoder's stem has a stride.
         """
+        self._check_not_packed(encoder_segment_ids)
         encoder_key, decoder_key = split_key(dropout_key, 2)
         if encoder_segment_ids is None:
             encoder_segment_ids = (jnp.asarray(encoder_input_tokens) != 0).astype(jnp.int32)
@@ -134,21 +142,43 @@ class ConvT5(nnx.Module):
         segment_ids: Tokens | None = None,
         positions: Tokens | None = None,
         dropout_key: DropoutKey = None,
-    ) -> Float[Array, "batch length embed"]:
-        """Returns the encoder's output, zero at padding."""
+    ) -> Float[Array, "batch positions embed"]:
+        """Returns the encoder's output, zero at padding.
+
+        Its positions are the tokens, or fewer where the encoder's stem has a stride: of segment ids
+        for packed rows, each must then begin at a multiple of the stride.
+
+        Raises:
+            UserError: one does not, as far as their values are known (outside of `jax.jit`).
+        """
+        self._check_aligned(segment_ids)
         tokens = jnp.asarray(tokens)
         segment_ids = jnp.asarray(tokens != 0, jnp.int32) if segment_ids is None else segment_ids
-        segment_ids = jnp.asarray(segment_ids)
-        x = self.encoder(
-            self.embed(tokens, positions),
-            StackInputs(segment_ids),
-            dropout_key=dropout_key,
-        )
+        embedded = self.embed_tokens(tokens)
+        x, segment_ids = self.stemmed(embedded, jnp.asarray(segment_ids), positions)
+        x = self.encoder(x, StackInputs(segment_ids), dropout_key=dropout_key)
         return x * (segment_ids != 0)[..., None].astype(x.dtype)
+
+    def stemmed(
+        self,
+        x: Float[Array, "batch length embed"],
+        segment_ids: Int[Array, "batch length"],
+        positions: Tokens | None = None,
+    ) -> StemOutput:
+        """Returns what the encoder's layers read of embedded tokens, and its segments.
+
+        Learned positions are added behind the stem, and count its outputs.
+        """
+        stride = self.config.stem_stride
+        if self.stem is not None:
+            x, segment_ids = self.stem(x, segment_ids)
+        if positions is not None and stride > 1:
+            positions = jnp.asarray(positions)[:, ::stride] // stride
+        return StemOutput(self.with_positions(x, positions), segment_ids)
 
     def decode(
         self,
-        encoded: Float[Array, "batch source embed"],
+        encoded: Float[Array, "batch positions embed"],
         tokens: Int[HostOrDevice, "batch target"],
         *,
         encoder_segment_ids: Int[HostOrDevice, "batch source"],
@@ -156,7 +186,10 @@ class ConvT5(nnx.Module):
         positions: Int[HostOrDevice, "batch target"] | None = None,
         dropout_key: DropoutKey = None,
     ) -> Float[Array, "batch target vocab"]:
-        """Returns logits for shifted target tokens, all positions at once."""
+        """Returns logits for shifted target tokens, all positions at once.
+
+        `encoder_segment_ids` are those of the source tokens, also where a stem shortened them.
+        """
         outputs = self._decoded(
             encoded,
             tokens,
@@ -169,17 +202,20 @@ class ConvT5(nnx.Module):
 
     def init_decoding(
         self,
-        encoded: Float[Array, "batch source embed"],
+        encoded: Float[Array, "batch positions embed"],
         *,
         encoder_segment_ids: Int[HostOrDevice, "batch source"],
         length: int,
     ) -> DecoderState:
-        """Returns the state before the first of at most `length` decoding steps."""
+        """Returns the state before the first of at most `length` decoding steps.
+
+        `encoder_segment_ids` are those of the source tokens, also where a stem shortened them.
+        """
         self._check_length(length)
         batch = encoded.shape[0]
         return DecoderState(
             layers=self.decoder.init_state(encoded, length=length),
-            memory_mask=(jnp.asarray(encoder_segment_ids) != 0)[:, None],
+            memory_mask=(self._memory_ids(encoder_segment_ids) != 0)[:, None],
             position=jnp.zeros((batch,), jnp.int32),
         )
 
@@ -220,7 +256,7 @@ class ConvT5(nnx.Module):
             segment_ids,
             readable=self._readable(tokens),
             memory=encoded,
-            memory_segment_ids=jnp.asarray(encoder_segment_ids),
+            memory_segment_ids=self._memory_ids(encoder_segment_ids),
         )
         x = self.decoder(self.embed(tokens, positions), inputs, dropout_key=dropout_key)
         return self._scaled(x)
@@ -229,14 +265,25 @@ class ConvT5(nnx.Module):
         self, tokens: Tokens, positions: Tokens | None = None
     ) -> Float[Array, "batch length embed"]:
         """Returns the vectors that a stack reads: of tokens, and of learned positions."""
-        dtype = jnp.dtype(self.config.dtype)
-        x = self.token_embedder(tokens, dtype=dtype)
+        return self.with_positions(self.embed_tokens(tokens), positions)
+
+    def embed_tokens(self, tokens: Tokens) -> Float[Array, "batch length embed"]:
+        """Returns the vectors of tokens alone."""
+        return self.token_embedder(jnp.asarray(tokens), dtype=jnp.dtype(self.config.dtype))
+
+    def with_positions(
+        self, x: Float[Array, "batch length embed"], positions: Tokens | None = None
+    ) -> Float[Array, "batch length embed"]:
+        """Adds the vectors of learned positions, where the model has them."""
         if self.position_embedder is None:
             return x
         if positions is None:
-            self._check_length(tokens.shape[1])
-            positions = jnp.arange(tokens.shape[1])[None]
-        return x + self.position_embedder(jnp.asarray(positions), dtype=dtype)
+            self._check_length(x.shape[1])
+            positions = jnp.arange(x.shape[1])[None]
+        return x + self.position_embedder(jnp.asarray(positions), dtype=x.dtype)
+
+    def _memory_ids(self, encoder_segment_ids):
+        return shortened(jnp.asarray(encoder_segment_ids), self.config.stem_stride)
 
     def _readable(self, tokens, hide_start_token: bool | None = None):
         hide = self.config.hide_start_token if hide_start_token is None else hide_start_token
@@ -249,6 +296,28 @@ class ConvT5(nnx.Module):
         if self.output_head is None:
             return self.token_embedder.attend(outputs)
         return self.output_head(outputs).astype(at_least_float32(outputs.dtype))
+
+    def _check_not_packed(self, encoder_segment_ids) -> None:
+        stride = self.config.stem_stride
+        if encoder_segment_ids is not None and stride > 1:
+            raise errors.UserError(
+                f"the encoder's stem has a stride of {stride}, and these rows are packed: examples "
+                "that begin inside of its windows would be read differently than alone; set "
+                "data.DataConfig.pack = False, or the strides of architecture.TextStemConfig to 1."
+            )
+
+    def _check_aligned(self, segment_ids) -> None:
+        stride = self.config.stem_stride
+        if segment_ids is None or stride == 1 or isinstance(segment_ids, Tracer):
+            return
+        ids = np.asarray(segment_ids)
+        begins = np.flatnonzero(((ids[:, 1:] != ids[:, :-1]) & (ids[:, 1:] > 1)).any(axis=0)) + 1
+        if np.any(begins % stride):
+            raise errors.UserError(
+                f"a packed example begins at position {begins[begins % stride != 0][0]}, inside of "
+                f"a window of the encoder's stem; examples must begin at multiples of its stride "
+                f"{stride}, or stand in rows of their own."
+            )
 
     def _check_length(self, length: int) -> None:
         limit = self.config.max_positions

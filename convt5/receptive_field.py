@@ -19,6 +19,7 @@ from convt5 import costs, figures
 from convt5.blocks import Stack, StackInputs
 from convt5.costs import Reach, StackName
 from convt5.model import ConvT5
+from convt5.stem import shortened
 
 SHARES = (0.5, 0.95, 0.99)
 """Parts of the gradient whose distances are reported."""
@@ -81,6 +82,7 @@ def measure(
 
     The output is seen in `num_draws` random directions of its channels; the position is the middle
     of an encoder's sequence and the end of a decoder's. A decoder reads one empty encoder position.
+    Behind a stem with a stride, an output's position is the first of the tokens it stands for.
 
     Args:
         model: any parameters: of a checkpoint, or as initialised.
@@ -91,8 +93,11 @@ def measure(
         seed: of these.
     """
     rows, length = tokens.shape
-    position = length // 2 if stack == "encoder" else length - 1
-    inputs = StackInputs(jnp.ones_like(tokens) if segment_ids is None else segment_ids)
+    ids = jnp.ones_like(tokens) if segment_ids is None else segment_ids
+    stride = model.config.stem_stride if stack == "encoder" else 1
+    output = length // 2 // stride if stack == "encoder" else length - 1
+    position = output * stride
+    inputs = StackInputs(shortened(ids, stride))
     if stack == "decoder":
         inputs = inputs._replace(
             memory=jnp.zeros((rows, 1, model.config.emb_dim), jnp.dtype(model.config.dtype)),
@@ -102,11 +107,11 @@ def measure(
     directions = jax.random.rademacher(jax.random.key(seed), shape, jnp.float32)
     cost = costs.model_cost(model.config, encoder_length=length, decoder_length=length)
     reaches = [layer.reach for layer in cost.layers if layer.stack == stack]
-    embedded = model.embed(tokens)
+    embedded = model.embed_tokens(tokens)
     found = []
     for index, reach in enumerate(reaches):
         lowest = getattr(model, stack).lowest(index + 1)
-        norms = _gradient_norms(position, lowest, embedded, inputs, directions)
+        norms = _gradient_norms(stack, output, model, lowest, embedded, ids, inputs, directions)
         mass = np.asarray(norms, np.float64)
         found.append(
             Field(stack=stack, index=index, position=position, mass=mass / mass.sum(), reach=reach)
@@ -114,17 +119,24 @@ def measure(
     return found
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _gradient_norms(
+    name: StackName,
     position: int,
+    model: ConvT5,
     stack: Stack,
     embedded: Float[Array, "batch length embed"],
+    segment_ids: Int[Array, "batch length"],
     inputs: StackInputs,
     directions: Float[Array, "draws batch embed"],
 ) -> Float[Array, " length"]:
     """Returns for each input position the mean norm over rows and directions."""
 
     def output(x):
+        if name == "encoder":
+            x, _ = model.stemmed(x, segment_ids)
+        else:
+            x = model.with_positions(x)
         return stack(x, inputs)[:, position].astype(jnp.float32)
 
     _, vjp = jax.vjp(output, embedded)

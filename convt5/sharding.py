@@ -104,6 +104,8 @@ TEXT_RULES = (
     Rule(r"position_embedder/embedding$", (None, "fsdp"), optional=True),
     Rule(r"relative_bias/embedding$", (None, "tensor"), optional=True),
     Rule(r"norm/(scale|bias)$"),
+    Rule(r"stem/layers/\d+/kernel$", (None, "fsdp", "tensor"), optional=True),
+    Rule(r"stem/output/kernel$", ("tensor", "fsdp"), optional=True),
     Rule(r"mixing/(input|gate)/kernel$", ("fsdp", "tensor"), optional=True),
     Rule(r"mixing/(input|gate)/bias$", ("tensor",), optional=True),
     Rule(r"mixing/kernel$", (None, "tensor"), optional=True),

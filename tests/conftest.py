@@ -37,6 +37,7 @@ install_import_hook(
         "convt5.layers",
         "convt5.mixing",
         "convt5.blocks",
+        "convt5.stem",
         "convt5.model",
         "convt5.decoding",
         "convt5.search",

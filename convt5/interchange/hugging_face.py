@@ -138,6 +138,7 @@ def as_settings(config: ConvT5Config) -> dict[str, Any]:
         "layer_order": "pre",
         "norm": "rms",
         "mlp_bias": False,
+        "stem": None,
     }
     faults = [
         f"{name}={getattr(config, name)!r}, but T5 has {value!r}."

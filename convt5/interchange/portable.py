@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from convt5 import errors
-from convt5.architecture import ConvT5Config, StackConfig
+from convt5.architecture import ConvT5Config, StackConfig, TextStemConfig
 from convt5.interchange import safetensors_files
 from convt5.interchange.mapping import Imported, Source, check, parameter_shapes
 from convt5.vision.architecture import ViTConfig
@@ -101,15 +101,19 @@ def revive(settings: Mapping[str, Any]) -> Any:
             faults.append(f"{side} is missing.")
             continue
         faults += [f"setting {side}.{name} is unknown." for name in given.keys() - stacks]
+    stem = settings.get("stem")
+    if stem is not None:
+        faults += _unknown(stem, TextStemConfig, inside="stem.")
     errors.raise_all(faults, where=_DESCRIPTION)
     sides = {side: StackConfig(**_tuples(settings[side])) for side in ("encoder", "decoder")}
-    return ConvT5Config(**{**settings, **sides})
+    built_stem = {} if stem is None else {"stem": TextStemConfig(**_tuples(stem))}
+    return ConvT5Config(**{**settings, **sides, **built_stem})
 
 
-def _unknown(settings: Mapping[str, Any], described: type[Any]) -> list[str]:
+def _unknown(settings: Mapping[str, Any], described: type[Any], inside: str = "") -> list[str]:
     known = {field.name for field in dataclasses.fields(described)}
     return [
-        f"setting {name!r} is unknown.{errors.suggest(name, known)}"
+        f"setting {inside + name!r} is unknown.{errors.suggest(name, known)}"
         for name in settings.keys() - known
     ]
 

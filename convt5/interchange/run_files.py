@@ -90,8 +90,13 @@ def model_gin(config: ConvT5Config | ViTConfig, *, origin: str) -> str:
     lines += [
         "architecture.ConvT5Config.encoder = @encoder/architecture.StackConfig()",
         "architecture.ConvT5Config.decoder = @decoder/architecture.StackConfig()",
-        *_bindings("architecture.ConvT5Config", config, leave_out=("encoder", "decoder")),
+        *_bindings("architecture.ConvT5Config", config, leave_out=("encoder", "decoder", "stem")),
     ]
+    if config.stem is not None:
+        lines += [
+            "architecture.ConvT5Config.stem = @architecture.TextStemConfig()",
+            *_bindings("architecture.TextStemConfig", config.stem),
+        ]
     for side, stack in (("encoder", config.encoder), ("decoder", config.decoder)):
         lines += ["", *_bindings(f"{side}/architecture.StackConfig", stack)]
     return "\n".join(lines) + "\n"

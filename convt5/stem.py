@@ -1,0 +1,127 @@
+"""What may stand between the token embeddings and the encoder: early convolutions for text.
+
+`architecture.TextStemConfig` says what is built; `model` runs it before the encoder's layers.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from convt5.architecture import ConvT5Config, StemActivation, StemLayer
+from convt5.layers import Dense, Norm, at_least_float32, truncated_normal
+
+
+class StemOutput(NamedTuple):
+    """What a stem gives.
+
+    Attributes:
+        features: of the shortened sequence, zero at padding.
+        segment_ids: of the shortened sequence.
+    """
+
+    features: Float[Array, "batch positions embed"]
+    segment_ids: Int[Array, "batch positions"]
+
+
+class StemConvolution(nnx.Module):
+    """Convolution over all channels, norm, activation.
+
+    Output o stands for the inputs o * stride to o * stride + stride - 1, whose segment it has. Taps
+    read zero in other segments, at padding and outside of the row; outputs of padding are zero.
+    """
+
+    def __init__(self, config: ConvT5Config, layer: StemLayer, *, key: PRNGKeyArray):
+        assert config.stem is not None
+        shape = (layer.kernel_size, layer.in_dim, layer.out_dim)
+        init = truncated_normal((layer.kernel_size * layer.in_dim) ** -0.5)
+        self.kernel = nnx.Param(init(key, shape, jnp.float32))
+        kind = config.stem.norm
+        self.norm = (
+            None if kind == "none" else Norm(layer.out_dim, kind=kind, epsilon=config.norm_epsilon)
+        )
+        self.activation: StemActivation = config.stem.activation
+        self.layer = layer
+
+    def __call__(
+        self, x: Float[Array, "batch length channels"], segment_ids: Int[Array, "batch length"]
+    ) -> StemOutput:
+        ids = shortened(segment_ids, self.layer.stride)
+        y = self._convolved(x, segment_ids, ids)
+        if self.norm is not None:
+            y = self.norm(y)
+        if self.activation != "none":
+            y = jax.nn.relu(y) if self.activation == "relu" else jax.nn.gelu(y, approximate=True)
+        # The bias of a layer norm reaches padding as well, which the next taps must not read.
+        return StemOutput(y * (ids != 0)[..., None].astype(y.dtype), ids)
+
+    def _convolved(self, x, segment_ids, ids) -> Float[Array, "batch positions out"]:
+        """One product with the windows laid side by side: their sum is taken in float32."""
+        size, stride = self.layer.kernel_size, self.layer.stride
+        left, _ = self.layer.reach
+        positions = ids.shape[1]
+        behind = (positions - 1) * stride + size - left - x.shape[1]
+        rows = jnp.pad(x, ((0, 0), (left, behind), (0, 0)))
+        segments = jnp.pad(segment_ids, ((0, 0), (left, behind)))
+        windows = []
+        for tap in range(size):
+            at = slice(tap, tap + (positions - 1) * stride + 1, stride)
+            own = (segments[:, at] == ids) & (ids != 0)
+            windows.append(rows[:, at] * own[..., None].astype(x.dtype))
+        kernel = self.kernel[...].astype(x.dtype)
+        y = jnp.dot(
+            jnp.concatenate(windows, axis=-1),
+            kernel.reshape(-1, kernel.shape[-1]),
+            preferred_element_type=at_least_float32(x.dtype),
+        )
+        return y.astype(x.dtype)
+
+
+class TextStem(nnx.Module):
+    """The convolutions of `TextStemConfig`, and a dense layer to the residual stream."""
+
+    def __init__(self, config: ConvT5Config, *, key: PRNGKeyArray):
+        assert config.stem is not None
+        layers = config.stem.layers(config.emb_dim)
+        keys = jax.random.split(key, len(layers) + 1)
+        # Any: a list of modules has no element type.
+        self.layers: Any = nnx.List(
+            [StemConvolution(config, layer, key=keys[i]) for i, layer in enumerate(layers)]
+        )
+        self.output = (
+            Dense(layers[-1].out_dim, config.emb_dim, key=keys[-1])
+            if config.stem.projection
+            else None
+        )
+
+    def __call__(
+        self, x: Float[Array, "batch length embed"], segment_ids: Int[Array, "batch length"]
+    ) -> StemOutput:
+        """Returns the features that the encoder reads, and the segments they belong to.
+
+        Args:
+            x: the embeddings.
+            segment_ids: packed examples, 0 for padding. Where the stem has a stride, each must
+                begin at a multiple of it; one that begins inside of a window is read differently
+                than alone, or not at all.
+        """
+        found = StemOutput(x, segment_ids)
+        for layer in self.layers:
+            found = layer(found.features, found.segment_ids)
+        if self.output is None:
+            return found
+        return found._replace(features=self.output(found.features))
+
+
+def shortened(ids: Int[Array, "batch length"], stride: int) -> Int[Array, "batch positions"]:
+    """Returns the segment of each window of `stride` positions: of any of its tokens.
+
+    Example: [1, 1, 1, 0, 0] with stride 2 is [1, 1, 0].
+    """
+    if stride == 1:
+        return ids
+    positions = -(-ids.shape[1] // stride)
+    padded = jnp.pad(ids, ((0, 0), (0, positions * stride - ids.shape[1])))
+    return jnp.max(jnp.stack([padded[:, i::stride] for i in range(stride)]), axis=0)
