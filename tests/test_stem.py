@@ -10,11 +10,11 @@ import pytest
 from quick import quick
 from test_model import VOCAB, random_tokens, shift, stack, tiny_config
 
-from convt5 import costs, data, inspect, receptive_field
+from convt5 import costs, data, gin_config, inspect, receptive_field
 from convt5.architecture import ConvT5Config, StackConfig, TextStemConfig
 from convt5.decoding import Greedy, decode, score
 from convt5.errors import UserError
-from convt5.interchange import portable
+from convt5.interchange import hugging_face, portable, run_files
 from convt5.losses import TextLoss
 from convt5.model import ConvT5
 from convt5.optimizer import AdafactorConfig
@@ -281,6 +281,18 @@ def test_descriptions_come_back_and_name_what_they_do_not_know():
     wrong["stem"]["stride"] = 3
     with pytest.raises(UserError, match=r"setting 'stem\.stride' is unknown.*strides"):
         portable.revive(wrong)
+
+
+@pytest.mark.parametrize("name", STEMS)
+def test_a_model_written_as_a_gin_file_is_read_as_the_same(name, tmp_path):
+    path = tmp_path / "model.gin"
+    path.write_text(run_files.model_gin(config(name), origin="a test"))
+    assert gin_config.load([str(path)], roots=["%MODEL"]).macro("MODEL") == config(name)
+
+
+def test_transformers_has_no_stem():
+    with pytest.raises(UserError, match=r"stem=TextStemConfig.* but T5 has None"):
+        hugging_face.as_settings(config("halves", "attention"))
 
 
 MESHES = {
