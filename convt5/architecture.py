@@ -195,6 +195,8 @@ class StackConfig:
         """Returns every broken rule as one sentence; `where` is encoder or decoder."""
         if not checks.is_positive_int(self.num_layers):
             return [f"{where}.num_layers={self.num_layers!r} must be an integer of at least 1."]
+        if too_many := checks.layer_faults(self.num_layers, where=f"{where}."):
+            return too_many
         found = []
         for name in ("mixing", "kernel_size", "dilation", "num_kernels"):
             value = getattr(self, name)

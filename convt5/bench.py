@@ -72,8 +72,8 @@ def main(argv: Sequence[str]) -> None:
     arguments = command_line.parse(COMMAND, argv)
     flags = arguments.flags
     suites = _chosen(flags.suites)
-    folder = _writable(flags.output)
     models = _models(arguments.gin_files, arguments.gin_bindings)
+    folder = _writable(flags.output)
     # Deferred, so that help and usage errors come at once.
     from convt5.benchmarks import machine, report
 

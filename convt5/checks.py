@@ -5,10 +5,19 @@ from typing import Any, get_args
 
 from convt5 import errors
 
+MOST_LAYERS = 1000
+
 
 def is_positive_int(value: object) -> bool:
     """Whether a value is an integer of at least 1; True is none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def layer_faults(count: int, *, where: str = "") -> list[str]:
+    """Returns a line for more layers than anyone builds: each is an object, made one by one."""
+    if count <= MOST_LAYERS:
+        return []
+    return [f"{where}num_layers={count} must be at most {MOST_LAYERS}."]
 
 
 def count_faults(description: object, names: Iterable[str]) -> list[str]:

@@ -183,14 +183,27 @@ class Walk:
         self.missing: dict[str, str] = {}
         self._final = final
         self._supplied = supplied
+        self._open: list[Any] = []  # What is being visited, outermost first.
 
     def visit(self, value: Any, scope: tuple[str, ...], wanted_by: str) -> None:
         """Visits what building `value` in `scope` needs; `wanted_by` names the parameter."""
         for part in flatten(value):
             if isinstance(part, Macro):
+                self._enter(part, wanted_by)
                 self._visit_macro(part, scope, wanted_by)
+                self._open.pop()
             elif isinstance(part, ResolvedReference):
+                self._enter((part.target, part.scopes or scope), wanted_by)
                 self._visit_target(part.target, part.scopes or scope, is_root=not wanted_by)
+                self._open.pop()
+
+    def _enter(self, what: Any, wanted_by: str) -> None:
+        if what in self._open:
+            raise errors.UserError(
+                f"configuration: {wanted_by} leads back to itself, so that it can never be built; "
+                "set it to something else."
+            )
+        self._open.append(what)
 
     def bound(self, target: Target, scope: tuple[str, ...]) -> dict[str, Setting]:
         """Returns the settings in force for `target` in `scope`: inner scopes win, as in gin."""
@@ -284,7 +297,9 @@ def typed(final: Mapping[Any, Setting]) -> Iterator[gin_types.Typed]:
         if setting.target not in hints:
             hints[setting.target] = gin_types.hints(setting.target.load())
         value, location = setting.value, setting.location
-        while isinstance(value, Macro) and value.name in macros:
+        seen = set()  # Of macros that lead in a circle, `Walk` tells.
+        while isinstance(value, Macro) and value.name in macros and value.name not in seen:
+            seen.add(value.name)
             value, location = macros[value.name].value, macros[value.name].location
         opaque = any(isinstance(v, (Macro, ResolvedReference)) for v in flatten(value))
         if not opaque and setting.parameter in hints[setting.target]:

@@ -71,7 +71,11 @@ def fits(value: Any, hint: Any) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is str:
         return isinstance(value, str)
-    return not (isinstance(hint, type) and dataclasses.is_dataclass(hint))
+    if origin is collections.abc.Callable:
+        return False
+    # Only references build objects.
+    is_object = dataclasses.is_dataclass(hint) or getattr(hint, "_is_protocol", False)
+    return not (isinstance(hint, type) and is_object)
 
 
 def is_literal(value: Any) -> bool:

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PRNGKeyArray
 
-from convt5 import sharding
+from convt5 import errors, sharding
 from convt5.optimizer import OptimizerConfig
 from convt5.schedule import Schedule
 from convt5.training.averaging import Averaging
@@ -101,6 +101,8 @@ def make_plan(
     Raises:
         UserError: sizes that the mesh does not divide, or rules that do not fit the model.
     """
+    if not -(2**63) <= seed < 2**63:
+        raise errors.UserError(f"train: seed={seed} must be an integer of 64 bits.")
     device_mesh = (mesh or sharding.MeshConfig()).build(devices)
     heads = getattr(model, "num_heads", None)
     split_lengths = getattr(model, "split_lengths", None)

@@ -92,6 +92,7 @@ class ViTConfig:
 
     def _faults(self) -> list[str]:
         found = checks.count_faults(self, (*_COUNTS, "num_classes"))
+        found = found or checks.layer_faults(self.num_layers)
         found += checks.choice_faults(self, {"stem": StemKind, "pooling": Pooling})
         if self.dtype not in ("bfloat16", "float32", "float64"):
             found.append(f"dtype={self.dtype!r} must be bfloat16, float32 or float64.")
