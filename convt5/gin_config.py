@@ -90,6 +90,7 @@ def load(
     errors.raise_all(gin_checks.import_faults(statements), where="configuration")
     errors.raise_all(gin_checks.target_faults(final.values(), root_values), where="configuration")
     errors.raise_all(gin_checks.scope_faults(final.values(), every), where="configuration")
+    errors.raise_all(gin_checks.number_faults(final.values()), where="configuration")
     errors.raise_all(gin_types.faults(gin_checks.typed(final)), where="configuration")
     walk = gin_checks.Walk(final, supplied)
     for value in root_values:
@@ -107,6 +108,8 @@ def load(
 
 def folder(parts: Sequence[str]) -> str:
     """Joins path parts, so that a gin file can derive a run directory from other settings."""
+    if wrong := [part for part in parts if not isinstance(part, str)]:
+        raise errors.UserError(f"a folder cannot be named by {wrong[0]!r}; each part must be text.")
     return posixpath.join(*parts)
 
 

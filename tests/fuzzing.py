@@ -14,7 +14,7 @@ import warnings
 
 from hypothesis import strategies as st
 
-from convt5 import errors
+from convt5 import errors, multi_host
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LIMIT_SECS = 60
@@ -118,7 +118,9 @@ def names_in(files):
 
 
 def flags_of(command):
-    return importlib.import_module(f"convt5.{command}").COMMAND.flags
+    """The flags of a command, but those that join other processes and wait for them."""
+    flags = importlib.import_module(f"convt5.{command}").COMMAND.flags
+    return [flag for flag in flags if flag not in multi_host.FLAGS]
 
 
 @st.composite

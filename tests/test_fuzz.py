@@ -82,11 +82,21 @@ RESUME, DIGITS = "gin/runs/resume_check.gin", "gin/runs/digits.gin"
             "architecture.StackConfig.num_kernels=@architecture.StackConfig()",
             "leads back to itself",
         ),
+        ("train", RESUME, "optimizer.AdafactorConfig.epsilon=1e400", "must be a finite number"),
+        ("cache", RESUME, "NUM_STEPS=1e400", "must be a finite number"),
+        (
+            "train",
+            RESUME,
+            "schedule.InverseSqrt.warmup_steps=@optimizer.AdamWConfig()",
+            "must be an integer",
+        ),
+        ("train", "gin/runs/quickstart.gin", "MODEL_NAME=0.5", "part must be text"),
         ("train", RESUME, "RUN_DIR=%RUN_DIR", "leads back to itself"),
     ],
 )
 def test_mistakes_that_once_ended_in_a_traceback(command, file, binding, words, place):
-    argv = [f"--gin_file={file}", "--gin.RUN_DIR=run", f"--gin.{binding}", "--dry_run"]
+    argv = [f"--gin_file={file}", f"--gin.{binding}"]
+    argv += ["--dry_run"] if command == "train" else ["--output_dir=out"]
     with pytest.raises(errors.UserError, match=words.replace("[", r"\[")):
         importlib.import_module(f"convt5.{command}").main(argv)
     assert not list(place.iterdir())

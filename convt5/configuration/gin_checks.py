@@ -5,6 +5,7 @@ Each check yields one sentence per fault, with the file and line; `gin_config` r
 
 import importlib
 import inspect
+import math
 import pathlib
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -287,8 +288,21 @@ def missing_message(missing: Mapping[str, str]) -> str:
     )
 
 
+def _is_object(value: Any) -> bool:
+    """Whether a value is a reference to a class, or what one builds."""
+    return isinstance(value, ResolvedReference) and isinstance(value.target.load(), type)
+
+
+def number_faults(settings: Iterable[Setting]) -> Iterator[str]:
+    """Numbers such as 1e400, which become infinite and cannot be written to a gin file again."""
+    for setting in settings:
+        for value in flatten(setting.value):
+            if isinstance(value, float) and not math.isfinite(value):
+                yield f"{setting.location}: {setting.name}={value} must be a finite number."
+
+
 def typed(final: Mapping[Any, Setting]) -> Iterator[gin_types.Typed]:
-    """Yields every literal parameter value, macros resolved, with its annotation."""
+    """Yields literal values, and objects where none fits, with annotations; macros are resolved."""
     macros = {s.name: s for s in final.values() if s.target is None}
     hints: dict[Target, Mapping[str, Any]] = {}
     for setting in final.values():
@@ -302,6 +316,8 @@ def typed(final: Mapping[Any, Setting]) -> Iterator[gin_types.Typed]:
             seen.add(value.name)
             value, location = macros[value.name].value, macros[value.name].location
         opaque = any(isinstance(v, (Macro, ResolvedReference)) for v in flatten(value))
-        if not opaque and setting.parameter in hints[setting.target]:
-            hint = hints[setting.target][setting.parameter]
+        if setting.parameter not in hints[setting.target]:
+            continue
+        hint = hints[setting.target][setting.parameter]
+        if not opaque or (_is_object(value) and gin_types.is_plain(hint)):
             yield gin_types.Typed(str(location), setting.name, value, hint)

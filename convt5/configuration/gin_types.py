@@ -78,6 +78,11 @@ def fits(value: Any, hint: Any) -> bool:
     return not (isinstance(hint, type) and is_object)
 
 
+def is_plain(hint: Any) -> bool:
+    """Returns whether only numbers, texts, True, False and None fit: no object does."""
+    return set(_alternatives(hint)) <= {int, float, bool, str, type(None)}
+
+
 def is_literal(value: Any) -> bool:
     """Returns whether a gin file can express `value`."""
     if isinstance(value, (list, tuple)):
