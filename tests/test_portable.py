@@ -137,7 +137,8 @@ def test_programs_run_without_our_code_and_equal_the_model(model, tmp_path):
         [sys.executable, "-c", READER, str(tmp_path)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    found = np.load(tmp_path / "found.npz")
+    with np.load(tmp_path / "found.npz") as file:
+        found = dict(file)
     forward = jax.jit(lambda m: (m.encode(SOURCES), m(SOURCES, TARGETS)))
     encoded, logits = forward(model)
     # Two compilations may order float32 sums differently.

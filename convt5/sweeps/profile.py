@@ -143,7 +143,11 @@ def _mean_last(runs: Sequence[Made], name: str) -> float | None:
     last = []
     for made in runs:
         path = made.folder / METRICS_FILE
-        values = [r[name] for r in (read_records(path) if path.exists() else []) if name in r]
+        values = [
+            r[name]
+            for r in (read_records(path, need=["step"]) if path.exists() else [])
+            if name in r
+        ]
         last += values[-1:]
     return statistics.fmean(last) if last else None
 

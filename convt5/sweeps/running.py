@@ -152,7 +152,7 @@ def final_value(folder: pathlib.Path, metric: str) -> float | None:
 def values_of(folder: pathlib.Path, metric: str) -> list[tuple[int, float]]:
     """Returns steps and values of a metric that a run recorded, in order."""
     path = folder / METRICS_FILE
-    records = read_records(path) if path.exists() else []
+    records = read_records(path, need=["step"]) if path.exists() else []
     return [(r["step"], float(r[metric])) for r in records if metric in r]
 
 

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TextIO
 
 from etils import epath
@@ -50,7 +50,7 @@ class JsonLines:
 
     def __init__(self, path: epath.PathLike, *, last_step: int):
         self._path = epath.Path(path)
-        kept = [r for r in read_records(self._path) if r["step"] <= last_step]
+        kept = [r for r in read_records(self._path, need=["step"]) if r["step"] <= last_step]
         self._text = "".join(json.dumps(record) + "\n" for record in kept)
         # Object stores cannot append; there the whole file is written again at each `sync`.
         self._is_local = "://" not in str(path)
@@ -85,20 +85,29 @@ class JsonLines:
                 os.close(self._file)
 
 
-def read_records(path: epath.PathLike) -> list[dict[str, Any]]:
-    """Returns the records of a metrics.jsonl, leaving out a last line cut short by a kill."""
+def read_records(path: epath.PathLike, *, need: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Returns the records of a file of JSON lines, without a last line cut short by a kill.
+
+    Args:
+        path: the file; one that does not exist has no records.
+        need: keys that every record must have.
+
+    Raises:
+        UserError: naming a line that is no such record.
+    """
     path = epath.Path(path)
     if not path.exists():
         return []
     # A line is complete only with its newline, which is what follows the last split.
     lines = path.read_bytes().split(b"\n")[:-1]
-    return [_record(line, path, number) for number, line in enumerate(lines, start=1)]
+    return [_record(line, need, path, number) for number, line in enumerate(lines, start=1)]
 
 
-def _record(line: bytes, path: epath.Path, number: int) -> dict[str, Any]:
+def _record(line: bytes, need: Sequence[str], path: epath.Path, number: int) -> dict[str, Any]:
     try:
         record = json.loads(line)
-        record["step"]
+        for key in need:
+            record[key]
     except (ValueError, KeyError, TypeError) as error:
         raise errors.UserError(
             f"{path}, line {number} is damaged ({error}); it must be a record as JSON: remove the "
