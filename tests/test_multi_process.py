@@ -5,6 +5,7 @@ Real processes, joined by `jax.distributed`.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -84,22 +85,34 @@ def one_process(start, tmp_path_factory):
     return run_dir
 
 
-def test_two_processes_of_four_devices_train_as_one_of_eight(start, one_process, tmp_path):
-    finish(start(tmp_path / "run", processes=2, devices=4))
-    assert_alike(tmp_path / "run", one_process)
+@pytest.fixture(scope="module")
+def two_processes(start, tmp_path_factory):
+    """A run of two processes with four devices each, with all of its checkpoints."""
+    run_dir = tmp_path_factory.mktemp("two") / "run"
+    keep = {"checkpoint.CheckpointConfig.keep_last": 4}
+    finish(start(run_dir, processes=2, devices=4, **keep))
+    return run_dir
+
+
+def test_two_processes_of_four_devices_train_as_one_of_eight(one_process, two_processes):
+    assert_alike(two_processes, one_process)
     # The last of three batches holds five examples: one host has four of them, the other one.
     assert records(one_process)[-1]["validation/rows"] * 3 == pytest.approx(21)
 
 
-def test_a_run_goes_on_with_other_numbers_of_processes_and_devices(start, one_process, tmp_path):
-    run_dir = tmp_path / "run"
-    stages = [(2, 4), (1, 4), (1, 1), (2, 1)]
-    for steps, (processes, devices) in zip((2, 4, 6, 8), stages, strict=True):
+def test_a_run_goes_on_with_other_numbers_of_processes_and_devices(
+    start, one_process, two_processes, tmp_path
+):
+    run_dir = shutil.copytree(two_processes, tmp_path / "run")
+    for step in (4, 6, 8):
+        shutil.rmtree(run_dir / "checkpoints" / str(step))
+    stages = [(1, 4), (1, 1), (2, 1)]
+    for steps, (processes, devices) in zip((4, 6, 8), stages, strict=True):
         mesh = {"sharding.MeshConfig.fsdp": 2} if steps == 4 else {}
         output = finish(
             start(run_dir, processes=processes, devices=devices, NUM_STEPS=steps, **mesh)
         )
-        assert steps == 2 or f"continues from the checkpoint of step {steps - 2}" in output
+        assert f"continues from the checkpoint of step {steps - 2}" in output
     reference = records(one_process)
     for mine, expected in zip(records(run_dir), reference, strict=True):
         # Stages that end evaluate, which the reference does at steps 4 and 8 alone.
@@ -115,35 +128,46 @@ def test_a_run_goes_on_with_other_numbers_of_processes_and_devices(start, one_pr
     )
 
 
-def test_a_process_that_is_killed_ends_the_run_and_the_next_start_continues(start, tmp_path):
-    run_dir = tmp_path / "run"
-    process = start(run_dir, processes=2, devices=4, NUM_STEPS=100_000)
-    while len(records(run_dir)) < 5:
+def wait_for_records(process, run_dir, count):
+    while len(records(run_dir)) < count:
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.01)
+
+
+def test_a_death_ends_the_run_the_next_start_goes_on_and_all_stop_at_one_step(start, tmp_path):
+    run_dir = tmp_path / "run"
+    endless = {"processes": 2, "devices": 1, "NUM_STEPS": 100_000}
+    process = start(run_dir, **endless, SAVE_EVERY=2)
+    wait_for_records(process, run_dir, 5)
     os.kill(child_of(process.pid, index=1), signal.SIGKILL)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 137
     assert output.count("process 1 of the run failed (exit code 137, SIGKILL)") == 1
-    num_steps = records(run_dir)[-1]["step"] + 2
-    output = finish(start(run_dir, processes=2, devices=4, NUM_STEPS=num_steps))
-    assert "continues from the checkpoint of step" in output
-    steps = [r["step"] for r in records(run_dir)]
-    assert steps == list(range(1, steps[-1] + 1))
 
-
-def test_all_processes_stop_at_one_step_when_asked_to(start, tmp_path):
-    run_dir = tmp_path / "run"
-    process = start(run_dir, processes=2, devices=1, NUM_STEPS=100_000, SAVE_EVERY=100_000)
-    while len(records(run_dir)) < 5:
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.01)
+    # A bit of what one of the hosts saved turns over: both take the checkpoint before.
+    newest = max(checkpoint.steps_in(run_dir / "checkpoints"))
+    before = len(records(run_dir))
+    flip_a_bit(run_dir / "checkpoints" / str(newest))
+    process = start(run_dir, **endless, SAVE_EVERY=100_000)
+    wait_for_records(process, run_dir, before + 5)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 143, output
+    assert f"the checkpoint of step {newest} in" in output
+    assert "continues from the checkpoint of step" in output
     assert "give the same command again to continue" in output
-    (saved,) = [int(path.name) for path in (run_dir / "checkpoints").iterdir()]
+    saved = max(checkpoint.steps_in(run_dir / "checkpoints"))
     assert f"stopped by SIGTERM after step {saved}" in output
+    assert [r["step"] for r in records(run_dir)] == list(range(1, saved + 1))
+
+
+def flip_a_bit(folder):
+    """Turns over a bit of the parameters' numbers."""
+    files = [path for path in (folder / "params").rglob("d/*") if path.is_file()]
+    path = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 def test_hosts_with_different_numbers_of_examples_evaluate_as_one(tmp_path):
