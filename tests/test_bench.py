@@ -71,6 +71,7 @@ def test_a_run_writes_a_record_for_each_length_and_model(tmp_path, monkeypatch, 
     assert "| 16 | depthwise_tiny |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_models_that_take_too_long_are_left_out_at_greater_lengths():
     named = bench._models(["gin/models/depthwise_tiny.gin"], [flag[6:] for flag in TINY])
     sides = {name: models.side(config) for name, config in named.items()}

@@ -22,7 +22,7 @@ def wait():
     pathlib.Path(f"ready_{index}").touch()
     time.sleep(60)
 
-exec(sys.stdin.read() if False else pathlib.Path("behaviour.py").read_text())
+exec(pathlib.Path("behaviour.py").read_text())
 """
 
 
@@ -84,7 +84,9 @@ def test_processes_know_their_place_and_speak_with_their_index(start):
 def test_a_process_that_dies_stops_the_rest_in_the_stated_time(start):
     process = start(
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "if index: print('the last words'); sys.exit(7)\n"
+        "if index:\n"
+        "    while not pathlib.Path('ready_0').exists(): time.sleep(0.01)\n"
+        "    print('the last words'); sys.exit(7)\n"
         "wait()"
     )
     code, _, text = finish(process)
