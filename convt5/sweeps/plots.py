@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from convt5 import errors
+from convt5 import figures
 from convt5.sweeps import profile
 from convt5.sweeps.analysis import Best, Key, Result
 from convt5.sweeps.study import Study
@@ -167,12 +167,4 @@ def _tidy(axes: Any, panel: Key, *, title: str) -> None:
 
 
 def _figure(size: tuple[float, float]) -> Any:
-    try:
-        # The class draws without a display and without matplotlib's global state.
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise errors.UserError(
-            "the plots need the package matplotlib, which is not installed (the tables are "
-            "written); pip install 'convt5[plot]'."
-        ) from error
-    return Figure(figsize=size, layout="constrained")
+    return figures.figure_class("the plots")(figsize=size, layout="constrained")
