@@ -551,7 +551,8 @@ def _read_small_files(
     of_processes = "data_shards" not in about
     count = about["num_processes"] if of_processes else about["data_shards"]
     name = "process" if of_processes else "shard"
-    paths = {shard: folder / "data" / f"{name}_{shard}.json" for shard in shards_read(count)}
+    read = shards_read(count) if count else []  # An imported model has read no data.
+    paths = {shard: folder / "data" / f"{name}_{shard}.json" for shard in read}
     by_shard = {shard: _read_position(path) for shard, path in paths.items()}
     return about, DataPositions(count, {s: state for s, state in by_shard.items() if state})
 

@@ -51,7 +51,12 @@ class HostRows(NamedTuple):
     batch_size: int
 
     def shards(self, num_shards: int) -> list[int]:
-        """Returns the shards that hold these rows."""
+        """Returns the shards that hold these rows.
+
+        Raises:
+            UserError: shards cannot give equal blocks of a batch.
+        """
+        check(self.batch_size, num_shards)
         return np.unique(self.numbers // (self.batch_size // num_shards)).tolist()
 
     def default_num_shards(self) -> int:

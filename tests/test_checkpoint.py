@@ -108,6 +108,18 @@ def test_only_the_positions_a_host_reads_are_read(open_run):
     assert restored.data == checkpoint.DataPositions(2, {1: b"other"})
 
 
+def test_a_model_that_was_imported_has_no_positions(open_run):
+    checkpointer = open_run()
+    checkpointer.save(5, make_state(5), data=checkpoint.DataPositions())
+    checkpointer.wait()
+
+    def refuse(count):
+        raise AssertionError(f"a host was asked which of {count} shards it reads")
+
+    restored = open_run().restore(abstract(make_state()), shards_read=refuse)
+    assert restored.data == checkpoint.DataPositions()
+
+
 def test_a_run_without_checkpoints_restores_nothing(open_run):
     assert open_run().restore(abstract(make_state())) is None
 

@@ -140,3 +140,9 @@ def test_hosts_that_hold_the_same_rows_are_one_by_default(monkeypatch):
 def test_shards_that_cannot_give_equal_blocks_are_refused():
     with pytest.raises(errors.UserError, match=r"data_shards=5 must divide batch_size=24"):
         data_shards.ShardedBatches(Numbered(), placed(hosts=1), num_shards=5)
+
+
+def test_a_batch_that_saved_shards_cannot_give_is_no_damaged_checkpoint():
+    rows = data_shards.own_rows(placed(hosts=1), batch_size=24)
+    with pytest.raises(errors.UserError, match="data_shards=48 must divide batch_size=24"):
+        rows.shards(48)

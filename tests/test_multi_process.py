@@ -128,17 +128,22 @@ def test_a_run_goes_on_with_other_numbers_of_processes_and_devices(
     )
 
 
-def wait_for_records(process, run_dir, count):
-    while len(records(run_dir)) < count:
+def wait_until(process, is_so):
+    while not is_so():
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.01)
+
+
+def wait_for_records(process, run_dir, count):
+    wait_until(process, lambda: len(records(run_dir)) >= count)
 
 
 def test_a_death_ends_the_run_the_next_start_goes_on_and_all_stop_at_one_step(start, tmp_path):
     run_dir = tmp_path / "run"
     endless = {"processes": 2, "devices": 1, "NUM_STEPS": 100_000}
     process = start(run_dir, **endless, SAVE_EVERY=2)
-    wait_for_records(process, run_dir, 5)
+    # One to lose, and one to go on from; they are written while the run trains on.
+    wait_until(process, lambda: len(checkpoint.steps_in(run_dir / "checkpoints")) > 1)
     os.kill(child_of(process.pid, index=1), signal.SIGKILL)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 137
