@@ -2,10 +2,12 @@
 
 import json
 import math
+import os
 import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -76,6 +78,48 @@ def test_a_value_can_be_several_settings_at_once(tmp_path):
     assert points[0].gin_files == ("gin/runs/digits.gin", "gin/models/t5_tiny.gin")
     assert points[0].bindings[:2] == ("NUM_STEPS=7", "DATA='small'")
     assert points[1].gin_files == ("gin/runs/digits.gin", "p.gin")
+
+
+def test_several_runs_at_a_time_are_each_made_once(tmp_path):
+    both_run, trainer = threading.Barrier(2, timeout=60), Trainer()
+
+    def launch(arguments, log):
+        both_run.wait()
+        return trainer(arguments, log)
+
+    assert running.run_all(study(tmp_path), launch=launch, processes=2) == 8
+    assert len({tuple(call) for call in trainer.calls}) == len(trainer.calls) == 8
+
+
+def test_a_failure_ends_the_runs_beside_it(tmp_path):
+    begun = threading.Event()
+
+    def launch(arguments, log):
+        if any("peak=0.2" in argument for argument in arguments):
+            begun.wait(60)
+            log.write_text("error: the disk is full\n")
+            return 1
+        begun.set()
+        return Trainer()(arguments, log)
+
+    axes = {"schedule.Cosine.peak": [0.2, 0.1]}
+    chosen = study(
+        tmp_path, grids=[Grid(axes=axes)], seeds=[*range(20)], rows=["schedule.Cosine.peak"]
+    )
+    with pytest.raises(UserError, match="the disk is full"):
+        running.run_all(chosen, launch=launch, processes=2)
+    assert sum(made.status is None for made in running.states(chosen)) > 30
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores are not bound here")
+@given(st.integers(1, 9))
+def test_runs_share_the_cores(count):
+    shares = running._shares_of_cores(count)
+    assert len(shares) == count
+    assert all(shares)
+    assert set.union(*shares) == os.sched_getaffinity(0)
+    if count <= len(os.sched_getaffinity(0)):
+        assert sum(map(len, shares)) == len(os.sched_getaffinity(0))
 
 
 def test_runs_that_are_done_are_not_made_again(tmp_path):
@@ -272,16 +316,18 @@ def test_a_study_that_is_stopped_goes_on_in_the_middle_of_a_run(tmp_path):
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     file, folder = tmp_path / "study.gin", tmp_path / "study"
     file.write_text(STUDY.format(folder=folder))
-    command = [sys.executable, "-m", "convt5.sweep", f"--gin_file={file}"]
+    command = [sys.executable, "-m", "convt5.sweep", f"--gin_file={file}", "--processes=2"]
     first = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 600
-    while not any("step 1/" in path.read_text() for path in folder.glob("runs/*/output.txt")):
+    outputs = []
+    while not any("step 1/" in output.read_text() for output in outputs):
         assert time.monotonic() < deadline
+        outputs = [*folder.glob("runs/*peak=0.001*/output.txt")]
         time.sleep(0.1)
     first.send_signal(signal.SIGTERM)
     assert first.communicate(timeout=600)[1].endswith("interrupted\n")
     assert first.returncode == 130
-    (output,) = folder.glob("runs/*/output.txt")
+    (output,) = outputs
     assert "stopped by SIGTERM" in output.read_text()
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert again.returncode == 0, again.stderr

@@ -1,17 +1,21 @@
-"""Makes the runs of a study, one at a time, each a process of its own that can be continued.
+"""Makes the runs of a study, one or several at a time, each a process that can be continued.
 
 A run that is finished is not made again; one that was killed goes on from its last checkpoint.
 """
 
 import contextlib
 import json
+import os
 import pathlib
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TextIO
+from concurrent import futures
+from typing import Any, BinaryIO, Literal, NamedTuple, TextIO
 
 from tqdm import tqdm
 
@@ -85,16 +89,19 @@ def run_all(
     *,
     launch: Launch | None = None,
     most_runs: int | None = None,
+    processes: int = 1,
     out: TextIO | None = None,
 ) -> int:
     """Makes the runs that are missing; returns how many.
 
-    A run whose loss is no longer finite is a result; anything else that fails ends the study.
+    A run whose loss is no longer finite is a result; anything else that fails ends the study, after
+    the runs beside it have saved their state.
 
     Args:
         study: what is run.
         launch: replaced in tests.
         most_runs: ends after so many; None makes all.
+        processes: runs at a time, each on its share of the cores.
         out: where progress is shown; standard error by default.
 
     Raises:
@@ -103,30 +110,87 @@ def run_all(
     every = states(study)
     missing = [made for made in every if not made.is_done]
     done, missing = len(every) - len(missing), missing[:most_runs]
-    with contextlib.closing(_Progress(len(every), done, missing=len(missing), out=out)) as progress:
-        for made in missing:
-            started = time.monotonic()
-            _run(study, made, launch or train_in_process)
-            progress.add(_state(study, made.point), time.monotonic() - started, study.metric)
+    with (
+        contextlib.closing(
+            _Progress(len(every), done, missing=len(missing), processes=processes, out=out)
+        ) as progress,
+        futures.ThreadPoolExecutor(processes) as pool,
+        contextlib.closing(_Trainers(processes)) as trainers,
+    ):
+        has_failed = threading.Event()
+
+        def make(made: Made) -> float | None:
+            if has_failed.is_set():
+                return None
+            try:
+                return _run(study, made, launch or trainers)
+            except BaseException:
+                has_failed.set()
+                raise
+
+        begun = {pool.submit(make, made): made for made in missing}
+        try:
+            for one in futures.as_completed(begun):
+                seconds = one.result()
+                if seconds is not None:
+                    progress.add(_state(study, begun[one].point), seconds, study.metric)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
     return len(missing)
 
 
-def train_in_process(arguments: Sequence[str], log: pathlib.Path) -> int:
-    """Trains in a process of its own; stopped with this one, after it has saved its state."""
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "convt5.train", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on once.
-        )
+class _Trainers:
+    """Trains in processes, each on its share of the cores.
+
+    Args:
+        most: processes at a time; 1 has all cores.
+    """
+
+    def __init__(self, most: int):
+        self._cores: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
+        for cores in _shares_of_cores(most):
+            self._cores.put(cores)
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen] = set()
+        self._is_open = True
+
+    def __call__(self, arguments: Sequence[str], log: pathlib.Path) -> int:
+        """Returns the exit code of `python -m convt5.train` with these arguments."""
+        cores = self._cores.get()
         try:
-            return process.wait()
-        except BaseException:
+            with log.open("ab") as file:
+                process = self._start(arguments, file)
+            if cores:
+                os.sched_setaffinity(process.pid, cores)
+            code = process.wait()
+            self._running.discard(process)
+            return code
+        finally:
+            self._cores.put(cores)
+
+    def _start(self, arguments: Sequence[str], file: BinaryIO) -> subprocess.Popen:
+        with self._lock:
+            if not self._is_open:
+                raise errors.UserError("the study was stopped.")
+            process = subprocess.Popen(
+                [sys.executable, "-m", "convt5.train", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches the study alone, which passes it on once.
+            )
+            self._running.add(process)
+            return process
+
+    def close(self) -> None:
+        """Stops what still runs, after it has saved its state."""
+        with self._lock:
+            self._is_open = False
+            left = list(self._running)
+        for process in left:
             process.terminate()
+        for process in left:
             process.wait()
-            raise
 
 
 @contextlib.contextmanager
@@ -156,7 +220,18 @@ def values_of(folder: pathlib.Path, metric: str) -> list[tuple[int, float]]:
     return [(r["step"], float(r[metric])) for r in records if metric in r]
 
 
-def _run(study: Study, made: Made, launch: Launch) -> None:
+def _shares_of_cores(count: int) -> list[set[int]]:
+    """Returns the cores of each of so many processes; none where the system does not bind them."""
+    if not hasattr(os, "sched_setaffinity"):  # As on macOS.
+        return [set()] * count
+    cores = sorted(os.sched_getaffinity(0))
+    # More processes than cores share them.
+    return [set(cores[i::count]) or {cores[i % len(cores)]} for i in range(count)]
+
+
+def _run(study: Study, made: Made, launch: Launch) -> float:
+    """Makes one run; returns its seconds."""
+    started = time.monotonic()
     made.folder.mkdir(parents=True, exist_ok=True)
     _write(made, "started")
     bindings = _bindings(study, made.point)
@@ -171,11 +246,11 @@ def _run(study: Study, made: Made, launch: Launch) -> None:
                 "set sweeps.Study.metric to a name in its metrics.jsonl, and evaluate in the run."
             )
         _write(made, "finished")
-        return
+        return time.monotonic() - started
     last = _last_line(log)
     if code == errors.TrainingError.exit_code and _NOT_FINITE in last:
         _write(made, "diverged", last)
-        return
+        return time.monotonic() - started
     what = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
     raise errors.UserError(
         f"the run in {made.folder} {what}: {last}\nIts output is in {log}. The same command goes "
@@ -226,13 +301,17 @@ class _Progress:
         total: runs of the study.
         done: of them before this command.
         missing: of them to be made now.
+        processes: that make them.
         out: standard error by default.
     """
 
-    def __init__(self, total: int, done: int, *, missing: int, out: TextIO | None):
+    def __init__(
+        self, total: int, done: int, *, missing: int, processes: int, out: TextIO | None
+    ):
         self._out = out or sys.stderr
         self._total = total
         self._left = missing
+        self._processes = processes
         self._seconds: list[float] = []
         self._done = done
         self._bar = None
@@ -249,7 +328,7 @@ class _Progress:
         self._seconds.append(seconds)
         value = final_value(made.folder, metric)
         result = "diverged" if made.status == "diverged" else f"{metric} {value:.4f}"
-        left = self._left * sum(self._seconds) / len(self._seconds)
+        left = self._left * sum(self._seconds) / len(self._seconds) / self._processes
         labels = "  ".join(f"{axis}={label}" for axis, label in made.point.labels.items())
         show_line(
             f"[{self._done}/{self._total}] {labels}  {result}  {duration(seconds)}"
