@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from convt5.ops.implementation import Devices, Kernels
 from convt5.ops.pallas.conv_blocks import LANES
+from convt5.ops.pallas.products import dot, padded
 
 LOGITS = 2**18
 """Logits of one block of queries, at most: 1 MiB in float32."""
@@ -58,7 +59,7 @@ def is_supported(settings: Settings, query, key) -> bool:
         and LANES % settings.head_dim == 0
         and query.dtype in (jnp.bfloat16, jnp.float32)
         and min(query.size, key.size) > 0
-        and _padded(source, LANES) * row_bytes <= VMEM_BYTES
+        and padded(source, LANES) * row_bytes <= VMEM_BYTES
     )
 
 
@@ -72,7 +73,7 @@ def attend(settings: Settings, query, key, value, query_ids, key_ids, *bias):
         bias: [heads, distances], or nothing.
     """
     length = query.shape[1]
-    rows = _block_rows(length, _padded(key.shape[1], LANES), biased=bool(bias))
+    rows = _block_rows(length, padded(key.shape[1], LANES), biased=bool(bias))
     arrays = _prepared(rows, query, key, value, query_ids, key_ids, *bias)
     grid, specs = _layout(settings, rows, arrays)
     names = ["query", "key", "key", "query_ids", "key_ids", *["bias"] * len(bias)]
@@ -93,7 +94,7 @@ def gradients(settings: Settings, query, key, value, query_ids, key_ids, *bias_a
     """Returns the gradients of `attend` in query, key, value and, where there is one, the bias."""
     *bias, cotangent = bias_and_cotangent
     length, source = query.shape[1], key.shape[1]
-    rows = _block_rows(length, _padded(source, LANES), biased=bool(bias))
+    rows = _block_rows(length, padded(source, LANES), biased=bool(bias))
     arrays = _prepared(rows, query, key, value, query_ids, key_ids, *bias)
     grid, specs = _layout(settings, rows, arrays)
     names = ["query", "key", "key", "query_ids", "key_ids", *["bias"] * len(bias), "query"]
@@ -160,7 +161,7 @@ def _forward_kernel(settings, query, key, value, query_ids, key_ids, *bias_and_r
     total = jnp.zeros(y.shape[1:], jnp.float32)
     for head, mine in _heads(settings):
         weights = _weights(_only(mine, query[0]), k, readable, [b[head, 0] for b in bias])
-        total = jnp.where(mine, _dot(weights.astype(v.dtype), v), total)
+        total = jnp.where(mine, dot(weights.astype(v.dtype), v), total)
     y[0] = total.astype(y.dtype)
 
 
@@ -182,16 +183,16 @@ def _backward_kernel(settings, query, key, value, query_ids, key_ids, *others):
     for head, mine in _heads(settings):
         q, dy = _only(mine, query[0]), _only(mine, cotangent[0])
         weights = _weights(q, k, readable, [b[head, 0] for b in bias])
-        dweights = _dot(dy, v, contract=(1, 1))
+        dweights = dot(dy, v, contract=(1, 1))
         products = weights * dweights
         dlogits = products - weights * jnp.sum(products, axis=1, keepdims=True)
         for slopes in dbias:
             slopes[0, head, 0] = _diagonal_sums(dlogits, slopes.shape[-1])
         dlogits = dlogits.astype(k.dtype)
-        dq = jnp.where(mine, _dot(dlogits, k), dq)
+        dq = jnp.where(mine, dot(dlogits, k), dq)
         # Other heads' channels of q and dy are zero, and so are their sums here.
-        dk[...] += _dot(dlogits, q, contract=(0, 0))
-        dv[...] += _dot(weights.astype(dy.dtype), dy, contract=(0, 0))
+        dk[...] += dot(dlogits, q, contract=(0, 0))
+        dv[...] += dot(weights.astype(dy.dtype), dy, contract=(0, 0))
     dquery[0] = dq.astype(dquery.dtype)
 
     @pl.when(block == pl.num_programs(2) - 1)
@@ -225,7 +226,7 @@ def _readable(settings, query_ids, key_ids):
 
 
 def _weights(query, key, readable, biases):
-    logits = _dot(query, key, contract=(1, 1))
+    logits = dot(query, key, contract=(1, 1))
     for bias in biases:
         logits += _on_diagonals(bias, logits.shape)
     logits = jnp.where(readable, logits, _HIDDEN)
@@ -256,27 +257,16 @@ def _diagonal_sums(a, width: int):
     return sums
 
 
-def _dot(a, b, contract=(1, 0)):
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return lax.dot_general(
-        a,
-        b,
-        (((contract[0],), (contract[1],)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-
-
 def _block_rows(length: int, source: int, *, biased: bool) -> int:
     """Returns how many queries are computed together: a power of two, at least 16."""
     most = LOGITS_WITH_BIAS if biased else LOGITS
-    fitting = min(most // source, _padded(length, 16))
+    fitting = min(most // source, padded(length, 16))
     return max(16, 1 << (fitting.bit_length() - 1))
 
 
 def _prepared(rows, query, key, value, query_ids, key_ids, *bias):
     """Fills rows up with padding to whole blocks, and brings the rest into their form."""
-    target, source = _padded(query.shape[1], rows), _padded(key.shape[1], LANES)
+    target, source = padded(query.shape[1], rows), padded(key.shape[1], LANES)
     return (
         _lengthened(query, target),
         _lengthened(key, source),
@@ -293,7 +283,7 @@ def _bias_blocks(rows: int, target: int, source: int, bias):
     Its last entry is that of the first query of the block and the last key.
     """
     count = -(-target // rows)
-    width = _padded(rows + source - 1, LANES)
+    width = padded(rows + source - 1, LANES)
     # Padding of queries and of keys is further away than any distance that has a bias.
     bias = jnp.pad(bias.astype(jnp.float32), ((0, 0), (rows, rows + width)))
     first = [target - i * rows for i in range(count)]
@@ -333,10 +323,6 @@ def _cost(settings, arguments, results, *, products: int) -> pl.CostEstimate:
         transcendentals=batch * target * source * width // settings.head_dim,
         bytes_accessed=sum(map(moved, (*arguments, *results))),
     )
-
-
-def _padded(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
 
 
 def _lengthened(a, length: int):

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from convt5.ops.pallas.conv_blocks import LANES
+from convt5.ops.pallas.products import dot, padded
 
 ROWS = 256
 """Rows of the table in a block."""
@@ -52,7 +53,7 @@ def sums(settings, x, table, targets, weights, *, interpret: bool = False):
     """
     tokens, embed = targets.size, x.shape[-1]
     count = math.ceil(tokens / _most_tokens(x))
-    size = _padded(math.ceil(tokens / count), 16)
+    size = padded(math.ceil(tokens / count), 16)
 
     def cut(a, *rest):
         flat = a.reshape(tokens, *rest)
@@ -183,8 +184,8 @@ def _gradient_kernel(vocab, x, table, columns, dx, dtable, dx_sum):
     dlogits = jnp.exp(logits - log_z) * softmax_weight - id_weight
     dlogits -= jnp.where(ids == targets.astype(jnp.int32), target_weight, 0.0)
     dlogits = jnp.where(ids < vocab, dlogits, 0.0).astype(x.dtype)
-    dx_sum[...] += _dot(dlogits, rows, contract=(1, 0))
-    dtable[...] = _dot(dlogits, x[...], contract=(0, 0))
+    dx_sum[...] += dot(dlogits, rows, contract=(1, 0))
+    dtable[...] = dot(dlogits, x[...], contract=(0, 0))
 
     @pl.when(block == pl.num_programs(0) - 1)
     def _():
@@ -197,20 +198,9 @@ def _logits(vocab: int, x, table):
     own = first + lax.broadcasted_iota(jnp.int32, (ROWS, 1), 0)
     # Beyond the table a block holds anything, even what is no number.
     rows = jnp.where(own < vocab, table[...], 0.0).astype(x.dtype)
-    logits = _dot(x[...], rows, contract=(1, 1))
+    logits = dot(x[...], rows, contract=(1, 1))
     ids = first + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     return jnp.where(ids < vocab, logits, _HIDDEN), ids, rows
-
-
-def _dot(a, b, contract):
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return lax.dot_general(
-        a,
-        b,
-        (((contract[0],), (contract[1],)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
 
 
 # --- Blocks ---------------------------------------------------------------------------------------
@@ -245,7 +235,3 @@ def _cost(x, table, *, products: int) -> pl.CostEstimate:
         bytes_accessed=kept * (1 if products == 1 else 2)
         + tokens * LANES * 4 * (2 if products == 1 else 1),
     )
-
-
-def _padded(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
