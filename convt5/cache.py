@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
                 "data.DataConfig, text from seqio."
             )
     writer = cached_data.Writer(pathlib.Path(flags.output_dir))
-    started, tokens, rows = time.perf_counter(), 0, {}
+    started, tokens = time.perf_counter(), 0
     for split, config in configs.items():
         if config is None:
             continue
@@ -112,15 +112,9 @@ def _batches(
 
 def _settings(arguments: command_line.Arguments) -> Mapping[str, Any]:
     """Returns the arguments of `trainer.train`; a cache needs no run directory."""
-    required = gin_files.Macro(gin_files.REQUIRED)
-    lacks_run_dir = any(
-        isinstance(s, gin_files.Binding)
-        and s.is_macro
-        and s.selector == "RUN_DIR"
-        and s.value == required
-        for s in gin_files.read_all(arguments.gin_files)
-    )
-    bindings = [*(["RUN_DIR='unused'"] if lacks_run_dir else []), *arguments.gin_bindings]
+    statements = gin_files.read_all(arguments.gin_files)
+    unneeded = ["RUN_DIR='unused'"] if gin_files.is_required(statements, "RUN_DIR") else []
+    bindings = [*unneeded, *arguments.gin_bindings]
     config = gin_config.load(
         arguments.gin_files, bindings, roots=["@trainer.train"], supplied=["config_text"]
     )

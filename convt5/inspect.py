@@ -378,10 +378,9 @@ def _examples_section(examples: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _unneeded(bound: Sequence[gin_files.Binding], bindings: Sequence[str]) -> list[str]:
     """A run directory where one is required but not given: inspecting writes nothing."""
-    required = gin_files.Macro(gin_files.REQUIRED)
-    values = {b.selector: b.value for b in bound if b.is_macro}
     given = any(binding.partition("=")[0].strip() == "RUN_DIR" for binding in bindings)
-    return [] if given or values.get("RUN_DIR") != required else ["RUN_DIR=unused"]
+    needed = gin_files.is_required(bound, "RUN_DIR") and not given
+    return ["RUN_DIR=unused"] if needed else []
 
 
 def _assumed(flags: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[str, ...]:

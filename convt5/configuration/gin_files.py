@@ -112,6 +112,12 @@ class GinFile:
         return any(isinstance(s, Binding) and s.name == MODEL_MARKER for s in self.statements)
 
 
+def is_required(statements: Iterable[Any], macro: str) -> bool:
+    """Whether statements demand a macro, `%gin.REQUIRED`, that none of them gives after that."""
+    values = {s.selector: s.value for s in statements if isinstance(s, Binding) and s.is_macro}
+    return values.get(macro) == Macro(REQUIRED)
+
+
 def read_all(names: Sequence[str]) -> list[Import | Binding]:
     """Returns the statements of all files in order, includes put in their place.
 

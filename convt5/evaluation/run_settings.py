@@ -78,11 +78,7 @@ def read(
     roots = ["@convt5.evaluation.PredictConfig", "@convt5.evaluation.EvalConfig"]
     if is_run:
         roots.append("@convt5.trainer.train")
-    required = gin_files.Macro(gin_files.REQUIRED)
-    lacks_run_dir = any(
-        b.is_macro and b.selector == "RUN_DIR" and b.value == required for b in bound
-    )
-    if checkpoint and lacks_run_dir:
+    if checkpoint and gin_files.is_required(statements, "RUN_DIR"):
         bindings = [f"RUN_DIR='{checkpoint}'", *bindings]
     config = gin_config.load(files, bindings, roots=roots, supplied=["config_text"])
     train: Mapping[str, Any] = {}
