@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from convt5 import errors
-from convt5.prefetching import check_settings, position, rows_per_host, take_apart
-from convt5.row_order import RowOrder
+from convt5 import checks, errors
+from convt5.prefetching import rows_per_host
+from convt5.row_order import Passes
 
 _ABOUT_FILE = "cache.json"
 _VOCABULARY_FILE = "vocabulary.model"
@@ -48,11 +48,7 @@ class CachedDataConfig:
 
     def __post_init__(self):
         errors.raise_all(
-            [
-                f"{name}={getattr(self, name)} must be at least 1."
-                for name in ("batch_size", "num_epochs")
-                if getattr(self, name) is not None and getattr(self, name) < 1
-            ],
+            checks.least_faults(self, ("batch_size", "num_epochs")),
             where="CachedDataConfig",
         )
 
@@ -109,19 +105,17 @@ class CachedBatches:
         split = about["splits"][config.split]
         self.token_bytes = _token_bytes(folder)
         self._config = config
-        self._row_slice = row_slice
-        self._num_rows = split["rows"]
         self._features = {
-            name: _opened(folder / config.split / f"{name}.bin", feature, self._num_rows)
+            name: _opened(folder / config.split / f"{name}.bin", feature, split["rows"])
             for name, feature in split["features"].items()
         }
-        endless = config.num_epochs is None
-        shuffle = endless if config.shuffle is None else config.shuffle
-        self._order = RowOrder(self._num_rows, shuffle, config.seed)
-        self._settings = json.loads(
-            json.dumps(dataclasses.asdict(config) | {"path": None, "rows": split["fingerprint"]})
+        self._passes = Passes(
+            split["rows"],
+            config=config,
+            row_slice=row_slice,
+            settings=dataclasses.asdict(config) | {"path": None, "rows": split["fingerprint"]},
+            item="row",
         )
-        self._count = 0  # Batches taken.
 
     @property
     def vocabulary(self) -> Any:
@@ -133,23 +127,19 @@ class CachedBatches:
 
     def __next__(self) -> dict[str, np.ndarray]:
         """Returns int32 arrays of [rows, length]."""
-        config = self._config
-        first = self._count * config.batch_size
-        total = np.inf if config.num_epochs is None else config.num_epochs * self._num_rows
-        if first >= total:
-            raise StopIteration
-        numbers = np.arange(first, first + config.batch_size)[self._row_slice]
-        rows, is_row = self._order.rows(numbers), numbers < total
-        self._count += 1
-        batch = {name: stored[rows].astype(np.int32) for name, stored in self._features.items()}
-        if not is_row.all():
+        taken = self._passes.batch()
+        self._passes.advance()
+        batch = {
+            name: stored[taken.rows].astype(np.int32) for name, stored in self._features.items()
+        }
+        if not taken.is_row.all():
             for values in batch.values():
-                values[~is_row] = 0
+                values[~taken.is_row] = 0
         return batch
 
     def get_state(self) -> bytes:
         """Returns the position."""
-        return position(json.dumps({"count": self._count, "settings": self._settings}).encode())
+        return self._passes.get_state()
 
     def set_state(self, state: bytes) -> None:
         """Goes to a position.
@@ -157,10 +147,7 @@ class CachedBatches:
         Raises:
             UserError: it belongs to other rows or settings.
         """
-        snapshot, skip = take_apart(state)
-        saved = json.loads(snapshot)
-        check_settings(self._settings, saved["settings"], item="row")
-        self._count = saved["count"] + skip
+        self._passes.set_state(state)
 
 
 def read_about(path: str) -> Mapping[str, Any]:

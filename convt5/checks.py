@@ -30,6 +30,16 @@ def count_faults(description: object, names: Iterable[str]) -> list[str]:
     ]
 
 
+def least_faults(description: object, names: Iterable[str]) -> list[str]:
+    """Returns a line for each attribute below 1; None is allowed."""
+    values = {name: getattr(description, name) for name in names}
+    return [
+        f"{name}={value} must be at least 1."
+        for name, value in values.items()
+        if value is not None and value < 1
+    ]
+
+
 def choice_faults(description: object, choices: Mapping[str, Any]) -> list[str]:
     """Returns a line for each attribute that is none of the values of its `Literal`."""
     found = []

@@ -17,7 +17,7 @@ import numpy as np
 import seqio
 import tensorflow as tf
 
-from convt5 import errors
+from convt5 import checks, errors
 from convt5.prefetching import (
     Prefetcher,
     check_settings,
@@ -64,11 +64,9 @@ class DataConfig:
 
     def __post_init__(self):
         errors.raise_all(
-            [
-                f"{name}={getattr(self, name)} must be at least 1."
-                for name in ("batch_size", "encoder_length", "decoder_length", "num_epochs")
-                if getattr(self, name) is not None and getattr(self, name) < 1
-            ],
+            checks.least_faults(
+                self, ("batch_size", "encoder_length", "decoder_length", "num_epochs")
+            ),
             where="DataConfig",
         )
 

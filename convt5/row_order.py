@@ -1,8 +1,13 @@
 """In which order rows of finite data are read, pass after pass, as a function of the seed alone."""
 
 import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+
+from convt5.prefetching import check_settings, position, take_apart
 
 
 @dataclasses.dataclass
@@ -38,3 +43,91 @@ class RowOrder:
             drawn = np.random.default_rng([self.seed, number]).permutation(self.size)
             self._drawn = (number, drawn)
         return self._drawn[1]
+
+
+class PassSettings(Protocol):
+    """How a description of data says in which order and how often it is read."""
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def shuffle(self) -> bool | None: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def num_epochs(self) -> int | None: ...
+
+
+class RowsOfBatch(NamedTuple):
+    """One host's rows of a batch.
+
+    Attributes:
+        numbers: counted from 0 over all passes.
+        rows: of the data.
+        is_row: False beyond the end of the last pass, where a batch is filled up.
+    """
+
+    numbers: np.ndarray
+    rows: np.ndarray
+    is_row: np.ndarray
+
+
+class Passes:
+    """Passes over finite data in batches, with a position that can be saved and set.
+
+    Args:
+        size: rows of the data.
+        config: how they are read; `shuffle=None` shuffles endless data only.
+        row_slice: this host's part of each batch; hosts agree on how many batches there are.
+        settings: what must be equal for a saved position to mean the same batches.
+        item: what a row is, for messages.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        config: PassSettings,
+        row_slice: slice,
+        settings: Mapping[str, Any],
+        item: str,
+    ):
+        endless = config.num_epochs is None
+        shuffle = endless if config.shuffle is None else config.shuffle
+        self._order = RowOrder(size, shuffle, config.seed)
+        self._total = np.inf if config.num_epochs is None else config.num_epochs * size
+        self._batch_size = config.batch_size
+        self._row_slice = row_slice
+        self._settings = json.loads(json.dumps(settings))
+        self._item = item
+        self._count = 0  # Batches taken.
+
+    def batch(self) -> RowsOfBatch:
+        """Returns the rows of the next batch; it is taken only by `advance`."""
+        first = self._count * self._batch_size
+        if first >= self._total:
+            raise StopIteration
+        numbers = np.arange(first, first + self._batch_size)[self._row_slice]
+        return RowsOfBatch(numbers, self._order.rows(numbers), numbers < self._total)
+
+    def advance(self) -> None:
+        """Goes on to the batch after the next one."""
+        self._count += 1
+
+    def get_state(self) -> bytes:
+        """Returns the position."""
+        return position(json.dumps({"count": self._count, "settings": self._settings}).encode())
+
+    def set_state(self, state: bytes) -> None:
+        """Goes to a position.
+
+        Raises:
+            UserError: it belongs to other data settings.
+        """
+        snapshot, skip = take_apart(state)
+        saved = json.loads(snapshot)
+        check_settings(self._settings, saved["settings"], item=self._item)
+        self._count = saved["count"] + skip

@@ -5,16 +5,15 @@ everything random about them follow from the seed and from how many were taken.
 """
 
 import dataclasses
-import json
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
-from convt5 import errors
-from convt5.prefetching import check_settings, position, rows_per_host, take_apart
-from convt5.row_order import RowOrder
+from convt5 import checks, errors
+from convt5.prefetching import rows_per_host
+from convt5.row_order import Passes, RowsOfBatch
 from convt5.vision.architecture import ViTConfig
 from convt5.vision.augmentation import Augmentation, resized
 from convt5.vision.sources import CorruptImage, ImageSet, ImageSource, OnCorrupt
@@ -64,11 +63,9 @@ class ImageDataConfig:
     num_epochs: int | None = None
 
     def __post_init__(self):
-        faults = [
-            f"{name}={getattr(self, name)} must be at least 1."
-            for name in ("batch_size", "image_size", "num_classes", "num_epochs")
-            if getattr(self, name) is not None and getattr(self, name) < 1
-        ]
+        faults = checks.least_faults(
+            self, ("batch_size", "image_size", "num_classes", "num_epochs")
+        )
         if self.in_channels not in (1, 3):
             faults.append(f"in_channels={self.in_channels} must be 1 (grey) or 3 (colour).")
         if self.resize_size is not None and self.resize_size < self.image_size:
@@ -142,38 +139,35 @@ class ImageBatches:
         self.num_skipped = 0
         self._config = config
         self._images = images
-        self._row_slice = row_slice
-        self._count = 0  # Batches taken.
-        endless = config.num_epochs is None
-        shuffle = endless if config.shuffle is None else config.shuffle
-        self._order = RowOrder(images.size, shuffle, config.seed)
+        self._passes = Passes(
+            images.size,
+            config=config,
+            row_slice=row_slice,
+            settings=dataclasses.asdict(config) | {"images": images.fingerprint},
+            item="image",
+        )
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         return self
 
     def __next__(self) -> dict[str, np.ndarray]:
         """Returns the next batch; hosts agree on how many there are."""
-        config, size = self._config, self._images.size
-        first = self._count * config.batch_size
-        total = np.inf if config.num_epochs is None else config.num_epochs * size
-        if first >= total:
-            raise StopIteration
-        numbers = np.arange(first, first + config.batch_size)[self._row_slice]
+        taken, config = self._passes.batch(), self._config
         # Rows beyond the end repeat images, so that none is strange to batch statistics.
-        batch = self._batch(numbers)
-        batch["weights"] *= numbers < total
-        self._count += 1
+        batch = self._batch(taken)
+        batch["weights"] *= taken.is_row
+        self._passes.advance()
         if config.augmentation is not None:
-            batch = config.augmentation.mix(batch, seed=(config.seed, int(numbers[0])))
+            batch = config.augmentation.mix(batch, seed=(config.seed, int(taken.numbers[0])))
         return batch
 
     def skip(self) -> None:
         """Leaves out the next batch without reading it."""
-        self._count += 1
+        self._passes.advance()
 
     def get_state(self) -> bytes:
         """Returns the position."""
-        return position(json.dumps({"count": self._count, "settings": self._settings()}).encode())
+        return self._passes.get_state()
 
     def set_state(self, state: bytes) -> None:
         """Goes to a position.
@@ -181,13 +175,10 @@ class ImageBatches:
         Raises:
             UserError: it belongs to other data settings.
         """
-        snapshot, skip = take_apart(state)
-        saved = json.loads(snapshot)
-        check_settings(self._settings(), saved["settings"], item="image")
-        self._count = saved["count"] + skip
+        self._passes.set_state(state)
 
-    def _batch(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        chosen = zip(self._order.rows(numbers).tolist(), numbers.tolist(), strict=True)
+    def _batch(self, taken: RowsOfBatch) -> dict[str, np.ndarray]:
+        chosen = zip(taken.rows.tolist(), taken.numbers.tolist(), strict=True)
         read = [self._read(index, number) for index, number in chosen]
         is_image = [found is not None for found in read]
         # A row without an image repeats another, so that none is strange to batch statistics.
@@ -237,8 +228,3 @@ class ImageBatches:
         mean, stddev = np.asarray(config.mean), np.asarray(config.stddev)
         images = ((scaled - mean) / stddev).astype(np.float32)
         return images[..., ::-1].copy() if config.channel_order == "bgr" else images
-
-    def _settings(self) -> dict[str, Any]:
-        """What must be equal for a saved position to mean the same batches."""
-        settings = dataclasses.asdict(self._config) | {"images": self._images.fingerprint}
-        return json.loads(json.dumps(settings))
