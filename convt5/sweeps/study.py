@@ -218,11 +218,11 @@ class Study:
         for axis, label in labels.items():
             value = grid.values(axis)[label]
             is_file = isinstance(value, str) and value.endswith(".gin")
-            together = (
-                value if isinstance(value, Mapping) else {"gin_file" if is_file else axis: value}
-            )
-            files += [together[name] for name in together if name == "gin_file"]
-            settings |= {name: together[name] for name in together if name != "gin_file"}
+            if not isinstance(value, Mapping):
+                value = {"gin_file" if is_file else axis: value}
+            settings |= value
+            if "gin_file" in value:
+                files.append(settings.pop("gin_file"))
         settings[self.seed_name] = seed
         return Point(
             labels | {SEED: str(seed)},
