@@ -1,0 +1,117 @@
+"""What needs no network: the most frequent label, and naive Bayes on words and pairs of words.
+
+`python -m convt5.evaluation.baselines --gin_file=gin/tasks/trec6.gin --gin.DATA=... --split=test`
+prints a row for each classification task, to be set beside what models reach.
+"""
+
+import collections
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from convt5 import command_line, errors
+
+_MOST_LABELS = 100
+COMMAND = command_line.Command(
+    name="evaluation.baselines",
+    summary="Prints what the most frequent label of the training split and naive Bayes on words "
+    "and pairs of words reach on classification tasks: the least that a trained model must do "
+    "better than.",
+    examples=[
+        (
+            "question types",
+            "--gin_file=gin/tasks/trec6.gin --gin.DATA=data/trec6 --gin.VOCABULARY=spm.model "
+            "--split=test",
+        ),
+    ],
+    flags=[command_line.Flag("split", "that is measured; by default validation.")],
+)
+
+
+class Labelled(NamedTuple):
+    """Texts of one split and what is to be said about each."""
+
+    texts: Sequence[str]
+    labels: Sequence[str]
+
+
+def majority(train: Labelled, test: Labelled) -> float:
+    """Returns the accuracy of the label that is most frequent in training."""
+    ((label, _),) = collections.Counter(train.labels).most_common(1)
+    return sum(own == label for own in test.labels) / len(test.labels)
+
+
+def naive_bayes(train: Labelled, test: Labelled) -> float:
+    """Returns the accuracy of multinomial naive Bayes, with one added to every count."""
+    from sklearn.feature_extraction.text import CountVectorizer
+    from sklearn.naive_bayes import MultinomialNB
+
+    words = CountVectorizer(ngram_range=(1, 2), token_pattern=r"\S+")
+    model = MultinomialNB().fit(words.fit_transform(train.texts), train.labels)
+    return float(model.score(words.transform(test.texts), test.labels))
+
+
+def read(task, split: str) -> Labelled:
+    """Returns the inputs and targets of a seqio task, as texts.
+
+    Raises:
+        UserError: the task lacks the split, or is no classification.
+    """
+    from convt5.evaluation import task_data
+
+    if split not in task.splits:
+        raise errors.UserError(
+            f"split={split} is none of {', '.join(sorted(task.splits))}, the splits of "
+            f"{task.name}; choose one of these.{errors.suggest(split, task.splits)}"
+        )
+    features = task.output_features
+    # Tasks that rank labels have an example for each of them.
+    examples = [
+        example
+        for example in task_data.read_examples(task, split, lengths={})
+        if example.get("is_correct", True)
+    ]
+    texts, labels = (
+        [task_data.pretokenized(e, name, features[name].vocabulary.decode) for e in examples]
+        for name in ("inputs", "targets")
+    )
+    if (count := len(set(labels))) > _MOST_LABELS:
+        raise errors.UserError(
+            f"task={task.name} has {count} different targets in {split}; baselines are for tasks "
+            f"with at most {_MOST_LABELS} labels."
+        )
+    return Labelled(texts, labels)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the table for the tasks of the command line; returns the exit code."""
+    from convt5.evaluation import run_settings
+
+    arguments = command_line.parse(COMMAND, argv)
+    settings = run_settings.read(None, arguments.gin_files, arguments.gin_bindings).evaluate
+    if not settings.tasks:
+        raise errors.UserError(
+            f"{' '.join(arguments.gin_files)} sets no evaluation.EvalConfig.tasks; give a file of "
+            "gin/tasks."
+        )
+    print(table(settings.tasks, arguments.flags.split or settings.split or "validation"))
+    return 0
+
+
+def table(named: Sequence[object], split: str) -> str:
+    """Returns a row for each task, of names or objects; tasks of the same texts share one."""
+    from convt5.evaluation import task_data
+
+    lines = ["| task | examples | most frequent label | naive Bayes |", "|---|---|---|---|"]
+    seen = []
+    for task in task_data.find_tasks(named):
+        train, test = read(task, "train"), read(task, split)
+        if (train, test) in seen:  # One that ranks labels beside one that generates them.
+            continue
+        seen.append((train, test))
+        scores = f"{majority(train, test):.3f} | {naive_bayes(train, test):.3f}"
+        lines.append(f"| {task.name} | {len(test.labels):,} | {scores} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,97 @@
+"""Baselines are those of their formulas, and are told for classification only."""
+
+import itertools
+import json
+import math
+import random
+
+import pytest
+
+pytest.importorskip("seqio")
+
+from convt5.tasks import classification, cogs
+
+from convt5 import errors
+from convt5.evaluation import baselines
+from convt5.evaluation.baselines import Labelled
+
+
+def by_definition(train: Labelled, test: Labelled) -> float:
+    """Naive Bayes word by word: P(label) times the product of (count + 1) / (total + words)."""
+
+    def words(text):
+        tokens = text.lower().split()
+        return [*tokens, *map(" ".join, itertools.pairwise(tokens))]
+
+    known = {word for text in train.texts for word in words(text)}
+    scores = {}
+    for label in sorted(set(train.labels)):
+        own = [text for text, given in zip(*train, strict=True) if given == label]
+        counts = [word for text in own for word in words(text)]
+        total = len(counts) + len(known)
+        scores[label] = (
+            math.log(len(own) / len(train.labels)),
+            {word: math.log((counts.count(word) + 1) / total) for word in known},
+        )
+
+    def guess(text):
+        return max(
+            scores,
+            key=lambda label: (
+                scores[label][0] + sum(scores[label][1][w] for w in words(text) if w in known)
+            ),
+        )
+
+    guesses = [guess(text) for text in test.texts]
+    return sum(a == b for a, b in zip(guesses, test.labels, strict=True)) / len(guesses)
+
+
+def drawn(rng, size: int) -> Labelled:
+    words = ["good", "bad", "film", "plot", "the", "a", "not", "very"]
+    texts = [" ".join(rng.choices(words, k=rng.randint(1, 8))) for _ in range(size)]
+    return Labelled(texts, [rng.choice(["yes", "no", "no", "maybe"]) for _ in range(size)])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_naive_bayes_is_that_of_its_definition(seed):
+    rng = random.Random(seed)
+    train, test = drawn(rng, 40), drawn(rng, 60)
+    assert baselines.naive_bayes(train, test) == by_definition(train, test)
+
+
+def test_the_majority_is_that_of_training():
+    train = Labelled(["a"] * 3, ["x", "x", "y"])
+    assert baselines.majority(train, Labelled(["a"] * 4, ["x", "y", "y", "y"])) == 0.25
+
+
+def task(folder, **settings):
+    rows = {
+        "train": [("dull and long", "bad")] * 2 + [("a joy", "good")],
+        "test": [("dull", "bad"), ("joy", "good"), ("joy", "good")],
+    }
+    for split, lines in rows.items():
+        texts = [json.dumps({"text": text, "label": label}) for text, label in lines]
+        (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in texts))
+    return classification.text_classification(str(folder), ["bad", "good"], **settings)
+
+
+def test_tasks_of_the_same_texts_share_a_row(tmp_path):
+    both = [task(tmp_path), task(tmp_path, rank=True)]
+    *_, row = baselines.table(both, "test").splitlines()
+    assert [cell.strip() for cell in row.split("|")[2:-1]] == ["3", "0.333", "1.000"]
+    assert len(baselines.table(both, "test").splitlines()) == 3
+
+
+def test_a_split_that_is_not_there_and_answers_in_words_are_told(tmp_path):
+    with pytest.raises(errors.UserError, match=r"split=tst is none of .*Did you mean test"):
+        baselines.read(task(tmp_path), "tst")
+    (tmp_path / "cogs").mkdir()
+    lines = [f"A dog {'barked ' * n}.\tbark {n}\tprimitive\n" for n in range(101)]
+    (tmp_path / "cogs" / "train.tsv").write_text("".join(lines))
+    with pytest.raises(errors.UserError, match=r"101 different targets in train; .* at most 100"):
+        baselines.read(cogs.cogs(path=str(tmp_path / "cogs")), "train")
+
+
+def test_a_file_without_tasks_is_told():
+    with pytest.raises(errors.UserError, match=r"sets no evaluation\.EvalConfig\.tasks"):
+        baselines.main(["--gin_file=gin/models/dynamic_tiny.gin"])
