@@ -17,7 +17,7 @@ from convt5.evaluation.baselines import Labelled
 
 
 def by_definition(train: Labelled, test: Labelled) -> float:
-    """Naive Bayes word by word: P(label) times the product of (count + 1) / (total + words)."""
+    """Naive Bayes word by word: P(label) times the product of (count + a) / (total + a words)."""
 
     def words(text):
         tokens = text.lower().split()
@@ -28,10 +28,11 @@ def by_definition(train: Labelled, test: Labelled) -> float:
     for label in sorted(set(train.labels)):
         own = [text for text, given in zip(*train, strict=True) if given == label]
         counts = [word for text in own for word in words(text)]
-        total = len(counts) + len(known)
+        a = baselines.SMOOTHING
+        total = len(counts) + a * len(known)
         scores[label] = (
             math.log(len(own) / len(train.labels)),
-            {word: math.log((counts.count(word) + 1) / total) for word in known},
+            {word: math.log((counts.count(word) + a) / total) for word in known},
         )
 
     def guess(text):

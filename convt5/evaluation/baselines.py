@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from convt5 import command_line, errors
 
+SMOOTHING = 0.1
 _MOST_LABELS = 100
 COMMAND = command_line.Command(
     name="evaluation.baselines",
@@ -41,12 +42,12 @@ def majority(train: Labelled, test: Labelled) -> float:
 
 
 def naive_bayes(train: Labelled, test: Labelled) -> float:
-    """Returns the accuracy of multinomial naive Bayes, with one added to every count."""
+    """Returns the accuracy of multinomial naive Bayes, with `SMOOTHING` added to every count."""
     from sklearn.feature_extraction.text import CountVectorizer
     from sklearn.naive_bayes import MultinomialNB
 
     words = CountVectorizer(ngram_range=(1, 2), token_pattern=r"\S+")
-    model = MultinomialNB().fit(words.fit_transform(train.texts), train.labels)
+    model = MultinomialNB(alpha=SMOOTHING).fit(words.fit_transform(train.texts), train.labels)
     return float(model.score(words.transform(test.texts), test.labels))
 
 

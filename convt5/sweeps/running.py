@@ -305,9 +305,7 @@ class _Progress:
         out: standard error by default.
     """
 
-    def __init__(
-        self, total: int, done: int, *, missing: int, processes: int, out: TextIO | None
-    ):
+    def __init__(self, total: int, done: int, *, missing: int, processes: int, out: TextIO | None):
         self._out = out or sys.stderr
         self._total = total
         self._left = missing
