@@ -73,6 +73,7 @@ def main(argv: Sequence[str]) -> None:
     flags = arguments.flags
     suites = _chosen(flags.suites)
     models = _models(arguments.gin_files, arguments.gin_bindings)
+    lengths = {suite: _lengths(suite, flags) for suite in suites}
     folder = _writable(flags.output)
     # Deferred, so that help and usage errors come at once.
     from convt5.benchmarks import machine, report
@@ -86,7 +87,7 @@ def main(argv: Sequence[str]) -> None:
         print(json.dumps(records[0]), file=file, flush=True)
         for suite in suites:
             progress.set_description(suite)
-            for record in _run(suite, flags, models, repeats, records[0]):
+            for record in _run(suite, lengths[suite], flags, models, repeats, records[0]):
                 print(json.dumps(record), file=file, flush=True)
                 records.append(record)
                 progress.update()
@@ -98,14 +99,18 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _run(
-    suite: str, flags: argparse.Namespace, models, repeats: int, machine
+    suite: str,
+    lengths: Sequence[int],
+    flags: argparse.Namespace,
+    models,
+    repeats: int,
+    machine,
 ) -> Iterator[dict[str, Any]]:
     if suite == "data":
         from convt5.benchmarks import pipeline
 
         yield from pipeline.suite(batch_size=32, num_batches=20 if flags.quick else 200)
         return
-    lengths = _lengths(suite, flags)
     if suite == "formulations":
         from convt5.benchmarks import formulations
 
@@ -162,7 +167,7 @@ def _chosen(suites: str | None) -> Sequence[str]:
 
 def _lengths(suite: str, flags: argparse.Namespace) -> Sequence[int]:
     if flags.lengths is None:
-        return (_QUICK if flags.quick else _LENGTHS)[suite]
+        return (_QUICK if flags.quick else _LENGTHS).get(suite, [])
     try:
         lengths = [int(length) for length in flags.lengths.split(",")]
     except ValueError:

@@ -125,6 +125,7 @@ def test_parameters_and_statistics_are_averaged_and_the_model_trains_as_without(
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_an_update_that_is_not_finite_leaves_the_average_alone():
     chosen = plan(EMA(decay=0.5), (1, 1, 1))
     state = chosen.init_state()

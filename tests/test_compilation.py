@@ -66,12 +66,14 @@ def test_compiled_programs_are_kept_in_the_users_cache(tmp_path):
     assert expected.is_dir()
 
 
+@pytest.mark.slow
 def test_jaxs_own_cache_settings_win(tmp_path):
     own = str(tmp_path / "own")
     assert cache_folder(JAX_COMPILATION_CACHE_DIR=own) == own
     assert cache_folder(JAX_ENABLE_COMPILATION_CACHE="false") == "None"
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_made_is_done_without(tmp_path):
     (tmp_path / "file").write_text("")
     assert cache_folder(XDG_CACHE_HOME=str(tmp_path / "file")) == "None"

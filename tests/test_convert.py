@@ -192,6 +192,7 @@ def test_an_empty_output_directory_is_filled(capsys, checkpoint, tmp_path):
     assert "config.gin" in entries(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_t5_goes_from_hugging_face_to_a_run_and_back_bit_for_bit(capsys, tmp_path):
     (tmp_path / "t5").mkdir()
     write_t5(tmp_path / "t5", tiny())

@@ -349,6 +349,7 @@ CHOSEN = settings(
 )
 
 
+@pytest.mark.slow
 @settings(CHOSEN, max_examples=1)
 @given(mesh=st.sampled_from([m for m in FACTORISATIONS if m.sequence > 1]))
 def test_an_update_of_the_model_is_the_same_where_rows_are_split(mesh):
