@@ -403,12 +403,29 @@ class TestOverAnAxis:
         assert "| 7 " in text
         assert (tmp_path / "profiles.png").stat().st_size > 10_000
 
+    def test_the_axis_can_be_one_of_names(self, tmp_path):
+        asked = self.study(tmp_path, over="equal", rows=["gap", "model"], seeds=[0, 1])
+        assert asked.labels("equal") == ["parameters", "flops"]
+        assert asked.labels("gap") == ["8", "64"]
+
+        def launch(arguments, log):
+            path = pathlib.Path(log).parent / "metrics.jsonl"
+            accuracy = 0.5 if "seed=1" in str(arguments) else 0.25
+            path.write_text(json.dumps({"step": 4, "validation/accuracy": accuracy}) + "\n")
+            return 0
+
+        running.run_all(asked, launch=launch)
+        pytest.importorskip("matplotlib")
+        text = report.write(asked)
+        head, _, first, *_ = (line for line in text.splitlines() if line.startswith("|"))
+        assert [cell.strip() for cell in head.split("|")[3:-1]] == ["parameters", "flops"]
+        assert [cell.strip() for cell in first.split("|")[3:-1]] == ["0.375 (0.250..0.500)"] * 2
+
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
             ({"over": "model"}, "over='model' must be none of rows"),
             ({"over": "gaps"}, "over='gaps' is none of the axes .*Did you mean gap"),
-            ({"over": "equal", "rows": ["model"]}, "has the value parameters; values must be"),
             (
                 {"pairing": Pairing(axis="models", reference="t5", by="equal")},
                 "pairing.axis='models' is none of the axes",

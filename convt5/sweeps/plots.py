@@ -28,7 +28,11 @@ def draw(
     title = study.rows[-1]
     _draw_panels(_by_panel(groups), _distributions, folder / DISTRIBUTIONS, title=title)
     _draw_panels(_by_panel(bests), _convergence, folder / CONVERGENCE, title=title)
-    numeric = [axis for axis in study.axes if axis not in study.rows and _is_numeric(study, axis)]
+    numeric = [
+        axis
+        for axis in study.axes
+        if axis not in study.rows and study.is_numeric(axis) and len(study.labels(axis)) > 1
+    ]
     if not numeric:
         return [DISTRIBUTIONS, CONVERGENCE]
     _draw_settings(_by_panel(groups), numeric, folder / SETTINGS, title=title)
@@ -149,14 +153,6 @@ def _scatter(
         label=label,
         color=f"C{number}",
     )
-
-
-def _is_numeric(study: Study, axis: str) -> bool:
-    try:
-        values = [float(label) for grid in study.grids for label in grid.values(axis)]
-    except ValueError:
-        return False
-    return all(value > 0 for value in values) and len(set(values)) > 1
 
 
 def _tidy(axes: Any, panel: Key, *, title: str) -> None:

@@ -11,8 +11,8 @@ from convt5.sweeps.running import Made, states
 from convt5.sweeps.study import Study
 from convt5.training.run_log import METRICS_FILE, read_records
 
-Line = dict[float, Best]
-"""The best setting at each value of the axis, in ascending order."""
+Line = dict[str, Best]
+"""The best setting at each value of the axis, in the order of `Study.labels`."""
 
 
 class Cost(NamedTuple):
@@ -41,42 +41,42 @@ def lines(study: Study, found: Sequence[Result]) -> dict[Key, Line]:
     assert study.over is not None
     profiles: dict[Key, Line] = {}
     for key, results in analysis.by_row(study, found).items():
-        values = dict.fromkeys(sorted(float(result.labels[study.over]) for result in results))
+        done = {result.labels[study.over] for result in results}
         profiles[key] = {
-            value: analysis.best(
-                study, [r for r in results if float(r.labels[study.over]) == value]
-            )
-            for value in values
+            label: analysis.best(study, [r for r in results if r.labels[study.over] == label])
+            for label in study.labels(study.over)
+            if label in done
         }
     return profiles
 
 
-def cost_table(study: Study) -> dict[tuple[Key, float], Cost]:
+def cost_table(study: Study) -> dict[tuple[Key, str], Cost]:
     """Returns the costs of text models by row and value of the axis, of runs that are done."""
     assert study.over is not None
-    groups: dict[tuple[Key, float], list[Made]] = {}
+    groups: dict[tuple[Key, str], list[Made]] = {}
     for made in states(study):
         if made.is_done:
             labels = made.point.labels
             key = tuple(labels[axis] for axis in study.rows)
-            groups.setdefault((key, float(labels[study.over])), []).append(made)
+            groups.setdefault((key, labels[study.over]), []).append(made)
     return {key: _cost(runs) for key, runs in groups.items()}
 
 
 def tables(study: Study, profiles: Mapping[Key, Line], costs: Mapping[Any, Cost]) -> str:
     """Returns Markdown: the metric at each value of the axis, and what it cost."""
-    values = sorted({value for line in profiles.values() for value in line})
+    assert study.over is not None
+    labels = [x for x in study.labels(study.over) if any(x in line for line in profiles.values())]
     shown = [
         {
             **dict(zip(study.rows, key, strict=True)),
-            **{f"{value:g}": _metric(study, line.get(value)) for value in values},
+            **{label: _metric(study, line.get(label)) for label in labels},
         }
         for key, line in profiles.items()
     ]
     spent = [
         {
             **dict(zip(study.rows, key, strict=True)),
-            str(study.over): f"{value:g}",
+            study.over: label,
             "emb, mlp": f"{cost.widths[0]}, {cost.widths[1]}",
             "parameters": f"{cost.parameters:,}",
             "forward MFLOP": f"{cost.flops / 1e6:.2f}",
@@ -85,8 +85,8 @@ def tables(study: Study, profiles: Mapping[Key, Line], costs: Mapping[Any, Cost]
             "CPU seconds": _seconds(cost.cpu_seconds),
         }
         for key, line in profiles.items()
-        for value in line
-        for cost in [costs[key, value]]
+        for label in line
+        for cost in [costs[key, label]]
     ]
     from convt5.sweeps.report import markdown
 
@@ -103,18 +103,27 @@ def tables(study: Study, profiles: Mapping[Key, Line], costs: Mapping[Any, Cost]
 
 
 def draw_on(study: Study, axes: Any, panel: Mapping[str, Line]) -> None:
-    """Draws the lines of one panel."""
-    for number, (label, line) in enumerate(panel.items()):
-        values = list(line)
-        means = [_value(study, line[value].mean) for value in values]
-        axes.plot(values, means, label=label, color=f"C{number}", marker="o", markersize=4)
-        for value in values:
-            seeds = [_value(study, error) for error in line[value].errors]
-            axes.plot([value] * len(seeds), seeds, color=f"C{number}", linewidth=1, alpha=0.5)
-    ticks = sorted({value for line in panel.values() for value in line})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [f"{value:g}" for value in ticks])
-    axes.set_xlabel(str(study.over))
+    """Draws the lines of one panel; values that are names stand beside each other, unjoined."""
+    assert study.over is not None
+    numeric = study.is_numeric(study.over)
+    labels = [
+        label for label in study.labels(study.over) if any(label in x for x in panel.values())
+    ]
+    places = {label: float(label) if numeric else i for i, label in enumerate(labels)}
+    for number, (name, line) in enumerate(panel.items()):
+        beside = 0.0 if numeric else 0.12 * (number - (len(panel) - 1) / 2)
+        x = [places[label] + beside for label in line]
+        means = [_value(study, best.mean) for best in line.values()]
+        joined = "-" if numeric else ""
+        style = {"color": f"C{number}", "marker": "o", "markersize": 4, "linestyle": joined}
+        axes.plot(x, means, label=name, **style)
+        for place, best in zip(x, line.values(), strict=True):
+            seeds = [_value(study, error) for error in best.errors]
+            axes.plot([place] * len(seeds), seeds, color=f"C{number}", linewidth=1, alpha=0.5)
+    if numeric:
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(list(places.values()), labels)
+    axes.set_xlabel(study.over)
     axes.set_ylabel(study.metric)
     if study.perfect is not None:
         axes.set_ylim(0, study.perfect * 1.03)

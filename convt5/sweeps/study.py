@@ -101,8 +101,9 @@ class Study:
         rows: axes whose values are compared, at most three: the last is drawn as lines, those
             before it as panels. Distributions are over all other axes and the seeds.
         versus: one of `rows` with two values, whose difference is shown; None for none.
-        over: an axis of numbers, none of `rows`: the report then shows the metric against it, a
-            line for each value of the last of `rows`, instead of distributions; None for none.
+        over: an axis of numbers or of names, none of `rows`: the report then shows the metric
+            against it, a line for each value of the last of `rows`, instead of distributions;
+            None for none.
         pairing: gives the models of an axis equal costs; None leaves them as they are.
     """
 
@@ -151,8 +152,6 @@ class Study:
         if self.over in self.rows:
             faults.append(f"over={self.over!r} must be none of rows={list(self.rows)}.")
         errors.raise_all(faults, where="Study")
-        if self.over is not None:
-            errors.raise_all(self._number_faults(self.over), where="Study")
         names = [point.name for point in self._unpaired()]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -164,6 +163,18 @@ class Study:
     @property
     def axes(self) -> list[str]:
         return list(self.grids[0].axes)
+
+    def labels(self, axis: str) -> list[str]:
+        """Returns the values of an axis in all grids: numbers ascending, names in their order."""
+        found = dict.fromkeys(label for grid in self.grids for label in grid.values(axis))
+        return sorted(found, key=float) if self.is_numeric(axis) else list(found)
+
+    def is_numeric(self, axis: str) -> bool:
+        """Whether all values of an axis are numbers above 0, as a logarithmic scale needs them."""
+        try:
+            return all(float(label) > 0 for grid in self.grids for label in grid.values(axis))
+        except ValueError:
+            return False
 
     def points(self) -> Iterator[Point]:
         """Yields every run, all points of the first seed before those of the second."""
@@ -199,19 +210,6 @@ class Study:
         return point._replace(
             bindings=(*point.bindings, *(f"{name}={value}" for name, value in widths.items()))
         )
-
-    def _number_faults(self, axis: str) -> list[str]:
-        found = []
-        for label in (label for grid in self.grids for label in grid.values(axis)):
-            try:
-                positive = float(label) > 0
-            except ValueError:
-                positive = False
-            if not positive:
-                found.append(
-                    f"over={axis!r} has the value {label}; values must be numbers above 0."
-                )
-        return found
 
     def _point(self, grid: Grid, labels: dict[str, str], seed: int) -> Point:
         files, settings = list(self.gin_files), dict(self.bindings)
