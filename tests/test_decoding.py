@@ -177,7 +177,7 @@ def test_stepping_equals_teacher_forcing_for_drawn_models(config):
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(configs())
 def test_stepping_equals_teacher_forcing_for_many_drawn_models(config):
     check_stepping(config)
@@ -200,12 +200,24 @@ PRESETS = sorted(
 )
 def test_stepping_equals_teacher_forcing_for_every_preset(preset):
     config = gin_config.load([preset], roots=["%MODEL"]).macro("MODEL")
-    # The preset's layers, with fewer channels.
+    # The preset's layers, with fewer channels; of layers that are all alike a few.
     check_stepping(
         dataclasses.replace(
-            config, vocab_size=VOCAB, emb_dim=16, mlp_dim=16, head_dim=4, dtype="float32"
+            config,
+            vocab_size=VOCAB,
+            emb_dim=16,
+            mlp_dim=16,
+            head_dim=4,
+            dtype="float32",
+            encoder=few_layers(config.encoder),
+            decoder=few_layers(config.decoder),
         )
     )
+
+
+def few_layers(stack: StackConfig) -> StackConfig:
+    lists = [v for v in dataclasses.astuple(stack) if isinstance(v, tuple | list) and v != (-1,)]
+    return stack if any(lists) else dataclasses.replace(stack, num_layers=3)
 
 
 @pytest.mark.parametrize("variant", quick(["dilated", "hybrid"], chosen=["hybrid"]))

@@ -301,7 +301,7 @@ from __gin__ import dynamic_registration
 from convt5 import sweeps
 sweeps.Study.output_dir = '{folder}'
 sweeps.Study.gin_files = ['gin/runs/digits.gin']
-sweeps.Study.bindings = {{'NUM_STEPS': 150, 'trainer.train.log_every_steps': 1}}
+sweeps.Study.bindings = {{'NUM_STEPS': 80, 'trainer.train.log_every_steps': 1}}
 sweeps.Study.grids = [@sweeps.Grid()]
 sweeps.Study.seeds = [0]
 sweeps.Study.metric = 'validation/accuracy'
