@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from convt5 import errors
+from convt5 import errors, host_memory
 
 _GIN_HELP = """\
 configuration:
@@ -124,6 +124,7 @@ def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     A `UserError` is printed as its message, and its `exit_code` is the exit code. Any other
     exception is a defect and keeps its traceback.
     """
+    host_memory.keep_freed()
     try:
         code = main(sys.argv[1:])
         sys.stdout.flush()
