@@ -19,10 +19,10 @@ import jax, jax.numpy as jnp
 step = jax.jit(lambda x: jnp.sum(jnp.sin(x[:, None] + jnp.cos(x)) @ x))
 x = jnp.arange(3000, dtype=jnp.float32)
 faults = []
-for _ in range(8):
+for _ in range(60):
     step(x).block_until_ready()
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-print(faults[-1] - faults[-4])
+print(faults[-1] - faults[-31])
 """
 
 
@@ -41,10 +41,11 @@ def page_faults(mode: str, **environment: str) -> int:
 @glibc
 @pytest.mark.slow
 def test_pages_of_temporaries_are_mapped_once():
-    kept = page_faults("keeps")
-    assert kept < 100
     # What the user has set stays, and maps the 36 MB of a step each time.
-    assert page_faults("leaves", MALLOC_ARENA_TEST="8") > 3 * 1000
+    left = page_faults("leaves", MALLOC_ARENA_TEST="8")
+    assert left > 30 * 8000
+    # The heap grows while more steps overlap than ever before.
+    assert page_faults("keeps") < left / 10
 
 
 @glibc
