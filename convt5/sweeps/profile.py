@@ -106,9 +106,9 @@ def draw_on(study: Study, axes: Any, panel: Mapping[str, Line]) -> None:
     """Draws the lines of one panel; values that are names stand beside each other, unjoined."""
     assert study.over is not None
     numeric = study.is_numeric(study.over)
-    labels = [
-        label for label in study.labels(study.over) if any(label in x for x in panel.values())
-    ]
+    labels = study.labels(study.over)
+    if numeric:
+        labels = [x for x in labels if any(x in line for line in panel.values())]
     places = {label: float(label) if numeric else i for i, label in enumerate(labels)}
     for number, (name, line) in enumerate(panel.items()):
         beside = 0.0 if numeric else 0.12 * (number - (len(panel) - 1) / 2)
@@ -122,6 +122,8 @@ def draw_on(study: Study, axes: Any, panel: Mapping[str, Line]) -> None:
             axes.plot([place] * len(seeds), seeds, color=f"C{number}", linewidth=1, alpha=0.5)
     if numeric:
         axes.set_xscale("log", base=2)
+    else:
+        axes.set_xlim(-0.5, len(labels) - 0.5)
     axes.set_xticks(list(places.values()), labels)
     axes.set_xlabel(study.over)
     axes.set_ylabel(study.metric)
