@@ -59,11 +59,7 @@ def read(task, split: str) -> Labelled:
     """
     from convt5.evaluation import task_data
 
-    if split not in task.splits:
-        raise errors.UserError(
-            f"split={split} is none of {', '.join(sorted(task.splits))}, the splits of "
-            f"{task.name}; choose one of these.{errors.suggest(split, task.splits)}"
-        )
+    task_data.check_split(task, split)
     features = task.output_features
     # Tasks that rank labels have an example for each of them.
     examples = [

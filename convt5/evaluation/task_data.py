@@ -51,6 +51,15 @@ def registered(name: str) -> seqio.Task | seqio.Mixture:
     return seqio.get_mixture_or_task(name)
 
 
+def check_split(task: seqio.Task, split: str) -> None:
+    """Raises `UserError` if a task has no such split."""
+    if split not in task.splits:
+        raise errors.UserError(
+            f"split={split} is none of {', '.join(sorted(task.splits))}, the splits of "
+            f"{task.name}; choose one of these.{errors.suggest(split, task.splits)}"
+        )
+
+
 def check_task(
     task: seqio.Task, split: str, *, vocab_size: int, trained: TextFeatures | None = None
 ) -> None:
@@ -65,11 +74,7 @@ def check_task(
     Raises:
         UserError: the task lacks the split or a feature, or has another vocabulary.
     """
-    if split not in task.splits:
-        raise errors.UserError(
-            f"split={split} is none of {', '.join(sorted(task.splits))}, the splits of "
-            f"{task.name}; choose one of these.{errors.suggest(split, task.splits)}"
-        )
+    check_split(task, split)
     for name in ("inputs", "targets"):
         if name not in task.output_features:
             raise errors.UserError(
