@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from convt5 import command_line, errors, figures
-from convt5.training.run_log import METRICS_FILE, duration, read_records
+from convt5.training.run_log import METRICS_FILE, duration, read_metrics
 
 DEFAULT_METRIC = "validation/loss"
 CLOCKS = {"wall": "train_seconds", "processor": "train_cpu_seconds"}
@@ -196,7 +196,7 @@ def _read_run(name: str, folder: pathlib.Path, metric: str, time_key: str) -> Ru
         return f"{folder} is no directory; give the run_dir of a run."
     if not (folder / METRICS_FILE).exists():
         return f"{folder} holds no {METRICS_FILE}, so it is no run directory; give run_dir itself."
-    records = read_records(folder / METRICS_FILE, need=["step"])
+    records = read_metrics(folder)
     points = tuple(
         Point(record["step"], record.get(time_key, math.nan), record[metric])
         for record in _with_time(records, time_key)

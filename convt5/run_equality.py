@@ -32,9 +32,7 @@ def differences(run_dir: epath.PathLike, reference: epath.PathLike) -> list[str]
 
 
 def _records_differ(ours: epath.Path, theirs: epath.Path) -> list[str]:
-    mine, expected = (
-        run_log.read_records(path / run_log.METRICS_FILE, need=["step"]) for path in (ours, theirs)
-    )
+    mine, expected = (run_log.read_metrics(path) for path in (ours, theirs))
     steps, wanted = [r["step"] for r in mine], [r["step"] for r in expected]
     lines = []
     if steps != wanted:

@@ -315,5 +315,5 @@ def _result(folder: epath.Path, plan: Plan, loop: Loop, validation: Validation |
 
 
 def _last_record(folder: epath.Path) -> dict[str, float]:
-    records = run_log.read_records(folder / run_log.METRICS_FILE, need=["step"])
+    records = run_log.read_metrics(folder)
     return records[-1] if records else {}

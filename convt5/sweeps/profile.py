@@ -1,15 +1,14 @@
 """A study's metric against one of its axes: a line for each model, with what the models cost."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from convt5.sweeps import analysis
 from convt5.sweeps.analysis import Best, Key, Result
 from convt5.sweeps.equal_cost import described
-from convt5.sweeps.running import Made, states
+from convt5.sweeps.running import Made, final_value, states
 from convt5.sweeps.study import Study
-from convt5.training.run_log import METRICS_FILE, read_records
 
 Line = dict[str, Best]
 """The best setting at each value of the axis, in the order of `Study.labels`."""
@@ -65,7 +64,7 @@ def cost_table(study: Study) -> dict[tuple[Key, str], Cost]:
 def tables(study: Study, profiles: Mapping[Key, Line], costs: Mapping[Any, Cost]) -> str:
     """Returns Markdown: the metric at each value of the axis, and what it cost."""
     assert study.over is not None
-    labels = [x for x in study.labels(study.over) if any(x in line for line in profiles.values())]
+    labels = _reached(study.labels(study.over), profiles.values())
     shown = [
         {
             **dict(zip(study.rows, key, strict=True)),
@@ -108,7 +107,7 @@ def draw_on(study: Study, axes: Any, panel: Mapping[str, Line]) -> None:
     numeric = study.is_numeric(study.over)
     labels = study.labels(study.over)
     if numeric:
-        labels = [x for x in labels if any(x in line for line in panel.values())]
+        labels = _reached(labels, panel.values())
     places = {label: float(label) if numeric else i for i, label in enumerate(labels)}
     for number, (name, line) in enumerate(panel.items()):
         beside = 0.0 if numeric else 0.12 * (number - (len(panel) - 1) / 2)
@@ -131,6 +130,12 @@ def draw_on(study: Study, axes: Any, panel: Mapping[str, Line]) -> None:
         axes.set_ylim(0, study.perfect * 1.03)
 
 
+def _reached(labels: Sequence[str], lines: Iterable[Line]) -> list[str]:
+    """Returns the values of the axis at which any line has a run."""
+    lines = list(lines)
+    return [label for label in labels if any(label in line for line in lines)]
+
+
 def _cost(runs: Sequence[Made]) -> Cost:
     from convt5 import costs
 
@@ -151,16 +156,9 @@ def _cost(runs: Sequence[Made]) -> Cost:
 
 def _mean_last(runs: Sequence[Made], name: str) -> float | None:
     """Returns the mean over runs of the last value that each recorded of a running total."""
-    last = []
-    for made in runs:
-        path = made.folder / METRICS_FILE
-        values = [
-            r[name]
-            for r in (read_records(path, need=["step"]) if path.exists() else [])
-            if name in r
-        ]
-        last += values[-1:]
-    return statistics.fmean(last) if last else None
+    last = [final_value(made.folder, name) for made in runs]
+    known = [value for value in last if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 def _value(study: Study, error: float) -> float:

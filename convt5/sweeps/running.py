@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from convt5 import errors
 from convt5.sweeps.study import Point, Study
-from convt5.training.run_log import METRICS_FILE, duration, read_records, show_line
+from convt5.training.run_log import duration, read_metrics, show_line
 
 RUNS_FOLDER = "runs"
 STATUS_FILE = "sweep.json"
@@ -122,8 +122,10 @@ def run_all(
         def make(made: Made) -> float | None:
             if has_failed.is_set():
                 return None
+            started = time.monotonic()
             try:
-                return _run(study, made, launch or trainers)
+                _run(study, made, launch or trainers)
+                return time.monotonic() - started
             except BaseException:
                 has_failed.set()
                 raise
@@ -215,9 +217,7 @@ def final_value(folder: pathlib.Path, metric: str) -> float | None:
 
 def values_of(folder: pathlib.Path, metric: str) -> list[tuple[int, float]]:
     """Returns steps and values of a metric that a run recorded, in order."""
-    path = folder / METRICS_FILE
-    records = read_records(path, need=["step"]) if path.exists() else []
-    return [(r["step"], float(r[metric])) for r in records if metric in r]
+    return [(r["step"], float(r[metric])) for r in read_metrics(folder) if metric in r]
 
 
 def _shares_of_cores(count: int) -> list[set[int]]:
@@ -229,9 +229,7 @@ def _shares_of_cores(count: int) -> list[set[int]]:
     return [set(cores[i::count]) or {cores[i % len(cores)]} for i in range(count)]
 
 
-def _run(study: Study, made: Made, launch: Launch) -> float:
-    """Makes one run; returns its seconds."""
-    started = time.monotonic()
+def _run(study: Study, made: Made, launch: Launch) -> None:
     made.folder.mkdir(parents=True, exist_ok=True)
     _write(made, "started")
     bindings = _bindings(study, made.point)
@@ -246,11 +244,11 @@ def _run(study: Study, made: Made, launch: Launch) -> float:
                 "set sweeps.Study.metric to a name in its metrics.jsonl, and evaluate in the run."
             )
         _write(made, "finished")
-        return time.monotonic() - started
+        return
     last = _last_line(log)
     if code == errors.TrainingError.exit_code and _NOT_FINITE in last:
         _write(made, "diverged", last)
-        return time.monotonic() - started
+        return
     what = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
     raise errors.UserError(
         f"the run in {made.folder} {what}: {last}\nIts output is in {log}. The same command goes "

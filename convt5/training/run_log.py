@@ -85,6 +85,15 @@ class JsonLines:
                 os.close(self._file)
 
 
+def read_metrics(run_dir: epath.PathLike) -> list[dict[str, Any]]:
+    """Returns what a run has recorded; nothing where it has no metrics.jsonl.
+
+    Raises:
+        UserError: naming a line that is no record of a step.
+    """
+    return read_records(epath.Path(run_dir) / METRICS_FILE, need=["step"])
+
+
 def read_records(path: epath.PathLike, *, need: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Returns the records of a file of JSON lines, without a last line cut short by a kill.
 
