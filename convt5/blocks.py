@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from convt5 import gathering
 from convt5.architecture import ConvT5Config, LayerOrder, MixingConfig, Remat
 from convt5.layers import DropoutKey, Mlp, Norm, dropout, split_key
 from convt5.mixing import (
@@ -72,6 +73,8 @@ class LayerState(NamedTuple):
 
 class EncoderLayer(nnx.Module):
     """Sequence mixing, then feed-forward, each on a branch of the residual stream."""
+
+    gathers_itself = True
 
     def __init__(self, config: ConvT5Config, mixing: MixingConfig, *, key: PRNGKeyArray):
         mixing_key, mlp_key = jax.random.split(key)
@@ -305,7 +308,7 @@ Run = Callable[[EncoderLayer, jax.Array, StackInputs, DropoutKey], jax.Array]
 
 
 def _run(layer: EncoderLayer, x: jax.Array, inputs: StackInputs, key: DropoutKey) -> jax.Array:
-    return layer(x, inputs, dropout_key=key)
+    return gathering.whole(layer)(x, inputs, dropout_key=key)
 
 
 def _rematerialised(remat: Remat) -> Run:
@@ -349,7 +352,7 @@ def _scanned(
         layer, key = layer_and_key
         return run(layer, x, inputs, key), None
 
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *zip(layers, keys, strict=True))
+    stacked = gathering.stacked(list(zip(layers, keys, strict=True)))
     return jax.lax.scan(step, x, stacked)[0]
 
 

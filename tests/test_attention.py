@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from convt5.ops import attend, attention
+from convt5.ops import attend, attention, implementation
+from convt5.ops.implementation import Devices
+from convt5.tpu import collectives
 
 BATCH, HEADS, HEAD_DIM = 2, 3, 4
 
@@ -159,3 +162,31 @@ def test_sums_over_chunks_are_float32_where_values_are_bfloat16(monkeypatch):
     (found,) = vjp(ones)
     # Each query gives every key a weight; over the keys of a query they sum to one.
     np.testing.assert_allclose(found.astype(np.float32).sum(axis=1), 64.0, rtol=0.01)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_devices_attend_alone_and_sum_the_gradient_of_the_bias_once(x64, monkeypatch, causal):
+    monkeypatch.setattr(attention, "CHUNK_BYTES_ON_CPU", 1)
+    arrays, ids = draw(6, 6), ids_of(6, 6)
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+
+    def gradients(query, key, value, bias, *ids):
+        def loss(*arrays):
+            *arrays, bias = arrays
+            return jnp.sum(jnp.sin(attend(*arrays, *ids, causal=causal, distance_bias=bias)))
+
+        return jax.grad(loss, (0, 1, 2, 3))(query, key, value, bias)
+
+    expected = gradients(*arrays, *ids)
+    where = (rows, rows, rows, NamedSharding(mesh, PartitionSpec()), rows, rows)
+    with implementation.over_devices(Devices(mesh, rows=("data",), channels=())):
+        compiled = jax.jit(gradients, in_shardings=where).lower(*arrays, *ids).compile()
+    for ours, theirs in zip(
+        compiled(*jax.device_put((*arrays, *ids), where)), expected, strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=1e-12)
+    found = collectives.parse(compiled.as_text(), dict(mesh.shape))
+    # Not once for each of the six chunks of queries.
+    assert [(c.kind, c.count) for c in found] == [("all-reduce", 1)]
+    assert found[0].payload_bytes == arrays[3].nbytes

@@ -122,6 +122,21 @@ def test_reduce_scatter_of_tpus_is_a_fusion_of_an_all_reduce():
     assert (found.kind, found.payload_bytes, found.sent_bytes) == ("reduce-scatter", 32, 24)
 
 
+def test_reduce_scatters_of_tpus_are_counted_one_by_one():
+    fusions = [
+        f"%all-reduce-scatter.{i} (q: f32[8]) -> f32[2] {{\n"
+        f"  %r.{i} = f32[8] all-reduce(%q), channel_id=1, replica_groups={ROWS}, to_apply=%add\n"
+        f"  ROOT %s.{i} = f32[2] dynamic-slice(%r.{i}, %i), dynamic_slice_sizes={{2}}\n}}\n"
+        for i in (1, 2)
+    ]
+    text = program(
+        "%f = f32[2] fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1",
+        "%g = f32[2] fusion(%q), kind=kCustom, calls=%all-reduce-scatter.2",
+        before="".join(fusions),
+    )
+    assert [c.payload_bytes for c in parse(text, MESH)] == [32, 32]
+
+
 @pytest.mark.parametrize("says_so", [True, False])
 def test_collectives_of_a_loop_count_as_often_as_it_runs(says_so):
     loop = (

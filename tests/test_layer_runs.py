@@ -14,15 +14,21 @@ from test_train_step import (
     ONE_DEVICE,
     MeshConfig,
     assert_same_state,
+    build_mesh,
     run_text,
+    text_batch,
     text_config,
 )
 
 from convt5.architecture import ConvT5Config, StackConfig
 from convt5.blocks import Stack, StackInputs
 from convt5.errors import UserError
+from convt5.losses import TextLoss
 from convt5.schedule import InverseSqrt
-from convt5.training.train_state import new_state
+from convt5.sharding import TEXT_RULES, batch_sharding
+from convt5.tpu import collectives
+from convt5.training.train_state import abstract_state, new_state, state_shardings
+from convt5.training.train_step import differentiated
 from convt5.tree_paths import named_leaves
 
 POLICIES = ["full", "dots_saveable", "dots_with_no_batch_dims_saveable"]
@@ -86,10 +92,42 @@ def test_scanned_layers_make_the_same_update_and_keep_the_same_statistics(remat)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    [MeshConfig(data=1, fsdp=2, sequence=2, tensor=2), MeshConfig(data=2, fsdp=2, tensor=2)],
+)
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_scanned_layers_make_the_same_update_on_a_mesh(remat):
-    mesh = MeshConfig(data=1, fsdp=2, sequence=2, tensor=2)
+def test_scanned_layers_make_the_same_update_on_a_mesh(remat, mesh):
     assert_same_update(updated(mesh, remat=remat, scan_layers=True), updated())
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_parameters_that_devices_split_are_gathered_layer_by_layer(scan_layers):
+    config = deep_config(remat="full", scan_layers=scan_layers)
+    mesh = build_mesh(MeshConfig(data=1, fsdp=4))
+    optimizer = ADAFACTOR.build(InverseSqrt())
+    shardings = state_shardings(abstract_state(config, optimizer), mesh, TEXT_RULES)
+    gradients = differentiated(TextLoss(), shardings.model)
+    model = abstract_state(config, optimizer).model
+    compiled = (
+        jax.jit(gradients, in_shardings=(shardings.model, batch_sharding(mesh), None))
+        .lower(model, text_batch(), jax.random.key(0))
+        .compile()
+    )
+    found = collectives.parse(compiled.as_text(), dict(mesh.shape))
+    gathers = [c for c in found if c.kind == "all-gather"]
+    largest = max(leaf.nbytes for _, leaf in named_leaves(start().model))
+    # A stack of three layers would be larger.
+    assert max(c.payload_bytes for c in gathers) <= largest
+    # Forward, and again backward, what the rematerialised layers read.
+    split = sum(
+        leaf.nbytes
+        for (name, leaf), where in zip(
+            named_leaves(start().model), jax.tree.leaves(shardings.model), strict=True
+        )
+        if "fsdp" in str(where.spec) and "/layers/" in name
+    )
+    assert sum(c.count * c.payload_bytes for c in gathers) >= 1.9 * split
 
 
 def temporaries(remat: str, **settings) -> int:

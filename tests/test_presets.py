@@ -70,6 +70,7 @@ def test_a_model_file_is_named_as_its_macro_says(name):
         ("t5_small", 60_506_624),
         ("t5_base", 222_903_552),
         ("t5_large", 737_668_096),
+        ("t5_11b", 11_307_321_344),
         ("released/lconv_small", 60_854_272),
         ("released/lconv_base", 223_554_048),
         ("released/lconv_large", 738_879_488),

@@ -1,5 +1,6 @@
 """The training step compiled by the real TPU compiler, for chips that are not here."""
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -107,6 +108,26 @@ def test_a_step_takes_at_least_what_its_tightest_limit_says(report):
 
 
 @pytest.mark.tpu
+def test_scanned_layers_cost_what_they_cost_one_by_one(compiler):
+    def cost(scan_layers):
+        settings, name = inspect.read_settings(
+            [str(ROOT / MODEL)],
+            [
+                "architecture.StackConfig.num_layers=4",
+                f"architecture.ConvT5Config.scan_layers={scan_layers}",
+            ],
+        )
+        flags = {"devices": 1, "batch_size": 4, "encoder_length": 64, "decoder_length": 32}
+        step = inspect.make_step(inspect.make_subject(name, settings, flags), settings)
+        report = step_report.make_report(step, topology.load("v5e:1x1"))
+        assert report.loops_counted
+        return report.flops, report.bytes_accessed
+
+    scanned, unrolled = cost(True), cost(False)
+    assert scanned == pytest.approx(unrolled, rel=0.02)
+
+
+@pytest.mark.tpu
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -198,6 +219,12 @@ def test_text_names_the_limit_of_the_step_and_what_is_left_of_memory():
     assert "communication     45 ms  at 200 GB/s over all links" in text
     assert "of 16 B: fits, 3 B to spare" in text
     assert "all-reduce  data           3     6 GB              9 GB" in text
+    assert "of scanned layers" not in text
+
+
+def test_text_says_where_the_compiler_counts_too_little():
+    report = dataclasses.replace(example_report(), loops_counted=False)
+    assert "of scanned layers each loop counts one" in report.as_text()
     too_large = example_report(temporaries=10)
     assert "does not fit: 4 B too much" in too_large.as_text()
     assert too_large.as_json()["memory_bytes"]["left"] == -4

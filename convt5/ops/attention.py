@@ -56,10 +56,10 @@ def _attend(causal, query, key, value, bias, query_ids, key_ids):
 
 
 def _run(whole, causal, *arrays):
-    """Computes `whole` of the arrays, whose rows devices may share."""
+    """Computes `whole` of the arrays, which devices may share."""
     devices = implementation.devices()
-    if devices is not None and devices.split_lengths:
-        return gathered_keys.attend(causal, devices, functools.partial(whole, False), *arrays)
+    if devices is not None:
+        return gathered_keys.attend(causal, devices, whole, *arrays)
     return whole(causal, *arrays)
 
 
@@ -96,12 +96,7 @@ def _kernels(causal, bias, query, key, *, backward=False) -> implementation.Offe
 
     heads, head_dim = query.shape[2:]
     settings = kernels.Settings(head_dim, causal, interpret=implementation.interpreted())
-    rows = _flat(query), _flat(key)
-    devices = implementation.devices()
-    if devices is not None:
-        run = kernels.shared(settings, devices, *rows, biased=bias is not None, backward=backward)
-        return implementation.Offer(shared=run and _between_heads(run, heads, bias, backward))
-    if not kernels.is_supported(settings, *rows):
+    if not kernels.is_supported(settings, _flat(query), _flat(key)):
         return implementation.Offer()
     run = functools.partial(kernels.gradients if backward else kernels.attend, settings)
     return implementation.Offer(alone=_between_heads(run, heads, bias, backward))

@@ -1,9 +1,10 @@
-"""Attention over rows that several devices share: queries stay, keys and values are gathered.
+"""Attention on several devices: queries stay, the keys and values of their rows are gathered.
 
-Each device attends from the queries it holds to all keys of their rows, which it gathers over the
-axes that split them; the backward pass adds up the gradients of keys and values and leaves each
-device its own. Logits never travel. Serves self-attention, and encoder-decoder attention, whose
-memory is split like the queries. What travels grows with the length, unlike `halo`'s.
+Each device attends from the queries and heads it holds to all keys of their rows. Where devices
+share rows it gathers them; the backward pass adds up the gradients of keys and values and leaves
+each device its own. Logits never travel. Serves self-attention, and encoder-decoder attention,
+whose memory is split like the queries. What travels grows with the length, unlike `halo`'s; where
+rows are whole it is the gradient of the bias alone.
 """
 
 import functools
@@ -19,21 +20,22 @@ from convt5.ops import implementation
 from convt5.ops.implementation import Devices
 
 Attend = Callable[..., Any]
-"""Computes one direction on one device from query, key, value, bias, two segment ids, cotangents.
+"""Computes one direction on one device from causal, query, key, value, bias, two segment ids, and
+backward the cotangent.
 
-The bias is [heads, distances] or None. Backward it returns the gradients of the first four.
+The bias is [heads, distances] or None. Backward it returns the gradients of query to bias.
 """
 
 _HIDDEN = -1e9
 
 
 def attend(causal: bool, devices: Devices, alone: Attend, *arrays: Any):
-    """Returns what `alone` computes of whole rows, from rows that are split.
+    """Returns what `alone` computes, from rows, heads and pieces of rows that devices hold.
 
     Args:
-        causal: hides keys behind each query; `alone` need not know.
-        devices: that hold the pieces.
-        alone: computes attention that is not causal, or its gradients, on one device.
+        causal: hides keys behind each query.
+        devices: that hold them.
+        alone: computes attention, or its gradients, on one device.
         arrays: query, key, value, bias (or None), query and key segment ids, all as
             `ops.attention.attend` has them; the backward pass also the cotangent.
 
@@ -68,6 +70,9 @@ def _piece(
     causal: bool, devices: Devices, alone: Attend, target: int, query, key, value, bias, ids, *rest
 ):
     """Computes the queries of one device; `target` counts those of all."""
+    if not devices.split_lengths:
+        with implementation.over_devices(None):
+            return _bias_summed(devices, alone(causal, query, key, value, bias, ids, *rest))
     key_ids, *cotangent = rest
     gather = functools.partial(lax.all_gather, axis_name=devices.lengths, axis=1, tiled=True)
     key, value, key_ids = gather(key), gather(value), gather(key_ids)
@@ -81,14 +86,21 @@ def _piece(
         hidden = jnp.where(distances > 0, _HIDDEN, 0.0)[None]
         own = jnp.broadcast_to(hidden, (query.shape[2], width)) if own is None else own + hidden
     with implementation.over_devices(None):
-        found = alone(query, key, value, own, ids, key_ids, *cotangent)
+        found = alone(False, query, key, value, own, ids, key_ids, *cotangent)
     if not cotangent:
         return found
     dquery, dkey, dvalue, down = found
     scatter = functools.partial(
         lax.psum_scatter, axis_name=devices.lengths, scatter_dimension=1, tiled=True
     )
-    if bias is None:
-        return dquery, scatter(dkey), scatter(dvalue), None
-    dbias = lax.dynamic_update_slice_in_dim(jnp.zeros_like(bias), down, start, axis=1)
-    return dquery, scatter(dkey), scatter(dvalue), lax.psum(dbias, devices.rows + devices.lengths)
+    dbias = None
+    if bias is not None:
+        dbias = lax.dynamic_update_slice_in_dim(jnp.zeros_like(bias), down, start, axis=1)
+    return _bias_summed(devices, (dquery, scatter(dkey), scatter(dvalue), dbias))
+
+
+def _bias_summed(devices: Devices, found):
+    """Adds up the gradient of the bias over devices; other results stay as they are."""
+    if not isinstance(found, tuple) or found[3] is None:
+        return found
+    return *found[:3], lax.psum(found[3], devices.rows + devices.lengths)

@@ -153,13 +153,15 @@ def _collectives(instructions: list["_Instruction"]) -> list[list["_Instruction"
 
     TPU compilers split one over several fusions, so that it overlaps with other work; the parts
     share its channel and its origin. All collectives of jax.shard_map share a channel as well, and
-    may have one origin, but lie in one computation.
+    may have one origin, but lie in one computation. So do all reduce-scatters, each in a fusion of
+    its own.
     """
     found: dict[tuple[Any, ...], list[_Instruction]] = {}
     seen: dict[tuple[Any, ...], int] = {}
     for instruction in instructions:
         origin = re.search(r"\bmetadata=\{([^}]*)\}", instruction.line)
-        key = (instruction.channel, instruction.kind, origin[1] if origin else "")
+        whole = instruction.computation if _is_scatter(instruction.computation) else ""
+        key = (instruction.channel, instruction.kind, origin[1] if origin else "", whole)
         place = (instruction.computation, *key)
         seen[place] = seen.get(place, 0) + 1
         found.setdefault((*key, seen[place]), []).append(instruction)
@@ -221,9 +223,12 @@ def _read(hlo: str) -> tuple[list[_Instruction], dict[str, int]]:
 
 
 def _kind(kind: str, computation: str) -> str:
-    # TPU compilers write a reduce-scatter as a fusion of an all-reduce and a slice.
-    is_scatter = kind == "all-reduce" and computation.startswith("all-reduce-scatter")
-    return "reduce-scatter" if is_scatter else kind
+    return "reduce-scatter" if kind == "all-reduce" and _is_scatter(computation) else kind
+
+
+def _is_scatter(computation: str) -> bool:
+    """TPU compilers write a reduce-scatter as a fusion of an all-reduce and a slice."""
+    return computation.startswith("all-reduce-scatter")
 
 
 def _executions(callers: Mapping[str, list[tuple[str, int]]], entry: str) -> dict[str, int]:

@@ -169,11 +169,14 @@ class StepReport:
         flops: operations of the compiled program; those inside Pallas kernels as they state them.
         bytes_accessed: read and written by all of its instructions. The compiler counts what is
             inside a loop once: with microbatches both figures are multiplied by their number, so
-            that the update counts as often too.
+            that the update counts as often too; for scanned layers see `loops_counted`.
         memory: how it fits.
         traffic: collectives by kind and mesh axes.
         compile_seconds: time of tracing and compiling on this machine.
         num_parameters: of the whole model.
+        loops_counted: False where layers are scanned and differ, so that operations and bytes are
+            too few: a loop's body counts once. Where all are alike, both figures are those of one
+            and of two layers compiled one by one, extended to all.
     """
 
     step: Step
@@ -185,6 +188,7 @@ class StepReport:
     traffic: tuple[collectives.Traffic, ...]
     compile_seconds: float
     num_parameters: int
+    loops_counted: bool = True
 
     @functools.cached_property
     def model_flops(self) -> float:
@@ -220,6 +224,7 @@ class StepReport:
             "grad_accum_steps": step.grad_accum_steps,
             "gradients_only": step.gradients_only,
             "flops": self.flops,
+            "loops_counted": self.loops_counted,
             "model_flops": self.model_flops,
             "bytes_accessed": self.bytes_accessed,
             "memory_bytes": {
@@ -267,6 +272,8 @@ class StepReport:
     def _step_rows(self) -> list[tuple[str, ...]]:
         ratio = f"{self.flops / self.model_flops:.2f} x those in closed form"
         intensity = f"{self.flops / self.bytes_accessed:.0f} operations per byte"
+        if not self.loops_counted:
+            ratio += "; of scanned layers each loop counts one"
         return [
             ("operations", short_number(self.flops, "FLOP"), ratio),
             ("bytes accessed", short_bytes(self.bytes_accessed), intensity),
@@ -324,12 +331,30 @@ class StepReport:
         ]
 
 
-def make_report(step: Step, topology: Topology) -> StepReport:
+class DoesNotFit(errors.UserError):
+    """A step that needs more memory than the devices have.
+
+    Attributes:
+        needed: bytes on each device, where the compiler says it.
+    """
+
+    def __init__(self, message: str, needed: float | None):
+        super().__init__(message)
+        self.needed = needed
+
+
+def make_report(step: Step, topology: Topology, *, count_loops: bool = True) -> StepReport:
     """Compiles the step for a slice and reports on it.
 
+    Args:
+        step: to compile.
+        topology: the slice.
+        count_loops: also compiles one and two layers where layers are scanned, so that operations
+            and bytes are those of all layers.
+
     Raises:
-        UserError: a mesh that does not divide the devices, the batch or the model, or a step that
-            needs more memory than the devices have.
+        UserError: a mesh that does not divide the devices, the batch or the model.
+        DoesNotFit: it needs more memory than the devices have.
     """
     plan = step.plan(topology.devices)
     try:
@@ -337,15 +362,19 @@ def make_report(step: Step, topology: Topology) -> StepReport:
             compiled = _compile(step, plan)
     except jax.errors.JaxRuntimeError as error:
         raise _explained(error, step, topology) from None
-    cost = compiled.call.cost_analysis()
+    cost = _cost(compiled)
+    whole: np.ndarray | None = cost
+    if step.model.scan_layers:
+        whole = _cost_of_all_layers(step, topology) if count_loops else None
+    flops, bytes_accessed = step.loops * (cost if whole is None else whole)
     memory = compiled.call.memory_analysis()
     mesh = dict(plan.mesh.shape)
     return StepReport(
         step=step,
         topology=topology,
         mesh=mesh,
-        flops=cost["flops"] * step.loops,
-        bytes_accessed=cost["bytes accessed"] * step.loops,
+        flops=float(flops),
+        bytes_accessed=float(bytes_accessed),
         memory=Memory(
             parameters=device_bytes(plan.abstract.model, plan.shardings.model),
             optimizer=0
@@ -360,7 +389,42 @@ def make_report(step: Step, topology: Topology) -> StepReport:
         traffic=collectives.traffic(collectives.parse(compiled.call.as_text(), mesh)),
         compile_seconds=compiled.seconds,
         num_parameters=plan.num_parameters(),
+        loops_counted=whole is not None,
     )
+
+
+def _cost(compiled: compilation.CompiledStep) -> np.ndarray:
+    """Returns operations and bytes accessed."""
+    cost = compiled.call.cost_analysis()
+    return np.array([cost["flops"], cost["bytes accessed"]])
+
+
+def _cost_of_all_layers(step: Step, topology: Topology) -> np.ndarray | None:
+    """Returns operations and bytes accessed of the step with its layers one by one.
+
+    Layers that are all alike add equal amounts, so that programs of one and of two tell the rest.
+    None where they are not alike.
+    """
+    config = step.model
+    stacks = config.encoder, config.decoder
+    count = config.encoder.num_layers
+    listed = [v for stack in stacks for v in vars(stack).values() if isinstance(v, tuple | list)]
+    if config.decoder.num_layers != count or any(listed):
+        return None
+
+    def with_layers(number: int) -> np.ndarray:
+        model = dataclasses.replace(
+            config,
+            scan_layers=False,
+            encoder=dataclasses.replace(config.encoder, num_layers=number),
+            decoder=dataclasses.replace(config.decoder, num_layers=number),
+        )
+        few = dataclasses.replace(step, model=model)
+        with implementation.chosen(topology.chip.implementation):
+            return _cost(_compile(few, few.plan(topology.devices)))
+
+    one = with_layers(1)
+    return one + (count - 1) * (with_layers(2) - one)
 
 
 def _compile(step: Step, plan: Plan) -> compilation.CompiledStep:
@@ -378,14 +442,14 @@ def _compile(step: Step, plan: Plan) -> compilation.CompiledStep:
 
 
 def _explained(error: Exception, step: Step, topology: Topology) -> Exception:
-    """Returns a `UserError` for a step that does not fit, other errors as they are."""
+    """Returns `DoesNotFit` for a step that does not, other errors as they are."""
     text = str(error)
     if "RESOURCE_EXHAUSTED" not in text:
         return error
     size = r"([\d.]+)([KMGT]?)"
     excess = re.search(rf"Used {size} of {size} hbm", text)
     excess = excess or re.search(rf"\({size}\) exceeds available HBM \({size}\)", text)
-    how_much = ""
+    how_much, used = "", None
     if excess:
         used, available = (
             float(number) * _UNITS[unit] for number, unit in np.reshape(excess.groups(), (2, 2))
@@ -394,10 +458,11 @@ def _explained(error: Exception, step: Step, topology: Topology) -> Exception:
             f": it needs {short_bytes(used)} of {short_bytes(available)}, "
             f"{short_bytes(used - available)} too much"
         )
-    return errors.UserError(
+    return DoesNotFit(
         f"the step does not fit a device of {topology.name}{how_much}; lower batch_size="
         f"{step.batch_size}, split more by --gin.sharding.MeshConfig.fsdp or .tensor, raise "
-        f"grad_accum_steps={step.grad_accum_steps}, or take more or larger chips."
+        f"grad_accum_steps={step.grad_accum_steps}, or take more or larger chips.",
+        used,
     )
 
 

@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from convt5 import gathering
 from convt5.ops import implementation
 from convt5.schedule import Schedule
 from convt5.sharding import BATCH_AXES, gathered, replicated
@@ -200,12 +201,8 @@ def differentiated(loss: Loss, model_shardings: nnx.Module) -> SumsAndGradients:
 
 
 def _gather(model: nnx.Module, model_shardings: nnx.Module) -> nnx.Module:
-    """Returns the model with every parameter whole along "fsdp", as the layers use it.
-
-    Left to itself the compiler of jaxlib 0.10.2 computes wrong gradients, silently, on meshes
-    where "data", "fsdp" and "tensor" are all larger than 1 (as in openxla/xla issue 40034).
-    """
-    return jax.lax.with_sharding_constraint(model, gathered(model_shardings))
+    """Returns the model with parameters whole along "fsdp", those of layers once they run."""
+    return gathering.gathered(model, model_shardings, gathered(model_shardings))
 
 
 def _operators_over(model_shardings: nnx.Module) -> contextlib.AbstractContextManager[None]:

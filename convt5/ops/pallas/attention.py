@@ -14,9 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import PartitionSpec
 
-from convt5.ops.implementation import Devices, Kernels
 from convt5.ops.pallas.conv_blocks import LANES
 from convt5.ops.pallas.products import dot, padded
 
@@ -117,38 +115,6 @@ def gradients(settings: Settings, query, key, value, query_ids, key_ids, *bias_a
         cut = functools.partial(_bias_blocks, rows, length, arrays[1].shape[1])
         dbias += jax.linear_transpose(cut, given)(jnp.sum(blocks, axis=0))
     return dquery[:, :length], dkey[:, :source], dvalue[:, :source], *dbias
-
-
-def shared(
-    settings: Settings, devices: Devices, query, key, *, biased: bool, backward: bool
-) -> Kernels | None:
-    """Returns `attend` or `gradients` on several devices, or None where they cannot share it.
-
-    Rows of the batch and heads are independent; lengths are never split.
-    """
-    rows, channels = devices.count(devices.rows), devices.count(devices.channels)
-    own = [
-        jax.ShapeDtypeStruct((a.shape[0] // rows, a.shape[1], a.shape[2] // channels), a.dtype)
-        for a in (query, key)
-    ]
-    divided = query.shape[0] % rows == 0 and query.shape[2] % (channels * LANES) == 0
-    if not divided or not is_supported(settings, *own):
-        return None
-    spec = PartitionSpec(devices.rows, None, devices.channels)
-    bias = [PartitionSpec(devices.channels, None)] * biased
-    given = (spec, spec, spec, PartitionSpec(devices.rows), PartitionSpec(devices.rows), *bias)
-
-    def own_gradients(*arrays):
-        found = gradients(settings, *arrays)
-        return (*found[:3], *(lax.psum(dbias, devices.rows) for dbias in found[3:]))
-
-    return jax.shard_map(
-        own_gradients if backward else functools.partial(attend, settings),
-        mesh=devices.mesh,
-        in_specs=(*given, *([spec] * backward)),
-        out_specs=(spec, spec, spec, *bias) if backward else spec,
-        check_vma=False,
-    )
 
 
 # --- Kernels --------------------------------------------------------------------------------------

@@ -1,0 +1,214 @@
+"""What training costs on TPU pods that are not here, by their compiler: tables of docs/scale.md.
+
+`python -m convt5.tpu.pods --output=runs/pods` compiles an update of each model for each slice, and
+looks for the longest rows that fit; hours in all. What was compiled is kept in the output folder:
+given again, the command goes on behind it, and with --report_only it prints what there is.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from convt5 import inspect
+from convt5.benchmarks.sides import TARGETS
+from convt5.cost_report import short_bytes
+from convt5.tpu import step_report, topology
+
+MESHES: Mapping[str, Mapping[str, int]] = {
+    "base": {"data": -1},
+    "large": {"data": -1, "fsdp": 16},
+    "11b": {"data": -1, "fsdp": 64},
+}
+"""The mesh of each size of model, on every slice."""
+
+VARIANTS = ("dynamic", "t5")
+SLICES = ("v5e:16x16", "v5p:4x4x4", "v5p:8x16x16")
+FIRST_LENGTHS = {"v5e:16x16": 2**17, "v5p:4x4x4": 2**19}
+"""Slices with chips of each kind, on which the longest rows are looked for, and from where."""
+
+ROWS, LENGTH = 2048, 512
+"""The update of the first table: a million encoder tokens, in rows as long as those of T5."""
+
+SHORTEST, LONGEST = 2**14, 2**22
+"""Lengths among which the longest that fits is looked for, in powers of two."""
+
+SETTINGS = ("ConvT5Config.scan_layers=True", "ConvT5Config.remat='full'")
+_FILE = "programs.jsonl"
+
+Report = Mapping[str, Any]
+"""`StepReport.as_json()`, or {"needed": bytes} of a program that does not fit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """An update of rows of `length` encoder tokens and a fourth of decoder tokens."""
+
+    size: str
+    variant: str
+    slice: str
+    rows: int
+    length: int
+
+    def compiled(self, *, count_loops: bool) -> Report:
+        """Returns what the compiler says, after minutes."""
+        slice_ = topology.load(self.slice)
+        axes = [f"sharding.MeshConfig.{axis}={n}" for axis, n in MESHES[self.size].items()]
+        settings, name = inspect.read_settings(
+            [f"gin/models/{self.variant}_{self.size}.gin"],
+            [*axes, *(f"architecture.{setting}" for setting in SETTINGS)],
+        )
+        flags = {
+            "devices": len(slice_.devices),
+            "batch_size": self.rows,
+            "encoder_length": self.length,
+            "decoder_length": self.length // TARGETS,
+        }
+        step = inspect.make_step(inspect.make_subject(name, settings, flags), settings)
+        try:
+            return step_report.make_report(step, slice_, count_loops=count_loops).as_json()
+        except step_report.DoesNotFit as error:
+            return {"needed": error.needed}
+
+
+class Programs:
+    """What is known of programs: kept in a folder, compiled where it is missing."""
+
+    def __init__(self, folder: pathlib.Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / _FILE
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        records = [json.loads(line) for line in lines]
+        self.reports: dict[Program, Report] = {
+            Program(**record["program"]): record["report"] for record in records
+        }
+
+    def report(self, program: Program, *, count_loops: bool) -> Report:
+        """Returns the report; `count_loops` as in `step_report.make_report`."""
+        if program not in self.reports:
+            began = time.monotonic()
+            report = self.reports[program] = program.compiled(count_loops=count_loops)
+            record = {"program": dataclasses.asdict(program), "report": report}
+            with self._path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            verdict = "does not fit" if "needed" in report else "fits"
+            seconds = time.monotonic() - began
+            print(f"{program}: {verdict}, after {seconds:.0f} s", file=sys.stderr, flush=True)
+        return self.reports[program]
+
+    def fits(self, program: Program) -> bool:
+        return "needed" not in self.report(program, count_loops=False)
+
+
+def updates() -> list[Program]:
+    """Returns the programs of the first table."""
+    return [
+        Program(size, variant, slice_, ROWS, LENGTH)
+        for size in MESHES
+        for slice_ in SLICES
+        for variant in VARIANTS
+    ]
+
+
+def with_longest_rows(programs: Programs, size: str, variant: str, slice_: str) -> Program | None:
+    """Returns the program with the longest rows that fit, one on each device, or None."""
+    devices = len(topology.load(slice_).devices)
+
+    def program(length: int) -> Program:
+        return Program(size, variant, slice_, devices, length)
+
+    length = longest(lambda length: programs.fits(program(length)), FIRST_LENGTHS[slice_])
+    return None if length is None else program(length)
+
+
+def longest(fits: Callable[[int], bool], first: int) -> int | None:
+    """Returns the largest power of two that fits, from `SHORTEST` to `LONGEST`, or None.
+
+    Args:
+        fits: whether a length does; what is longer than one that does not, does not either.
+        first: the power of two to try first.
+    """
+    length = first
+    while length >= SHORTEST and not fits(length):
+        length //= 2
+    if length < SHORTEST:
+        return None
+    while first <= length < LONGEST and fits(2 * length):
+        length *= 2
+    return length
+
+
+def tables(programs: Programs) -> Iterator[str]:
+    """Yields the lines of two Markdown tables of what was compiled."""
+    yield (
+        "| model | slice | mesh | state | temporaries | TFLOP | GB accessed | GB sent, along | "
+        "at least |"
+    )
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    for program in updates():
+        if program in programs.reports:
+            yield _row(program, *_update_cells(programs.reports[program]))
+    yield ""
+    yield "| model | slice | longest rows that fit | memory | twice as long |"
+    yield "| --- | --- | --- | --- | --- |"
+    known = {p: r for p, r in programs.reports.items() if p.length != LENGTH}
+    for program, report in known.items():
+        after = known.get(dataclasses.replace(program, length=2 * program.length))
+        if "needed" not in report and (after is None or "needed" in after):
+            needed = "not tried" if after is None else _needed(after)
+            total = short_bytes(report["memory_bytes"]["total"])
+            lengths = f"{program.length:,} + {program.length // TARGETS:,}"
+            yield _row(program, lengths, total, needed)
+
+
+def _update_cells(report: Report) -> Sequence[str]:
+    if "needed" in report:
+        return ("", "", _needed(report), "", "", "", "")
+    memory, least = report["memory_bytes"], report["roofline_seconds"]
+    sent: dict[str, float] = {}
+    for collective in report["collectives"]:
+        axes = "+".join(collective["axes"])
+        sent[axes] = sent.get(axes, 0) + collective["sent_bytes"]
+    return (
+        " x ".join(f"{axis} {n}" for axis, n in report["mesh"].items() if n > 1),
+        short_bytes(memory["arguments"]),
+        short_bytes(memory["temporaries"]),
+        f"{report['flops'] / 1e12:.2f}",
+        f"{report['bytes_accessed'] / 1e9:.1f}",
+        ", ".join(f"{size / 1e9:.2f} {axes}" for axes, size in sent.items()),
+        f"{1e3 * least['step']:.0f} ms ({least['bound_by']})",
+    )
+
+
+def _needed(report: Report) -> str:
+    return "does not fit" if report["needed"] is None else f"{short_bytes(report['needed'])} needed"
+
+
+def _row(program: Program, *cells: str) -> str:
+    return f"| {' | '.join((f'{program.variant}_{program.size}', program.slice, *cells))} |"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m convt5.tpu.pods")
+    parser.add_argument("--output", required=True, help="a folder for what was compiled")
+    parser.add_argument("--sizes", nargs="+", default=list(MESHES), choices=list(MESHES))
+    parser.add_argument("--report_only", action="store_true", help="compiles nothing")
+    settings = parser.parse_args(argv)
+    programs = Programs(pathlib.Path(settings.output))
+    if not settings.report_only:
+        for program in updates():
+            if program.size in settings.sizes:
+                programs.report(program, count_loops=True)
+        for size in settings.sizes:
+            for slice_ in FIRST_LENGTHS:
+                for variant in VARIANTS:
+                    with_longest_rows(programs, size, variant, slice_)
+    print("\n".join(tables(programs)))
+
+
+if __name__ == "__main__":
+    main()

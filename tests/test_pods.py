@@ -1,0 +1,69 @@
+"""The longest rows that fit are found, and what was compiled is kept and told."""
+
+import dataclasses
+
+import pytest
+
+from convt5.tpu import pods
+from convt5.tpu.pods import Program, Programs, longest
+
+
+@pytest.mark.parametrize("first", [pods.SHORTEST, 2**17, pods.LONGEST])
+@pytest.mark.parametrize(
+    ("limit", "found"),
+    [
+        (pods.SHORTEST - 1, None),
+        (pods.SHORTEST, pods.SHORTEST),
+        (3 * 2**16, 2**17),
+        (2**30, pods.LONGEST),
+    ],
+)
+def test_the_longest_that_fits_is_found_from_anywhere_without_trying_twice(first, limit, found):
+    tried = []
+
+    def fits(length):
+        tried.append(length)
+        return length <= limit
+
+    assert longest(fits, first) == found
+    assert len(set(tried)) == len(tried)
+    assert all(pods.SHORTEST <= length <= pods.LONGEST for length in tried)
+
+
+def report(total):
+    return {
+        "mesh": {"data": 4, "fsdp": 16, "sequence": 1, "tensor": 1},
+        "memory_bytes": {"arguments": 1e9, "temporaries": 2e9, "total": total},
+        "flops": 3e12,
+        "bytes_accessed": 4e9,
+        "collectives": [
+            {"axes": ["fsdp"], "sent_bytes": 1.5e9},
+            {"axes": ["data"], "sent_bytes": 1e9},
+            {"axes": ["fsdp"], "sent_bytes": 2e9},
+        ],
+        "roofline_seconds": {"step": 0.25, "bound_by": "memory"},
+    }
+
+
+def test_what_was_compiled_is_kept_and_told(tmp_path, monkeypatch, capsys):
+    update = pods.updates()[0]
+    fitting = Program("base", "t5", "v5e:16x16", 256, 2**15)
+    longer = dataclasses.replace(fitting, length=2**16)
+    reports = {update: report(4e9), fitting: report(15e9), longer: {"needed": 31e9}}
+    monkeypatch.setattr(Program, "compiled", lambda self, **_: reports.pop(self))
+    programs = Programs(tmp_path)
+    programs.report(update, count_loops=True)
+    assert programs.fits(fitting)
+    assert not programs.fits(longer)
+    assert not reports
+    # Another start compiles nothing again.
+    again = Programs(tmp_path)
+    assert again.reports == programs.reports
+    pods.main([f"--output={tmp_path}", "--report_only"])
+    text = capsys.readouterr().out
+    assert (
+        "| dynamic_base | v5e:16x16 | data 4 x fsdp 16 | 1 GB | 2 GB | 3.00 | 4.0 | "
+        "3.50 fsdp, 1.00 data | 250 ms (memory) |" in text
+    )
+    assert "| t5_base | v5e:16x16 | 32,768 + 8,192 | 15 GB | 31 GB needed |" in text
+    assert len(text.splitlines()) == 7
