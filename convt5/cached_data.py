@@ -8,9 +8,11 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 import pathlib
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -106,7 +108,7 @@ class CachedBatches:
         self.token_bytes = _token_bytes(folder)
         self._config = config
         self._features = {
-            name: _opened(folder / config.split / f"{name}.bin", feature, split["rows"])
+            name: _Rows(folder / config.split / f"{name}.bin", feature, split["rows"])
             for name, feature in split["features"].items()
         }
         self._passes = Passes(
@@ -129,9 +131,7 @@ class CachedBatches:
         """Returns int32 arrays of [rows, length]."""
         taken = self._passes.batch()
         self._passes.advance()
-        batch = {
-            name: stored[taken.rows].astype(np.int32) for name, stored in self._features.items()
-        }
+        batch = {name: stored.read(taken.rows) for name, stored in self._features.items()}
         if not taken.is_row.all():
             for values in batch.values():
                 values[~taken.is_row] = 0
@@ -269,16 +269,49 @@ class Writer:
         return about
 
 
-def _opened(file: pathlib.Path, feature: Mapping[str, Any], rows: int) -> np.ndarray:
-    dtype, shape = np.dtype(feature["dtype"]), (rows, feature["length"])
-    expected = rows * feature["length"] * dtype.itemsize
-    found = file.stat().st_size if file.exists() else None
-    if found != expected:
-        has = "is not there" if found is None else f"has {found} bytes"
-        raise errors.UserError(
-            f"{file} {has}, and {_ABOUT_FILE} says {expected}; the cache is damaged: make it anew."
+class _Rows:
+    """The rows of one feature in a file.
+
+    They are read, not mapped into memory: a file that is cut meanwhile is an error that can be
+    told, where a mapped one ends the process.
+    """
+
+    def __init__(self, path: pathlib.Path, feature: Mapping[str, Any], count: int):
+        self._path = path
+        self._dtype, self._length = np.dtype(feature["dtype"]), feature["length"]
+        self._row_bytes = self._length * self._dtype.itemsize
+        expected = count * self._row_bytes
+        found = path.stat().st_size if path.exists() else None
+        if found != expected:
+            has = "is not there" if found is None else f"has {found} bytes"
+            raise errors.UserError(
+                f"{path} {has}, and {_ABOUT_FILE} says {expected}; the cache is damaged: make it "
+                "anew."
+            )
+        self._file = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+
+    def read(self, rows: Sequence[int]) -> np.ndarray:
+        """Returns int32 [rows, length].
+
+        Raises:
+            TrainingError: the file no longer holds one of the rows, or cannot be read.
+        """
+        stored = np.empty((len(rows), self._length), self._dtype)
+        for row, values in zip(rows, stored, strict=True):
+            try:
+                found = os.preadv(self._file, [values.data], int(row) * self._row_bytes)
+            except OSError as error:
+                raise self._fault(f"cannot be read ({error.strerror})") from None
+            if found != self._row_bytes:
+                raise self._fault(f"ends within row {row}, though it did not when it was opened")
+        return stored.astype(np.int32)
+
+    def _fault(self, what: str) -> errors.TrainingError:
+        return errors.TrainingError(
+            f"{self._path} {what}; put the cache back as it was, or make it anew, and start again: "
+            "the run goes on from its last checkpoint."
         )
-    return np.memmap(file, dtype, mode="r", shape=shape)
 
 
 def _token_bytes(folder: pathlib.Path) -> np.ndarray | None:

@@ -131,6 +131,16 @@ def test_damage_and_mistakes_are_named(folder, tmp_path):
         built(folder)
 
 
+def test_a_file_that_is_cut_while_it_is_read_is_named(folder):
+    batches = built(folder)
+    next(batches)
+    file = folder / "train" / "decoder_target_tokens.bin"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(errors.TrainingError, match=rf"{file} ends within row {ROWS - 1},.*go.*on"):
+        for _ in range(ROWS):
+            next(batches)
+
+
 def test_an_unfinished_cache_is_none(tmp_path):
     writer = cached_data.Writer(tmp_path / "cache")
     list(writer.write("train", [made()]))
