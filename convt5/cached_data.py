@@ -12,7 +12,7 @@ import os
 import pathlib
 import shutil
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -291,7 +291,7 @@ class _Rows:
         self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
 
-    def read(self, rows: Sequence[int]) -> np.ndarray:
+    def read(self, rows: np.ndarray) -> np.ndarray:
         """Returns int32 [rows, length].
 
         Raises:

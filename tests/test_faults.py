@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import random
+import re
 import resource
 import shutil
 import threading
@@ -210,7 +211,7 @@ class Meddling(counting_run.Numbers):
 
 
 def wait_for(path):
-    for _ in range(1000):
+    for _ in range(30_000):
         if path.exists():
             return
         time.sleep(0.01)
@@ -341,12 +342,12 @@ def test_times_for_people_are_never_negative():
 
 def test_a_source_that_hangs_is_told_with_the_phase_and_every_stack(run, capfd):
     def hang_in_the_source():
-        time.sleep(0.8)
+        time.sleep(2)
 
     data = Meddling(batch_size=8, act=hang_in_the_source)
     assert run(train_data=data, stall_warning_secs=0.1).step == 12
     told = capfd.readouterr().err
-    assert "nothing has moved for 0s while reading the batch of step 8" in told
+    assert re.search(r"nothing has moved for \ds while reading the batch of step 8", told)
     assert "thread MainThread:" in told
     assert "thread convt5-prefetch:" in told
     assert "in hang_in_the_source" in told

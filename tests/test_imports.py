@@ -112,7 +112,7 @@ def test_model_step_and_decoding_import_where_tensorflow_does_not():
 def test_import_convt5_loads_no_framework():
     names = ("jax", "tensorflow", "seqio", "gin")
     code = f"import convt5, sys; print([m for m in {names} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "[]", done.stderr
 
 

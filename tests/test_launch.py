@@ -29,7 +29,7 @@ def call(script, *arguments, env=None):
         check=False,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
 
 
@@ -88,7 +88,7 @@ class TestTpuVm:
         python.parent.mkdir(parents=True)
         python.write_text('#!/bin/sh\nprintf "<%s>" "$WORD" "$@"\nexit 7\n')
         python.chmod(0o755)
-        subprocess.run(["bash", "-c", f"{remote} wait"], cwd=tmp_path, check=True, timeout=20)
+        subprocess.run(["bash", "-c", f"{remote} wait"], cwd=tmp_path, check=True, timeout=300)
         folder = tmp_path / "convt5"
         assert (folder / "exit_code").read_text() == "7\n"
         arguments = ["a b", "-m", "convt5.train", "--multi_host", *FLAGS]
@@ -116,7 +116,7 @@ exit 0
             check=False,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
         )
         return done, (folder / "calls").read_text()
 
@@ -181,7 +181,7 @@ class TestSlurm:
             cwd=tmp_path,
             env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"},
             check=False,
-            timeout=20,
+            timeout=300,
         )
         assert done.returncode == code
         assert (tmp_path / "requeued").exists() == requeued

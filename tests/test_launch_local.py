@@ -20,7 +20,7 @@ print(f"{sys.argv[1:]} {index} of {os.environ['JAX_NUM_PROCESSES']}, "
 
 def wait():
     pathlib.Path(f"ready_{index}").touch()
-    time.sleep(60)
+    time.sleep(600)
 
 exec(pathlib.Path("behaviour.py").read_text())
 """
@@ -65,7 +65,7 @@ def start(tmp_path):
 
 
 def finish(process):
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=300)
     return process.returncode, out, err
 
 

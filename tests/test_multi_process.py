@@ -145,7 +145,7 @@ def test_a_death_ends_the_run_the_next_start_goes_on_and_all_stop_at_one_step(st
     # One to lose, and one to go on from; they are written while the run trains on.
     wait_until(process, lambda: len(checkpoint.steps_in(run_dir / "checkpoints")) > 1)
     os.kill(child_of(process.pid, index=1), signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 137
     assert output.count("process 1 of the run failed (exit code 137, SIGKILL)") == 1
 
@@ -156,7 +156,7 @@ def test_a_death_ends_the_run_the_next_start_goes_on_and_all_stop_at_one_step(st
     process = start(run_dir, **endless, SAVE_EVERY=100_000)
     wait_for_records(process, run_dir, before + 5)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 143, output
     assert f"the checkpoint of step {newest} in" in output
     assert "continues from the checkpoint of step" in output

@@ -1,6 +1,7 @@
 """The background thread delivers in order, and its position is that of the consumer."""
 
 import gc
+import queue
 import threading
 import time
 
@@ -100,7 +101,7 @@ def test_a_restart_repeats_a_bounded_number_of_batches(prefetched):
 def test_slow_snapshots_are_taken_rarely(prefetched):
     class Slow(Counter):
         def get_state(self):
-            time.sleep(0.02)
+            time.sleep(0.2)
             return super().get_state()
 
     iterator = Slow(200)
@@ -124,25 +125,28 @@ def test_errors_of_placing_reach_the_consumer(prefetched):
 
 
 def test_batches_are_made_while_the_consumer_works(prefetched):
+    made = queue.Queue()
+
     def slowly(batch):
         time.sleep(0.05)
+        made.put(batch["value"])
         return batch["value"]
 
     batches = prefetched(Counter(), slowly)
     next(batches)
-    waited = batches.wait_secs
-    time.sleep(0.3)
-    next(batches)
-    assert waited > 0.03
-    assert batches.wait_secs - waited < 0.03
+    assert batches.wait_secs > 0.03
+    # Nobody asks for these.
+    assert [made.get(timeout=60) for _ in range(3)] == [0, 1, 2]
 
 
 def test_no_more_than_depth_batches_wait(prefetched):
     iterator = Counter()
     batches = prefetched(iterator, depth=3)
     next(batches)
-    time.sleep(0.3)
     # One taken, three waiting, one placed that finds no room.
+    while iterator.next_value < 5:
+        time.sleep(0.01)
+    time.sleep(0.3)
     assert iterator.next_value == 5
 
 

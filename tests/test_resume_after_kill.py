@@ -95,7 +95,7 @@ def stop_when(process, condition, *, with_signal=signal.SIGKILL):
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.001)
     process.send_signal(with_signal)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     return process.returncode, output
 
 

@@ -81,7 +81,7 @@ def test_a_value_can_be_several_settings_at_once(tmp_path):
 
 
 def test_several_runs_at_a_time_are_each_made_once(tmp_path):
-    both_run, trainer = threading.Barrier(2, timeout=60), Trainer()
+    both_run, trainer = threading.Barrier(2, timeout=300), Trainer()
 
     def launch(arguments, log):
         both_run.wait()
