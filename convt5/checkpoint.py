@@ -1,8 +1,8 @@
-"""Checkpoints: plain trees of arrays, the optimizer's state and the position in the data.
+"""Checkpoints of a run: plain trees of arrays, the optimizer's state and the position in the data.
 
 `Checkpointer` writes them in the background and finds the newest one that can be read; the trainer
-uses it, and `load_params` reads the parameters alone for evaluation, inference and fine-tuning.
-A checkpoint is one folder named after its step; it appears under that name only when complete.
+uses it. `checkpoints.reading` reads them for everybody else. A checkpoint is one folder named after
+its step; it appears under that name only when complete.
 """
 
 import base64
@@ -13,14 +13,11 @@ import hashlib
 import json
 import math
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
@@ -31,12 +28,11 @@ from orbax.checkpoint.checkpoint_managers import (
     PreservationPolicy,
 )
 
-from convt5 import errors, tree_paths
-from convt5.checksums import checksums, mismatched
+from convt5 import errors
+from convt5.checkpoints import named_arrays, reading, record
+from convt5.checkpoints.checksums import checksums
+from convt5.checkpoints.reading import EMA
 
-FORMAT = 1
-_EMA = "ema"  # The average of the model, in the state and among what is saved.
-_SEAL = "sha256"  # Of everything else in the file of settings.
 BestMode = Literal["min", "max"]
 
 
@@ -128,7 +124,7 @@ class Checkpointer:
     def __init__(self, directory: epath.PathLike, config: CheckpointConfig, *, model_config: Any):
         self.directory = epath.Path(directory)
         self.config = config
-        self._description = describe_config(model_config)
+        self._description = record.describe_config(model_config)
         self._values = _values(_measured(self.directory), config.best_metric)
         self._manager = _manager(self.directory, config, self._values)
 
@@ -163,9 +159,9 @@ class Checkpointer:
         if best_value is not None and math.isfinite(best_value):
             self._values[step] = best_value
         about = {
-            "format": FORMAT,
-            "params": _shapes(params),
-            "optimizer": _shapes(optimizer),
+            "format": record.FORMAT,
+            "params": record.shapes(params),
+            "optimizer": record.shapes(optimizer),
             "checksums": {"params": checksums(params), "optimizer": checksums(optimizer)},
             "model": self._description,
             "data_shards": data.num_shards,
@@ -181,9 +177,9 @@ class Checkpointer:
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    params=ocp.args.StandardSave(_nest(params)),
-                    optimizer=ocp.args.StandardSave(_nest(optimizer)),
-                    about=ocp.args.JsonSave(about | {_SEAL: _seal(about)}),
+                    params=ocp.args.StandardSave(named_arrays.nested(params)),
+                    optimizer=ocp.args.StandardSave(named_arrays.nested(optimizer)),
+                    about=ocp.args.JsonSave(record.sealed(about)),
                     data=_SavePositions(data.by_shard),
                 ),
                 force=True,
@@ -204,7 +200,7 @@ class Checkpointer:
             UserError: another architecture or optimizer wrote it, or none of several can be read.
         """
         self.wait()  # A checkpoint still being written is listed, but not complete.
-        with _without_late_read_errors():
+        with reading.without_late_read_errors():
             return self._restore_newest(abstract_state, shards_read)
 
     def wait(self) -> None:
@@ -225,9 +221,9 @@ class Checkpointer:
             yield
         except Exception as error:  # Writers fail in many ways on full or vanished disks.
             raise errors.TrainingError(
-                f"a checkpoint could not be written to {self.directory}: {_first_line(error)}. "
-                "Make room there, or see to its permissions; the same command then continues from "
-                "the last complete checkpoint."
+                f"a checkpoint could not be written to {self.directory}: "
+                f"{reading.first_line(error)}. Make room there, or see to its permissions; the "
+                "same command then continues from the last complete checkpoint."
             ) from error
 
     def _check_room(self, leaves: Mapping[str, Any]) -> None:
@@ -249,7 +245,7 @@ class Checkpointer:
             except errors.UserError:
                 raise
             except Exception as error:  # Readers fail in many ways on damaged files.
-                failures[step] = _first_line(error)
+                failures[step] = reading.first_line(error)
             else:
                 self._set_aside(failures)
                 return restored
@@ -270,16 +266,18 @@ class Checkpointer:
 
     def _restore_step(self, step: int, abstract_state: Any, shards_read: ShardsRead) -> Restored:
         folder = self.directory / str(step)
-        about, data = _on_all_hosts(lambda: _read_small_files(folder, shards_read))
+        about, data = reading.on_all_hosts(lambda: _read_small_files(folder, shards_read))
         params, optimizer = _split(abstract_state)
         where = f"the checkpoint of step {step} in {self.directory}"
-        _check_shapes(about["params"], _shapes(params), what="parameters", where=where)
-        _check_shapes(about["optimizer"], _shapes(optimizer), what="optimizer state", where=where)
+        record.check_shapes(about["params"], record.shapes(params), what="parameters", where=where)
+        record.check_shapes(
+            about["optimizer"], record.shapes(optimizer), what="optimizer state", where=where
+        )
         restored = {
-            part: _nest(_read_arrays(folder, part, leaves, about))
+            part: named_arrays.nested(reading.read_arrays(folder, part, leaves, about))
             for part, leaves in (("params", params), ("optimizer", optimizer))
         }
-        for line in differences(about["model"], self._description):
+        for line in record.differences(about["model"], self._description):
             warnings.warn(f"the model's settings differ from {where}: {line}", stacklevel=3)
         return Restored(
             step=step,
@@ -304,144 +302,6 @@ class Checkpointer:
         self._manager.reload()
 
 
-def load_params(
-    path: epath.PathLike, abstract_model: Any, *, step: int | None = None, ema: bool = False
-) -> Any:
-    """Reads a model's parameters alone, without optimizer state or data position.
-
-    Args:
-        path: a run directory, its `checkpoints` folder, or the folder of one step.
-        abstract_model: the model's shapes, for instance from `jax.eval_shape`; leaves may carry
-            shardings, and are otherwise placed on the default device.
-        step: the step wanted; None for the newest.
-        ema: reads the average over the updates instead.
-
-    Raises:
-        UserError: no checkpoint there, one of another architecture, or one without an average.
-    """
-    folder = find_checkpoint(path, step=step)
-    about = _about(folder)
-    params = _by_path(abstract_model)
-    _check_shapes(about["params"], _shapes(params), what="parameters", where=str(folder))
-    if ema:
-        wanted = {f"{_EMA}/{name}": leaf for name, leaf in params.items()}
-        if not wanted.keys() <= about["optimizer"].keys():
-            raise errors.UserError(
-                f"{folder} holds no average of the model: its run was trained without one; leave "
-                "out ema, or train with trainer.train.ema=@averaging.EMA()."
-            )
-        return _fill(abstract_model, _nest(load_named(folder, wanted, part="optimizer"))[_EMA])
-    return _fill(abstract_model, _nest(load_named(folder, params)))
-
-
-def load_named(
-    folder: epath.PathLike, wanted: Mapping[str, jax.ShapeDtypeStruct], *, part: str = "params"
-) -> dict[str, jax.Array]:
-    """Reads some parameters of one checkpoint from `find_checkpoint`, by name.
-
-    Args:
-        folder: the checkpoint.
-        wanted: their shapes as saved, with the sharding to place them by, or none for the default
-            device.
-        part: "optimizer" reads the optimizer's state instead.
-    """
-    if not wanted:
-        return {}
-    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    leaves = {
-        name: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or default
-        )
-        for name, leaf in wanted.items()
-    }
-    folder = epath.Path(folder)
-    about = _about(folder)
-    with _naming_read_errors(folder), _without_late_read_errors():
-        return _read_arrays(_absolute(folder), part, leaves, about)
-
-
-def _read_arrays(
-    folder: epath.Path,
-    part: str,
-    leaves: Mapping[str, jax.ShapeDtypeStruct],
-    about: Mapping[str, Any],
-) -> dict[str, jax.Array]:
-    """Returns arrays of a checkpoint by name, placed as asked; all hosts must call it.
-
-    All hosts succeed, or all raise. A checkpoint of a version that kept no checksums is taken as
-    it is.
-    """
-    item = _nest(leaves)
-    # The handler itself: readers around it wait for all hosts, also for one that has failed.
-    reader = ocp.PyTreeCheckpointHandler()
-    arguments = ocp.args.PyTreeRestore(
-        item,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(item),
-        partial_restore=True,
-    )
-    try:
-        nested = _on_all_hosts(lambda: reader.restore(folder / part, args=arguments))
-    finally:
-        reader.close()
-    arrays = _by_path(nested)
-    expected = about.get("checksums", {}).get(part, {})
-    _on_all_hosts(lambda: _check_arrays(arrays, expected, folder))
-    return arrays
-
-
-def _check_arrays(
-    arrays: Mapping[str, jax.Array], expected: Mapping[str, int], folder: epath.Path
-) -> None:
-    if names := mismatched(arrays, expected):
-        raise ValueError(
-            f"{len(names)} arrays do not match their checksum, {names[0]} among them, in {folder}"
-        )
-
-
-def load_everything(folder: epath.PathLike) -> dict[str, dict[str, jax.Array]]:
-    """Reads parameters and optimizer state of one checkpoint by name, on whatever devices are here.
-
-    The result has the keys "params" and "optimizer".
-    """
-    about = _about(folder)
-    parts = ("params", "optimizer")
-    shapes = {
-        part: {name: _parse_shape(text) for name, text in about[part].items()} for part in parts
-    }
-    return {part: load_named(folder, shapes[part], part=part) for part in parts}
-
-
-def _absolute(folder: epath.Path) -> epath.Path:
-    """Readers take absolute paths only; those of an object store are."""
-    return folder if "://" in str(folder) else folder.expanduser().absolute()
-
-
-def saved_params(folder: epath.PathLike) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes and dtypes of the parameters in one checkpoint from `find_checkpoint`."""
-    about = _about(folder)
-    return {name: _parse_shape(text) for name, text in about["params"].items()}
-
-
-def find_checkpoint(path: epath.PathLike, *, step: int | None = None) -> epath.Path:
-    """Returns the folder of one checkpoint, given a run directory or anything inside it."""
-    path = epath.Path(path)
-    if (path / "about").exists():
-        return path
-    for folder in (path / "checkpoints", path):
-        steps = steps_in(folder)
-        if steps and (step is None or step in steps):
-            return folder / str(max(steps) if step is None else step)
-        if steps:
-            raise errors.UserError(
-                f"step={step} is not among the checkpoints in {folder}: "
-                f"{', '.join(map(str, steps))}; choose one of these."
-            )
-    raise errors.UserError(
-        f"no checkpoint in {path}: expected a run directory that holds checkpoints/<step>, or one "
-        "such step; check the path, or train first."
-    )
-
-
 def best_step(directory: epath.PathLike) -> int | None:
     """Returns the best of the checkpoints in a folder by the metric that the run chose.
 
@@ -453,31 +313,6 @@ def best_step(directory: epath.PathLike) -> int | None:
     last = measured[max(measured)]  # A run that goes on may choose another metric.
     config = CheckpointConfig(best_metric=last["metric"], best_mode=last["mode"])
     return config.ranked(_values(measured, config.best_metric))[0]
-
-
-def read_description(folder: epath.PathLike) -> Any:
-    """Returns the `describe_config` of the model in one checkpoint from `find_checkpoint`."""
-    return _about(folder)["model"]
-
-
-def describe_config(config: Any) -> Any:
-    """Returns a dataclass as plain JSON values."""
-    if not dataclasses.is_dataclass(config) or isinstance(config, type):
-        return repr(config)
-    return json.loads(json.dumps(dataclasses.asdict(config), default=repr))
-
-
-def differences(old: Any, new: Any, *, name: str = "") -> list[str]:
-    """Returns one line `name: old -> new` for each setting that differs."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        return [
-            line
-            for key in sorted(old.keys() | new.keys())
-            for line in differences(
-                old.get(key), new.get(key), name=f"{name}.{key}" if name else key
-            )
-        ]
-    return [] if old == new else [f"{name}: {old} -> {new}"]
 
 
 def _manager(
@@ -546,7 +381,7 @@ class _SavePositions(ocp.args.CheckpointArgs):
 def _read_small_files(
     folder: epath.Path, shards_read: ShardsRead
 ) -> tuple[dict[str, Any], DataPositions]:
-    about = _read_about(folder)
+    about = record.read(folder)
     # Before there were shards each process had a file, which is the same to this process.
     of_processes = "data_shards" not in about
     count = about["num_processes"] if of_processes else about["data_shards"]
@@ -568,134 +403,31 @@ def _read_position(path: epath.Path) -> bytes:
 T = TypeVar("T")
 
 
-def _on_all_hosts(read: Callable[[], T]) -> T:
-    """Returns what `read` does, where all hosts succeed; otherwise raises on all of them.
-
-    A file may be damaged for one host only, and hosts must take the same checkpoint.
-    """
-    found, failure = None, None
-    try:
-        found = read()
-    except errors.UserError:
-        raise
-    except Exception as error:  # As damaged files have it.
-        failure = error
-    if jax.process_count() > 1:
-        failed = multihost_utils.process_allgather(np.array(failure is not None))
-        if failed.any() and failure is None:
-            hosts = ", ".join(map(str, np.flatnonzero(failed)))
-            failure = ValueError(f"it cannot be read by process {hosts}")
-    if failure is not None:
-        raise failure
-    return cast(T, found)
-
-
 def _split(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns parameters, and everything else of a training state, by path."""
-    return _by_path(state.model), _by_path(_beside_parameters(state))
+    return named_arrays.by_path(state.model), named_arrays.by_path(_beside_parameters(state))
 
 
 def _join(like: Any, params: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Any:
-    rest = _fill(_beside_parameters(like), optimizer)
+    rest = named_arrays.filled(_beside_parameters(like), optimizer)
     return dataclasses.replace(
         like,
-        model=_fill(like.model, params),
+        model=named_arrays.filled(like.model, params),
         step=rest["step"],
         opt_state=rest["state"],
-        **{name: value for name, value in rest.items() if name == _EMA},
+        **{name: value for name, value in rest.items() if name == EMA},
     )
 
 
 def _beside_parameters(state: Any) -> dict[str, Any]:
     """Returns what is saved as the optimizer's: without an average nothing stands for it."""
-    ema = getattr(state, _EMA, None)
-    return {"step": state.step, "state": state.opt_state} | ({} if ema is None else {_EMA: ema})
-
-
-def _by_path(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of a tree by path, such as `encoder/layers/0/mlp/wi/kernel`."""
-    return dict(tree_paths.named_leaves(tree))
-
-
-def _nest(by_path: Mapping[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for path, leaf in by_path.items():
-        *folders, name = path.split("/")
-        inner = nested
-        for folder in folders:
-            inner = inner.setdefault(folder, {})
-        inner[name] = leaf
-    return nested
-
-
-def _fill(like: Any, nested: Mapping[str, Any]) -> Any:
-    """Returns a tree shaped as `like` with the leaves of `nested`."""
-
-    def find(path, _):
-        found: Any = nested
-        for name in tree_paths.path_name(path).split("/"):
-            found = found[name]
-        return found
-
-    return jax.tree.map_with_path(find, like)
-
-
-def _shapes(by_path: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        path: f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for path, leaf in by_path.items()
-    }
-
-
-def _parse_shape(text: str) -> jax.ShapeDtypeStruct:
-    """The inverse of what `_shapes` writes, such as `float32[8,9]`."""
-    dtype, _, sizes = text.rstrip("]").partition("[")
-    return jax.ShapeDtypeStruct(tuple(int(n) for n in sizes.split(",") if n), jnp.dtype(dtype))
-
-
-def _read_about(folder: epath.Path) -> dict[str, Any]:
-    about = json.loads((folder / "about" / "metadata").read_text())
-    seal = about.pop(_SEAL, None)  # Versions before had none.
-    if seal is not None and seal != _seal(about):
-        raise ValueError(f"{folder / 'about'} does not match its checksum")
-    if about["format"] != FORMAT:
-        raise errors.UserError(
-            f"{folder} has checkpoint format {about['format']}; this version reads format "
-            f"{FORMAT}: use the version of convt5 that wrote it."
-        )
-    return about
-
-
-def _seal(about: Mapping[str, Any]) -> str:
-    # As it is once read back: numbers and texts may have changed their kind.
-    text = json.dumps(json.loads(json.dumps(about)), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _check_shapes(
-    saved: Mapping[str, str], wanted: Mapping[str, str], *, what: str, where: str
-) -> None:
-    """Raises a `UserError` that names what differs between a checkpoint and the model."""
-    lines = [f"{name}: missing in the checkpoint" for name in wanted if name not in saved]
-    lines += [f"{name}: not in this model" for name in saved if name not in wanted]
-    lines += [
-        f"{name}: {saved[name]} in the checkpoint, {shape} in this model"
-        for name, shape in wanted.items()
-        if name in saved and saved[name] != shape
-    ]
-    if not lines:
-        return
-    cause = "architecture" if what == "parameters" else "optimizer"
-    raise errors.UserError(
-        f"{where} was made by another {cause}; {len(lines)} of its {what} differ:\n"
-        + "\n".join(f"- {line}" for line in errors.shortened(lines))
-        + f"\nUse the {cause} it was made with (config.gin in its run directory), or choose "
-        "another run_dir."
-    )
+    ema = getattr(state, EMA, None)
+    return {"step": state.step, "state": state.opt_state} | ({} if ema is None else {EMA: ema})
 
 
 def _measured(directory: epath.Path) -> dict[int, dict[str, Any]]:
     """Returns metric, mode and value of each checkpoint that has a value."""
-    found = {step: _best(directory / str(step)) for step in steps_in(directory)}
+    found = {step: _best(directory / str(step)) for step in reading.steps_in(directory)}
     return {step: best for step, best in found.items() if best.get("value") is not None}
 
 
@@ -703,65 +435,9 @@ def _values(measured: Mapping[int, Mapping[str, Any]], metric: str) -> dict[int,
     return {step: best["value"] for step, best in measured.items() if best["metric"] == metric}
 
 
-def _about(folder: epath.PathLike) -> dict[str, Any]:
-    """Returns what `_read_about` does; damage is the user's to mend."""
-    with _naming_read_errors(folder):
-        return _read_about(epath.Path(folder))
-
-
-@contextlib.contextmanager
-def _naming_read_errors(folder: epath.PathLike) -> Iterator[None]:
-    try:
-        yield
-    except errors.UserError:
-        raise
-    except Exception as error:  # Readers fail in many ways on damaged files.
-        raise errors.UserError(
-            f"{folder} cannot be read: {_first_line(error)}. It is damaged, or was removed; choose "
-            "another step, or put back a good copy."
-        ) from error
-
-
 def _best(folder: epath.Path) -> dict[str, Any]:
     """What a checkpoint holds of its metric; nothing where it is damaged."""
     try:
-        return _read_about(folder).get("best", {})
+        return record.read(folder).get("best", {})
     except (OSError, ValueError, KeyError):
         return {}
-
-
-def steps_in(folder: epath.PathLike) -> list[int]:
-    """Returns the steps of the complete checkpoints in a folder, which need not exist."""
-    folder = epath.Path(folder)
-    if not folder.is_dir():
-        return []
-    return sorted(int(child.name) for child in folder.iterdir() if child.name.isdigit())
-
-
-@contextlib.contextmanager
-def _without_late_read_errors() -> Iterator[None]:
-    """Silences readers that finish after the first of them has failed.
-
-    Each of them prints a traceback about a closed event loop, which would bury the one warning that
-    says what is wrong.
-    """
-    report = sys.unraisablehook
-
-    def hook(raised: Any) -> None:
-        is_reader = "_read_array" in repr(raised.object)
-        if not is_reader and "Event loop is closed" not in str(raised.exc_value):
-            report(raised)
-
-    sys.unraisablehook = hook
-    try:
-        yield
-    except Exception:
-        gc.collect()  # Now, while they are silenced.
-        raise
-    finally:
-        sys.unraisablehook = report
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"

@@ -382,7 +382,7 @@ def _first(checkpoint: str, flags: Any) -> "checkpoints.Found":
     """Returns a checkpoint by which the model is known."""
     from etils import epath
 
-    from convt5.checkpoint import steps_in
+    from convt5.checkpoints.reading import steps_in
     from convt5.evaluation import checkpoints
 
     if flags.follow:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from convt5 import checkpoint, errors, loading
+from convt5 import errors, loading
+from convt5.checkpoints import reading
 from convt5.tree_paths import named_leaves
 
 
@@ -152,11 +153,11 @@ def _open(path: str, step: int | None) -> _Source:
             }
 
         return _Source({name: array.shape for name, array in params.items()}, read)
-    folder = checkpoint.find_checkpoint(path, step=step)
-    saved = checkpoint.saved_params(folder)
+    folder = reading.find_checkpoint(path, step=step)
+    saved = reading.saved_params(folder)
     return _Source(
         {name: leaf.shape for name, leaf in saved.items()},
-        lambda names: checkpoint.load_named(
+        lambda names: reading.load_named(
             folder,
             {
                 name: jax.ShapeDtypeStruct(saved[name].shape, saved[name].dtype, sharding=where)

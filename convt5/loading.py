@@ -7,7 +7,8 @@ from typing import Any
 import jax
 from etils import epath
 
-from convt5 import checkpoint, errors
+from convt5 import errors
+from convt5.checkpoints import reading
 from convt5.interchange import hugging_face, portable
 from convt5.interchange.mapping import Imported, Report, Source, build_model
 from convt5.tree_paths import named_leaves
@@ -38,7 +39,7 @@ def load_model(
     if not is_exported(directory):
         config = changed(run_config(directory, step=step), settings)
         abstract = jax.eval_shape(lambda: config.build(jax.random.key(0)))
-        return checkpoint.load_params(directory, abstract, step=step, ema=ema)
+        return reading.load_params(directory, abstract, step=step, ema=ema)
     if ema:
         raise errors.UserError(
             f"{directory} is an exported model: one set of parameters, and no average beside it; "
@@ -63,7 +64,7 @@ def read_exported(directory: epath.PathLike, *, allow_unmapped: bool = False) ->
 
 def read_run(directory: epath.PathLike, *, step: int | None = None) -> Imported:
     """Reads the parameters of a run, with their description."""
-    folder = checkpoint.find_checkpoint(directory, step=step)
+    folder = reading.find_checkpoint(directory, step=step)
     model = load_model(folder)
     params = {name: jax.device_get(leaf) for name, leaf in named_leaves(model)}
     sources = tuple(Source(path=name, names=(name,)) for name in params)
@@ -75,8 +76,8 @@ def read_run(directory: epath.PathLike, *, step: int | None = None) -> Imported:
 
 def run_config(directory: epath.PathLike, *, step: int | None = None) -> Any:
     """Returns the description of the model that a run trains, `ConvT5Config` or `ViTConfig`."""
-    folder = checkpoint.find_checkpoint(directory, step=step)
-    return portable.revive(checkpoint.read_description(folder))
+    folder = reading.find_checkpoint(directory, step=step)
+    return portable.revive(reading.read_description(folder))
 
 
 def changed(config: Any, settings: dict[str, Any]) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from convt5 import checkpoint
+from convt5.checkpoints import reading
 from convt5.training import run_log
 
 # What depends on the clock: everything else that a run records must be equal.
@@ -54,7 +54,7 @@ def _records_differ(ours: epath.Path, theirs: epath.Path) -> list[str]:
 
 
 def _arrays_differ(ours: epath.Path, theirs: epath.Path) -> list[str]:
-    folders = [checkpoint.find_checkpoint(path) for path in (ours, theirs)]
+    folders = [reading.find_checkpoint(path) for path in (ours, theirs)]
     if folders[0].name != folders[1].name:
         return [f"the last checkpoint is of step {folders[0].name}, not {folders[1].name}"]
     mine, expected = (_flat(folder) for folder in folders)
@@ -69,7 +69,7 @@ def _arrays_differ(ours: epath.Path, theirs: epath.Path) -> list[str]:
 
 
 def _flat(folder: epath.Path) -> dict[str, Any]:
-    parts = checkpoint.load_everything(folder)
+    parts = reading.load_everything(folder)
     return {f"{part}/{n}": np.asarray(a) for part, named in parts.items() for n, a in named.items()}
 
 

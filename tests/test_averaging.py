@@ -18,6 +18,7 @@ import convt5
 from convt5 import checkpoint, optimizer, schedule, sharding
 from convt5.architecture import ConvT5Config, StackConfig
 from convt5.checkpoint import CheckpointConfig, Checkpointer, DataPositions
+from convt5.checkpoints import reading
 from convt5.errors import UserError
 from convt5.losses import TextLoss
 from convt5.training.averaging import EMA, ScaledEMA
@@ -170,7 +171,7 @@ def ema_run(folder, **changes):
 
 def loaded(folder, *, ema):
     abstract = jax.eval_shape(MODEL.build, jax.random.key(0))
-    return checkpoint.load_params(folder, abstract, ema=ema)
+    return reading.load_params(folder, abstract, ema=ema)
 
 
 @pytest.mark.slow

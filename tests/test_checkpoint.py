@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from convt5 import checkpoint, errors
+from convt5.checkpoints import reading
 
 NO_DATA = checkpoint.DataPositions()
 
@@ -167,7 +168,7 @@ def test_the_last_and_the_best_checkpoints_are_kept(open_run, tmp_path):
 def test_the_best_checkpoint_is_kept_when_the_run_goes_on(open_run, tmp_path):
     save_steps(open_run(keep_last=1), 1, 2, 3, losses=[1.0, 3.0, 2.0])
     save_steps(open_run(keep_last=1), 4, 5, losses=[5.0, 4.0])
-    assert checkpoint.steps_in(tmp_path / "checkpoints") == [1, 5]
+    assert reading.steps_in(tmp_path / "checkpoints") == [1, 5]
     assert checkpoint.best_step(tmp_path / "checkpoints") == 1
 
 
@@ -281,22 +282,22 @@ def test_half_written_checkpoints_are_not_seen_and_are_removed(open_run, tmp_pat
 @pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/2"])
 def test_parameters_alone_are_read_from_a_run_or_a_step(open_run, tmp_path, inside):
     save_steps(open_run(), 1, 2)
-    model = checkpoint.load_params(tmp_path / inside, abstract(make_state()).model)
+    model = reading.load_params(tmp_path / inside, abstract(make_state()).model)
     assert_same(model, make_state(2).model)
 
 
 def test_parameters_of_a_chosen_step_are_read(open_run, tmp_path):
     save_steps(open_run(), 1, 2)
     shapes = jax.eval_shape(lambda: make_state().model)
-    assert_same(checkpoint.load_params(tmp_path, shapes, step=1), make_state(1).model)
+    assert_same(reading.load_params(tmp_path, shapes, step=1), make_state(1).model)
 
 
 def test_a_missing_checkpoint_is_a_clear_error(open_run, tmp_path):
     with pytest.raises(errors.UserError, match="no checkpoint in"):
-        checkpoint.find_checkpoint(tmp_path / "nowhere")
+        reading.find_checkpoint(tmp_path / "nowhere")
     save_steps(open_run(), 1, 2)
     with pytest.raises(errors.UserError, match=r"step=7 is not among the checkpoints .*: 1, 2"):
-        checkpoint.find_checkpoint(tmp_path, step=7)
+        reading.find_checkpoint(tmp_path, step=7)
 
 
 def test_impossible_settings_are_reported_together():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from convt5 import checksums
+from convt5.checkpoints import checksums
 
 
 def weight(index, axis):

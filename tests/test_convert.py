@@ -10,7 +10,7 @@ import pytest
 
 import convt5
 from convt5 import convert, gin_config, loading
-from convt5.checkpoint import find_checkpoint
+from convt5.checkpoints.reading import find_checkpoint
 from convt5.errors import UserError
 from convt5.interchange import hugging_face, portable
 

@@ -23,6 +23,7 @@ from flax import nnx
 from quick import quick
 
 from convt5 import checkpoint, errors, optimizer, run_equality, schedule, sharding
+from convt5.checkpoints import reading
 from convt5.trainer import train
 from convt5.training import run_log, spikes, watchdog
 
@@ -149,10 +150,10 @@ def test_evaluation_of_a_damaged_checkpoint_is_refused_by_name(good_run, tmp_pat
     run = shutil.copytree(good_run, tmp_path / "run")
     flip(array_file(run / "checkpoints" / "2"), random.Random(1))
     with pytest.raises(errors.UserError, match=r"2 cannot be read: .* checksum.* another step"):
-        checkpoint.load_params(run, shapes(make_state(0)).model)
+        reading.load_params(run, shapes(make_state(0)).model)
     (run / "checkpoints" / "1" / "about" / "metadata").write_text("{")
     with pytest.raises(errors.UserError, match=r"1 cannot be read: .* choose another step"):
-        checkpoint.load_params(run, shapes(make_state(0)).model, step=1)
+        reading.load_params(run, shapes(make_state(0)).model, step=1)
 
 
 def test_checkpoints_of_versions_without_checksums_are_read(good_run, tmp_path):
@@ -251,7 +252,7 @@ def test_a_full_disk_ends_the_run_with_one_message_and_loses_nothing_saved(
         run(train_data=Meddling(batch_size=8, act=fill))
     assert caught.value.exit_code == 1
     small_files(resource.RLIM_INFINITY)
-    assert checkpoint.steps_in(folder / "checkpoints") == [4]
+    assert reading.steps_in(folder / "checkpoints") == [4]
     assert_ends_as_one_left_alone(run, folder)
 
 
@@ -267,7 +268,7 @@ def test_a_checkpoint_that_finds_the_disk_full_ends_the_run_too(run, tmp_path, s
     with pytest.raises(errors.TrainingError, match=r"checkpoint could not be written .*Make room"):
         run(train_data=Meddling(batch_size=8, act=fill), **settings)
     small_files(resource.RLIM_INFINITY)
-    assert checkpoint.steps_in(folder / "checkpoints") == [4]
+    assert reading.steps_in(folder / "checkpoints") == [4]
     assert run(**settings).step == 12
 
 
@@ -414,7 +415,7 @@ def test_the_step_of_a_spike_changes_neither_parameters_nor_optimizer(run, tmp_p
     for name, steps in (("before", 9), ("after", 10)):
         run(name, loss=SpikyLoss(), skip_spikes=spikes.SkipSpikes(after_steps=4), num_steps=steps)
     trees = [
-        checkpoint.load_everything(tmp_path / name / "checkpoints" / step)
+        reading.load_everything(tmp_path / name / "checkpoints" / step)
         for name, step in (("before", "9"), ("after", "10"))
     ]
     assert [int(tree["optimizer"].pop("step")) for tree in trees] == [9, 10]
@@ -424,9 +425,7 @@ def test_the_step_of_a_spike_changes_neither_parameters_nor_optimizer(run, tmp_p
 def test_a_run_without_spikes_is_the_same_whether_or_not_they_would_be_skipped(run, tmp_path):
     run("on", skip_spikes=spikes.SkipSpikes(after_steps=2))
     run("off")
-    arrays = [
-        checkpoint.load_everything(tmp_path / n / "checkpoints" / "12") for n in ("on", "off")
-    ]
+    arrays = [reading.load_everything(tmp_path / n / "checkpoints" / "12") for n in ("on", "off")]
     # Two programs, which round sums in their own ways.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), *arrays)
     assert "skipped_updates" not in records(tmp_path / "off")[-1]

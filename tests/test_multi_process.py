@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from convt5 import checkpoint
+from convt5.checkpoints import reading
 
 pytestmark = pytest.mark.slow
 TIMES = {"seconds_per_step", "data_wait_share", "train_seconds", "train_cpu_seconds"}
@@ -63,7 +63,7 @@ def records(run_dir):
 
 
 def arrays(run_dir, step):
-    return checkpoint.load_everything(run_dir / "checkpoints" / str(step))
+    return reading.load_everything(run_dir / "checkpoints" / str(step))
 
 
 def assert_alike(run_dir, other, *, step=8):
@@ -143,14 +143,14 @@ def test_a_death_ends_the_run_the_next_start_goes_on_and_all_stop_at_one_step(st
     endless = {"processes": 2, "devices": 1, "NUM_STEPS": 100_000}
     process = start(run_dir, **endless, SAVE_EVERY=2)
     # One to lose, and one to go on from; they are written while the run trains on.
-    wait_until(process, lambda: len(checkpoint.steps_in(run_dir / "checkpoints")) > 1)
+    wait_until(process, lambda: len(reading.steps_in(run_dir / "checkpoints")) > 1)
     os.kill(child_of(process.pid, index=1), signal.SIGKILL)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 137
     assert output.count("process 1 of the run failed (exit code 137, SIGKILL)") == 1
 
     # A bit of what one of the hosts saved turns over: both take the checkpoint before.
-    newest = max(checkpoint.steps_in(run_dir / "checkpoints"))
+    newest = max(reading.steps_in(run_dir / "checkpoints"))
     before = len(records(run_dir))
     flip_a_bit(run_dir / "checkpoints" / str(newest))
     process = start(run_dir, **endless, SAVE_EVERY=100_000)
@@ -161,7 +161,7 @@ def test_a_death_ends_the_run_the_next_start_goes_on_and_all_stop_at_one_step(st
     assert f"the checkpoint of step {newest} in" in output
     assert "continues from the checkpoint of step" in output
     assert "give the same command again to continue" in output
-    saved = max(checkpoint.steps_in(run_dir / "checkpoints"))
+    saved = max(reading.steps_in(run_dir / "checkpoints"))
     assert f"stopped by SIGTERM after step {saved}" in output
     assert [r["step"] for r in records(run_dir)] == list(range(1, saved + 1))
 

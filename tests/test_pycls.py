@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 import convt5
 from convt5 import convert, gin_config, loading, sharding, train
-from convt5.checkpoint import find_checkpoint
+from convt5.checkpoints.reading import find_checkpoint
 from convt5.errors import UserError
 from convt5.evaluation import checkpoints
 from convt5.interchange import pycls

@@ -13,6 +13,7 @@ from flax import nnx
 from quick import quick
 
 from convt5 import checkpoint, errors, initialization, optimizer, schedule, sharding
+from convt5.checkpoints import reading
 from convt5.prefetching import position, take_apart
 from convt5.trainer import train
 from convt5.training import run_directory, run_log
@@ -133,7 +134,7 @@ def records(folder):
 
 def final_kernel(folder, step=10):
     model = jax.eval_shape(lambda: Linear(jax.random.key(0), WIDTH))
-    params = checkpoint.load_params(folder / "run", model, step=step)
+    params = reading.load_params(folder / "run", model, step=step)
     return np.asarray(params.kernel[...])
 
 

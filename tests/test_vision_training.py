@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from quick import quick
 
 from convt5 import checkpoint, gin_config, optimizer, schedule, sharding
+from convt5.checkpoints import reading
 from convt5.errors import UserError
 from convt5.trainer import train
 from convt5.training.plan import make_plan
@@ -192,7 +193,7 @@ def test_a_run_learns_and_continues_as_if_it_had_never_stopped(tmp_path):
     assert whole.validation_loss < 0.6 < np.log(3)
     assert whole.validation_loss == parts.validation_loss
     abstract = jax.eval_shape(MODEL.build, jax.random.key(0))
-    models = [checkpoint.load_params(tmp_path / n, abstract) for n in ("whole", "parts")]
+    models = [reading.load_params(tmp_path / n, abstract) for n in ("whole", "parts")]
     jax.tree.map(np.testing.assert_array_equal, *models)
     for _, leaf in named_leaves(nnx.state(models[0], nnx.BatchStat)):
         assert np.abs(leaf).min() > 0
@@ -204,7 +205,7 @@ def test_statistics_measured_anew_are_those_of_the_model_that_is_saved(tmp_path)
     )
     run(tmp_path / "run", num_steps=5, statistics=Reestimate(data=data, num_batches=3))
     abstract = jax.eval_shape(MODEL.build, jax.random.key(0))
-    model = checkpoint.load_params(tmp_path / "run", abstract)
+    model = reading.load_params(tmp_path / "run", abstract)
     batches = data.build(process_index=0, process_count=1)
     layer = model.stem.layers[0]
     seen = [np.asarray(layer.convolution(jnp.asarray(next(batches)["images"]))) for _ in range(3)]

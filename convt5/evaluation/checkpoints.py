@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from convt5 import checkpoint, errors, loading, sharding
 from convt5.architecture import ConvT5Config
+from convt5.checkpoints import reading
 from convt5.model import ConvT5
 from convt5.vision import placement
 from convt5.vision.architecture import ViTConfig
@@ -47,14 +48,14 @@ def select(directory: epath.PathLike, which: str = LATEST) -> list[Found]:
                 f"step={which}, but {directory} is an exported model without steps; leave it out."
             )
         return [Found(epath.Path(directory), None, epath.Path(directory))]
-    newest = checkpoint.find_checkpoint(directory)
+    newest = reading.find_checkpoint(directory)
     if newest == epath.Path(directory) and which == LATEST:
         return [_found(newest)]
     folder = newest.parent
     if which == LATEST:
         return [_found(newest)]
     if which == ALL:
-        return [_found(folder / str(step)) for step in checkpoint.steps_in(folder)]
+        return [_found(folder / str(step)) for step in reading.steps_in(folder)]
     if which == BEST:
         return [_found(folder / str(_best_step(folder)))]
     try:
@@ -63,7 +64,7 @@ def select(directory: epath.PathLike, which: str = LATEST) -> list[Found]:
         raise errors.UserError(
             f"step={which} must be {LATEST}, {BEST}, {ALL}, or steps such as 1000 or 1000,2000."
         ) from None
-    return [_found(checkpoint.find_checkpoint(folder, step=step)) for step in steps]
+    return [_found(reading.find_checkpoint(folder, step=step)) for step in steps]
 
 
 def follow(
@@ -88,7 +89,7 @@ def follow(
     done = -1
     seen = clock()
     while last_step is None or done < last_step:
-        coming = [step for step in _agreed(checkpoint.steps_in(folder)) if step > done]
+        coming = [step for step in _agreed(reading.steps_in(folder)) if step > done]
         if coming:
             done = coming[0]
             yield _found(folder / str(done))
@@ -128,7 +129,7 @@ def load_any(found: Found, mesh: Mesh, *, ema: bool = False, **settings: Any) ->
         abstract,
         shardings(abstract, mesh),
     )
-    return checkpoint.load_params(found.folder, placed, ema=ema)
+    return reading.load_params(found.folder, placed, ema=ema)
 
 
 def load_if_there(found: Found, mesh: Mesh, *, ema: bool = False) -> Any:
@@ -182,7 +183,7 @@ def _found(folder: epath.Path) -> Found:
 def _best_step(folder: epath.Path) -> int:
     best = checkpoint.best_step(folder)
     if best is None:
-        kept = ", ".join(map(str, checkpoint.steps_in(folder)))
+        kept = ", ".join(map(str, reading.steps_in(folder)))
         raise errors.UserError(
             f"step={BEST}: no checkpoint in {folder} (steps {kept}) was evaluated; name a step, or "
             f"take the {LATEST}."

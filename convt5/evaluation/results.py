@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 from etils import epath
 
 from convt5 import errors
-from convt5.checkpoint import differences
+from convt5.checkpoints.record import differences
 from convt5.training.run_log import TensorBoard
 
 

@@ -1,0 +1,251 @@
+"""Reads checkpoints, by whoever did not write them: evaluation, inference, fine-tuning, export.
+
+A checkpoint is one folder named after its step; what is incomplete has another name.
+"""
+
+import contextlib
+import gc
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar, cast
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+
+from convt5 import errors
+from convt5.checkpoints import named_arrays, record
+from convt5.checkpoints.checksums import mismatched
+
+EMA = "ema"
+"""The average of the model, in the state and among what is saved beside the optimizer's."""
+
+T = TypeVar("T")
+
+
+def find_checkpoint(path: epath.PathLike, *, step: int | None = None) -> epath.Path:
+    """Returns the folder of one checkpoint, given a run directory or anything inside it."""
+    path = epath.Path(path)
+    if (path / "about").exists():
+        return path
+    for folder in (path / "checkpoints", path):
+        steps = steps_in(folder)
+        if steps and (step is None or step in steps):
+            return folder / str(max(steps) if step is None else step)
+        if steps:
+            raise errors.UserError(
+                f"step={step} is not among the checkpoints in {folder}: "
+                f"{', '.join(map(str, steps))}; choose one of these."
+            )
+    raise errors.UserError(
+        f"no checkpoint in {path}: expected a run directory that holds checkpoints/<step>, or one "
+        "such step; check the path, or train first."
+    )
+
+
+def steps_in(folder: epath.PathLike) -> list[int]:
+    """Returns the steps of the complete checkpoints in a folder, which need not exist."""
+    folder = epath.Path(folder)
+    if not folder.is_dir():
+        return []
+    return sorted(int(child.name) for child in folder.iterdir() if child.name.isdigit())
+
+
+def read_description(folder: epath.PathLike) -> Any:
+    """Returns the `describe_config` of the model in one checkpoint from `find_checkpoint`."""
+    return _about(folder)["model"]
+
+
+def load_params(
+    path: epath.PathLike, abstract_model: Any, *, step: int | None = None, ema: bool = False
+) -> Any:
+    """Reads a model's parameters alone, without optimizer state or data position.
+
+    Args:
+        path: a run directory, its `checkpoints` folder, or the folder of one step.
+        abstract_model: the model's shapes, for instance from `jax.eval_shape`; leaves may carry
+            shardings, and are otherwise placed on the default device.
+        step: the step wanted; None for the newest.
+        ema: reads the average over the updates instead.
+
+    Raises:
+        UserError: no checkpoint there, one of another architecture, or one without an average.
+    """
+    folder = find_checkpoint(path, step=step)
+    about = _about(folder)
+    params = named_arrays.by_path(abstract_model)
+    record.check_shapes(
+        about["params"], record.shapes(params), what="parameters", where=str(folder)
+    )
+    if ema:
+        wanted = {f"{EMA}/{name}": leaf for name, leaf in params.items()}
+        if not wanted.keys() <= about["optimizer"].keys():
+            raise errors.UserError(
+                f"{folder} holds no average of the model: its run was trained without one; leave "
+                "out ema, or train with trainer.train.ema=@averaging.EMA()."
+            )
+        return named_arrays.filled(
+            abstract_model, named_arrays.nested(load_named(folder, wanted, part="optimizer"))[EMA]
+        )
+    return named_arrays.filled(abstract_model, named_arrays.nested(load_named(folder, params)))
+
+
+def load_named(
+    folder: epath.PathLike, wanted: Mapping[str, jax.ShapeDtypeStruct], *, part: str = "params"
+) -> dict[str, jax.Array]:
+    """Reads some parameters of one checkpoint from `find_checkpoint`, by name.
+
+    Args:
+        folder: the checkpoint.
+        wanted: their shapes as saved, with the sharding to place them by, or none for the default
+            device.
+        part: "optimizer" reads the optimizer's state instead.
+    """
+    if not wanted:
+        return {}
+    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    leaves = {
+        name: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or default
+        )
+        for name, leaf in wanted.items()
+    }
+    folder = epath.Path(folder)
+    about = _about(folder)
+    with _naming_read_errors(folder), without_late_read_errors():
+        return read_arrays(_absolute(folder), part, leaves, about)
+
+
+def load_everything(folder: epath.PathLike) -> dict[str, dict[str, jax.Array]]:
+    """Reads parameters and optimizer state of one checkpoint by name, on whatever devices are here.
+
+    The result has the keys "params" and "optimizer".
+    """
+    about = _about(folder)
+    parts = ("params", "optimizer")
+    shapes = {
+        part: {name: record.parse_shape(text) for name, text in about[part].items()}
+        for part in parts
+    }
+    return {part: load_named(folder, shapes[part], part=part) for part in parts}
+
+
+def _absolute(folder: epath.Path) -> epath.Path:
+    """Readers take absolute paths only; those of an object store are."""
+    return folder if "://" in str(folder) else folder.expanduser().absolute()
+
+
+def saved_params(folder: epath.PathLike) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shapes and dtypes of the parameters in one checkpoint from `find_checkpoint`."""
+    about = _about(folder)
+    return {name: record.parse_shape(text) for name, text in about["params"].items()}
+
+
+def read_arrays(
+    folder: epath.Path,
+    part: str,
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
+    about: Mapping[str, Any],
+) -> dict[str, jax.Array]:
+    """Returns arrays of a checkpoint by name, placed as asked; all hosts must call it.
+
+    All hosts succeed, or all raise. A checkpoint of a version that kept no checksums is taken as
+    it is.
+    """
+    item = named_arrays.nested(leaves)
+    # The handler itself: readers around it wait for all hosts, also for one that has failed.
+    reader = ocp.PyTreeCheckpointHandler()
+    arguments = ocp.args.PyTreeRestore(
+        item,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+        partial_restore=True,
+    )
+    try:
+        nested = on_all_hosts(lambda: reader.restore(folder / part, args=arguments))
+    finally:
+        reader.close()
+    arrays = named_arrays.by_path(nested)
+    expected = about.get("checksums", {}).get(part, {})
+    on_all_hosts(lambda: _check_arrays(arrays, expected, folder))
+    return arrays
+
+
+def _check_arrays(
+    arrays: Mapping[str, jax.Array], expected: Mapping[str, int], folder: epath.Path
+) -> None:
+    if names := mismatched(arrays, expected):
+        raise ValueError(
+            f"{len(names)} arrays do not match their checksum, {names[0]} among them, in {folder}"
+        )
+
+
+def on_all_hosts(read: Callable[[], T]) -> T:
+    """Returns what `read` does, where all hosts succeed; otherwise raises on all of them.
+
+    A file may be damaged for one host only, and hosts must take the same checkpoint.
+    """
+    found, failure = None, None
+    try:
+        found = read()
+    except errors.UserError:
+        raise
+    except Exception as error:  # As damaged files have it.
+        failure = error
+    if jax.process_count() > 1:
+        failed = multihost_utils.process_allgather(np.array(failure is not None))
+        if failed.any() and failure is None:
+            hosts = ", ".join(map(str, np.flatnonzero(failed)))
+            failure = ValueError(f"it cannot be read by process {hosts}")
+    if failure is not None:
+        raise failure
+    return cast(T, found)
+
+
+def _about(folder: epath.PathLike) -> dict[str, Any]:
+    """Returns what `record.read` does; damage is the user's to mend."""
+    with _naming_read_errors(folder):
+        return record.read(folder)
+
+
+@contextlib.contextmanager
+def _naming_read_errors(folder: epath.PathLike) -> Iterator[None]:
+    try:
+        yield
+    except errors.UserError:
+        raise
+    except Exception as error:  # Readers fail in many ways on damaged files.
+        raise errors.UserError(
+            f"{folder} cannot be read: {first_line(error)}. It is damaged, or was removed; choose "
+            "another step, or put back a good copy."
+        ) from error
+
+
+@contextlib.contextmanager
+def without_late_read_errors() -> Iterator[None]:
+    """Silences readers that finish after the first of them has failed.
+
+    Each of them prints a traceback about a closed event loop, which would bury the one warning that
+    says what is wrong.
+    """
+    report = sys.unraisablehook
+
+    def hook(raised: Any) -> None:
+        is_reader = "_read_array" in repr(raised.object)
+        if not is_reader and "Event loop is closed" not in str(raised.exc_value):
+            report(raised)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    except Exception:
+        gc.collect()  # Now, while they are silenced.
+        raise
+    finally:
+        sys.unraisablehook = report
+
+
+def first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"

@@ -1,0 +1,104 @@
+"""What a checkpoint says of itself: shapes, checksums and the model's settings, in one sealed file.
+
+Arrays are named by their path in the tree, such as `encoder/layers/0/mlp/wi/kernel`.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+
+from convt5 import errors
+
+FORMAT = 1
+_SEAL = "sha256"  # Of everything else in the file.
+
+
+def sealed(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the record with its checksum, which `read` compares."""
+    return dict(about) | {_SEAL: _seal(about)}
+
+
+def read(folder: epath.PathLike) -> dict[str, Any]:
+    """Returns the record of the checkpoint in a folder.
+
+    Raises:
+        UserError: another version wrote it. Damaged files raise in many ways.
+    """
+    folder = epath.Path(folder)
+    about = json.loads((folder / "about" / "metadata").read_text())
+    seal = about.pop(_SEAL, None)  # Versions before had none.
+    if seal is not None and seal != _seal(about):
+        raise ValueError(f"{folder / 'about'} does not match its checksum")
+    if about["format"] != FORMAT:
+        raise errors.UserError(
+            f"{folder} has checkpoint format {about['format']}; this version reads format "
+            f"{FORMAT}: use the version of convt5 that wrote it."
+        )
+    return about
+
+
+def shapes(by_path: Mapping[str, Any]) -> dict[str, str]:
+    """Returns dtype and shape of arrays as text, such as `float32[8,9]`."""
+    return {
+        path: f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for path, leaf in by_path.items()
+    }
+
+
+def parse_shape(text: str) -> jax.ShapeDtypeStruct:
+    """The inverse of `shapes`, for one array."""
+    dtype, _, sizes = text.rstrip("]").partition("[")
+    return jax.ShapeDtypeStruct(tuple(int(n) for n in sizes.split(",") if n), jnp.dtype(dtype))
+
+
+def check_shapes(
+    saved: Mapping[str, str], wanted: Mapping[str, str], *, what: str, where: str
+) -> None:
+    """Raises a `UserError` that names what differs between a checkpoint and the model."""
+    lines = [f"{name}: missing in the checkpoint" for name in wanted if name not in saved]
+    lines += [f"{name}: not in this model" for name in saved if name not in wanted]
+    lines += [
+        f"{name}: {saved[name]} in the checkpoint, {shape} in this model"
+        for name, shape in wanted.items()
+        if name in saved and saved[name] != shape
+    ]
+    if not lines:
+        return
+    cause = "architecture" if what == "parameters" else "optimizer"
+    raise errors.UserError(
+        f"{where} was made by another {cause}; {len(lines)} of its {what} differ:\n"
+        + "\n".join(f"- {line}" for line in errors.shortened(lines))
+        + f"\nUse the {cause} it was made with (config.gin in its run directory), or choose "
+        "another run_dir."
+    )
+
+
+def describe_config(config: Any) -> Any:
+    """Returns a dataclass as plain JSON values."""
+    if not dataclasses.is_dataclass(config) or isinstance(config, type):
+        return repr(config)
+    return json.loads(json.dumps(dataclasses.asdict(config), default=repr))
+
+
+def differences(old: Any, new: Any, *, name: str = "") -> list[str]:
+    """Returns one line `name: old -> new` for each setting that differs."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            line
+            for key in sorted(old.keys() | new.keys())
+            for line in differences(
+                old.get(key), new.get(key), name=f"{name}.{key}" if name else key
+            )
+        ]
+    return [] if old == new else [f"{name}: {old} -> {new}"]
+
+
+def _seal(about: Mapping[str, Any]) -> str:
+    # As it is once read back: numbers and texts may have changed their kind.
+    text = json.dumps(json.loads(json.dumps(about)), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
