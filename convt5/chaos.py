@@ -197,9 +197,7 @@ def under_fire(
         before, left_over = run.last_step(), run.incomplete()
         target = max(target, before + 1)  # Beyond what was there already: this start makes a step.
         with run.started() as process:
-            delay = _wait(run, process, timeline, moment, target, draw, timeout)
-            if process.poll() is None:
-                time.sleep(delay)
+            _wait(run, process, timeline, moment, target, draw, timeout)
             if process.poll() is not None:
                 _check_success(run, process)
                 break  # Too late: the run has ended.
@@ -271,8 +269,13 @@ def _wait(
     target: int,
     draw: random.Random,
     timeout: float,
-) -> float:
-    """Returns once the moment has come or the process has ended, and how long to wait then."""
+) -> None:
+    """Returns at a random time once the moment has come, or when the process has ended.
+
+    Times are drawn from those of the run left alone. This one may be quicker, so that whatever was
+    drawn, the wait ends with the first step where it is to end before, and in time for the next
+    kills.
+    """
     began = time.monotonic()
     evaluated = next((s for s in timeline.evaluated if s > target), timeline.steps[-1])
 
@@ -293,7 +296,14 @@ def _wait(
         "evaluating": timeline.evaluation_secs(evaluated),
         "starting": timeline.seconds[0],
     }[moment]
-    return draw.uniform(0, longest)
+    until = time.monotonic() + draw.uniform(0, longest)
+    lowest = run.last_step()
+    while time.monotonic() < until and process.poll() is None:
+        step = run.last_step()
+        lowest = min(lowest, step)  # A start drops records beyond its checkpoint.
+        if (moment == "starting" and step > lowest) or step >= max(target, evaluated) + 1:
+            return
+        time.sleep(_POLL_SECS)
 
 
 def _check_success(run: Run, process: subprocess.Popen) -> None:

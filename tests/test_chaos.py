@@ -98,7 +98,7 @@ def test_a_run_killed_three_times_ends_as_one_left_alone(tmp_path):
     done = subprocess.run(
         [
             *(sys.executable, "-m", "convt5.chaos", f"--gin_file={settings}", "--kills=3"),
-            *(f"--output_dir={output}", "--gin.NUM_STEPS=40", "--seed=1"),
+            *(f"--output_dir={output}", "--gin.NUM_STEPS=200", "--seed=1"),
         ],
         env=counting_run.environment() | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
