@@ -1,8 +1,11 @@
 """How far a command is, on standard error: a bar in a terminal, plain lines anywhere else."""
 
+import contextlib
 import math
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from typing import TextIO
 
 from tqdm import tqdm
@@ -86,3 +89,35 @@ class Progress:
             f"{self._label}{self._done}/{self._total} ({share})  {speed}"
             f"{f'  ETA {duration(left)}' if math.isfinite(left) else ''}"
         )
+
+
+@contextlib.contextmanager
+def elapsed(what: str, *, out: TextIO | None = None, every: float = 1.0) -> Iterator[None]:
+    """Shows in a terminal, and nowhere else, for how long something goes on that tells no progress.
+
+    Args:
+        what: goes on, such as "compiling for v5e:4x4".
+        out: standard error by default.
+        every: seconds between updates.
+    """
+    out = out or sys.stderr
+    if not out.isatty():
+        yield
+        return
+    started, ended = time.monotonic(), threading.Event()
+
+    def show() -> None:
+        while True:
+            text = f"{what}: {duration(time.monotonic() - started)}"
+            print(f"\r{text}", end="", file=out, flush=True)
+            if ended.wait(every):
+                print(f"\r{' ' * len(text)}\r", end="", file=out, flush=True)
+                return
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

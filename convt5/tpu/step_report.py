@@ -18,6 +18,7 @@ import numpy as np
 from convt5 import costs, errors, sharding
 from convt5.architecture import ConvT5Config
 from convt5.cost_report import aligned, device_bytes, short_bytes
+from convt5.evaluation.progress import elapsed
 from convt5.ops import implementation
 from convt5.optimizer import OptimizerConfig
 from convt5.schedule import Schedule
@@ -357,8 +358,9 @@ def make_report(step: Step, topology: Topology, *, count_loops: bool = True) -> 
         DoesNotFit: it needs more memory than the devices have.
     """
     plan = step.plan(topology.devices)
+    waiting = f"compiling {step.name} for {topology.name}, which takes minutes"
     try:
-        with implementation.chosen(topology.chip.implementation):
+        with elapsed(waiting), implementation.chosen(topology.chip.implementation):
             compiled = _compile(step, plan)
     except jax.errors.JaxRuntimeError as error:
         raise _explained(error, step, topology) from None
@@ -420,7 +422,8 @@ def _cost_of_all_layers(step: Step, topology: Topology) -> np.ndarray | None:
             decoder=dataclasses.replace(config.decoder, num_layers=number),
         )
         few = dataclasses.replace(step, model=model)
-        with implementation.chosen(topology.chip.implementation):
+        waiting = f"compiling {number} of its {count} layers, to count operations"
+        with elapsed(waiting), implementation.chosen(topology.chip.implementation):
             return _cost(_compile(few, few.plan(topology.devices)))
 
     one = with_layers(1)
