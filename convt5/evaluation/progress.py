@@ -100,8 +100,8 @@ def elapsed(what: str, *, out: TextIO | None = None, every: float = 1.0) -> Iter
         out: standard error by default.
         every: seconds between updates.
     """
-    out = out or sys.stderr
-    if not out.isatty():
+    stream = out or sys.stderr
+    if not stream.isatty():
         yield
         return
     started, ended = time.monotonic(), threading.Event()
@@ -109,9 +109,9 @@ def elapsed(what: str, *, out: TextIO | None = None, every: float = 1.0) -> Iter
     def show() -> None:
         while True:
             text = f"{what}: {duration(time.monotonic() - started)}"
-            print(f"\r{text}", end="", file=out, flush=True)
+            print(f"\r{text}", end="", file=stream, flush=True)
             if ended.wait(every):
-                print(f"\r{' ' * len(text)}\r", end="", file=out, flush=True)
+                print(f"\r{' ' * len(text)}\r", end="", file=stream, flush=True)
                 return
 
     thread = threading.Thread(target=show, daemon=True)
