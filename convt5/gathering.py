@@ -22,26 +22,34 @@ _PLACEMENT = "placement"
 
 
 class Placement(NamedTuple):
-    """Where a parameter lies between steps, in parts, and where while it is used."""
+    """Where a parameter lies between steps, in parts, and where while it is used.
+
+    Attributes:
+        kept, used: both.
+        whole_sums: gradients are summed over devices whole, and then cut into parts, which sends
+            up to twice as much as leaving each device its part of the sum at once.
+    """
 
     kept: NamedSharding
     used: NamedSharding
+    whole_sums: bool
 
 
-def gathered(model: Module, kept: Module, used: Module) -> Module:
+def gathered(model: Module, kept: Module, used: Module, *, whole_sums: bool) -> Module:
     """Returns the model with its parameters whole, but for modules that gather themselves.
 
     Args:
         model: with parameters that lie as `kept` says.
         kept, used: a `NamedSharding` in place of each parameter.
+        whole_sums: see `Placement`.
     """
 
     def gather(node, kept, used):
         if not _gathers_itself(node):
-            return _gather(Placement(kept, used), node)
+            return _gather(Placement(kept, used, whole_sums), node)
         return jax.tree.map(
             lambda variable, kept, used: variable.copy(
-                **{_PLACEMENT: Placement(kept.get_value(), used.get_value())}
+                **{_PLACEMENT: Placement(kept.get_value(), used.get_value(), whole_sums)}
             ),
             *(node, kept, used),
             is_leaf=_is_variable,
@@ -82,10 +90,8 @@ def _gather_forward(placement: Placement, x: Array) -> tuple[Array, None]:
 
 
 def _gather_backward(placement: Placement, _: None, gradient: Array) -> tuple[Array]:
-    # First whole, which is a sum over devices: left to itself the compiler of jaxlib 0.10.2
-    # computes wrong gradients, silently, on meshes where "data", "fsdp" and "tensor" are all
-    # larger than 1 (as in openxla/xla issue 40034). Then at once in parts: a reduce-scatter.
-    gradient = jax.lax.with_sharding_constraint(gradient, placement.used)
+    if placement.whole_sums:
+        gradient = jax.lax.with_sharding_constraint(gradient, placement.used)
     return (jax.lax.with_sharding_constraint(gradient, placement.kept),)
 
 

@@ -94,7 +94,11 @@ def test_scanned_layers_make_the_same_update_and_keep_the_same_statistics(remat)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
-    [MeshConfig(data=1, fsdp=2, sequence=2, tensor=2), MeshConfig(data=2, fsdp=2, tensor=2)],
+    [
+        MeshConfig(data=1, fsdp=2, sequence=2, tensor=2),
+        MeshConfig(data=2, fsdp=2, tensor=2),
+        MeshConfig(data=2, fsdp=4),
+    ],
 )
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_scanned_layers_make_the_same_update_on_a_mesh(remat, mesh):

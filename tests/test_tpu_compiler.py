@@ -89,6 +89,16 @@ def test_gradients_are_summed_over_data(report):
 
 
 @pytest.mark.tpu
+def test_gradients_of_layers_are_left_in_parts_before_they_are_summed_over_data(report):
+    split = [p for p in report["sharding"] if "fsdp" in str(p["spec"]) and "layers" in p["name"]]
+    count = sum(math.prod(parameter["shape"]) for parameter in split)
+    assert 2 * count <= payload(report, "fsdp", "reduce-scatter") <= 5 * count
+    over_data = [c for c in report["compiled_step"]["collectives"] if c["axes"] == ["data"]]
+    # Half of them: the part of a device.
+    assert count <= sum(c["payload_bytes"] for c in over_data) <= 2.5 * count
+
+
+@pytest.mark.tpu
 def test_operations_are_those_of_the_closed_form_and_little_more(report):
     step = report["compiled_step"]
     assert step["model_flops"] == report["training_flops_per_step"] / 4

@@ -202,7 +202,13 @@ def differentiated(loss: Loss, model_shardings: nnx.Module) -> SumsAndGradients:
 
 def _gather(model: nnx.Module, model_shardings: nnx.Module) -> nnx.Module:
     """Returns the model with parameters whole along "fsdp", those of layers once they run."""
-    return gathering.gathered(model, model_shardings, gathered(model_shardings))
+    sizes = jax.tree.leaves(model_shardings)[0].mesh.shape
+    # The compiler of jaxlib 0.10.2 else computes wrong gradients there, silently, as in
+    # openxla/xla issue 40034.
+    whole_sums = all(sizes.get(axis, 1) > 1 for axis in ("data", "fsdp", "tensor"))
+    return gathering.gathered(
+        model, model_shardings, gathered(model_shardings), whole_sums=whole_sums
+    )
 
 
 def _operators_over(model_shardings: nnx.Module) -> contextlib.AbstractContextManager[None]:
