@@ -109,6 +109,23 @@ def test_parts_of_one_collective_share_a_channel_and_count_once():
     assert (found.kind, found.count, found.payload_bytes) == ("all-gather", 1, 32)
 
 
+def test_loops_that_shard_map_has_from_one_line_are_counted_each():
+    pairs = 'source_target_pairs={{0,1},{1,2},{2,3}}, metadata={op_name="ppermute"}'
+    loops = "".join(
+        f"%body.{i} (t: (s32[], f32[2])) -> (s32[], f32[2]) {{\n"
+        f"  %a.{i} = f32[2]{{0}} collective-permute(%p), channel_id=1, {pairs}\n}}\n"
+        f"%cond.{i} (t: (s32[], f32[2])) -> pred[] {{\n"
+        f"  ROOT %lt.{i} = pred[] compare(%i, %n)\n}}\n"
+        for i in (3, 5)
+    )
+    calls = [
+        f"%w.{i} = (s32[], f32[2]) while(%p), condition=%cond.{i}, body=%body.{i}, "
+        f'backend_config={{"known_trip_count":{{"n":"{i}"}}}}'
+        for i in (3, 5)
+    ]
+    assert [c.count for c in parse(program(*calls, before=loops), MESH)] == [3, 5]
+
+
 def test_reduce_scatter_of_tpus_is_a_fusion_of_an_all_reduce():
     fusion = (
         "%all-reduce-scatter.4.clone (q: f32[8]) -> f32[2] {\n"

@@ -20,6 +20,9 @@ KINDS = (
     "collective-broadcast",
 )
 
+_PARTS = ("async_collective_fusion", "fused_computation")
+"""Beginnings of the names of computations that may hold a part of a collective."""
+
 _ITEM_BITS = {"pred": 8, "token": 0, "opaque": 0}
 _LINE = re.compile(
     rf"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<kind>{'|'.join(KINDS)})"
@@ -116,9 +119,9 @@ def parse(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
         mesh: sizes of the mesh axes in order; partition i is the i-th device of the mesh. Groups
             of one device communicate nothing and are left out.
     """
-    instructions, executions = _read(hlo)
+    instructions, executions, callers = _read(hlo)
     found = []
-    for parts in _collectives(instructions):
+    for parts in _collectives(instructions, callers):
         groups = _groups(parts[0].line, math.prod(mesh.values()))
         size = 2 if parts[0].kind == "collective-permute" else len(groups[0].members)
         axes = varying_axes(groups, mesh)
@@ -148,23 +151,29 @@ def varying_axes(groups: list[Group], mesh: Mapping[str, int]) -> tuple[str, ...
     return tuple(name for name, varies in zip(names, varying, strict=True) if varies)
 
 
-def _collectives(instructions: list["_Instruction"]) -> list[list["_Instruction"]]:
+def _collectives(
+    instructions: list["_Instruction"], callers: Mapping[str, list[tuple[str, int]]]
+) -> list[list["_Instruction"]]:
     """Returns the instructions that make up each collective.
 
     TPU compilers split one over several fusions, so that it overlaps with other work; the parts
-    share its channel and its origin. All collectives of jax.shard_map share a channel as well, and
-    may have one origin, but lie in one computation. So do all reduce-scatters, each in a fusion of
-    its own.
+    share its channel, its origin and the computation that calls the fusions. All collectives of
+    jax.shard_map share a channel as well, and may have one origin, but come one after another in
+    one computation, or lie in several. So do all reduce-scatters, each in a fusion of its own.
     """
+
+    def place(computation: str) -> str:
+        is_part = computation.startswith(_PARTS) and len(callers.get(computation, [])) == 1
+        return place(callers[computation][0][0]) if is_part else computation
+
     found: dict[tuple[Any, ...], list[_Instruction]] = {}
     seen: dict[tuple[Any, ...], int] = {}
     for instruction in instructions:
         origin = re.search(r"\bmetadata=\{([^}]*)\}", instruction.line)
-        whole = instruction.computation if _is_scatter(instruction.computation) else ""
-        key = (instruction.channel, instruction.kind, origin[1] if origin else "", whole)
-        place = (instruction.computation, *key)
-        seen[place] = seen.get(place, 0) + 1
-        found.setdefault((*key, seen[place]), []).append(instruction)
+        key = (instruction.channel, instruction.kind, origin[1] if origin else "")
+        here = (instruction.computation, *key)
+        seen[here] = seen.get(here, 0) + 1
+        found.setdefault((place(instruction.computation), *key, seen[here]), []).append(instruction)
     return list(found.values())
 
 
@@ -177,10 +186,14 @@ class _Instruction(NamedTuple):
     line: str
 
 
-def _read(hlo: str) -> tuple[list[_Instruction], dict[str, int]]:
-    """Returns the collective instructions, and how often each computation runs."""
+_Callers = dict[str, list[tuple[str, int]]]
+"""The computations that call each computation, and how often they do at a time."""
+
+
+def _read(hlo: str) -> tuple[list[_Instruction], dict[str, int], _Callers]:
+    """Returns the collective instructions, how often each computation runs, and who calls it."""
     instructions: list[_Instruction] = []
-    callers: dict[str, list[tuple[str, int]]] = {}
+    callers: _Callers = {}
     loops: list[tuple[str, str, str, int | None]] = []
     constants: dict[str, list[int]] = {}
     computation = entry = ""
@@ -219,7 +232,7 @@ def _read(hlo: str) -> tuple[list[_Instruction], dict[str, int]]:
         limits = constants.get(condition, [])
         times = trips or (limits[0] if len(limits) == 1 else 1)
         callers.setdefault(body, []).append((caller, times))
-    return instructions, _executions(callers, entry)
+    return instructions, _executions(callers, entry), callers
 
 
 def _kind(kind: str, computation: str) -> str:
