@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from convt5 import command_line, errors, multi_host
 from convt5.command_line import Flag
-from convt5.evaluation.flags import PREDICT_FLAGS
+from convt5.evaluation.flags import EMA_FLAG, PREDICT_FLAGS
 
 if TYPE_CHECKING:
     from convt5.evaluation import checkpoints
@@ -78,11 +78,7 @@ COMMAND = command_line.Command(
         Flag("split", "of the tasks; by default the run's own, or validation."),
         Flag("num_examples", "only the first examples of each task.", {"type": int}),
         _TASK_FLAGS[1],
-        Flag(
-            "ema",
-            "measures the average of the model over its updates, where the run kept one.",
-            {"action": "store_true"},
-        ),
+        EMA_FLAG,
         Flag(
             "reestimate",
             "images: measures batch statistics anew over so many batches of training data.",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from convt5 import command_line, errors
 from convt5.command_line import Flag
-from convt5.evaluation.flags import PREDICT_FLAGS
+from convt5.evaluation.flags import EMA_FLAG, PREDICT_FLAGS
 
 if TYPE_CHECKING:
     from convt5.evaluation.inputs import Inputs
@@ -72,6 +72,7 @@ COMMAND = command_line.Command(
         Flag("num_examples", "only the first examples of the task.", {"type": int}),
         Flag("output", "JSONL file; by default standard output."),
         Flag("interactive", "asks for texts.", {"action": "store_true"}),
+        EMA_FLAG,
         *PREDICT_FLAGS,
         Flag(
             "dry_run",
@@ -123,6 +124,7 @@ def main(argv: Sequence[str]) -> int:
         "vocabulary": flags.vocabulary,
         "input": inputs.name if inputs else None,
         "field": flags.field,
+        **({"ema": True} if flags.ema else {}),
         **config.described(),
     }
     with contextlib.ExitStack() as stack:
@@ -132,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         mesh = sharding.MeshConfig().build()
         predictor = Predictor(
-            checkpoints.load(found, mesh),
+            checkpoints.load(found, mesh, ema=flags.ema),
             features.inputs,
             config,
             target_vocabulary=features.targets,

@@ -243,6 +243,19 @@ def test_the_command_answers_a_task_and_standard_input(run_dir, capsys, monkeypa
         assert one["predictions"] == other["predictions"]
 
 
+def test_the_average_of_a_run_predicts_where_it_is_asked_for(tmp_path, capsys):
+    run = tiny_run.write_run(tmp_path / "run", steps=(10, 20), task="tiny_infer", average=10)
+
+    def predictions(*flags):
+        argv = [f"--checkpoint={run}", "--task=tiny_infer", "--num_examples=3", *flags]
+        assert infer.main(argv) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return [json.loads(line)["scores"] for line in lines]
+
+    assert predictions("--step=20", "--ema") == predictions("--step=10")
+    assert predictions("--step=20") != predictions("--step=10")
+
+
 def test_an_exported_model_needs_a_vocabulary(tmp_path, capsys):
     model = tiny_run.make_model()
     folder = tmp_path / "exported"
@@ -283,6 +296,7 @@ def test_a_run_whose_data_is_elsewhere_can_be_used_with_a_vocabulary(run_dir, tm
         (["--checkpoint={run}", "--interactive", "--output=a"], "--output is for --input"),
         (["--checkpoint={run}", "--step=all,", "--task=a"], "step=all, must be latest"),
         (["--checkpoint={run}", "--task=tiny_infer", "--split=test"], "split=test is none of"),
+        (["--checkpoint={run}", "--task=tiny_infer", "--ema"], "holds no average of the model"),
     ],
 )
 def test_what_a_user_can_get_wrong_ends_in_one_message(run_dir, argv, message):

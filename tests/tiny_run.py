@@ -79,14 +79,27 @@ def make_model(seed: int = 0, **settings) -> ConvT5:
     return jax.tree.map(lambda x: jnp.asarray(draw.normal(size=x.shape), x.dtype), abstract)
 
 
-def write_run(folder: pathlib.Path, *, steps=(10, 20), task: str, best: int | None = None) -> str:
-    """Writes checkpoints of different models, and settings that name `task`."""
+def write_run(
+    folder: pathlib.Path,
+    *,
+    steps=(10, 20),
+    task: str,
+    best: int | None = None,
+    average: int | None = None,
+) -> str:
+    """Writes checkpoints of different models, and settings that name `task`.
+
+    The average of each is the model of step `average`, where that is given.
+    """
     checkpointer = Checkpointer(
         folder / "checkpoints", CheckpointConfig(keep_last=len(steps)), model_config=CONFIG
     )
     for step in steps:
         state = SimpleNamespace(
-            model=make_model(step), opt_state={}, step=jnp.asarray(step, jnp.int32)
+            model=make_model(step),
+            opt_state={},
+            step=jnp.asarray(step, jnp.int32),
+            ema=None if average is None else make_model(average),
         )
         value = None if best is None else abs(step - best) + 0.5
         checkpointer.save(step, state, data=DataPositions(), best_value=value)

@@ -40,3 +40,9 @@ PREDICT_FLAGS = (
     ),
     Flag("batch_size", "inputs decoded together, 32; changes no result.", {"type": int}),
 )
+
+EMA_FLAG = Flag(
+    "ema",
+    "takes the average of the model over its updates, where the run kept one.",
+    {"action": "store_true"},
+)
