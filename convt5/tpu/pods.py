@@ -153,16 +153,15 @@ def tables(programs: Programs) -> Iterator[str]:
         if program in programs.reports:
             yield _row(program, *_update_cells(programs.reports[program]))
     yield ""
-    yield "| model | slice | longest rows that fit | memory | twice as long |"
-    yield "| --- | --- | --- | --- | --- |"
+    yield "| model | slice | longest rows that fit | twice as long |"
+    yield "| --- | --- | --- | --- |"
     known = {p: r for p, r in programs.reports.items() if p.length != LENGTH}
     for program, report in known.items():
         after = known.get(dataclasses.replace(program, length=2 * program.length))
         if "needed" not in report and (after is None or "needed" in after):
             needed = "not tried" if after is None else _needed(after)
-            total = short_bytes(report["memory_bytes"]["total"])
             lengths = f"{program.length:,} + {program.length // TARGETS:,}"
-            yield _row(program, lengths, total, needed)
+            yield _row(program, lengths, needed)
 
 
 def _update_cells(report: Report) -> Sequence[str]:

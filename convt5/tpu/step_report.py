@@ -118,7 +118,7 @@ class Memory:
         parameters, optimizer: as the shardings split them, without the padding of layouts.
         arguments: state and batch, in the layouts of the device.
         results: what does not take the place of an argument.
-        temporaries: everything that the step needs in between.
+        temporaries: everything that the step needs in between, not all of it at the same time.
         code: the program.
         available: what the compiler lets a program use.
     """
@@ -133,7 +133,13 @@ class Memory:
 
     @property
     def total(self) -> int:
+        """All of these. It may be more than there is, as not all is held at the same time."""
         return self.arguments + self.results + self.temporaries + self.code
+
+    @property
+    def left(self) -> int:
+        """What is left at least; a step that does not fit is not compiled."""
+        return max(0, self.available - self.total)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,7 +237,7 @@ class StepReport:
             "memory_bytes": {
                 **dataclasses.asdict(memory),
                 "total": memory.total,
-                "left": memory.available - memory.total,
+                "left": memory.left,
             },
             "collectives": [dataclasses.asdict(traffic) for traffic in self.traffic],
             "roofline_seconds": {
@@ -282,11 +288,10 @@ class StepReport:
 
     def _memory_rows(self) -> list[tuple[str, ...]]:
         memory = self.memory
-        left = memory.available - memory.total
         verdict = (
-            f"fits, {short_bytes(left)} to spare"
-            if left >= 0
-            else f"does not fit: {short_bytes(-left)} too much"
+            f"fits, {short_bytes(memory.left)} to spare"
+            if memory.left
+            else "fits, as not all is held at a time"
         )
         return [
             ("arguments", short_bytes(memory.arguments), "state and batch, of which"),
