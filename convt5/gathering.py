@@ -41,12 +41,14 @@ def gathered(model: Module, kept: Module, used: Module, *, whole_sums: bool) -> 
     Args:
         model: with parameters that lie as `kept` says.
         kept, used: a `NamedSharding` in place of each parameter.
-        whole_sums: see `Placement`.
+        whole_sums: see `Placement`; of the modules that gather themselves. Others, such as the
+            token table, always have them: to leave each device its part of the gradient of a
+            lookup, the compiler may gather all activations on all devices.
     """
 
     def gather(node, kept, used):
         if not _gathers_itself(node):
-            return _gather(Placement(kept, used, whole_sums), node)
+            return _gather(Placement(kept, used, whole_sums=True), node)
         return jax.tree.map(
             lambda variable, kept, used: variable.copy(
                 **{_PLACEMENT: Placement(kept.get_value(), used.get_value(), whole_sums)}
