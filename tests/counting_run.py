@@ -67,18 +67,27 @@ def launcher(processes: int, devices: int) -> list[str]:
 
 
 def rules() -> tuple[sharding.Rule, ...]:
-    return (sharding.Rule(r"kernel$", ("fsdp",)),)
+    return (sharding.Rule(r"kernel$|spare/", ("fsdp",)),)
 
 
 class Table(nnx.Module):
-    def __init__(self, key):
+    def __init__(self, key, spare=0):
         self.kernel = nnx.Param(jax.random.normal(key, (WIDTH, WIDTH)) * 0.1)
+        self.spare = nnx.List([nnx.Param(jnp.ones((WIDTH, 1 + n))) for n in range(spare)])
 
 
 @dataclasses.dataclass(frozen=True)
 class TableConfig:
+    """Shape of the model.
+
+    Attributes:
+        spare: number of parameters that predict nothing, each of another shape.
+    """
+
+    spare: int = 0
+
     def build(self, key):
-        return Table(key)
+        return Table(key, self.spare)
 
 
 @dataclasses.dataclass(frozen=True)

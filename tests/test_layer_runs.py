@@ -109,13 +109,12 @@ def test_scanned_layers_make_the_same_update_on_a_mesh(remat, mesh):
 def test_parameters_that_devices_split_are_gathered_layer_by_layer(scan_layers):
     config = deep_config(remat="full", scan_layers=scan_layers)
     mesh = build_mesh(MeshConfig(data=1, fsdp=4))
-    optimizer = ADAFACTOR.build(InverseSqrt())
-    shardings = state_shardings(abstract_state(config, optimizer), mesh, TEXT_RULES)
+    state = abstract_state(config, ADAFACTOR.build(InverseSqrt()))
+    shardings = state_shardings(state, mesh, TEXT_RULES)
     gradients = differentiated(TextLoss(), shardings.model)
-    model = abstract_state(config, optimizer).model
     compiled = (
         jax.jit(gradients, in_shardings=(shardings.model, batch_sharding(mesh), None))
-        .lower(model, text_batch(), jax.random.key(0))
+        .lower(state.model, text_batch(), jax.random.key(0))
         .compile()
     )
     found = collectives.parse(compiled.as_text(), dict(mesh.shape))

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from convt5.tpu import pods
-from convt5.tpu.pods import Program, Programs, longest
+from convt5.tpu.pods import Program, Programs, longest, summary
 
 
 @pytest.mark.parametrize("first", [pods.SHORTEST, 2**17, pods.LONGEST])
@@ -42,6 +42,7 @@ def report():
             {"axes": ["fsdp"], "sent_bytes": 2e9},
         ],
         "roofline_seconds": {"step": 0.25, "bound_by": "memory"},
+        "compile_seconds": 60.0,
     }
 
 
@@ -49,7 +50,7 @@ def test_what_was_compiled_is_kept_and_told(tmp_path, monkeypatch, capsys):
     update = pods.updates()[0]
     fitting = Program("base", "t5", "v5e:16x16", 256, 2**15)
     longer = dataclasses.replace(fitting, length=2**16)
-    reports = {update: report(), fitting: report(), longer: {"needed": 31e9}}
+    reports = {update: summary(report()), fitting: summary(report()), longer: {"needed": 31e9}}
     monkeypatch.setattr(Program, "compiled", lambda self, **_: reports.pop(self))
     programs = Programs(tmp_path)
     programs.report(update, count_loops=True)

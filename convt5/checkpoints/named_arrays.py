@@ -13,22 +13,23 @@ def by_path(tree: Any) -> dict[str, Any]:
     return dict(tree_paths.named_leaves(tree))
 
 
-def nested(by_path: Mapping[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for path, leaf in by_path.items():
-        *folders, name = path.split("/")
-        inner = nested
-        for folder in folders:
-            inner = inner.setdefault(folder, {})
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns leaves by path as mappings within mappings, one for each part of a path."""
+    folders: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *parts, name = path.split("/")
+        inner = folders
+        for part in parts:
+            inner = inner.setdefault(part, {})
         inner[name] = leaf
-    return nested
+    return folders
 
 
-def filled(like: Any, nested: Mapping[str, Any]) -> Any:
-    """Returns a tree shaped as `like` with the leaves of `nested`."""
+def filled(like: Any, folders: Mapping[str, Any]) -> Any:
+    """Returns a tree shaped as `like` with the leaves that `nested` has put into folders."""
 
     def find(path, _):
-        found: Any = nested
+        found: Any = folders
         for name in tree_paths.path_name(path).split("/"):
             found = found[name]
         return found

@@ -247,5 +247,6 @@ def without_late_read_errors() -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
+    """Returns the kind of an error and the beginning of what it says."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"

@@ -92,13 +92,12 @@ class Progress:
 
 
 @contextlib.contextmanager
-def elapsed(what: str, *, out: TextIO | None = None, every: float = 1.0) -> Iterator[None]:
+def elapsed(what: str, *, out: TextIO | None = None) -> Iterator[None]:
     """Shows in a terminal, and nowhere else, for how long something goes on that tells no progress.
 
     Args:
         what: goes on, such as "compiling for v5e:4x4".
         out: standard error by default.
-        every: seconds between updates.
     """
     stream = out or sys.stderr
     if not stream.isatty():
@@ -110,7 +109,7 @@ def elapsed(what: str, *, out: TextIO | None = None, every: float = 1.0) -> Iter
         while True:
             text = f"{what}: {duration(time.monotonic() - started)}"
             print(f"\r{text}", end="", file=stream, flush=True)
-            if ended.wait(every):
+            if ended.wait(1.0):
                 print(f"\r{' ' * len(text)}\r", end="", file=stream, flush=True)
                 return
 

@@ -236,12 +236,9 @@ def _read(hlo: str) -> tuple[list[_Instruction], dict[str, int], _Callers]:
 
 
 def _kind(kind: str, computation: str) -> str:
-    return "reduce-scatter" if kind == "all-reduce" and _is_scatter(computation) else kind
-
-
-def _is_scatter(computation: str) -> bool:
-    """TPU compilers write a reduce-scatter as a fusion of an all-reduce and a slice."""
-    return computation.startswith("all-reduce-scatter")
+    # TPU compilers write a reduce-scatter as a fusion of an all-reduce and a slice.
+    is_scatter = kind == "all-reduce" and computation.startswith("all-reduce-scatter")
+    return "reduce-scatter" if is_scatter else kind
 
 
 def _executions(callers: Mapping[str, list[tuple[str, int]]], entry: str) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """What training costs on TPU pods that are not here, by their compiler: tables of docs/scale.md.
 
-`python -m convt5.tpu.pods --output=runs/pods` compiles an update of each model for each slice, and
-looks for the longest rows that fit; hours in all. What was compiled is kept in the output folder:
-given again, the command goes on behind it, and with --report_only it prints what there is.
+`python -m convt5.tpu.pods` compiles an update of each model for each slice, and looks for the
+longest rows that fit; hours in all. What was compiled is kept, by default beside the page that
+shows it: given again, the command goes on behind it; with --report_only it prints what there is.
 """
 
 import argparse
@@ -39,10 +39,11 @@ SHORTEST, LONGEST = 2**14, 2**22
 """Lengths among which the longest that fits is looked for, in powers of two."""
 
 SETTINGS = ("ConvT5Config.scan_layers=True", "ConvT5Config.remat='full'")
+OUTPUT = "docs/scale"
 _FILE = "programs.jsonl"
 
 Report = Mapping[str, Any]
-"""`StepReport.as_json()`, or {"needed": bytes} of a program that does not fit."""
+"""What the tables tell of a program, or {"needed": bytes} of one that does not fit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +75,28 @@ class Program:
         }
         step = inspect.make_step(inspect.make_subject(name, settings, flags), settings)
         try:
-            return step_report.make_report(step, slice_, count_loops=count_loops).as_json()
+            report = step_report.make_report(step, slice_, count_loops=count_loops)
         except step_report.DoesNotFit as error:
             return {"needed": error.needed}
+        return summary(report.as_json())
+
+
+def summary(report: Mapping[str, Any]) -> Report:
+    """Returns what is kept of a `StepReport.as_json()`."""
+    sent: dict[str, float] = {}
+    for collective in report["collectives"]:
+        axes = "+".join(collective["axes"])
+        sent[axes] = sent.get(axes, 0) + collective["sent_bytes"]
+    memory, roofline = report["memory_bytes"], report["roofline_seconds"]
+    return {
+        "mesh": {axis: size for axis, size in report["mesh"].items() if size > 1},
+        "memory_bytes": {name: memory[name] for name in ("arguments", "temporaries")},
+        "flops": report["flops"],
+        "bytes_accessed": report["bytes_accessed"],
+        "sent_bytes": sent,
+        "roofline_seconds": {name: roofline[name] for name in ("step", "bound_by")},
+        "compile_seconds": report["compile_seconds"],
+    }
 
 
 class Programs:
@@ -118,15 +138,14 @@ def updates() -> list[Program]:
     ]
 
 
-def with_longest_rows(programs: Programs, size: str, variant: str, slice_: str) -> Program | None:
-    """Returns the program with the longest rows that fit, one on each device, or None."""
+def try_lengths(programs: Programs, size: str, variant: str, slice_: str) -> None:
+    """Compiles what tells the longest rows that fit, one on each device."""
     devices = len(topology.load(slice_).devices)
 
-    def program(length: int) -> Program:
-        return Program(size, variant, slice_, devices, length)
+    def fits(length: int) -> bool:
+        return programs.fits(Program(size, variant, slice_, devices, length))
 
-    length = longest(lambda length: programs.fits(program(length)), FIRST_LENGTHS[slice_])
-    return None if length is None else program(length)
+    longest(fits, FIRST_LENGTHS[slice_])
 
 
 def longest(fits: Callable[[int], bool], first: int) -> int | None:
@@ -172,17 +191,13 @@ def _update_cells(report: Report) -> Sequence[str]:
     if "needed" in report:
         return ("", "", _needed(report), "", "", "", "")
     memory, least = report["memory_bytes"], report["roofline_seconds"]
-    sent: dict[str, float] = {}
-    for collective in report["collectives"]:
-        axes = "+".join(collective["axes"])
-        sent[axes] = sent.get(axes, 0) + collective["sent_bytes"]
     return (
-        " x ".join(f"{axis} {n}" for axis, n in report["mesh"].items() if n > 1),
+        " x ".join(f"{axis} {size}" for axis, size in report["mesh"].items()),
         short_bytes(memory["arguments"]),
         short_bytes(memory["temporaries"]),
         f"{report['flops'] / 1e12:.2f}",
         f"{report['bytes_accessed'] / 1e9:.1f}",
-        ", ".join(f"{size / 1e9:.2f} {axes}" for axes, size in sent.items()),
+        ", ".join(f"{size / 1e9:.2f} {axes}" for axes, size in report["sent_bytes"].items()),
         f"{1e3 * least['step']:.0f} ms ({least['bound_by']})",
     )
 
@@ -197,7 +212,7 @@ def _row(program: Program, *cells: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m convt5.tpu.pods")
-    parser.add_argument("--output", required=True, help="a folder for what was compiled")
+    parser.add_argument("--output", default=OUTPUT, help="the folder of what was compiled")
     parser.add_argument("--sizes", nargs="+", default=list(FSDP), choices=list(FSDP))
     parser.add_argument("--report_only", action="store_true", help="compiles nothing")
     settings = parser.parse_args(argv)
@@ -209,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for size in settings.sizes:
             for slice_ in FIRST_LENGTHS:
                 for variant in VARIANTS:
-                    with_longest_rows(programs, size, variant, slice_)
+                    try_lengths(programs, size, variant, slice_)
     print("\n".join(tables(programs)))
 
 

@@ -365,8 +365,7 @@ def make_report(step: Step, topology: Topology, *, count_loops: bool = True) -> 
     plan = step.plan(topology.devices)
     waiting = f"compiling {step.name} for {topology.name}, which takes minutes"
     try:
-        with elapsed(waiting), implementation.chosen(topology.chip.implementation):
-            compiled = _compile(step, plan)
+        compiled = _compile(step, plan, topology, waiting)
     except jax.errors.JaxRuntimeError as error:
         raise _explained(error, step, topology) from None
     cost = _cost(compiled)
@@ -428,14 +427,19 @@ def _cost_of_all_layers(step: Step, topology: Topology) -> np.ndarray | None:
         )
         few = dataclasses.replace(step, model=model)
         waiting = f"compiling {number} of its {count} layers, to count operations"
-        with elapsed(waiting), implementation.chosen(topology.chip.implementation):
-            return _cost(_compile(few, few.plan(topology.devices)))
+        return _cost(_compile(few, few.plan(topology.devices), topology, waiting))
 
     one = with_layers(1)
     return one + (count - 1) * (with_layers(2) - one)
 
 
-def _compile(step: Step, plan: Plan) -> compilation.CompiledStep:
+def _compile(step: Step, plan: Plan, topology: Topology, waiting: str) -> compilation.CompiledStep:
+    """Compiles a step; `waiting` is what a terminal shows meanwhile."""
+    with elapsed(waiting), implementation.chosen(topology.chip.implementation):
+        return _compile_here(step, plan)
+
+
+def _compile_here(step: Step, plan: Plan) -> compilation.CompiledStep:
     batch = step.abstract_batch(plan.batch_sharding)
     if not step.gradients_only:
         return compilation.compile_step(plan.train_step, plan.abstract, batch)
