@@ -29,8 +29,15 @@ FSDP: Mapping[str, Mapping[str, int]] = {
 
 VARIANTS = ("dynamic", "t5")
 SLICES = ("v5e:16x16", "v5p:4x4x4", "v5p:8x16x16")
-FIRST_LENGTHS = {"v5e:16x16": 2**17, "v5p:4x4x4": 2**19}
-"""Slices with chips of each kind, on which the longest rows are looked for, and from where."""
+LENGTH_SLICES = ("v5e:16x16", "v5p:4x4x4")
+"""Slices with chips of each kind, on which the longest rows are looked for."""
+
+FIRST_LENGTHS: Mapping[str, Mapping[str, int]] = {
+    "base": {"v5e": 2**17, "v5p": 2**19},
+    "large": {"v5e": 2**17, "v5p": 2**19},
+    "11b": {"v5e": 2**15, "v5p": 2**17},
+}
+"""From where the longest rows are looked for: near what fits, as each try takes minutes."""
 
 ROWS, LENGTH = 2048, 512
 """The update of the first table: a million encoder tokens, in rows as long as those of T5."""
@@ -141,11 +148,12 @@ def updates() -> list[Program]:
 def try_lengths(programs: Programs, size: str, variant: str, slice_: str) -> None:
     """Compiles what tells the longest rows that fit, one on each device."""
     devices = len(topology.load(slice_).devices)
+    first = FIRST_LENGTHS[size][topology.parse(slice_).generation]
 
     def fits(length: int) -> bool:
         return programs.fits(Program(size, variant, slice_, devices, length))
 
-    longest(fits, FIRST_LENGTHS[slice_])
+    longest(fits, first)
 
 
 def longest(fits: Callable[[int], bool], first: int) -> int | None:
@@ -222,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if program.size in settings.sizes:
                 programs.report(program, count_loops=True)
         for size in settings.sizes:
-            for slice_ in FIRST_LENGTHS:
+            for slice_ in LENGTH_SLICES:
                 for variant in VARIANTS:
                     try_lengths(programs, size, variant, slice_)
     print("\n".join(tables(programs)))
