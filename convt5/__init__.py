@@ -9,7 +9,7 @@ import importlib
 __version__ = "0.1.0"
 
 _LAZY = {
-    "ConvT5": "convt5.model",
+    "ConvT5": "convt5.modeling.model",
     "ConvT5Config": "convt5.architecture",
     "Predictor": "convt5.evaluation.predictor",
     "StackConfig": "convt5.architecture",

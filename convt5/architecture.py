@@ -9,7 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, cast, get_args
 
-from convt5 import checks, errors
+from convt5 import errors
+from convt5.configuration import checks
 from convt5.ops.padding import Padding, pad_widths
 
 MixingKind = Literal["depthwise", "lightweight", "dynamic", "attention"]
@@ -405,7 +406,7 @@ class ConvT5Config:
 
     def build(self, key):
         """Builds the model; under `jax.eval_shape` nothing is allocated."""
-        from convt5.model import ConvT5  # The description must import without jax.
+        from convt5.modeling.model import ConvT5  # The description must import without jax.
 
         return ConvT5(self, key=key)
 

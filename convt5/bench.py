@@ -12,7 +12,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from convt5 import command_line, errors, gin_config
+from convt5 import errors, gin_config
+from convt5.configuration import command_line
 
 SUITES = ("ops", "train_step", "decode", "data", "formulations")
 VARIANTS = ("t5", "depthwise", "lightweight", "dynamic")

@@ -15,8 +15,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from convt5 import command_line, errors, gin_config, quiet_imports
-from convt5.configuration import gin_files
+from convt5 import errors, gin_config
+from convt5.configuration import command_line, gin_files
+from convt5.runtime import quiet_imports
 
 COMMAND = command_line.Command(
     name="cache",

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from convt5 import checks, errors
-from convt5.prefetching import rows_per_host
-from convt5.row_order import Passes
+from convt5 import errors
+from convt5.batches.prefetching import rows_per_host
+from convt5.batches.row_order import Passes
+from convt5.configuration import checks
 
 _ABOUT_FILE = "cache.json"
 _VOCABULARY_FILE = "vocabulary.model"

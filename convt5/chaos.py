@@ -21,8 +21,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from convt5 import command_line, errors
-from convt5.command_line import Flag
+from convt5 import errors
+from convt5.configuration import command_line
+from convt5.configuration.command_line import Flag
 
 MOMENTS = ("any", "saving", "evaluating", "starting")
 """When a process is killed: at any time of training, while a checkpoint is half written, during an

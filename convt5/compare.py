@@ -12,7 +12,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from convt5 import command_line, errors, figures
+from convt5 import errors, figures
+from convt5.configuration import command_line
 from convt5.training.run_log import METRICS_FILE, duration, read_metrics
 
 DEFAULT_METRIC = "validation/loss"

@@ -12,7 +12,8 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from convt5 import command_line, errors
+from convt5 import errors
+from convt5.configuration import command_line
 
 if TYPE_CHECKING:
     from convt5.interchange.mapping import Imported

@@ -17,14 +17,15 @@ import numpy as np
 import seqio
 import tensorflow as tf
 
-from convt5 import checks, errors
-from convt5.prefetching import (
+from convt5 import errors
+from convt5.batches.prefetching import (
     Prefetcher,
     check_settings,
     position,
     rows_per_host,
     take_apart,
 )
+from convt5.configuration import checks
 from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
 
 __all__ = ["BatchIterator", "DataConfig", "Prefetcher", "unigram_entropy"]

@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from convt5 import command_line, errors, multi_host
-from convt5.command_line import Flag
+from convt5 import errors
+from convt5.configuration import command_line
+from convt5.configuration.command_line import Flag
 from convt5.evaluation.flags import EMA_FLAG, PREDICT_FLAGS
+from convt5.runtime import multi_host
 
 if TYPE_CHECKING:
     from convt5.evaluation import checkpoints

@@ -5,8 +5,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from convt5 import command_line, errors
-from convt5.command_line import Flag
+from convt5 import errors
+from convt5.configuration import command_line
+from convt5.configuration.command_line import Flag
 from convt5.evaluation.flags import EMA_FLAG, PREDICT_FLAGS
 
 if TYPE_CHECKING:

@@ -9,14 +9,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from convt5 import command_line, errors, gin_config
-from convt5.configuration import gin_files
+from convt5 import errors, gin_config
+from convt5.configuration import command_line, gin_files
 from convt5.vision import costs as vision_costs
 from convt5.vision.architecture import ViTConfig
 
 if TYPE_CHECKING:
-    from convt5.cost_report import Subject
-    from convt5.costs import StackName
+    from convt5.analysis.cost_report import Subject
+    from convt5.analysis.costs import StackName
     from convt5.tpu.step_report import Step
 
 DEFAULTS = {"encoder_length": 512, "decoder_length": 114, "batch_size": 128}
@@ -132,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
         topology = topologies.load(flags.topology)
         flags.devices = len(topology.devices)
     subject = make_subject(name, settings, vars(flags))
-    from convt5.cost_report import make_report  # Help and usage errors need no jax.
+    from convt5.analysis.cost_report import make_report  # Help and usage errors need no jax.
 
     report = make_report(subject)
     sections, values = [report.as_text()], report.as_json()
@@ -218,7 +218,8 @@ def make_subject(name: str, settings: Mapping[str, Any], flags: Mapping[str, Any
     """
     import jax
 
-    from convt5 import cost_report, optimizer, sharding
+    from convt5 import optimizer, sharding
+    from convt5.analysis import cost_report
     from convt5.architecture import ConvT5Config
 
     model, data = settings["model"], settings.get("train_data")
@@ -278,7 +279,8 @@ def _measured(
     """Returns the measured receptive fields as text and as plain values; draws them if asked."""
     import jax
 
-    from convt5 import loading, receptive_field
+    from convt5 import loading
+    from convt5.analysis import receptive_field
 
     config = subject.config
     if checkpoint is None:
@@ -310,7 +312,7 @@ def _paired(
     subject: "Subject", other: str, multiple: int | None
 ) -> tuple[str, dict[str, dict[str, Any]]]:
     """Returns widths that give the model the cost of another, as text and as plain values."""
-    from convt5 import pairing
+    from convt5.analysis import pairing
 
     settings, name = read_settings([other], [])
     multiple = multiple or (128 if subject.config.emb_dim >= 256 else 8)

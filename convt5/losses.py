@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from convt5 import errors
-from convt5.layers import DropoutKey, at_least_float32
-from convt5.model import ConvT5
+from convt5.modeling.layers import DropoutKey, at_least_float32
+from convt5.modeling.model import ConvT5
 from convt5.ops import linear_cross_entropy
 from convt5.training.train_step import LossSums
 

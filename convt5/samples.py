@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from convt5 import decoding
-from convt5.model import ConvT5, HostOrDevice
+from convt5.generation import decoding
+from convt5.modeling.model import ConvT5, HostOrDevice
 
 PADDING_ID = 0
 

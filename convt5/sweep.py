@@ -4,7 +4,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from convt5 import command_line, errors
+from convt5 import errors
+from convt5.configuration import command_line
 
 if TYPE_CHECKING:
     from convt5.sweeps.study import Study

@@ -8,7 +8,9 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from convt5 import command_line, errors, gin_config, multi_host
+from convt5 import errors, gin_config
+from convt5.configuration import command_line
+from convt5.runtime import multi_host
 
 COMMAND = command_line.Command(
     name="train",

@@ -16,9 +16,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from convt5 import errors, sharding
+from convt5.batches.data_shards import own_rows
 from convt5.checkpoint import CheckpointConfig, Checkpointer, DataPositions
 from convt5.checkpoints.record import describe_config
-from convt5.data_shards import own_rows
 from convt5.initialization import InitFrom
 from convt5.optimizer import OptimizerConfig
 from convt5.schedule import Schedule

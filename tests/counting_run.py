@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from convt5 import sharding
-from convt5.prefetching import position, take_apart
+from convt5.batches.prefetching import position, take_apart
 from convt5.training.train_step import LossSums
 
 WIDTH = 8

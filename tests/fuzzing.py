@@ -14,7 +14,8 @@ import warnings
 
 from hypothesis import strategies as st
 
-from convt5 import errors, multi_host
+from convt5 import errors
+from convt5.runtime import multi_host
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LIMIT_SECS = 60

@@ -9,8 +9,8 @@ import seqio
 from convt5.tasks import pretraining, vocabularies  # pyright: ignore[reportMissingImports]
 
 from convt5 import cache, cached_data, data, errors
+from convt5.batches.row_order import RowOrder
 from convt5.cached_data import CachedDataConfig
-from convt5.row_order import RowOrder
 
 ROWS, LENGTH = 10, 6
 

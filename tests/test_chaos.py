@@ -11,7 +11,8 @@ import counting_run
 import jax.numpy as jnp
 import pytest
 
-from convt5 import chaos, checkpoint, command_line, errors, run_equality
+from convt5 import chaos, checkpoint, errors, run_equality
+from convt5.configuration import command_line
 
 
 def write_run(folder, records, *, kernel=1.0, step=4):

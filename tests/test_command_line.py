@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
-from convt5 import command_line, errors
+from convt5 import errors
+from convt5.configuration import command_line
 
+IMPORT = "from convt5.configuration import command_line\n"
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 COMMAND = command_line.Command(
@@ -117,7 +119,7 @@ def test_help_wins_over_missing_files(capsys):
 def test_errors_of_the_user_are_one_message_and_an_exit_code(raised, code, printed):
     done = start(
         "-c",
-        "from convt5 import command_line, errors\n"
+        f"from convt5 import errors\n{IMPORT}"
         f"def main(argv): raise {raised}\n"
         "command_line.run(main)",
     )
@@ -125,13 +127,13 @@ def test_errors_of_the_user_are_one_message_and_an_exit_code(raised, code, print
 
 
 def test_defects_keep_their_traceback():
-    done = start("-c", "from convt5 import command_line\ncommand_line.run(lambda argv: 1 / 0)")
+    done = start("-c", f"{IMPORT}command_line.run(lambda argv: 1 / 0)")
     assert done.returncode == 1
     assert "ZeroDivisionError" in done.stderr
 
 
 def test_success_exits_with_zero():
-    assert start("-c", "from convt5 import command_line\ncommand_line.run(len)").returncode == 0
+    assert start("-c", f"{IMPORT}command_line.run(len)").returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -153,7 +155,7 @@ def test_help_and_usage_errors_import_no_framework(argv):
         "            raise ImportError('refused: ' + name)\n"
         "sys.meta_path.insert(0, Refuse())\n"
         f"sys.argv = ['train', *{argv!r}]\n"
-        "from convt5 import command_line, train\n"
+        f"from convt5 import train\n{IMPORT}"
         "command_line.run(train.main)\n",
     )
     assert "refused" not in done.stderr

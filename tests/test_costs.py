@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convt5 import costs
+from convt5.analysis import costs
 from convt5.architecture import ConvT5Config, MixingConfig, StackConfig
-from convt5.blocks import StackInputs
 from convt5.losses import TextLoss
+from convt5.modeling.blocks import StackInputs
 from convt5.ops import depthwise_conv
 from convt5.optimizer import AdafactorConfig, AdamWConfig, SGDConfig
 from convt5.tree_paths import named_leaves

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from convt5 import data_shards, errors
-from convt5.prefetching import position, take_apart
+from convt5 import errors
+from convt5.batches import data_shards
+from convt5.batches.prefetching import position, take_apart
 
 BATCH = 24
 

@@ -314,7 +314,7 @@ def test_gin_sets_what_flags_set(run_dir, tmp_path, capsys):
     (tmp_path / "beam.gin").write_text(
         "from __gin__ import dynamic_registration\n"
         "from convt5 import evaluation\n"
-        "from convt5 import search\n"
+        "from convt5.generation import search\n"
         "evaluation.PredictConfig.strategy = @search.BeamSearch()\n"
         "search.BeamSearch.beam_size = 3\n"
         "evaluation.EvalConfig.num_examples = 2\n"

@@ -9,9 +9,9 @@ import pytest
 from quick import quick
 
 from convt5.architecture import MixingConfig
-from convt5.blocks import Residual
-from convt5.layers import Dense, Mlp, Norm
-from convt5.mixing import Convolution
+from convt5.modeling.blocks import Residual
+from convt5.modeling.layers import Dense, Mlp, Norm
+from convt5.modeling.mixing import Convolution
 from convt5.tree_paths import named_leaves
 
 CASES = [

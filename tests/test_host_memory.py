@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from convt5 import host_memory
+from convt5.runtime import host_memory
 
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 
 STEPS = """
 import resource, sys
-from convt5 import host_memory
+from convt5.runtime import host_memory
 assert host_memory.keep_freed() == (sys.argv[1] == "keeps")
 import jax, jax.numpy as jnp
 step = jax.jit(lambda x: jnp.sum(jnp.sin(x[:, None] + jnp.cos(x)) @ x))

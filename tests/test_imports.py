@@ -15,10 +15,10 @@ SOURCES = sorted((ROOT / "convt5").rglob("*.py")) + sorted((ROOT / "tasks").rglo
 LAYERS = [
     ["errors", "ops"],
     ["architecture"],
-    ["layers"],
-    ["mixing"],
-    ["blocks"],
-    ["model"],
+    ["modeling.layers"],
+    ["modeling.mixing"],
+    ["modeling.blocks"],
+    ["modeling.model"],
     ["trainer"],
     ["train"],
 ]
@@ -43,23 +43,28 @@ def imported(path: pathlib.Path) -> set[str]:
 RANK = {name: i for i, row in enumerate(LAYERS) for name in row}
 
 
-def part(path: pathlib.Path) -> str:
-    """The module or package directly below convt5 that a file belongs to."""
-    return path.relative_to(ROOT / "convt5").parts[0].removesuffix(".py")
+def rank(name: str) -> int:
+    """The row of a module of convt5, or of what is in it; -1 where no row names it."""
+    parts = name.split(".")[1:]
+    return max(RANK.get(".".join(parts[:count]), -1) for count in (1, 2))
 
 
-RANKED = [p for p in SOURCES if p.is_relative_to(ROOT / "convt5") and part(p) in RANK]
+RANKED = [path for path in SOURCES if rank(module_name(path)) >= 0]
 
 
 @pytest.mark.parametrize("path", RANKED, ids=module_name)
 def test_imports_point_from_high_level_to_low(path):
     statements = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ImportFrom)]
-    used = set()
-    for node in statements:
-        package, _, rest = (node.module or "").partition(".")
-        if package == "convt5":
-            used |= {rest.split(".")[0]} if rest else {alias.name for alias in node.names}
-    assert {name for name in used if RANK.get(name, -1) > RANK[part(path)]} == set()
+    used = {f"{node.module}.{alias.name}" for node in statements for alias in node.names}
+    convt5 = {name for name in used if name.startswith("convt5.")}
+    assert {name for name in convt5 if rank(name) > rank(module_name(path))} == set()
+
+
+def test_a_module_that_imports_what_stands_above_it_is_found():
+    assert rank("convt5.modeling.layers.Dense") == rank("convt5.modeling.layers")
+    assert rank("convt5.errors.UserError") < rank("convt5.modeling.mixing") < rank("convt5.train")
+    assert rank("convt5.training.loop") == -1
+    assert len(RANKED) > len(LAYERS)
 
 
 def test_ops_import_only_jax():
@@ -80,15 +85,15 @@ def test_model_step_and_decoding_import_where_tensorflow_does_not():
     modules = [
         "convt5",
         "convt5.ops",
-        "convt5.model",
+        "convt5.modeling.model",
         "convt5.losses",
         "convt5.training.train_step",
         "convt5.training.train_state",
         "convt5.optimizer",
         "convt5.sharding",
         "convt5.schedule",
-        "convt5.decoding",
-        "convt5.costs",
+        "convt5.generation.decoding",
+        "convt5.analysis.costs",
         "convt5.samples",
         "convt5.loading",
         "convt5.vision.images",

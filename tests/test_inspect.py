@@ -9,7 +9,8 @@ import types
 import numpy as np
 import pytest
 
-from convt5 import cost_report, costs, inspect
+from convt5 import inspect
+from convt5.analysis import cost_report, costs
 from convt5.errors import UserError
 from convt5.optimizer import AdamWConfig
 from convt5.sharding import TEXT_RULES, Rule

@@ -21,9 +21,9 @@ from test_train_step import (
 )
 
 from convt5.architecture import ConvT5Config, StackConfig
-from convt5.blocks import Stack, StackInputs
 from convt5.errors import UserError
 from convt5.losses import TextLoss
+from convt5.modeling.blocks import Stack, StackInputs
 from convt5.schedule import InverseSqrt
 from convt5.sharding import TEXT_RULES, batch_sharding
 from convt5.tpu import collectives

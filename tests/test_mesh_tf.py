@@ -187,7 +187,7 @@ def test_packed_sequences_equal_the_same_sequences_in_rows_of_their_own(golden, 
 
 
 def greedy(model, tokens, length: int, *, hide_start_token: bool) -> np.ndarray:
-    from convt5.decoding import Greedy, decode
+    from convt5.generation.decoding import Greedy, decode
 
     found = decode(
         model, tokens, max_length=length, strategy=Greedy(), hide_start_token=hide_start_token
@@ -214,7 +214,7 @@ def test_beam_search_equals_the_originals_with_its_rules_and_its_defect(golden, 
 
 
 def beam(model, ref) -> np.ndarray:
-    from convt5.decoding import MeshTFBeamSearch, decode
+    from convt5.generation.decoding import MeshTFBeamSearch, decode
 
     length = ref["beam4_ids"].shape[1]
     found = decode(

@@ -13,7 +13,7 @@ from quick import quick
 from convt5.architecture import ConvT5Config, StackConfig
 from convt5.errors import UserError
 from convt5.losses import TextLoss
-from convt5.model import ConvT5
+from convt5.modeling.model import ConvT5
 
 VOCAB = 32
 

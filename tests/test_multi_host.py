@@ -4,7 +4,9 @@ import argparse
 
 import pytest
 
-from convt5 import command_line, errors, multi_host, train
+from convt5 import errors, train
+from convt5.configuration import command_line
+from convt5.runtime import multi_host
 
 ALL = {
     "JAX_COORDINATOR_ADDRESS": "10.0.0.2:8476",

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convt5 import costs, gin_config
+from convt5 import gin_config
+from convt5.analysis import costs
+from convt5.analysis.pairing import pair
 from convt5.architecture import ConvT5Config, StackConfig
 from convt5.errors import UserError
-from convt5.pairing import pair
 
 LENGTHS = {"encoder_length": 96, "decoder_length": 12}
 

@@ -13,14 +13,15 @@ import pytest
 import tiny_run
 from convt5.tasks import vocabularies
 
-from convt5 import decoding, sharding
+from convt5 import sharding
 from convt5.errors import UserError
 from convt5.evaluation import hosts
 from convt5.evaluation.batching import PADDING_ROW, length_bucket, plan_batches
 from convt5.evaluation.flags import PREDICT_FLAGS
 from convt5.evaluation.predictor import Predictor, decode_text, encode_text, truncated
 from convt5.evaluation.settings import PredictConfig, from_flags
-from convt5.search import BeamSearch, Greedy, Sampling
+from convt5.generation import decoding
+from convt5.generation.search import BeamSearch, Greedy, Sampling
 
 BYTES = vocabularies.characters()
 TEXTS = ["good", "a film", "", "so so"]  # One shape: tests share the compilation.

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from convt5 import errors, prefetching
-from convt5.prefetching import Prefetcher, position, take_apart
+from convt5 import errors
+from convt5.batches import prefetching
+from convt5.batches.prefetching import Prefetcher, position, take_apart
 
 
 class Counter:

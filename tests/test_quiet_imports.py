@@ -12,7 +12,9 @@ a warning of the user's own module
 
 
 def run(code: str) -> subprocess.CompletedProcess:
-    head = f"import os, sys\nfrom convt5.quiet_imports import *\nlines = {LINES.lstrip()!r}\n"
+    head = (
+        f"import os, sys\nfrom convt5.runtime.quiet_imports import *\nlines = {LINES.lstrip()!r}\n"
+    )
     return subprocess.run(
         [sys.executable, "-c", head + code], capture_output=True, text=True, timeout=300
     )

@@ -1,4 +1,4 @@
-"""What the README says is so: its map is complete, its commands are CI's, its example works."""
+"""What README and map say is so: every module is named, commands are CI's, the example works."""
 
 import pathlib
 import re
@@ -24,7 +24,9 @@ def test_ci_runs_the_test_command_of_the_readme():
 
 
 def test_the_map_names_every_module_and_nothing_else():
-    named = set(re.findall(r"`([\w/]+\.py)`", README.partition("## Map of the code")[2]))
+    named = set(
+        re.findall(r"^\| `([\w/]+\.py)`", (ROOT / "docs" / "code.md").read_text(), flags=re.M)
+    )
     folders = [ROOT / "convt5", ROOT / "tasks"]
     modules = {
         str(path.relative_to(ROOT))
@@ -33,6 +35,13 @@ def test_the_map_names_every_module_and_nothing_else():
         if path.name != "__init__.py"
     }
     assert named == modules
+
+
+def test_the_map_of_the_readme_names_every_folder():
+    named = set(re.findall(r"`([\w/]+)/`", README.partition("## Map of the code")[2]))
+    packages = {str(init.parent.relative_to(ROOT)) for init in ROOT.glob("convt5/*/__init__.py")}
+    folders = {"gin", "launch", "tasks", "tests", "docs"}
+    assert named == packages | folders | {"pallas"}
 
 
 @pytest.mark.parametrize("number", range(README.count("--gin_file=gin/")))

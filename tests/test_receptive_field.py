@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from quick import quick
 
-from convt5 import receptive_field
+from convt5.analysis import receptive_field
+from convt5.analysis.costs import Reach
+from convt5.analysis.receptive_field import Field
 from convt5.architecture import ConvT5Config, StackConfig
-from convt5.costs import Reach
-from convt5.receptive_field import Field
 
 
 def model(stack: StackConfig, **settings):

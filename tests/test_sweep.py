@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quick import quick
 
-from convt5 import costs, sweep
+from convt5 import sweep
+from convt5.analysis import costs
 from convt5.errors import UserError
 from convt5.sweeps import Grid, Pairing, Study, analysis, equal_cost, report, running
 

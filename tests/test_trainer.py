@@ -13,8 +13,8 @@ from flax import nnx
 from quick import quick
 
 from convt5 import checkpoint, errors, initialization, optimizer, schedule, sharding
+from convt5.batches.prefetching import position, take_apart
 from convt5.checkpoints import reading
-from convt5.prefetching import position, take_apart
 from convt5.trainer import train
 from convt5.training import run_directory, run_log
 from convt5.training.interruption import Interrupted

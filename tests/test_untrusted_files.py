@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from convt5 import cached_data, errors
+from convt5.batches.prefetching import position
 from convt5.interchange import pycls, safetensors_files
-from convt5.prefetching import position
 from convt5.vision import sources
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from convt5.batches.prefetching import position, take_apart
 from convt5.errors import UserError
-from convt5.prefetching import position, take_apart
 from convt5.vision.augmentation import Augmentation, resized
 from convt5.vision.images import ImageDataConfig
 from convt5.vision.sources import Digits, Folder, Npz, Tfds, in_memory

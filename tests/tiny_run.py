@@ -13,7 +13,7 @@ from convt5.tasks import vocabularies
 
 from convt5.architecture import ConvT5Config, StackConfig
 from convt5.checkpoint import CheckpointConfig, Checkpointer, DataPositions
-from convt5.model import ConvT5
+from convt5.modeling.model import ConvT5
 
 VOCAB = 384
 ENCODER_LENGTH, DECODER_LENGTH = 24, 6

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from convt5 import costs
+from convt5.analysis import costs
 from convt5.architecture import ConvT5Config
 from convt5.benchmarks.sides import TARGETS, Measured, Side, random_batch
 from convt5.benchmarks.timing import in_turns
-from convt5.decoding import decode
+from convt5.generation.decoding import decode
 from convt5.losses import TextLoss
 from convt5.optimizer import AdafactorConfig
 from convt5.schedule import InverseSqrt

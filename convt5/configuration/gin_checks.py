@@ -11,10 +11,11 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from convt5 import errors, quiet_imports
+from convt5 import errors
 from convt5.configuration import gin_files, gin_types
 from convt5.configuration.gin_files import Import, Macro
 from convt5.configuration.gin_names import ResolvedReference, Setting, Target, flatten, own_modules
+from convt5.runtime import quiet_imports
 
 PROGRAM_MACROS = ("MODEL", "MODEL_NAME")
 """Macros that commands read themselves: the model to build, and what to call it."""

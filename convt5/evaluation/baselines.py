@@ -8,7 +8,8 @@ import collections
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from convt5 import command_line, errors
+from convt5 import errors
+from convt5.configuration import command_line
 
 SMOOTHING = 0.1
 _MOST_LABELS = 100

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from convt5.decoding import SMALLEST_LENGTH, bucket_size
+from convt5.generation.decoding import SMALLEST_LENGTH, bucket_size
 
 PADDING_ROW = -1
 

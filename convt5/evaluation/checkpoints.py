@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from convt5 import checkpoint, errors, loading, sharding
 from convt5.architecture import ConvT5Config
 from convt5.checkpoints import reading
-from convt5.model import ConvT5
+from convt5.modeling.model import ConvT5
 from convt5.vision import placement
 from convt5.vision.architecture import ViTConfig
 

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from convt5 import decoding, errors, samples, sharding
+from convt5 import errors, samples, sharding
 from convt5.evaluation.batching import PADDING_ROW, Batch, plan_batches, stacked
 from convt5.evaluation.settings import PredictConfig
-from convt5.model import ConvT5
+from convt5.generation import decoding
+from convt5.modeling.model import ConvT5
 
 _SENTINEL = re.compile(r"(<extra_id_\d+>)")
 

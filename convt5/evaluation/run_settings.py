@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from convt5 import errors, gin_config, quiet_imports
+from convt5 import errors, gin_config
 from convt5.configuration import gin_files
 from convt5.evaluation.settings import EvalConfig, PredictConfig
+from convt5.runtime import quiet_imports
 from convt5.training.run_directory import CONFIG_FILE
 
 BYTES = "bytes"

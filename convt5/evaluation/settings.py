@@ -11,7 +11,7 @@ from typing import Any
 from convt5 import errors
 from convt5.architecture import ConvT5Config
 from convt5.evaluation.flags import LONG_INPUTS, STRATEGY_FLAGS
-from convt5.search import BeamSearch, Greedy, Sampling, Strategy
+from convt5.generation.search import BeamSearch, Greedy, Sampling, Strategy
 
 _LENGTHS = {"max_input_length": 512, "max_length": 128}  # Where neither model nor run says more.
 _STRATEGIES: dict[str, type[Strategy]] = {

@@ -5,8 +5,9 @@ import re
 
 import numpy as np
 
-from convt5 import errors, quiet_imports
+from convt5 import errors
 from convt5.interchange.mapping import Shape
+from convt5.runtime import quiet_imports
 
 STEP = "global_step"
 SLOT = re.compile(r"^(?P<variable>.+)_slot_(?P<kind>\w+)$")

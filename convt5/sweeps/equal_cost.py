@@ -1,4 +1,4 @@
-"""Studies whose models cost the same: widths are chosen for each run, with `convt5.pairing`.
+"""Studies whose models cost the same: `convt5.analysis.pairing` chooses widths for each run.
 
 Nothing heavy is imported here before widths are asked for.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, get_args
 
 from convt5 import errors
-from convt5.pairing import TOLERANCE, Quantity, pair
+from convt5.analysis.pairing import TOLERANCE, Quantity, pair
 
 NOT_PAIRED = "none"
 

@@ -137,7 +137,7 @@ def _reached(labels: Sequence[str], lines: Iterable[Line]) -> list[str]:
 
 
 def _cost(runs: Sequence[Made]) -> Cost:
-    from convt5 import costs
+    from convt5.analysis import costs
 
     point = runs[0].point
     run = described(point.gin_files, point.bindings)

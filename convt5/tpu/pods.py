@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from convt5 import inspect
+from convt5.analysis.cost_report import short_bytes
 from convt5.benchmarks.sides import TARGETS
-from convt5.cost_report import short_bytes
 from convt5.tpu import step_report, topology
 
 FSDP: Mapping[str, Mapping[str, int]] = {

@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from convt5 import costs, errors, sharding
+from convt5 import errors, sharding
+from convt5.analysis import costs
+from convt5.analysis.cost_report import aligned, device_bytes, short_bytes
 from convt5.architecture import ConvT5Config
-from convt5.cost_report import aligned, device_bytes, short_bytes
 from convt5.evaluation.progress import elapsed
 from convt5.ops import implementation
 from convt5.optimizer import OptimizerConfig

@@ -3,9 +3,9 @@
 import functools
 
 from convt5 import errors
+from convt5.batches.data_shards import ShardedBatches, joined
+from convt5.batches.prefetching import Prefetcher
 from convt5.checkpoint import DataPositions
-from convt5.data_shards import ShardedBatches, joined
-from convt5.prefetching import Prefetcher
 from convt5.training.plan import Plan
 from convt5.training.validation import DataConfig, PlacedBatch, place_batch
 

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from convt5 import gathering
+from convt5.modeling import gathering
 from convt5.ops import implementation
 from convt5.schedule import Schedule
 from convt5.sharding import BATCH_AXES, gathered, replicated

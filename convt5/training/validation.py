@@ -13,7 +13,8 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from convt5 import data_shards, errors
+from convt5 import errors
+from convt5.batches import data_shards
 from convt5.training.train_step import LossSums
 
 _COUNTED_TOKENS = ("encoder_input_tokens", "decoder_target_tokens")

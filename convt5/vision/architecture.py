@@ -9,7 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from convt5 import checks, errors
+from convt5 import errors
+from convt5.configuration import checks
 
 StemKind = Literal["patchify", "conv"]
 Pooling = Literal["token", "mean"]

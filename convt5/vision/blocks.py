@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from convt5.layers import Dense, Norm, at_least_float32
+from convt5.modeling.layers import Dense, Norm, at_least_float32
 from convt5.vision.architecture import ViTConfig
 
 

@@ -11,9 +11,10 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from convt5 import checks, errors
-from convt5.prefetching import rows_per_host
-from convt5.row_order import Passes, RowsOfBatch
+from convt5 import errors
+from convt5.batches.prefetching import rows_per_host
+from convt5.batches.row_order import Passes, RowsOfBatch
+from convt5.configuration import checks
 from convt5.vision.architecture import ViTConfig
 from convt5.vision.augmentation import Augmentation, resized
 from convt5.vision.sources import CorruptImage, ImageSet, ImageSource, OnCorrupt

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from convt5 import errors
-from convt5.layers import DropoutKey
+from convt5.modeling.layers import DropoutKey
 from convt5.training.train_step import LossSums
 from convt5.vision.model import ViT
 

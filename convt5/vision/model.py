@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from convt5 import errors
-from convt5.layers import Dense, at_least_float32
+from convt5.modeling.layers import Dense, at_least_float32
 from convt5.vision.architecture import ViTConfig
 from convt5.vision.blocks import Encoder
 from convt5.vision.stems import ConvolutionStem, PatchifyStem

@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from convt5 import errors, quiet_imports
+from convt5 import errors
+from convt5.runtime import quiet_imports
 
 OnCorrupt = Literal["refuse", "skip"]
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from convt5 import errors
-from convt5.data_shards import ShardedBatches
+from convt5.batches.data_shards import ShardedBatches
 from convt5.sharding import replicated
 from convt5.training.loop import Estimate
 from convt5.training.plan import Plan

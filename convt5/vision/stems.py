@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from convt5 import errors
-from convt5.layers import add_vector, as_row, at_least_float32
+from convt5.modeling.layers import add_vector, as_row, at_least_float32
 from convt5.vision.architecture import ViTConfig
 
 

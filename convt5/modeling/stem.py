@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from convt5.architecture import ConvT5Config, StemActivation, StemLayer
-from convt5.layers import Dense, Norm, at_least_float32, truncated_normal
+from convt5.modeling.layers import Dense, Norm, at_least_float32, truncated_normal
 
 
 class StemOutput(NamedTuple):

@@ -101,7 +101,7 @@ def pair(
 
 
 def _cost(config: ConvT5Config, by: Quantity, encoder_length: int, decoder_length: int) -> float:
-    from convt5 import costs  # Descriptions are read without jax.
+    from convt5.analysis import costs  # Descriptions are read without jax.
 
     found = costs.model_cost(config, encoder_length=encoder_length, decoder_length=decoder_length)
     return found.parameters if by == "parameters" else found.forward_flops

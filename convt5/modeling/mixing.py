@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from convt5.architecture import ConvT5Config, MixingConfig
-from convt5.layers import Dense, DropoutKey, add_vector, at_least_float32, truncated_normal
+from convt5.modeling.layers import Dense, DropoutKey, add_vector, at_least_float32, truncated_normal
 from convt5.ops import attend, depthwise_conv, dynamic_conv, lightweight_conv
 
 Size = Any

@@ -13,11 +13,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Int, Key
 
-from convt5 import errors, mesh_tf_search
-from convt5.mesh_tf_search import MeshTFBeamSearch
-from convt5.model import ConvT5, HostOrDevice
+from convt5 import errors
+from convt5.generation import mesh_tf_search
+from convt5.generation.mesh_tf_search import MeshTFBeamSearch
+from convt5.generation.search import BeamSearch, Found, Greedy, Sampling, SearchInputs, search
+from convt5.modeling.model import ConvT5, HostOrDevice
 from convt5.ops import shift_right, token_cross_entropy
-from convt5.search import BeamSearch, Found, Greedy, Sampling, SearchInputs, search
 
 __all__ = [
     "BeamSearch",

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from convt5 import errors
-from convt5.layers import at_least_float32
-from convt5.model import ConvT5, DecoderState
-from convt5.search import Found, SearchInputs, initial_state, reordered, rows_taken
+from convt5.generation.search import Found, SearchInputs, initial_state, reordered, rows_taken
+from convt5.modeling.layers import at_least_float32
+from convt5.modeling.model import ConvT5, DecoderState
 
 ABSENT = 1e7
 """What the original subtracts where others would write minus infinity."""

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from convt5 import errors
-from convt5.layers import at_least_float32
-from convt5.model import ConvT5, DecoderState, HostOrDevice
+from convt5.modeling.layers import at_least_float32
+from convt5.modeling.model import ConvT5, DecoderState, HostOrDevice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

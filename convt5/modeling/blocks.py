@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from convt5 import gathering
 from convt5.architecture import ConvT5Config, LayerOrder, MixingConfig, Remat
-from convt5.layers import DropoutKey, Mlp, Norm, dropout, split_key
-from convt5.mixing import (
+from convt5.modeling import gathering
+from convt5.modeling.layers import DropoutKey, Mlp, Norm, dropout, split_key
+from convt5.modeling.mixing import (
     Attention,
     AttentionState,
     Convolution,

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from convt5 import costs, figures
-from convt5.blocks import Stack, StackInputs
-from convt5.costs import Reach, StackName
-from convt5.model import ConvT5
-from convt5.stem import shortened
+from convt5 import figures
+from convt5.analysis import costs
+from convt5.analysis.costs import Reach, StackName
+from convt5.modeling.blocks import Stack, StackInputs
+from convt5.modeling.model import ConvT5
+from convt5.modeling.stem import shortened
 
 SHARES = (0.5, 0.95, 0.99)
 """Parts of the gradient whose distances are reported."""

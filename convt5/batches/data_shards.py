@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from convt5 import errors
-from convt5.prefetching import position, take_apart
+from convt5.batches.prefetching import position, take_apart
 
 
 class ShardReader(Protocol):

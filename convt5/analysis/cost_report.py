@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from convt5 import costs, schedule, sharding
+from convt5 import schedule, sharding
+from convt5.analysis import costs
 from convt5.architecture import ConvT5Config
 from convt5.optimizer import OptimizerConfig
 from convt5.training.run_log import short_number

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from convt5 import errors
-from convt5.command_line import Flag
+from convt5.configuration.command_line import Flag
 
 FLAGS = (
     Flag(

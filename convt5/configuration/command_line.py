@@ -11,7 +11,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from convt5 import errors, host_memory
+from convt5 import errors
+from convt5.runtime import host_memory
 
 _GIN_HELP = """\
 configuration:

@@ -15,9 +15,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from convt5 import errors
 from convt5.architecture import ConvT5Config
-from convt5.blocks import LayerState, Stack, StackInputs
-from convt5.layers import Dense, DropoutKey, Embed, at_least_float32, split_key
-from convt5.stem import StemOutput, TextStem, shortened
+from convt5.modeling.blocks import LayerState, Stack, StackInputs
+from convt5.modeling.layers import Dense, DropoutKey, Embed, at_least_float32, split_key
+from convt5.modeling.stem import StemOutput, TextStem, shortened
 
 HostOrDevice = jax.Array | np.ndarray
 Tokens = Int[HostOrDevice, "batch length"]

@@ -1,0 +1,1 @@
+"""What a model costs and how far it sees, known before anything runs."""

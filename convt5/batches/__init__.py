@@ -1,0 +1,1 @@
+"""What every source of batches needs: order, shares of hosts, prefetching, positions."""

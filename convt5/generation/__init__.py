@@ -1,0 +1,1 @@
+"""Output sequences: searching for them, and scoring them."""

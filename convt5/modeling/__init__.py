@@ -1,0 +1,1 @@
+"""The text model, from a single layer to the whole encoder-decoder."""

@@ -1,0 +1,1 @@
+"""The process that a command runs in: its hosts, its memory, its imports."""
