@@ -1,5 +1,6 @@
 """Commands explain themselves, refuse what they do not understand, and exit as documented."""
 
+import importlib
 import os
 import pathlib
 import subprocess
@@ -106,6 +107,31 @@ def test_help_wins_over_missing_files(capsys):
         parse("--hot", "-h")
     assert caught.value.code == 0
     assert "usage" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "train",
+        "eval",
+        "infer",
+        "inspect",
+        "bench",
+        "convert",
+        "sweep",
+        "cache",
+        "chaos",
+        "evaluation.baselines",
+    ],
+)
+def test_every_command_shows_its_help_whatever_else_it_requires(name, capsys):
+    command = importlib.import_module(f"convt5.{name}").COMMAND
+    with pytest.raises(SystemExit) as ended:
+        command_line.parse(command, ["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert f"python -m convt5.{name}" in text
+    assert all(f"--{flag.name}" in text for flag in command.flags)
 
 
 @pytest.mark.parametrize(

@@ -103,13 +103,10 @@ def parse(command: Command, argv: Sequence[str]) -> Arguments:
     bindings, rest = _split_bindings(command, argv)
     parser = _Parser(command)
     parser.add_argument("--gin_file", action="append", default=[], metavar="FILE")
-    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-h", "--help", action=_Help, nargs=0, text=command.help)
     for flag in command.flags:
         parser.add_argument(f"--{flag.name}", **flag.options)
     parsed, unknown = parser.parse_known_args(rest)
-    if parsed.help:
-        print(command.help())
-        raise SystemExit(0)
     if unknown:
         known = ["gin_file", "help", "gin.NAME=VALUE", *(flag.name for flag in command.flags)]
         parser.error(_unknown(unknown[0], known))
@@ -142,6 +139,18 @@ def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     raise SystemExit(code)
+
+
+class _Help(argparse.Action):
+    """Shows the help as soon as it is asked for: no flag is missing then."""
+
+    def __init__(self, *args, text: Callable[[], str], **options):
+        super().__init__(*args, **options)
+        self._text = text
+
+    def __call__(self, *_) -> NoReturn:
+        print(self._text())
+        raise SystemExit(0)
 
 
 class _Parser(argparse.ArgumentParser):
