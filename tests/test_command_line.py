@@ -14,6 +14,10 @@ from convt5.configuration import command_line
 IMPORT = "from convt5.configuration import command_line\n"
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
+COMMANDS = [
+    *["train", "eval", "infer", "inspect", "bench", "convert", "sweep", "cache", "chaos"],
+    "evaluation.baselines",
+]
 COMMAND = command_line.Command(
     name="bake",
     summary="Bakes bread.",
