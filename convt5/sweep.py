@@ -1,7 +1,9 @@
 """Entry point of `python -m convt5.sweep`: runs a study of settings and seeds, and reports."""
 
+import contextlib
 import pathlib
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from convt5 import errors
@@ -30,6 +32,10 @@ COMMAND = command_line.Command(
         ),
         ("four runs at a time", "--gin_file=STUDY.gin --processes=4"),
         ("what is known so far", "--gin_file=STUDY.gin --report_only"),
+        (
+            "a report of what two machines have done, each with seeds of its own",
+            "--gin_file=STUDY.gin --import_results=other.jsonl --report_only",
+        ),
     ],
     flags=[
         command_line.Flag(
@@ -49,6 +55,17 @@ COMMAND = command_line.Command(
             "on one core each. An accelerator serves one run at a time. Default: 1.",
             {"type": int, "default": 1},
         ),
+        command_line.Flag(
+            "import_results",
+            "first takes over the results in this file for runs that were never begun here.",
+            {"type": pathlib.Path, "metavar": "FILE"},
+        ),
+        command_line.Flag(
+            "export_results",
+            "in the end writes the results of all runs that are done to this file, also when the "
+            "study is stopped: a line for each, without checkpoints.",
+            {"type": pathlib.Path, "metavar": "FILE"},
+        ),
     ],
 )
 
@@ -64,17 +81,39 @@ def main(argv: Sequence[str]) -> int:
     study = read_study(arguments.gin_files, arguments.gin_bindings)
     from convt5.sweeps import report, running
 
-    if flags.report_only:
-        print(report.write(study))
-        return 0
-    running.check(study)
     if flags.dry_run:
+        running.check(study)
         print(describe(study))
         return 0
-    with running.stopping_on_sigterm():
-        running.run_all(study, most_runs=flags.most_runs, processes=flags.processes)
-    print(report.write(study))
+    with _exporting(study, flags.export_results):
+        if flags.import_results is not None:
+            _import(study, flags.import_results)
+        if not flags.report_only:
+            running.check(study)
+            with running.stopping_on_sigterm():
+                running.run_all(study, most_runs=flags.most_runs, processes=flags.processes)
+        print(report.write(study))
     return 0
+
+
+@contextlib.contextmanager
+def _exporting(study: "Study", path: pathlib.Path | None) -> Iterator[None]:
+    """Writes the results that there are in the end, however it comes."""
+    try:
+        yield
+    finally:
+        if path is not None:
+            from convt5.sweeps import archive
+
+            count = archive.write(study, path)
+            print(f"wrote the results of {count} runs to {path}", file=sys.stderr)
+
+
+def _import(study: "Study", path: pathlib.Path) -> None:
+    from convt5.sweeps import archive
+
+    count = archive.read(study, path)
+    print(f"took over the results of {count} runs from {path}", file=sys.stderr)
 
 
 def read_study(files: Sequence[str], bindings: Sequence[str] = ()) -> "Study":

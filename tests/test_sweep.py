@@ -18,7 +18,7 @@ from quick import quick
 from convt5 import sweep
 from convt5.analysis import costs
 from convt5.errors import UserError
-from convt5.sweeps import Grid, Pairing, Study, analysis, equal_cost, report, running
+from convt5.sweeps import Grid, Pairing, Study, analysis, archive, equal_cost, report, running
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -150,6 +150,58 @@ def test_a_folder_of_other_settings_is_refused(tmp_path):
     running.run_all(study(tmp_path), launch=Trainer(), most_runs=1)
     with pytest.raises(UserError, match="holds a run of other settings"):
         running.run_all(study(tmp_path, bindings={"NUM_STEPS": 5}), launch=Trainer())
+
+
+def test_results_go_on_on_another_machine_and_report_the_same(tmp_path):
+    here, there = study(tmp_path / "here"), study(tmp_path / "there")
+    file = tmp_path / "results" / "study.jsonl"
+    running.run_all(here, launch=Trainer(fails="peak=0.2", says="the loss is not finite"))
+    assert archive.write(here, file) == 8
+    lines = file.read_text().splitlines(keepends=True)
+    # A run that is here already stays as it is.
+    running.run_all(there, launch=Trainer(), most_runs=1)
+    file.write_text("".join(lines[:5]))
+    assert archive.read(there, file) == 4
+    assert running.run_all(there, launch=Trainer(fails="0.2", says="it is not finite")) == 3
+    assert analysis.results(there) == analysis.results(here)
+    assert archive.read(there, file) == 0
+    file.write_text("".join(lines) + '{"run": ')
+    assert archive.read(study(tmp_path / "third"), file) == 8
+
+
+def test_results_that_cannot_be_taken_over_are_named(tmp_path):
+    here, file = study(tmp_path / "here"), tmp_path / "study.jsonl"
+    with pytest.raises(UserError, match="is no file"):
+        archive.read(here, file)
+    running.run_all(here, launch=Trainer(), most_runs=1)
+    archive.write(here, file)
+    with pytest.raises(UserError, match="holds a run of other settings"):
+        archive.read(study(tmp_path / "other", bindings={"NUM_STEPS": 5}), file)
+    file.write_text("{}\n")
+    with pytest.raises(UserError, match=r"line 1|study\.jsonl:1"):
+        archive.read(here, file)
+    with pytest.raises(UserError, match="cannot be written"):
+        archive.write(here, tmp_path / "study.jsonl" / "below")
+
+
+def test_results_are_exported_also_when_a_study_is_stopped(tmp_path, monkeypatch):
+    chosen, file = study(tmp_path / "a"), tmp_path / "study.jsonl"
+    monkeypatch.setattr(sweep, "read_study", lambda *_: chosen)
+    monkeypatch.setattr(running, "check", lambda _: None)
+
+    def stopped(study, **_):
+        make(study, launch=Trainer(), most_runs=3)
+        raise KeyboardInterrupt
+
+    make = running.run_all
+    monkeypatch.setattr(running, "run_all", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        sweep.main(["--gin_file=study.gin", f"--export_results={file}"])
+    assert len(file.read_text().splitlines()) == 3
+    again = study(tmp_path / "b")
+    monkeypatch.setattr(sweep, "read_study", lambda *_: again)
+    sweep.main(["--gin_file=study.gin", f"--import_results={file}", "--report_only"])
+    assert analysis.results(again) == analysis.results(chosen)
 
 
 def test_a_run_without_the_metric_is_refused(tmp_path):

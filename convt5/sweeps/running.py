@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any, BinaryIO, Literal, NamedTuple, TextIO
 
@@ -258,24 +258,43 @@ def _run(study: Study, made: Made, launch: Launch) -> None:
 
 def _state(study: Study, point: Point) -> Made:
     folder = pathlib.Path(study.output_dir) / RUNS_FOLDER / point.name
-    path = folder / STATUS_FILE
-    if not path.exists():
+    about = read_about(folder)
+    if about is None:
         return Made(point, folder, None)
-    found = json.loads(path.read_text())
-    if found["settings"] != _settings(point):
+    check_settings(point, about["settings"], where=str(folder))
+    return Made(point, folder, about["status"], about["message"])
+
+
+def check_settings(point: Point, found: Any, *, where: str) -> None:
+    """Checks that a run was one of these settings.
+
+    Raises:
+        UserError: it was not, or the study has changed since.
+    """
+    if found != _settings(point):
         raise errors.UserError(
-            f"{folder} holds a run of other settings ({found['settings']}, now "
-            f"{_settings(point)}); set the study back, or choose another output_dir."
+            f"{where} holds a run of other settings ({found}, now {_settings(point)}); set the "
+            "study back, or choose another output_dir."
         )
-    return Made(point, folder, found["status"], found["message"])
+
+
+def read_about(folder: pathlib.Path) -> dict[str, Any] | None:
+    """Returns settings, status and message of the run in a folder; None where it was not begun."""
+    path = folder / STATUS_FILE
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def write_about(folder: pathlib.Path, about: Mapping[str, Any]) -> None:
+    """Writes what `read_about` returns, whole or not at all."""
+    path = folder / STATUS_FILE
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(about, indent=2) + "\n")
+    partial.replace(path)
 
 
 def _write(made: Made, status: Status, message: str = "") -> None:
-    path = made.folder / STATUS_FILE
-    record = {"settings": _settings(made.point), "status": status, "message": message}
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(record, indent=2) + "\n")
-    partial.replace(path)
+    about = {"settings": _settings(made.point), "status": status, "message": message}
+    write_about(made.folder, about)
 
 
 def _settings(point: Point) -> dict[str, list[str]]:
