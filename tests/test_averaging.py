@@ -126,17 +126,6 @@ def test_parameters_and_statistics_are_averaged_and_the_model_trains_as_without(
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.slow
-def test_an_update_that_is_not_finite_leaves_the_average_alone():
-    chosen = plan(EMA(decay=0.5), (1, 1, 1))
-    state = chosen.init_state()
-    before = jax.device_get(state.ema)
-    broken = batch() | {"images": np.full((16, 8, 8, 1), np.nan, np.float32)}
-    state, metrics = chosen.train_step(state, jax.device_put(broken, chosen.batch_sharding))
-    assert not metrics["all_finite"]
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.ema), before)
-
-
 def test_without_an_average_step_and_checkpoint_are_as_if_there_were_none(tmp_path):
     state = plan().init_state()
     assert state.ema is None

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from convt5.architecture import MlpKind, NormKind
+from convt5.ops.dense import dense
 
 DropoutKey = PRNGKeyArray | None
 
@@ -31,7 +32,7 @@ class Dense(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((out_dim,), jnp.float32)) if use_bias else None
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        y = jnp.dot(x, self.kernel[...].astype(x.dtype))
+        y = dense(x, self.kernel[...].astype(x.dtype))
         return y if self.bias is None else add_vector(y, self.bias[...])
 
 

@@ -27,6 +27,7 @@ FSDP: Mapping[str, Mapping[str, int]] = {
 }
 """How many devices share the parameters of each size of model, by generation; the rest is data."""
 
+TABLES = ("updates", "lengths")
 VARIANTS = ("dynamic", "t5")
 SLICES = ("v5e:16x16", "v5p:4x4x4", "v5p:8x16x16")
 LENGTH_SLICES = ("v5e:16x16", "v5p:4x4x4")
@@ -222,14 +223,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m convt5.tpu.pods")
     parser.add_argument("--output", default=OUTPUT, help="the folder of what was compiled")
     parser.add_argument("--sizes", nargs="+", default=list(FSDP), choices=list(FSDP))
+    parser.add_argument("--tables", nargs="+", default=list(TABLES), choices=list(TABLES))
     parser.add_argument("--report_only", action="store_true", help="compiles nothing")
     settings = parser.parse_args(argv)
     programs = Programs(pathlib.Path(settings.output))
     if not settings.report_only:
-        for program in updates():
+        for program in updates() if "updates" in settings.tables else ():
             if program.size in settings.sizes:
                 programs.report(program, count_loops=True)
-        for size in settings.sizes:
+        for size in settings.sizes if "lengths" in settings.tables else ():
             for slice_ in LENGTH_SLICES:
                 for variant in VARIANTS:
                     try_lengths(programs, size, variant, slice_)
