@@ -103,7 +103,7 @@ def make_train_step(
         loss, `loss_weight`, `grad_norm`, `param_norm` (before the update), `learning_rate`,
         `all_finite` and `nonfinite_index`, and with `skip_spikes` also `skipped_updates`. Without
         `all_finite` the state is of no use, and neither is any that comes after it: keeping the
-        old one until all of the new one is known takes another copy of it, and a fifth of the
+        old one until all of the new one is known takes another copy of it, and a quarter of the
         bytes that a small batch moves.
     """
 
