@@ -36,9 +36,9 @@ LENGTH_SLICES = ("v5e:16x16", "v5p:4x4x4")
 FIRST_LENGTHS: Mapping[str, Mapping[str, int]] = {
     "base": {"v5e": 2**17, "v5p": 2**19},
     "large": {"v5e": 2**17, "v5p": 2**19},
-    "11b": {"v5e": 2**15, "v5p": 2**17},
+    "11b": {"v5e": 2**15, "v5p": 2**18},
 }
-"""From where the longest rows are looked for: near what fits, as each try takes minutes."""
+"""From where the longest rows are looked for: what does not fit is known sooner than what does."""
 
 ROWS, LENGTH = 2048, 512
 """The update of the first table: a million encoder tokens, in rows as long as those of T5."""
