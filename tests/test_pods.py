@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from convt5.errors import UserError
 from convt5.tpu import pods
 from convt5.tpu.pods import Program, Programs, longest, summary
 
@@ -60,11 +61,19 @@ def test_what_was_compiled_is_kept_and_told(tmp_path, monkeypatch, capsys):
     # Another start compiles nothing again.
     again = Programs(tmp_path)
     assert again.reports == programs.reports
-    pods.main([f"--output={tmp_path}", "--report_only"])
+    page = tmp_path / "page.md"
+    page.write_text(f"Above\n{pods.BEGIN}\nold\n{pods.END}\nbelow\n")
+    pods.main([f"--output={tmp_path}", "--report_only", f"--page={page}"])
     text = capsys.readouterr().out
+    assert page.read_text() == f"Above\n{pods.BEGIN}\n{text}{pods.END}\nbelow\n"
     assert (
         "| dynamic_base | v5e:16x16 | data 4 x fsdp 16 | 1 GB | 2 GB | 3.00 | 4.0 | "
         "3.50 fsdp, 1.00 data | 250 ms (memory) |" in text
     )
     assert "| t5_base | v5e:16x16 | 32,768 + 8,192 | 31 GB needed |" in text
     assert len(text.splitlines()) == 7
+
+
+def test_a_page_without_marks_is_refused():
+    with pytest.raises(UserError, match="must hold <!-- pods --> and <!-- end -->"):
+        pods.with_tables("a page\n<!-- pods -->\n", "tables")

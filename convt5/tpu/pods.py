@@ -7,6 +7,7 @@ shows it: given again, the command goes on behind it; with --report_only it prin
 
 import argparse
 import dataclasses
+import itertools
 import json
 import pathlib
 import sys
@@ -14,9 +15,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from convt5 import inspect
+from convt5 import errors, inspect
 from convt5.analysis.cost_report import short_bytes
 from convt5.benchmarks.sides import TARGETS
+from convt5.configuration import command_line
 from convt5.tpu import step_report, topology
 
 FSDP: Mapping[str, Mapping[str, int]] = {
@@ -48,6 +50,7 @@ SHORTEST, LONGEST = 2**14, 2**22
 
 SETTINGS = ("ConvT5Config.scan_layers=True", "ConvT5Config.remat='full'")
 OUTPUT = "docs/scale"
+BEGIN, END = "<!-- pods -->", "<!-- end -->"
 _FILE = "programs.jsonl"
 
 Report = Mapping[str, Any]
@@ -187,13 +190,20 @@ def tables(programs: Programs) -> Iterator[str]:
     yield ""
     yield "| model | slice | longest rows that fit | twice as long |"
     yield "| --- | --- | --- | --- |"
-    known = {p: r for p, r in programs.reports.items() if p.length != LENGTH}
-    for program, report in known.items():
-        after = known.get(dataclasses.replace(program, length=2 * program.length))
-        if "needed" not in report and (after is None or "needed" in after):
+    for size, slice_, variant in itertools.product(FSDP, LENGTH_SLICES, VARIANTS):
+        tried = {
+            program.length: report
+            for program, report in programs.reports.items()
+            if (program.size, program.slice, program.variant) == (size, slice_, variant)
+            and program.length != LENGTH
+        }
+        fitting = [length for length, report in tried.items() if "needed" not in report]
+        if fitting:
+            length = max(fitting)
+            after = tried.get(2 * length)
             needed = "not tried" if after is None else _needed(after)
-            lengths = f"{program.length:,} + {program.length // TARGETS:,}"
-            yield _row(program, lengths, needed)
+            lengths = f"{length:,} + {length // TARGETS:,}"
+            yield f"| {variant}_{size} | {slice_} | {lengths} | {needed} |"
 
 
 def _update_cells(report: Report) -> Sequence[str]:
@@ -219,11 +229,12 @@ def _row(program: Program, *cells: str) -> str:
     return f"| {' | '.join((f'{program.variant}_{program.size}', program.slice, *cells))} |"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m convt5.tpu.pods")
     parser.add_argument("--output", default=OUTPUT, help="the folder of what was compiled")
     parser.add_argument("--sizes", nargs="+", default=list(FSDP), choices=list(FSDP))
     parser.add_argument("--tables", nargs="+", default=list(TABLES), choices=list(TABLES))
+    parser.add_argument("--page", type=pathlib.Path, help="also writes the tables into this page")
     parser.add_argument("--report_only", action="store_true", help="compiles nothing")
     settings = parser.parse_args(argv)
     programs = Programs(pathlib.Path(settings.output))
@@ -235,8 +246,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             for slice_ in LENGTH_SLICES:
                 for variant in VARIANTS:
                     try_lengths(programs, size, variant, slice_)
-    print("\n".join(tables(programs)))
+    text = "\n".join(tables(programs))
+    print(text)
+    if settings.page is not None:
+        settings.page.write_text(with_tables(settings.page.read_text(), text))
+
+
+def with_tables(page: str, text: str) -> str:
+    """Returns a page with other tables between its marks."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise errors.UserError(f"--page must hold {BEGIN} and {END}, which tables stand between.")
+    return f"{before}{begin}\n{text}\n{end}{after}"
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)
