@@ -186,7 +186,8 @@ def tables(programs: Programs) -> Iterator[str]:
     yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     for program in updates():
         if program in programs.reports:
-            yield _row(program, *_update_cells(programs.reports[program]))
+            cells = _update_cells(programs.reports[program])
+            yield _row(program.size, program.slice, program.variant, *cells)
     yield ""
     yield "| model | slice | longest rows that fit | twice as long |"
     yield "| --- | --- | --- | --- |"
@@ -202,8 +203,7 @@ def tables(programs: Programs) -> Iterator[str]:
             length = max(fitting)
             after = tried.get(2 * length)
             needed = "not tried" if after is None else _needed(after)
-            lengths = f"{length:,} + {length // TARGETS:,}"
-            yield f"| {variant}_{size} | {slice_} | {lengths} | {needed} |"
+            yield _row(size, slice_, variant, f"{length:,} + {length // TARGETS:,}", needed)
 
 
 def _update_cells(report: Report) -> Sequence[str]:
@@ -225,8 +225,8 @@ def _needed(report: Report) -> str:
     return "does not fit" if report["needed"] is None else f"{short_bytes(report['needed'])} needed"
 
 
-def _row(program: Program, *cells: str) -> str:
-    return f"| {' | '.join((f'{program.variant}_{program.size}', program.slice, *cells))} |"
+def _row(size: str, slice_: str, variant: str, *cells: str) -> str:
+    return f"| {' | '.join((f'{variant}_{size}', slice_, *cells))} |"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -238,14 +238,14 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--report_only", action="store_true", help="compiles nothing")
     settings = parser.parse_args(argv)
     programs = Programs(pathlib.Path(settings.output))
-    if not settings.report_only:
-        for program in updates() if "updates" in settings.tables else ():
+    wanted = () if settings.report_only else settings.tables
+    if "updates" in wanted:
+        for program in updates():
             if program.size in settings.sizes:
                 programs.report(program, count_loops=True)
-        for size in settings.sizes if "lengths" in settings.tables else ():
-            for slice_ in LENGTH_SLICES:
-                for variant in VARIANTS:
-                    try_lengths(programs, size, variant, slice_)
+    if "lengths" in wanted:
+        for size, slice_, variant in itertools.product(settings.sizes, LENGTH_SLICES, VARIANTS):
+            try_lengths(programs, size, variant, slice_)
     text = "\n".join(tables(programs))
     print(text)
     if settings.page is not None:
