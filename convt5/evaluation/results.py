@@ -16,7 +16,7 @@ from etils import epath
 
 from convt5 import errors
 from convt5.checkpoints.record import differences
-from convt5.training.run_log import TensorBoard
+from convt5.training.run_log import TensorBoard, replace_text
 
 
 class Outcome(NamedTuple):
@@ -76,9 +76,9 @@ class Results:
         }
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(path.with_suffix(".jsonl"), "".join(map(json_line, outcome.records)))
+            replace_text(path.with_suffix(".jsonl"), "".join(map(json_line, outcome.records)))
             # Last, so that where it is, everything is.
-            _replace(path, json.dumps(_plain(summary), indent=2) + "\n")
+            replace_text(path, json.dumps(_plain(summary), indent=2) + "\n")
         except OSError as error:
             raise errors.UserError(
                 f"output_dir={str(self.folder)!r} must be a folder that can be written, but: "
@@ -174,7 +174,7 @@ class ResumableLines:
         beside = epath.Path(f"{self.path}.settings.json")
         has_lines = os.path.getsize(self.path) > 0
         if not has_lines:
-            _replace(beside, json.dumps(settings, indent=2) + "\n")
+            replace_text(beside, json.dumps(settings, indent=2) + "\n")
             return
         before = json.loads(beside.read_text()) if beside.exists() else None
         if before is None:
@@ -213,13 +213,6 @@ def closing_results(results: Results | None) -> Iterator[Results | None]:
     finally:
         if results is not None:
             results.close()
-
-
-def _replace(path: epath.Path, text: str) -> None:
-    """Writes a file that appears under its name only when complete."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
 
 
 def _file_name(name: str) -> str:

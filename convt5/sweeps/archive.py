@@ -10,7 +10,7 @@ import pathlib
 from convt5 import errors
 from convt5.sweeps import running
 from convt5.sweeps.study import Study
-from convt5.training.run_log import METRICS_FILE, read_metrics, read_records
+from convt5.training.run_log import METRICS_FILE, read_metrics, read_records, replace_text
 
 _KEYS = ("run", "about", "records")
 
@@ -24,11 +24,9 @@ def write(study: Study, path: pathlib.Path) -> int:
         UserError: the file cannot be written.
     """
     lines = [_line(study, made) for made in running.states(study) if made.is_done]
-    partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text("".join(lines))
-        partial.replace(path)
+        replace_text(path, "".join(lines))
     except OSError as error:
         raise errors.UserError(
             f"--export_results={path} cannot be written ({error.strerror}); name another file."

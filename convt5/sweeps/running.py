@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from convt5 import errors
 from convt5.sweeps.study import Point, Study
-from convt5.training.run_log import duration, read_metrics, show_line
+from convt5.training.run_log import duration, read_metrics, replace_text, show_line
 
 RUNS_FOLDER = "runs"
 STATUS_FILE = "sweep.json"
@@ -286,10 +286,7 @@ def read_about(folder: pathlib.Path) -> dict[str, Any] | None:
 
 def write_about(folder: pathlib.Path, about: Mapping[str, Any]) -> None:
     """Writes what `read_about` returns, whole or not at all."""
-    path = folder / STATUS_FILE
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(about, indent=2) + "\n")
-    partial.replace(path)
+    replace_text(folder / STATUS_FILE, json.dumps(about, indent=2) + "\n")
 
 
 def _write(made: Made, status: Status, message: str = "") -> None:

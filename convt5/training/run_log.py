@@ -9,6 +9,7 @@ import errno
 import json
 import math
 import os
+import pathlib
 import socket
 import sys
 import time
@@ -55,9 +56,7 @@ class JsonLines:
         # Object stores cannot append; there the whole file is written again at each `sync`.
         self._is_local = "://" not in str(path)
         if self._is_local:
-            partial = self._path.with_name(self._path.name + ".partial")
-            partial.write_text(self._text)
-            partial.replace(self._path)
+            replace_text(self._path, self._text)
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
 
     def write(self, step: int, record: Record) -> None:
@@ -83,6 +82,13 @@ class JsonLines:
         finally:
             if self._is_local:
                 os.close(self._file)
+
+
+def replace_text(path: pathlib.Path | epath.Path, text: str) -> None:
+    """Writes a file that appears under its name only when complete."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def read_metrics(run_dir: epath.PathLike) -> list[dict[str, Any]]:
