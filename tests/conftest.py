@@ -28,6 +28,10 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ["NNX_GRAPH_MODE"] = "false"
 os.environ["NNX_GRAPH_UPDATES"] = "false"
 
+# PyTorch's compiler crashes where it is loaded behind the others.
+if importlib.util.find_spec("triton"):
+    importlib.import_module("triton")
+
 from jaxtyping import install_import_hook  # noqa: E402
 
 # Array shapes and dtypes in annotations are checked while tests run; training pays nothing.

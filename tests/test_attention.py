@@ -1,4 +1,4 @@
-"""Attention in chunks equals attention written out, values and gradients, whatever the chunks."""
+"""Attention in blocks equals attention written out, values and gradients, whatever the blocks."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from convt5.ops import attend, attention, implementation
+from convt5.ops import attend, attention_blocks, implementation
 from convt5.ops.implementation import Devices
+from convt5.ops.masking import attention_mask
 from convt5.tpu import collectives
 
 BATCH, HEADS, HEAD_DIM = 2, 3, 4
@@ -54,9 +55,13 @@ def written_out(query, key, value, bias, query_ids, key_ids, *, causal):
     return found
 
 
-@pytest.fixture(params=[1, 600, 10**9], ids=["one query", "a few queries", "all queries"])
-def chunk_bytes(request, monkeypatch):
-    monkeypatch.setattr(attention, "CHUNK_BYTES_ON_CPU", request.param)
+# The logits of eight queries, eight keys and a head in float64 take 512 bytes.
+BLOCKS = {"one query": 1, "a few queries": 200, "a head": 600, "a row": 1600, "all": 10**9}
+
+
+@pytest.fixture(params=BLOCKS.values(), ids=BLOCKS)
+def block_bytes(request, monkeypatch):
+    monkeypatch.setattr(attention_blocks, "BLOCK_BYTES_ON_CPU", request.param)
 
 
 CASES = {
@@ -69,7 +74,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_values_equal_attention_written_out(x64, chunk_bytes, case):
+def test_values_equal_attention_written_out(x64, block_bytes, case):
     target, source, causal, biased = CASES[case]
     query, key, value, bias = draw(target, source)
     bias = bias if biased else None
@@ -80,7 +85,7 @@ def test_values_equal_attention_written_out(x64, chunk_bytes, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_equal_those_of_one_chunk_by_automatic_differentiation(x64, monkeypatch, case):
+def test_gradients_equal_those_by_automatic_differentiation(x64, block_bytes, case):
     target, source, causal, biased = CASES[case]
     query, key, value, bias = draw(target, source)
     query_ids, key_ids = ids_of(target, source)
@@ -89,29 +94,29 @@ def test_gradients_equal_those_of_one_chunk_by_automatic_differentiation(x64, mo
     )
 
     def plain(query, key, value, bias):
-        rows = attention._Chunks(query[None], query_ids[None], jnp.zeros(1, jnp.int32))
-        chunk = jax.tree.map(lambda a: a[0], rows)
-        bias = bias if biased else None
-        return jnp.sum(
-            weights * attention._attend_rows(causal, chunk, query, key, value, bias, key_ids)
-        )
+        logits = jnp.einsum("bqhd,bkhd->bhqk", query, key)
+        if biased:
+            distances = jnp.arange(source)[None] - jnp.arange(target)[:, None]
+            logits = logits + bias[:, distances + target - 1][None]
+        mask = attention_mask(query_ids, key_ids, causal=causal)[:, None]
+        shares = jnp.where(mask, jax.nn.softmax(jnp.where(mask, logits, -1e9), axis=-1), 0.0)
+        return jnp.sum(weights * jnp.einsum("bhqk,bkhd->bqhd", shares, value))
 
-    def chunked(query, key, value, bias):
+    def in_blocks(query, key, value, bias):
         bias = bias if biased else None
         return jnp.sum(
             weights
             * attend(query, key, value, query_ids, key_ids, causal=causal, distance_bias=bias)
         )
 
-    monkeypatch.setattr(attention, "CHUNK_BYTES_ON_CPU", 600)
     expected = jax.jit(jax.grad(plain, range(4)))(query, key, value, bias)
-    found = jax.jit(jax.grad(chunked, range(4)))(query, key, value, bias)
+    found = jax.jit(jax.grad(in_blocks, range(4)))(query, key, value, bias)
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
 def test_gradients_are_those_of_finite_differences(x64, monkeypatch):
-    monkeypatch.setattr(attention, "CHUNK_BYTES_ON_CPU", 600)
+    monkeypatch.setattr(attention_blocks, "BLOCK_BYTES_ON_CPU", 200)
     inputs = draw(6, 5)
     query_ids, key_ids = ids_of(6, 5)
 
@@ -131,7 +136,7 @@ def test_gradients_are_those_of_finite_differences(x64, monkeypatch):
     np.testing.assert_allclose(slope, (along(step) - along(-step)) / (2 * step), rtol=1e-7)
 
 
-def test_nothing_reaches_across_segments_or_from_padding(x64, chunk_bytes):
+def test_nothing_reaches_across_segments_or_from_padding(x64, block_bytes):
     query, key, value, _ = draw(8, 8)
     ids = jnp.stack([segments(3, 3, length=8)] * 2)
 
@@ -154,7 +159,7 @@ def test_memory_of_a_step_grows_with_the_length_and_not_its_square():
 
 
 def test_sums_over_chunks_are_float32_where_values_are_bfloat16(monkeypatch):
-    monkeypatch.setattr(attention, "CHUNK_BYTES_ON_CPU", 1)
+    monkeypatch.setattr(attention_blocks, "BLOCK_BYTES_ON_CPU", 1)
     query, key, value, _ = draw(64, 4, dtype=jnp.bfloat16)
     ids = (jnp.ones((BATCH, 64), jnp.int32), jnp.ones((BATCH, 4), jnp.int32))
     ones = jnp.ones_like(query)
@@ -166,7 +171,7 @@ def test_sums_over_chunks_are_float32_where_values_are_bfloat16(monkeypatch):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_devices_attend_alone_and_sum_the_gradient_of_the_bias_once(x64, monkeypatch, causal):
-    monkeypatch.setattr(attention, "CHUNK_BYTES_ON_CPU", 1)
+    monkeypatch.setattr(attention_blocks, "BLOCK_BYTES_ON_CPU", 1)
     arrays, ids = draw(6, 6), ids_of(6, 6)
     mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
     rows = NamedSharding(mesh, PartitionSpec("data"))

@@ -1,6 +1,7 @@
 """Commands on a processor keep the memory they free; nobody else's malloc is touched."""
 
 import os
+import pathlib
 import platform
 import subprocess
 import sys
@@ -48,6 +49,39 @@ def test_pages_of_temporaries_are_mapped_once():
     assert page_faults("keeps") < left / 10
 
 
+LARGE_PAGES = """
+import re, sys
+from convt5.runtime import host_memory
+assert host_memory.keep_freed()
+before = open("/proc/self/statm").read().split()[1]
+held = bytearray(b"1") * 2**28
+with open("/proc/self/smaps_rollup") as file:
+    print(re.search(r"AnonHugePages: +([0-9]+) kB", file.read())[1], before)
+"""
+
+
+def _has_large_pages() -> bool:
+    file = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return file.exists() and "[never]" not in file.read_text()
+
+
+@glibc
+@pytest.mark.skipif(not _has_large_pages(), reason="this system has no transparent huge pages")
+def test_the_heap_is_of_large_pages_and_takes_no_memory_before_it_is_used():
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE_PAGES],
+        env=kept | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    large_kib, resident_pages = map(int, done.stdout.split())
+    # The system may not find all of it in one piece.
+    assert large_kib > 2**28 / 1024 / 2
+    assert resident_pages * os.sysconf("SC_PAGE_SIZE") < 2**27
+
+
 @glibc
 @pytest.mark.parametrize(
     ("environment", "keeps"),
@@ -67,6 +101,8 @@ def test_accelerators_and_settings_of_the_user_are_left_alone(monkeypatch, envir
         def mallopt(self, setting, value):
             asked.append((setting, value))
             return 1
+
+        malloc = free = madvise = staticmethod(lambda *arguments: None)
 
     for name in [n for n in os.environ if n.startswith(("MALLOC_", "GLIBC_"))]:
         monkeypatch.delenv(name)

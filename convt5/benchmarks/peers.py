@@ -172,6 +172,6 @@ def _hugging_face_step(config: ConvT5Config, length: int, batch_size: int) -> Me
         ).loss
         loss.backward()
         optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     return run, {}

@@ -21,7 +21,7 @@ from convt5.ops.implementation import Devices
 
 Attend = Callable[..., Any]
 """Computes one direction on one device from causal, query, key, value, bias, two segment ids, and
-backward the cotangent.
+backward what it found and the cotangent of that.
 
 The bias is [heads, distances] or None. Backward it returns the gradients of query to bias.
 """
@@ -37,7 +37,8 @@ def attend(causal: bool, devices: Devices, alone: Attend, *arrays: Any):
         devices: that hold them.
         alone: computes attention, or its gradients, on one device.
         arrays: query, key, value, bias (or None), query and key segment ids, all as
-            `ops.attention.attend` has them; the backward pass also the cotangent.
+            `ops.attention.attend` has them; the backward pass also what it returned, and the
+            cotangent of that.
 
     Raises:
         ValueError: a length that the devices do not divide.
@@ -54,12 +55,12 @@ def attend(causal: bool, devices: Devices, alone: Attend, *arrays: Any):
     spec = PartitionSpec(rows, devices.lengths, heads)
     bias_spec = None if bias is None else PartitionSpec(heads)
     ids = PartitionSpec(rows, devices.lengths)
-    backward = len(arrays) == 7
+    backward = len(arrays) > 6
     split = Devices(devices.mesh, rows, heads, devices.lengths)
     shared = jax.shard_map(
         functools.partial(_piece, causal, split, alone, query.shape[1]),
         mesh=devices.mesh,
-        in_specs=(spec, spec, spec, bias_spec, ids, ids, *([spec] * backward)),
+        in_specs=(spec, spec, spec, bias_spec, ids, ids, *([spec] * (2 * backward))),
         out_specs=(spec, spec, spec, bias_spec) if backward else spec,
         check_vma=False,
     )
@@ -73,7 +74,7 @@ def _piece(
     if not devices.split_lengths:
         with implementation.over_devices(None):
             return _bias_summed(devices, alone(causal, query, key, value, bias, ids, *rest))
-    key_ids, *cotangent = rest
+    key_ids, *backward = rest
     gather = functools.partial(lax.all_gather, axis_name=devices.lengths, axis=1, tiled=True)
     key, value, key_ids = gather(key), gather(value), gather(key_ids)
     piece, source = query.shape[1], key.shape[1]
@@ -86,8 +87,8 @@ def _piece(
         hidden = jnp.where(distances > 0, _HIDDEN, 0.0)[None]
         own = jnp.broadcast_to(hidden, (query.shape[2], width)) if own is None else own + hidden
     with implementation.over_devices(None):
-        found = alone(False, query, key, value, own, ids, key_ids, *cotangent)
-    if not cotangent:
+        found = alone(False, query, key, value, own, ids, key_ids, *backward)
+    if not backward:
         return found
     dquery, dkey, dvalue, down = found
     scatter = functools.partial(
