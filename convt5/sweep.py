@@ -133,7 +133,7 @@ def describe(study: "Study") -> str:
     """Returns the runs of a study, and which of them are made."""
     from convt5.sweeps import running
 
-    every = running.states(study)
+    every = running.runs(study)
     lines = [
         f"{len(every)} runs in {pathlib.Path(study.output_dir) / running.RUNS_FOLDER}, "
         f"{sum(made.is_done for made in every)} of them made; nothing was trained."

@@ -224,8 +224,9 @@ def _softmax(causal: bool, block: _Queries, keys, group: _Group):
         places = block.start + jnp.arange(queries)
         mask &= (jnp.arange(source)[None] <= places[:, None])[None]
     mask = mask[:, None]
-    highest = jnp.max(jnp.where(mask, logits, _HIDDEN), axis=-1, keepdims=True)
-    powers = jnp.where(mask, jnp.exp(logits - highest), 0.0)
+    logits = jnp.where(mask, logits, _HIDDEN)
+    powers = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    powers = jnp.where(mask, powers, 0.0)
     total = jnp.sum(powers, axis=-1, keepdims=True)
     return powers, jnp.where(total == 0.0, 1.0, total)
 

@@ -23,7 +23,7 @@ def write(study: Study, path: pathlib.Path) -> int:
     Raises:
         UserError: the file cannot be written.
     """
-    lines = [_line(study, made) for made in running.states(study) if made.is_done]
+    lines = [_line(study, made) for made in running.runs(study) if made.is_done]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, "".join(lines))
@@ -47,7 +47,7 @@ def read(study: Study, path: pathlib.Path) -> int:
         raise errors.UserError(
             f"--import_results={path} is no file; give one that --export_results has written."
         )
-    here = {made.point.name: made for made in running.states(study)}
+    here = {made.point.name: made for made in running.runs(study)}
     taken = 0
     for result in read_records(path, need=_KEYS):
         made = here.get(result["run"])

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from convt5 import errors
-from convt5.sweeps import analysis, profile
+from convt5.sweeps import analysis, profile, running
 from convt5.sweeps.analysis import Best, Distribution, Key
 from convt5.sweeps.study import SEED, Study
 
@@ -22,7 +22,8 @@ def write(study: Study) -> str:
         UserError: no run is done, or the folder cannot be written.
     """
     found = analysis.results(study)
-    total = sum(1 for _ in study.points())
+    every = running.runs(study)
+    num_done = sum(made.is_done for made in every)
     if not found:
         raise errors.UserError(
             f"no run of the study in {study.output_dir} is done; give the command without "
@@ -33,10 +34,10 @@ def write(study: Study) -> str:
     profiles = profile.lines(study, found) if study.over else {}
     if study.over:
         text = profile.tables(study, profiles, profile.cost_table(study))
-        text = f"{len(found)} of {total} runs are done.\n\n{text}\n"
+        text = f"{num_done} of {len(every)} runs are done.\n\n{text}\n"
     else:
         distributions = {key: analysis.distribution(runs) for key, runs in groups.items()}
-        text = tables(study, distributions, bests, num_done=len(found), num_runs=total)
+        text = tables(study, distributions, bests, num_done=num_done, num_runs=len(every))
     folder = pathlib.Path(study.output_dir)
     values = {
         "metric": study.metric,

@@ -39,7 +39,7 @@ class Made(NamedTuple):
 
     Attributes:
         point: what was run.
-        folder: its run directory.
+        folder: its run directory, which points of equal settings share.
         status: None where it was never begun.
         message: of a run that diverged.
     """
@@ -76,12 +76,24 @@ def check(study: Study) -> None:
 
 
 def states(study: Study) -> list[Made]:
-    """Returns every run of a study as it stands.
+    """Returns every point of a study, and how its run stands.
 
     Raises:
         UserError: a folder holds a run of other settings.
     """
-    return [_state(study, point) for point in study.points()]
+    firsts: dict[tuple, Point] = {}
+    return [
+        _state(study, point, firsts.setdefault((point.gin_files, point.bindings), point).name)
+        for point in study.points()
+    ]
+
+
+def runs(study: Study) -> list[Made]:
+    """Returns what `states` does, but points of equal settings once."""
+    found: dict[pathlib.Path, Made] = {}
+    for made in states(study):
+        found.setdefault(made.folder, made)
+    return list(found.values())
 
 
 def run_all(
@@ -107,7 +119,7 @@ def run_all(
     Raises:
         UserError: a run failed for another reason than that it diverged.
     """
-    every = states(study)
+    every = runs(study)
     missing = [made for made in every if not made.is_done]
     done, missing = len(every) - len(missing), missing[:most_runs]
     with (
@@ -135,7 +147,9 @@ def run_all(
             for one in futures.as_completed(begun):
                 seconds = one.result()
                 if seconds is not None:
-                    progress.add(_state(study, begun[one].point), seconds, study.metric)
+                    made = begun[one]
+                    made = _state(study, made.point, made.folder.name)
+                    progress.add(made, seconds, study.metric)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
     return len(missing)
@@ -256,8 +270,8 @@ def _run(study: Study, made: Made, launch: Launch) -> None:
     )
 
 
-def _state(study: Study, point: Point) -> Made:
-    folder = pathlib.Path(study.output_dir) / RUNS_FOLDER / point.name
+def _state(study: Study, point: Point, name: str) -> Made:
+    folder = pathlib.Path(study.output_dir) / RUNS_FOLDER / name
     about = read_about(folder)
     if about is None:
         return Made(point, folder, None)

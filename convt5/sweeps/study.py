@@ -88,6 +88,8 @@ class Grid:
 class Study:
     """Runs of a grid, and how their results are shown.
 
+    Points of equal settings, such as the reference of a pairing by several costs, are one run.
+
     Attributes:
         output_dir: where everything lies: a folder for each run, and the report.
         gin_files: of every run, such as one of gin/runs; files of an axis come after them.
