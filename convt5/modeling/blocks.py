@@ -283,7 +283,7 @@ class Stack(nnx.Module):
         bias = None
         if self.relative_bias is not None:
             length = next(
-                s.mixing.keys.shape[1] for s in states if isinstance(s.mixing, AttentionState)
+                s.mixing.keys.shape[-1] for s in states if isinstance(s.mixing, AttentionState)
             )
             bias = self.relative_bias(position[:, None], jnp.arange(length))
         after = []

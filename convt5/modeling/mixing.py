@@ -178,10 +178,14 @@ class Convolution(nnx.Module):
 
 
 class AttentionState(NamedTuple):
-    """Keys and values of the positions seen so far, in order."""
+    """Keys and values of the positions seen so far, in order.
 
-    keys: Float[Array, "batch length heads head_dim"]
-    values: Float[Array, "batch length heads head_dim"]
+    They lie as the products with a single query read them: in any other order processors write
+    the whole cache anew at each step.
+    """
+
+    keys: Float[Array, "batch heads head_dim length"]
+    values: Float[Array, "batch heads length head_dim"]
 
 
 class Attention(nnx.Module):
@@ -211,7 +215,7 @@ class Attention(nnx.Module):
         dropout_key: DropoutKey = None,
     ) -> Float[Array, "batch target embed"]:
         """Attends from x to the memory of the same segment; see `ops.attend`."""
-        keys, values = self.memory_state(memory)
+        keys, values = self._heads(self.key(memory)), self._heads(self.value(memory))
         if dropout_key is not None and self.dropout_rate > 0.0:
             # One mask of the weights for all queries, as in T5: the same as a mask of the values.
             batch, source, heads, _ = values.shape
@@ -233,13 +237,14 @@ class Attention(nnx.Module):
 
     def memory_state(self, memory: Float[Array, "batch source embed"]) -> AttentionState:
         """Projects a whole memory once; decoding keeps it for encoder-decoder attention."""
-        return AttentionState(self._heads(self.key(memory)), self._heads(self.value(memory)))
+        keys, values = self._heads(self.key(memory)), self._heads(self.value(memory))
+        return AttentionState(keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3))
 
     def init_state(self, batch: Size, length: int, dtype: jnp.dtype) -> AttentionState:
         """Returns an empty cache for `length` positions of self-attention."""
-        inner = self.key.kernel[...].shape[1]
-        empty = jnp.zeros((batch, length, self.num_heads, inner // self.num_heads), dtype)
-        return AttentionState(empty, empty)
+        head_dim = self.key.kernel[...].shape[1] // self.num_heads
+        keys = jnp.zeros((batch, self.num_heads, head_dim, length), dtype)
+        return AttentionState(keys, keys.swapaxes(2, 3))
 
     def step(
         self,
@@ -252,10 +257,10 @@ class Attention(nnx.Module):
         """Writes the next position into the cache and attends to all positions up to it."""
         rows = jnp.arange(x.shape[0])
         state = AttentionState(
-            state.keys.at[rows, position].set(self._heads(self.key(x))[:, 0]),
-            state.values.at[rows, position].set(self._heads(self.value(x))[:, 0]),
+            state.keys.at[rows, :, :, position].set(self._heads(self.key(x))[:, 0]),
+            state.values.at[rows, :, position].set(self._heads(self.value(x))[:, 0]),
         )
-        seen = jnp.arange(state.keys.shape[1])[None, None] <= position[:, None, None]
+        seen = jnp.arange(state.keys.shape[-1])[None, None] <= position[:, None, None]
         return self.read(x, state, seen, bias=bias), state
 
     def read(
@@ -267,10 +272,10 @@ class Attention(nnx.Module):
         bias: Float[Array, "rows heads 1 source"] | None = None,
     ) -> Float[Array, "batch 1 embed"]:
         """Attends from one position to projected keys and values, where `mask` is true."""
-        query = self._heads(self.query(x))
-        # batch heads target source
+        query = self._heads(self.query(x)).swapaxes(1, 2)
+        # batch heads 1 source
         logits = jnp.einsum(
-            "bqhd,bkhd->bhqk",
+            "bhqd,bhdk->bhqk",
             query,
             state.keys,
             preferred_element_type=at_least_float32(x.dtype),
@@ -279,8 +284,8 @@ class Attention(nnx.Module):
             logits = logits + bias.astype(logits.dtype)
         logits = jnp.where(mask[:, None], logits, -1e9)
         weights = jax.nn.softmax(logits, axis=-1).astype(x.dtype)
-        y = jnp.einsum("bhqk,bkhd->bqhd", weights, state.values)
-        return self.output(y.reshape(*y.shape[:2], -1))
+        y = jnp.einsum("bhqk,bhkd->bhqd", weights, state.values)
+        return self.output(y.reshape(y.shape[0], 1, -1))
 
     def _heads(
         self, x: Float[Array, "batch length inner"]
