@@ -7,12 +7,14 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import os
+import pathlib
 import platform
 
 # Of glibc's malloc.h, and of Linux's mman.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 _MADV_HUGEPAGE = 14
 _OWN_SETTINGS = ("GLIBC_TUNABLES", "MALLOC_")
+_OVERCOMMIT = pathlib.Path("/proc/sys/vm/overcommit_memory")
 
 
 def keep_freed() -> bool:
@@ -34,9 +36,14 @@ def keep_freed() -> bool:
     # never a return of the end of the heap.
     settings = ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1))
     kept = all(library.mallopt(*setting) == 1 for setting in settings)
-    if kept:
+    if kept and not _counts_untouched_memory():
         _ask_for_large_pages(library)
     return kept
+
+
+def _counts_untouched_memory() -> bool:
+    """Whether the system takes what is asked for from what others can have, before it is used."""
+    return _OVERCOMMIT.exists() and _OVERCOMMIT.read_text().strip() == "2"
 
 
 def _ask_for_large_pages(library: ctypes.CDLL) -> None:
