@@ -158,7 +158,7 @@ def test_memory_of_a_step_grows_with_the_length_and_not_its_square():
     assert temporaries(8192) < 2.2 * temporaries(4096)
 
 
-def test_sums_over_chunks_are_float32_where_values_are_bfloat16(monkeypatch):
+def test_sums_over_blocks_are_float32_where_values_are_bfloat16(monkeypatch):
     monkeypatch.setattr(attention_blocks, "BLOCK_BYTES_ON_CPU", 1)
     query, key, value, _ = draw(64, 4, dtype=jnp.bfloat16)
     ids = (jnp.ones((BATCH, 64), jnp.int32), jnp.ones((BATCH, 4), jnp.int32))
@@ -192,6 +192,6 @@ def test_devices_attend_alone_and_sum_the_gradient_of_the_bias_once(x64, monkeyp
     ):
         np.testing.assert_allclose(ours, theirs, atol=1e-12)
     found = collectives.parse(compiled.as_text(), dict(mesh.shape))
-    # Not once for each of the six chunks of queries.
+    # Not once for each of the six blocks of queries.
     assert [(c.kind, c.count) for c in found] == [("all-reduce", 1)]
     assert found[0].payload_bytes == arrays[3].nbytes

@@ -12,6 +12,8 @@ from convt5.runtime import host_memory
 
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 
+SETTINGS = [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_"))]
+
 STEPS = """
 import resource, sys
 from convt5.runtime import host_memory
@@ -28,7 +30,7 @@ print(faults[-1] - faults[-31])
 
 
 def page_faults(mode: str, **environment: str) -> int:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
+    kept = {k: v for k, v in os.environ.items() if k not in SETTINGS}
     done = subprocess.run(
         [sys.executable, "-c", STEPS, mode],
         env=kept | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""} | environment,
@@ -68,7 +70,7 @@ def _has_large_pages() -> bool:
 @glibc
 @pytest.mark.skipif(not _has_large_pages(), reason="this system has no transparent huge pages")
 def test_the_heap_is_of_large_pages_and_takes_no_memory_before_it_is_used():
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
+    kept = {k: v for k, v in os.environ.items() if k not in SETTINGS}
     done = subprocess.run(
         [sys.executable, "-c", LARGE_PAGES],
         env=kept | {"JAX_PLATFORMS": "cpu"},
@@ -102,7 +104,7 @@ class Library:
 def test_memory_is_not_taken_from_others_where_it_counts_untouched(
     monkeypatch, tmp_path, policy, asks
 ):
-    for name in [n for n in os.environ if n.startswith(("MALLOC_", "GLIBC_"))]:
+    for name in SETTINGS:
         monkeypatch.delenv(name)
     (tmp_path / "policy").write_text(policy)
     library = Library()
@@ -126,7 +128,7 @@ def test_memory_is_not_taken_from_others_where_it_counts_untouched(
     ],
 )
 def test_accelerators_and_settings_of_the_user_are_left_alone(monkeypatch, environment, keeps):
-    for name in [n for n in os.environ if n.startswith(("MALLOC_", "GLIBC_"))]:
+    for name in SETTINGS:
         monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

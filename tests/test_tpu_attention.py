@@ -52,7 +52,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_kernels_equal_attention_in_chunks(monkeypatch, case):
+def test_kernels_equal_attention_in_blocks(monkeypatch, case):
     sizes, causal, biased = CASES[case]
     monkeypatch.setattr(kernels, "LOGITS", 2**12)
     monkeypatch.setattr(kernels, "LOGITS_WITH_BIAS", 2**12)

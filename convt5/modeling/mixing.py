@@ -215,7 +215,7 @@ class Attention(nnx.Module):
         dropout_key: DropoutKey = None,
     ) -> Float[Array, "batch target embed"]:
         """Attends from x to the memory of the same segment; see `ops.attend`."""
-        keys, values = self._heads(self.key(memory)), self._heads(self.value(memory))
+        keys, values = self._keys_and_values(memory)
         if dropout_key is not None and self.dropout_rate > 0.0:
             # One mask of the weights for all queries, as in T5: the same as a mask of the values.
             batch, source, heads, _ = values.shape
@@ -237,7 +237,7 @@ class Attention(nnx.Module):
 
     def memory_state(self, memory: Float[Array, "batch source embed"]) -> AttentionState:
         """Projects a whole memory once; decoding keeps it for encoder-decoder attention."""
-        keys, values = self._heads(self.key(memory)), self._heads(self.value(memory))
+        keys, values = self._keys_and_values(memory)
         return AttentionState(keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3))
 
     def init_state(self, batch: Size, length: int, dtype: jnp.dtype) -> AttentionState:
@@ -256,9 +256,10 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "batch 1 embed"], AttentionState]:
         """Writes the next position into the cache and attends to all positions up to it."""
         rows = jnp.arange(x.shape[0])
+        key, value = self._keys_and_values(x)
         state = AttentionState(
-            state.keys.at[rows, :, :, position].set(self._heads(self.key(x))[:, 0]),
-            state.values.at[rows, :, position].set(self._heads(self.value(x))[:, 0]),
+            state.keys.at[rows, :, :, position].set(key[:, 0]),
+            state.values.at[rows, :, position].set(value[:, 0]),
         )
         seen = jnp.arange(state.keys.shape[-1])[None, None] <= position[:, None, None]
         return self.read(x, state, seen, bias=bias), state
@@ -286,6 +287,13 @@ class Attention(nnx.Module):
         weights = jax.nn.softmax(logits, axis=-1).astype(x.dtype)
         y = jnp.einsum("bhqk,bhkd->bhqd", weights, state.values)
         return self.output(y.reshape(y.shape[0], 1, -1))
+
+    def _keys_and_values(
+        self, x: Float[Array, "batch length embed"]
+    ) -> tuple[
+        Float[Array, "batch length heads head_dim"], Float[Array, "batch length heads head_dim"]
+    ]:
+        return self._heads(self.key(x)), self._heads(self.value(x))
 
     def _heads(
         self, x: Float[Array, "batch length inner"]

@@ -68,8 +68,11 @@ def gradients(causal: bool, bias, query, key, value, query_ids, key_ids, found, 
 
             zeros = [jnp.zeros(a.shape, wide) for a in (keys, values)]
             dbias = None if bias is None else jnp.zeros(group.bias.shape, wide)
-            parts = (_split_queries(size, means), _split_queries(size, cotangent))
-            blocks = (_queries(size, group), *parts)
+            blocks = (
+                _queries(size, group),
+                _split_queries(size, means),
+                _split_queries(size, cotangent),
+            )
             (dkeys, dvalues, dbias), dquery = lax.scan(one_block, (*zeros, dbias), blocks)
             dquery = _join_queries(dquery, query.shape[1])
             return dquery, _turned(dkeys), _turned(dvalues), dbias
@@ -78,11 +81,11 @@ def gradients(causal: bool, bias, query, key, value, query_ids, key_ids, found, 
         # The mean of a query's slopes, by the weights of its keys.
         means = jnp.sum(found.astype(wide) * cotangent.astype(wide), axis=-1, keepdims=True)
         given = (_heads_first(size, a) for a in (means, cotangent))
-        *gradients, dbias = lax.map(one_group, (groups, *given))
-        gradients = [_positions_first(size, a, query.shape[0]) for a in gradients]
+        *drows, dbias = lax.map(one_group, (groups, *given))
+        drows = [_positions_first(size, a, query.shape[0]) for a in drows]
         if bias is not None:
             dbias = dbias.reshape(-1, *bias.shape).sum(axis=0).astype(bias.dtype)
-        return *(a.astype(query.dtype) for a in gradients), dbias
+        return *(a.astype(query.dtype) for a in drows), dbias
 
     return _by_platform(compute, query, key)
 
