@@ -63,7 +63,7 @@ class Timeline:
 
     Attributes:
         steps: those recorded, ascending.
-        seconds: when each record appeared.
+        seconds: when each record was seen first.
         evaluated: steps with an evaluation.
     """
 
@@ -76,10 +76,17 @@ class Timeline:
         gaps = [b - a for a, b in zip(self.seconds, self.seconds[1:], strict=False)]
         return statistics.median(gaps) if gaps else 0.1
 
-    def evaluation_secs(self, step: int) -> float:
-        """Returns the time from the record before `step` to that of `step`."""
-        at = bisect.bisect_left(self.steps, step)
-        return self.seconds[at] - self.seconds[max(at - 1, 0)]
+    def evaluates_after(self, step: int) -> bool:
+        """Returns whether the record that follows `step` is that of an evaluation."""
+        at = bisect.bisect_right(self.steps, step)
+        return at < len(self.steps) and self.steps[at] in self.evaluated
+
+    def secs_after(self, step: int) -> float:
+        """Returns the time until the record that follows `step`; 0 after the last."""
+        at = bisect.bisect_right(self.steps, step)
+        if at == len(self.steps):
+            return 0.0
+        return self.seconds[at] - (self.seconds[at - 1] if at else 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,13 +185,16 @@ def observe(run: Run, timeout: float) -> Timeline:
             seen.setdefault(run.last_step(), time.monotonic() - began)
             _check_time(run, began, timeout)
             time.sleep(_POLL_SECS)
+    seen.setdefault(run.last_step(), time.monotonic() - began)
     _check_success(run, process)
     lines = (run.folder / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    seen.pop(0, None)
+    looked = sorted(seen)
+    steps = [record["step"] for record in records]
+    # A step too short for a look of its own was seen with the one after.
     return Timeline(
-        steps=sorted(seen),
-        seconds=[seen[step] for step in sorted(seen)],
+        steps=steps,
+        seconds=[seen[looked[bisect.bisect_left(looked, step)]] for step in steps],
         evaluated=[r["step"] for r in records if any(k.startswith("validation/") for k in r)],
     )
 
@@ -194,17 +204,21 @@ def under_fire(
 ) -> list[Kill]:
     """Trains with so many kills, then to the end; returns those that happened before it."""
     kills = []
-    for number, (moment, target) in enumerate(plan(timeline, count, draw), start=1):
+    aims = plan(timeline, count, draw)
+    # A moment that does not come, or passes unseen, must not cost the kills after it.
+    latest = [*(target for _, target in aims[1:]), (aims[-1][1] + timeline.steps[-1]) // 2]
+    for number, (moment, target) in enumerate(aims, start=1):
         before, left_over = run.last_step(), run.incomplete()
         target = max(target, before + 1)  # Beyond what was there already: this start makes a step.
+        window = range(target, max(target + 1, latest[number - 1]))
         with run.started() as process:
-            _wait(run, process, timeline, moment, target, draw, timeout)
+            _wait(run, process, timeline, moment, window, draw, timeout)
             if process.poll() is not None:
                 _check_success(run, process)
                 break  # Too late: the run has ended.
             kill(process)
         step, new = run.last_step(), run.incomplete() - left_over
-        evaluating = moment != "starting" and step + 1 in timeline.evaluated
+        evaluating = moment != "starting" and timeline.evaluates_after(step)
         kills.append(Kill(moment, step, bool(new), evaluating))
         _say(f"kill {number} of {count}: {moment}, after step {step}")
     _say("to the end")
@@ -267,42 +281,42 @@ def _wait(
     process: subprocess.Popen,
     timeline: Timeline,
     moment: str,
-    target: int,
+    window: range,
     draw: random.Random,
     timeout: float,
 ) -> None:
     """Returns at a random time once the moment has come, or when the process has ended.
 
-    Times are drawn from those of the run left alone. This one may be quicker, so that whatever was
-    drawn, the wait ends with the first step where it is to end before, and in time for the next
-    kills.
+    The moment is the first of its kind from the first step of `window` on. Whatever is waited for,
+    the wait ends with the window: this process may be quicker than the one whose times are drawn
+    from, and a step too short to be seen.
     """
     began = time.monotonic()
-    evaluated = next((s for s in timeline.evaluated if s > target), timeline.steps[-1])
+    lowest = run.last_step()
 
-    def is_due() -> bool:
+    def is_due(step: int) -> bool:
         if moment == "starting":
             return True
+        if step < window.start:
+            return False
         if moment == "evaluating":
-            return evaluated > run.last_step() >= evaluated - 1
-        reached = run.last_step() >= target
-        return reached and (moment != "saving" or bool(run.incomplete()))
+            return timeline.evaluates_after(step)
+        return moment != "saving" or bool(run.incomplete())
 
-    while not is_due() and process.poll() is None:
+    while process.poll() is None and not is_due(step := run.last_step()) and step < window.stop:
         _check_time(run, began, timeout)
         time.sleep(_POLL_SECS)
     longest = {
         "any": 3 * timeline.step_secs(),
         "saving": 0.05,
-        "evaluating": timeline.evaluation_secs(evaluated),
+        "evaluating": timeline.secs_after(run.last_step()),
         "starting": timeline.seconds[0],
     }[moment]
     until = time.monotonic() + draw.uniform(0, longest)
-    lowest = run.last_step()
     while time.monotonic() < until and process.poll() is None:
         step = run.last_step()
         lowest = min(lowest, step)  # A start drops records beyond its checkpoint.
-        if (moment == "starting" and step > lowest) or step >= max(target, evaluated) + 1:
+        if step >= window.stop or (moment == "starting" and step > lowest):
             return
         time.sleep(_POLL_SECS)
 

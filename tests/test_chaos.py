@@ -79,6 +79,32 @@ def test_kills_are_spread_over_the_run_and_of_every_kind():
     assert {moment for moment, _ in moments} == set(chaos.MOMENTS)
 
 
+# Five steps at a time, as a watcher that gets no processor sees them; no checkpoint is ever seen.
+LEAPS = """
+import json, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1].partition("=")[2])
+folder.mkdir(exist_ok=True)
+path = folder / "metrics.jsonl"
+done = path.read_text().count("\\n") if path.exists() else 0
+for step in range(done + 1, 101):
+    record = {"step": step} | ({"validation/loss": 0.0} if step % 10 == 8 else {})
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\\n")
+    if step % 5 == 0:
+        time.sleep(0.05)
+"""
+
+
+def test_a_moment_that_is_not_seen_costs_no_kill(tmp_path):
+    command = [sys.executable, "-c", LEAPS]
+    timeline = chaos.observe(chaos.Run(command, tmp_path / "alone"), 60)
+    run = chaos.Run(command, tmp_path / "killed")
+    kills = chaos.under_fire(run, timeline, 4, random.Random(0), 60)
+    assert {kill.moment for kill in kills} == set(chaos.MOMENTS)
+    assert len(kills) == 4
+    assert run.last_step() == timeline.steps[-1] == 100
+
+
 @pytest.mark.parametrize("flags", [["--kills=3"], ["--output_dir=x", "--kills=0"]])
 def test_a_wrong_call_is_told(flags):
     with pytest.raises(errors.UserError, match=r"--(output_dir|kills)"):
