@@ -151,7 +151,7 @@ class DataConfig:
         )
         # The task trims its features, so that no length is left to check.
         converter = seqio.EncDecFeatureConverter(pack=self.pack, apply_length_check=False)
-        return converter(examples, task_feature_lengths=lengths).with_options(_options())
+        return converter(examples, task_feature_lengths=lengths).with_options(pipeline_options())
 
     def _settings(self, provider: seqio.Task | seqio.Mixture) -> dict[str, Any]:
         """What must be equal for a saved position to mean the same batches."""
@@ -303,8 +303,12 @@ def _readable(vocabulary: seqio.Vocabulary) -> seqio.Vocabulary:
     return vocabulary
 
 
-def _options() -> tf.data.Options:
+def pipeline_options() -> tf.data.Options:
+    """Returns those of every dataset: always the same order, and an end that waits for nothing."""
     options = tf.data.Options()
     options.deterministic = True
     options.threading.max_intra_op_parallelism = 1
+    # The tuner's thread misses the call to end now and then (seen with TensorFlow 2.21); dropping
+    # the iterator, at an evaluation or the end of the process, then waits for it up to a minute.
+    options.autotune.enabled = False
     return options

@@ -219,6 +219,13 @@ def test_bytes_of_the_targets_are_known(task):
     assert sizes.sum(axis=1).tolist() == [len(line.encode()) for line in text]
 
 
+def test_no_thread_tunes_the_pipeline(task):
+    """One that does is now and then waited for, up to a minute, when an iterator is dropped."""
+    examples = config(task)._examples(task, shard_info=None)
+    assert examples.options().autotune.enabled is False
+    assert examples.options().deterministic is True
+
+
 def test_unigram_entropy_of_equally_frequent_tokens_is_the_logarithm_of_their_number():
     rows = {"inputs": [[5, 1]] * 4, "targets": [[3, 4, 5, 6], [5, 6, 3, 4]] * 2}
     batches = build(make_task(rows), batch_size=2, num_epochs=None, shuffle=False)

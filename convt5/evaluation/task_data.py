@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 import seqio
-import tensorflow as tf
 from etils import epath
 
-from convt5 import errors
+from convt5 import data, errors
 from convt5.evaluation.predictor import TextVocabulary, check_vocabulary_size
 from convt5.evaluation.run_settings import TextFeatures, check_readable
 
@@ -122,9 +121,7 @@ def read_examples(
         num_epochs=1,
         try_in_mem_cache=False,
     )
-    options = tf.data.Options()
-    options.deterministic = True
-    dataset = dataset.with_options(options)
+    dataset = dataset.with_options(data.pipeline_options())
     examples = list(dataset.take(num_examples or -1).as_numpy_iterator())
     if not examples:
         raise errors.UserError(f"split={split} of task={task.name} holds no example.")
