@@ -212,6 +212,8 @@ def associative_recall(
     gap: int = 16,
     *,
     num_pairs: int = 4,
+    num_queries: int = 1,
+    repeat_keys: bool = False,
     num_train: int = NUM_TRAIN,
     num_eval: int = NUM_EVAL,
     seed: int = 0,
@@ -221,8 +223,13 @@ def associative_recall(
     """Returns recalling what stood beside a key: `a3k7b1....?k` is `7`.
 
     Args:
-        gap: filler tokens between the last pair and the mark that asks for one of them.
+        gap: filler tokens between the last pair and the mark that asks for some of them.
         num_pairs: pairs of a letter, different in each, and a digit; at most 26.
+        num_queries: different keys that are asked for, at most `num_pairs`; their values follow
+            in the same order.
+        repeat_keys: whether the answer names each key before its value: `a3k7b1....?kb` is
+            `k7b1`. The decoder then needs one look to find a value, where without it needs two,
+            for the key and for the value, which small models take very long to learn.
         num_train: examples of "train".
         num_eval: examples of "validation" and of "test".
         seed: of the examples.
@@ -233,9 +240,15 @@ def associative_recall(
     Raises:
         UserError: a value out of range.
     """
-    generate = functools.partial(_recalled, gap=gap, num_pairs=num_pairs)
+    ranges = {
+        "gap": (gap, 0),
+        "num_pairs": (num_pairs, 1, len(string.ascii_lowercase)),
+        "num_queries": (num_queries, 1, num_pairs),
+    }
+    generate = functools.partial(
+        _recalled, gap=gap, num_pairs=num_pairs, num_queries=num_queries, repeat_keys=repeat_keys
+    )
     source = GeneratedSource(generate, num_train=num_train, num_eval=num_eval, seed=seed)
-    ranges = {"gap": (gap, 0), "num_pairs": (num_pairs, 1, len(string.ascii_lowercase))}
     return _gap_task(name, source, ranges, end_token=end_token)
 
 
@@ -345,12 +358,21 @@ def _copied(random: np.random.Generator, *, gap: int, num_symbols: int, step: in
     return Pair(symbols + FILLER * gap + COPY_MARK, symbols[::step])
 
 
-def _recalled(random: np.random.Generator, *, gap: int, num_pairs: int) -> Pair:
+def _recalled(
+    random: np.random.Generator, *, gap: int, num_pairs: int, num_queries: int, repeat_keys: bool
+) -> Pair:
     keys = random.permutation(list(string.ascii_lowercase))[:num_pairs]
     values = random.choice(list(string.digits), num_pairs)
-    wanted = random.integers(num_pairs)
-    pairs = "".join(key + value for key, value in zip(keys, values, strict=True))
-    return Pair(pairs + FILLER * gap + QUERY_MARK + keys[wanted], str(values[wanted]))
+    # One number for one query: what it asks for does not depend on whether more could be asked.
+    wanted = (
+        [random.integers(num_pairs)]
+        if num_queries == 1
+        else random.permutation(num_pairs)[:num_queries]
+    )
+    pairs = [key + value for key, value in zip(keys, values, strict=True)]
+    queries = "".join(keys[i] for i in wanted)
+    answer = "".join(pairs[i] if repeat_keys else values[i] for i in wanted)
+    return Pair("".join(pairs) + FILLER * gap + QUERY_MARK + queries, answer)
 
 
 def _looked_back(random: np.random.Generator, *, gap: int, num_symbols: int) -> Pair:

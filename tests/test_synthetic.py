@@ -93,6 +93,20 @@ def test_the_value_beside_the_key_is_recalled():
     assert wanted == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize("repeat_keys", [False, True])
+def test_values_follow_in_the_order_they_are_asked_for(repeat_keys):
+    task = synthetic.associative_recall(3, num_pairs=5, num_queries=3, repeat_keys=repeat_keys)
+    asked = set()
+    for text, target in texts(task, num=40):
+        pairs, questions = text.split("...?")
+        memory = dict(zip(pairs[::2], pairs[1::2], strict=True))
+        assert len(set(questions)) == len(questions) == 3
+        answers = [key + memory[key] if repeat_keys else memory[key] for key in questions]
+        assert target == "".join(answers)
+        asked |= {pairs.index(key) // 2 for key in questions}
+    assert asked == {0, 1, 2, 3, 4}
+
+
 def test_looking_back_finds_the_letter_so_many_tokens_before_the_mark():
     marks = set()
     for text, target in texts(synthetic.lookback(4, num_symbols=6), num=40):
@@ -164,6 +178,7 @@ class TestBadInput:
             (synthetic.gap_copy, {"gap": -1}, "gap=-1 must be at least 0"),
             (synthetic.gap_reverse, {"num_symbols": 0}, "num_symbols=0 must be at least 1"),
             (synthetic.associative_recall, {"num_pairs": 27}, "num_pairs=27 .* at most 26"),
+            (synthetic.associative_recall, {"num_queries": 5}, "num_queries=5 .* at most 4"),
             (synthetic.lookback, {"gap": 8, "num_symbols": 7}, "num_symbols=7 must be at least 8"),
             (synthetic.lookback, {"gap": 0}, "gap=0 must be at least 1"),
             (synthetic.listops, {"max_arguments": 1}, "max_arguments=1 must be at least 2"),
