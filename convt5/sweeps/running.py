@@ -66,7 +66,7 @@ def check(study: Study) -> None:
         try:
             config = gin_config.load(
                 point.gin_files,
-                _bindings(study, point),
+                _bindings(point, _folder(study, point)),
                 roots=["@trainer.train"],
                 supplied=["config_text"],
             )
@@ -83,7 +83,7 @@ def states(study: Study) -> list[Made]:
     """
     firsts: dict[tuple, Point] = {}
     return [
-        _state(study, point, firsts.setdefault((point.gin_files, point.bindings), point).name)
+        _state(point, _folder(study, firsts.setdefault((point.gin_files, point.bindings), point)))
         for point in study.points()
     ]
 
@@ -148,8 +148,7 @@ def run_all(
                 seconds = one.result()
                 if seconds is not None:
                     made = begun[one]
-                    made = _state(study, made.point, made.folder.name)
-                    progress.add(made, seconds, study.metric)
+                    progress.add(_state(made.point, made.folder), seconds, study.metric)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
     return len(missing)
@@ -246,9 +245,8 @@ def _shares_of_cores(count: int) -> list[set[int]]:
 def _run(study: Study, made: Made, launch: Launch) -> None:
     made.folder.mkdir(parents=True, exist_ok=True)
     _write(made, "started")
-    bindings = _bindings(study, made.point)
     arguments = [f"--gin_file={name}" for name in made.point.gin_files]
-    arguments += [f"--gin.{binding}" for binding in bindings]
+    arguments += [f"--gin.{binding}" for binding in _bindings(made.point, made.folder)]
     log = made.folder / LOG_FILE
     code = launch(arguments, log)
     if code == 0:
@@ -270,8 +268,7 @@ def _run(study: Study, made: Made, launch: Launch) -> None:
     )
 
 
-def _state(study: Study, point: Point, name: str) -> Made:
-    folder = pathlib.Path(study.output_dir) / RUNS_FOLDER / name
+def _state(point: Point, folder: pathlib.Path) -> Made:
     about = read_about(folder)
     if about is None:
         return Made(point, folder, None)
@@ -312,8 +309,11 @@ def _settings(point: Point) -> dict[str, list[str]]:
     return {"gin_files": list(point.gin_files), "bindings": list(point.bindings)}
 
 
-def _bindings(study: Study, point: Point) -> list[str]:
-    folder = pathlib.Path(study.output_dir) / RUNS_FOLDER / point.name
+def _folder(study: Study, point: Point) -> pathlib.Path:
+    return pathlib.Path(study.output_dir) / RUNS_FOLDER / point.name
+
+
+def _bindings(point: Point, folder: pathlib.Path) -> list[str]:
     return [*point.bindings, f"trainer.train.run_dir={str(folder)!r}"]
 
 
