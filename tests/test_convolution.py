@@ -10,10 +10,18 @@ import numpy as np
 import oracles
 import pytest
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from quick import quick
 
-from convt5.ops import depthwise_conv, dynamic_conv, lightweight_conv, pad_widths, taps
+from convt5.ops import (
+    depthwise_conv,
+    dynamic_conv,
+    implementation,
+    lightweight_conv,
+    pad_widths,
+    taps,
+)
+from convt5.sharding import BATCH_AXES, MeshConfig
 
 KINDS = ["depthwise", "lightweight", "dynamic"]
 CONVOLUTIONS = {
@@ -579,18 +587,26 @@ def test_vmap_and_remat_change_nothing(kind):
         np.testing.assert_allclose(both[1], gradient, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("is_told", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_split_over_devices_gives_the_same_gradients(monkeypatch, kind):
+def test_a_batch_split_over_devices_gives_the_same_gradients(monkeypatch, kind, is_told):
     monkeypatch.setattr(taps, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(taps, "PARTIAL_SUM_ELEMENTS", 1)
+    monkeypatch.setattr(taps, "PARTIAL_SUM_TERMS", 3)
     x, kernel = draw(kind, batch=8, length=20, dtype=np.float32)
-    split = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
+    mesh = MeshConfig(data=8).build(jax.devices())
+    split = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
     loss = lambda x, kernel: jnp.sum(jnp.sin(CONVOLUTIONS[kind](x, kernel)))  # noqa: E731
-    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    expected = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, kernel)
+    told = implementation.Devices(mesh, BATCH_AXES, ("tensor",), ("sequence",))
+    with implementation.over_devices(told if is_told else None):
+        gradients = jax.jit(jax.grad(lambda *given: loss(*given), argnums=(0, 1)))
+        compiled = gradients.lower(split, kernel).compile()
+    if is_told:
+        assert "all-gather" not in compiled.as_text()
     # Sums over the batch are taken in another order.
-    for found, expected in zip(
-        gradients(jax.device_put(x, split), kernel), gradients(x, kernel), strict=True
-    ):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    for found, one in zip(compiled(split, kernel), expected, strict=True):
+        np.testing.assert_allclose(found, one, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from convt5.ops import implementation
+
 CHUNK_ELEMENTS = 2**15
 """Elements of x in one chunk on CPU: 128 KiB of float32, well inside a second-level cache."""
 
@@ -182,30 +184,33 @@ def static_weight_gradient(where: Taps, x, cotangent, segment_ids):
         # XLA:CPU sums over rows one channel at a time, with strides between its reads. Sums of
         # slices it computes for neighbouring channels at once; few sums are then left to take.
         batch, length, embed = x.shape
-        slots = max(1, PARTIAL_SUM_ELEMENTS // embed)
+        # One example at a time stays in cache; of several devices, none holds them all.
+        at_once = 1 if implementation.devices() is None else batch
+        slots = max(1, PARTIAL_SUM_ELEMENTS // (at_once * embed))
         terms = min(PARTIAL_SUM_TERMS, -(-length // slots))
-        chunks = -(-length // (slots * terms))
-        behind = chunks * slots * terms - length
+        rows = slots * terms
+        chunks = -(-length // rows)
+        behind = chunks * rows - length
         read = _Reader(where, x, segment_ids, behind=behind)
         cotangents = _rows(hidden, 0, length + behind)
-        starts = range(0, slots * terms, slots)
 
         def body(i, sums):
-            example, first = i // chunks, i % chunks * slots * terms
-            seen = read.piece(example, first, slots * terms)
-            part = _piece(cotangents, example, first, slots * terms).astype(wide)
+            example = None if at_once > 1 else i // chunks
+            first = i % chunks * rows
+            seen = read.piece(first, rows, example)
+            part = _piece(cotangents, first, rows, example).astype(wide)
 
             def total(tap):
                 products = (
-                    seen(tap, start, slots)[0].astype(wide) * part[0, start : start + slots]
-                    for start in starts
+                    seen(tap, start, slots).astype(wide) * part[:, start : start + slots]
+                    for start in range(0, rows, slots)
                 )
                 return functools.reduce(jnp.add, products, sums[tap])
 
             return jnp.stack([total(tap) for tap in range(where.count)])
 
-        sums = jnp.zeros((where.count, slots, embed), wide)
-        return jnp.sum(lax.fori_loop(0, batch * chunks, body, sums), axis=1)
+        sums = jnp.zeros((where.count, at_once, slots, embed), wide)
+        return jnp.sum(lax.fori_loop(0, batch // at_once * chunks, body, sums), axis=(1, 2))
 
     formulations: Formulations = {"chunked": chunked, "whole": whole}
     return _by_platform(formulations, on_cpu="chunked")
@@ -351,15 +356,16 @@ class _Reader:
         ours = _chunk(self._segment_ids, start, rows)
         return jnp.where((theirs == ours)[..., None], read, 0)
 
-    def piece(self, example, start, rows: int) -> "_Reader":
-        """Returns a reader of `rows` output rows of one example; its place may be traced."""
+    def piece(self, start, rows: int, example) -> "_Reader":
+        """Returns a reader of `rows` output rows of one example, or of all if that is None; the
+        place may be traced."""
         own = copy.copy(self)
         own._length = rows
         wider = rows + self.left + self.right
-        own._padded = _piece(self._padded, example, start, wider)
+        own._padded = _piece(self._padded, start, wider, example)
         if self._segment_ids is not None:
-            own._segment_ids = _piece(self._segment_ids, example, start, rows)
-            own._padded_ids = _piece(self._padded_ids, example, start, wider)
+            own._segment_ids = _piece(self._segment_ids, start, rows, example)
+            own._padded_ids = _piece(self._padded_ids, start, wider, example)
         return own
 
 
@@ -387,8 +393,11 @@ def _chunk(a, start, rows: int):
     return lax.dynamic_slice_in_dim(a, start, rows, axis=1)
 
 
-def _piece(a, example, start, rows: int):
-    """Returns `rows` rows from `start` of one example, [1, rows, ...]; both may be traced."""
+def _piece(a, start, rows: int, example):
+    """Returns `rows` rows from `start` of one example, [1, rows, ...], or of all if that is None;
+    the place may be traced."""
+    if example is None:
+        return _chunk(a, start, rows)
     rest = (0,) * (a.ndim - 2)
     return lax.dynamic_slice(a, (example, start, *rest), (1, rows, *a.shape[2:]))
 
