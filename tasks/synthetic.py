@@ -363,7 +363,7 @@ def _recalled(
 ) -> Pair:
     keys = random.permutation(list(string.ascii_lowercase))[:num_pairs]
     values = random.choice(list(string.digits), num_pairs)
-    # One number for one query: what it asks for does not depend on whether more could be asked.
+    # One number for one query, so that the examples of the usual form stay what they were.
     wanted = (
         [random.integers(num_pairs)]
         if num_queries == 1

@@ -151,8 +151,8 @@ def test_every_formulation_of_a_gradient_gives_the_same(kind, size, length, embe
         with taps.computed(name):
             found[name] = jax.jit(lambda x, y: gradient(where, x, y, ids))(x, y)
     for name, value in found.items():
-        # Float32 sums of up to 1,200 products in another order.
-        atol = 1e-6 * float(jnp.abs(found["whole"]).max())
+        # Float32 sums in another order: of one position, or of up to 1,200.
+        atol = 1e-5 if kind == "dynamic" else 1e-6 * float(jnp.abs(found["whole"]).max())
         np.testing.assert_allclose(value, found["whole"], rtol=1e-5, atol=atol, err_msg=name)
 
 

@@ -124,6 +124,14 @@ def test_outputs_and_gradients_equal_loops_written_from_the_equations(x64, kind,
     _check_against_loops(kind, **CASES[case])
 
 
+def use_small_chunks(monkeypatch):
+    """Makes gradients of weights go through several chunks, which do not divide the row."""
+    monkeypatch.setattr(taps, "CHUNK_ELEMENTS", 1)
+    # Partial sums of two rows, three at a time.
+    monkeypatch.setattr(taps, "PARTIAL_SUM_ELEMENTS", 2 * EMBED)
+    monkeypatch.setattr(taps, "PARTIAL_SUM_TERMS", 3)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "case",
@@ -136,8 +144,7 @@ def test_outputs_and_gradients_equal_loops_written_from_the_equations(x64, kind,
 )
 @pytest.mark.parametrize("banded", [False, True])
 def test_every_formulation_of_the_backward_pass_is_exact(x64, monkeypatch, kind, case, banded):
-    # Chunks and bands of a few rows that do not divide the row.
-    monkeypatch.setattr(taps, "CHUNK_ELEMENTS", 1)
+    use_small_chunks(monkeypatch)
     monkeypatch.setattr(taps, "BAND_ROWS", 4)
     monkeypatch.setattr(taps, "BAND_MIN_TAPS", 1 if banded else 1000)
     _check_against_loops(kind, **case)
@@ -590,9 +597,7 @@ def test_vmap_and_remat_change_nothing(kind):
 @pytest.mark.parametrize("is_told", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_split_over_devices_gives_the_same_gradients(monkeypatch, kind, is_told):
-    monkeypatch.setattr(taps, "CHUNK_ELEMENTS", 1)
-    monkeypatch.setattr(taps, "PARTIAL_SUM_ELEMENTS", 1)
-    monkeypatch.setattr(taps, "PARTIAL_SUM_TERMS", 3)
+    use_small_chunks(monkeypatch)
     x, kernel = draw(kind, batch=8, length=20, dtype=np.float32)
     mesh = MeshConfig(data=8).build(jax.devices())
     split = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
