@@ -128,7 +128,9 @@ def test_damage_anywhere_in_a_checkpoint_is_harmless_or_noticed(good_run, tmp_pa
         jax.tree.map(np.testing.assert_array_equal, restored.state, make_state(restored.step))
         assert restored.data.by_shard == {0: f"position {restored.step}".encode()}
         assert restored.progress == {"seconds": restored.step / 3}
-        assert restored.step == 2 or "commit" in place or "step 2" in str(told[0].message)
+        # Orbax's own warnings, of a coroutine that its failure left unawaited, may come in between.
+        noticed = any("step 2" in str(warning.message) for warning in told)
+        assert restored.step == 2 or "commit" in place or noticed
 
 
 def array_file(folder):
