@@ -1,13 +1,16 @@
 """Matrix products with a kernel: values and gradients are those of JAX, in another order."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 
-from convt5.ops.dense import dense
+from convt5.ops.dense import dense, sum_of_products
 
 SIZES = st.integers(1, 4)
 
@@ -45,3 +48,33 @@ def test_nothing_is_transposed_for_the_gradient_of_the_kernel():
 
     assert transposes(jnp.dot) == 1
     assert transposes(dense) == 0
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of the compiler for CPU")
+def test_the_gradient_of_the_kernel_copies_nothing_on_cpu():
+    """Of a sum over two axes the compiler turns x over first."""
+
+    def copies(gradient):
+        x, dy = arrays([(4, 64, 32), (4, 64, 48)])
+        program = jax.jit(gradient).lower(x, dy).compile().as_text()
+        return len(re.findall(r"= \S+ (?:copy|transpose)\(", program))
+
+    def of_dense(x, dy):
+        kernel = jnp.zeros((x.shape[-1], dy.shape[-1]), x.dtype)
+        return jax.vjp(dense, x, kernel)[1](dy)[1]
+
+    def over_two_axes(x, dy):
+        return lax.dot_general(x, dy, (((0, 1), (0, 1)), ((), ())))
+
+    assert copies(over_two_axes) > 0
+    assert copies(of_dense) == 0
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of the compiler for CPU")
+@pytest.mark.parametrize(("num_in", "num_out"), [(32, 48), (48, 32)])
+def test_products_over_rows_have_the_narrower_factor_first_on_cpu(num_in, num_out):
+    x, y = arrays([(4, 64, num_in), (4, 64, num_out)])
+    program = jax.jit(sum_of_products).lower(x, y).compile().as_text()
+    assert re.findall(r"= f32\[(\d+,\d+)\]\S* dot\(", program) == ["32,48"]
+    expected = np.einsum("bli,blj->ij", np.float64(x), np.float64(y))
+    np.testing.assert_allclose(sum_of_products(x, y), expected, rtol=1e-4, atol=1e-4)

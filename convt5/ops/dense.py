@@ -3,7 +3,10 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
+
+from convt5.ops import implementation
 
 
 @jax.custom_vjp
@@ -26,8 +29,35 @@ def _forward(x, kernel):
 def _backward(residuals, dy):
     x, kernel = residuals
     dx = lax.dot_general(dy, kernel, (((dy.ndim - 1,), (1,)), ((), ())))
-    rows = tuple(range(x.ndim - 1))
-    return dx, lax.dot_general(x, dy, ((rows, rows), ((), ())))
+    return dx, sum_of_products(x, dy)
 
 
 dense.defvjp(_forward, _backward)
+
+
+def sum_of_products(
+    x: Float[Array, "*batch in"],
+    y: Float[Array, "*batch out"],
+    *,
+    preferred_element_type: DTypeLike | None = None,
+) -> Float[Array, "in out"]:
+    """Returns the sum over the batch of x[..., i] * y[..., j], that is x^T y."""
+    if implementation.devices() is None:
+        # Sums over two axes XLA on CPU prepares by a copy of x, turned over element by element;
+        # over one it multiplies as they lie.
+        x, y = (a.reshape(-1, a.shape[-1]) for a in (x, y))
+    rows = tuple(range(x.ndim - 1))
+
+    def product(a, b):
+        return lax.dot_general(
+            a, b, ((rows, rows), ((), ())), preferred_element_type=preferred_element_type
+        )
+
+    def turned():
+        # The barrier keeps XLA from taking the two turns for one product.
+        return lax.optimization_barrier(product(y, x)).T
+
+    if x.shape[-1] <= y.shape[-1]:
+        return product(x, y)
+    # XLA on CPU reads the first factor across its rows, faster the shorter they are.
+    return lax.platform_dependent(cpu=turned, default=lambda: product(x, y))

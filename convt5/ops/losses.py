@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from convt5.ops import implementation
+from convt5.ops.dense import sum_of_products
 
 CHUNK_LOGITS = 2**22
 """Logits of one chunk of tokens where the vocabulary is large beside the channels, at most."""
@@ -210,10 +211,9 @@ def _one_chunk(settings: _Settings, x, table, targets, weights):
     wanted = jnp.where(is_target, 1.0 - smoothing, 0.0) + smoothing / table.shape[0]
     dlogits = powers * softmax_weight[..., None] - wanted * weights[..., None]
     dlogits = dlogits.astype(x.dtype)
-    product = functools.partial(jnp.einsum, preferred_element_type=wide)
-    dx = product("...v,ve->...e", dlogits, rows).astype(x.dtype)
-    dtable = product("...v,...e->ve", dlogits, x).astype(table.dtype)
-    return tuple(sums), (dx, dtable)
+    dx = jnp.einsum("...v,ve->...e", dlogits, rows, preferred_element_type=wide)
+    dtable = sum_of_products(dlogits, x, preferred_element_type=wide)
+    return tuple(sums), (dx.astype(x.dtype), dtable.astype(table.dtype))
 
 
 def _accumulated(x):
