@@ -221,6 +221,101 @@ def test_results_are_exported_also_when_a_study_is_stopped(tmp_path, monkeypatch
     assert analysis.results(again) == analysis.results(chosen)
 
 
+def first_stages(calls) -> list[list[str]]:
+    return [
+        call
+        for call in calls
+        if any(f"/{running.FIRST_STAGES_FOLDER}/" in a and "run_dir" in a for a in call)
+    ]
+
+
+def test_a_run_starts_from_its_first_stage(tmp_path):
+    trainer = Trainer()
+    staged = study(tmp_path, first_stage={"NUM_STEPS": 9, "DATA": "easy"})
+    assert running.run_all(staged, launch=trainer) == 8
+    assert len(first_stages(trainer.calls)) == 8
+    for first, own in zip(trainer.calls[::2], trainer.calls[1::2], strict=True):
+        assert {"--gin.NUM_STEPS=9", "--gin.DATA='easy'"} < set(first)
+        assert "--gin.NUM_STEPS=4" in own
+        assert not any("init_from" in a for a in first)
+        assert not any("DATA" in a for a in own)
+        *shared, run_dir = first
+        assert {a for a in shared if "NUM_STEPS" not in a and "DATA" not in a} < set(own)
+        path = run_dir.partition("=")[2]
+        assert own[-2:] == [
+            "--gin.trainer.train.init_from=@initialization.InitFrom()",
+            f"--gin.initialization.InitFrom.path={path}",
+        ]
+    assert running.run_all(staged, launch=trainer) == 0
+    with pytest.raises(UserError, match="holds a run of other settings"):
+        running.run_all(study(tmp_path, first_stage={"NUM_STEPS": 8}), launch=trainer)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_equal_first_stages_are_made_once(processes, tmp_path):
+    axes = {"NUM_STEPS": [4, 5, 6], "schedule.Cosine.peak": [0.1, 0.2]}
+    trainer, again = Trainer(), Trainer()
+    chosen = {"grids": [Grid(axes=axes)], "seeds": [0], "rows": ["NUM_STEPS"]}
+    staged = study(tmp_path / "a", first_stage={"NUM_STEPS": 9}, **chosen)
+    running.run_all(staged, launch=trainer, most_runs=3, processes=processes)
+    assert running.run_all(staged, launch=again, processes=processes) == 3
+    assert len(first_stages(trainer.calls)) == 2
+    assert first_stages(again.calls) == []
+    # Who takes over the results needs no first stage.
+    assert archive.write(staged, tmp_path / "results.jsonl") == 6
+    elsewhere = study(tmp_path / "b", first_stage={"NUM_STEPS": 9}, **chosen)
+    assert archive.read(elsewhere, tmp_path / "results.jsonl") == 6
+    assert running.run_all(elsewhere, launch=again) == 0
+
+
+def test_nothing_starts_from_a_first_stage_that_diverged(tmp_path):
+    nan = Trainer(fails="first_stages", says="training stopped at step 3: the loss is not finite")
+    staged = study(tmp_path, first_stage={"NUM_STEPS": 9})
+    assert running.run_all(staged, launch=nan) == 8
+    assert len(nan.calls) == 8
+    for made in running.states(staged):
+        assert made.status == "diverged"
+        assert made.message.startswith("its first stage diverged")
+        assert "not finite" in made.message
+
+
+def test_the_model_of_a_first_stage_has_the_widths_of_the_run(tmp_path):
+    """Though another length would give it others."""
+    lengths = {"data.DataConfig.encoder_length": 1040, "data.DataConfig.decoder_length": 8}
+    models = {"t5": "gin/models/t5_tiny.gin", "dynamic": "gin/models/dynamic_tiny.gin"}
+
+    def widths(point) -> set[str]:
+        return {b for b in point.bindings if b.startswith("architecture.ConvT5Config.")}
+
+    def last(settings, **changes):
+        paired = Study(
+            output_dir=str(tmp_path),
+            gin_files=["gin/runs/gaps.gin"],
+            bindings=settings,
+            grids=[Grid(axes={"model": models})],
+            rows=["model"],
+            pairing=Pairing(axis="model", reference="t5", by="flops"),
+            **changes,
+        )
+        return list(paired.points())[-1]
+
+    shorter = {"data.DataConfig.encoder_length": 272}
+    point = last(lengths, first_stage=shorter)
+    assert "data.DataConfig.encoder_length=272" in point.first.bindings
+    assert widths(point.first) == widths(point) != widths(last(lengths | shorter))
+
+
+def test_a_first_stage_that_the_trainer_does_not_know_is_refused_before_any_run(tmp_path):
+    staged = study(
+        tmp_path,
+        grids=[Grid(axes={"schedule.Cosine.peak": [0.1]})],
+        rows=["schedule.Cosine.peak"],
+        first_stage={"STEPS": 9},
+    )
+    with pytest.raises(UserError, match=r"first stage of the run .*macro STEPS=9 is not used"):
+        running.check(staged)
+
+
 def test_a_run_without_the_metric_is_refused(tmp_path):
     with pytest.raises(UserError, match="recorded no validation/f1"):
         running.run_all(study(tmp_path, metric="validation/f1"), launch=Trainer())

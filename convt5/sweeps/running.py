@@ -24,6 +24,7 @@ from convt5.sweeps.study import Point, Study
 from convt5.training.run_log import duration, read_metrics, replace_text, show_line
 
 RUNS_FOLDER = "runs"
+FIRST_STAGES_FOLDER = "first_stages"
 STATUS_FILE = "sweep.json"
 LOG_FILE = "output.txt"
 
@@ -42,12 +43,14 @@ class Made(NamedTuple):
         folder: its run directory, which points of equal settings share.
         status: None where it was never begun.
         message: of a run that diverged.
+        first: the run that it starts from; None for none.
     """
 
     point: Point
     folder: pathlib.Path
     status: Status | None
     message: str = ""
+    first: "Made | None" = None
 
     @property
     def is_done(self) -> bool:
@@ -60,19 +63,28 @@ def check(study: Study) -> None:
     Raises:
         UserError: an axis, a setting or a file that the trainer does not know.
     """
+    for point in study.samples():
+        run = Made(point, _folder(study, RUNS_FOLDER, point), None)
+        if point.first is not None:
+            first = Made(point.first, _folder(study, FIRST_STAGES_FOLDER, point), None)
+            _check_configuration(first, f"the first stage of the run {point.name}")
+            run = run._replace(first=first)
+        _check_configuration(run, f"the run {point.name}")
+
+
+def _check_configuration(run: Made, name: str) -> None:
     from convt5 import gin_config, trainer
 
-    for point in study.samples():
-        try:
-            config = gin_config.load(
-                point.gin_files,
-                _bindings(point, _folder(study, point)),
-                roots=["@trainer.train"],
-                supplied=["config_text"],
-            )
-            config.arguments(trainer.train)
-        except errors.UserError as error:
-            raise errors.UserError(f"the run {point.name} cannot be made: {error}") from error
+    try:
+        config = gin_config.load(
+            run.point.gin_files,
+            _bindings(run),
+            roots=["@trainer.train"],
+            supplied=["config_text"],
+        )
+        config.arguments(trainer.train)
+    except errors.UserError as error:
+        raise errors.UserError(f"{name} cannot be made: {error}") from error
 
 
 def states(study: Study) -> list[Made]:
@@ -81,11 +93,19 @@ def states(study: Study) -> list[Made]:
     Raises:
         UserError: a folder holds a run of other settings.
     """
-    firsts: dict[tuple, Point] = {}
-    return [
-        _state(point, _folder(study, firsts.setdefault((point.gin_files, point.bindings), point)))
-        for point in study.points()
-    ]
+    folders: dict[tuple, pathlib.Path] = {}
+
+    def state(name: str, point: Point, like: Point) -> Made:
+        settings = (name, like.gin_files, like.bindings)
+        return _state(like, folders.setdefault(settings, _folder(study, name, point)))
+
+    found = []
+    for point in study.points():
+        made = state(RUNS_FOLDER, point, point)
+        if point.first is not None:
+            made = made._replace(first=state(FIRST_STAGES_FOLDER, point, point.first))
+        found.append(made)
+    return found
 
 
 def runs(study: Study) -> list[Made]:
@@ -130,12 +150,17 @@ def run_all(
         contextlib.closing(_Trainers(processes)) as trainers,
     ):
         has_failed = threading.Event()
+        firsts = {made.first.folder: threading.Lock() for made in missing if made.first}
 
         def make(made: Made) -> float | None:
             if has_failed.is_set():
                 return None
             started = time.monotonic()
             try:
+                if made.first is not None:
+                    with firsts[made.first.folder]:
+                        first = _finished(study, made.first, launch or trainers)
+                    made = made._replace(first=first)
                 _run(study, made, launch or trainers)
                 return time.monotonic() - started
             except BaseException:
@@ -242,11 +267,20 @@ def _shares_of_cores(count: int) -> list[set[int]]:
     return [set(cores[i::count]) or {cores[i % len(cores)]} for i in range(count)]
 
 
-def _run(study: Study, made: Made, launch: Launch) -> None:
+def _finished(study: Study, first: Made, launch: Launch) -> Made:
+    """Returns how a first stage stands once it is done: another run may have made it by now."""
+    now = _state(first.point, first.folder)
+    return now if now.is_done else _run(study, now, launch)
+
+
+def _run(study: Study, made: Made, launch: Launch) -> Made:
+    """Makes a run, whose first stage is done; returns how it stands."""
     made.folder.mkdir(parents=True, exist_ok=True)
+    if made.first is not None and made.first.status == "diverged":
+        return _write(made, "diverged", f"its first stage diverged: {made.first.message}")
     _write(made, "started")
     arguments = [f"--gin_file={name}" for name in made.point.gin_files]
-    arguments += [f"--gin.{binding}" for binding in _bindings(made.point, made.folder)]
+    arguments += [f"--gin.{binding}" for binding in _bindings(made)]
     log = made.folder / LOG_FILE
     code = launch(arguments, log)
     if code == 0:
@@ -255,12 +289,10 @@ def _run(study: Study, made: Made, launch: Launch) -> None:
                 f"the run in {made.folder} recorded no {study.metric}, which the study compares; "
                 "set sweeps.Study.metric to a name in its metrics.jsonl, and evaluate in the run."
             )
-        _write(made, "finished")
-        return
+        return _write(made, "finished")
     last = _last_line(log)
     if code == errors.TrainingError.exit_code and _NOT_FINITE in last:
-        _write(made, "diverged", last)
-        return
+        return _write(made, "diverged", last)
     what = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
     raise errors.UserError(
         f"the run in {made.folder} {what}: {last}\nIts output is in {log}. The same command goes "
@@ -300,21 +332,33 @@ def write_about(folder: pathlib.Path, about: Mapping[str, Any]) -> None:
     replace_text(folder / STATUS_FILE, json.dumps(about, indent=2) + "\n")
 
 
-def _write(made: Made, status: Status, message: str = "") -> None:
+def _write(made: Made, status: Status, message: str = "") -> Made:
     about = {"settings": _settings(made.point), "status": status, "message": message}
     write_about(made.folder, about)
+    return made._replace(status=status, message=message)
 
 
-def _settings(point: Point) -> dict[str, list[str]]:
-    return {"gin_files": list(point.gin_files), "bindings": list(point.bindings)}
+def _settings(point: Point) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "gin_files": list(point.gin_files),
+        "bindings": list(point.bindings),
+    }
+    # Runs of studies without a first stage are described as before there were any.
+    return settings | ({"first": _settings(point.first)} if point.first else {})
 
 
-def _folder(study: Study, point: Point) -> pathlib.Path:
-    return pathlib.Path(study.output_dir) / RUNS_FOLDER / point.name
+def _folder(study: Study, name: str, point: Point) -> pathlib.Path:
+    return pathlib.Path(study.output_dir) / name / point.name
 
 
-def _bindings(point: Point, folder: pathlib.Path) -> list[str]:
-    return [*point.bindings, f"trainer.train.run_dir={str(folder)!r}"]
+def _bindings(made: Made) -> list[str]:
+    bindings = [*made.point.bindings, f"trainer.train.run_dir={str(made.folder)!r}"]
+    if made.first is not None:
+        bindings += [
+            "trainer.train.init_from=@initialization.InitFrom()",
+            f"initialization.InitFrom.path={str(made.first.folder)!r}",
+        ]
+    return bindings
 
 
 def _last_line(log: pathlib.Path) -> str:

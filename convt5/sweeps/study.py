@@ -25,11 +25,13 @@ class Point(NamedTuple):
         labels: the value of each axis as tables show it, the seed last.
         gin_files: of the run, in order.
         bindings: NAME=VALUE as after `--gin.`.
+        first: the run from whose last parameters it starts; None for none.
     """
 
     labels: dict[str, str]
     gin_files: tuple[str, ...]
     bindings: tuple[str, ...]
+    first: "Point | None" = None
 
     @property
     def name(self) -> str:
@@ -107,6 +109,8 @@ class Study:
             against it, a line for each value of the last of `rows`, instead of distributions;
             None for none.
         pairing: gives the models of an axis equal costs; None leaves them as they are.
+        first_stage: settings of a run before each, from whose last parameters it starts: those of
+            the run but for these. Runs whose first stages are equal share one. Empty for none.
     """
 
     output_dir: str
@@ -121,6 +125,7 @@ class Study:
     versus: str | None = None
     over: str | None = None
     pairing: Pairing | None = None
+    first_stage: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         faults = [
@@ -180,7 +185,7 @@ class Study:
 
     def points(self) -> Iterator[Point]:
         """Yields every run, all points of the first seed before those of the second."""
-        return map(self._paired, self._unpaired())
+        return map(self._complete, self._unpaired())
 
     def _unpaired(self) -> Iterator[Point]:
         for seed in self.seeds:
@@ -192,7 +197,18 @@ class Study:
         """Yields few runs in which every value of every axis occurs, to check them."""
         for grid in self.grids:
             for labels in grid.one_at_a_time():
-                yield self._paired(self._point(grid, labels, self.seeds[0]))
+                yield self._complete(self._point(grid, labels, self.seeds[0]))
+
+    def _complete(self, point: Point) -> Point:
+        """Adds the widths that its model is given, and the run that it starts from."""
+        point = self._paired(point)
+        if not self.first_stage:
+            return point
+        # Replaced and not appended, so that first stages that do the same are equal.
+        bindings = dict(binding.split("=", 1) for binding in point.bindings)
+        bindings |= {name: _gin_text(value) for name, value in self.first_stage.items()}
+        first = tuple(f"{name}={value}" for name, value in bindings.items())
+        return point._replace(first=point._replace(bindings=first))
 
     def _paired(self, point: Point) -> Point:
         """Adds the widths that give its model the cost of the reference."""
