@@ -5,12 +5,11 @@ Tokenising, corrupting and packing are done here; `cached_data` reads the rows a
 
 import argparse
 import dataclasses
-import itertools
 import os
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -73,18 +72,16 @@ def main(argv: Sequence[str]) -> None:
         batches, most = _batches(split, config, flags, settings)
         if split == "train":
             writer.vocabulary(batches.vocabulary, batches.token_bytes)
-        needed = itertools.islice(batches, most)
         with tqdm(
-            total=most and most * config.batch_size,
+            total=most,
             desc=split,
             unit=" rows",
             unit_scale=True,
             file=sys.stderr,
             disable=None,
         ) as progress:
-            for found in writer.write(split, needed):
+            for found in writer.write(split, _first_rows(batches, most, progress.update)):
                 tokens += found
-                progress.update(config.batch_size)
     made_from = {name: dataclasses.asdict(c) for name, c in configs.items() if c is not None}
     for config in made_from.values():
         config["mixture"] = getattr(config["mixture"], "name", config["mixture"])
@@ -102,13 +99,30 @@ def main(argv: Sequence[str]) -> None:
 def _batches(
     split: str, config: Any, flags: argparse.Namespace, settings: Mapping[str, Any]
 ) -> tuple[Any, int | None]:
-    """Returns one host's batches of everything, and how many are wanted at most."""
+    """Returns one host's batches of everything, and how many rows are wanted at most."""
     if split == "train":
         config = dataclasses.replace(config, num_epochs=flags.epochs, shuffle=True)
-        most = None if flags.rows is None else -(-flags.rows // config.batch_size)
+        most = flags.rows
     else:
-        most = settings.get("eval_num_batches")
+        num_batches = settings.get("eval_num_batches")
+        most = num_batches and num_batches * config.batch_size
     return config.build(process_index=0, process_count=1), most
+
+
+def _first_rows(
+    batches: Iterable[Mapping[str, Any]], most: int | None, tell: Callable[[int], Any]
+) -> Iterator[Mapping[str, Any]]:
+    """Yields batches of `most` rows in all, or of everything, telling how many each has."""
+    left = most
+    for batch in batches:
+        taken = {name: values[:left] for name, values in batch.items()}
+        count = len(next(iter(taken.values())))
+        yield taken
+        tell(count)
+        if left is not None:
+            left -= count
+            if left <= 0:
+                return
 
 
 def _settings(arguments: command_line.Arguments) -> Mapping[str, Any]:

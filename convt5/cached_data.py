@@ -26,6 +26,7 @@ _ABOUT_FILE = "cache.json"
 _VOCABULARY_FILE = "vocabulary.model"
 _SIZES_FILE = "token_bytes.npy"
 _VERSION = 1
+_SHORT, _LONG = _DTYPES = ("<u2", "<u4")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,19 +52,22 @@ class CachedDataConfig:
 
     def __post_init__(self):
         errors.raise_all(
-            checks.least_faults(self, ("batch_size", "num_epochs")),
+            [
+                *checks.least_faults(self, ("batch_size", "num_epochs")),
+                *_seed_faults(self.seed),
+            ],
             where="CachedDataConfig",
         )
 
     @property
     def encoder_length(self) -> int:
         """Tokens of an encoder row."""
-        return self._about["encoder_length"]
+        return self._length("encoder_input_tokens")
 
     @property
     def decoder_length(self) -> int:
         """Tokens of a decoder row."""
-        return self._about["decoder_length"]
+        return self._length("decoder_input_tokens")
 
     @property
     def vocabulary(self) -> Any:
@@ -83,6 +87,9 @@ class CachedDataConfig:
         """
         rows = rows_per_host(self.batch_size, process_count)
         return CachedBatches(self, slice(process_index * rows, (process_index + 1) * rows))
+
+    def _length(self, feature: str) -> int:
+        return self._about["splits"][self.split]["features"][feature]["length"]
 
     @functools.cached_property
     def _about(self) -> Mapping[str, Any]:
@@ -167,11 +174,18 @@ def read_about(path: str) -> Mapping[str, Any]:
         ) from None
     except (OSError, ValueError) as error:
         raise errors.UserError(f"{file} cannot be read ({error}); make the cache anew.") from None
-    if about.get("version") != _VERSION:
+    version = about.get("version") if isinstance(about, dict) else None
+    if version not in (None, _VERSION):
         raise errors.UserError(
-            f"{file} is of version {about.get('version')}, and this is version {_VERSION}; make "
-            "the cache anew."
+            f"{file} is of version {version}, and this is version {_VERSION}; make the cache anew."
         )
+    try:
+        _check_about(about)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise errors.UserError(
+            f"{file} does not describe a cache ({type(error).__name__}: {error}); make the cache "
+            "anew."
+        ) from None
     return about
 
 
@@ -192,7 +206,7 @@ class Writer:
         self._unfinished = folder.parent / f".{folder.name}.unfinished"
         self._splits: dict[str, Any] = {}
         self._about: dict[str, Any] = {}
-        self._token_type = "<u4"
+        self._token_type = _LONG
         try:
             shutil.rmtree(self._unfinished, ignore_errors=True)
             self._unfinished.mkdir(parents=True)
@@ -217,7 +231,7 @@ class Writer:
                 for name, values in batch.items():
                     kept = np.asarray(values)[full]
                     if name not in files:
-                        dtype = self._token_type if name.endswith("tokens") else "<u2"
+                        dtype = self._token_type if name.endswith("tokens") else _SHORT
                         features[name] = {"dtype": dtype, "length": kept.shape[1]}
                         files[name] = (folder / f"{name}.bin").open("wb")
                     stored = kept.astype(features[name]["dtype"]).tobytes()
@@ -240,7 +254,7 @@ class Writer:
 
     def vocabulary(self, vocabulary: Any, token_bytes: np.ndarray | None) -> None:
         """Says what ids stand for, before any row is written."""
-        self._token_type = "<u2" if vocabulary.vocab_size <= 2**16 else "<u4"
+        self._token_type = _SHORT if vocabulary.vocab_size <= 2**16 else _LONG
         self._about = {"vocab_size": int(vocabulary.vocab_size), "vocabulary": None}
         file = getattr(vocabulary, "sentencepiece_model_file", None)
         if file is not None:
@@ -255,11 +269,8 @@ class Writer:
 
     def finish(self, *, made_from: Mapping[str, Any]) -> Mapping[str, Any]:
         """Completes the cache, made with the settings `made_from`; returns what it holds."""
-        features = next(iter(self._splits.values()))["features"]
         about = {
             "version": _VERSION,
-            "encoder_length": features["encoder_input_tokens"]["length"],
-            "decoder_length": features["decoder_input_tokens"]["length"],
             **self._about,
             "splits": self._splits,
             "made_from": dict(made_from),
@@ -313,6 +324,30 @@ class _Rows:
             f"{self._path} {what}; put the cache back as it was, or make it anew, and start again: "
             "the run goes on from its last checkpoint."
         )
+
+
+def _seed_faults(seed: object) -> list[str]:
+    if isinstance(seed, int) and seed >= 0:
+        return []
+    return [f"seed={seed!r} must be an integer of at least 0."]
+
+
+def _check_about(about: Any) -> None:
+    """Raises what reading it would raise if a value is not there or not what `Writer` writes."""
+    counts = [about["version"], about["vocab_size"]]
+    if about["vocabulary"] is not None:
+        counts += about["vocabulary"].values()
+    for split in about["splits"].values():
+        counts.append(split["rows"])
+        _ = split["fingerprint"], split["features"]["encoder_input_tokens"]
+        _ = split["features"]["decoder_input_tokens"]
+        for feature in split["features"].values():
+            counts.append(feature["length"])
+            if feature["dtype"] not in _DTYPES:
+                raise ValueError(f"{feature['dtype']!r} is none of {_DTYPES}")
+    for count in counts:
+        if not isinstance(count, int) or count < 0:
+            raise ValueError(f"{count!r} is no count")
 
 
 def _token_bytes(folder: pathlib.Path) -> np.ndarray | None:

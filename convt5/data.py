@@ -212,8 +212,8 @@ class BatchIterator:
             raise errors.TrainingError(
                 f"mixture={self._settings['mixture']!r}, split={self._settings['split']!r}: its "
                 f"data cannot be read: {error.message.strip()}. A file may be cut short or gone: "
-                "put it back, or remove it where it lies in a cache that is made anew; the same "
-                "command then continues from the last checkpoint."
+                "put it back, or, where it lies in a cache that is made anew, remove its whole "
+                "folder; the same command then continues from the last checkpoint."
             ) from error
         self._at_the_start = False
         return {name: self._host_rows(rows.numpy()) for name, rows in batch.items()}

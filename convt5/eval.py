@@ -47,7 +47,7 @@ COMMAND = command_line.Command(
         ("the newest checkpoint of a run, on its own validation data", "--checkpoint=runs/a"),
         (
             "the best checkpoint on other tasks, decoded with beam search",
-            "--checkpoint=runs/a --step=best --task=sst2 --task=trec6 --split=test "
+            "--checkpoint=runs/a --step=best --task=imdb --task=trec6 --split=test "
             "--strategy=beam --beam_size=4",
         ),
         (
@@ -353,9 +353,18 @@ def _settings(arguments: command_line.Arguments) -> tuple["RunSettings", str]:
     if flags.follow and flags.step != "latest":
         raise errors.UserError(f"--follow takes all checkpoints; leave out --step={flags.step}.")
     if flags.follow and flags.checkpoint and not arguments.gin_files:
-        _wait(lambda: run_settings.config_file(flags.checkpoint) is not None, flags)
+        _wait(
+            lambda: run_settings.config_file(flags.checkpoint) is not None,
+            f"the run directory {flags.checkpoint}",
+            flags,
+        )
     enable_persistent_cache()
-    settings = run_settings.read(flags.checkpoint, arguments.gin_files, arguments.gin_bindings)
+    settings = run_settings.read(
+        flags.checkpoint,
+        arguments.gin_files,
+        arguments.gin_bindings,
+        needs_data=not flags.task,
+    )
     given = {
         name: value
         for name, value in (
@@ -384,7 +393,11 @@ def _first(checkpoint: str, flags: Any) -> "checkpoints.Found":
     from convt5.evaluation import checkpoints
 
     if flags.follow:
-        _wait(lambda: steps_in(epath.Path(checkpoint) / "checkpoints"), flags)
+        _wait(
+            lambda: steps_in(epath.Path(checkpoint) / "checkpoints"),
+            f"a checkpoint in {checkpoint}",
+            flags,
+        )
     return checkpoints.select(checkpoint, flags.step)[0]
 
 
@@ -417,9 +430,11 @@ def _is_done(results: "Results | None", task: Any, plan: Plan, step: int | None)
     return first_hosts(results is not None and results.exists(task.name, plan.split, step))
 
 
-def _wait(is_there: Any, flags: Any) -> None:
-    """Waits for a run that has not begun."""
+def _wait(is_there: Callable[[], Any], what: str, flags: Any) -> None:
+    """Waits for a run that has not begun, and says so."""
     start = time.monotonic()
+    if not is_there():
+        print(f"waiting for {what}, at most {flags.timeout:g} seconds", file=sys.stderr)
     while not is_there() and time.monotonic() - start < flags.timeout:
         time.sleep(min(10.0, flags.timeout / 10))
 

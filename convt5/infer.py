@@ -36,7 +36,7 @@ COMMAND = command_line.Command(
             "--strategy=beam --beam_size=4 --length_penalty=0.6",
         ),
         ("a dialogue in the terminal, sampled", "--checkpoint=runs/a --strategy=sampling"),
-        ("a split of a task", "--checkpoint=runs/a --task=sst2 --split=test --output=test.jsonl"),
+        ("a split of a task", "--checkpoint=runs/a --task=trec6 --split=test --output=test.jsonl"),
         (
             "a model imported by convt5.convert, with its SentencePiece vocabulary",
             "--checkpoint=runs/lconv_base --vocabulary=sentencepiece.model --input=texts.txt",
@@ -51,7 +51,7 @@ COMMAND = command_line.Command(
         ),
         Flag(
             "step",
-            "latest (the default), best (lowest validation loss), or a step.",
+            "latest (the default), best (by the best_metric of the run), or a step.",
             {"default": "latest"},
         ),
         Flag(
@@ -60,8 +60,8 @@ COMMAND = command_line.Command(
         ),
         Flag(
             "input",
-            "a file: text with one input in each line, or .jsonl; also .gz. - is standard input, "
-            "the default.",
+            "a file: text with one input in each line, or JSON lines (.jsonl, .ndjson, .json); "
+            "also .gz, .xz or .bz2. - is standard input, the default.",
         ),
         Flag(
             "field",
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
         raise errors.UserError("the gin files describe no run; give --checkpoint=DIR.")
 
     from convt5 import sharding
-    from convt5.evaluation import checkpoints, run_settings
+    from convt5.evaluation import checkpoints, run_settings, stream
     from convt5.evaluation.predictor import Predictor, check_vocabulary_size
     from convt5.evaluation.settings import from_flags
     from convt5.training.compilation import enable_persistent_cache
@@ -131,6 +131,7 @@ def main(argv: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         output = _open_output(stack, flags.output, settings_of_output)
         if output and inputs and inputs.total == output.num_done:
+            stream.check_done(inputs.read(), output.done())
             print(f"{flags.output} is complete: {inputs.total} lines", file=sys.stderr)
             return 0
         mesh = sharding.MeshConfig().build()
@@ -157,10 +158,13 @@ def read_settings(arguments: command_line.Arguments) -> "RunSettings":
     from convt5.evaluation import run_settings
 
     files, bindings = arguments.gin_files, arguments.gin_bindings
+    vocabulary = arguments.flags.vocabulary
     try:
-        return run_settings.read(arguments.flags.checkpoint, files, bindings)
+        return run_settings.read(
+            arguments.flags.checkpoint, files, bindings, needs_data=not vocabulary
+        )
     except errors.UserError as error:
-        if not arguments.flags.vocabulary or files or bindings:
+        if not vocabulary or files or bindings:
             raise
         print(f"the run's settings are left out: {error}", file=sys.stderr)
         return run_settings.RunSettings.unknown()

@@ -28,7 +28,9 @@ VALIDATION_FRACTION = 0.1
 """Of the training examples, held out where a data set has no validation split."""
 
 _HELD_OUT = {"train": "train[:90%]", "validation": "train[90%:]", "test": "test"}
-_FIELD = re.compile(r"\{(\w+)\}")
+_FIELD = re.compile(r"\{([^{}]+)\}")
+_TARGET = "label"
+"""The field of `classification_task` with the label's text."""
 
 
 class PaperTask(NamedTuple):
@@ -252,6 +254,16 @@ def text_classification(
             f"prompt={prompt!r} of {name} must hold each of text_field={text_fields} in braces, "
             "and no other."
         )
+    if label_field in text_fields:
+        raise errors.UserError(
+            f"label_field={label_field!r} of {name} is one of text_field={text_fields}, so that "
+            "inputs would hold the answer; name the field of the labels alone."
+        )
+    if _TARGET in text_fields:
+        raise errors.UserError(
+            f"text_field={text_fields} of {name} holds {_TARGET!r}, the name that answers are "
+            "given on their way; call that field something else in the file."
+        )
     if threshold is not None and len(generated) != 2:
         raise errors.UserError(
             f"threshold={threshold} of {name} divides two labels, but labels={generated}; name two,"
@@ -265,7 +277,7 @@ def text_classification(
             label = _label(row, label_field, names)
         if label is None:
             return None
-        return {**{field: row.text(field) for field in text_fields}, "label": label}
+        return {**{field: row.text(field) for field in text_fields}, _TARGET: label}
 
     return classification_task(
         name,
@@ -319,7 +331,11 @@ def classification_task(
     return seqio.Task(
         f"{name}_rank" if rank else name,
         source=source,
-        preprocessors=[*steps, seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+        preprocessors=[
+            *steps,
+            seqio.preprocessors.tokenize,
+            seqio.preprocessors.append_eos_after_trim,
+        ],
         output_features={"inputs": feature, "targets": feature},
         postprocess_fn=_ranked_label if rank else _stripped,
         metric_fns=metric_fns,
@@ -334,7 +350,7 @@ def to_text(dataset: tf.data.Dataset, *, prompt: str) -> tf.data.Dataset:
 
     def fill(row: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         filled = [row[part] if i % 2 else part for i, part in enumerate(parts)]
-        return {"inputs": tf.strings.join(filled), "targets": row["label"]}
+        return {"inputs": tf.strings.join(filled), "targets": row[_TARGET]}
 
     return dataset.map(fill, num_parallel_calls=tf.data.AUTOTUNE)
 

@@ -50,7 +50,7 @@ def cogs(
         preprocessors=[
             functools.partial(to_text, prompt=prompt),
             seqio.preprocessors.tokenize,
-            seqio.preprocessors.append_eos,
+            seqio.preprocessors.append_eos_after_trim,
         ],
         output_features={"inputs": feature, "targets": feature},
         postprocess_fn=_with_category,
@@ -80,8 +80,10 @@ def exact_match(
     return metrics.exact_match_by_category(targets, predictions, groups=groups)
 
 
-def _parse(row: Row) -> Example:
-    return {field: row.text(field) for field in COLUMNS}
+def _parse(row: Row) -> Example | None:
+    example = {field: row.text(field) for field in COLUMNS}
+    # A header line, which the public tables do not have.
+    return None if tuple(example.values()) == COLUMNS else example
 
 
 def _with_category(

@@ -7,7 +7,8 @@ import gzip
 import lzma
 import os
 import pathlib
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -17,14 +18,27 @@ from convt5 import errors
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 """What opens a file whose name ends so."""
 
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""A path or glob, or several."""
 
-def find(pattern: str) -> list[str]:
-    """Returns the files that a path or glob matches, in order; `**` matches folders of any depth.
+
+def find(paths: Paths) -> list[str]:
+    """Returns the files of one or several paths or globs, in order.
+
+    A file of just that name comes before what the name matches as a glob; `**` matches folders of
+    any depth.
 
     Raises:
-        UserError: there is none.
+        UserError: one that matches no file.
     """
+    patterns = [paths] if isinstance(paths, str | os.PathLike) else paths
+    return [name for pattern in patterns for name in _matches(os.fspath(pattern))]
+
+
+def _matches(pattern: str) -> list[str]:
     pattern = os.path.expanduser(pattern)
+    if os.path.isfile(pattern):
+        return [pattern]
     if "://" in pattern:
         names = [name for name in tf.io.gfile.glob(pattern) if not tf.io.gfile.isdir(name)]
     else:
@@ -53,6 +67,17 @@ def identity(name: str) -> tuple[str, int, int]:
     return os.path.abspath(name), stat.st_size, stat.st_mtime_ns
 
 
+def suffix(name: str) -> str:
+    """Returns how a file's name ends before what says that it is compressed, such as `.txt`."""
+    path = pathlib.PurePath(name)
+    return (path.with_suffix("") if path.suffix in OPENERS else path).suffix
+
+
+def is_json_lines(name: str) -> bool:
+    """Whether a file is JSON by its name: a value in each line, also where it is called .json."""
+    return ".jsonl" in pathlib.PurePath(name).suffixes or suffix(name) in (".ndjson", ".json")
+
+
 def open_bytes(name: str) -> Any:
     """Opens a file to read its bytes, decompressed as its name says."""
     opener = OPENERS.get(pathlib.PurePath(name).suffix, open)
@@ -71,7 +96,7 @@ def explained(name: str) -> Iterator[None]:
         raise errors.UserError(
             f"text file {name!r} is not UTF-8 ({error}); convert it, or leave it out of the path."
         ) from error
-    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, OSError) as error:
+    except (EOFError, lzma.LZMAError, zlib.error, OSError, tf.errors.OpError) as error:
         raise errors.UserError(
             f"text file {name!r} cannot be read ({error}); is it complete?"
         ) from error

@@ -80,7 +80,7 @@ def text_span_corruption(
     merge_documents: bool = True,
     name: str = "text_span_corruption",
 ) -> seqio.Task:
-    """Returns span corruption of local text: plain, .gz, .xz, .bz2, or .jsonl, also compressed.
+    """Returns span corruption of local text: plain or .jsonl, .ndjson, .json, also .gz, .xz, .bz2.
 
     Args:
         path: a path or glob, or several.

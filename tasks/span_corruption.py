@@ -144,6 +144,8 @@ def random_spans(
     num_noise = _rounded(tf.cast(padded, tf.float32) * noise_density)
     num_noise = tf.minimum(tf.maximum(num_noise, 1), padded - 1)
     num_spans = tf.maximum(_rounded(tf.cast(num_noise, tf.float32) / mean_span_length), 1)
+    # Text stands before each span.
+    num_spans = tf.minimum(num_spans, padded - num_noise)
     noise_lengths = _random_parts(num_noise, num_spans, noise_seed)
     text_lengths = _random_parts(padded - num_noise, num_spans, text_seed)
     ends = tf.cumsum(tf.reshape(tf.stack([text_lengths, noise_lengths], axis=1), [-1]))
@@ -188,6 +190,7 @@ def _corrupted_sizes(length: int, noise_density: float, mean_span_length: float)
     num_noise = int(np.round(np.float32(length) * np.float32(noise_density)))
     num_noise = min(max(num_noise, 1), length - 1)
     num_spans = max(int(np.round(np.float32(num_noise) / np.float32(mean_span_length))), 1)
+    num_spans = min(num_spans, length - num_noise)
     return SegmentSizes(
         text=length,
         inputs=length - num_noise + num_spans + 1,

@@ -48,7 +48,11 @@ def squad(
     return seqio.Task(
         name,
         source=source,
-        preprocessors=[*steps, seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+        preprocessors=[
+            *steps,
+            seqio.preprocessors.tokenize,
+            seqio.preprocessors.append_eos_after_trim,
+        ],
         output_features={"inputs": feature, "targets": feature},
         postprocess_fn=_answers,
         metric_fns=[metrics.squad],

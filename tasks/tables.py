@@ -21,10 +21,12 @@ from convt5 import errors
 from . import local_files
 from .sources import ItemSource
 
-Path = str | Sequence[str] | Mapping[str, str | Sequence[str]]
+Path = local_files.Paths | Mapping[str, local_files.Paths]
 Example = Mapping[str, str | list[str]]
 
 SUFFIXES = (".jsonl", ".tsv", ".csv")
+_LONGEST_FIELD = 2**31 - 1
+"""Characters of a field of CSV, of which Python takes 131,072 where nothing else is said."""
 _SPLIT_NAMES = {"dev": "validation", "valid": "validation", "val": "validation"}
 
 
@@ -45,7 +47,7 @@ class Row:
         """Returns what stands under a field.
 
         Raises:
-            UserError: there is no such field, or nothing in it.
+            UserError: there is no such field, nothing in it, or something that UTF-8 lacks.
         """
         if field not in self.values:
             raise self.error(
@@ -55,6 +57,12 @@ class Row:
         value = self.values[field]
         if value is None or value == [] or (isinstance(value, str) and not value.strip()):
             raise self.error(f"has nothing under {field!r}; fill it in, or remove the line.")
+        try:
+            (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
+        except UnicodeEncodeError as error:
+            raise self.error(
+                f"has half of a character under {field!r} ({error}); correct or remove the line."
+            ) from None
         return value
 
     def text(self, field: str) -> str:
@@ -84,8 +92,8 @@ def find_splits(path: Path) -> dict[str, list[str]]:
         UserError: no file is there.
     """
     if isinstance(path, Mapping):
-        return {split: _find(files) for split, files in path.items()}
-    if isinstance(path, str) and os.path.isdir(os.path.expanduser(path)):
+        return {split: local_files.find(files) for split, files in path.items()}
+    if isinstance(path, str | os.PathLike) and os.path.isdir(os.path.expanduser(path)):
         splits: dict[str, list[str]] = {}
         for file in sorted(pathlib.Path(path).expanduser().iterdir()):
             if _suffix(str(file)):
@@ -93,11 +101,11 @@ def find_splits(path: Path) -> dict[str, list[str]]:
                 splits.setdefault(_SPLIT_NAMES.get(name, name), []).append(str(file))
         if not splits:
             raise errors.UserError(
-                f"path={path!r} is a folder without a {', '.join(SUFFIXES)} file, also compressed; "
-                "set it to a folder with files such as train.jsonl and dev.jsonl."
+                f"path={os.fspath(path)!r} is a folder without a {', '.join(SUFFIXES)} file, also "
+                "compressed; set it to a folder with files such as train.jsonl and dev.jsonl."
             )
         return splits
-    return {"train": _find(path)}
+    return {"train": local_files.find(path)}
 
 
 def read_rows(file: str, columns: Sequence[str] | None = None) -> Iterator[Row]:
@@ -204,16 +212,9 @@ class TableSource(ItemSource):
         return examples
 
 
-def _find(files: str | Sequence[str]) -> list[str]:
-    patterns = [files] if isinstance(files, str) else files
-    return [name for pattern in patterns for name in local_files.find(pattern)]
-
-
 def _suffix(file: str) -> str | None:
-    parts = pathlib.PurePath(file).suffixes
-    if parts and parts[-1] in local_files.OPENERS:
-        parts.pop()
-    return parts[-1] if parts and parts[-1] in SUFFIXES else None
+    suffix = local_files.suffix(file)
+    return suffix if suffix in SUFFIXES else None
 
 
 def _json_rows(file: str, lines: io.TextIOWrapper) -> Iterator[Row]:
@@ -222,7 +223,7 @@ def _json_rows(file: str, lines: io.TextIOWrapper) -> Iterator[Row]:
             continue
         try:
             values = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise errors.UserError(
                 f"file {file!r}, line {number} is not JSON ({error}); .jsonl files hold one object "
                 "a line."
@@ -236,6 +237,7 @@ def _json_rows(file: str, lines: io.TextIOWrapper) -> Iterator[Row]:
 
 
 def _csv_cells(file: str, lines: io.TextIOWrapper) -> Iterator[tuple[int, list[str]]]:
+    csv.field_size_limit(_LONGEST_FIELD)
     reader = csv.reader(lines, strict=True)
     try:
         for cells in reader:

@@ -5,7 +5,6 @@ neither read .xz and JSON lines nor deal documents to hosts or epochs in a new o
 is `$XDG_CACHE_HOME/convt5/text`; it is safe to delete, and renewed when a file changes.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import io
@@ -14,7 +13,7 @@ import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
@@ -42,13 +41,13 @@ class TextFiles:
         path: a path or glob, or several; `**` matches folders of any depth.
         separator: "line": each line is a document. "blank_line": blank lines separate documents.
             "auto": "blank_line" where a blank line stands inside the first file, else "line".
-            Without meaning for .jsonl files.
-        text_key: what holds the text of a .jsonl line.
+            Without meaning for files of JSON lines: .jsonl, .ndjson and .json.
+        text_key: what holds the text of a line of JSON.
         holdout_every: every n-th document goes to "validation" rather than "train"; None keeps
             all in "train".
     """
 
-    path: str | Sequence[str]
+    path: local_files.Paths
     separator: Separator = "auto"
     text_key: str = "text"
     holdout_every: int | None = None
@@ -66,26 +65,37 @@ class TextFiles:
         Raises:
             UserError: a path that matches no file.
         """
-        patterns = [self.path] if isinstance(self.path, str) else list(self.path)
-        if not patterns:
+        names = local_files.find(self.path)
+        if not names:
             raise errors.UserError("text path=[] is empty; set it to a path or a glob.")
-        return [name for pattern in patterns for name in local_files.find(pattern)]
+        return names
 
     def fingerprint(self) -> str:
         """Returns a name of these documents, which changes when a file does."""
         about = [_FORMAT, self.separator, self.text_key, self.holdout_every]
-        about += [local_files.identity(name) for name in self.matches()]
+        names = self.matches()
+        about += [local_files.identity(name) for name in names]
+        # Earlier versions stored these as plain text, under what stands above alone.
+        suffixes = [local_files.suffix(name) for name in names]
+        about += [suffix for suffix in suffixes if suffix in (".ndjson", ".json")]
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
 
     def stored(self) -> dict[str, list[str]]:
         """Returns the TFRecord files of each split, which are written when they do not exist.
 
         Raises:
-            UserError: the files hold no document, or something that is not text.
+            UserError: the files hold no document, or something that is not text; or they cannot be
+                stored.
         """
         folder = cache_folder() / self.fingerprint()
-        if not folder.exists():
-            self._store(folder)
+        try:
+            if not folder.exists():
+                self._store(folder)
+        except (OSError, tf.errors.OpError) as error:
+            raise errors.UserError(
+                f"the text cache {folder} cannot be written ({error}); set XDG_CACHE_HOME to a "
+                "folder that can."
+            ) from error
         return {
             split: sorted(str(path) for path in folder.glob(f"{split}-*"))
             for split in ("train", "validation")
@@ -98,7 +108,7 @@ class TextFiles:
         if separator == "auto":
             separator = _guess_separator(names[0])
         for name in names:
-            if _is_json_lines(name):
+            if local_files.is_json_lines(name):
                 documents = _json_lines(name, self.text_key)
             else:
                 documents = _lines(name) if separator == "line" else _paragraph_groups(name)
@@ -111,15 +121,13 @@ class TextFiles:
         unfinished = pathlib.Path(tempfile.mkdtemp(prefix="unfinished-", dir=folder.parent))
         try:
             self._write(unfinished)
-            with contextlib.suppress(FileExistsError, OSError):
-                unfinished.rename(folder)  # Another process may have been faster with the same.
+            try:
+                unfinished.rename(folder)
+            except OSError:
+                if not folder.exists():  # Else another process was faster with the same.
+                    raise
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-        if not folder.exists():
-            raise errors.UserError(
-                f"the text cache {folder} cannot be written; set XDG_CACHE_HOME to a folder that "
-                "can."
-            )
 
     def _write(self, folder: pathlib.Path) -> None:
         writers = {split: _ShardWriter(folder / split) for split in ("train", "validation")}
@@ -180,10 +188,6 @@ class _ShardWriter:
         self._waiting, self._waiting_bytes = [], 0
 
 
-def _is_json_lines(name: str) -> bool:
-    return ".jsonl" in pathlib.PurePath(name).suffixes
-
-
 def _guess_separator(name: str) -> Separator:
     with local_files.explained(name), local_files.open_bytes(name) as file:
         start = file.read(_SNIFFED_BYTES)
@@ -223,10 +227,10 @@ def _json_lines(name: str, text_key: str) -> Iterator[bytes]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise errors.UserError(
-                f"text file {name!r}, line {number} is not JSON ({error}); .jsonl files hold one "
-                "object a line."
+                f"text file {name!r}, line {number} is not JSON ({error}); files of JSON hold "
+                "one object a line."
             ) from error
         if not isinstance(row, dict) or not isinstance(row.get(text_key), str):
             keys = sorted(row) if isinstance(row, dict) else []
@@ -234,5 +238,12 @@ def _json_lines(name: str, text_key: str) -> Iterator[bytes]:
                 f"text file {name!r}, line {number} has no string under text_key={text_key!r}; "
                 f"its keys are {keys}; set text_key to the one that holds the text."
             )
-        if text := row[text_key].strip():
-            yield text.encode()
+        try:
+            text = row[text_key].strip().encode()
+        except UnicodeEncodeError as error:
+            raise errors.UserError(
+                f"text file {name!r}, line {number} holds half of a character ({error}); correct "
+                "or remove the line."
+            ) from error
+        if text:
+            yield text

@@ -43,8 +43,10 @@ def sentencepiece(
 
     Raises:
         UserError: no file at `path`, no SentencePiece model in it, one that does not keep id 0 for
-            padding or has no end piece, or one that brings fewer sentinels than asked for.
+            padding or has no end piece, or one that brings fewer sentinels than asked for, which
+            must be at least 0.
     """
+    _check_count(num_sentinels)
     path = os.path.expanduser(path)
     if "://" not in path and not os.path.isfile(path):
         raise errors.UserError(
@@ -72,7 +74,12 @@ def sentencepiece(
 
 
 def characters(num_sentinels: int = DEFAULT_NUM_SENTINELS) -> seqio.ByteVocabulary:
-    """Returns the vocabulary of the 256 bytes of UTF-8, which needs no file."""
+    """Returns the vocabulary of the 256 bytes of UTF-8, which needs no file.
+
+    Raises:
+        UserError: fewer sentinels than none.
+    """
+    _check_count(num_sentinels)
     return seqio.ByteVocabulary(extra_ids=num_sentinels)
 
 
@@ -99,6 +106,14 @@ def token_bytes(vocabulary: seqio.Vocabulary) -> np.ndarray | None:
         sizes[vocabulary.vocab_size - vocabulary.extra_ids :] = 0
         return sizes
     return None
+
+
+def _check_count(num_sentinels: int) -> None:
+    if not isinstance(num_sentinels, int) or num_sentinels < 0:
+        raise errors.UserError(
+            f"num_sentinels={num_sentinels!r} must be an integer of at least 0; T5 has "
+            f"{DEFAULT_NUM_SENTINELS}."
+        )
 
 
 def _piece_bytes(vocabulary: seqio.SentencePieceVocabulary, token: int) -> int:

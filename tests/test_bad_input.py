@@ -227,3 +227,16 @@ def test_an_unwritable_run_directory_stops_the_run_before_it_compiles(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(errors.UserError, match=r"run_dir=.*file/run.*choose another run_dir"):
         train.main([*QUICKSTART, f"--gin.RUN_DIR={tmp_path}/file/run"])
+
+
+@pytest.mark.parametrize("kind", ["characters", "sentencepiece"])
+def test_a_number_of_sentinels_below_none_is_named(tmp_path, kind):
+    (tmp_path / "a.txt").write_text("text\n")
+    message = fault(
+        *TEXT,
+        f"--gin.TEXT={tmp_path}/a.txt",
+        "--gin.VOCABULARY=unused",
+        f"--gin.pretraining.text_span_corruption.vocabulary=@vocabularies.{kind}()",
+        f"--gin.vocabularies.{kind}.num_sentinels=-3",
+    )
+    assert "num_sentinels=-3 must be" in message

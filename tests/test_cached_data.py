@@ -191,3 +191,83 @@ def test_the_command_keeps_what_the_pipeline_gives(tmp_path, capsys):
     for name, values in expected.items():
         stored = np.concatenate([batch[name] for batch in rows])
         np.testing.assert_array_equal(stored[: len(values)], values)
+
+
+@pytest.mark.parametrize("about", ["[]", "null", "3"])
+def test_a_description_that_is_none_is_named(folder, about):
+    (folder / "cache.json").write_text(about)
+    with pytest.raises(errors.UserError, match=r"cache\.json does not describe a cache.* anew"):
+        built(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"splits": None},
+        {"splits": []},
+        {"splits": {"train": 3}},
+        {"splits": {"train": {"rows": 3, "fingerprint": "a", "features": {}}}},
+        {"vocab_size": "many"},
+        {"vocabulary": 3},
+    ],
+)
+def test_a_description_that_lacks_something_is_named(folder, changes):
+    about = json.loads((folder / "cache.json").read_text())
+    (folder / "cache.json").write_text(json.dumps(about | changes))
+    with pytest.raises(errors.UserError, match=r"cache\.json does not describe a cache.* anew"):
+        built(folder)
+    (folder / "cache.json").write_text('{"version": 1}')
+    with pytest.raises(errors.UserError, match=r"cache\.json does not describe a cache.* anew"):
+        built(folder)
+
+
+@pytest.mark.parametrize("seed", [-1, 0.5])
+def test_a_seed_that_is_none_is_refused(folder, seed):
+    with pytest.raises(errors.UserError, match=rf"CachedDataConfig: seed={seed} must be"):
+        config(folder, seed=seed)
+
+
+def test_each_split_has_lengths_of_its_own(tmp_path):
+    writer = cached_data.Writer(tmp_path / "cache")
+    writer.vocabulary(vocabularies.characters(), None)
+    list(writer.write("train", [made()]))
+    list(writer.write("validation", [{n: values[:, :3] for n, values in made().items()}]))
+    writer.finish(made_from={})
+    for split, lengths in {"train": (LENGTH, 4), "validation": (3, 3)}.items():
+        found = config(tmp_path / "cache", split=split)
+        assert (found.encoder_length, found.decoder_length) == lengths
+        batch = next(found.build(process_index=0, process_count=1))
+        assert batch["encoder_input_tokens"].shape == (4, lengths[0])
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(None, [4, 4, 2]), (7, [4, 3]), (8, [4, 4])])
+def test_batches_are_cut_to_the_rows_that_are_wanted(most, sizes):
+    rows, told = made(), []
+    batches = ({n: values[i : i + 4] for n, values in rows.items()} for i in (0, 4, 8))
+    found = list(cache._first_rows(batches, most, told.append))
+    assert told == [len(batch["encoder_input_tokens"]) for batch in found] == sizes
+    for name, values in rows.items():
+        kept = np.concatenate([batch[name] for batch in found])
+        np.testing.assert_array_equal(kept, values[:most])
+
+
+@pytest.mark.slow
+def test_the_command_keeps_no_more_rows_than_asked_for(tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"text number {i}\n" for i in range(200)))
+    output = tmp_path / "cache"
+    vocabulary = "pretraining.text_span_corruption.vocabulary=@vocabularies.characters()"
+    cache.main(
+        [
+            "--gin_file=gin/runs/pretrain_text.gin",
+            f"--gin.TEXT={tmp_path}/text.txt",
+            "--gin.VOCABULARY=unused",
+            f"--gin.{vocabulary}",
+            "--gin.data.DataConfig.batch_size=8",
+            "--gin.data.DataConfig.encoder_length=32",
+            "--gin.trainer.train.eval_num_batches=2",
+            "--rows=10",
+            f"--output_dir={output}",
+        ]
+    )
+    splits = json.loads((output / "cache.json").read_text())["splits"]
+    assert splits["train"]["rows"] == 10

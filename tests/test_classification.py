@@ -376,3 +376,89 @@ def test_real_rows_become_examples(shared_data):
     found = texts(task, "test")
     assert len(found) == 252
     assert ("trec6 question: When did Hawaii become a state ?", "number") in found
+
+
+class TestUnusualFiles:
+    """What is rare in files of rows is read, or named by file and line."""
+
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            (r'{"text": "half \ud83d tail", "label": "positive"}', r"line 2 has half of a char"),
+            ("[" * 100_000, r"line 2 is not JSON"),
+            ('{"text": ' + "9" * 5000 + "}", r"line 2 is not JSON"),
+        ],
+    )
+    def test_json_that_stands_for_no_text_is_named_by_its_line(self, tmp_path, line, message):
+        path = tmp_path / "train.jsonl"
+        path.write_text(f'{{"text": "x", "label": "positive"}}\n{line}\n')
+        task = text_classification(str(path), LABELS, validation_fraction=0)
+        with pytest.raises(errors.UserError, match=rf"train\.jsonl', {message}"):
+            texts(task)
+
+    def test_half_of_a_character_in_a_field_that_is_not_read_is_no_fault(self, tmp_path):
+        path = tmp_path / "train.jsonl"
+        path.write_text(r'{"text": "x", "label": "positive", "id": "\ud83d"}')
+        task = text_classification(str(path), LABELS, prompt="{text}", validation_fraction=0)
+        assert texts(task) == [("x", "positive")]
+
+    def test_damaged_archives_are_named(self, tmp_path):
+        path = tmp_path / "train.jsonl.gz"
+        whole = gzip.compress("".join(json.dumps(row) + "\n" for row in ROWS).encode())
+        no_block = whole[:10] + b"\xff" + whole[11:]
+        for content in (whole[: len(whole) // 2], b"plain text\n", no_block):
+            path.write_bytes(content)
+            task = text_classification(str(path), LABELS, validation_fraction=0)
+            with pytest.raises(errors.UserError, match=r"train\.jsonl\.gz' cannot be read"):
+                texts(task)
+
+    def test_a_field_of_csv_may_be_as_long_as_a_book(self, tmp_path):
+        book = "word " * 100_000
+        (tmp_path / "train.csv").write_text(f'text,label\n"{book}",positive\n')
+        task = text_classification(
+            str(tmp_path / "train.csv"), LABELS, prompt="{text}", validation_fraction=0
+        )
+        assert texts(task) == [(book.strip(), "positive")]
+
+    def test_a_name_with_brackets_is_a_file_before_it_is_a_glob(self, tmp_path):
+        path = write_rows(tmp_path / "a[1].jsonl", ROWS)
+        assert len(texts(text_classification(path, LABELS, validation_fraction=0))) == 3
+
+    def test_a_path_may_be_an_object(self, folder):
+        folder = pathlib.Path(folder)
+        expected = texts(paper_task("sst2", str(folder)))
+        file = folder / "dev.jsonl"
+        for path in (folder, file, [file], {"train": file}, {"train": [file]}):
+            task = text_classification(
+                path, LABELS, name="sst2", prompt="sst2 sentence: {text}", validation_fraction=0
+            )
+            assert texts(task) == expected
+
+
+def test_rows_that_are_cut_end_with_their_end_token(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"text": "much too long", "label": "good"}\n' * 2)
+    for rank in (False, True):
+        task = text_classification(str(tmp_path), ["bad", "good"], rank=rank, validation_fraction=0)
+        lengths = {"inputs": 9, "targets": 3}
+        for example in task.get_dataset(lengths, "train", shuffle=False).as_numpy_iterator():
+            assert {name: len(example[name]) for name in lengths} == lengths
+            assert [example[name][-1] for name in lengths] == [1, 1]
+
+
+def test_fields_may_have_any_name_but_that_of_the_answer(tmp_path):
+    row = '{"Review Text": "fine", "star-rating": "good", "label": "a label"}\n'
+    (tmp_path / "train.jsonl").write_text(row * 2)
+
+    def task(text_field, label_field="star-rating"):
+        return text_classification(
+            str(tmp_path), ["bad", "good"], text_field=text_field, label_field=label_field,
+            validation_fraction=0,
+        )  # fmt: skip
+
+    (first, _) = task("Review Text").get_dataset(None, "train", shuffle=False).as_numpy_iterator()
+    expected = b"text_classification Review Text: fine"
+    assert (first["inputs_pretokenized"], first["targets_pretokenized"]) == (expected, b"good")
+    with pytest.raises(errors.UserError, match="holds 'label', the name that answers"):
+        task("label")
+    with pytest.raises(errors.UserError, match="inputs would hold the answer"):
+        task("Review Text", "Review Text")

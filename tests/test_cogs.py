@@ -73,3 +73,9 @@ def test_real_logical_forms_of_all_categories_are_read(shared_data):
     categories = set(rows[1]["category"].numpy().tolist())
     assert len(categories) == 21
     assert {name.encode() for name in cogs.STRUCTURAL} <= categories
+
+
+def test_a_header_line_is_no_sentence(tmp_path):
+    (tmp_path / "train.csv").write_text("text,target,category\nA dog ran .,dog,primitive\n")
+    (example,) = examples(cogs.cogs(str(tmp_path)), "train")
+    assert example["inputs_pretokenized"] == b"A dog ran ."

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
-from convt5.tasks import vocabularies
+from convt5.tasks import classification, vocabularies
 from etils import epath
 
 from convt5 import eval as evaluation
@@ -197,6 +197,76 @@ def test_a_vocabulary_of_other_words_is_refused(shared_data):
     task_data.check_task(same, "validation", vocab_size=5000, trained=trained)
 
 
+def labelled(folder, vocabulary):
+    """Flags of a task in a file, read with a vocabulary of its own."""
+    rows = [{"text": "good", "label": "yes"}, {"text": "bad", "label": "no"}]
+    (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        "--gin_file=gin/tasks/text_classification.gin",
+        f"--gin.DATA={folder}",
+        "--gin.LABELS=['no', 'yes']",
+        f"--gin.VOCABULARY={vocabulary}",
+        "--split=test",
+        "--dry_run",
+    ]
+
+
+def test_a_task_of_another_vocabulary_than_the_runs_is_refused(
+    run_dir, tmp_path, shared_data, capsys
+):
+    """Also where its gin file takes the place of the data of the run."""
+    flags = labelled(tmp_path, shared_data / "vocab" / "seqio_test.model")
+    with pytest.raises(UserError, match=r"with SentencePiece .* trained with ByteVocabulary"):
+        evaluation.main([f"--checkpoint={run_dir}", *flags])
+    assert "not compared" not in capsys.readouterr().err
+
+
+def test_a_run_whose_data_is_gone_is_evaluated_on_other_tasks(tmp_path, shared_data, capsys):
+    task()
+    run = tiny_run.write_run(tmp_path / "run", task="tiny_gone")
+    with pytest.raises(UserError, match="tiny_gone is not registered"):
+        evaluation.main([f"--checkpoint={run}", "--dry_run"])
+    assert evaluation.main([f"--checkpoint={run}", "--task=tiny_reviews", "--dry_run"]) == 0
+    assert "vocabularies are not compared: task=tiny_gone" in capsys.readouterr().err
+    flags = labelled(tmp_path, shared_data / "vocab" / "seqio_test.model")
+    assert evaluation.main([f"--checkpoint={run}", *flags]) == 0
+
+
+def test_two_tasks_of_one_name_are_refused(tmp_path):
+    one, two = (
+        classification.text_classification(_reviews(tmp_path / name), ["no", "yes"])
+        for name in ("one", "two")
+    )
+    assert task_data.find_tasks([one, one]) == [one]
+    with pytest.raises(UserError, match="two different ones are called 'text_classification'"):
+        task_data.find_tasks([one, two])
+
+
+def test_the_first_examples_of_a_ranking_are_rows(tmp_path):
+    """Each of them is an example for every label."""
+    ranked = classification.text_classification(
+        _reviews(tmp_path / "data"), ["no", "yes", "maybe"], rank=True, validation_fraction=0
+    )
+
+    def counted(num_examples):
+        known = EvalConfig(num_examples=num_examples)
+        evaluator = Evaluator(ranked, "train", CONFIG, known)
+        return len(evaluator.examples), evaluator.evaluate(Known()).counts
+
+    assert counted(2)[0] == 6
+    num_computed, counts = counted(None)
+    assert num_computed == 9
+    assert counts["num_examples"] == 3
+    assert counts["truncated_inputs"] == 3
+
+
+def _reviews(folder):
+    rows = [{"text": "a film as long as the whole of its name", "label": "yes"}] * 3
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
 def test_an_unknown_task_names_those_that_are_registered():
     task()
     with pytest.raises(UserError, match=r"task=tiny_review is not .* Did you mean tiny_reviews"):
@@ -300,6 +370,13 @@ def test_a_followed_run_that_is_done_ends_and_nothing_is_done_twice(run_dir, tmp
     assert capsys.readouterr().out.count("tiny_reviews/validation") == 4  # Names and paths.
     assert evaluation.main(argv) == 0
     assert capsys.readouterr().out == ""
+
+
+def test_waiting_for_a_run_that_has_not_begun_is_told(tmp_path, capsys):
+    with pytest.raises(UserError, match="no checkpoint in"):
+        evaluation.main([f"--checkpoint={tmp_path}/not_here", "--follow", "--timeout=0.01"])
+    told = capsys.readouterr().err
+    assert f"waiting for the run directory {tmp_path}/not_here, at most 0.01 seconds" in told
 
 
 def test_the_dry_run_computes_nothing(run_dir, capsys):

@@ -1,10 +1,12 @@
 """Predictions of texts: every line answered once, in order, however often the command is killed."""
 
+import bz2
 import contextlib
 import fcntl
 import gzip
 import io
 import json
+import lzma
 
 import pytest
 import tiny_run
@@ -14,7 +16,7 @@ from convt5.errors import UserError
 from convt5.evaluation import inputs, stream
 from convt5.evaluation.inputs import Item
 from convt5.evaluation.predictor import Prediction
-from convt5.evaluation.results import ResumableLines
+from convt5.evaluation.results import Outcome, Results, ResumableLines
 from convt5.evaluation.settings import PredictConfig
 from convt5.interchange import portable
 from convt5.training.run_log import read_records
@@ -230,6 +232,18 @@ def test_the_command_answers_a_file_and_continues_it(run_dir, tmp_path, capsys):
     assert "is complete: 5 lines" in capsys.readouterr().err
 
 
+def test_a_complete_output_of_other_inputs_is_refused(run_dir, tmp_path, capsys):
+    source = tmp_path / "in.txt"
+    source.write_text("one\ntwo\n")
+    argv = [f"--checkpoint={run_dir}", f"--input={source}", f"--output={tmp_path / 'out.jsonl'}"]
+    assert infer.main(argv) == 0
+    assert infer.main(argv) == 0
+    assert "is complete: 2 lines" in capsys.readouterr().err
+    source.write_text("one\nanother\n")
+    with pytest.raises(UserError, match="line 2 of the output was made from 'two', but input 2 is"):
+        infer.main(argv)
+
+
 def test_the_command_answers_a_task_and_standard_input(run_dir, capsys, monkeypatch):
     argv = [f"--checkpoint={run_dir}", "--batch_size=4", "--max_input_length=8"]
     assert infer.main([*argv, "--task=tiny_infer", "--num_examples=3"]) == 0
@@ -287,6 +301,24 @@ def test_a_run_whose_data_is_elsewhere_can_be_used_with_a_vocabulary(run_dir, tm
     assert "1 from" in captured.out
 
 
+def test_a_run_whose_training_data_is_gone_can_be_used_with_a_vocabulary(tmp_path, capsys):
+    run = tiny_run.write_run(tmp_path / "run", steps=(20,), task="tiny_infer")
+    config = tmp_path / "run" / "config.gin"
+    gone = "@cached_data.CachedDataConfig()\ncached_data.CachedDataConfig.path = '/no/cache'\n"
+    text = config.read_text().replace("@data.DataConfig()\n", gone)
+    lines = [line for line in text.splitlines() if not line.startswith("data.")]
+    lines = [line.replace("import data", "import cached_data") for line in lines]
+    config.write_text("\n".join(lines) + "\ncached_data.CachedDataConfig.batch_size = 4\n")
+    (tmp_path / "in.txt").write_text("one\n")
+    argv = [f"--checkpoint={run}", f"--input={tmp_path / 'in.txt'}", "--dry_run"]
+    with pytest.raises(UserError, match="/no/cache"):
+        infer.main(argv)
+    assert infer.main([*argv, "--vocabulary=bytes", "--max_length=7"]) == 0
+    captured = capsys.readouterr()
+    assert "the lengths of the run are not known" in captured.err
+    assert "512 tokens in, 7 out" in captured.out
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -302,3 +334,60 @@ def test_a_run_whose_data_is_elsewhere_can_be_used_with_a_vocabulary(run_dir, tm
 def test_what_a_user_can_get_wrong_ends_in_one_message(run_dir, argv, message):
     with pytest.raises(UserError, match=message):
         infer.main([part.format(run=run_dir) for part in argv])
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_a_byte_order_mark_is_no_text(tmp_path, suffix):
+    lines = [json.dumps({"text": t}) if "json" in suffix else t for t in WRITTEN]
+    content = "".join(f"{line}\n" for line in lines).encode("utf-8-sig")
+    (tmp_path / f"in{suffix}").write_bytes(content)
+    read = inputs.from_file(str(tmp_path / f"in{suffix}"))
+    assert [item.text for item in read.read()] == WRITTEN
+    stream_of = inputs.from_stream(io.BytesIO(content), "text" if "json" in suffix else None)
+    assert [item.text for item in stream_of.read()] == WRITTEN
+
+
+@pytest.mark.parametrize(
+    "suffix", [".txt.xz", ".json", ".json.gz", ".json.xz", ".ndjson", ".ndjson.gz", ".jsonl.bz2"]
+)
+def test_files_of_every_compression_are_read_by_their_kind(tmp_path, suffix):
+    compress = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}
+    lines = [json.dumps({"text": t}) if "json" in suffix else t for t in WRITTEN]
+    content = "".join(f"{line}\n" for line in lines).encode()
+    path = tmp_path / f"in{suffix}"
+    path.write_bytes(compress.get(suffix.rpartition(".")[2], bytes)(content))
+    assert [item.text for item in inputs.from_file(str(path)).read()] == WRITTEN
+
+
+def test_damaged_files_are_named(tmp_path):
+    whole = gzip.compress(b"one\ntwo\n")
+    no_block = whole[:10] + b"\xff" + whole[11:]
+    for content in (whole[: len(whole) // 2], b"plain text\n", no_block):
+        (tmp_path / "in.txt.gz").write_bytes(content)
+        with pytest.raises(UserError, match=r"in\.txt\.gz' cannot be read .*is it complete"):
+            inputs.from_file(str(tmp_path / "in.txt.gz"))
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"text": ' + "9" * 5000 + "}"])
+def test_json_that_python_cannot_hold_is_named_by_its_line(tmp_path, line):
+    (tmp_path / "in.jsonl").write_text(f'{{"text": "one"}}\n{line}\n')
+    with pytest.raises(UserError, match=r"in\.jsonl, line 2 is not JSON"):
+        inputs.from_file(str(tmp_path / "in.jsonl"))
+
+
+@pytest.mark.parametrize("content", ['{"task": "a", "sett', "", "[]", "null"])
+def test_results_that_were_cut_are_none(tmp_path, content):
+    results = Results(tmp_path, {"max_length": 6})
+    path = results.write(Outcome("a", "test", {"loss": 1.0}, {}, []), None)
+    assert results.exists("a", "test", None)
+    path.write_text(content)
+    assert not results.exists("a", "test", None)
+
+
+@pytest.mark.parametrize("content", ['{"max_le', "", "null", "3"])
+def test_damaged_settings_beside_an_output_are_named(tmp_path, content):
+    path = tmp_path / "out.jsonl"
+    write_all(path, TEXTS, max_length=6)
+    (tmp_path / "out.jsonl.settings.json").write_text(content)
+    with pytest.raises(UserError, match=r"out\.jsonl\.settings\.json .*damaged.* remove the file"):
+        write_all(path, TEXTS, max_length=6)

@@ -98,6 +98,18 @@ def test_sentinels_stand_in_texts_of_any_vocabulary(text):
         assert ids[0] == BYTES.vocab_size - 1
 
 
+def test_sentinels_stand_beside_letters_in_texts_of_sentencepiece(shared_data):
+    """To the model itself they are sentinels behind a blank alone."""
+    words = vocabularies.sentencepiece(str(shared_data / "vocab" / "t5_cc_all_32000.model"))
+    first = words.vocab_size - 1
+    for text in ("a<extra_id_0>b", "(<extra_id_0>) b", "<extra_id_0><extra_id_1>"):
+        ids = encode_text(words, text)
+        assert first in ids
+        assert 2 not in ids
+    for text in ("Thank you <extra_id_0> me to <extra_id_1> week.", "<extra_id_0> b", "no mark"):
+        assert encode_text(words, text) == list(words.encode(text))
+
+
 def test_a_cut_input_keeps_its_end_token():
     assert truncated([5, 6, 7, 1], 3, 1) == ([5, 6, 1], 1)
     assert truncated([5, 6, 7, 8], 3, 1) == ([5, 6, 7], 1)

@@ -185,6 +185,20 @@ def test_an_encoder_too_short_for_text_is_an_error():
         span_corruption.segment_sizes(2)
 
 
+@pytest.mark.parametrize(
+    ("noise_density", "mean_span_length"), [(0.5, 1.0), (0.6, 1.0), (0.8, 2.0), (0.95, 1.0)]
+)
+@pytest.mark.parametrize("length", [2, 3, 31, 100])
+def test_spans_are_never_more_than_the_tokens_between_them(length, noise_density, mean_span_length):
+    tokens = text(length)
+    settings = {"noise_density": noise_density, "mean_span_length": mean_span_length}
+    inputs, targets = corrupted(tokens, **settings)
+    np.testing.assert_array_equal(restored(inputs, targets), tokens)
+    sizes = span_corruption.segment_sizes(len(inputs) + 1, **settings)
+    assert sizes.text >= length
+    assert sizes.inputs <= len(inputs) + 1
+
+
 @pytest.fixture(scope="module")
 def published():
     """The published preprocessors, where they are installed."""

@@ -1,17 +1,22 @@
 """Text of any form becomes documents, once, and what is no text is named."""
 
 import bz2
+import functools
 import gzip
+import hashlib
 import json
 import lzma
 import os
 
 import pytest
+import seqio
 import tensorflow as tf
-from convt5.tasks import text_files
+from convt5.tasks import local_files, text_files, vocabularies
+from convt5.tasks.sources import TextFilesSource
 from convt5.tasks.text_files import TextFiles
 
 from convt5 import errors
+from convt5.evaluation import task_data
 
 PARAGRAPHS = "First line.\nIts second line.\n\n\nOther document.\n \nThird.\n"
 OPENERS = {"": open, ".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
@@ -183,3 +188,103 @@ def test_an_unknown_separator_is_an_error(tmp_path):
     path = write(tmp_path / "text.txt", "one")
     with pytest.raises(errors.UserError, match="separator='tab' must be"):
         TextFiles(path=path, separator="tab")
+
+
+@pytest.mark.parametrize("suffix", [".json", ".ndjson", ".ndjson.gz", ".json.xz"])
+def test_json_lines_go_by_other_names_too(tmp_path, suffix):
+    compression = suffix[suffix.rindex(".") :]
+    compression = compression if compression in OPENERS else ""
+    path = write(tmp_path / f"rows{suffix}", '{"text": "one"}\n{"text": "two"}\n', compression)
+    assert list(TextFiles(path=path).documents()) == [b"one", b"two"]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "expected"), [(".jsonl", b"of an earlier version"), (".json", b"one")]
+)
+def test_json_that_was_stored_as_plain_text_is_stored_anew(tmp_path, cache, suffix, expected):
+    path = write(tmp_path / f"rows{suffix}", '{"text": "one"}\n')
+    about = [1, "auto", "text", None, local_files.identity(path)]
+    earlier = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
+    folder = cache / "convt5" / "text" / earlier
+    folder.mkdir(parents=True)
+    with tf.io.TFRecordWriter(str(folder / "train-00000.tfrecord")) as writer:
+        writer.write(b"of an earlier version")
+    assert read(TextFiles(path=path).stored()["train"]) == [expected]
+
+
+def test_a_json_document_of_several_lines_is_refused(tmp_path):
+    path = write(tmp_path / "rows.json", json.dumps([{"text": "one"}], indent=2))
+    with pytest.raises(errors.UserError, match=r"rows\.json', line 1 is not JSON"):
+        list(TextFiles(path=path).documents())
+
+
+@pytest.mark.parametrize("compression", [gzip, lzma, bz2])
+def test_damaged_archives_are_named(tmp_path, compression):
+    path = tmp_path / {gzip: "a.txt.gz", lzma: "a.txt.xz", bz2: "a.txt.bz2"}[compression]
+    whole = compression.compress(b"one\ntwo\n")
+    no_block = whole[:10] + b"\xff" + whole[11:]
+    for content in (whole[: len(whole) // 2], b"plain", no_block):
+        path.write_bytes(content)
+        with pytest.raises(errors.UserError, match=r"a\.txt\.\w+' cannot be read"):
+            list(TextFiles(path=str(path)).documents())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (r'{"text": "half \ud83d tail"}', r"line 2 holds half of a character"),
+        ("[" * 100_000, r"line 2 is not JSON"),
+        ('{"text": ' + "9" * 5000 + "}", r"line 2 is not JSON"),
+    ],
+)
+def test_json_that_stands_for_no_text_is_named_by_its_line(tmp_path, line, message):
+    path = write(tmp_path / "rows.jsonl", f'{{"text": "one"}}\n{line}\n')
+    with pytest.raises(errors.UserError, match=rf"rows\.jsonl', {message}"):
+        list(TextFiles(path=path).documents())
+
+
+def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    path = write(tmp_path / "text.txt", "one\n")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
+    with pytest.raises(errors.UserError, match=r"/proc/nothing/.* cannot be written.*XDG_CACHE_HO"):
+        TextFiles(path=path).stored()
+
+
+def test_a_damaged_cache_is_named_when_it_is_evaluated(tmp_path, cache):
+    path = write(tmp_path / "text.txt", "\n".join(f"document {i}" for i in range(100)))
+    task = seqio.Task(
+        "text",
+        source=TextFilesSource({"train": (TextFiles(path=path), "train")}),
+        preprocessors=[
+            functools.partial(
+                seqio.preprocessors.rekey, key_map={"inputs": "text", "targets": "text"}
+            ),
+            seqio.preprocessors.tokenize,
+        ],
+        output_features=dict.fromkeys(
+            ["inputs", "targets"], seqio.Feature(vocabularies.characters(), add_eos=False)
+        ),
+    )
+    lengths = {"inputs": 16, "targets": 16}
+    assert len(task_data.read_examples(task, "train", lengths=lengths)) == 100
+    for stored in cache.rglob("*.tfrecord"):
+        content = stored.read_bytes()
+        stored.write_bytes(content[: len(content) - 9])
+    message = r"split=train of task=text cannot be read: .* cut short"
+    with pytest.raises(errors.UserError, match=message):
+        task_data.read_examples(task, "train", lengths=lengths)
+
+
+def test_a_name_with_brackets_is_a_file_before_it_is_a_glob(tmp_path):
+    one = write(tmp_path / "a[1].txt", "one\n")
+    write(tmp_path / "a1.txt", "other\n")
+    assert list(TextFiles(path=one).documents()) == [b"one"]
+    assert list(TextFiles(path=str(tmp_path / "a[1-9].txt")).documents()) == [b"other"]
+
+
+def test_a_path_may_be_an_object(tmp_path):
+    write(tmp_path / "a.txt", "one\n")
+    write(tmp_path / "b.txt", "two\n")
+    assert list(TextFiles(path=tmp_path / "a.txt").documents()) == [b"one"]
+    both = TextFiles(path=[tmp_path / "a.txt", tmp_path / "b.txt"])
+    assert list(both.documents()) == [b"one", b"two"]

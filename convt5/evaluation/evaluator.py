@@ -5,8 +5,9 @@ task's postprocessor, scores as log-probabilities of targets.
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from convt5.evaluation.predictor import (
 )
 from convt5.evaluation.results import Outcome
 from convt5.evaluation.settings import EvalConfig, PredictConfig
-from convt5.evaluation.task_data import Example, pretokenized, read_examples
+from convt5.evaluation.task_data import Example, pretokenized, read_examples, row_numbers
 
 LOSS = "loss"
 
@@ -68,11 +69,16 @@ class Evaluator:
         ]
         self._sources = [_ids(example, "inputs") for example in self.examples]
         self._targets = [target.tokens for target in fitted]
+        rows = row_numbers(self.examples)
+
+        def num_rows(wanted: Iterable[bool]) -> int:
+            return len(set(itertools.compress(rows, wanted)))
+
         self._counts = {
-            "num_examples": len(self.examples),
+            "num_examples": len(set(rows)),
             "num_target_tokens": sum(map(len, self._targets)),
-            "truncated_inputs": sum(len(s) > lengths["inputs"] for s in self._sources),
-            "truncated_targets": sum(target.truncated > 0 for target in fitted),
+            "truncated_inputs": num_rows(len(ids) > lengths["inputs"] for ids in self._sources),
+            "truncated_targets": num_rows(target.truncated > 0 for target in fitted),
         }
         if not self._counts["num_target_tokens"]:
             raise errors.UserError(f"task={task.name}: the targets of split={split} are all empty.")

@@ -34,7 +34,8 @@ class TaskEval:
         """Reads the examples.
 
         Raises:
-            UserError: an unknown task or split, another vocabulary, or no example.
+            UserError: an unknown task or split, a vocabulary with more ids than the model has rows,
+                or no example.
         """
         # TensorFlow and seqio are only needed from here on.
         from convt5.evaluation import task_data

@@ -1,6 +1,5 @@
 """Where `infer` reads: lines of text, fields of JSON lines, standard input, or a task's split."""
 
-import gzip
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -9,7 +8,6 @@ from typing import IO, Any, NamedTuple
 from convt5 import errors
 
 STDIN = "-"
-_JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".json")
 
 
 class Item(NamedTuple):
@@ -41,29 +39,32 @@ class Inputs(NamedTuple):
 
 
 def from_file(path: str, field: str | None = None) -> Inputs:
-    """Returns the lines of a text file, or a field of each line of a JSONL file.
+    """Returns the lines of a text file, or a field of each line of a file of JSON lines.
 
     All of the file is checked at once: a fault in its last line is better known before the first
     is predicted.
 
     Args:
-        path: may end in .gz; .jsonl is JSON.
+        path: .jsonl, .ndjson and .json are JSON lines; may end in .gz, .xz or .bz2 after that.
         field: of JSON objects; by default "inputs" or "input", "text" or "sentence".
 
     Raises:
-        UserError: no such file, or a line without text; the message has its number.
+        UserError: no such file, one that cannot be read, or a line without text; the message has
+            its number.
     """
+    # Deferred: it imports TensorFlow, which predictions of texts in memory do not need.
+    from convt5.tasks import local_files  # pyright: ignore[reportMissingImports]
+
     path = os.path.expanduser(path)
     if not os.path.isfile(path):
         raise errors.UserError(
             f"input={path} names no file (working directory {os.getcwd()!r}); correct the path, "
             f"or give {STDIN} for standard input."
         )
-    opened = gzip.open if path.endswith(".gz") else open
-    parse = _parser(path, field)
+    parse = _parser(field, is_json=local_files.is_json_lines(path))
 
     def read() -> Iterator[Item]:
-        with opened(path, "rb") as file:
+        with local_files.explained(path), local_files.open_bytes(path) as file:
             yield from _items(file, path, parse)
 
     return Inputs(path, sum(1 for _ in read()), read)
@@ -71,7 +72,8 @@ def from_file(path: str, field: str | None = None) -> Inputs:
 
 def from_stream(stream: Iterable[bytes], field: str | None = None) -> Inputs:
     """Returns the lines of a stream, which are read as they come, and once."""
-    return Inputs(STDIN, None, lambda: _items(stream, "standard input", _parser("", field)))
+    parse = _parser(field, is_json=False)
+    return Inputs(STDIN, None, lambda: _items(stream, "standard input", parse))
 
 
 def from_examples(name: str, examples: Iterable[Item]) -> Inputs:
@@ -95,14 +97,14 @@ def chunks(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
 _FIELDS = ("inputs", "input", "text", "sentence")
 
 
-def _parser(path: str, field: str | None) -> Callable[[str], str]:
-    if field is None and not path.endswith(_JSON_SUFFIXES):
+def _parser(field: str | None, *, is_json: bool) -> Callable[[str], str]:
+    if field is None and not is_json:
         return lambda line: line
 
     def parse(line: str) -> str:
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise errors.UserError(f"is not JSON ({error})") from None
         if not isinstance(record, dict):
             raise errors.UserError(f"is no JSON object but {line[:40]!r}")
@@ -125,7 +127,8 @@ def _items(
 ) -> Iterator[Item]:
     for number, line in enumerate(file, start=1):
         try:
-            text = parse(line.decode().rstrip("\r\n"))
+            decoded = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            text = parse(decoded.rstrip("\r\n"))
             if not text.strip():
                 raise errors.UserError("is empty: there is nothing to predict from; leave it out")
             text.encode()  # JSON can express halves of characters, which no vocabulary has.

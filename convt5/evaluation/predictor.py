@@ -269,7 +269,8 @@ def encode_text(vocabulary: TextVocabulary, text: str) -> list[int]:
     """Returns ids without an end token; <extra_id_0> is the first sentinel, in any vocabulary."""
     ids: list[int] = []
     first = vocabulary.vocab_size - vocabulary.extra_ids
-    for piece in _SENTINEL.split(text) if _reads_sentinels_as_letters(vocabulary) else [text]:
+    # A SentencePiece model with sentinels knows them only where a blank or nothing stands before.
+    for piece in _SENTINEL.split(text):
         number = int(piece[10:-1]) if _SENTINEL.fullmatch(piece) else None
         if number is not None and vocabulary.vocab_size - 1 - number >= first:
             ids.append(vocabulary.vocab_size - 1 - number)

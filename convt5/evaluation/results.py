@@ -55,9 +55,9 @@ class Results:
         return self.folder / _file_name(task) / _file_name(split) / f"{name}.json"
 
     def exists(self, task: str, split: str, step: int | None) -> bool:
-        """Whether there are results of the same settings."""
-        path = self.path(task, split, step)
-        return path.exists() and json.loads(path.read_text()).get("settings") == self._settings
+        """Whether there are results of the same settings; a damaged file is none."""
+        found = _read_object(self.path(task, split, step))
+        return found is not None and found.get("settings") == self._settings
 
     def write(self, outcome: Outcome, step: int | None) -> epath.Path:
         """Writes all files of one task and step; returns the path of the metrics.
@@ -176,11 +176,15 @@ class ResumableLines:
         if not has_lines:
             replace_text(beside, json.dumps(settings, indent=2) + "\n")
             return
-        before = json.loads(beside.read_text()) if beside.exists() else None
+        before = _read_object(beside)
         if before is None:
+            found = (
+                f"was made with settings that are not known: {beside.name} beside it is damaged"
+                if beside.exists()
+                else f"holds something else: there is no {beside.name} beside it"
+            )
             raise errors.UserError(
-                f"output={self.path} holds something else: there is no {beside.name} beside it; "
-                "choose another output, or remove the file."
+                f"output={self.path} {found}; choose another output, or remove the file."
             )
         changed = differences(before, settings)
         if changed:
@@ -213,6 +217,17 @@ def closing_results(results: Results | None) -> Iterator[Results | None]:
     finally:
         if results is not None:
             results.close()
+
+
+def _read_object(path: epath.Path) -> dict[str, Any] | None:
+    """Returns the JSON object in a file; None where there is no file, or no such object in it."""
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _file_name(name: str) -> str:

@@ -3,8 +3,10 @@
 A run directory holds them in `config.gin`; gin files that describe a run take its place.
 """
 
+import functools
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from etils import epath
@@ -24,11 +26,14 @@ class RunSettings(NamedTuple):
     Attributes:
         train: arguments of `trainer.train`; empty for a model without a run.
         predict, evaluate: as gin bound them.
+        trained_on: returns the data of the run alone, where `train` may have that of another gin
+            file; None where they are the same. It raises `UserError` where that data is gone.
     """
 
     train: Mapping[str, Any]
     predict: PredictConfig
     evaluate: EvalConfig
+    trained_on: Callable[[], Any] | None = None
 
     @classmethod
     def unknown(cls) -> "RunSettings":
@@ -38,14 +43,19 @@ class RunSettings(NamedTuple):
     @property
     def data(self) -> Any:
         """The run's evaluation data, or its training data; None where there is neither."""
-        return self.train.get("eval_data") or self.train.get("train_data")
+        return _data(self.train)
 
     def trained_lengths(self) -> dict[str, int | None]:
-        """Returns the lengths of the training data, named as in `PredictConfig`."""
-        return {
-            "max_input_length": getattr(self.data, "encoder_length", None),
-            "max_length": getattr(self.data, "decoder_length", None),
-        }
+        """Returns the lengths of the training data, named as in `PredictConfig`.
+
+        They are unknown where they lie in a cache that is gone.
+        """
+        names = {"max_input_length": "encoder_length", "max_length": "decoder_length"}
+        try:
+            return {ours: getattr(self.data, name, None) for ours, name in names.items()}
+        except errors.UserError as error:
+            print(f"the lengths of the run are not known: {error}", file=sys.stderr)
+            return dict.fromkeys(names)
 
 
 class TextFeatures(NamedTuple):
@@ -57,7 +67,11 @@ class TextFeatures(NamedTuple):
 
 
 def read(
-    checkpoint: str | None, files: Sequence[str] = (), bindings: Sequence[str] = ()
+    checkpoint: str | None,
+    files: Sequence[str] = (),
+    bindings: Sequence[str] = (),
+    *,
+    needs_data: bool = True,
 ) -> RunSettings:
     """Returns the settings of a run and of what is done with it.
 
@@ -66,6 +80,8 @@ def read(
             these describe a run themselves.
         files: gin files.
         bindings: `NAME=VALUE` as given to `--gin.NAME=VALUE`.
+        needs_data: whether a run whose data is gone is an error. It is left out otherwise, and so
+            it is where the settings name tasks to evaluate.
 
     Raises:
         UserError: what `gin_config.load` raises.
@@ -74,7 +90,10 @@ def read(
     bound = [s for s in statements if isinstance(s, gin_files.Binding)]
     is_run = any(f".{b.selector}".endswith(".trainer.train") for b in bound)
     own = config_file(checkpoint) if checkpoint else None
+    trained_on = None
     if own is not None and not is_run:
+        if files:
+            trained_on = functools.partial(_data_of_run, str(own))
         files, is_run = [str(own), *files], True
     roots = ["@convt5.evaluation.PredictConfig", "@convt5.evaluation.EvalConfig"]
     if is_run:
@@ -82,16 +101,32 @@ def read(
     if checkpoint and gin_files.is_required(statements, "RUN_DIR"):
         bindings = [f"RUN_DIR='{checkpoint}'", *bindings]
     config = gin_config.load(files, bindings, roots=roots, supplied=["config_text"])
+    evaluate = EvalConfig(**config.arguments(EvalConfig))
     train: Mapping[str, Any] = {}
     if is_run:
         from convt5 import trainer
 
-        train = config.arguments(trainer.train)
-    return RunSettings(
-        train,
-        PredictConfig(**config.arguments(PredictConfig)),
-        EvalConfig(**config.arguments(EvalConfig)),
+        try:
+            train = config.arguments(trainer.train)
+        except errors.UserError as error:
+            if needs_data and not evaluate.tasks:
+                raise
+            print(f"the settings of training are left out: {error}", file=sys.stderr)
+    predict = PredictConfig(**config.arguments(PredictConfig))
+    return RunSettings(train, predict, evaluate, trained_on)
+
+
+def _data(train: Mapping[str, Any]) -> Any:
+    return train.get("eval_data") or train.get("train_data")
+
+
+def _data_of_run(config_gin: str) -> Any:
+    from convt5 import trainer
+
+    config = gin_config.load(
+        [config_gin], roots=["@convt5.trainer.train"], supplied=["config_text"]
     )
+    return _data(config.arguments(trainer.train))
 
 
 def config_file(checkpoint: epath.PathLike) -> epath.Path | None:
@@ -139,17 +174,18 @@ def text_features(source: str, settings: RunSettings | None = None) -> TextFeatu
 
 
 def run_features(settings: RunSettings) -> TextFeatures | None:
-    """Returns the vocabularies of a run's data, read; None where its data is no seqio task.
+    """Returns the vocabularies that a run was trained with; None where its data is no seqio task.
 
     Raises:
-        UserError: the vocabulary cannot be read.
+        UserError: the vocabulary cannot be read, or the data is gone.
     """
     import seqio
 
-    cached = getattr(settings.data, "vocabulary", None)
+    data = settings.trained_on() if settings.trained_on else settings.data
+    cached = getattr(data, "vocabulary", None)
     if cached is not None:
         return TextFeatures(cached, cached)
-    provider = getattr(settings.data, "mixture", None)
+    provider = getattr(data, "mixture", None)
     if isinstance(provider, str):
         from convt5.evaluation.task_data import registered
 
@@ -161,12 +197,22 @@ def run_features(settings: RunSettings) -> TextFeatures | None:
         return None
     inputs, targets = features["inputs"], features["targets"]
     for vocabulary in (inputs.vocabulary, targets.vocabulary):
-        check_readable(vocabulary)
+        check_readable(
+            vocabulary,
+            of="the run's data",
+            remedy="give a copy that is here: --vocabulary=FILE.model",
+        )
     return TextFeatures(inputs.vocabulary, targets.vocabulary, inputs.add_eos)
 
 
-def check_readable(vocabulary: Any) -> None:
-    """Raises `UserError` if a file of the vocabulary is not there."""
+def check_readable(vocabulary: Any, *, of: str, remedy: str) -> None:
+    """Raises `UserError` if a file of the vocabulary is not there.
+
+    Args:
+        vocabulary: a seqio vocabulary.
+        of: whose it is.
+        remedy: what helps.
+    """
     import tensorflow as tf
 
     try:
@@ -174,6 +220,6 @@ def check_readable(vocabulary: Any) -> None:
     except (tf.errors.OpError, OSError) as error:
         name = getattr(vocabulary, "sentencepiece_model_file", vocabulary)
         raise errors.UserError(
-            f"the vocabulary {name!r} of the run's data cannot be read "
-            f"({str(error).splitlines()[0]}); give a copy that is here: --vocabulary=FILE.model."
+            f"the vocabulary {name!r} of {of} cannot be read ({str(error).splitlines()[0]}); "
+            f"{remedy}."
         ) from error

@@ -38,7 +38,7 @@ def predictions(
     rows = predictor.config.batch_size
     first = 0
     for chunk in chunks(items, chunk_size):
-        num_there = _check_done(chunk, itertools.islice(earlier, len(chunk)), first)
+        num_there = check_done(chunk, itertools.islice(earlier, len(chunk)), first)
         if num_there < len(chunk):
             # Few inputs in all need no whole batch.
             is_all = first == 0 and len(chunk) < rows
@@ -105,10 +105,14 @@ def converse(
             print(line, file=out, flush=True)
 
 
-def _check_done(chunk: list[Item], earlier: Iterable[Record], first: int) -> int:
-    """Returns how many inputs of a chunk have records already."""
+def check_done(items: Iterable[Item], earlier: Iterable[Record], first: int = 0) -> int:
+    """Returns how many inputs, of which `first` is the number of the first, have records already.
+
+    Raises:
+        UserError: a record belongs to another input.
+    """
     count = 0
-    for count, (item, record) in enumerate(zip(chunk, earlier, strict=False), start=1):
+    for count, (item, record) in enumerate(zip(items, earlier, strict=False), start=1):
         if record.get("input") != item.text:
             raise errors.UserError(
                 f"line {first + count} of the output was made from {record.get('input')!r}, but "

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import seqio
+import tensorflow as tf
 from etils import epath
 
 from convt5 import data, errors
@@ -19,16 +20,21 @@ def find_tasks(named: Sequence[Any]) -> list[seqio.Task]:
     """Returns the tasks, and those of mixtures, among names and objects; each once.
 
     Raises:
-        UserError: a name that nothing is registered under, or no task.
+        UserError: a name that nothing is registered under, no task, or two different tasks of one
+            name.
     """
-    tasks = {}
+    tasks: dict[str, seqio.Task] = {}
     for provider in named:
         if isinstance(provider, str):
             provider = registered(provider)
         if not isinstance(provider, seqio.Task | seqio.Mixture):
             raise errors.UserError(f"tasks: {provider!r} is no seqio task or mixture.")
         for task in seqio.get_subtasks(provider):
-            tasks[task.name] = task
+            if tasks.setdefault(task.name, task) is not task:
+                raise errors.UserError(
+                    f"tasks: two different ones are called {task.name!r}, and so would their "
+                    "results be; give one of them another name."
+                )
     return list(tasks.values())
 
 
@@ -81,7 +87,11 @@ def check_task(
                 "'targets'."
             )
         vocabulary = task.output_features[name].vocabulary
-        check_readable(vocabulary)
+        check_readable(
+            vocabulary,
+            of=f"task={task.name}",
+            remedy="give the task one that is here, as the files of gin/tasks do",
+        )
         own = getattr(trained, name) if trained else None
         if own is not None and not _same_ids(own, vocabulary):
             raise errors.UserError(
@@ -107,11 +117,13 @@ def read_examples(
         split: checked by `check_task`.
         lengths: of the features. They are passed to tasks whose preprocessors need them, as span
             corruption does; the examples of other tasks come at their full length.
-        num_examples: the first ones only.
+        num_examples: the first ones only; None takes all. Of a task that ranks labels they are
+            rows, with an example for each label.
         seed: of random preprocessors.
 
     Raises:
         UserError: there is no example.
+        TrainingError: the data cannot be read.
     """
     dataset = task.get_dataset(
         sequence_length=dict(lengths) if _needs_lengths(task) else None,
@@ -122,10 +134,30 @@ def read_examples(
         try_in_mem_cache=False,
     )
     dataset = dataset.with_options(data.pipeline_options())
-    examples = list(dataset.take(num_examples or -1).as_numpy_iterator())
+    if num_examples is not None:
+        dataset = (
+            dataset.take_while(lambda example: example["idx"][0] < num_examples)
+            if _ranks_labels(dataset.element_spec)
+            else dataset.take(num_examples)
+        )
+    try:
+        examples = list(dataset.as_numpy_iterator())
+    except tf.errors.OpError as error:
+        raise errors.TrainingError(
+            f"split={split} of task={task.name} cannot be read: {error.message.strip()}. A file "
+            "may be cut short or gone: put it back, or remove the folder of the cache it lies in, "
+            "which is then made anew."
+        ) from error
     if not examples:
         raise errors.UserError(f"split={split} of task={task.name} holds no example.")
     return examples
+
+
+def row_numbers(examples: Sequence[Example]) -> list[int]:
+    """Returns of which row of the data each is: their order, but where labels are ranked."""
+    if _ranks_labels(examples[0]):
+        return [int(example["idx"][0]) for example in examples]
+    return list(range(len(examples)))
 
 
 def pretokenized(example: Example, feature: str, decode: Callable[[list[int]], str]) -> str:
@@ -134,6 +166,11 @@ def pretokenized(example: Example, feature: str, decode: Callable[[list[int]], s
     if text is None:
         return decode(np.asarray(example[feature]).tolist())
     return text.decode() if isinstance(text, bytes) else str(text)
+
+
+def _ranks_labels(example: Mapping[str, Any]) -> bool:
+    """Whether "idx" numbers rows and labels, as `one_example_per_label` and t5 do it."""
+    return "is_correct" in example and tuple(example["idx"].shape) == (2,)
 
 
 def _needs_lengths(task: seqio.Task) -> bool:
