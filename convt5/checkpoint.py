@@ -125,6 +125,7 @@ class Checkpointer:
         self.directory = epath.Path(directory)
         self.config = config
         self._description = record.describe_config(model_config)
+        _put_back(self.directory)
         self._values = _values(_measured(self.directory), config.best_metric)
         self._manager = _manager(self.directory, config, self._values)
 
@@ -142,7 +143,8 @@ class Checkpointer:
     ) -> None:
         """Copies the state off the devices, then writes it in the background.
 
-        An error in the background is raised by the next call.
+        An error in the background is raised by the next call. A checkpoint that is there already
+        is replaced, before this returns; killed meanwhile, the run goes on from the one before.
 
         Args:
             step: updates done; the checkpoint's name.
@@ -174,6 +176,9 @@ class Checkpointer:
         }
         with self._naming_write_errors():
             self._check_room(params | optimizer)
+            replaces = step in self._manager.all_steps()
+            if replaces:
+                self._move_aside(step)
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -184,6 +189,9 @@ class Checkpointer:
                 ),
                 force=True,
             )
+            if replaces:
+                self._manager.wait_until_finished()
+                _remove_aside(self.directory)
 
     def restore(self, abstract_state: Any, *, shards_read: ShardsRead = range) -> Restored | None:
         """Returns the newest checkpoint that can be read; None where none was ever written.
@@ -225,6 +233,16 @@ class Checkpointer:
                 f"{reading.first_line(error)}. Make room there, or see to its permissions; the "
                 "same command then continues from the last complete checkpoint."
             ) from error
+
+    def _move_aside(self, step: int) -> None:
+        """Keeps a checkpoint, which may be the only one, until that in its place is complete."""
+        self._manager.wait_until_finished()
+        if jax.process_index() == 0:
+            aside = _aside(self.directory)
+            aside.mkdir(parents=True, exist_ok=True)
+            (self.directory / str(step)).rename(aside / str(step))
+        _wait_for_all("a checkpoint is moved aside")
+        self._manager.reload()
 
     def _check_room(self, leaves: Mapping[str, Any]) -> None:
         """Finds out in time: the writer takes minutes to notice, and fails in the background."""
@@ -270,6 +288,7 @@ class Checkpointer:
         params, optimizer = _split(abstract_state)
         where = f"the checkpoint of step {step} in {self.directory}"
         record.check_shapes(about["params"], record.shapes(params), what="parameters", where=where)
+        _check_ema(about["optimizer"], optimizer, where=where)
         record.check_shapes(
             about["optimizer"], record.shapes(optimizer), what="optimizer state", where=where
         )
@@ -297,8 +316,7 @@ class Checkpointer:
                 if target.exists():
                     target.rmtree()
                 (self.directory / str(step)).rename(target)
-        if jax.process_count() > 1:  # The others must not list what is about to go.
-            multihost_utils.sync_global_devices("damaged checkpoints are set aside")
+        _wait_for_all("damaged checkpoints are set aside")
         self._manager.reload()
 
 
@@ -337,6 +355,32 @@ def _manager(
             "data": _PositionsHandler(),
         },
     )
+
+
+def _aside(directory: epath.Path) -> epath.Path:
+    return directory.parent / "replaced"
+
+
+def _put_back(directory: epath.Path) -> None:
+    """Puts back what was moved aside by a process that was killed before its new one."""
+    aside = _aside(directory)
+    if jax.process_index() == 0 and aside.exists():
+        for step in set(reading.steps_in(aside)) - set(reading.steps_in(directory)):
+            directory.mkdir(parents=True, exist_ok=True)
+            (aside / str(step)).rename(directory / str(step))
+        aside.rmtree()
+    _wait_for_all("checkpoints that were moved aside are put back")
+
+
+def _remove_aside(directory: epath.Path) -> None:
+    if jax.process_index() == 0:
+        _aside(directory).rmtree()
+
+
+def _wait_for_all(what: str) -> None:
+    """Waits for the first host, which moves folders: the others must not list them before."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)
 
 
 class _Best(PreservationPolicy):
@@ -423,6 +467,19 @@ def _beside_parameters(state: Any) -> dict[str, Any]:
     """Returns what is saved as the optimizer's: without an average nothing stands for it."""
     ema = getattr(state, EMA, None)
     return {"step": state.step, "state": state.opt_state} | ({} if ema is None else {EMA: ema})
+
+
+def _check_ema(saved: Mapping[str, str], wanted: Mapping[str, Any], *, where: str) -> None:
+    """Raises a `UserError` if only one of a checkpoint and the run keeps an average."""
+    has, wants = (any(name.startswith(f"{EMA}/") for name in names) for names in (saved, wanted))
+    if has == wants:
+        return
+    with_or_not = {True: "with ema, an average of the model", False: "without ema"}
+    remedy = "set trainer.train.ema as it was" if has else "leave trainer.train.ema unset"
+    raise errors.UserError(
+        f"{where} was made {with_or_not[has]}, and the run now goes on {with_or_not[wants]}; "
+        f"{remedy}, or start another run_dir, with init_from to take over its parameters."
+    )
 
 
 def _measured(directory: epath.Path) -> dict[int, dict[str, Any]]:

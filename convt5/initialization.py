@@ -72,11 +72,19 @@ class InitFrom:
     def __post_init__(self):
         faults = []
         for field in ("include", "exclude", "resize"):
+            if isinstance(getattr(self, field), str):
+                # A list of its letters, it would match nearly every name.
+                faults.append(
+                    f"{field}={getattr(self, field)!r} must be a list of regular expressions."
+                )
+                continue
             for pattern in getattr(self, field):
                 try:
                     re.compile(pattern)
                 except re.error as error:
                     faults.append(f"{field}: {pattern!r} is no regular expression ({error}).")
+        if not self.include:
+            faults.append("include=[] takes over nothing; name something, or leave out init_from.")
         errors.raise_all(faults, where="InitFrom")
 
     def apply(self, model: Any) -> tuple[Any, Report]:
@@ -144,6 +152,11 @@ class _Source(NamedTuple):
 
 def _open(path: str, step: int | None) -> _Source:
     if loading.is_exported(path):
+        if step is not None:
+            raise errors.UserError(
+                f"InitFrom: step={step} chooses among the checkpoints of a run, but {path} is an "
+                "exported model; leave out step, or give the run directory."
+            )
         params = loading.read_exported(path).params
 
         def read(names):

@@ -161,6 +161,8 @@ def train(
         optimizer=optimizer,
         schedule=schedule,
         batch_size=train_data.batch_size,
+        eval_data=eval_data,
+        data_shards=data_shards,
         lengths=row_lengths(train_data=train_data, eval_data=eval_data),
         mesh=mesh,
         grad_accum_steps=grad_accum_steps,
@@ -212,7 +214,7 @@ def train(
             estimate=statistics.build(plan) if statistics else None,
             watchdog=watchdog,
         )
-        if first_step < num_steps:
+        if not loop.is_complete:
             if validation is not None:
                 with watchdog.phase("reading the first evaluation data"):
                     validation.prepare()
@@ -295,7 +297,8 @@ def _announce(
 def _result(folder: epath.Path, plan: Plan, loop: Loop, validation: Validation | None) -> Result:
     """Returns how the run ended, from its last record; writes `summary.json`."""
     path = folder / "summary.json"
-    record = loop.last_record or _last_record(folder)
+    # An evaluation after the end of the data is recorded beside the losses of its step.
+    record = _last_record(folder) | (loop.last_record or {})
     entropy = validation.target_unigram_entropy() if validation else None
     if entropy is None and path.exists():
         with contextlib.suppress(ValueError):  # Cut short by a kill; it is written anew below.
@@ -311,10 +314,15 @@ def _result(folder: epath.Path, plan: Plan, loop: Loop, validation: Validation |
     )
     if jax.process_index() == 0:
         with run_directory.writing(folder):
-            path.write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+            values = {
+                name: run_log.json_number(value) if isinstance(value, float) else value
+                for name, value in dataclasses.asdict(result).items()
+            }
+            path.write_text(json.dumps(values, indent=2) + "\n")
     return result
 
 
 def _last_record(folder: epath.Path) -> dict[str, float]:
     records = run_log.read_metrics(folder)
-    return records[-1] if records else {}
+    # NaN and infinities are texts there.
+    return {name: float(value) for name, value in records[-1].items()} if records else {}

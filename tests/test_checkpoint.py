@@ -1,6 +1,7 @@
 """Checkpoints come back exactly, on any mesh, and say what is wrong when they do not fit."""
 
 import dataclasses
+import shutil
 import types
 import warnings
 
@@ -24,6 +25,12 @@ class State:
     step: jax.Array
     model: dict
     opt_state: tuple
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AveragedState(State):
+    ema: dict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,3 +311,52 @@ def test_impossible_settings_are_reported_together():
     with pytest.raises(errors.UserError, match="has 3 faults") as caught:
         checkpoint.CheckpointConfig(every_steps=0, keep_last=0, keep_every_steps=0)
     assert "keep_last=0 must be at least 1" in str(caught.value)
+
+
+def test_a_checkpoint_that_is_there_is_replaced(open_run, tmp_path):
+    checkpointer = open_run(keep_last=1, best_mode="max")
+    save_steps(checkpointer, 4)
+    checkpointer.save(4, make_state(5), data=NO_DATA, best_value=2.0)
+    save_steps(checkpointer, 8, losses=[1.0])
+    assert reading.steps_in(tmp_path / "checkpoints") == [4, 8]
+    assert checkpoint.best_step(tmp_path / "checkpoints") == 4
+    saved = reading.load_everything(tmp_path / "checkpoints" / "4")
+    np.testing.assert_array_equal(saved["params"]["scale"], make_state(5).model["scale"])
+    assert not (tmp_path / "replaced").exists()
+
+
+@pytest.mark.parametrize("was_complete", [False, True])
+def test_a_checkpoint_survives_a_kill_while_it_is_replaced(open_run, tmp_path, was_complete):
+    save_steps(open_run(), 4)
+    folder, aside = tmp_path / "checkpoints" / "4", tmp_path / "replaced" / "4"
+    if was_complete:
+        shutil.copytree(folder, aside)
+        (aside / "about" / "metadata").write_text("old")
+    else:
+        aside.parent.mkdir()
+        folder.rename(aside)
+    restored = open_run().restore(abstract(make_state()))
+    assert_same(restored.state, make_state(4))
+    assert not aside.parent.exists()
+
+
+def test_a_single_checkpoint_is_not_taken_for_another_step(open_run, tmp_path, monkeypatch):
+    save_steps(open_run(), 4)
+    folder = tmp_path / "checkpoints" / "4"
+    assert reading.find_checkpoint(folder, step=4) == folder
+    with pytest.raises(errors.UserError, match=r"step=8 chooses .* is a single one; leave out"):
+        reading.find_checkpoint(folder, step=8)
+    monkeypatch.chdir(folder)
+    assert reading.find_checkpoint(".", step=4)
+
+
+@pytest.mark.parametrize("has", [False, True])
+def test_an_average_on_one_side_only_is_named(open_run, has):
+    plain = make_state(4)
+    averaged = AveragedState(plain.step, plain.model, plain.opt_state, plain.model)
+    saved, wanted = (averaged, plain) if has else (plain, averaged)
+    checkpointer = open_run()
+    checkpointer.save(4, saved, data=NO_DATA)
+    message = r"with ema, .* goes on without ema; set " if has else r"made without ema.*; leave "
+    with pytest.raises(errors.UserError, match=message + r"trainer\.train\.ema"):
+        checkpointer.restore(abstract(wanted))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from convt5 import errors
+from convt5 import errors, initialization
 from convt5.checkpoint import CheckpointConfig, Checkpointer, DataPositions
 from convt5.initialization import InitFrom
 from convt5.training.train_state import TrainState
@@ -111,3 +111,26 @@ def test_parameters_lie_where_those_of_the_model_lay(trained):
     model, _ = InitFrom(path=trained(), exclude=["head"]).apply(fresh)
     assert model.table[...].sharding == split
     assert (np.asarray(model.table[...]) == OLD).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"include": "encoder"}, "include='encoder' must be a list"),
+        ({"exclude": "head", "resize": "table"}, "InitFrom has 2 faults"),
+        ({"include": []}, "takes over nothing"),
+    ],
+)
+def test_patterns_that_are_no_list_or_take_over_nothing_are_refused(settings, message):
+    with pytest.raises(errors.UserError, match=message):
+        InitFrom(path="a", **settings)
+
+
+def test_a_step_of_a_path_that_has_none_is_refused(trained, monkeypatch):
+    path = trained() + "/checkpoints/7"
+    assert start(path, step=7)[1].restored
+    with pytest.raises(errors.UserError, match="step=5 chooses among the checkpoints of a run"):
+        start(path, step=5)
+    monkeypatch.setattr(initialization.loading, "is_exported", lambda _: True)
+    with pytest.raises(errors.UserError, match=r"step=5 .* is an exported model; leave out step"):
+        start("exported", step=5)

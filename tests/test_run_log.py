@@ -197,3 +197,19 @@ def test_durations_are_readable(seconds, text):
 )
 def test_counts_are_readable(value, unit, text):
     assert run_log.short_number(value, unit) == text
+
+
+@pytest.mark.parametrize("reopens", [False, True])
+def test_more_of_the_last_step_joins_its_record(path, reopens):
+    write_steps(path, [1, 2])
+    writer = run_log.JsonLines(path, last_step=2)
+    if not reopens:
+        writer.write(3, {"loss": 0.25})
+    last = 2 if reopens else 3
+    writer.write(last, {"validation/loss": math.nan})
+    writer.write(last + 1, {"loss": 0.125})
+    writer.close()
+    records = run_log.read_records(path)
+    assert [r["step"] for r in records] == [*range(1, last + 2)]
+    assert records[-2].keys() == {"step", "loss", "validation/loss"}
+    assert records[-1] == {"step": last + 1, "loss": 0.125}

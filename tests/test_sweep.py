@@ -316,6 +316,34 @@ def test_a_first_stage_that_the_trainer_does_not_know_is_refused_before_any_run(
         running.check(staged)
 
 
+def test_a_run_whose_name_is_too_long_for_a_folder_has_a_shorter_one(tmp_path):
+    axes = {f"axis_{i}": ["ä" * 20, "b" * 30] for i in range(8)}
+    chosen = study(tmp_path, grids=[Grid(axes=axes)], rows=["axis_0"], seeds=[0])
+    names = [point.name for point in chosen.points()]
+    assert len(set(names)) == len(names) == 2**8
+    assert {len(name.encode()) > 250 for name in names} == {True}
+    for name in names[:1]:
+        (tmp_path / name).mkdir()
+    assert names == [point.name for point in chosen.points()]
+    longest = Grid(axes={"a": ["b" * (255 - len("a=,seed=0"))]})
+    (point,) = study(tmp_path, grids=[longest], rows=["a"], seeds=[0]).points()
+    assert point.name == f"a={'b' * 246},seed=0"
+
+
+def test_results_are_json_also_where_values_are_no_numbers(tmp_path):
+    def launch(arguments, log):
+        records = [{"step": s, "validation/accuracy": v} for s, v in ((1, "inf"), (2, "nan"))]
+        path = pathlib.Path(log).parent / "metrics.jsonl"
+        path.write_text("".join(json.dumps(r) + "\n" for r in records))
+        return 0
+
+    running.run_all(study(tmp_path), launch=launch)
+    report.write(study(tmp_path))
+    text = (tmp_path / "results.json").read_text()
+    saved = json.loads(text, parse_constant=pytest.fail)
+    assert saved["runs"][0]["curve"] == [[1, "inf"], [2, "inf"]]
+
+
 def test_a_run_without_the_metric_is_refused(tmp_path):
     with pytest.raises(UserError, match="recorded no validation/f1"):
         running.run_all(study(tmp_path, metric="validation/f1"), launch=Trainer())

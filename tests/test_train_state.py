@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from convt5.optimizer import SGDConfig
-from convt5.schedule import Constant
+from convt5.optimizer import AdafactorConfig, AdamWConfig, SGDConfig
+from convt5.schedule import Constant, Linear
 from convt5.sharding import MeshConfig, Rule
 from convt5.training.train_state import (
     abstract_state,
@@ -90,3 +90,22 @@ def test_an_update_moves_against_the_gradient_and_counts():
         parameters(state.model),
         parameters(after.model),
     )
+
+
+@pytest.mark.parametrize(
+    "config", [AdafactorConfig(), AdamWConfig(), SGDConfig(), SGDConfig(momentum=0.9)]
+)
+def test_an_update_left_out_moves_the_learning_rate_and_nothing_else(config):
+    schedule = Linear(peak=0.1, total_steps=10)
+    optimizer = config.build(schedule)
+    before = new_state(PairConfig(), optimizer, jax.random.key(0))
+    gradients = jax.tree.map(jnp.ones_like, before.model)
+    made = before.apply_gradients(optimizer, gradients)
+    left_out = made.unless(jnp.array(True), before)
+    assert int(left_out.step) == 1
+    jax.tree.map(np.testing.assert_array_equal, left_out.model, before.model)
+    memory, place = left_out.opt_state[:-1], left_out.opt_state[-1]
+    jax.tree.map(np.testing.assert_array_equal, memory, before.opt_state[:-1])
+    jax.tree.map(np.testing.assert_array_equal, place, made.opt_state[-1])
+    assert [int(leaf) for leaf in jax.tree.leaves(place)] == [1]
+    jax.tree.map(np.testing.assert_array_equal, made.unless(jnp.array(False), before), made)

@@ -15,9 +15,14 @@ from quick import quick
 from convt5 import checkpoint, errors, initialization, optimizer, schedule, sharding
 from convt5.batches.prefetching import position, take_apart
 from convt5.checkpoints import reading
+from convt5.train import dry_run
 from convt5.trainer import train
 from convt5.training import run_directory, run_log
+from convt5.training.averaging import EMA
 from convt5.training.interruption import Interrupted
+from convt5.training.loop import Loop
+from convt5.training.patience import Patience
+from convt5.training.spikes import SkipSpikes
 from convt5.training.train_step import LossSums
 
 WIDTH = 8
@@ -124,6 +129,27 @@ def run(tmp_path):
             "sharding_rules": RULES,
         }
         return train(**settings | changes)
+
+    return call
+
+
+@pytest.fixture
+def stopped_in(run, monkeypatch):
+    """Calls `run`, which SIGTERM reaches while a step is made."""
+
+    def call(step, **settings):
+        update = Loop._update
+
+        def update_and_stop(loop, batch):
+            metrics = update(loop, batch)
+            if loop.step == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return metrics
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Loop, "_update", update_and_stop)
+            with pytest.raises(Interrupted, match=f"after step {step},"):
+                run(**settings)
 
     return call
 
@@ -365,3 +391,198 @@ def test_a_new_run_starts_from_the_parameters_of_another(run, tmp_path):
         for name in ("fine", "scratch")
     }
     assert first["fine"] < first["scratch"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting:
+    """A task that counts its evaluations, to see that none is made twice."""
+
+    name: str = "counting"
+    steps: list = dataclasses.field(default_factory=list)
+
+    def build(self, model, mesh):
+        return self
+
+    def measure(self, model):
+        self.steps.append(1)
+        return {"evaluations": float(len(self.steps))}
+
+
+class Marker:
+    """A statistic that is measured anew before each evaluation."""
+
+    def build(self, plan):
+        return lambda model: {"seen": jnp.abs(model.kernel[...]).sum()[None]}
+
+
+class WithStatistic(Linear):
+    def __init__(self, key, width):
+        super().__init__(key, width)
+        self.seen = nnx.BatchStat(jnp.zeros(1))
+
+
+class WithStatisticConfig(LinearConfig):
+    def build(self, key):
+        return WithStatistic(key, self.width)
+
+
+def test_a_run_stopped_in_its_last_step_is_evaluated_when_called_again(run, stopped_in, tmp_path):
+    settings = {
+        "model": WithStatisticConfig(),
+        "statistics": Marker(),
+        "sharding_rules": (*RULES, sharding.Rule("seen$")),
+        "eval_every_steps": None,
+    }
+    whole = run(run_dir=str(tmp_path / "whole" / "run"), **settings)
+    stopped_in(10, **settings)
+    result = run(**settings)
+    assert result.validation_loss == whole.validation_loss
+    assert [r["step"] for r in records(tmp_path)] == list(range(1, 11))
+    saved = [
+        reading.load_everything(folder / "run" / "checkpoints" / "10")
+        for folder in (tmp_path, tmp_path / "whole")
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *saved)
+    assert saved[0]["params"]["seen"] > 0
+    best = [checkpoint.best_step(f / "run" / "checkpoints") for f in (tmp_path, tmp_path / "whole")]
+    assert best == [10, 10]
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert run(**settings) == result
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_a_checkpoint_saved_on_request_is_the_best_if_its_evaluation_was(run, stopped_in, tmp_path):
+    settings = {
+        "num_steps": 12,
+        "eval_every_steps": 4,
+        "checkpoint": checkpoint.CheckpointConfig(every_steps=4, keep_last=1, best_mode="max"),
+    }
+    run(run_dir=str(tmp_path / "whole" / "run"), **settings)
+    stopped_in(4, **settings)
+    run(**settings)
+    best = [checkpoint.best_step(f / "run" / "checkpoints") for f in (tmp_path, tmp_path / "whole")]
+    assert best == [4, 4]
+
+
+@pytest.mark.parametrize("steps", quick([(1, 4), (4, 4), (1, 6), (4, 6)], chosen=[(1, 4), (1, 6)]))
+def test_a_run_is_evaluated_where_its_data_ends(run, tmp_path, steps):
+    log_every_steps, every_steps = steps
+    counting = Counting()
+    settings = {
+        "train_data": RandomData(num_batches=6),
+        "eval_every_steps": None,
+        "log_every_steps": log_every_steps,
+        "every_steps": every_steps,
+        "task_evals": [counting],
+    }
+    result = run(**settings)
+    logged = records(tmp_path)
+    assert [r["step"] for r in logged] == (
+        [1, 2, 3, 4, 5, 6] if log_every_steps == 1 else [1, 4, 6]
+    )
+    assert result.validation_loss == logged[-1]["validation/loss"] > 0
+    assert result.train_loss == logged[-1]["loss"]
+    assert checkpoint.best_step(tmp_path / "run" / "checkpoints") == 6
+    assert run(**settings) == result
+    assert records(tmp_path) == logged
+    assert len(counting.steps) == 1
+
+
+def test_the_rate_that_is_logged_is_the_one_used_after_skipped_updates(run, tmp_path):
+    @dataclasses.dataclass(frozen=True)
+    class Spiky(RandomData):
+        def build(self, *, process_index, process_count):
+            return SpikyBatches(self)
+
+    class SpikyBatches(RandomBatches):
+        def __next__(self):
+            batch = super().__next__()
+            batch["poison"] = np.full(8, 1e4 if self.count in (6, 7) else 1.0, np.float32)
+            return batch
+
+    run(
+        train_data=Spiky(),
+        eval_data=None,
+        optimizer=optimizer.SGDConfig(),
+        schedule=schedule.Linear(peak=1.0, total_steps=10),
+        skip_spikes=SkipSpikes(after_steps=2),
+        checkpoint=checkpoint.CheckpointConfig(every_steps=1, keep_last=2),
+    )
+    logged = records(tmp_path)[-1]
+    assert logged["skipped_updates"] == 2
+    moved = np.linalg.norm(final_kernel(tmp_path) - final_kernel(tmp_path, step=9))
+    assert moved == pytest.approx(logged["learning_rate"] * logged["grad_norm"], rel=1e-4)
+
+
+def test_another_metric_is_waited_for_anew(run):
+    settings = {"task_evals": [Distance()], "eval_every_steps": 1, "early_stop_evaluations": 2}
+    chosen = checkpoint.CheckpointConfig(every_steps=1, best_metric="distance/norm")
+    stopped = run(num_steps=40, checkpoint=chosen, **settings).step
+    assert stopped < 30
+    other = checkpoint.CheckpointConfig(every_steps=1)
+    assert run(num_steps=stopped + 2, checkpoint=other, **settings).step == stopped + 2
+
+
+@pytest.mark.parametrize("call", [train, lambda **settings: dry_run(settings)])
+def test_an_evaluation_batch_that_the_devices_do_not_divide_is_refused(
+    run, tmp_path, monkeypatch, call
+):
+    monkeypatch.setitem(globals(), "train", call)
+    with pytest.raises(errors.UserError, match=r"^eval_data\.batch_size=12 must be a multiple"):
+        run(eval_data=RandomData(batch_size=12, num_batches=1))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("count", "message"), [(0, "data_shards=0 must be at least 1"), (3, "must divide")]
+)
+def test_shards_that_cannot_be_are_refused_before_the_run_directory_is_made(
+    run, tmp_path, count, message
+):
+    with pytest.raises(errors.UserError, match=message):
+        run(data_shards=count)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_finished_run_whose_validation_loss_is_no_number_is_left_as_it_is(run, tmp_path):
+    settings = {
+        "num_steps": 2,
+        "eval_data": RandomData(seed=1, num_batches=3, poisoned_batch=2),
+    }
+    first = run(**settings)
+    assert np.isnan(first.validation_loss)
+    assert str(run(**settings)) == str(first)
+    text = (tmp_path / "run" / "summary.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["validation_loss"] == "nan"
+
+
+def test_an_average_that_is_added_to_a_run_is_refused_by_its_name(run):
+    run(num_steps=1)
+    with pytest.raises(errors.UserError, match=r"made without ema.* leave trainer\.train\.ema"):
+        run(num_steps=2, ema=EMA())
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_any_number_is_better_than_a_first_value_that_is_none(mode):
+    patience = Patience(checkpoint.CheckpointConfig(best_mode=mode), 3)
+    values = [np.nan, np.nan, 0.5, np.nan, 0.5, np.nan]
+    for step, value in enumerate(values, start=1):
+        assert not patience.is_exhausted
+        patience.add(step, value)
+    assert patience.is_exhausted
+    assert "since step 3, where it was 0.5000" in patience.text()
+
+
+def test_patience_goes_on_from_a_state_of_its_own_metric_only():
+    config = checkpoint.CheckpointConfig(best_metric="sst2/accuracy", best_mode="max")
+    patience = Patience(config, 1)
+    for step, value in ((1, 0.9), (2, 0.8)):
+        patience.add(step, value)
+    state = json.loads(json.dumps(patience.state()))
+    assert Patience(config, 1, state=state).is_exhausted
+    for change in ({"best_metric": "sst2/f1"}, {"best_mode": "min"}):
+        other = Patience(dataclasses.replace(config, **change), 1, state=state)
+        assert not other.is_exhausted
+        assert other.state()["best_step"] == 0
+    older = {name: state[name] for name in ("best_step", "best_value", "since")}
+    assert Patience(config, 1, state=older).is_exhausted

@@ -26,9 +26,18 @@ T = TypeVar("T")
 
 
 def find_checkpoint(path: epath.PathLike, *, step: int | None = None) -> epath.Path:
-    """Returns the folder of one checkpoint, given a run directory or anything inside it."""
+    """Returns the folder of one checkpoint, given a run directory or anything inside it.
+
+    Raises:
+        UserError: no checkpoint there, or `path` is one of another step.
+    """
     path = epath.Path(path)
     if (path / "about").exists():
+        if step is not None and _absolute(path).name != str(step):
+            raise errors.UserError(
+                f"step={step} chooses among the checkpoints of a run, but {path} is a single one; "
+                "leave out step, or give the run directory."
+            )
         return path
     for folder in (path / "checkpoints", path):
         steps = steps_in(folder)

@@ -43,7 +43,11 @@ def write(study: Study) -> str:
         "metric": study.metric,
         "perfect": study.perfect,
         "runs": [
-            {"labels": r.labels, "error": _plain(r.error), "curve": [list(p) for p in r.curve]}
+            {
+                "labels": r.labels,
+                "error": _plain(r.error),
+                "curve": [[step, _plain(error)] for step, error in r.curve],
+            }
             for r in found
         ],
     }

@@ -5,6 +5,7 @@ Nothing heavy is imported here.
 """
 
 import dataclasses
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -16,6 +17,8 @@ from convt5.sweeps.equal_cost import Pairing
 Values = Mapping[str, Any]
 
 SEED = "seed"
+
+_MOST_BYTES = 255  # Of a file name, on nearly every file system.
 
 
 class Point(NamedTuple):
@@ -36,7 +39,12 @@ class Point(NamedTuple):
     @property
     def name(self) -> str:
         """Names the folder of the run."""
-        return ",".join(f"{_plain(k)}={_plain(v)}" for k, v in self.labels.items())
+        name = ",".join(f"{_plain(k)}={_plain(v)}" for k, v in self.labels.items())
+        encoded = name.encode()
+        if len(encoded) <= _MOST_BYTES:
+            return name
+        digest = f"-{hashlib.sha256(encoded).hexdigest()[:12]}"
+        return encoded[: _MOST_BYTES - len(digest)].decode(errors="ignore") + digest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

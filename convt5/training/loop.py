@@ -141,13 +141,17 @@ class Loop:
             self._state = dataclasses.replace(self._state, spikes=placed)
         self.step = restored.step if restored else 0
         self._saved_step = self.step
+        self._is_saved = True
+        # Runs of versions that did not note it are taken to be evaluated.
+        progress = restored.progress if restored else {}
+        self._measured_step = progress.get("measured_step", self.step)
         self._compiled: compilation.CompiledStep | None = None
         self._pending: _Pending | None = None
         self._best_value: tuple[int, float] | None = None  # step, value
         self._patience = Patience(
             checkpointer.config,
             intervals.early_stop_evaluations,
-            state=restored.progress.get("patience") if restored else None,
+            state=progress.get("patience"),
         )
         self.last_record: dict[str, float] | None = None
 
@@ -155,6 +159,12 @@ class Loop:
     def model(self) -> nnx.Module:
         """The model as it stands."""
         return self._state.model
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to do: all updates are made, recorded and evaluated."""
+        is_made = self.step >= self._intervals.num_steps
+        return is_made and not self._meter.num_steps and not self._lacks_evaluation()
 
     def run(self, batches: Batches, interruption: Interruption) -> None:
         """Makes the updates that are missing, until `num_steps`, the end of the data or an
@@ -166,6 +176,7 @@ class Loop:
         """
         if self._meter.num_steps and self._intervals.logs(self.step):
             self._record()  # Interrupted just before the record of its last step.
+            self._save(batches)
         while self.step < self._intervals.num_steps and not self._patience.is_exhausted:
             asked = time.perf_counter()
             try:
@@ -201,6 +212,7 @@ class Loop:
             self._meter.start()
         self._state, metrics = self._compiled.call(self._state, batch.arrays)
         self.step += 1
+        self._is_saved = False
         return metrics
 
     def _compile(self, batch: PlacedBatch) -> compilation.CompiledStep:
@@ -216,8 +228,8 @@ class Loop:
         self._log.message(", ".join(facts))
         return compiled
 
-    def _read_pending(self) -> None:
-        """Waits for the pending step and takes in its metrics."""
+    def _read_pending(self, *, is_last: bool = False) -> None:
+        """Waits for the pending step and takes in its metrics; those of the last `_end` writes."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -231,7 +243,9 @@ class Loop:
             data_wait=pending.data_wait,
         )
         self._log.step(pending.step)
-        if self._intervals.logs(pending.step) and not self._measures(pending.step):
+        if is_last or self._measures(pending.step):
+            return
+        if self._intervals.logs(pending.step):
             self._write(pending.step, self._meter.take())
 
     def _pause(self, batches: Batches) -> None:
@@ -246,23 +260,33 @@ class Loop:
 
     def _end(self, batches: Batches) -> None:
         """Evaluates and saves after the last step, which the data may decide."""
-        self._read_pending()
+        self._read_pending(is_last=True)
         self._meter.stop()
-        if self._meter.num_steps:
+        if self._meter.num_steps or self._lacks_evaluation():
             self._record()
         self._save(batches)
         with self._watchdog.phase(f"completing the checkpoint of step {self.step}"):
             self._checkpointer.wait()
 
     def _measures(self, step: int) -> bool:
-        has_data = self._validation is not None or bool(self._task_measures)
-        return has_data and self._intervals.evaluates(step)
+        return self._has_measures and self._intervals.evaluates(step)
+
+    def _lacks_evaluation(self) -> bool:
+        """Whether the model as it stands could be evaluated, and was not."""
+        return self._has_measures and self._measured_step != self.step
+
+    @property
+    def _has_measures(self) -> bool:
+        return self._validation is not None or bool(self._task_measures)
 
     def _record(self) -> None:
         """Writes the record of this step, with the validation metrics if there is such data."""
         record = self._meter.take()
         with self._watchdog.phase(f"evaluating after step {self.step}"):
             record |= self._measured_now()
+        self._measured_step = self.step
+        # A checkpoint of this step lacks the value, and statistics measured anew.
+        self._is_saved = False
         self._write(self.step, record)
         metric = self._checkpointer.config.best_metric
         if metric in record:
@@ -300,11 +324,14 @@ class Loop:
         self.last_record = record
 
     def _save(self, batches: Batches) -> None:
-        if self.step == self._saved_step:
+        if self._is_saved:
             return
         self._log.sync()
         measured, value = self._best_value or (None, None)
-        progress = self._meter.state() | {"patience": self._patience.state()}
+        progress = self._meter.state() | {
+            "patience": self._patience.state(),
+            "measured_step": self._measured_step,
+        }
         if self._state.spikes is not None:
             progress["spikes"] = self._state.spikes.state()
         with self._watchdog.phase(f"saving the checkpoint of step {self.step}"):
@@ -316,6 +343,7 @@ class Loop:
                 best_value=value if measured == self.step else None,
             )
         self._saved_step = self.step
+        self._is_saved = True
 
     def _nonfinite(self, step: int, metrics: dict[str, Any]) -> errors.TrainingError:
         what = describe_nonfinite(metrics, self._plan.abstract.model)

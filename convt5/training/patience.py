@@ -26,7 +26,8 @@ class Patience:
         self._config = config
         self._evaluations = evaluations
         self._best_step, self._best_value, self._since = 0, math.nan, 0
-        if state:
+        # Another metric is waited for anew. Older states do not say of which they are.
+        if state and all(state.get(name, own) == own for name, own in self._of().items()):
             self._best_step, self._best_value, self._since = (
                 state["best_step"],
                 float(state["best_value"]),
@@ -39,7 +40,9 @@ class Patience:
 
     def add(self, step: int, value: float) -> None:
         """Takes in the value of one evaluation; one that is not a number is never better."""
-        if self._best_step == 0 or self._config.is_better(value, self._best_value):
+        is_first_number = math.isnan(self._best_value) and not math.isnan(value)
+        is_better = is_first_number or self._config.is_better(value, self._best_value)
+        if self._best_step == 0 or is_better:
             self._best_step, self._best_value, self._since = step, value, 0
         else:
             self._since += 1
@@ -48,10 +51,14 @@ class Patience:
         """Returns what a run that continues needs, as JSON values."""
         best = self._best_value
         return {
+            **self._of(),
             "best_step": self._best_step,
             "best_value": best if math.isfinite(best) else str(best),
             "since": self._since,
         }
+
+    def _of(self) -> dict[str, str]:
+        return {"metric": self._config.best_metric, "mode": self._config.best_mode}
 
     def text(self) -> str:
         return (

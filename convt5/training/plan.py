@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PRNGKeyArray
 
 from convt5 import errors, sharding
+from convt5.batches import data_shards as shards
 from convt5.optimizer import OptimizerConfig
 from convt5.schedule import Schedule
 from convt5.training.averaging import Averaging
@@ -26,6 +27,7 @@ from convt5.training.train_state import (
     state_shardings,
 )
 from convt5.training.train_step import Loss, make_eval_step, make_train_step
+from convt5.training.validation import DataConfig
 
 
 class Plan(NamedTuple):
@@ -83,6 +85,8 @@ def make_plan(
     optimizer: OptimizerConfig,
     schedule: Schedule,
     batch_size: int,
+    eval_data: DataConfig | None = None,
+    data_shards: int | None = None,
     lengths: Mapping[str, int] | None = None,
     mesh: sharding.MeshConfig | None = None,
     grad_accum_steps: int = 1,
@@ -95,6 +99,7 @@ def make_plan(
     """Checks that model, batch and devices fit together; arguments as those of `trainer.train`.
 
     Args:
+        batch_size: of the training data, over all devices and hosts.
         lengths: tokens of a row, by the name of their setting; None for batches of other things.
         devices: those to plan for, by default all of every host; others can be compiled for.
 
@@ -113,6 +118,12 @@ def make_plan(
         tensor_divides={"num_heads": heads} if heads else None,
         lengths=split_lengths(lengths) if lengths and split_lengths else lengths,
     )
+    if data_shards is not None:
+        if data_shards < 1:
+            raise errors.UserError(f"train: data_shards={data_shards} must be at least 1, or None.")
+        shards.check(batch_size, data_shards)
+    if eval_data is not None:
+        _check_eval_batch(device_mesh, eval_data.batch_size)
     updates = optimizer.build(schedule)
     abstract = abstract_state(
         model, updates, with_ema=ema is not None, with_spikes=skip_spikes is not None
@@ -145,3 +156,12 @@ def make_plan(
         eval_step=make_eval_step(loss, shardings.model, batch_sharding),
         init_key=init_key,
     )
+
+
+def _check_eval_batch(mesh: Mesh, batch_size: int) -> None:
+    data, fsdp = (mesh.shape[axis] for axis in sharding.BATCH_AXES)
+    if batch_size < 1 or batch_size % (data * fsdp):
+        raise errors.UserError(
+            f"eval_data.batch_size={batch_size} must be a multiple of data * fsdp = {data} * "
+            f"{fsdp} = {data * fsdp}: every device takes equally many rows of a batch."
+        )

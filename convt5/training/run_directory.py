@@ -1,6 +1,8 @@
 """The folder of one run: made, checked to be writable, and held by one process at a time.
 
 checkpoints/<step>/  parameters, optimizer state, position in the data
+damaged/<step>/      checkpoints that could not be read
+replaced/<step>/     one that is being saved anew, until it is; put back after a kill
 config.gin           the settings, which give the same run again
 metrics.jsonl        one line for each logged step
 summary.json         the result, once the run has ended

@@ -52,21 +52,40 @@ class JsonLines:
     def __init__(self, path: epath.PathLike, *, last_step: int):
         self._path = epath.Path(path)
         kept = [r for r in read_records(self._path, need=["step"]) if r["step"] <= last_step]
-        self._text = "".join(json.dumps(record) + "\n" for record in kept)
+        self._text = "".join(map(_line, kept))
         # Object stores cannot append; there the whole file is written again at each `sync`.
         self._is_local = "://" not in str(path)
+        self._last = _line(kept[-1]) if kept else ""
         if self._is_local:
             replace_text(self._path, self._text)
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
 
     def write(self, step: int, record: Record) -> None:
-        line = json.dumps({"step": step, **{k: _json_number(v) for k, v in record.items()}}) + "\n"
+        """Adds a record; to that of the same step, where it was the last."""
+        found = {"step": step} | {name: json_number(value) for name, value in record.items()}
+        last, before = self._last, json.loads(self._last or "{}")
+        if before.get("step") == step:
+            self._last = _line(before | found)
+            self._replace(last, self._last)
+        else:
+            self._last = _line(found)
+            self._append(self._last)
+
+    def _append(self, line: str) -> None:
         if not self._is_local:
             self._text += line
             return
         content = line.encode()
         while content:  # A disk about to be full takes a part.
             content = content[os.write(self._file, content) :]
+
+    def _replace(self, last: str, line: str) -> None:
+        if not self._is_local:
+            self._text = self._text.removesuffix(last) + line
+            return
+        replace_text(self._path, self._path.read_text().removesuffix(last) + line)
+        os.close(self._file)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
 
     def sync(self) -> None:
         if not self._is_local:
@@ -276,7 +295,7 @@ class Progress:
         if record.get("seconds_per_step"):
             left = (self._num_steps - step) * record["seconds_per_step"]
             parts.append(f"{record['seconds_per_step']:.3g} s/step  ETA {duration(left)}")
-        self.message("  ".join(parts))
+        self.message("  ".join(filter(None, parts)))
 
     def message(self, text: str) -> None:
         show_line(text, out=self._out, above=self._bar)
@@ -304,7 +323,7 @@ class RunLog:
             self._progress.step(step)
 
     def record(self, step: int, record: Record) -> None:
-        """Writes the metrics of one step everywhere; call once for a step, in order."""
+        """Writes the metrics of one step everywhere, in order; more of the last step is added."""
         with run_directory.writing(self._run_dir):
             for writer in self._writers:
                 writer.write(step, record)
@@ -496,6 +515,10 @@ def _brief_validation(record: Record) -> str:
     return "validation " + "  ".join(shown)
 
 
-def _json_number(value: float) -> float | int | str:
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record) + "\n"
+
+
+def json_number(value: float) -> float | int | str:
     """Numbers as they are, except that JSON has no NaN and no infinity: those become strings."""
     return value if math.isfinite(value) else str(value)

@@ -78,9 +78,16 @@ class TrainState:
         return dataclasses.replace(self, ema=averaging.after(self.step - 1, self.ema, self.model))
 
     def unless(self, is_left_out: Bool[Array, ""], before: "TrainState") -> "TrainState":
-        """Returns this state, or with model and optimizer of `before` where it is left out."""
+        """Returns this state, or with model and optimizer of `before` where it is left out.
+
+        The step counts as made all the same, also where the learning rate counts steps.
+        """
         new, old = (self.model, self.opt_state), (before.model, before.opt_state)
-        kept = jax.tree.map(lambda a, b: jnp.where(is_left_out, b, a), new, old)
+
+        def choose(a: Tree, b: Tree) -> Tree:
+            return a if _is_place_in_schedule(a) else jnp.where(is_left_out, b, a)
+
+        kept = jax.tree.map(choose, new, old, is_leaf=_is_place_in_schedule)
         return dataclasses.replace(self, model=kept[0], opt_state=kept[1])
 
     def starting_with(self, model: nnx.Module) -> "TrainState":
@@ -92,6 +99,10 @@ class TrainState:
 def parameters(model: nnx.Module) -> dict[str, Any]:
     """Returns the parameters as nested plain dicts: arrays and names, no library classes."""
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def _is_place_in_schedule(tree: Tree) -> bool:
+    return isinstance(tree, optax.ScaleByScheduleState)
 
 
 def with_parameters(model: nnx.Module, values: Tree) -> nnx.Module:
