@@ -13,6 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from convt5 import errors, gin_config
+from convt5.architecture import ConvT5Config
 from convt5.configuration import command_line
 
 SUITES = ("ops", "train_step", "decode", "data", "formulations")
@@ -72,6 +73,7 @@ COMMAND = command_line.Command(
 def main(argv: Sequence[str]) -> None:
     arguments = command_line.parse(COMMAND, argv)
     flags = arguments.flags
+    _check_flags(flags)
     suites = _chosen(flags.suites)
     models = _models(arguments.gin_files, arguments.gin_bindings)
     lengths = {suite: _lengths(suite, flags) for suite in suites}
@@ -95,7 +97,11 @@ def main(argv: Sequence[str]) -> None:
     table = report.markdown(records)
     (folder / "bench.md").write_text(table)
     print(table)
-    written = [folder / "records.jsonl", folder / "bench.md", *report.plot(records, folder)]
+    written = [folder / "records.jsonl", folder / "bench.md"]
+    try:
+        written += report.plot(records, folder)
+    except errors.UserError as error:  # The measurements are what takes long.
+        print(error, file=sys.stderr)
     print(f"wrote {', '.join(map(str, written))}")
 
 
@@ -142,15 +148,45 @@ def _run(
 def _models(files: Sequence[str], bindings: Sequence[str]) -> dict[str, Any]:
     """Returns the models of the given files, or the variants at one size."""
     if files:
-        sizes, named = list(bindings), {pathlib.PurePath(file).stem: file for file in files}
+        sizes, named = list(bindings), _by_name(files)
     else:
         size = [f"architecture.ConvT5Config.{name}={value}" for name, value in _SIZE.items()]
         sizes = [*size, *bindings]
         named = {variant: f"gin/models/{variant}_tiny.gin" for variant in VARIANTS}
-    return {
+    models = {
         name: gin_config.load([file], sizes, roots=["%MODEL"]).macro("MODEL")
         for name, file in named.items()
     }
+    errors.raise_all(
+        (
+            f"bench measures text models, and {named[name]} describes a {type(model).__name__}."
+            for name, model in models.items()
+            if not isinstance(model, ConvT5Config)
+        ),
+        where="gin files",
+    )
+    return models
+
+
+def _by_name(files: Sequence[str]) -> dict[str, str]:
+    """Returns files by their stems, or by as much of their paths as tells them apart."""
+    files = list(dict.fromkeys(files))
+    parts = [pathlib.PurePath(file).with_suffix("").parts for file in files]
+    depth = 1
+    while depth < max(map(len, parts)) and len({p[-depth:] for p in parts}) < len(parts):
+        depth += 1
+    return {"/".join(part[-depth:]): file for part, file in zip(parts, files, strict=True)}
+
+
+def _check_flags(flags: argparse.Namespace) -> None:
+    errors.raise_all(
+        [
+            f"--{name}={value} must be at least 1."
+            for name, value in (("repeats", flags.repeats), ("batch_size", flags.batch_size))
+            if value < 1
+        ],
+        where="flags",
+    )
 
 
 def _chosen(suites: str | None) -> Sequence[str]:

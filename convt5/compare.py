@@ -20,6 +20,12 @@ DEFAULT_METRIC = "validation/loss"
 CLOCKS = {"wall": "train_seconds", "processor": "train_cpu_seconds"}
 """What can count as training time; processor seconds suit a machine that others use too."""
 
+_LESS = (
+    *("loss", "nll", "entropy", "perplexity", "bits", "error", "errors", "mse", "mae", "wer"),
+    *("cer", "distance", "invalid", "skipped", "norm", "seconds", "bytes", "wait"),
+)
+"""Words in names of metrics of which less is better; of all others, such as em and f1, more."""
+
 _DESCRIPTION = """\
 Compares runs: a table (comparison.md, also printed) and a plot (comparison.png, needs the extra
 'plot') of one metric against training steps and against training seconds."""
@@ -207,14 +213,19 @@ def _read_run(name: str, folder: pathlib.Path, metric: str, time_key: str) -> Ru
         held = sorted({key for record in records for key in record} - {"step"})
         hint = errors.suggest(metric, held) or f" It records: {', '.join(held) or 'nothing yet'}."
         return f"{folder} has no record of {metric!r}; choose another with --metric.{hint}"
-    speeds = [r["tokens_per_second"] for r in records if "tokens_per_second" in r]
-    bits = [r["validation/bits_per_byte"] for r in records if "validation/bits_per_byte" in r]
+    speeds = _numbers(records, "tokens_per_second")
+    bits = _numbers(records, "validation/bits_per_byte")
     return Run(
         name=name,
         points=points,
         tokens_per_second=statistics.median(speeds) if speeds else None,
         bits_per_byte=bits[-1] if bits else None,
     )
+
+
+def _numbers(records: Sequence[dict[str, Any]], key: str) -> list[float]:
+    """Returns what was recorded; what is not finite stands there as text."""
+    return [r[key] for r in records if isinstance(r.get(key), (int, float))]
 
 
 def _with_time(records: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
@@ -231,7 +242,9 @@ def _time_name(clock: str) -> str:
 
 
 def _lower_is_better(metric: str) -> bool:
-    return not any(word in metric for word in ("accuracy", "per_second", "f1", "match", "bleu"))
+    """Judges by the last part of the name, as tasks can be called anything."""
+    name = metric.rsplit("/", 1)[-1]
+    return "per_second" not in name and any(part in _LESS for part in name.split("_"))
 
 
 def _leave_out_the_start(axes: Any, runs: Sequence[Run], metric: str) -> None:

@@ -4,12 +4,13 @@ Layers with receptive fields, parameters, FLOPs, memory, shardings; and examples
 """
 
 import json
+import os
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from convt5 import errors, gin_config
+from convt5 import errors, figures, gin_config
 from convt5.configuration import command_line, gin_files
 from convt5.vision import costs as vision_costs
 from convt5.vision.architecture import ViTConfig
@@ -125,6 +126,8 @@ def main(argv: Sequence[str]) -> int:
     settings, name = read_settings(arguments.gin_files, arguments.gin_bindings)
     if isinstance(settings["model"], ViTConfig):
         return _show_vision(settings["model"], name, vars(flags))
+    if flags.plot:
+        _check_plot(flags.plot)
     topology = None
     if flags.topology:
         from convt5.tpu import topology as topologies
@@ -170,6 +173,8 @@ def _show_vision(config: ViTConfig, name: str, flags: Mapping[str, Any]) -> int:
                 "examples",
                 "encoder_length",
                 "decoder_length",
+                "batch_size",
+                "devices",
                 "measure",
                 "pair_with",
             )
@@ -281,6 +286,7 @@ def _measured(
 
     from convt5 import loading
     from convt5.analysis import receptive_field
+    from convt5.architecture import ConvT5Config
 
     config = subject.config
     if checkpoint is None:
@@ -288,6 +294,11 @@ def _measured(
     else:
         model, name = loading.load_model(checkpoint), f"of {checkpoint}"
         config = model.config
+        if not isinstance(config, ConvT5Config):
+            raise errors.UserError(
+                f"--checkpoint={checkpoint} holds a {type(model).__name__}; --measure is for text "
+                "models."
+            )
     lengths: dict[StackName, int] = {
         "encoder": subject.encoder_length,
         "decoder": subject.decoder_length,
@@ -306,6 +317,18 @@ def _measured(
     title = f"Receptive field measured by gradients, {name}, on random tokens"
     text = f"{title}\n{receptive_field.table(found)}"
     return (f"{text}\n  drawn to {plot}" if plot else text), [f.as_json() for f in found]
+
+
+def _check_plot(plot: str) -> None:
+    """Raises `UserError` for what no plot can be drawn to: measuring takes long before."""
+    known = figures.figure_class("the plot")().canvas.get_supported_filetypes()
+    path = pathlib.Path(plot)
+    faults = []
+    if path.suffix.removeprefix(".").lower() not in known:
+        faults.append(f"--plot={plot} must end in one of {', '.join(f'.{n}' for n in known)}.")
+    if not os.access(path.parent, os.W_OK) or path.is_dir():
+        faults.append(f"--plot={plot} cannot be written; name a file in a folder that can.")
+    errors.raise_all(faults, where="flags")
 
 
 def _paired(

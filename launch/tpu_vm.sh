@@ -60,6 +60,9 @@ while (($#)); do
 done
 flags=$(printf ' %q' "$@")
 
+gcloud_errors=$(mktemp)
+trap 'rm -f "$gcloud_errors"' EXIT
+
 say() { echo "tpu_vm: $*" >&2; }
 
 # Runs a command, or prints it.
@@ -85,41 +88,71 @@ suitable_runtime() {
   esac
 }
 
-# Prints ACTIVE, WAITING_FOR_RESOURCES, ...; nothing where the request does not exist.
-state() {
-  gcloud compute tpus queued-resources describe "$name" --zone="$zone" \
-    --format='value(state.state)' 2>/dev/null || true
-}
-
-create() {
-  [[ -n $accelerator_type ]] || usage "--accelerator_type is needed."
-  if [[ -n $dry_run || -z $(state) ]]; then
-    run gcloud compute tpus queued-resources create "$name" --node-id="$name" --zone="$zone" \
-      --accelerator-type="$accelerator_type" \
-      --runtime-version="${runtime_version:-$(suitable_runtime)}" ${spot:+"$spot"}
-  fi
+describe() {
   run gcloud compute tpus queued-resources describe "$name" --zone="$zone" \
     '--format=value(state.state)'
-  [[ -z $dry_run ]] || return 0
-  local now
-  while now=$(state) && [[ $now != ACTIVE ]]; do
+}
+
+# Prints ACTIVE, WAITING_FOR_RESOURCES, ...; NOT_FOUND where the request does not exist; nothing
+# where the call failed, which says nothing about the slice.
+state() {
+  local answer
+  if answer=$(describe 2>"$gcloud_errors"); then
+    echo "$answer"
+  elif grep -qiE 'NOT_FOUND|not found' "$gcloud_errors"; then
+    echo NOT_FOUND
+  fi
+}
+
+# Prints the state, of three looks where calls fail; nothing where all of them did.
+surely() {
+  local now look
+  for look in 1 2 3; do
+    now=$(state)
+    [[ -z $now ]] || break
+    say "gcloud does not say how $name is ($look of 3): $(tail -n 1 "$gcloud_errors")"
+    ((look == 3)) || sleep "$poll_secs"
+  done
+  echo "$now"
+}
+
+# Steps of what follows end with || return: set -e is off inside of what keep calls.
+create() {
+  [[ -n $accelerator_type ]] || usage "--accelerator_type is needed."
+  local now=NOT_FOUND
+  [[ -n $dry_run ]] || now=$(surely)
+  if [[ -z $now || $now == NOT_FOUND ]]; then
+    run gcloud compute tpus queued-resources create "$name" --node-id="$name" --zone="$zone" \
+      --accelerator-type="$accelerator_type" \
+      --runtime-version="${runtime_version:-$(suitable_runtime)}" ${spot:+"$spot"} || return
+  fi
+  if [[ -n $dry_run ]]; then
+    describe
+    return
+  fi
+  while now=$(surely) && [[ $now != ACTIVE ]]; do
     case $now in
-      FAILED | SUSPENDED | SUSPENDING)
+      '' | NOT_FOUND | FAILED)
+        say "$name is ${now:-unknown}"
+        return 1
+        ;;
+      SUSPENDED | SUSPENDING)
         say "$name is $now"
         return 3
         ;;
     esac
-    say "$name is ${now:-unknown}; waiting"
+    say "$name is $now; waiting"
     sleep "$poll_secs"
   done
 }
 
 # The checkout goes to all workers, so that uncommitted changes are what runs.
 install() {
-  run mkdir -p logs
-  run tar --exclude=.git --exclude=.venv --exclude=runs --exclude=logs -czf "logs/$name.tar.gz" .
+  run mkdir -p logs || return
+  run tar --exclude=.git --exclude=.venv --exclude=runs --exclude=logs -czf "logs/$name.tar.gz" . \
+    || return
   run gcloud compute tpus tpu-vm scp "logs/$name.tar.gz" "$name:convt5.tar.gz" \
-    --zone="$zone" --worker=all
+    --zone="$zone" --worker=all || return
   on_all_workers "set -e
 mkdir -p convt5 && tar -xzf convt5.tar.gz -C convt5 && cd convt5
 python3 -m pip install --quiet --user uv && python3 -m uv sync --quiet --extra tpu"
@@ -139,13 +172,16 @@ exit_code() {
 }
 
 wait_for_end() {
-  run gcloud compute tpus queued-resources describe "$name" --zone="$zone" \
-    '--format=value(state.state)'
-  run gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=0 \
-    --command='cat convt5/exit_code 2>/dev/null || true'
-  [[ -z $dry_run ]] || return 0
-  local code
-  while [[ $(state) == ACTIVE ]]; do
+  if [[ -n $dry_run ]]; then
+    describe
+    run gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=0 \
+      --command='cat convt5/exit_code 2>/dev/null || true'
+    return
+  fi
+  local code now
+  # A call that fails (no network, a login that expired) is no reason to give the slice back.
+  while now=$(state) && [[ -z $now || $now == ACTIVE ]]; do
+    [[ -n $now ]] || say "gcloud does not say how $name is: $(tail -n 1 "$gcloud_errors")"
     code=$(exit_code)
     if [[ -n $code ]]; then
       say "training ended with exit code $code"
@@ -158,7 +194,7 @@ wait_for_end() {
 }
 
 logs() {
-  run mkdir -p "logs/$name"
+  run mkdir -p "logs/$name" || return
   on_all_workers 'cat convt5/train.log' --output-directory="logs/$name"
 }
 
@@ -180,7 +216,7 @@ keep() {
     case $code in
       0) return 0 ;;
       2) return 2 ;; # A wrong setting: trying again would not help.
-      3) failures=0 ;;
+      3) failures=0 ;; # Preempted.
       *) failures=$((failures + 1)) ;;
     esac
     if ((failures == 3)); then

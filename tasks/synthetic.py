@@ -70,7 +70,10 @@ class GeneratedSource(ItemSource):
     ):
         sizes = {"num_train": num_train, "num_eval": num_eval}
         errors.raise_all(
-            [f"{name}={size} must be at least 1." for name, size in sizes.items() if size < 1],
+            [
+                *(f"{name}={size} must be at least 1." for name, size in sizes.items() if size < 1),
+                *_seed_faults(seed),
+            ],
             where="generated examples",
         )
         self._generate = generate
@@ -131,7 +134,7 @@ def listops(
     Raises:
         UserError: a value out of range, or lengths that trees of this kind hardly ever have.
     """
-    faults = []
+    faults = _seed_faults(seed)
     if max_depth < 1:
         faults.append(f"max_depth={max_depth} must be at least 1.")
     if max_arguments < 2:
@@ -347,6 +350,10 @@ def _gap_task(
         metric_fns=[metrics.exact_match],
         shuffle_buffer_size=shuffle_buffer_size(source),
     )
+
+
+def _seed_faults(seed: int) -> list[str]:
+    return [f"seed={seed} must be at least 0."] if seed < 0 else []
 
 
 def _letters(random: np.random.Generator, num: int) -> str:

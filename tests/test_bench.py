@@ -2,6 +2,8 @@
 
 import functools
 import json
+import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -123,11 +125,43 @@ def test_peers_are_sides_where_they_are(tmp_path, monkeypatch):
         ("--lengths=128,x", r"lengths='128,x' must be integers of at least 4"),
         ("--lengths=2", r"lengths='2' must be integers of at least 4"),
         ("--gin_file=gin/models/dynmic_tiny.gin", r"dynamic_tiny"),
+        ("--gin_file=gin/models/vit_c_tiny.gin", r"bench measures text models, .* a ViTConfig"),
+        ("--repeats=0", "--repeats=0 must be at least 1"),
+        ("--batch_size=0", "--batch_size=0 must be at least 1"),
     ],
 )
 def test_faulty_arguments_are_explained(tmp_path, argument, message):
     with pytest.raises(errors.UserError, match=message):
         bench.main(["--suites=decode", argument, f"--output={tmp_path}"])
+
+
+def test_models_of_files_of_one_name_stay_apart(tmp_path):
+    files = [f"{tmp_path}/{name}/model.gin" for name in "ab"]
+    for file, layers in zip(files, (1, 2), strict=True):
+        pathlib.Path(file).parent.mkdir()
+        pathlib.Path(file).write_text(
+            "include 'gin/models/depthwise_tiny.gin'\n"
+            "from __gin__ import dynamic_registration\nfrom convt5 import architecture\n"
+            f"architecture.StackConfig.num_layers = {layers}\n"
+        )
+    found = bench._models(files, [])
+    assert {name: m.encoder.num_layers for name, m in found.items()} == {"a/model": 1, "b/model": 2}
+
+
+def test_without_matplotlib_the_tables_are_written(tmp_path, monkeypatch, capsys):
+    def measured(suite, lengths, *_):
+        for length in lengths:
+            yield {"suite": suite, "case": "a", "length": length, "seconds": 1.0}
+
+    machine = {"suite": "machine", "device": "cpu", "processor": "p", "platform": "cpu"}
+    machine |= {"jax": "1", "processors": 2, "copy_bytes_per_second": 1e9, "matmul_flops": 1e11}
+    monkeypatch.setattr("convt5.benchmarks.machine.describe", lambda repeats: machine)
+    monkeypatch.setattr(bench, "_run", measured)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert not bench.main(["--suites=train_step", "--lengths=8,16", f"--output={tmp_path}"])
+    written = capsys.readouterr()
+    assert "pip install 'convt5[plot]'" in written.err
+    assert written.out.endswith(f"wrote {tmp_path}/records.jsonl, {tmp_path}/bench.md\n")
 
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])

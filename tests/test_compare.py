@@ -82,6 +82,30 @@ def test_higher_accuracy_is_better(tmp_path):
     assert [r["run"] for r in cells(compare.markdown_table(runs, metric=metric))] == ["high", "low"]
 
 
+@pytest.mark.parametrize(
+    ("metric", "lower"),
+    [
+        ("squad/em", False),
+        ("loss_of_life/f1", False),
+        ("tokens_per_second", False),
+        ("rte/rank_accuracy", False),
+        ("ema/validation/loss", True),
+        ("validation/bits_per_byte", True),
+        ("accuracy_task/perplexity", True),
+        ("seconds_per_step", True),
+        ("sst2/invalid", True),
+    ],
+)
+def test_the_last_part_of_a_metric_says_what_is_better(tmp_path, metric, lower):
+    for name, value in (("low", 20.0), ("high", 80.0)):
+        (tmp_path / name).mkdir()
+        record = {"step": 1, metric: value, "train_seconds": 1.0}
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    runs = compare.read_runs([str(tmp_path / name) for name in ("low", "high")], metric=metric)
+    rows = cells(compare.markdown_table(runs, metric=metric))
+    assert [row["run"] for row in rows] == (["low", "high"] if lower else ["high", "low"])
+
+
 def test_runs_are_named_by_their_directory_or_as_given(tmp_path):
     first = write_run(tmp_path / "a" / "seed0", [1.0])
     second = write_run(tmp_path / "b" / "seed0", [1.0])
@@ -99,8 +123,13 @@ def test_an_equals_sign_in_a_directory_is_part_of_its_name(tmp_path):
 def test_not_a_number_is_left_out_of_the_curve(tmp_path):
     folder = write_run(tmp_path / "run", [2.0])
     with (folder / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"step": 30, "validation/loss": "nan", "train_seconds": 30}\n')
+        metrics.write(
+            '{"step": 30, "validation/loss": "nan", "validation/bits_per_byte": "nan", '
+            '"tokens_per_second": "inf", "train_seconds": 30}\n'
+        )
     (run,) = compare.read_runs([str(folder)])
+    assert (run.bits_per_byte, run.tokens_per_second) == (1.0, 100.0)
+    assert cells(compare.markdown_table([run]))[0]["bits per byte"] == "1.0000"
     assert run.last.step == 20
     assert math.isfinite(run.last.value)
 

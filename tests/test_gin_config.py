@@ -1,6 +1,8 @@
 """Gin files and bindings are read strictly, resolved completely, and built as gin would."""
 
 import pathlib
+import subprocess
+import sys
 
 import gin
 import pytest
@@ -129,6 +131,42 @@ def test_command_line_names_need_no_import(write):
     name = write("a.gin", "MODEL = 0", head="")
     bindings = ["MODEL=@schedule.Constant()", "schedule.Constant.rate=1.5"]
     assert gin_config.load([name], bindings, roots=["%MODEL"]).macro("MODEL").rate == 1.5
+
+
+@pytest.mark.parametrize(
+    ("reference", "module"),
+    [
+        ("averaging.EMA", "convt5.training.averaging"),
+        ("convt5.averaging.EMA", "convt5.training.averaging"),
+        ("spikes.SkipSpikes", "convt5.training.spikes"),
+        ("augmentation.Augmentation", "convt5.vision.augmentation"),
+        # Of two modules called sources, the one that has it.
+        ("sources.Digits", "convt5.vision.sources"),
+        ("schedule.InverseSqrt", "convt5.schedule"),
+    ],
+)
+def test_command_line_names_may_be_those_of_modules_in_packages(write, reference, module):
+    name = write("a.gin", "MODEL = 0", head="")
+    config = gin_config.load([name], [f"MODEL=@{reference}"], roots=["%MODEL"])
+    assert config.macro("MODEL").__module__ == module
+    again = gin_config.load([write("b.gin", config.text, head="")], roots=["%MODEL"])
+    assert again.macro("MODEL") is config.macro("MODEL")
+
+
+def test_a_name_that_several_packages_have_is_not_guessed(write):
+    name = write("a.gin", "MODEL = 0", head="")
+    message = fault([name], ["MODEL=@sources.Nothing()"], roots=["%MODEL"])
+    assert "may be one of convt5.tasks.sources, convt5.vision.sources" in message
+
+
+def test_looking_for_a_module_imports_nothing():
+    code = (
+        "import sys\n"
+        "from convt5.configuration.gin_names import _own\n"
+        "assert _own('averaging', 'EMA') == ['convt5.training.averaging']\n"
+        "assert not {'jax', 'numpy', 'convt5.training', 'convt5.vision'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_a_misspelt_macro_on_the_command_line_is_an_error_that_names_the_right_one(write):

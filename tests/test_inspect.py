@@ -298,6 +298,43 @@ def test_command_runs_without_tensorflow_and_exits_with_zero(gin_file):
     assert "Model little_wavenet" in done.stdout
 
 
+VIT = "gin/models/vit_c_tiny.gin"
+
+
+@pytest.mark.parametrize("flag", ["--batch_size=4", "--devices=3", "--measure"])
+def test_flags_of_text_models_are_refused_for_a_vision_model(flag):
+    message = f"{flag.partition('=')[0]} is for text models, and vit_c_tiny is a vision model"
+    with pytest.raises(UserError, match=message):
+        inspect.main([f"--gin_file={VIT}", flag])
+
+
+def test_a_vision_model_is_no_pair_of_a_text_model(gin_file):
+    with pytest.raises(UserError, match="ViTConfig is no ConvT5Config"):
+        inspect.main([gin_file, f"--pair_with={VIT}"])
+
+
+def test_a_vision_model_is_not_measured(gin_file, monkeypatch):
+    model = types.SimpleNamespace(config=inspect.read_settings([VIT], [])[0]["model"])
+    monkeypatch.setattr("convt5.loading.load_model", lambda _: model)
+    with pytest.raises(UserError, match=r"--checkpoint=runs/images holds a .*for text models"):
+        inspect.main([gin_file, "--measure", "--checkpoint=runs/images"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("absent/x.png", "cannot be written; name a file in a folder that can"),
+        ("x.foo", r"must end in one of .*\.png"),
+    ],
+)
+def test_where_to_draw_is_checked_before_anything_is_measured(
+    gin_file, tmp_path, monkeypatch, name, message
+):
+    monkeypatch.setattr(inspect, "_measured", lambda *_: pytest.fail("measured already"))
+    with pytest.raises(UserError, match=message):
+        inspect.main([gin_file, "--measure", f"--plot={tmp_path}/{name}"])
+
+
 def test_widths_of_equal_cost_are_shown(capsys):
     flags = ["--gin_file=gin/models/dynamic_tiny.gin", "--pair_with=gin/models/t5_tiny.gin"]
     assert inspect.main([*flags, "--json"]) == 0

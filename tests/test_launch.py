@@ -153,6 +153,75 @@ esac""",
         assert calls.count("queued-resources delete") == 2
         assert calls.count("--output-directory=logs/conv") == 2
 
+    def test_a_call_that_fails_does_not_give_a_healthy_slice_back(self, tmp_path):
+        # Two looks at a slice that trains fail; after the next, training ends.
+        done, calls = self.keep(
+            tmp_path,
+            """
+looks=$(grep -c 'queued-resources describe' calls)
+case "$*" in
+  *'queued-resources describe'*)
+    if ((created == 0)); then echo 'ERROR: NOT_FOUND: no such request' >&2; exit 1; fi
+    if ((looks == 4 || looks == 5)); then echo 'ERROR: connection reset' >&2; exit 1; fi
+    echo ACTIVE ;;
+  *'cat convt5/exit_code'*) ((looks > 6)) && echo 0 ;;
+esac""",
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("gcloud does not say how conv is: ERROR: connection reset") == 2
+        assert calls.count("queued-resources create") == 1
+        assert calls.count("queued-resources delete") == 1
+
+    def test_a_slice_that_is_not_found_any_more_is_gone(self, tmp_path):
+        done, calls = self.keep(
+            tmp_path,
+            """
+case "$*" in
+  *'queued-resources describe'*)
+    if ((created == deleted)) || { ((created == 1)) && grep -q convt5.train calls; }; then
+      echo "ERROR: (gcloud) Resource 'conv' was not found" >&2
+      exit 1
+    fi
+    echo ACTIVE ;;
+  *'cat convt5/exit_code'*) ((created == 2)) && echo 0 ;;
+esac""",
+        )
+        assert done.returncode == 0, done.stderr
+        assert "the slice is gone" in done.stderr
+        assert calls.count("queued-resources create") == 2
+
+    @pytest.mark.parametrize("step", ["queued-resources create", "tpu-vm scp", "-m uv sync"])
+    def test_a_step_that_fails_three_times_in_a_row_ends_it(self, tmp_path, step):
+        done, calls = self.keep(
+            tmp_path,
+            f"""
+case "$*" in
+  *'{step}'*) echo 'ERROR: refused' >&2; exit 1 ;;
+  *'queued-resources describe'*)
+    if ((created == deleted)); then echo 'ERROR: NOT_FOUND' >&2; exit 1; fi
+    echo ACTIVE ;;
+esac""",
+        )
+        assert done.returncode == 1
+        assert "the third failure in a row" in done.stderr
+        assert calls.count(step) == 3
+        assert "convt5.train" not in calls
+
+    @pytest.mark.parametrize("answer", ["exit 1", "echo FAILED"])
+    def test_a_request_of_which_nothing_is_known_or_that_failed_is_given_up(self, tmp_path, answer):
+        done, calls = self.keep(
+            tmp_path,
+            f"""
+case "$*" in
+  *'queued-resources describe'*)
+    if ((created == deleted)); then echo 'ERROR: NOT_FOUND' >&2; exit 1; fi
+    {answer} ;;
+esac""",
+        )
+        assert done.returncode == 1
+        assert calls.count("queued-resources create") == 3
+        assert "tpu-vm scp" not in calls
+
     @pytest.mark.parametrize(
         "arguments",
         [("keep",), ("run", "n", "z"), ("start", "n", "z"), ("create", "n", "z", "--fast")],

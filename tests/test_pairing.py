@@ -1,16 +1,20 @@
 """Pairing: the widths it finds have the cost of the reference, and are the nearest that have."""
 
 import dataclasses
+import json
+import pathlib
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convt5 import gin_config
+from convt5 import gin_config, sweeps
 from convt5.analysis import costs
 from convt5.analysis.pairing import pair
 from convt5.architecture import ConvT5Config, StackConfig
 from convt5.errors import UserError
+from convt5.sweeps import analysis, equal_cost, profile, running
+from convt5.vision import costs as vision_costs
 
 LENGTHS = {"encoder_length": 96, "decoder_length": 12}
 
@@ -117,3 +121,54 @@ def test_base_presets_can_be_paired_with_t5(variant, by):
         load(variant), load("t5"), by=by, encoder_length=512, decoder_length=114, multiple=128
     )
     assert abs(found.difference) <= 0.01
+
+
+VIT = gin_config.load(["gin/models/vit_c_tiny.gin"], roots=["%MODEL"]).macro("MODEL")
+
+
+@pytest.mark.parametrize("models", [(VIT, T5), (T5, VIT)])
+def test_models_of_images_are_not_paired(models):
+    with pytest.raises(UserError, match="ViTConfig is no ConvT5Config"):
+        pair(*models, by="flops", **LENGTHS)
+
+
+def vision_study(folder, **changes) -> sweeps.Study:
+    """Two models at two peaks of the rate."""
+    models = {name: f"gin/models/vit_{name}_tiny.gin" for name in "pc"}
+    known = {
+        "output_dir": str(folder),
+        "gin_files": ["gin/runs/digits.gin"],
+        "grids": [
+            sweeps.Grid(axes={"model": models, "schedule.Cosine.peak": [0.001, 0.003]}),
+        ],
+        "metric": "validation/accuracy",
+        "perfect": 1.0,
+        "rows": ["model"],
+        "over": "schedule.Cosine.peak",
+    }
+    return sweeps.Study(**known | changes)
+
+
+def test_a_study_of_models_of_images_over_an_axis_shows_what_they_cost(tmp_path):
+    def launch(arguments, log):
+        record = {"step": 4, "validation/accuracy": 0.5, "train_seconds": 7.0}
+        (pathlib.Path(log).parent / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        return 0
+
+    asked = vision_study(tmp_path)
+    assert running.run_all(asked, launch=launch) == 4
+    table = profile.cost_table(asked)
+    found = table[("c",), "0.001"]
+    files = ["gin/runs/digits.gin", "gin/models/vit_c_tiny.gin"]
+    total = vision_costs.model_cost(equal_cost.described(files, []).model).total
+    assert (found.parameters, found.flops) == (total.parameters, 2 * total.multiply_adds)
+    assert (found.memory, found.seconds) == (None, 7.0)
+    text = profile.tables(asked, profile.lines(asked, analysis.results(asked)), table)
+    rows = [line.split("|") for line in text.splitlines() if f" {total.parameters:,} " in line]
+    assert [[cell.strip() for cell in row[-4:-1]] for row in rows] == [["-", "7", "-"]] * 2
+
+
+def test_a_study_does_not_pair_models_of_images(tmp_path):
+    pairing = sweeps.Pairing(axis="model", reference="p", by="parameters")
+    with pytest.raises(UserError, match="ViTConfig is no ConvT5Config"):
+        list(vision_study(tmp_path, pairing=pairing).points())

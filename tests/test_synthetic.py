@@ -191,6 +191,11 @@ class TestBadInput:
         with pytest.raises(errors.UserError, match=message):
             make(**settings)
 
+    @each_task
+    def test_a_negative_seed_is_named(self, make):
+        with pytest.raises(errors.UserError, match="seed=-1 must be at least 0"):
+            make(seed=-1)
+
     def test_lengths_that_no_tree_has_are_named(self):
         with pytest.raises(errors.UserError, match="none has min_length=50 to max_length=60"):
             synthetic.listops(max_depth=1, min_length=50, max_length=60)

@@ -11,8 +11,10 @@ from test_vision_training import MODEL, Stripes
 import convt5
 from convt5 import eval as evaluation
 from convt5 import sharding, train
+from convt5.batches import data_shards
 from convt5.errors import UserError
 from convt5.evaluation import checkpoints
+from convt5.vision.augmentation import Augmentation
 from convt5.vision.evaluation import make_plan
 from convt5.vision.images import ImageDataConfig
 from convt5.vision.sources import Folder, Npz
@@ -186,6 +188,27 @@ def test_corrupt_files_are_left_out_of_the_means_and_counted(tmp_path):
     assert found.metrics["loss"] == pytest.approx(np.log(3))  # The head starts with zeros.
 
 
+@dataclasses.dataclass(frozen=True)
+class Named(Stripes):
+    """Names its three classes."""
+
+    def open(self, split):
+        return super().open(split)._replace(class_names=("none", "rows", "columns"))
+
+
+def test_a_model_may_have_more_logits_than_the_images_have_classes():
+    data = ImageDataConfig(
+        source=Named(), batch_size=16, image_size=8, in_channels=1, num_classes=3
+    )
+    config = dataclasses.replace(MODEL, num_classes=5)
+    plan = make_plan("a run", model=config, train={"train_data": data}, data=data, num_examples=4)
+    mesh = sharding.MeshConfig().build(jax.devices()[:1])
+    found = plan.evaluator(plan.tasks[0])(config.build(jax.random.key(0)), mesh, 1)
+    # The head starts with zeros: classes come in their order.
+    expected = ["none", "rows", "columns", "3", "4"]
+    assert [record["prediction_names"] for record in found.records] == [expected] * 4
+
+
 @pytest.mark.parametrize("dry_run", [[], ["--dry_run"]])
 def test_training_refuses_images_that_do_not_fit_the_model(run_dir, dry_run, tmp_path):
     flags = [f"--gin_file={run_dir}/config.gin", "--gin.images.ImageDataConfig.num_classes=7"]
@@ -231,3 +254,34 @@ def test_reestimation_opens_its_images_once_and_never_for_a_patchify_stem(stem):
             Reestimate(data=short, num_batches=9).on_devices(
                 checkpoints.shardings(model, mesh), sharding.batch_sharding(mesh)
             )(model)
+
+
+ASKED = []
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Noted(ImageDataConfig):
+    """Notes into how many shards it is cut."""
+
+    def build(self, *, process_index, process_count):
+        ASKED.append(process_count)
+        return super().build(process_index=process_index, process_count=process_count)
+
+
+def test_reestimation_reads_unmixed_images_and_the_same_ones_on_any_number_of_hosts(monkeypatch):
+    known = {"batch_size": 16, "image_size": 8, "in_channels": 1, "num_classes": 3}
+    mixing = Augmentation(flip=True, mixup_alpha=0.8, cutmix_alpha=1.0)
+    alone = dataclasses.replace(mixing, mixup_alpha=0.0, cutmix_alpha=0.0)
+    mesh = sharding.MeshConfig().build(jax.devices()[:1])
+    model = MODEL.build(jax.random.key(0))
+    placed = checkpoints.shardings(model, mesh), sharding.batch_sharding(mesh)
+
+    def measured(augmentation):
+        data = Noted(source=Stripes(), augmentation=augmentation, **known)
+        return Reestimate(data=data, num_batches=2).on_devices(*placed)(model)
+
+    # As if there were two hosts, whose rows are read here.
+    monkeypatch.setattr(data_shards.HostRows, "default_num_shards", lambda _: 2)
+    ASKED.clear()
+    jax.tree.map(np.testing.assert_array_equal, measured(mixing), measured(alone))
+    assert ASKED == [1, 1]

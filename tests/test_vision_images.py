@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from convt5.batches.prefetching import position, take_apart
 from convt5.errors import UserError
 from convt5.vision.augmentation import Augmentation, resized
 from convt5.vision.images import ImageDataConfig
-from convt5.vision.sources import Digits, Folder, Npz, Tfds, in_memory
+from convt5.vision.sources import CorruptImage, Digits, Folder, Npz, Tfds, decode, in_memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +127,7 @@ def test_values_are_normalised_and_channels_repeated_or_swapped():
         ({"on_corrupt": "ignore"}, "on_corrupt='ignore' must be one of refuse, skip"),
         ({"mean": (0.1, 0.2)}, "must be one number, or 1"),
         ({"stddev": 0.0}, "stddev=0.0 must be positive"),
+        ({"seed": -1}, "seed=-1 must be at least 0"),
     ],
 )
 def test_settings_that_cannot_be_are_named(changes, message):
@@ -177,6 +179,18 @@ def test_arrays_come_from_the_file_of_a_split(tmp_path):
             {"images": np.zeros((0, 4, 4), np.uint8), "labels": np.zeros(0, int)},
             "there is no image",
         ),
+        (
+            {"images": np.uint8(3), "labels": np.int64(2)},
+            r"images are uint8 \(\); .*\n.*one for each of the images",
+        ),
+        (
+            {"images": np.zeros((2, 0, 0, 3), np.uint8), "labels": np.zeros(2, int)},
+            "images are 0x0 and have no pixel",
+        ),
+        (
+            {"images": np.zeros((2, 4, 4, 4), np.uint8), "labels": np.zeros(2, int)},
+            r"images have 4 channels; they must have 1 \(grey\) or 3",
+        ),
     ],
 )
 def test_arrays_that_are_no_images_are_named(arrays, message, tmp_path):
@@ -185,8 +199,18 @@ def test_arrays_that_are_no_images_are_named(arrays, message, tmp_path):
         Npz(path=f"{tmp_path}/a.npz").open("train")
 
 
-def test_a_damaged_file_of_arrays_is_named(tmp_path):
-    (tmp_path / "a.npz").write_bytes(b"PK\x03\x04half")
+@pytest.mark.parametrize("kind", ["half", "array", "flipped"])
+def test_a_damaged_file_of_arrays_is_named(kind, tmp_path):
+    if kind == "half":
+        (tmp_path / "a.npz").write_bytes(b"PK\x03\x04half")
+    elif kind == "array":  # As np.save writes it.
+        with (tmp_path / "a.npz").open("wb") as file:
+            np.save(file, np.zeros((2, 4, 4), np.uint8))
+    else:
+        np.savez_compressed(tmp_path / "a.npz", images=pixels(8, 9)[None], labels=np.zeros(1, int))
+        whole = bytearray((tmp_path / "a.npz").read_bytes())
+        whole[60:200] = bytes(byte ^ 255 for byte in whole[60:200])
+        (tmp_path / "a.npz").write_bytes(whole)
     with pytest.raises(UserError, match=r"a\.npz cannot be read"):
         Npz(path=f"{tmp_path}/a.npz").open("train")
 
@@ -218,6 +242,108 @@ def test_a_folder_has_a_class_in_each_of_its_folders(folder):
     batch = next(build(source=source, batch_size=4, num_epochs=1))
     assert numbers(batch) == [0, 10, 20, 30]
     assert batch["labels"].tolist() == [0, 0, 1, 1]
+
+
+def test_hidden_folders_and_files_are_no_classes_and_no_images(folder):
+    (folder / ".ipynb_checkpoints").mkdir()
+    (folder / "cat" / "folder.png").mkdir()
+    (folder / "cat" / "._1.png").write_bytes(b"of another system")
+    opened = Folder(path=str(folder), channels=1).open("train")
+    assert (opened.class_names, opened.size, opened.labels) == (("cat", "dog"), 4, (0, 1))
+
+
+def written(root: pathlib.Path, splits: dict[str, str]) -> Folder:
+    """One image in each of the class folders, whose names are letters, of each split."""
+    tf = tensorflow()
+    for split, classes in splits.items():
+        for name in classes:
+            (root / split / name).mkdir(parents=True)
+            encoded = tf.io.encode_png(np.zeros((4, 4, 1), np.uint8)).numpy()
+            (root / split / name / "1.png").write_bytes(encoded)
+    return Folder(path=f"{root}/{{split}}", channels=1)
+
+
+def test_the_folders_of_train_number_the_classes_of_all_splits(tmp_path):
+    source = written(tmp_path, {"train": "abc", "validation": "bc", "test": "abcz"})
+    opened = source.open("validation")
+    assert opened.class_names == source.open("train").class_names == ("a", "b", "c")
+    assert opened.labels == (1, 2)
+    assert [opened.read(i)[1] for i in range(opened.size)] == [1, 2]
+    with pytest.raises(UserError, match=r"test has folders that .*train lacks: z; those of train"):
+        source.open("test")
+
+
+def test_without_train_splits_of_different_classes_are_refused(tmp_path):
+    source = written(tmp_path, {"training": "abc", "validation": "bc", "others": "xy"})
+    for split in ("training", "validation"):
+        with pytest.raises(UserError, match="have different folders, so that their classes"):
+            source.open(split)
+    (tmp_path / "validation" / "a").mkdir()
+    assert source.open("validation").labels == (1, 2)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "mode", "tolerance"),
+    [
+        ("bmp", "RGB", 0),
+        ("bmp", "P", 0),
+        ("bmp", "1", 0),
+        ("gif", "P", 0),
+        ("jpeg", "CMYK", 6),
+        ("webp", "RGB", 0),
+    ],
+)
+def test_every_kind_of_file_is_read_in_colour_and_grey(channels, kind, mode, tolerance, tmp_path):
+    tensorflow()
+    path = tmp_path / "1.jpg"
+    Image.fromarray(pixels(10, 14)).convert(mode).save(path, kind)
+    with Image.open(path) as image:
+        expected = np.asarray(image.convert("L" if channels == 1 else "RGB"))
+    found = decode(path, channels=channels)
+    assert (found.shape, found.dtype) == ((10, 14, channels), np.uint8)
+    np.testing.assert_allclose(found, expected.reshape(found.shape), atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["bmp", "gif"])
+def test_a_truncated_file_of_another_kind_is_corrupt(kind, tmp_path):
+    tensorflow()
+    path = tmp_path / f"1.{kind}"
+    Image.fromarray(pixels(10, 14)).save(path)
+    path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(CorruptImage, match=rf"1\.{kind} cannot be read as an image"):
+        decode(path, channels=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class PartlyCorrupt(Numbered):
+    """Of which some images cannot be read."""
+
+    corrupt: tuple[int, ...] = (6, 7, 8, 9, 10, 11, 12)
+
+    def open(self, split):
+        opened = super().open(split)
+
+        def read(index):
+            if index in self.corrupt:
+                raise CorruptImage(f"image {index} cannot be read")
+            return opened.read(index)
+
+        return opened._replace(read=read)
+
+
+def test_a_batch_that_is_corrupt_throughout_repeats_the_next_image_and_weighs_nothing():
+    batches = build(source=PartlyCorrupt(), num_epochs=1, on_corrupt="skip")
+    with pytest.warns(UserWarning, match="skipped"):
+        found = list(batches)
+    assert [batch["weights"].sum() for batch in found] == [6, 0, 5, 5]
+    assert numbers(found[1]) == [13] * 6
+    assert batches.num_skipped == 7
+    # A run that continues there sees the same.
+    again = build(source=PartlyCorrupt(), num_epochs=1, on_corrupt="skip")
+    again.skip()
+    with pytest.warns(UserWarning, match="skipped"):
+        jax.tree.map(np.testing.assert_array_equal, next(again), found[1])
 
 
 def test_a_corrupt_file_is_named_or_skipped_and_counted(folder):
@@ -306,6 +432,14 @@ def test_the_middle_is_cut_out_after_the_shorter_side_is_brought_to_size():
     image = pixels(8, 16)
     np.testing.assert_array_equal(resized(image, size=8), image[:, 4:12])
     np.testing.assert_array_equal(resized(image, size=4, shorter_side=8), image[2:6, 6:10])
+
+
+def test_the_size_before_cutting_is_kept_with_an_augmentation(tmp_path):
+    np.savez(tmp_path / "a.npz", images=pixels(9, 12)[None], labels=np.zeros(1, int))
+    known = {"source": Npz(path=f"{tmp_path}/a.npz"), "batch_size": 1, "in_channels": 3}
+    known |= {"resize_size": 6, "num_epochs": 1}
+    batches = [build(**known, augmentation=chosen) for chosen in (None, Augmentation())]
+    np.testing.assert_array_equal(*(next(b)["images"] for b in batches))
 
 
 def test_random_crops_hold_their_share_of_the_image_and_repeat_by_their_seed():

@@ -36,6 +36,14 @@ def test_ranks_are_places_in_a_stable_sort():
     np.testing.assert_array_equal(found, places[np.arange(6), LABELS])
 
 
+def test_a_row_that_is_not_a_number_is_wrong_however_many_classes_count():
+    logits = LOGITS[:3, :4].copy()
+    logits[0], logits[1, 2] = np.nan, np.nan
+    found = label_ranks(jnp.asarray(logits), jnp.asarray([3, 1, 0]))
+    assert np.all(found[:2] > 1000)
+    assert found[2] < 4
+
+
 def model(images, *, train):
     return ViTOutput(jnp.asarray(LOGITS), {"stem/layers/0/norm/mean": jnp.full(3, float(train))})
 

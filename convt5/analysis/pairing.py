@@ -7,7 +7,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from convt5 import errors
 from convt5.architecture import ConvT5Config
@@ -69,8 +69,9 @@ def pair(
         largest_change: factor by which a width may grow or shrink.
 
     Raises:
-        UserError: no widths agree; the nearest are named.
+        UserError: no widths agree, and the nearest are named; or a model that is not of text.
     """
+    check_models(config, reference)
     faults = []
     if by not in get_args(Quantity):
         faults.append(f"by={by!r} must be one of {', '.join(get_args(Quantity))}.")
@@ -98,6 +99,16 @@ def pair(
     raise errors.UserError(
         _impossible(config, nearest, by, wanted, tolerance, multiple, largest_change)
     )
+
+
+def check_models(*models: Any) -> None:
+    """Raises `UserError` unless all are models of text, whose widths can be chosen."""
+    for model in models:
+        if not isinstance(model, ConvT5Config):
+            raise errors.UserError(
+                f"pairing: {type(model).__name__} is no ConvT5Config; widths of equal cost are "
+                "found for models of text alone."
+            )
 
 
 def _cost(config: ConvT5Config, by: Quantity, encoder_length: int, decoder_length: int) -> float:

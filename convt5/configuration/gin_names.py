@@ -6,6 +6,8 @@
 import dataclasses
 import importlib
 import importlib.util
+import pathlib
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -112,12 +114,16 @@ class Resolver:
         # The command line has no import statements: convt5's own modules are understood.
         names = selector.removeprefix("convt5.")
         first, _, rest = names.partition(".")
-        if rest and importlib.util.find_spec(f"convt5.{first}") is not None:
-            return Target(f"convt5.{first}", rest)
-        self.faults.append(
-            f"{location}: {selector!r} is no module.Name that the gin files import or convt5 has."
+        found = _own(first, rest) if rest else []
+        if len(found) == 1:
+            return Target(found[0], rest)
+        reason = (
+            f"may be one of {', '.join(found)}. Import the one you mean in a gin file."
+            if found
+            else "is no module.Name that the gin files import or convt5 has."
             f"{self._qualified(selector)}"
         )
+        self.faults.append(f"{location}: {selector!r} {reason}")
         return Target(first, rest)
 
     def _qualified(self, selector: str) -> str:
@@ -136,6 +142,27 @@ class Resolver:
 
 def own_modules() -> list[str]:
     return [path.stem for path in gin_files.PACKAGE.glob("*.py")]
+
+
+def _own(module: str, attributes: str) -> list[str]:
+    """Returns the modules of convt5 that a name may mean: one at the top, or else in its packages.
+
+    Of several in packages, those that define the attribute. Files are looked at, none is imported.
+    """
+    if importlib.util.find_spec(f"convt5.{module}") is not None:
+        return [f"convt5.{module}"]
+    found = {}
+    # A checkout has the tasks elsewhere.
+    for package in sorted({*(path.name for path in gin_files.PACKAGE.iterdir()), "tasks"}):
+        spec = importlib.util.find_spec(f"convt5.{package}") if package.isidentifier() else None
+        for folder in (spec and spec.submodule_search_locations) or ():
+            path = pathlib.Path(folder, f"{module}.py")
+            if path.is_file():
+                found[f"convt5.{package}.{module}"] = path
+    name = re.escape(attributes.partition(".")[0])
+    definition = re.compile(rf"^(?:class|def) {name}\b", re.MULTILINE)
+    defining = [module for module, path in found.items() if definition.search(path.read_text())]
+    return defining or list(found)
 
 
 def flatten(value: Any) -> Iterator[Any]:

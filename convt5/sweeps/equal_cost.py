@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, get_args
 
 from convt5 import errors
-from convt5.analysis.pairing import TOLERANCE, Quantity, pair
+from convt5.analysis.pairing import TOLERANCE, Quantity, check_models, pair
 
 NOT_PAIRED = "none"
 
@@ -29,7 +29,7 @@ class Sized(NamedTuple):
     """A model and the rows it is trained on.
 
     Attributes:
-        model: a `ConvT5Config`.
+        model: a `ConvT5Config` or `ViTConfig`.
         settings: all that `trainer.train` is given.
     """
 
@@ -38,7 +38,7 @@ class Sized(NamedTuple):
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Tokens of a row, as keywords of functions about costs."""
+        """Tokens of a row of text, as keywords of functions about costs."""
         data = self.settings["train_data"]
         return {name: getattr(data, name) for name in ("encoder_length", "decoder_length")}
 
@@ -83,11 +83,16 @@ class Pairing:
         )
 
     def widths(self, point: Described, reference: Described) -> dict[str, int]:
-        """Returns the settings that give the model of a run the cost of the reference's."""
+        """Returns the settings that give the model of a run the cost of the reference's.
+
+        Raises:
+            UserError: no model of text, or no widths that agree.
+        """
         by = self.quantity(point.labels)
         if by is None or point.labels[self.axis] == self.reference:
             return {}
         own, other = (described(p.gin_files, p.bindings) for p in (point, reference))
+        check_models(own.model, other.model)
         found = pair(
             own.model,
             other.model,

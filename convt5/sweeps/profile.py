@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 
 from convt5.sweeps import analysis
 from convt5.sweeps.analysis import Best, Key, Result
-from convt5.sweeps.equal_cost import described
+from convt5.sweeps.equal_cost import Sized, described
 from convt5.sweeps.running import Made, final_value, states
 from convt5.sweeps.study import Study
+from convt5.vision import costs as vision_costs
+from convt5.vision.architecture import ViTConfig
 
 Line = dict[str, Best]
 """The best setting at each value of the axis, in the order of `Study.labels`."""
@@ -21,7 +23,8 @@ class Cost(NamedTuple):
         widths: emb_dim and mlp_dim.
         parameters: of the model.
         flops: of the forward pass of an example.
-        memory: bytes of an update in closed form (`costs.training_memory`).
+        memory: bytes of an update in closed form (`costs.training_memory`); None for a vision
+            model, which has no such form.
         seconds: of training, on the machine it ran on, evaluation and compilation left out; the
             mean over runs, None where they were not recorded.
         cpu_seconds: of all threads of the process in that time.
@@ -30,7 +33,7 @@ class Cost(NamedTuple):
     widths: tuple[int, int]
     parameters: int
     flops: float
-    memory: float
+    memory: float | None
     seconds: float | None
     cpu_seconds: float | None
 
@@ -50,7 +53,7 @@ def lines(study: Study, found: Sequence[Result]) -> dict[Key, Line]:
 
 
 def cost_table(study: Study) -> dict[tuple[Key, str], Cost]:
-    """Returns the costs of text models by row and value of the axis, of runs that are done."""
+    """Returns the costs of the models by row and value of the axis, of runs that are done."""
     assert study.over is not None
     groups: dict[tuple[Key, str], list[Made]] = {}
     for made in states(study):
@@ -79,7 +82,7 @@ def tables(study: Study, profiles: Mapping[Key, Line], costs: Mapping[Any, Cost]
             "emb, mlp": f"{cost.widths[0]}, {cost.widths[1]}",
             "parameters": f"{cost.parameters:,}",
             "forward MFLOP": f"{cost.flops / 1e6:.2f}",
-            "update MB": f"{cost.memory / 1e6:.1f}",
+            "update MB": "-" if cost.memory is None else f"{cost.memory / 1e6:.1f}",
             "seconds": _seconds(cost.seconds),
             "CPU seconds": _seconds(cost.cpu_seconds),
         }
@@ -137,21 +140,31 @@ def _reached(labels: Sequence[str], lines: Iterable[Line]) -> list[str]:
 
 
 def _cost(runs: Sequence[Made]) -> Cost:
-    from convt5.analysis import costs
-
     point = runs[0].point
     run = described(point.gin_files, point.bindings)
-    model, rows = run.model, run.settings["train_data"].batch_size
-    cost = costs.model_cost(model, **run.lengths)
-    memory = costs.training_memory(model, run.settings["optimizer"], rows=rows, **run.lengths)
+    if isinstance(run.model, ViTConfig):
+        total = vision_costs.model_cost(run.model).total
+        parameters, flops, memory = total.parameters, 2 * total.multiply_adds, None
+    else:
+        parameters, flops, memory = _text_cost(run)
     return Cost(
-        (model.emb_dim, model.mlp_dim),
-        cost.parameters,
-        cost.forward_flops,
-        memory.total,
+        (run.model.emb_dim, run.model.mlp_dim),
+        parameters,
+        flops,
+        memory,
         _mean_last(runs, "train_seconds"),
         _mean_last(runs, "train_cpu_seconds"),
     )
+
+
+def _text_cost(run: Sized) -> tuple[int, float, float]:
+    """Returns parameters, FLOPs of the forward pass, and bytes of an update."""
+    from convt5.analysis import costs
+
+    rows, optimizer = run.settings["train_data"].batch_size, run.settings["optimizer"]
+    cost = costs.model_cost(run.model, **run.lengths)
+    memory = costs.training_memory(run.model, optimizer, rows=rows, **run.lengths)
+    return cost.parameters, cost.forward_flops, memory.total
 
 
 def _mean_last(runs: Sequence[Made], name: str) -> float | None:

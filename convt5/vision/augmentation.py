@@ -30,7 +30,7 @@ class Augmentation:
 
     Attributes:
         crop_area: least and greatest share of the area that is cut out and resized ("random
-            resized crop"); None takes the middle of the image.
+            resized crop"); None takes the middle of the image, by `resize_size` of the data.
         crop_aspect: least and greatest width over height of what is cut out.
         flip: half of the images are mirrored.
         policy: `policies.AutoAugment` or `policies.RandAugment`; None for neither.
@@ -62,14 +62,27 @@ class Augmentation:
                 faults.append(f"{name}={value} must be the least and the greatest, above 0.")
         errors.raise_all(faults, where="Augmentation")
 
-    def apply(self, image: np.ndarray, *, size: int, seed: Seed) -> np.ndarray:
-        """Returns the changed image, resized, as float32 in [0, 255]."""
+    def without_mixing(self) -> "Augmentation":
+        """Returns the same changes of each image alone."""
+        return dataclasses.replace(self, mixup_alpha=0.0, cutmix_alpha=0.0)
+
+    def apply(
+        self, image: np.ndarray, *, size: int, seed: Seed, shorter_side: int | None = None
+    ) -> np.ndarray:
+        """Returns the changed image, resized, as float32 in [0, 255].
+
+        Args:
+            image: uint8 [height, width, channels].
+            size: height and width of the result.
+            seed: of what is drawn.
+            shorter_side: as of `resized`, where no `crop_area` is cut out.
+        """
         drawn = np.random.default_rng([*seed, 1])
         if self.crop_area is not None:
             image = self._crop(image, drawn)
             image = _resize(image, size, size)
         else:
-            image = resized(image, size=size)
+            image = resized(image, size=size, shorter_side=shorter_side)
         image = image[:, ::-1] if self.flip and drawn.random() < 0.5 else image
         if self.policy is not None:
             pixels = np.clip(np.round(image), 0, 255).astype(np.uint8)

@@ -269,5 +269,7 @@ def _record(
         "loss": float(found["loss"][row]),
     }
     if names:
-        record |= {"label_name": names[label], "prediction_names": [names[i] for i in predicted]}
+        # A model may have more logits than the images have classes.
+        shown = [names[i] if i < len(names) else str(i) for i in predicted]
+        record |= {"label_name": names[label], "prediction_names": shown}
     return record

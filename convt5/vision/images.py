@@ -21,6 +21,8 @@ from convt5.vision.sources import CorruptImage, ImageSet, ImageSource, OnCorrupt
 
 ChannelOrder = Literal["rgb", "bgr"]
 
+_MOST_SPARES = 1000  # Images tried in place of one batch that is corrupt throughout.
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageDataConfig:
@@ -34,7 +36,7 @@ class ImageDataConfig:
         in_channels: 3 or 1; grey images become colour by repeating.
         num_classes: labels must be below it.
         resize_size: the shorter side is brought to it, and the middle of `image_size` cut out;
-            None takes `image_size` itself.
+            None takes `image_size` itself. An augmentation with `crop_area` cuts out otherwise.
         mean, stddev: of channels in [0, 1], subtracted and divided by; one value for all, or one
             for each in the order red, green, blue.
         channel_order: "bgr" for models of pycls.
@@ -67,6 +69,8 @@ class ImageDataConfig:
         faults = checks.least_faults(
             self, ("batch_size", "image_size", "num_classes", "num_epochs")
         )
+        if self.seed < 0:
+            faults.append(f"seed={self.seed} must be at least 0.")
         if self.in_channels not in (1, 3):
             faults.append(f"in_channels={self.in_channels} must be 1 (grey) or 3 (colour).")
         if self.resize_size is not None and self.resize_size < self.image_size:
@@ -185,9 +189,7 @@ class ImageBatches:
         # A row without an image repeats another, so that none is strange to batch statistics.
         spare = next((found for found in read if found is not None), None)
         if spare is None:
-            raise errors.UserError(
-                f"none of the {len(read)} images of a batch can be read; check the data."
-            )
+            spare = self._spare(int(taken.rows[-1]), int(taken.numbers[-1]))
         images, labels = zip(*(found or spare for found in read), strict=True)
         return {
             "images": self._normalised(np.stack(images)),
@@ -197,18 +199,37 @@ class ImageBatches:
 
     def _read(self, index: int, number: int) -> tuple[np.ndarray, int] | None:
         """Returns an image of the right size in [0, 255] and its label; None for one skipped."""
-        config = self._config
         try:
-            image, label = self._images.read(index)
+            return self._changed(index, number)
         except CorruptImage as error:
-            if config.on_corrupt == "refuse":
+            if self._config.on_corrupt == "refuse":
                 raise
             self.num_skipped += 1
             warnings.warn(f"skipped ({self.num_skipped} so far): {error}", stacklevel=2)
             return None
+
+    def _spare(self, index: int, number: int) -> tuple[np.ndarray, int]:
+        """Returns the next image that can be read, the same one whatever was read before."""
+        tried = min(self.num_images, _MOST_SPARES)
+        for further in range(1, tried + 1):
+            try:
+                return self._changed((index + further) % self.num_images, number)
+            except CorruptImage:
+                continue  # Counted where it is read for itself.
+        raise errors.UserError(
+            f"none of the {tried} images that follow one another can be read; check the data."
+        )
+
+    def _changed(self, index: int, number: int) -> tuple[np.ndarray, int]:
+        """Reads an image and brings it to its size, with what is drawn for this number."""
+        config = self._config
+        image, label = self._images.read(index)
         if config.augmentation is not None:
             image = config.augmentation.apply(
-                image, size=config.image_size, seed=(config.seed, number)
+                image,
+                size=config.image_size,
+                seed=(config.seed, number),
+                shorter_side=config.resize_size,
             )
         else:
             image = resized(image, size=config.image_size, shorter_side=config.resize_size)
@@ -217,9 +238,11 @@ class ImageBatches:
     def _with_channels(self, image: np.ndarray) -> np.ndarray:
         wanted = self._config.in_channels
         if image.shape[-1] not in (1, wanted):
+            can_be_read = image.shape[-1] == 3
+            remedy = "set in_channels=3, also of the model, or give" if can_be_read else "give"
             raise errors.UserError(
-                f"images have {image.shape[-1]} channels, and in_channels={wanted}; set "
-                f"in_channels={image.shape[-1]}, also of the model, or give other images."
+                f"images have {image.shape[-1]} channels, and in_channels={wanted}; {remedy} "
+                "other images."
             )
         return np.repeat(image, wanted, axis=-1) if image.shape[-1] < wanted else image
 

@@ -79,8 +79,12 @@ def soft_cross_entropy(
 
 
 def label_ranks(logits: Logits, labels: Labels) -> Int[Array, " batch"]:
-    """Returns how many classes come before the label; of equal logits, those of lower index."""
+    """Returns how many classes come before the label; of equal logits, those of lower index.
+
+    A row with NaN has the greatest integer, so that it is wrong however many classes count.
+    """
     own = jnp.take_along_axis(logits, labels[:, None], axis=1)
     is_lower = jnp.arange(logits.shape[1])[None] < labels[:, None]
     before = (logits > own) | ((logits == own) & is_lower)
-    return jnp.sum(before, axis=1, dtype=jnp.int32)
+    ranks = jnp.sum(before, axis=1, dtype=jnp.int32)
+    return jnp.where(jnp.any(jnp.isnan(logits), axis=1), jnp.iinfo(jnp.int32).max, ranks)

@@ -3,15 +3,19 @@
 A source opens one split as images that can be read in any order. Faults are named by file.
 """
 
+import contextlib
 import dataclasses
 import functools
+import glob
 import hashlib
+import io
+import os
 import pathlib
-import zipfile
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
+from PIL import Image
 
 from convt5 import errors
 from convt5.runtime import quiet_imports
@@ -95,33 +99,25 @@ class Npz:
         try:
             with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
                 images, labels = file["images"], file["labels"]
-        except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        except Exception as error:  # NumPy, zip files and compression have many kinds.
             raise errors.UserError(
                 f"path={path} cannot be read ({error}); expected a .npz file with the arrays "
                 "images and labels."
             ) from None
         if images.ndim == 3:
             images = images[..., None]
-        faults = []
-        if images.dtype != np.uint8 or images.ndim != 4:
-            faults.append(
-                f"images are {images.dtype} {images.shape}; they must be uint8 [N, H, W] or "
-                "[N, H, W, C]."
-            )
-        if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
-            faults.append(
-                f"labels are {labels.dtype} {labels.shape}; they must be integers, one for each of "
-                f"{len(images)} images."
-            )
-        elif not len(labels):
-            faults.append("there is no image.")
-        errors.raise_all(faults, where=str(path))
+        errors.raise_all(_array_faults(images, labels), where=str(path))
         return in_memory(images, labels)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Folder:
     """Image files in one folder for each class; classes are numbered in the order of their names.
+
+    Where `{split}` stands in the path and there is a split "train", its folders number the classes
+    of all splits, so that one which lacks some of them has the labels of training. Without it the
+    splits must have the same folders, of which some can be empty. Names that begin with a dot
+    are no classes and no images.
 
     Attributes:
         path: the folder that holds those of the classes; `{split}` in it stands for the split.
@@ -133,22 +129,24 @@ class Folder:
 
     def open(self, split: str) -> ImageSet:
         """Returns the files; none of them is read yet."""
-        root = pathlib.Path(self.path.replace(_SPLIT, split)).expanduser()
+        root = self._root(split)
         if not root.is_dir():
             raise errors.UserError(f"path={root} is no folder; name one with a folder per class.")
-        classes = sorted(child.name for child in root.iterdir() if child.is_dir())
+        own, classes = _class_folders(root), self._classes(root)
         files = [
             (path, label)
             for label, name in enumerate(classes)
-            for path in sorted((root / name).rglob("*"))
-            if path.suffix.lower() in _SUFFIXES
+            if name in own
+            for path in _image_files(root / name)
         ]
         if not files:
             raise errors.UserError(
                 f"path={root} holds no image; expected files that end in {', '.join(_SUFFIXES)}, "
                 "in one folder for each class."
             )
-        names = "\n".join(str(path.relative_to(root)) for path, _ in files)
+        names = [str(path.relative_to(root)) for path, _ in files]
+        if classes != own:
+            names += classes
 
         def read(index: int) -> tuple[np.ndarray, int]:
             path, label = files[index]
@@ -158,9 +156,44 @@ class Folder:
             size=len(files),
             labels=(files[0][1], files[-1][1]),
             read=read,
-            fingerprint=hashlib.sha256(names.encode()).hexdigest(),
+            fingerprint=hashlib.sha256("\n".join(names).encode()).hexdigest(),
             class_names=tuple(classes),
         )
+
+    def _root(self, split: str) -> pathlib.Path:
+        return pathlib.Path(self.path.replace(_SPLIT, split)).expanduser()
+
+    def _classes(self, root: pathlib.Path) -> list[str]:
+        """Returns the classes in the order of their numbers."""
+        own = _class_folders(root)
+        if _SPLIT not in self.path:
+            return own
+        train = self._root("train")
+        if train.is_dir():
+            known = _class_folders(train)
+            strange = [name for name in own if name not in known]
+            if strange:
+                raise errors.UserError(
+                    f"path={root} has folders that {train} lacks: "
+                    f"{', '.join(errors.shortened(strange))}; those of train number the classes, "
+                    "so add them there (they can be empty), or remove them here."
+                )
+            return known
+        for other in self._siblings(root):
+            # What has no class in common is no split of the same images.
+            if set(found := _class_folders(other)) & set(own) and found != own:
+                raise errors.UserError(
+                    f"path={root} and {other} have different folders, so that their classes would "
+                    "be numbered differently; call the folder of the training images train, or "
+                    "give both the same folders (they can be empty)."
+                )
+        return own
+
+    def _siblings(self, root: pathlib.Path) -> list[pathlib.Path]:
+        """Returns the folders that other splits may have."""
+        pattern = glob.escape(self.path.replace(_SPLIT, "\0")).replace("\0", "*")
+        found = [pathlib.Path(name) for name in sorted(glob.glob(os.path.expanduser(pattern)))]
+        return [path for path in found if path.is_dir() and path != root]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,6 +245,43 @@ class Tfds:
         )
 
 
+def _array_faults(images: np.ndarray, labels: np.ndarray) -> list[str]:
+    """Returns what is wrong with arrays that are to be images [N, H, W, C] and labels."""
+    faults = []
+    if images.dtype != np.uint8 or images.ndim != 4:
+        faults.append(
+            f"images are {images.dtype} {images.shape}; they must be uint8 [N, H, W] or "
+            "[N, H, W, C]."
+        )
+    elif images.shape[-1] not in (1, 3):
+        faults.append(f"images have {images.shape[-1]} channels; they must have 1 (grey) or 3.")
+    elif not images.size and len(images):
+        faults.append(f"images are {images.shape[1]}x{images.shape[2]} and have no pixel.")
+    if not images.ndim or labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
+        count = len(images) if images.ndim else "the"
+        faults.append(
+            f"labels are {labels.dtype} {labels.shape}; they must be integers, one for each of "
+            f"{count} images."
+        )
+    elif not len(labels):
+        faults.append("there is no image.")
+    return faults
+
+
+def _class_folders(root: pathlib.Path) -> list[str]:
+    children = (child for child in root.iterdir() if not child.name.startswith("."))
+    return sorted(child.name for child in children if child.is_dir())
+
+
+def _image_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the files of a class, also in folders inside; walking asks nothing of each file."""
+    found = []
+    for inner, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [pathlib.Path(inner, name) for name in files if not name.startswith(".")]
+    return sorted(path for path in found if path.suffix.lower() in _SUFFIXES)
+
+
 def in_memory(images: np.ndarray, labels: np.ndarray) -> ImageSet:
     """Returns arrays as a set of images."""
     digest = hashlib.sha256(images.tobytes() + labels.astype(np.int64).tobytes())
@@ -229,16 +299,40 @@ def decode(path: pathlib.Path, *, channels: int) -> np.ndarray:
     Raises:
         CorruptImage: it cannot be read.
     """
-    tf = _tensorflow()
     try:
-        content = tf.io.read_file(str(path))
-        return tf.io.decode_image(content, channels=channels, expand_animations=False).numpy()
-    except tf.errors.OpError as error:
-        reason = str(error.message).strip().splitlines()[0]
+        content = path.read_bytes()
+        # TensorFlow does not look up the palette of a .bmp.
+        return (_by_pillow if content.startswith(b"BM") else _decoded)(content, channels)
+    except (OSError, _NoImageError) as error:
         raise CorruptImage(
-            f"{path} cannot be read as an image ({reason}); replace or remove it, or set "
+            f"{path} cannot be read as an image ({error}); replace or remove it, or set "
             "on_corrupt='skip'."
         ) from None
+
+
+class _NoImageError(Exception):
+    """Bytes that are no image."""
+
+
+def _decoded(content: bytes, channels: int) -> np.ndarray:
+    tf = _tensorflow()
+    try:
+        return tf.io.decode_image(content, channels=channels, expand_animations=False).numpy()
+    except tf.errors.OpError as error:
+        fault = _NoImageError(str(error.message).strip().splitlines()[0])
+    if channels == 1:  # TensorFlow reads some kinds of files in colour only.
+        with contextlib.suppress(_NoImageError):
+            return _by_pillow(content, channels)
+    raise fault
+
+
+def _by_pillow(content: bytes, channels: int) -> np.ndarray:
+    try:
+        with Image.open(io.BytesIO(content), formats=("BMP", "GIF", "JPEG", "WEBP")) as image:
+            pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
+    except Exception as error:  # Pillow has many kinds.
+        raise _NoImageError(str(error)) from None
+    return pixels.reshape(*pixels.shape[:2], channels)
 
 
 @functools.cache

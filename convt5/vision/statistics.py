@@ -18,6 +18,7 @@ from convt5.sharding import replicated
 from convt5.training.loop import Estimate
 from convt5.training.plan import Plan
 from convt5.training.validation import DataConfig, place_batch
+from convt5.vision.images import ImageDataConfig
 from convt5.vision.model import Statistics
 
 
@@ -26,7 +27,8 @@ class Reestimate:
     """The means over batches of their means and unbiased variances.
 
     Attributes:
-        data: the batches, such as those of training; the same ones each time.
+        data: the batches, such as those of training; the same ones each time, on any number of
+            hosts. Images are not mixed (mixup, CutMix): mixtures vary less than what is evaluated.
         num_batches: how many are taken.
     """
 
@@ -85,11 +87,23 @@ class Measurement:
 
     def _from_the_start(self) -> ShardedBatches:
         if self._batches is None:
-            self._batches = ShardedBatches(self._config.data, self._batch_sharding)
+            data = _unmixed(self._config.data)
+            # Batches without end depend on the number of shards: the same for any hosts.
+            is_endless = getattr(data, "num_epochs", None) is None
+            self._batches = ShardedBatches(
+                data, self._batch_sharding, num_shards=1 if is_endless else None
+            )
             self._start = self._batches.get_state()
         else:
             self._batches.set_state(self._start)
         return self._batches
+
+
+def _unmixed(data: DataConfig) -> DataConfig:
+    augmentation = data.augmentation if isinstance(data, ImageDataConfig) else None
+    if not isinstance(data, ImageDataConfig) or augmentation is None:
+        return data
+    return dataclasses.replace(data, augmentation=augmentation.without_mixing())
 
 
 def batch_statistics(model: Any, images: jax.Array) -> Statistics:
