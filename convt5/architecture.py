@@ -351,7 +351,7 @@ class ConvT5Config:
         layer_order: "pre" is T5's x + f(norm(x)); "branch" is the paper's norm(f(x)) + x
             (arXiv 2105.03322); "post" is norm(x + f(x)), as in fairseq's default.
         norm: "rms" (T5, no mean, no bias) or "layer" (mean subtracted, with bias).
-        norm_epsilon: added to the (mean) square before the root.
+        norm_epsilon: added to the (mean) square before the root, above 0.
         mlp: "relu" (T5 1.0 and the paper) or "gated_gelu" (T5 1.1).
         mlp_bias: biases in the feed-forward layers.
         tie_output: logits through the token table, scaled by emb_dim ** -0.5 (T5 1.0); otherwise a
@@ -359,7 +359,8 @@ class ConvT5Config:
         positions: "learned" absolute positions, one table shared by both stacks; "relative" T5
             bias in attention layers; "none".
         max_positions: rows of the learned table, and so the longest sequence; None otherwise.
-        relative_buckets, relative_max_distance: T5's bucketing of relative positions.
+        relative_buckets, relative_max_distance: T5's bucketing of relative positions: half of the
+            buckets of a direction hold one distance each, the others grow up to the longest.
         dropout_rate: on embeddings, each branch, feed-forward activations and attention
             probabilities, in [0, 1).
         dtype: of activations ("bfloat16", "float32"); parameters are float32, and softmax, norms
@@ -459,6 +460,8 @@ class ConvT5Config:
             found.append(f"dtype={self.dtype!r} must be bfloat16, float32 or float64.")
         if not 0 <= self.dropout_rate < 1:
             found.append(f"dropout_rate={self.dropout_rate} must be in [0, 1).")
+        if not 0 < self.norm_epsilon < math.inf:
+            found.append(f"norm_epsilon={self.norm_epsilon} must be positive.")
         if self.positions == "learned" and not checks.is_positive_int(self.max_positions):
             found.append(
                 f"max_positions={self.max_positions!r} must be the longest sequence in tokens when "
@@ -466,7 +469,8 @@ class ConvT5Config:
             )
         if self.stem is not None:
             found += self.stem.faults("stem", emb_dim=self.emb_dim)
-        found += self.encoder.faults("encoder", emb_dim=self.emb_dim)
+        encoder_faults = self.encoder.faults("encoder", emb_dim=self.emb_dim)
+        found += encoder_faults
         decoder_faults = self.decoder.faults("decoder", emb_dim=self.emb_dim)
         found += decoder_faults
         if not decoder_faults:
@@ -476,6 +480,35 @@ class ConvT5Config:
                 for i, layer in enumerate(self.decoder_layers)
                 if layer.kind != "attention" and layer.reach[1]
             ]
+        if not encoder_faults + decoder_faults:
+            found += self._relative_faults()
+        return found
+
+    def _relative_faults(self) -> list[str]:
+        """Returns why distances have no buckets; call where both stacks are right."""
+        if self.positions != "relative":
+            return []
+        names = ("relative_buckets", "relative_max_distance")
+        if found := checks.count_faults(self, names):
+            return found
+        # An encoder has half of the buckets for either direction.
+        shares = {2: self.encoder_layers, 1: self.decoder_layers}
+        for directions, layers in shares.items():
+            if all(layer.kind != "attention" for layer in layers):
+                continue
+            stack = "decoder" if directions == 1 else "encoder"
+            alone = self.relative_buckets // directions // 2
+            if alone < 1:
+                found.append(
+                    f"relative_buckets={self.relative_buckets} must be at least {2 * directions} "
+                    f"for attention in the {stack}."
+                )
+            elif self.relative_max_distance <= alone:
+                found.append(
+                    f"relative_max_distance={self.relative_max_distance} must be above {alone}: so "
+                    f"many of relative_buckets={self.relative_buckets} hold one distance each in "
+                    f"the {stack}."
+                )
         return found
 
 

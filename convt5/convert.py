@@ -173,7 +173,8 @@ class Conversion:
             faults.append("--from=run --to=run changes nothing; name another format.")
         if self.step is not None and self.source != "run":
             faults.append(f"--step is for --from=run, not --from={self.source}; leave it out.")
-        if self.target != "stablehlo" and (self.encoder_length or self.decoder_length):
+        lengths = (self.encoder_length, self.decoder_length)
+        if self.target != "stablehlo" and lengths != (None, None):
             faults.append("--encoder_length and --decoder_length are for --to=stablehlo.")
         errors.raise_all(faults, where="convert")
 
@@ -231,13 +232,13 @@ def convert(conversion: Conversion) -> str:
 
 
 def check_destination(output_dir: str) -> pathlib.Path:
-    """Returns the absolute destination; raises `UserError` if something is there."""
+    """Returns the absolute destination without links; raises `UserError` if something is there."""
     if "://" in output_dir:
         raise errors.UserError(
             f"output_dir={output_dir} must be a local folder; copy it to the bucket afterwards, "
             "with gcloud storage cp --recursive."
         )
-    destination = pathlib.Path(output_dir).expanduser().absolute()
+    destination = pathlib.Path(output_dir).expanduser().resolve()
     if destination.exists() and not destination.is_dir():
         raise errors.UserError(f"output_dir={output_dir} is a file; name a folder to make.")
     if destination.is_dir() and any(destination.iterdir()):
@@ -345,11 +346,13 @@ def _export(folder: pathlib.Path, imported: "Imported", conversion: Conversion) 
     elif conversion.target == "safetensors":
         portable.write_model(folder, imported.config, imported.params, step=imported.step)
     else:
+        given = {
+            "encoder_length": conversion.encoder_length,
+            "decoder_length": conversion.decoder_length,
+        }
+        lengths = {name: value for name, value in given.items() if value is not None}
         stablehlo.write_programs(
-            folder,
-            imported.model(),
-            encoder_length=conversion.encoder_length or 512,
-            decoder_length=conversion.decoder_length or 114,
+            folder, imported.model(), **{"encoder_length": 512, "decoder_length": 114, **lengths}
         )
 
 

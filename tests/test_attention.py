@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from second_derivatives import hessian_products
 
 from convt5.ops import attend, attention_blocks, implementation
 from convt5.ops.implementation import Devices
@@ -195,3 +196,62 @@ def test_devices_attend_alone_and_sum_the_gradient_of_the_bias_once(x64, monkeyp
     # Not once for each of the six blocks of queries.
     assert [(c.kind, c.count) for c in found] == [("all-reduce", 1)]
     assert found[0].payload_bytes == arrays[3].nbytes
+
+
+def differentiable(query, key, value, bias, query_ids, key_ids):
+    """Causal attention with all logits in memory, for JAX to differentiate as often as asked."""
+    target, source = query.shape[1], key.shape[1]
+    places = np.arange(source)[None] - np.arange(target)[:, None] + target - 1
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) + bias[:, places][None]
+    mask = attention_mask(query_ids, key_ids, causal=True)[:, None]
+    powers = jnp.where(mask, jnp.exp(logits), 0.0)
+    total = jnp.sum(powers, axis=-1, keepdims=True)
+    weights = powers / jnp.where(total == 0.0, 1.0, total)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+
+
+@pytest.mark.parametrize("block_bytes", [BLOCKS["a few queries"], BLOCKS["all"]], ids=str)
+def test_second_derivatives_are_those_of_logits_in_memory(x64, monkeypatch, block_bytes):
+    monkeypatch.setattr(attention_blocks, "BLOCK_BYTES_ON_CPU", block_bytes)
+    arguments, ids = [0.5 * a for a in draw(8, 8)], ids_of(8, 8)
+
+    def ours(query, key, value, bias):
+        y = attend(query, key, value, *ids, causal=True, distance_bias=bias)
+        return jnp.sum(y**3)
+
+    plainly = lambda *arguments: jnp.sum(differentiable(*arguments, *ids) ** 3)  # noqa: E731
+    expected, _ = hessian_products(plainly, arguments)
+    for found in hessian_products(ours, arguments):
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("empty", ["batch", "target", "source"])
+def test_no_positions_have_no_outputs_and_gradients_of_zero(empty):
+    sizes = {"batch": 2, "target": 3, "source": 4, empty: 0}
+    batch, target, source = sizes.values()
+    query = jnp.ones((batch, target, 2, 4))
+    key = jnp.ones((batch, source, 2, 4))
+    ids = jnp.ones((batch, target), jnp.int32), jnp.ones((batch, source), jnp.int32)
+    bias = jnp.ones((2, max(0, target + source - 1)))
+    y, vjp = jax.vjp(lambda *a: attend(*a[:3], *ids, distance_bias=a[3]), query, key, key, bias)
+    np.testing.assert_array_equal(y, np.zeros(query.shape))
+    for gradient, argument in zip(vjp(y), (query, key, key, bias), strict=True):
+        np.testing.assert_array_equal(gradient, np.zeros(argument.shape))
+
+
+@pytest.mark.parametrize("head_dim", [4, 64])
+def test_programs_attend_for_any_batch(head_dim):
+    """With 2 heads of 64 channels kernels would serve, if they knew how many rows there are."""
+    rng = np.random.default_rng(0)
+    (batch,) = jax.export.symbolic_shape("batch")
+    given = jax.ShapeDtypeStruct((batch, 6, 2, head_dim), jnp.float32)
+    ids = jax.ShapeDtypeStruct((batch, 6), jnp.int32)
+    run = jax.jit(lambda rows, ids, bias: attend(rows, rows, rows, ids, ids, distance_bias=bias))
+    bias = jnp.asarray(rng.normal(size=(2, 11)), jnp.float32)
+    program = jax.export.export(run, platforms=("cpu", "tpu"))(given, ids, bias)
+    for count in (1, 3):
+        rows = jnp.asarray(rng.normal(size=(count, 6, 2, head_dim)) / head_dim**0.5, jnp.float32)
+        ids = jnp.asarray(rng.integers(0, 3, (count, 6)), jnp.int32)
+        found = program.call(rows, ids, bias)
+        np.testing.assert_allclose(found, run(rows, ids, bias), rtol=0, atol=2e-6)

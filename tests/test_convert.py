@@ -192,6 +192,23 @@ def test_an_empty_output_directory_is_filled(capsys, checkpoint, tmp_path):
     assert "config.gin" in entries(tmp_path / "run")
 
 
+def test_a_link_to_an_empty_output_directory_is_filled(capsys, checkpoint, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    run(capsys, "--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={tmp_path}/run")
+    assert (tmp_path / "run").is_symlink()
+    assert "config.gin" in entries(tmp_path / "disk")
+
+
+def test_no_length_of_programs_is_taken_for_another(capsys, checkpoint, tmp_path):
+    out, export = tmp_path / "run", tmp_path / "export"
+    run(capsys, "--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={out}")
+    flags = ("--to=stablehlo", f"--checkpoint={out}", f"--output_dir={export}")
+    with pytest.raises(UserError, match="encoder_length=0 must be at least 1"):
+        run(capsys, *flags, "--encoder_length=0", "--decoder_length=4")
+    assert not export.exists()
+
+
 @pytest.mark.slow
 def test_t5_goes_from_hugging_face_to_a_run_and_back_bit_for_bit(capsys, tmp_path):
     (tmp_path / "t5").mkdir()
@@ -230,6 +247,7 @@ def test_the_dtype_of_a_run_can_be_chosen(capsys, checkpoint, tmp_path):
         (["--from=hf", "--optimizer"], "--optimizer is for --from=mesh_tf"),
         ([], "--from=run --to=run changes nothing"),
         (["--to=hf", "--encoder_length=3"], "are for --to=stablehlo"),
+        (["--to=hf", "--encoder_length=0"], "are for --to=stablehlo"),
         (["--from=mesh_tf", "--gin.A=1"], "takes no gin settings"),
         (["--form=hf"], "unknown flag --form"),
     ],

@@ -6,12 +6,14 @@ import json
 import hypothesis
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import oracles
 import pytest
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from quick import quick
+from second_derivatives import hessian_products
 
 from convt5.ops import (
     depthwise_conv,
@@ -645,3 +647,89 @@ def test_kernels_that_do_not_divide_the_channels_are_refused(kind):
     x, kernel = draw(kind, heads=3, dtype=np.float32)
     with pytest.raises(ValueError, match="heads=3, which must divide embed=4"):
         CONVOLUTIONS[kind](x, kernel)
+
+
+# --- Shapes that hold nothing, or do not fit ------------------------------------------------------
+
+
+@pytest.fixture
+def unchecked():
+    """Shapes as users give them: nothing but the functions themselves looks at them."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"length": 0}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_positions_have_no_outputs_and_gradients_of_zero(kind, sizes):
+    x, kernel = draw(kind, dtype=np.float32, **sizes)
+    y, (dx, dkernel) = output_and_gradients(CONVOLUTIONS[kind], (x, kernel), jnp.ones_like(x))
+    assert y.shape == dx.shape == x.shape
+    np.testing.assert_array_equal(dkernel, np.zeros(kernel.shape))
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 9), (2, 10)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_segments_of_other_positions_are_refused(unchecked, kind, shape):
+    x, kernel = draw(kind, dtype=np.float32)
+    with pytest.raises(ValueError, match=r"segment_ids has shape .* but x has shape \(2, 9, 4\)"):
+        CONVOLUTIONS[kind](x, kernel, segment_ids=jnp.ones(shape, jnp.int32))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 3, 2), (1, 9, 3, 2)])
+def test_logits_of_other_positions_are_refused(unchecked, shape):
+    x, _ = draw("dynamic", dtype=np.float32)
+    with pytest.raises(ValueError, match=r"kernel_logits has shape .* but x has shape \(2, 9, 4\)"):
+        dynamic_conv(x, jnp.ones(shape))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kernel_without_taps_is_refused(kind):
+    x, kernel = draw(kind, taps=0, dtype=np.float32)
+    with pytest.raises(ValueError, match="0 taps"):
+        CONVOLUTIONS[kind](x, kernel)
+
+
+def test_padding_may_be_integers_of_numpy(unchecked):
+    x, kernel = draw("depthwise", dtype=np.float32)
+    found = depthwise_conv(x, kernel, padding=(np.int64(2), np.int64(0)))
+    np.testing.assert_array_equal(found, depthwise_conv(x, kernel, padding=(2, 0)))
+    with pytest.raises(ValueError, match="must hold two integers"):
+        depthwise_conv(x, kernel, padding=(2.0, 0))
+
+
+# --- Second derivatives ---------------------------------------------------------------------------
+
+
+def sums_of_shifts(kind, x, kernel, segment_ids):
+    """A convolution of adjacent taps that JAX differentiates as often as asked."""
+    taps = kernel.shape[-2]
+    if kind != "depthwise":
+        kernel = jnp.repeat(jax.nn.softmax(kernel, axis=-2), EMBED // kernel.shape[-1], axis=-1)
+    kernel = kernel if kernel.ndim == 4 else kernel[None, None]
+    total = jnp.zeros_like(x)
+    for j in range(taps):
+        offset = j - (taps - 1) // 2
+        rows = np.arange(x.shape[1]) + offset
+        inside = (rows >= 0) & (rows < x.shape[1])
+        rows = np.clip(rows, 0, x.shape[1] - 1)
+        seen = inside[None] & (segment_ids[:, rows] == segment_ids) & (segment_ids != 0)
+        total = total + jnp.where(seen[..., None], kernel[:, :, j] * x[:, rows], 0.0)
+    return total
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives_are_those_of_sums_of_shifts_in_either_mode(x64, kind):
+    x, kernel = draw(kind)
+    ids = jnp.stack([segments_of(5, 3, length=9), segments_of(9, length=9)])
+
+    def loss(convolve):
+        return lambda x, kernel: jnp.sum(convolve(x, kernel) ** 3)
+
+    ours = loss(functools.partial(CONVOLUTIONS[kind], segment_ids=ids))
+    plainly = loss(lambda x, kernel: sums_of_shifts(kind, x, kernel, ids))
+    expected, _ = hessian_products(plainly, (x, kernel))
+    for found in hessian_products(ours, (x, kernel)):
+        for a, b in zip(found, expected, strict=True):
+            assert relative_error(a, b) < 1e-12

@@ -9,6 +9,7 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
@@ -17,7 +18,7 @@ from quick import quick
 from convt5 import gin_config
 from convt5.architecture import ConvT5Config, StackConfig
 from convt5.errors import UserError
-from convt5.generation import decoding
+from convt5.generation import decoding, search
 from convt5.generation.decoding import BeamSearch, Greedy, Sampling, bucket_size, decode, score
 from convt5.interchange import hugging_face
 from convt5.modeling.model import ConvT5
@@ -624,3 +625,75 @@ def test_a_beam_search_of_transformers_that_stops_early_is_repeated(golden, vers
     )
     np.testing.assert_array_equal(found.tokens, reference["beam4_lp0.6_early_ids"][:, :, 1:])
     np.testing.assert_allclose(found.scores, reference["beam4_lp0.6_early_scores"], atol=1e-5)
+
+
+# --- Arrays that do not belong together -----------------------------------------------------------
+
+
+@pytest.fixture
+def unchecked():
+    """Shapes as users give them: nothing but the functions themselves looks at them."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prefix": np.array([[5]])}, r"prefix has shape \(1, 1\), but encoder_input_tokens has"),
+        ({"prefix": np.full((4, 1), 5)}, r"prefix has shape \(4, 1\), but encoder_input_tokens"),
+        ({"max_lengths": np.array([3])}, r"max_lengths has shape \(1,\), but encoder_input_tokens"),
+        ({"max_lengths": np.full(4, 3)}, r"max_lengths has shape \(4,\), but encoder_input_tokens"),
+        ({"strategy": Sampling(), "key": jnp.zeros(3)}, r"key has shape \(3,\) and dtype float32"),
+    ],
+)
+def test_rows_that_are_not_those_of_the_sources_are_refused(unchecked, settings, message):
+    with pytest.raises(UserError, match=message):
+        decode(tiny_model(), sources(), **{"max_length": 4, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"targets": np.full((2, 1, 3), 5)}, r"targets has shape \(2, 1, 3\), but encoder_input"),
+        ({"prefix_lengths": np.ones(1, int)}, r"prefix_lengths has shape \(1,\), but encoder_inp"),
+        ({"lengths": np.ones((3, 2), int)}, r"lengths has shape \(3, 2\), but targets has"),
+    ],
+)
+def test_scoring_refuses_rows_that_are_not_those_of_the_sources(unchecked, settings, message):
+    with pytest.raises(UserError, match=message):
+        score(tiny_model(), sources(), **{"targets": np.full((3, 1, 3), 5), **settings})
+
+
+def test_a_row_that_asks_for_no_result_may_have_any_prefix():
+    prefix = np.zeros((3, 12), np.int32)
+    prefix[0], prefix[1, 0] = 5, 7
+    limits = np.array([0, 4, 4])
+    found = decode(tiny_model(), sources(), max_length=4, max_lengths=limits, prefix=prefix)
+    assert found.lengths[0, 0] == 0
+    assert found.tokens[1, 0, 0] == 7
+
+
+@pytest.mark.parametrize("of_rows", [False, True])
+def test_old_and_new_random_keys_draw_the_same(of_rows):
+    key = jax.random.split(jax.random.key(3), 3) if of_rows else jax.random.key(3)
+    drawn = [
+        decode(tiny_model(), sources(), max_length=4, strategy=STRATEGIES["sampling"], key=k)
+        for k in (key, jax.random.key_data(key))
+    ]
+    np.testing.assert_array_equal(drawn[0].tokens, drawn[1].tokens)
+
+
+def test_the_lowest_temperature_is_greedy_and_lower_ones_are_refused():
+    model = jax.tree.map(lambda a: 8 * a, tiny_model())
+    lowest = Sampling(temperature=search.LOWEST_TEMPERATURE)
+    drawn = decode(model, sources(), max_length=4, strategy=lowest, key=jax.random.key(0))
+    np.testing.assert_array_equal(drawn.tokens, decode(model, sources(), max_length=4).tokens)
+    with pytest.raises(UserError, match=r"temperature=1e-38 .* use Greedy .* below 1e-30"):
+        Sampling(temperature=1e-38)
+
+
+def test_a_number_is_no_way_to_stop_early(unchecked):
+    with pytest.raises(UserError, match="early_stopping=1 must be True, False or 'never'"):
+        BeamSearch(early_stopping=1)

@@ -9,6 +9,7 @@ import oracles
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
+from second_derivatives import hessian_products
 
 from convt5.ops import linear_cross_entropy, losses, token_cross_entropy
 from convt5.ops.implementation import Devices, chosen, over_devices
@@ -212,3 +213,25 @@ def test_kernels_equal_chunks(monkeypatch, dtype, tolerance, length):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
 
     jax.tree.map(compare, found["interpreted kernels"], found["plain"])
+
+
+@pytest.mark.parametrize("chunk_logits", [10**6, 33])
+def test_second_derivatives_are_those_through_logits(x64, monkeypatch, chunk_logits):
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", chunk_logits)
+    x, table, *rest = outputs_and_table()
+    settings = {"z_loss": 0.1, "label_smoothing": 0.1}
+    ours = lambda x, table: without_logits(x, table, *rest, **settings)[0]  # noqa: E731
+    plainly = lambda x, table: through_logits(x, table, *rest, *settings.values())[0]  # noqa: E731
+    expected, _ = hessian_products(plainly, (x, table))
+    for found in hessian_products(ours, (x, table)):
+        for a, b in zip(found, expected, strict=True):
+            assert_equal_in_float64(a, b)
+
+
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"length": 0}])
+def test_no_tokens_cost_nothing(sizes):
+    x, table, targets, weights = outputs_and_table(np.float32, **sizes)
+    sums = linear_cross_entropy(x, table, targets, weights)
+    np.testing.assert_array_equal(jnp.stack(sums), np.zeros(4))
+    dtable = jax.grad(lambda table: linear_cross_entropy(x, table, targets, weights).loss)(table)
+    np.testing.assert_array_equal(dtable, np.zeros(table.shape))

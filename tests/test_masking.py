@@ -31,6 +31,11 @@ def test_query_and_key_may_have_different_lengths():
     np.testing.assert_array_equal(mask[1, 0], [True] * 4)
 
 
+def test_shift_right_keeps_rows_of_no_positions():
+    tokens = jnp.zeros((2, 0), jnp.int32)
+    assert shift_right(tokens).shape == shift_right(tokens, tokens).shape == (2, 0)
+
+
 def test_shift_right_starts_every_row_with_zero():
     shifted = shift_right(jnp.array([[5, 6, 7], [8, 9, 0]]))
     np.testing.assert_array_equal(shifted, [[0, 5, 6], [0, 8, 9]])

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 from quick import quick
+from second_derivatives import hessian_products
 
 from convt5.architecture import ConvT5Config, StackConfig
 from convt5.errors import UserError
 from convt5.losses import TextLoss
+from convt5.modeling.mixing import relative_position_bucket
 from convt5.modeling.model import ConvT5
 
 VOCAB = 32
@@ -217,6 +219,13 @@ def test_sequence_longer_than_the_position_table_is_refused():
         run(model, random_tokens(0, 1, 7), random_tokens(1, 1, 3))
 
 
+RELATIVE = {
+    "encoder": stack(**VARIANTS["attention"]),
+    "decoder": stack(**VARIANTS["attention"]),
+    "positions": "relative",
+}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -230,6 +239,14 @@ def test_sequence_longer_than_the_position_table_is_refused():
         ({"positions": "learned"}, "max_positions=None must be the longest"),
         ({"dropout_rate": 1.0}, r"dropout_rate=1.0 must be in \[0, 1\)"),
         ({"emb_dim": 0}, "emb_dim=0 must be an integer"),
+        ({"norm_epsilon": 0.0}, "norm_epsilon=0.0 must be positive"),
+        ({"norm_epsilon": -1.0}, "norm_epsilon=-1.0 must be positive"),
+        ({**RELATIVE, "relative_buckets": -3}, "relative_buckets=-3 must be an integer"),
+        ({**RELATIVE, "relative_buckets": 2}, "relative_buckets=2 must be at least 4 .* encoder"),
+        (
+            {**RELATIVE, "relative_max_distance": 16},
+            "relative_max_distance=16 must be above 16: .* in the decoder",
+        ),
     ],
 )
 def test_a_broken_rule_is_named_with_its_value(change, message):
@@ -247,3 +264,60 @@ def test_several_faults_are_reported_together():
 def test_configs_from_gin_lists_are_hashable():
     listed = stack(kernel_size=[3, 5], attention_layers=[-1])
     assert hash(dataclasses.replace(listed, pointwise=True)) != hash(listed)
+
+
+@pytest.mark.parametrize(("bidirectional", "fewest"), [(True, 4), (False, 2)])
+def test_every_allowed_number_of_buckets_tells_distances_apart(bidirectional, fewest):
+    distances = jnp.arange(-40, 41)
+    for num_buckets in range(fewest, 34):
+        alone = num_buckets // (4 if bidirectional else 2)
+        for max_distance in (alone + 1, alone + 2, 3 * alone, 128):
+            found = np.asarray(
+                relative_position_bucket(
+                    distances,
+                    bidirectional=bidirectional,
+                    num_buckets=num_buckets,
+                    max_distance=max_distance,
+                )
+            )
+            assert found.min() == 0
+            assert found.max() < num_buckets
+            behind = found[:41][::-1]  # By distance, 0 first.
+            np.testing.assert_array_equal(behind[:alone], np.arange(alone))
+            assert np.all(np.diff(behind) >= 0)
+            if bidirectional:
+                np.testing.assert_array_equal(found[41:], behind[1:] + num_buckets // 2)
+            elif max_distance < len(behind):
+                assert behind[max_distance] == num_buckets - 1
+
+
+@pytest.mark.parametrize("settings", [{"num_buckets": 2}, {"max_distance": 8}])
+def test_buckets_that_cannot_tell_distances_apart_are_refused(settings):
+    with pytest.raises(ValueError, match="must be above the"):
+        relative_position_bucket(jnp.arange(3), bidirectional=True, **settings)
+
+
+def test_buckets_are_those_of_the_stacks_that_attend():
+    """An encoder halves the buckets for either direction, so 16 positions are far for it."""
+    alone = {**RELATIVE, "decoder": stack(mixing="depthwise"), "relative_max_distance": 16}
+    assert tiny_config(**alone).relative_max_distance == 16
+    assert tiny_config(relative_buckets=1).relative_buckets == 1
+
+
+@pytest.mark.parametrize("variant", quick(["hybrid", "released"], chosen=["hybrid"]))
+def test_hessian_vector_products_of_a_model_are_the_same_in_either_mode(variant):
+    model = tiny_model(variant)
+    target = random_tokens(1, 2, 6)
+    batch = {
+        "encoder_input_tokens": random_tokens(0, 2, 6),
+        "decoder_input_tokens": shift(target),
+        "decoder_target_tokens": target,
+        "decoder_loss_weights": np.ones_like(target),
+    }
+    leaves, form = jax.tree.flatten(model)
+
+    def loss(*leaves):
+        return TextLoss()(jax.tree.unflatten(form, leaves), batch).loss_sum
+
+    for a, b in zip(*hessian_products(loss, leaves), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * float(jnp.max(jnp.abs(a))))

@@ -13,6 +13,7 @@ import convt5
 from convt5.architecture import ConvT5Config, StackConfig
 from convt5.errors import UserError
 from convt5.interchange import portable, stablehlo
+from convt5.modeling.model import ConvT5
 from convt5.tree_paths import named_leaves
 
 SOURCES = np.asarray([[3, 9, 4, 1, 0], [5, 1, 0, 0, 0]], np.int32)
@@ -145,6 +146,25 @@ def test_programs_run_without_our_code_and_equal_the_model(model, tmp_path):
     np.testing.assert_allclose(found["encoded"], encoded, rtol=0, atol=2e-6)
     np.testing.assert_allclose(found["logits"], logits, rtol=0, atol=1e-5)
     assert json.loads((tmp_path / "programs.json").read_text())["decoder_length"] == 4
+
+
+def test_programs_with_attention_in_the_encoder_take_any_batch():
+    stack = StackConfig(num_layers=2, mixing=("attention", "dynamic"), kernel_size=3)
+    model = jax.jit(hybrid(encoder=stack, decoder=stack).build)(jax.random.key(1))
+    programs = stablehlo.export_programs(model, encoder_length=5, decoder_length=4)
+    params = dict(named_leaves(model))
+    step = jax.jit(ConvT5.decode_step)
+    for sources in (SOURCES, np.tile(SOURCES, (2, 1))[:3]):
+        encoded = jax.jit(ConvT5.encode)(model, sources)
+        found = programs["encode"].call(params, sources)
+        np.testing.assert_allclose(found, encoded, rtol=0, atol=2e-6)
+        segment_ids = (sources != 0).astype(np.int32)
+        expected = model.init_decoding(encoded, encoder_segment_ids=segment_ids, length=4)
+        state = programs["start"].call(params, found, sources)
+        for tokens in (np.zeros(len(sources), np.int32), np.full(len(sources), 7, np.int32)):
+            logits, expected = step(model, expected, tokens)
+            now, state = programs["step"].call(params, state, tokens)
+            np.testing.assert_allclose(now, logits, rtol=0, atol=1e-5)
 
 
 def test_lengths_of_programs_are_checked(model, tmp_path):

@@ -11,8 +11,16 @@ import oracles
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from quick import quick
+from second_derivatives import hessian_products
 
-from convt5.ops import depthwise_conv, dynamic_conv, implementation, lightweight_conv, plain
+from convt5.ops import (
+    depthwise_conv,
+    dynamic_conv,
+    implementation,
+    lightweight_conv,
+    linear_cross_entropy,
+    plain,
+)
 from convt5.ops.padding import pad_widths
 from convt5.ops.pallas import conv_calls, conv_streamed
 from convt5.ops.pallas import convolution as tpu_kernels
@@ -250,9 +258,10 @@ def kernel_calls(jaxpr):
         if equation.primitive.name == "pallas_call":
             yield equation
         for value in equation.params.values():
-            inner = getattr(value, "jaxpr", None)
-            if inner is not None:
-                yield from kernel_calls(getattr(inner, "jaxpr", inner))
+            for program in value if isinstance(value, tuple) else (value,):
+                inner = getattr(program, "jaxpr", program)
+                if hasattr(inner, "eqns"):
+                    yield from kernel_calls(inner)
 
 
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
@@ -321,3 +330,22 @@ def test_several_tpus_take_kernels_where_the_split_is_known_and_plain_jax_where_
     assert told.count('custom_call_target="tpu_custom_call"') == 2
     assert "all-gather" not in told
     assert "tpu_custom_call" not in untold
+
+
+def test_programs_that_choose_by_platform_have_second_derivatives(libtpu):
+    """Kernels have none: plain JAX gives them, of an operation that could be lowered to kernels."""
+    x, kernel, _ = draw("depthwise", length=8)
+    tokens = jnp.ones(x.shape[:2], jnp.int32)
+
+    def loss(x, kernel):
+        y = depthwise_conv(x, kernel)
+        return linear_cross_entropy(y, kernel, tokens, tokens.astype(x.dtype)).loss
+
+    found = jax.make_jaxpr(jax.grad(loss))(x, kernel)
+    assert "formulation" in str(found)
+    reverse, forward = hessian_products(loss, (x, kernel))
+    with implementation.chosen("plain"):
+        expected, _ = hessian_products(loss, (x, kernel))
+    for products in (reverse, forward):
+        for a, b in zip(products, expected, strict=True):
+            assert largest_error(a, b) < 1e-5

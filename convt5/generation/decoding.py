@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, UInt32
 
 from convt5 import errors
 from convt5.generation import mesh_tf_search
@@ -64,7 +64,7 @@ def decode(
     strategy: Strategy | None = None,
     max_lengths: Int[HostOrDevice, " batch"] | None = None,
     prefix: Int[HostOrDevice, "batch prefix"] | None = None,
-    key: Key[Array, "..."] | None = None,
+    key: Key[Array, "..."] | UInt32[Array, "... 2"] | None = None,
     end_id: int = 1,
     hide_start_token: bool | None = None,
     batch_sharding: jax.sharding.Sharding | None = None,
@@ -79,7 +79,8 @@ def decode(
         max_lengths: the same limit for each row, at most `max_length`; 0 asks for no result.
         prefix: tokens that every result of a row starts with, 0 where padded on the right. They
             are given, not predicted, so they are not scored.
-        key: for sampling: one key, of which row i takes fold_in(key, i), or a key for each row.
+        key: for sampling: one key, of which row i takes fold_in(key, i), or a key for each row;
+            `jax.random.key` or, in the old style, `jax.random.PRNGKey`.
         end_id: the token that ends a result.
         hide_start_token: overrides the config's; False decodes the released models as the original
             does, which is not the function they were trained as.
@@ -89,13 +90,17 @@ def decode(
         Host arrays with the rows of `encoder_input_tokens` and `max_length` positions.
 
     Raises:
-        UserError: for tokens outside the vocabulary and for limits that contradict each other.
+        UserError: for tokens outside the vocabulary, for limits that contradict each other and for
+            arrays whose rows are not those of the sources.
     """
     strategy = strategy or Greedy()
     sources = np.asarray(encoder_input_tokens)
     batch = sources.shape[0]
-    prefix = np.zeros((batch, 0), np.int32) if prefix is None else _trimmed(np.asarray(prefix))
+    prefix = np.zeros((batch, 0), np.int32) if prefix is None else np.asarray(prefix)
     limits = np.full((batch,), max_length) if max_lengths is None else np.asarray(max_lengths)
+    given = {"prefix": prefix, "max_lengths": limits}
+    _check_rows("decode", {"encoder_input_tokens": sources}, given)
+    prefix = _trimmed(prefix)
     _check_tokens(model, "encoder_input_tokens", sources)
     _check_tokens(model, "prefix", prefix)
     _check_limits(max_length, limits, prefix, end_id)
@@ -104,6 +109,8 @@ def decode(
             "decode: prefix is given, but MeshTFBeamSearch forces none, as the original; use "
             "BeamSearch."
         )
+    # Only rows that ask for no result can have a longer one.
+    prefix = prefix[:, :max_length]
     keys = _row_keys(key, batch, strategy)
     if batch == 0:
         return _nothing(strategy.num_results, max_length)
@@ -152,12 +159,15 @@ def score(
         batch_sharding: as in `decode`.
 
     Raises:
-        UserError: for tokens outside the vocabulary.
+        UserError: for tokens outside the vocabulary and for arrays whose rows do not agree.
     """
     sources, targets = np.asarray(encoder_input_tokens), np.asarray(targets)
     batch, choices, longest = targets.shape
     lengths = _lengths(targets) if lengths is None else np.asarray(lengths)
     starts = np.zeros((batch,), np.int32) if prefix_lengths is None else np.asarray(prefix_lengths)
+    given = {"targets": targets, "prefix_lengths": starts}
+    _check_rows("score", {"encoder_input_tokens": sources}, given)
+    _check_rows("score", {"targets": targets}, {"lengths": lengths}, axes=2)
     _check_tokens(model, "encoder_input_tokens", sources)
     _check_tokens(model, "targets", targets)
     if targets.size == 0:
@@ -227,6 +237,7 @@ def _row_keys(key, batch: int, strategy: Strategy):
         raise errors.UserError(
             "decode: key=None with Sampling, which draws at random; pass key=jax.random.key(seed)."
         )
+    key = _typed(key)
     if key.ndim == 0:
         return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(batch))
     if key.shape != (batch,):
@@ -234,6 +245,33 @@ def _row_keys(key, batch: int, strategy: Strategy):
             f"decode: key has shape {key.shape} for {batch} rows; pass one key, or one per row."
         )
     return key
+
+
+def _typed(key):
+    """Returns keys with a type of their own, also of those that are plain numbers."""
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key
+    try:
+        return jax.random.wrap_key_data(jnp.asarray(key))
+    except (TypeError, ValueError) as error:
+        raise errors.UserError(
+            f"decode: key has shape {key.shape} and dtype {key.dtype}, which is no random key; "
+            "pass key=jax.random.key(seed)."
+        ) from error
+
+
+def _check_rows(
+    where: str, first: dict[str, np.ndarray], others: dict[str, np.ndarray], *, axes: int = 1
+) -> None:
+    """Otherwise rows would be filled up in silence, as those of a bucket are."""
+    ((name, array),) = first.items()
+    found = [
+        f"{other} has shape {value.shape}, but {name} has shape {array.shape}; both must have the "
+        f"same {'rows' if axes == 1 else 'rows and choices'}."
+        for other, value in others.items()
+        if value.shape[:axes] != array.shape[:axes]
+    ]
+    errors.raise_all(found, where=where)
 
 
 def _check_tokens(model: ConvT5, name: str, tokens: np.ndarray) -> None:

@@ -16,6 +16,9 @@ from convt5 import errors
 from convt5.modeling.layers import at_least_float32
 from convt5.modeling.model import ConvT5, DecoderState, HostOrDevice
 
+LOWEST_TEMPERATURE = 1e-30
+"""Divided by less, logits may leave float32: the likeliest are infinite together, in any order."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Greedy:
@@ -31,7 +34,8 @@ class Sampling:
     """Tokens drawn from the model's distribution, possibly sharpened and cut.
 
     Attributes:
-        temperature: logits are divided by it; below 1 sharpens. Use `Greedy` for the limit 0.
+        temperature: logits are divided by it, which must leave them finite; below 1 sharpens. Use
+            `Greedy` for the limit 0.
         top_k: draw among this many likeliest tokens only; None for all.
         top_p: draw among the smallest set of likeliest tokens whose probability, after temperature
             and top_k, reaches this much (Holtzman et al. 2020, arXiv 1904.09751); 1 for all.
@@ -45,9 +49,10 @@ class Sampling:
 
     def __post_init__(self):
         found = []
-        if not self.temperature > 0:
+        if not self.temperature >= LOWEST_TEMPERATURE:
             found.append(
-                f"temperature={self.temperature} must be above 0; use Greedy for its limit 0."
+                f"temperature={self.temperature} must be above 0; use Greedy for its limit 0, and "
+                f"below {LOWEST_TEMPERATURE}."
             )
         if self.top_k is not None and self.top_k < 1:
             found.append(f"top_k={self.top_k} must be at least 1, or None for every token.")
@@ -94,7 +99,7 @@ class BeamSearch:
                 f"num_results={self.num_results} must be between 1 and beam_size="
                 f"{self.beam_size}; a search keeps no more than beam_size results."
             )
-        if self.early_stopping not in (True, False, "never"):
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             found.append(f"early_stopping={self.early_stopping!r} must be True, False or 'never'.")
         errors.raise_all(found, where="BeamSearch")
 

@@ -344,6 +344,15 @@ def relative_position_bucket(
 
     Half of the buckets hold one distance each, the rest grow logarithmically up to
     `max_distance`; beyond it all share the last. Bidirectional: half of them for each sign.
+
+    Args:
+        relative_position: of each key.
+        bidirectional: whether keys may stand behind the query; otherwise those are at distance 0.
+        num_buckets: at least 2, bidirectional 4.
+        max_distance: above the distances with a bucket of their own.
+
+    Raises:
+        ValueError: too few buckets, or too small a distance.
     """
     offset = jnp.zeros_like(relative_position)
     if bidirectional:
@@ -353,6 +362,11 @@ def relative_position_bucket(
     else:
         distance = jnp.maximum(-relative_position, 0)
     exact = num_buckets // 2
+    if not 1 <= exact < max_distance:
+        raise ValueError(
+            f"max_distance={max_distance} must be above the {exact} distances that have a bucket "
+            "of their own in each direction, at least 1."
+        )
     # log(0) is never used: small distances take the exact branch.
     ratio = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / exact)
     ratio = ratio / math.log(max_distance / exact) * (num_buckets - exact)

@@ -7,6 +7,7 @@ memory grows with the length of a row and not with its square. On TPU, kernels d
 import functools
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from convt5.ops import attention_blocks, gathered_keys, implementation
@@ -35,6 +36,8 @@ def attend(
         distance_bias: added to the logits, by the distance of key minus query position, from
             1 - target to source - 1.
     """
+    if 0 in (*query.shape, *key.shape):
+        return jnp.zeros_like(query)
     return _attend(causal, query, key, value, distance_bias, query_segment_ids, key_segment_ids)
 
 
@@ -59,7 +62,7 @@ def _whole(causal, query, key, value, bias, query_ids, key_ids):
 
 
 def _forward(causal, *arguments):
-    found = _attend(causal, *arguments)
+    found = implementation.one_operation(functools.partial(_run, _whole, causal), *arguments)
     return found, (*arguments, found)
 
 
@@ -79,6 +82,9 @@ _attend.defvjp(_forward, _backward)
 
 def _kernels(causal, bias, query, key, *, backward=False) -> implementation.Offer:
     if not implementation.wanted() or implementation.has_old_tpus():
+        return implementation.Offer()
+    if not isinstance(query.shape[0], int):
+        # Exported programs leave the batch free.
         return implementation.Offer()
     # Deferred: importing Pallas takes time, which programs without TPUs need not spend.
     from convt5.ops.pallas import attention as kernels

@@ -110,6 +110,9 @@ def _by_platform(compute, query, key):
     """Calls `compute` with the size of blocks that serves the platform."""
     batch, target, heads, _ = query.shape
     row_bytes = key.shape[1] * jnp.promote_types(query.dtype, jnp.float32).itemsize
+    if not isinstance(batch, int):
+        # Exported programs leave it free: rows in turn, whose blocks are bounded however many.
+        return compute(_Size(1, heads, _even(target, BLOCK_BYTES // (heads * row_bytes))))
 
     def side_by_side():
         fitting = BLOCK_BYTES // (batch * heads * row_bytes)
@@ -177,7 +180,7 @@ def _heads_first(size: _Size, a):
     return a.transpose(0, 3, 1, 4, 2, 5).reshape(-1, size.batch, size.heads, length, head_dim)
 
 
-def _positions_first(size: _Size, a, batch: int):
+def _positions_first(size: _Size, a, batch):
     """Undoes `_heads_first`."""
     length, head_dim = a.shape[3:]
     a = a.reshape(batch // size.batch, -1, size.batch, size.heads, length, head_dim)

@@ -55,8 +55,9 @@ def depthwise_conv(
             f"kernel has {kernel.shape[1]} channels but x has embed={x.shape[-1]}; a depthwise "
             "kernel has shape [kernel, embed]."
         )
+    _check_shapes(x, segment_ids)
     where = _taps(kernel.shape[0], dilation, padding, taps_cross_segments)
-    return _static_conv(where, x, kernel, segment_ids)
+    return jnp.zeros_like(x) if x.size == 0 else _static_conv(where, x, kernel, segment_ids)
 
 
 def lightweight_conv(
@@ -88,8 +89,11 @@ def lightweight_conv(
     Raises:
         ValueError: as in `depthwise_conv`, or heads does not divide embed.
     """
+    _check_shapes(x, segment_ids)
     where = _taps(kernel_logits.shape[0], dilation, padding, taps_cross_segments)
     group = _group_size(x, kernel_logits)
+    if x.size == 0:
+        return jnp.zeros_like(x)
     weights = plain.normalize(softmax, tap_dropout_rate, kernel_logits, dropout_key)
     return _static_conv(where, x, jnp.repeat(weights, group, axis=1), segment_ids)
 
@@ -120,8 +124,11 @@ def dynamic_conv(
     Raises:
         ValueError: as in `lightweight_conv`.
     """
+    _check_shapes(x, segment_ids, kernel_logits=kernel_logits)
     where = _taps(kernel_logits.shape[2], dilation, padding, taps_cross_segments)
     _group_size(x, kernel_logits)
+    if x.size == 0:
+        return jnp.zeros_like(x)
     devices = implementation.devices()
     if dropout_key is not None and tap_dropout_rate and devices and devices.split_lengths:
         # Drawn for whole rows, before they are taken apart: the same numbers on every mesh.
@@ -132,7 +139,19 @@ def dynamic_conv(
     )
 
 
+def _check_shapes(x, segment_ids, **of_positions) -> None:
+    """Arrays that would broadcast along positions are refused: they are not what was meant."""
+    for name, array in (("segment_ids", segment_ids), *of_positions.items()):
+        if array is not None and array.shape[:2] != x.shape[:2]:
+            raise ValueError(
+                f"{name} has shape {array.shape} but x has shape {x.shape}; both begin with "
+                "[batch, length]."
+            )
+
+
 def _taps(kernel_size, dilation, padding, crosses) -> Taps:
+    if kernel_size < 1:
+        raise ValueError("the kernel has 0 taps; it must have at least 1.")
     if dilation < 1:
         raise ValueError(
             f"dilation={dilation} must be at least 1 (1 means adjacent taps); set it to a positive "
@@ -158,7 +177,9 @@ def _static_conv(where: Taps, x, kernel, segment_ids):
 
 
 def _static_forward(where, x, kernel, segment_ids):
-    return _static_conv(where, x, kernel, segment_ids), (x, kernel, segment_ids)
+    compute = functools.partial(_run, "forward", where, False)
+    y = implementation.one_operation(compute, segment_ids, x, kernel)
+    return y, (x, kernel, segment_ids)
 
 
 def _static_backward(where, residuals, cotangent):
@@ -171,13 +192,18 @@ _static_conv.defvjp(_static_forward, _static_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _dynamic_conv(where: Taps, softmax, rate, x, logits, segment_ids, key):
+    return _dynamic_run(where, softmax, rate, x, logits, segment_ids, key)
+
+
+def _dynamic_run(where: Taps, softmax, rate, x, logits, segment_ids, key):
     if key is None or rate == 0.0:
         return _run("forward", where, softmax, segment_ids, x, logits)
     return plain.forward(where, softmax, segment_ids, x, logits, rate=rate, key=key)
 
 
 def _dynamic_forward(where, softmax, rate, x, logits, segment_ids, key):
-    y = _dynamic_conv(where, softmax, rate, x, logits, segment_ids, key)
+    compute = functools.partial(_dynamic_run, where, softmax, rate)
+    y = implementation.one_operation(compute, x, logits, segment_ids, key)
     return y, (x, logits, segment_ids, key)
 
 

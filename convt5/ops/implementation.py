@@ -10,12 +10,12 @@ import contextvars
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.extend import core
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh
 
 Choice = Literal["auto", "plain", "kernels", "interpreted kernels"]
@@ -133,6 +133,22 @@ def run(plain: Callable[..., Any], kernels: Offer, *arrays: Any) -> Any:
     traced, shape = jax.make_jaxpr(plain, return_shape=True)(*arrays)
     others = [None if f is None else jax.make_jaxpr(f)(*arrays) for f in kernels]
     programs = [traced if program is None else program for program in (traced, *others)]
+    return _bind(programs, shape, arrays)
+
+
+def one_operation(compute: Callable[..., Any], *arrays: Any) -> Any:
+    """Returns `compute` of the arrays, as one operation of the traced program.
+
+    For the forward rule of a `custom_vjp`. If that called the function whose rule it is, gradients
+    would have no derivative in forward mode, as Hessian-vector products take it; if it computed
+    without this, remat policies and scans would keep what is inside.
+    """
+    traced, shape = jax.make_jaxpr(compute, return_shape=True)(*arrays)
+    return _bind([traced], shape, arrays)
+
+
+def _bind(programs: Sequence[core.ClosedJaxpr], shape, arrays):
+    """Makes the choice between programs an operation, whose results have the form of `shape`."""
     consts = [const for program in programs for const in program.consts]
     found = _formulation.bind(
         *consts,
@@ -164,6 +180,7 @@ _PLAIN, _KERNELS, _SHARED = range(3)
 
 def _evaluate(which: int, *arguments, programs, num_consts):
     """Computes by one of the traced programs; each has its constants before the arrays."""
+    which = which if len(programs) > 1 else _PLAIN
     first = sum(num_consts[:which])
     consts = arguments[first : first + num_consts[which]]
     program = core.ClosedJaxpr(programs[which], consts)
@@ -190,6 +207,20 @@ def _batch(arguments, axes, **parameters):
     return found, [0] * len(found)
 
 
+def _differentiate(primals, tangents, **parameters):
+    """Kernels have no derivative: their gradients are operators of their own. This serves second
+    derivatives."""
+    moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+
+    def plain(*moved):
+        arguments = list(primals)
+        for i, argument in zip(moving, moved, strict=True):
+            arguments[i] = argument
+        return _evaluate(_PLAIN, *arguments, **parameters)
+
+    return jax.jvp(plain, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+
 _evaluate_plainly = functools.partial(_evaluate, _PLAIN)
 _formulation.def_impl(_evaluate_plainly)
 _formulation.def_abstract_eval(
@@ -198,3 +229,4 @@ _formulation.def_abstract_eval(
 mlir.register_lowering(_formulation, mlir.lower_fun(_evaluate_plainly, multiple_results=True))
 mlir.register_lowering(_formulation, _lower_for_tpu, platform="tpu")
 batching.primitive_batchers[_formulation] = _batch
+ad.primitive_jvps[_formulation] = _differentiate

@@ -51,6 +51,9 @@ def linear_cross_entropy(
     each chunk passes, so that no logit is computed twice; only `loss` has gradients, and targets
     and weights have none. Products take their operands in the dtype of x and add up in float32.
     """
+    if x.size == 0:
+        zero = jnp.zeros((), _accumulated(x))
+        return CrossEntropySums(zero, zero, zero, zero)
     return _loss_alone_has_gradients(_sums(z_loss, label_smoothing, x, table, targets, weights))
 
 

@@ -36,8 +36,11 @@ def shift_right(
 
     The first position of a row, and of every segment where they are given, holds 0.
     """
-    shifted = jnp.pad(tokens[:, :-1], ((0, 0), (1, 0)))
+    shifted = _after_zero(tokens)
     if segment_ids is None:
         return shifted
-    before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
-    return jnp.where(segment_ids == before, shifted, 0)
+    return jnp.where(segment_ids == _after_zero(segment_ids), shifted, 0)
+
+
+def _after_zero(a):
+    return jnp.pad(a, ((0, 0), (1, 0)))[:, :-1]

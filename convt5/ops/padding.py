@@ -1,6 +1,7 @@
 """Where the taps of a one-dimensional convolution lie; plain Python, used by ops and configs."""
 
 import math
+import operator
 
 Padding = str | tuple[int, int]
 """"CENTERED", "CAUSAL", or explicit (left, right) positions."""
@@ -25,11 +26,15 @@ def pad_widths(kernel_size: int, dilation: int, padding: Padding) -> tuple[int, 
         raise ValueError(
             f"padding={padding!r} must be 'CENTERED', 'CAUSAL' or (left, right) positions."
         )
-    widths = tuple(padding)
-    if len(widths) != 2 or any(not isinstance(w, int) or w < 0 for w in widths):
+    try:
+        left, right = (operator.index(width) for width in padding)
+    except (TypeError, ValueError):
+        left = right = -1
+    if left < 0 or right < 0:
         raise ValueError(
             f"padding={padding!r} must hold two integers of at least 0: (left, right)."
         )
+    widths = left, right
     if sum(widths) != total:
         raise ValueError(
             f"padding={widths} must add up to (kernel_size - 1) * dilation = {total} for "

@@ -5,6 +5,8 @@ each position; `convolution` documents them. The arithmetic is that of `taps`.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +15,18 @@ from convt5.ops import taps
 from convt5.ops.taps import Taps
 
 
-def normalize(softmax: bool, rate: float, logits, key):
+def normalize(
+    softmax: bool,
+    rate: float,
+    logits,
+    key,
+    *,
+    tap_softmax: Callable[..., Any] = taps.tap_softmax,
+):
     """Returns the weights of the taps in at least float32; taps are the axis before the last."""
     weights = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if softmax:
-        weights = taps.tap_softmax(weights)
+        weights = tap_softmax(weights)
     if key is None or rate == 0.0:
         return weights
     kept = jax.random.bernoulli(key, 1.0 - rate, weights.shape)
@@ -28,7 +37,8 @@ def forward(where: Taps, softmax: bool, segment_ids, x, weights, *, rate=0.0, ke
     """Returns the convolution; `softmax`, `rate` and `key` only matter to logits."""
     if weights.ndim == 2:
         return taps.weighted_sum(where, x, weights[None, None], segment_ids)
-    return taps.weighted_sum(where, x, normalize(softmax, rate, weights, key), segment_ids)
+    normalized = normalize(softmax, rate, weights, key, tap_softmax=taps.plain_tap_softmax)
+    return taps.weighted_sum(where, x, normalized, segment_ids)
 
 
 def backward(where: Taps, softmax: bool, segment_ids, x, weights, cotangent, *, rate=0.0, key=None):

@@ -91,6 +91,12 @@ def tap_softmax(logits):
     depends on the length of the row, so that `jax.nn.softmax` differs in the last bit between
     packed and separate examples.
     """
+    return plain_tap_softmax(logits)
+
+
+def plain_tap_softmax(logits):
+    """Returns `tap_softmax` without a gradient of its own, for the forward passes of operators that
+    have theirs: it can be differentiated in either direction."""
     powers = jnp.exp(logits - _over_taps(jnp.maximum, logits))
     return powers / _over_taps(jnp.add, powers)
 
@@ -102,7 +108,7 @@ def _over_taps(operation, values):
 
 
 def _softmax_forward(logits):
-    weights = tap_softmax(logits)
+    weights = plain_tap_softmax(logits)
     return weights, weights
 
 
