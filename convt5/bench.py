@@ -171,11 +171,13 @@ def _models(files: Sequence[str], bindings: Sequence[str]) -> dict[str, Any]:
 def _by_name(files: Sequence[str]) -> dict[str, str]:
     """Returns files by their stems, or by as much of their paths as tells them apart."""
     files = list(dict.fromkeys(files))
-    parts = [pathlib.PurePath(file).with_suffix("").parts for file in files]
-    depth = 1
-    while depth < max(map(len, parts)) and len({p[-depth:] for p in parts}) < len(parts):
-        depth += 1
-    return {"/".join(part[-depth:]): file for part, file in zip(parts, files, strict=True)}
+    paths = [pathlib.PurePath(file) for file in files]
+    parts = [(*path.parent.parts, path.stem) for path in paths]
+    for depth in range(1, 1 + max(map(len, parts))):
+        names = ["/".join(part[-depth:]) for part in parts]
+        if len(set(names)) == len(files):
+            return dict(zip(names, files, strict=True))
+    return {file: file for file in files}  # They differ in their suffixes alone.
 
 
 def _check_flags(flags: argparse.Namespace) -> None:
