@@ -88,7 +88,7 @@ COMMAND = command_line.Command(
         ),
         Flag(
             "follow",
-            "evaluates checkpoints as they appear, until the last step of the run; skips "
+            "evaluates checkpoints as they appear, until the run ends; skips "
             "those that have results of these settings.",
             {"action": "store_true"},
         ),

@@ -281,7 +281,7 @@ def test_a_split_without_examples_is_refused():
 
 @pytest.mark.parametrize(
     ("which", "steps"),
-    [("latest", [20]), ("best", [10]), ("all", [10, 20]), ("20,10", [20, 10]), ("10", [10])],
+    [("latest", [20]), ("best", [10]), ("all", [10, 20]), ("20,10,20", [20, 10]), ("10", [10])],
 )
 def test_checkpoints_are_chosen_by_name(run_dir, which, steps):
     found = checkpoints.select(run_dir, which)
@@ -323,6 +323,31 @@ def test_following_yields_checkpoints_as_they_appear(tmp_path):
     assert followed(last_step=None, timeout=35) == [5, 7, 9]
     # Nothing came for 35 seconds after the last.
     assert now == 30 + 10 + 40
+
+
+def test_following_ends_with_a_run_that_stopped_early(tmp_path):
+    (tmp_path / "checkpoints" / "5").mkdir(parents=True)
+    settings, summary = tmp_path / "config.gin", tmp_path / "summary.json"
+    waited = []
+
+    def followed():
+        waited.clear()
+        now = lambda: float(sum(waited))  # noqa: E731
+        found = checkpoints.follow(
+            tmp_path, last_step=9, timeout=35, every=10, clock=now, sleep=waited.append
+        )
+        return [each.step for each in found], len(waited)
+
+    for text in ('{"step": 3}', '{"ste'):
+        summary.write_text(text)
+        assert followed() == ([5], 4)
+    summary.write_text('{"step": 5}')
+    settings.write_text("")
+    os.utime(settings, (1, 1))
+    assert followed() == ([5], 0)
+    # The run was begun again since.
+    os.utime(summary, (0, 0))
+    assert followed() == ([5], 4)
 
 
 def test_a_checkpoint_that_its_run_removed_is_no_fault(run_dir, tmp_path):

@@ -354,6 +354,10 @@ def test_a_run_without_the_metric_is_refused(tmp_path):
     [
         ({"rows": ["modle"]}, "rows='modle' is none of the axes .*Did you mean model"),
         ({"versus": "schedule.Cosine.peak"}, "must be one of rows"),
+        (
+            {"grids": [Grid(axes={"model": [1, 2, 3]})], "versus": "model"},
+            "versus='model' must have two values, but has 1, 2, 3",
+        ),
         ({"seeds": []}, "seeds=.* must hold at least one"),
         ({"seeds": [1, 1]}, "must differ"),
         ({"grids": [Grid(axes={"A": [1]}), Grid(axes={"B": [1]})]}, "same axes"),

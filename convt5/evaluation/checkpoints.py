@@ -1,5 +1,6 @@
 """Which checkpoints of a run are used, those that are still to come, and bringing one to a mesh."""
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from convt5 import checkpoint, errors, loading, sharding
 from convt5.architecture import ConvT5Config
 from convt5.checkpoints import reading
 from convt5.modeling.model import ConvT5
+from convt5.training.run_directory import CONFIG_FILE
 from convt5.vision import placement
 from convt5.vision.architecture import ViTConfig
 
@@ -59,7 +61,7 @@ def select(directory: epath.PathLike, which: str = LATEST) -> list[Found]:
     if which == BEST:
         return [_found(folder / str(_best_step(folder)))]
     try:
-        steps = [int(step) for step in which.split(",")]
+        steps = list(dict.fromkeys(int(step) for step in which.split(",")))
     except ValueError:
         raise errors.UserError(
             f"step={which} must be {LATEST}, {BEST}, {ALL}, or steps such as 1000 or 1000,2000."
@@ -80,7 +82,8 @@ def follow(
 
     Args:
         directory: the run directory.
-        last_step: ends after this one; None ends by time alone.
+        last_step: ends after this one; None where that is not known. It also ends with a run that
+            stopped earlier, by its `summary.json`.
         timeout: seconds without a new checkpoint after which it ends.
         every: seconds between looks.
         clock, sleep: replaced in tests.
@@ -95,9 +98,20 @@ def follow(
             yield _found(folder / str(done))
             seen = clock()
             continue
-        if _agreed([int(clock() - seen >= timeout)])[0]:
+        if _agreed([int(clock() - seen >= timeout or _has_ended(epath.Path(directory), done))])[0]:
             return
         sleep(every)
+
+
+def _has_ended(run_dir: epath.Path, step: int) -> bool:
+    """Whether a run ended with this step. One that was begun again has settings newer than that."""
+    summary, settings = run_dir / "summary.json", run_dir / CONFIG_FILE
+    try:
+        if json.loads(summary.read_text()).get("step") != step:
+            return False
+        return not settings.exists() or settings.stat().mtime <= summary.stat().mtime
+    except (OSError, ValueError):
+        return False  # Not there, or just being written.
 
 
 def load(found: Found, mesh: Mesh, **settings: Any) -> ConvT5:

@@ -162,6 +162,11 @@ class Study:
             faults.append(f"rows={list(self.rows)} must be at most three axes.")
         if self.versus is not None and self.versus not in self.rows:
             faults.append(f"versus={self.versus!r} must be one of rows={list(self.rows)}.")
+        elif self.versus in axes and len(self.labels(self.versus)) != 2:
+            faults.append(
+                f"versus={self.versus!r} must have two values, but has "
+                f"{', '.join(self.labels(self.versus))}."
+            )
         if len(set(self.seeds)) < len(self.seeds):
             faults.append(f"seeds={list(self.seeds)} must differ from each other.")
         if self.over in self.rows:
