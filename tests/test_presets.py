@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
 
-from convt5 import cached_data, gin_config, train
+from convt5 import cached_data, gin_config, train, trainer
 from convt5.training.train_state import parameters
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -180,6 +180,27 @@ def test_fine_tuning_passes_the_dry_run(name, tmp_path, capsys):
     command = [f"--gin_file=gin/finetune/{name}.gin", *(f"--gin.{b}" for b in bindings)]
     assert train.main([*command, "--dry_run"]) == 0
     assert "nothing was trained" in capsys.readouterr().out
+
+
+def test_the_seed_of_a_fine_tuning_is_also_that_of_the_order_of_its_data(tmp_path):
+    """From given parameters, without dropout, nothing else makes runs differ."""
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    bindings = {
+        "RUN_DIR": f"'{tmp_path}/run'",
+        "INIT_FROM": f"'{tmp_path}/pretrained'",
+        "DATA": f"'{tmp_path}'",
+        "VOCABULARY": "'none'",
+        "classification.paper_task.vocabulary": "@vocabularies.characters()",
+        "SEED": "3",
+    }
+    settings = gin_config.load(
+        ["gin/finetune/sst2.gin"],
+        [f"{name}={value}" for name, value in bindings.items()],
+        roots=["@trainer.train"],
+        supplied=["config_text"],
+    ).arguments(trainer.train)
+    assert (settings["seed"], settings["train_data"].seed, settings["eval_data"].seed) == (3, 3, 0)
+    assert "Study.seed_name = 'SEED'" in (ROOT / "gin/studies/finetuning.gin").read_text()
 
 
 @pytest.mark.parametrize("name", FINETUNE)
