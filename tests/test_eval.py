@@ -338,7 +338,7 @@ def test_following_ends_with_a_run_that_stopped_early(tmp_path):
         )
         return [each.step for each in found], len(waited)
 
-    for text in ('{"step": 3}', '{"ste'):
+    for text in ('{"step": 3}', '{"ste', "[]"):
         summary.write_text(text)
         assert followed() == ([5], 4)
     summary.write_text('{"step": 5}')

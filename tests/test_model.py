@@ -180,16 +180,20 @@ def test_both_norms_work_in_every_layer_order(layer_order, norm):
     assert (model.decoder.final_norm is None) == (layer_order == "post")
 
 
-def test_first_loss_is_near_the_log_of_the_vocabulary():
-    config = tiny_config(emb_dim=64, vocab_size=512)
-    model = config.build(jax.random.key(1))
-    target = random_tokens(1, 8, 16)
-    batch = {
-        "encoder_input_tokens": random_tokens(0, 8, 16),
+def random_batch(rows, length):
+    target = random_tokens(1, rows, length)
+    return {
+        "encoder_input_tokens": random_tokens(0, rows, length),
         "decoder_input_tokens": shift(target),
         "decoder_target_tokens": target,
         "decoder_loss_weights": np.ones_like(target),
     }
+
+
+def test_first_loss_is_near_the_log_of_the_vocabulary():
+    config = tiny_config(emb_dim=64, vocab_size=512)
+    model = config.build(jax.random.key(1))
+    batch = random_batch(8, 16)
     sums = jax.jit(TextLoss())(model, batch)
     # A tied unit-variance embedding adds about half a nat of noise to a uniform guess.
     assert abs(sums.loss_sum / sums.weight_sum - np.log(512)) < 0.8
@@ -307,13 +311,7 @@ def test_buckets_are_those_of_the_stacks_that_attend():
 @pytest.mark.parametrize("variant", quick(["hybrid", "released"], chosen=["hybrid"]))
 def test_hessian_vector_products_of_a_model_are_the_same_in_either_mode(variant):
     model = tiny_model(variant)
-    target = random_tokens(1, 2, 6)
-    batch = {
-        "encoder_input_tokens": random_tokens(0, 2, 6),
-        "decoder_input_tokens": shift(target),
-        "decoder_target_tokens": target,
-        "decoder_loss_weights": np.ones_like(target),
-    }
+    batch = random_batch(2, 6)
     leaves, form = jax.tree.flatten(model)
 
     def loss(*leaves):

@@ -1,6 +1,5 @@
 """Which checkpoints of a run are used, those that are still to come, and bringing one to a mesh."""
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from jax.sharding import Mesh
 from convt5 import checkpoint, errors, loading, sharding
 from convt5.architecture import ConvT5Config
 from convt5.checkpoints import reading
+from convt5.evaluation.results import read_object
 from convt5.modeling.model import ConvT5
 from convt5.training.run_directory import CONFIG_FILE
 from convt5.vision import placement
@@ -107,11 +107,12 @@ def _has_ended(run_dir: epath.Path, step: int) -> bool:
     """Whether a run ended with this step. One that was begun again has settings newer than that."""
     summary, settings = run_dir / "summary.json", run_dir / CONFIG_FILE
     try:
-        if json.loads(summary.read_text()).get("step") != step:
+        found = read_object(summary)
+        if found is None or found.get("step") != step:
             return False
         return not settings.exists() or settings.stat().mtime <= summary.stat().mtime
-    except (OSError, ValueError):
-        return False  # Not there, or just being written.
+    except OSError:
+        return False  # Just being written.
 
 
 def load(found: Found, mesh: Mesh, **settings: Any) -> ConvT5:

@@ -56,7 +56,7 @@ class Results:
 
     def exists(self, task: str, split: str, step: int | None) -> bool:
         """Whether there are results of the same settings; a damaged file is none."""
-        found = _read_object(self.path(task, split, step))
+        found = read_object(self.path(task, split, step))
         return found is not None and found.get("settings") == self._settings
 
     def write(self, outcome: Outcome, step: int | None) -> epath.Path:
@@ -176,7 +176,7 @@ class ResumableLines:
         if not has_lines:
             replace_text(beside, json.dumps(settings, indent=2) + "\n")
             return
-        before = _read_object(beside)
+        before = read_object(beside)
         if before is None:
             found = (
                 f"was made with settings that are not known: {beside.name} beside it is damaged"
@@ -219,7 +219,7 @@ def closing_results(results: Results | None) -> Iterator[Results | None]:
             results.close()
 
 
-def _read_object(path: epath.Path) -> dict[str, Any] | None:
+def read_object(path: epath.Path) -> dict[str, Any] | None:
     """Returns the JSON object in a file; None where there is no file, or no such object in it."""
     if not path.exists():
         return None

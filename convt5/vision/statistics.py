@@ -100,10 +100,9 @@ class Measurement:
 
 
 def _unmixed(data: DataConfig) -> DataConfig:
-    augmentation = data.augmentation if isinstance(data, ImageDataConfig) else None
-    if not isinstance(data, ImageDataConfig) or augmentation is None:
-        return data
-    return dataclasses.replace(data, augmentation=augmentation.without_mixing())
+    if isinstance(data, ImageDataConfig) and data.augmentation is not None:
+        return dataclasses.replace(data, augmentation=data.augmentation.without_mixing())
+    return data
 
 
 def batch_statistics(model: Any, images: jax.Array) -> Statistics:
