@@ -102,8 +102,9 @@ def load(
         errors.raise_all(gin_checks.ineffective(final, reached), where="configuration")
     if walk.missing:
         raise errors.UserError(gin_checks.missing_message(walk.missing))
-    macros = [setting.name for setting in final.values() if setting.target is None]
-    return Config(gin_text.text(final, walk.defaults()), macros)
+    kept = gin_checks.without_unused_macros(final, root_values)
+    macros = [setting.name for setting in kept.values() if setting.target is None]
+    return Config(gin_text.text(kept, walk.defaults()), macros)
 
 
 def folder(parts: Sequence[str]) -> str:

@@ -425,6 +425,15 @@ def test_the_resolved_text_repeats_the_configuration_and_holds_the_defaults(writ
     assert "architecture.ConvT5Config.norm_epsilon = 1e-06" in config.text
 
 
+def test_the_resolved_text_leaves_out_macros_whose_uses_were_replaced(write):
+    """--gin.schedule.Cosine.total_steps=5 leaves STEPS, and what STEPS is made of, without a use."""
+    name = write("a.gin", COSINE + "STEPS = %LONG\nLONG = %gin.REQUIRED\n")
+    config = gin_config.load([name], ["schedule.Cosine.total_steps=5"], roots=["%RATE"])
+    again = gin_config.load([write("b.gin", config.text, head="")], roots=["%RATE"])
+    assert again.macro("RATE").total_steps == 5
+    assert again.text == config.text
+
+
 def test_the_resolved_text_is_plain_gin(folder):
     config = gin_config.load(["gin/models/dynamic_tiny.gin"], roots=["%MODEL"])
     gin.clear_config()

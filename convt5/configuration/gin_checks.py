@@ -25,9 +25,7 @@ def macro_faults(
     final: Mapping[Any, Setting], every: Sequence[Setting], roots: Sequence[Any]
 ) -> Iterator[str]:
     defined = {setting.name for setting in final.values() if setting.target is None}
-    used = {v.name for s in every for v in flatten(s.value) if isinstance(v, Macro)}
-    used |= {*PROGRAM_MACROS, *(root.name for root in roots if isinstance(root, Macro))}
-    used -= {gin_files.REQUIRED}
+    used = _used_macros(every, roots)
     for setting in final.values():
         for value in flatten(setting.value):
             if isinstance(value, Macro) and value.name not in (*defined, gin_files.REQUIRED):
@@ -51,6 +49,29 @@ def macro_faults(
                 f"macro {root.name} is not defined; give a gin file that binds it, such as "
                 "--gin_file=gin/models/dynamic_tiny.gin."
             )
+
+
+def without_unused_macros(
+    final: Mapping[Any, Setting], roots: Sequence[Any]
+) -> dict[Any, Setting]:
+    """Returns the settings without macros whose every use another setting has replaced.
+
+    A file with the macro and without these uses would be refused by `macro_faults`.
+    """
+    kept = dict(final)
+    while True:
+        used = _used_macros(kept.values(), roots)
+        unused = [k for k, s in kept.items() if s.target is None and s.name not in used]
+        if not unused:
+            return kept
+        for key in unused:
+            del kept[key]
+
+
+def _used_macros(settings: Iterable[Setting], roots: Sequence[Any]) -> set[str]:
+    values = (value for setting in settings for value in flatten(setting.value))
+    used = {value.name for value in (*values, *roots) if isinstance(value, Macro)}
+    return (used | set(PROGRAM_MACROS)) - {gin_files.REQUIRED}
 
 
 def _similar(name: str, candidates: Iterable[str]) -> str:
