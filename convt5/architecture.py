@@ -6,6 +6,7 @@ gin files set them. Everything is checked here, before anything is allocated.
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, cast, get_args
 
@@ -109,8 +110,8 @@ class MixingConfig:
                 f"{where}.input_projection={self.input_projection!r} must be one of "
                 f"{', '.join(get_args(InputProjection))}."
             )
-        if not 0 <= self.tap_dropout_rate < 1:
-            found.append(f"{where}.tap_dropout_rate={self.tap_dropout_rate} must be in [0, 1).")
+        if not _is_share(self.tap_dropout_rate):
+            found.append(f"{where}.tap_dropout_rate={self.tap_dropout_rate!r} must be in [0, 1).")
         if not found:
             try:
                 pad_widths(self.kernel_size, self.dilation, self.padding)
@@ -206,6 +207,18 @@ class StackConfig:
                     f"{where}.{name} lists {len(value)} values for {where}.num_layers="
                     f"{self.num_layers}; give one value per layer, or a single value for all."
                 )
+        if not _is_list(self.attention_layers):
+            found.append(
+                f"{where}.attention_layers={self.attention_layers!r} must be a list of layers, "
+                "such as [-1] for the top layer."
+            )
+        if not (self.padding is None or isinstance(self.padding, str) or _is_list(self.padding)):
+            found.append(
+                f"{where}.padding={self.padding!r} must be 'CENTERED', 'CAUSAL' or (left, right) "
+                "positions."
+            )
+        if found:
+            return found
         for index in self.attention_layers:
             if not isinstance(index, int) or not -self.num_layers <= index < self.num_layers:
                 found.append(
@@ -446,6 +459,15 @@ class ConvT5Config:
         sizes = ("vocab_size", "emb_dim", "mlp_dim", "num_heads", "head_dim")
         if found := checks.count_faults(self, sizes):
             return found
+        found = [
+            f"{name}={getattr(self, name)!r} must be a StackConfig."
+            for name in ("encoder", "decoder")
+            if not isinstance(getattr(self, name), StackConfig)
+        ]
+        if not (self.stem is None or isinstance(self.stem, TextStemConfig)):
+            found.append(f"stem={self.stem!r} must be a TextStemConfig, or None for none.")
+        if found:
+            return found
         found = checks.choice_faults(
             self,
             {
@@ -458,10 +480,10 @@ class ConvT5Config:
         )
         if self.dtype not in ("bfloat16", "float32", "float64"):
             found.append(f"dtype={self.dtype!r} must be bfloat16, float32 or float64.")
-        if not 0 <= self.dropout_rate < 1:
-            found.append(f"dropout_rate={self.dropout_rate} must be in [0, 1).")
-        if not 0 < self.norm_epsilon < math.inf:
-            found.append(f"norm_epsilon={self.norm_epsilon} must be positive.")
+        if not _is_share(self.dropout_rate):
+            found.append(f"dropout_rate={self.dropout_rate!r} must be in [0, 1).")
+        if not (isinstance(self.norm_epsilon, numbers.Real) and 0 < self.norm_epsilon < math.inf):
+            found.append(f"norm_epsilon={self.norm_epsilon!r} must be positive.")
         if self.positions == "learned" and not checks.is_positive_int(self.max_positions):
             found.append(
                 f"max_positions={self.max_positions!r} must be the longest sequence in tokens when "
@@ -514,6 +536,10 @@ class ConvT5Config:
 
 def _per_layer(value: Any, count: int) -> tuple[Any, ...]:
     return tuple(value) if _is_list(value) else (value,) * count
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and 0 <= float(value) < 1
 
 
 def _is_list(value: Any) -> bool:

@@ -49,7 +49,7 @@ COMMAND = command_line.Command(
         ),
         command_line.Flag("lengths", "instead of those of each suite: 128,512.", {"default": None}),
         command_line.Flag("batch_size", "rows, 4.", {"type": int, "default": 4}),
-        command_line.Flag("repeats", "times that each side runs, 5.", {"type": int, "default": 5}),
+        command_line.Flag("repeats", "times that each side runs, 5.", {"type": int}),
         command_line.Flag(
             "longest_seconds",
             "a model whose step takes longer is left out at greater lengths, 20.",
@@ -63,7 +63,11 @@ COMMAND = command_line.Command(
             "leaves Hugging Face's T5 out, which otherwise is a side where it is installed.",
             {"action": "store_true"},
         ),
-        command_line.Flag("quick", "short lengths and 2 repeats.", {"action": "store_true"}),
+        command_line.Flag(
+            "quick",
+            "short lengths and 2 repeats, where these are not given.",
+            {"action": "store_true"},
+        ),
         command_line.Flag("output", "a folder for the results, bench.", {"default": "bench"}),
     ],
     needs_gin_file=False,
@@ -81,7 +85,7 @@ def main(argv: Sequence[str]) -> None:
     # Deferred, so that help and usage errors come at once.
     from convt5.benchmarks import machine, report
 
-    repeats = 2 if flags.quick else flags.repeats
+    repeats = flags.repeats or (2 if flags.quick else 5)
     records = [machine.describe(repeats=repeats)]
     with (
         open(folder / "records.jsonl", "w") as file,
@@ -181,20 +185,20 @@ def _by_name(files: Sequence[str]) -> dict[str, str]:
 
 
 def _check_flags(flags: argparse.Namespace) -> None:
-    errors.raise_all(
-        [
-            f"--{name}={value} must be at least 1."
-            for name, value in (("repeats", flags.repeats), ("batch_size", flags.batch_size))
-            if value < 1
-        ],
-        where="flags",
-    )
+    faults = [
+        f"--{name}={value} must be at least 1."
+        for name, value in (("repeats", flags.repeats), ("batch_size", flags.batch_size))
+        if value is not None and value < 1
+    ]
+    if not flags.longest_seconds > 0:
+        faults.append(f"--longest_seconds={flags.longest_seconds} must be a positive number.")
+    errors.raise_all(faults, where="flags")
 
 
 def _chosen(suites: str | None) -> Sequence[str]:
     if suites is None:
         return SUITES
-    names = suites.split(",")
+    names = list(dict.fromkeys(suites.split(",")))
     for name in names:
         if name not in SUITES:
             raise errors.UserError(
@@ -208,7 +212,7 @@ def _lengths(suite: str, flags: argparse.Namespace) -> Sequence[int]:
     if flags.lengths is None:
         return (_QUICK if flags.quick else _LENGTHS).get(suite, [])
     try:
-        lengths = [int(length) for length in flags.lengths.split(",")]
+        lengths = list(dict.fromkeys(int(length) for length in flags.lengths.split(",")))
     except ValueError:
         lengths = []
     if not lengths or min(lengths) < 4:

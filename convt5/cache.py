@@ -71,7 +71,8 @@ def main(argv: Sequence[str]) -> None:
             continue
         batches, most = _batches(split, config, flags, settings)
         if split == "train":
-            writer.vocabulary(batches.vocabulary, batches.token_bytes)
+            of_inputs = config.provider().output_features["inputs"].vocabulary
+            writer.vocabulary(batches.vocabulary, batches.token_bytes, of_inputs=of_inputs)
         with tqdm(
             total=most,
             desc=split,

@@ -79,6 +79,10 @@ class CachedDataConfig:
         """Ids of the vocabulary, sentinels included."""
         return self._about["vocab_size"]
 
+    def check_model(self, model: Any) -> None:
+        """Raises `UserError` for a model that reads no text."""
+        checks.check_reads_text(model)
+
     def build(self, *, process_index: int, process_count: int) -> "CachedBatches":
         """Returns this host's rows of each batch, equal however many hosts there are.
 
@@ -231,8 +235,11 @@ class Writer:
                 for name, values in batch.items():
                     kept = np.asarray(values)[full]
                     if name not in files:
-                        dtype = self._token_type if name.endswith("tokens") else _SHORT
-                        features[name] = {"dtype": dtype, "length": kept.shape[1]}
+                        length = kept.shape[1]
+                        # Segments and positions are counted within the row.
+                        counts = _SHORT if length <= 2**16 else _LONG
+                        dtype = self._token_type if name.endswith("tokens") else counts
+                        features[name] = {"dtype": dtype, "length": length}
                         files[name] = (folder / f"{name}.bin").open("wb")
                     stored = kept.astype(features[name]["dtype"]).tobytes()
                     digest.update(stored)
@@ -252,10 +259,25 @@ class Writer:
             "fingerprint": digest.hexdigest()[:32],
         }
 
-    def vocabulary(self, vocabulary: Any, token_bytes: np.ndarray | None) -> None:
-        """Says what ids stand for, before any row is written."""
-        self._token_type = _SHORT if vocabulary.vocab_size <= 2**16 else _LONG
-        self._about = {"vocab_size": int(vocabulary.vocab_size), "vocabulary": None}
+    def vocabulary(
+        self, vocabulary: Any, token_bytes: np.ndarray | None, *, of_inputs: Any = None
+    ) -> None:
+        """Says what ids stand for, before any row is written.
+
+        Args:
+            vocabulary: a seqio vocabulary, of targets.
+            token_bytes: bytes of text that each of its ids stands for, where that is known.
+            of_inputs: the vocabulary of inputs; None where it is the same. A cache keeps no
+                vocabulary where the two differ.
+        """
+        of_inputs = vocabulary if of_inputs is None else of_inputs
+        vocab_size = max(vocabulary.vocab_size, of_inputs.vocab_size)
+        self._token_type = _SHORT if vocab_size <= 2**16 else _LONG
+        self._about = {"vocab_size": int(vocab_size), "vocabulary": None}
+        if token_bytes is not None:
+            np.save(self._unfinished / _SIZES_FILE, token_bytes)
+        if of_inputs != vocabulary:
+            return
         file = getattr(vocabulary, "sentencepiece_model_file", None)
         if file is not None:
             import tensorflow as tf
@@ -264,8 +286,6 @@ class Writer:
             self._about["vocabulary"] = {"sentencepiece": int(vocabulary.extra_ids)}
         elif type(vocabulary).__name__ == "ByteVocabulary":
             self._about["vocabulary"] = {"characters": int(vocabulary.extra_ids)}
-        if token_bytes is not None:
-            np.save(self._unfinished / _SIZES_FILE, token_bytes)
 
     def finish(self, *, made_from: Mapping[str, Any]) -> Mapping[str, Any]:
         """Completes the cache, made with the settings `made_from`; returns what it holds."""

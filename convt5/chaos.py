@@ -4,6 +4,7 @@ The run is a real one, of the real command. It is killed without warning at rand
 them while it writes checkpoints and while it evaluates, and must end as a run left alone does.
 """
 
+import argparse
 import bisect
 import collections
 import contextlib
@@ -50,7 +51,11 @@ COMMAND = command_line.Command(
         Flag("kills", "how often, 30.", {"type": int, "default": 30}),
         Flag("seed", "of the random moments, 0.", {"type": int, "default": 0}),
         Flag("train", "the command that trains, instead of python -m convt5.train."),
-        Flag("timeout", "seconds that a start may take at most, 900.", {"type": float}),
+        Flag(
+            "timeout",
+            "seconds that a start may take at most, 900.",
+            {"type": float, "default": 900.0},
+        ),
     ],
 )
 _REPORT_FILE = "report.json"
@@ -149,13 +154,8 @@ class Run:
 def main(argv: Sequence[str]) -> int:
     arguments = command_line.parse(COMMAND, argv)
     flags = arguments.flags
-    if not flags.output_dir or flags.kills < 1:
-        raise errors.UserError(
-            "--output_dir=DIR is missing."
-            if not flags.output_dir
-            else "--kills must be at least 1."
-        )
-    train = shlex.split(flags.train) if flags.train else [sys.executable, "-m", "convt5.train"]
+    train = _train_command(flags.train)
+    _check_flags(flags)
     command = [
         *train,
         *(f"--gin_file={name}" for name in arguments.gin_files),
@@ -164,7 +164,7 @@ def main(argv: Sequence[str]) -> int:
     # Asked to end, the tool must not leave its training behind.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     folder = _emptied(pathlib.Path(flags.output_dir).absolute())
-    timeout = flags.timeout or 900.0
+    timeout = flags.timeout
     alone, killed = Run(command, folder / "alone"), Run(command, folder / "killed")
     _say("a run left alone")
     timeline = observe(alone, timeout)
@@ -174,6 +174,37 @@ def main(argv: Sequence[str]) -> int:
     (folder / _REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n")
     print(_text(report))
     return 0 if not found and len(kills) == flags.kills else 1
+
+
+def _train_command(text: str | None) -> list[str]:
+    """Returns the words of the command that trains, to which settings are added."""
+    if text is None:
+        return [sys.executable, "-m", "convt5.train"]
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise errors.UserError(
+            f"--train={text} is no command ({error}); quote it as a shell would have it."
+        ) from None
+    if not words or shutil.which(words[0]) is None:
+        raise errors.UserError(
+            f"--train={text} cannot be run: {''.join(words[:1])!r} is no program here; give a "
+            "command such as 'python launch/local.py --'."
+        )
+    return words
+
+
+def _check_flags(flags: argparse.Namespace) -> None:
+    faults = []
+    if not flags.output_dir:
+        faults.append("--output_dir must name a folder for both runs and the report.")
+    elif pathlib.Path(flags.output_dir).exists() and not pathlib.Path(flags.output_dir).is_dir():
+        faults.append(f"--output_dir={flags.output_dir} is a file; name a folder to make.")
+    if flags.kills < 1:
+        faults.append(f"--kills={flags.kills} must be at least 1.")
+    if not flags.timeout > 0:
+        faults.append(f"--timeout={flags.timeout} must be a positive number of seconds.")
+    errors.raise_all(faults, where="chaos")
 
 
 def observe(run: Run, timeout: float) -> Timeline:
@@ -234,7 +265,7 @@ def under_fire(
 def plan(timeline: Timeline, count: int, draw: random.Random) -> list[tuple[str, int]]:
     """Returns the moments of all kills, each with a step to reach before, ascending."""
     # A third of the steps is left for what happens after the last kill.
-    last = timeline.steps[-1] * 2 // 3
+    last = max(1, timeline.steps[-1] * 2 // 3)
     targets = sorted(draw.randint(1, last) for _ in range(count))
     moments = [MOMENTS[i % len(MOMENTS)] for i in range(count)]
     draw.shuffle(moments)
@@ -323,7 +354,9 @@ def _wait(
 
 def _check_success(run: Run, process: subprocess.Popen) -> None:
     if process.returncode:
-        raise errors.TrainingError(
+        # Settings that training refuses are as wrong here.
+        is_setting = process.returncode == errors.UserError.exit_code
+        raise (errors.UserError if is_setting else errors.TrainingError)(
             f"training in {run.folder} ended by itself with exit code {process.returncode}; the "
             f"last lines of {run.log}:\n{_tail(run.log)}"
         )

@@ -26,6 +26,9 @@ _LESS = (
 )
 """Words in names of metrics of which less is better; of all others, such as em and f1, more."""
 
+_LINE_STYLES = ("-", "--", ":", "-.")
+_MOST_SHOWN = 120  # Characters of names beside one another in a legend.
+
 _DESCRIPTION = """\
 Compares runs: a table (comparison.md, also printed) and a plot (comparison.png, needs the extra
 'plot') of one metric against training steps and against training seconds."""
@@ -60,12 +63,14 @@ class Run:
         points: of the compared metric, by step; at least one.
         tokens_per_second: median over the run, by the wall clock; None if not recorded.
         bits_per_byte: of the last validation; None if not recorded.
+        diverged: whether the last value recorded is not finite; `points` are those before.
     """
 
     name: str
     points: tuple[Point, ...]
     tokens_per_second: float | None
     bits_per_byte: float | None
+    diverged: bool = False
 
     @property
     def last(self) -> Point:
@@ -89,12 +94,12 @@ def main(argv: Sequence[str]) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
         (output / "comparison.md").write_text(table)
+        plot(runs, output / "comparison.png", metric=arguments.metric, clock=arguments.clock)
     except OSError as error:
         raise errors.UserError(
             f"output={arguments.output} cannot be written ({error.strerror}); give a folder that "
             "can, with --output=DIR."
         ) from error
-    plot(runs, output / "comparison.png", metric=arguments.metric, clock=arguments.clock)
     print(f"\nwrote {output / 'comparison.md'} and {output / 'comparison.png'}")
 
 
@@ -127,15 +132,14 @@ def markdown_table(
     steps = min(run.last.step for run in runs)
     seconds = min(run.last.seconds for run in runs)
     better = min if _lower_is_better(metric) else max
-    ordered = sorted(runs, key=lambda r: r.last.value, reverse=not _lower_is_better(metric))
     rows = []
-    for run in ordered:
+    for run in _best_first(runs, metric):
         row = {
             "run": run.name,
             "steps": f"{run.last.step:,}",
             _time_name(clock): duration(run.last.seconds),
-            "s/step": f"{run.last.seconds / run.last.step:.2f}",
-            f"last {metric}": _number(run.last.value),
+            "s/step": f"{run.last.seconds / max(run.last.step, 1):.2f}",
+            f"last {metric}": _last_value(run),
             f"best {metric}": _number(better(point.value for point in run.points)),
             f"at step {steps:,}": _number(run.at_step(steps)),
             f"at {duration(seconds)}": _number(run.at_seconds(seconds)),
@@ -162,14 +166,18 @@ def plot(
         UserError: matplotlib is not installed.
     """
     figure_class = figures.figure_class("the plot")
-    figure = figure_class(figsize=(11, 4.5), layout="constrained")
+    # The legend stands below: names can be long, and runs many.
+    num_columns = max(1, min(4, _MOST_SHOWN // max(len(_label(run)) for run in runs)))
+    height = 4.7 + 0.18 * math.ceil(len(runs) / num_columns)
+    figure = figure_class(figsize=(11, height), layout="constrained")
     by_step, by_time = figure.subplots(1, 2, sharey=True)
     unit, unit_seconds = _time_unit(max(run.last.seconds for run in runs))
-    ordered = sorted(runs, key=lambda r: r.last.value, reverse=_lower_is_better(metric))
-    for run in reversed(ordered):
+    ordered = _best_first(runs, metric)
+    for number, run in enumerate(ordered):
         values = [point.value for point in run.points]
-        label = f"{run.name} ({_number(run.last.value)})"
-        style: dict[str, Any] = {"label": label, "linewidth": 1.6, "marker": ".", "markersize": 4}
+        style: dict[str, Any] = {"linewidth": 1.6, "marker": ".", "markersize": 4}
+        # Colours repeat after ten.
+        style |= {"color": f"C{number}", "linestyle": _LINE_STYLES[number // 10 % 4]}
         by_step.plot([point.step for point in run.points], values, **style)
         by_time.plot([point.seconds / unit_seconds for point in run.points], values, **style)
     for axes, name in ((by_step, "training steps"), (by_time, f"{_time_name(clock)} in {unit}")):
@@ -179,8 +187,36 @@ def plot(
         axes.spines[["top", "right"]].set_visible(False)
     by_step.set_ylabel(metric.replace("/", " ").replace("_", " "))
     _leave_out_the_start(by_step, runs, metric)
-    by_time.legend(frameon=False, title="run (last value)")
+    figure.legend(
+        by_time.get_lines(),
+        [_label(run) for run in ordered],
+        loc="outside lower center",
+        ncols=num_columns,
+        fontsize=8,
+        frameon=False,
+        title="run (last value)",
+    )
     figure.savefig(path, dpi=150)
+
+
+def _label(run: Run) -> str:
+    """Returns what a legend shows of a run; long names lose their middle."""
+    name = run.name
+    if len(name) > _MOST_SHOWN:
+        name = f"{name[: _MOST_SHOWN // 2]}...{name[-_MOST_SHOWN // 2 :]}"
+    # A dollar begins a formula in Matplotlib, and a first underscore hides the line.
+    name = name.replace("$", r"\$")
+    return f"{' ' if name.startswith('_') else ''}{name} ({_last_value(run)})"
+
+
+def _best_first(runs: Sequence[Run], metric: str) -> list[Run]:
+    """Returns the runs by their last values; those that diverged come last."""
+    sign = 1 if _lower_is_better(metric) else -1
+    return sorted(runs, key=lambda run: (run.diverged, sign * run.last.value))
+
+
+def _last_value(run: Run) -> str:
+    return "not finite" if run.diverged else _number(run.last.value)
 
 
 def _named(names: Sequence[str]) -> list[tuple[str, pathlib.Path]]:
@@ -204,10 +240,11 @@ def _read_run(name: str, folder: pathlib.Path, metric: str, time_key: str) -> Ru
     if not (folder / METRICS_FILE).exists():
         return f"{folder} holds no {METRICS_FILE}, so it is no run directory; give run_dir itself."
     records = read_metrics(folder)
+    finite = [_is_finite(record[metric]) for record in records if metric in record]
     points = tuple(
         Point(record["step"], record.get(time_key, math.nan), record[metric])
         for record in _with_time(records, time_key)
-        if isinstance(record.get(metric), (int, float))
+        if _is_finite(record.get(metric))
     )
     if not points:
         held = sorted({key for record in records for key in record} - {"step"})
@@ -220,7 +257,13 @@ def _read_run(name: str, folder: pathlib.Path, metric: str, time_key: str) -> Ru
         points=points,
         tokens_per_second=statistics.median(speeds) if speeds else None,
         bits_per_byte=bits[-1] if bits else None,
+        diverged=not finite[-1],
     )
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether a recorded value is a number; what is not finite may stand there as text."""
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _numbers(records: Sequence[dict[str, Any]], key: str) -> list[float]:

@@ -31,6 +31,7 @@ COMMAND = command_line.Command(
     summary="Reads a model from another format into a run directory, which train, eval and infer "
     "start from, or writes a model into another format.",
     needs_gin_file=False,
+    reads_gin=False,
     examples=[
         (
             "a released Mesh TensorFlow checkpoint, with the state of its optimizer",
@@ -182,10 +183,6 @@ class Conversion:
 def main(argv: Sequence[str]) -> int:
     """Converts as the command line says; returns the exit code."""
     arguments = command_line.parse(COMMAND, argv)
-    if arguments.gin_files or arguments.gin_bindings:
-        raise errors.UserError(
-            "convert takes no gin settings; see python -m convt5.convert --help."
-        )
     given = vars(arguments.flags)
     names = [field.name for field in dataclasses.fields(Conversion)]
     missing = [f"--{name}" for name in ("checkpoint", "output_dir") if not given[name]]
@@ -241,6 +238,12 @@ def check_destination(output_dir: str) -> pathlib.Path:
     destination = pathlib.Path(output_dir).expanduser().resolve()
     if destination.exists() and not destination.is_dir():
         raise errors.UserError(f"output_dir={output_dir} is a file; name a folder to make.")
+    parent = next(folder for folder in destination.parents if folder.exists())
+    if not (parent.is_dir() and os.access(parent, os.W_OK)):
+        raise errors.UserError(
+            f"output_dir={output_dir} cannot be made: {parent} is no folder that can be written; "
+            "name another, or change its permissions."
+        )
     if destination.is_dir() and any(destination.iterdir()):
         raise errors.UserError(
             f"output_dir={output_dir} is in use: it holds {sorted(os.listdir(destination))[0]!r}; "

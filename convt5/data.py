@@ -26,7 +26,7 @@ from convt5.batches.prefetching import (
     take_apart,
 )
 from convt5.configuration import checks
-from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
+from convt5.tasks import classification, vocabularies  # pyright: ignore[reportMissingImports]
 
 __all__ = ["BatchIterator", "DataConfig", "Prefetcher", "unigram_entropy"]
 
@@ -75,7 +75,8 @@ class DataConfig:
         """Returns the task or mixture.
 
         Raises:
-            UserError: nothing is registered under its name, or it lacks the split or a feature.
+            UserError: nothing is registered under its name, it lacks the split or a feature, or it
+                ranks labels.
         """
         provider = self.mixture
         if isinstance(provider, str):
@@ -97,10 +98,18 @@ class DataConfig:
                 f"mixture={provider.name!r} has no feature {' and '.join(sorted(missing))}; "
                 "an encoder-decoder reads 'inputs' and 'targets'."
             )
+        ranking = [task.name for task in seqio.get_subtasks(provider) if _ranks_labels(task)]
+        if ranking:
+            raise errors.UserError(
+                f"mixture={provider.name!r} ranks labels: {ranking[0]!r} holds each text with "
+                "every label, right or wrong, and is for evaluation alone (evaluation.TaskEval, or "
+                "eval --task); name the task that was made without rank=True."
+            )
         return provider
 
     def check_model(self, model: Any) -> None:
-        """Raises `UserError` if rows are packed and the model's stem would mix their examples."""
+        """Raises `UserError` for a model that reads no text, or whose stem mixes packed rows."""
+        checks.check_reads_text(model)
         stride = getattr(model, "stem_stride", 1)
         if self.pack and stride > 1:
             raise errors.UserError(
@@ -118,6 +127,7 @@ class DataConfig:
         """
         rows = rows_per_host(self.batch_size, process_count)
         provider = self.provider()
+        _readable(provider.output_features["inputs"].vocabulary)
         vocabulary = _readable(provider.output_features["targets"].vocabulary)
         endless = self.num_epochs is None
         # Hosts must agree on the number of batches: each takes its rows from all of finite data.
@@ -288,6 +298,13 @@ def _registered(name: str) -> seqio.Task | seqio.Mixture:
             f"in the gin file.{errors.suggest(name, names)} Registered: {sorted(names)}."
         )
     return seqio.get_mixture_or_task(name)
+
+
+def _ranks_labels(task: seqio.Task) -> bool:
+    return any(
+        getattr(step, "func", step) is classification.one_example_per_label
+        for step in task.preprocessors
+    )
 
 
 def _readable(vocabulary: seqio.Vocabulary) -> seqio.Vocabulary:

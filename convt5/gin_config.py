@@ -91,10 +91,10 @@ def load(
     errors.raise_all(gin_checks.target_faults(final.values(), root_values), where="configuration")
     errors.raise_all(gin_checks.scope_faults(final.values(), every), where="configuration")
     errors.raise_all(gin_checks.number_faults(final.values()), where="configuration")
-    errors.raise_all(gin_types.faults(gin_checks.typed(final)), where="configuration")
     walk = gin_checks.Walk(final, supplied)
     for value in root_values:
         walk.visit(value, (), wanted_by="")
+    errors.raise_all(gin_types.faults(gin_checks.typed(final)), where="configuration")
     reached = gin_checks.Walk(final, supplied)
     for value in (*root_values, *related_values):
         reached.visit(value, (), wanted_by="")
@@ -119,7 +119,8 @@ def _command_line_binding(text: str) -> Binding:
     name, equals, value = text.partition("=")
     flag = f"--gin.{name.strip()}"
     if not equals or not name.strip():
-        raise errors.UserError(f"--gin.{text}: expected --gin.NAME=VALUE, but there is no '='.")
+        lacks = "name before the '='" if equals else "'='"
+        raise errors.UserError(f"--gin.{text}: expected --gin.NAME=VALUE, but there is no {lacks}.")
     try:
         scope, selector, parameter = gin_files.parse_key(name.strip())
     except (SyntaxError, ValueError, AssertionError):

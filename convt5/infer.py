@@ -1,6 +1,7 @@
 """Entry point of `python -m convt5.infer`: predictions of texts, as JSON lines or in a dialogue."""
 
 import contextlib
+import io
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -289,6 +290,9 @@ def _open_output(
 def _converse(predictor: "Predictor") -> None:
     from convt5.evaluation import stream
 
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # Bytes that are no UTF-8 are then a fault of their line alone.
+        sys.stdin.reconfigure(errors="surrogateescape")
     prompt = ""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):

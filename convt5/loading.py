@@ -40,6 +40,10 @@ def load_model(
         config = changed(run_config(directory, step=step), settings)
         abstract = jax.eval_shape(lambda: config.build(jax.random.key(0)))
         return reading.load_params(directory, abstract, step=step, ema=ema)
+    if step is not None:
+        raise errors.UserError(
+            f"step={step}, but {directory} is an exported model without steps; leave it out."
+        )
     if ema:
         raise errors.UserError(
             f"{directory} is an exported model: one set of parameters, and no average beside it; "

@@ -30,7 +30,7 @@ class TextLoss:
 
     def __post_init__(self):
         faults = []
-        if self.z_loss < 0:
+        if not self.z_loss >= 0:
             faults.append(f"z_loss={self.z_loss} must be at least 0.")
         if not 0 <= self.label_smoothing < 1:
             faults.append(f"label_smoothing={self.label_smoothing} must be in [0, 1).")

@@ -5,6 +5,7 @@ would bind a second copy. Bind `trainer.train`.
 """
 
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -86,6 +87,8 @@ def dry_run(settings: Mapping[str, Any]) -> str:
     from convt5 import trainer
     from convt5.training import plan
 
+    if _vocabulary_is_here(settings):
+        check_vocabulary(settings)
     call = inspect.signature(trainer.train).bind(**settings)
     call.apply_defaults()
     values = dict(call.arguments)
@@ -140,6 +143,14 @@ def check_vocabulary(settings: Mapping[str, Any]) -> None:
                 f"{limit} rows are in the model's token table; set --gin.architecture.ConvT5Config."
                 f"vocab_size to at least {size}."
             )
+
+
+def _vocabulary_is_here(settings: Mapping[str, Any]) -> bool:
+    """Whether no vocabulary file lies elsewhere, such as in a bucket, or is missing."""
+    provider = getattr(settings["train_data"], "provider", None)
+    features = provider().output_features.values() if provider else ()
+    files = [getattr(f.vocabulary, "sentencepiece_model_file", None) for f in features]
+    return all(file is None or os.path.isfile(file) for file in files)
 
 
 def _accepted(function: Any, values: Mapping[str, Any]) -> dict[str, Any]:

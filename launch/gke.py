@@ -9,7 +9,9 @@ import argparse
 import json
 import math
 import pathlib
+import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -42,6 +44,7 @@ _JOBSET = "https://github.com/kubernetes-sigs/jobset/releases/download/v0.8.1/ma
 # Saving takes a step, and writing what is on the devices.
 _GRACE_SECS = 120
 _USAGE_ERROR = 2
+_NAME = re.compile("[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?")  # Of GKE clusters: the narrowest rule.
 
 
 def main(argv: Sequence[str]) -> int:
@@ -97,8 +100,15 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             "v5e:4x4"
         )
     chips, per_host = math.prod(map(int, topology.split("x"))), _KINDS[kind][0]
-    if chips % per_host:
+    if chips < 1 or chips % per_host:
         parser.error(f"--slice={flags.slice} has {chips} chips; give a multiple of {per_host}")
+    if not _NAME.fullmatch(flags.name):
+        parser.error(
+            f"--name={flags.name} must be at most 40 small letters, digits and hyphens with a "
+            "letter first and no hyphen last, as GKE asks"
+        )
+    if flags.restarts < 0:
+        parser.error(f"--restarts={flags.restarts} must be at least 0")
     if not all("=" in text for text in flags.env):
         parser.error("--env must be NAME=VALUE")
     if not training and {"run", "manifest"} & set(flags.actions):
@@ -227,4 +237,5 @@ def _here(name: str) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback.
     raise SystemExit(main(sys.argv[1:]))

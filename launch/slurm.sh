@@ -28,6 +28,10 @@ usage() {
 dry_run='' nodes='' gpus='' partition='' time=24:00:00 name=convt5 save_secs=120
 while (($#)); do
   case $1 in
+    -h | --help)
+      sed -n '2,/^set -/{s/^# \{0,1\}//;/^set -/d;p}' "$0"
+      exit 0
+      ;;
     --dry_run) dry_run=1 ;;
     --nodes=*) nodes=${1#*=} ;;
     --gpus_per_node=*) gpus=${1#*=} ;;
@@ -44,6 +48,9 @@ while (($#)); do
   shift
 done
 [[ -n $nodes && -n $gpus ]] || usage "--nodes and --gpus_per_node are needed."
+[[ $nodes =~ ^[1-9][0-9]*$ ]] || usage "--nodes=$nodes must be an integer of at least 1."
+[[ $gpus =~ ^(0|[1-9][0-9]*)$ ]] || usage "--gpus_per_node=$gpus must be an integer of at least 0."
+[[ $save_secs =~ ^[1-9][0-9]*$ ]] || usage "--save_secs=$save_secs must be an integer of at least 1."
 (($#)) || usage "flags of convt5.train are needed after --."
 
 submission=(

@@ -34,6 +34,10 @@ usage() {
   exit 2
 }
 
+if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
+  sed -n '2,/^set -/{s/^# \{0,1\}//;/^set -/d;p}' "$0"
+  exit 0
+fi
 dry_run=
 if [[ "${1:-}" == --dry_run ]]; then
   dry_run=1
@@ -58,6 +62,7 @@ while (($#)); do
   esac
   shift
 done
+[[ $poll_secs =~ ^[0-9]+$ ]] || usage "--poll_secs=$poll_secs must be an integer of at least 0."
 flags=$(printf ' %q' "$@")
 
 gcloud_errors=$(mktemp)

@@ -6,6 +6,7 @@ local files, and `text_classification` for any other: a new task needs no Python
 """
 
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -235,7 +236,8 @@ def text_classification(
         columns: the fields of .tsv and .csv files that have no header line.
         vocabulary: from `vocabularies.sentencepiece`; None takes bytes.
         validation_fraction: of the rows of "train" that are held out where there are no files for
-            "validation", in [0, 0.5]; 0 makes no "validation" split.
+            "validation", in [0, 0.5]: every n-th, where n is 1 / validation_fraction rounded. 0
+            makes no "validation" split.
         rank: see `classification_task`.
         name: of the task; it is registered under the same, if at all.
 
@@ -268,6 +270,11 @@ def text_classification(
         raise errors.UserError(
             f"threshold={threshold} of {name} divides two labels, but labels={generated}; name two,"
             " or leave threshold out."
+        )
+    if threshold is not None and math.isnan(threshold):
+        raise errors.UserError(
+            f"threshold={threshold} of {name} must be a number; at least that means "
+            f"{generated[1]!r}."
         )
 
     def parse(row: Row) -> Example | None:
@@ -395,14 +402,15 @@ def _label(row: Row, field: str, names: Mapping[str, str | None]) -> str | None:
 
 
 def _number(row: Row, field: str) -> float:
+    text = row.text(field)
     try:
-        return float(row.text(field))
-    except ValueError as error:
-        if isinstance(error, errors.UserError):
-            raise
-        raise row.error(
-            f"has {row.text(field)!r} under {field!r}, no number to compare with threshold."
-        ) from error
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    # What tables write for a missing value is on neither side of a threshold.
+    if math.isnan(number):
+        raise row.error(f"has {text!r} under {field!r}, no number to compare with threshold.")
+    return number
 
 
 def _stripped(text: str, **_) -> str:

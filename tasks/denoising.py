@@ -6,6 +6,7 @@ registers them for the text inside Python and for C4, such as "pydoc_ul2" and "c
 
 import bisect
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -94,13 +95,14 @@ def ul2(
         name: of the mixture; it is registered under the same, if at all.
 
     Raises:
-        UserError: rates that are negative or all zero.
+        UserError: rates that are negative, not finite or all zero.
     """
     rates = (regular_rate, sequential_rate, extreme_rate)
-    if min(rates) < 0 or not sum(rates):
+    if not all(0 <= rate < math.inf for rate in rates) or not sum(rates):
         raise errors.UserError(
             f"{name}: regular_rate={regular_rate}, sequential_rate={sequential_rate} and "
-            f"extreme_rate={extreme_rate} must be at least 0, and one of them more."
+            f"extreme_rate={extreme_rate} must be at least 0, and one of them more; "
+            "none may be infinite."
         )
     # Together the denoisers keep as many examples to shuffle as one task does.
     buffer = seqio.SHUFFLE_BUFFER_SIZE // (len(REGULAR) + 1 + len(EXTREME))

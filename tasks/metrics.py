@@ -109,13 +109,16 @@ def rank_classification(
 ) -> dict[str, float]:
     """Returns the metrics of choosing the label with the highest log-probability.
 
+    Where an example has several right labels, each of them counts as right, and accuracy alone is
+    returned, as t5 does.
+
     Args:
         targets: every label of every example, in any order.
         scores: log-probability of each, given the input.
         labels: their texts, by number; of two labels the second is the positive one.
 
     Raises:
-        UserError: no example has all of its labels.
+        UserError: no example has all of its labels, or one of those has no right label.
     """
     examples: dict[int, dict[int, tuple[float, bool]]] = collections.defaultdict(dict)
     for target, score in zip(targets, scores, strict=True):
@@ -129,9 +132,18 @@ def rank_classification(
             f"rank classification needs the scores of all {len(labels)} labels of an example, but "
             f"{len(targets)} scores hold those of none; raise num_examples."
         )
-    truths = [labels[next(i for i, (_, correct) in r.items() if correct)] for r in whole]
-    choices = [labels[max(sorted(ranked), key=lambda i: ranked[i][0])] for ranked in whole]
-    return of_labels(truths, choices, labels=labels)
+    right = [[i for i, (_, correct) in ranked.items() if correct] for ranked in whole]
+    chosen = [max(sorted(ranked), key=lambda i: ranked[i][0]) for ranked in whole]
+    if not all(right):
+        raise errors.UserError(
+            "rank classification needs a right label for each example, and there is one without; "
+            f"the labels are {list(labels)}: add what is missing, or leave the example out."
+        )
+    if max(map(len, right)) > 1:
+        hits = sum(choice in numbers for choice, numbers in zip(chosen, right, strict=True))
+        return {"accuracy": 100 * hits / len(whole)}
+    truths = [labels[number] for (number,) in right]
+    return of_labels(truths, [labels[choice] for choice in chosen], labels=labels)
 
 
 def of_labels(

@@ -44,7 +44,7 @@ def span_corruption_task(
     faults = []
     if not 0 < noise_density < 1:
         faults.append(f"noise_density={noise_density} must be in (0, 1); T5 takes 0.15.")
-    if mean_span_length < 1:
+    if not mean_span_length >= 1:
         faults.append(f"mean_span_length={mean_span_length} must be at least 1; T5 takes 3.")
     errors.raise_all(faults, where=name)
     feature = seqio.Feature(vocabulary=vocabulary, add_eos=True)
@@ -89,7 +89,8 @@ def text_span_corruption(
         text_key: what holds the text of a .jsonl line.
         validation_path: files of the "validation" split.
         validation_fraction: of the documents of `path` that are held out where
-            `validation_path` is None, in [0, 0.5]; 0 makes no "validation" split.
+            `validation_path` is None, in [0, 0.5]: every n-th, where n is 1 / validation_fraction
+            rounded. 0 makes no "validation" split.
         noise_density: share of the tokens that is taken out, in (0, 1).
         mean_span_length: mean tokens of a span, at least 1.
         merge_documents: see `span_corruption_task`.

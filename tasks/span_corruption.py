@@ -5,6 +5,7 @@ sentinel, and the target is the spans, each after its sentinel. The same seed gi
 `t5.data.preprocessors`; unlike there, no text is ever dropped.
 """
 
+import bisect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from convt5 import errors
 
 NOISE_DENSITY = 0.15
 MEAN_SPAN_LENGTH = 3.0
+
+_SHORTEST_TEXT, _LONGEST_TEXT = 2, 2**31
 
 
 class SegmentSizes(NamedTuple):
@@ -45,19 +48,19 @@ def segment_sizes(
     Raises:
         UserError: `inputs_length` is too short for any text.
     """
-    sizes = None
-    length = 2
-    while (
-        longer := _corrupted_sizes(length, noise_density, mean_span_length)
-    ).inputs <= inputs_length:
-        sizes = longer
-        length += 1
-    if sizes is None:
+
+    def sizes(length: int) -> SegmentSizes:
+        return _corrupted_sizes(length, noise_density, mean_span_length)
+
+    # Longer text never takes fewer inputs. It may be very long where nearly all is taken out.
+    lengths = range(_SHORTEST_TEXT, _LONGEST_TEXT)
+    num_fitting = bisect.bisect_right(lengths, inputs_length, key=lambda n: sizes(n).inputs)
+    if not num_fitting:
         raise errors.UserError(
             f"encoder_length={inputs_length} holds no corrupted text; it must be at least "
-            f"{longer.inputs}."
+            f"{sizes(_SHORTEST_TEXT).inputs}."
         )
-    return sizes
+    return sizes(lengths[num_fitting - 1])
 
 
 def span_corruption(

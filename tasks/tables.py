@@ -144,7 +144,7 @@ class TableSource(ItemSource):
         parse: from a row to an example of strings and lists of strings; None leaves the row out.
         columns: see `read_rows`.
         validation_fraction: of the rows of "train" that become "validation" where there are no
-            files for it, in [0, 0.5].
+            files for it, in [0, 0.5]: every n-th, where n is 1 / validation_fraction rounded.
     """
 
     def __init__(
@@ -262,6 +262,12 @@ def _table_rows(
             continue
         if columns is None:
             columns = values
+            twice = [name for name in columns if name and columns.count(name) > 1]
+            if twice:
+                raise errors.UserError(
+                    f"file {file!r}, line {number} names the column {twice[0]!r} twice: "
+                    f"{columns}; rename one of them."
+                )
         elif len(values) != len(columns):
             raise errors.UserError(
                 f"file {file!r}, line {number} has {len(values)} columns, not {len(columns)}: "

@@ -223,6 +223,11 @@ def test_more_token_ids_than_rows_stop_the_run_before_it_begins(tmp_path):
     assert not folder.exists()
 
 
+def test_the_dry_run_compares_the_vocabulary_too():
+    message = fault(*QUICKSTART, "--gin.architecture.ConvT5Config.vocab_size=256")
+    assert "359 ids" in message
+
+
 def test_an_unwritable_run_directory_stops_the_run_before_it_compiles(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(errors.UserError, match=r"run_dir=.*file/run.*choose another run_dir"):

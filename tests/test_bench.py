@@ -128,6 +128,7 @@ def test_peers_are_sides_where_they_are(tmp_path, monkeypatch):
         ("--gin_file=gin/models/vit_c_tiny.gin", r"bench measures text models, .* a ViTConfig"),
         ("--repeats=0", "--repeats=0 must be at least 1"),
         ("--batch_size=0", "--batch_size=0 must be at least 1"),
+        ("--longest_seconds=0", "--longest_seconds=0.0 must be a positive number"),
     ],
 )
 def test_faulty_arguments_are_explained(tmp_path, argument, message):

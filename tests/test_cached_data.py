@@ -271,3 +271,32 @@ def test_the_command_keeps_no_more_rows_than_asked_for(tmp_path):
     )
     splits = json.loads((output / "cache.json").read_text())["splits"]
     assert splits["train"]["rows"] == 10
+
+
+def test_positions_of_very_long_rows_are_kept(tmp_path):
+    length = 2**16 + 4
+    rows = made(rows=1) | {
+        "encoder_input_tokens": np.ones((1, length), np.int32),
+        "encoder_positions": np.arange(length, dtype=np.int32)[None],
+    }
+    writer = cached_data.Writer(tmp_path / "cache")
+    writer.vocabulary(vocabularies.characters(), None)
+    list(writer.write("train", [rows]))
+    writer.finish(made_from={})
+    found = next(built(tmp_path / "cache", batch_size=1, num_epochs=1))
+    np.testing.assert_array_equal(found["encoder_positions"], rows["encoder_positions"])
+
+
+def test_the_larger_of_two_vocabularies_sets_what_ids_are_kept(tmp_path):
+    inputs = seqio.PassThroughVocabulary(size=100_000)
+    rows = made() | {"encoder_input_tokens": np.full((ROWS, LENGTH), 99_999, np.int32)}
+    writer = cached_data.Writer(tmp_path / "cache")
+    writer.vocabulary(vocabularies.characters(), None, of_inputs=inputs)
+    list(writer.write("train", [rows]))
+    writer.finish(made_from={})
+    found = config(tmp_path / "cache")
+    assert found.vocab_size == 100_000
+    # One vocabulary cannot stand for both, and the wrong one would be taken in silence.
+    assert found.vocabulary is None
+    batch = next(found.build(process_index=0, process_count=1))
+    np.testing.assert_array_equal(batch["encoder_input_tokens"], 99_999)

@@ -105,10 +105,37 @@ def test_a_moment_that_is_not_seen_costs_no_kill(tmp_path):
     assert run.last_step() == timeline.steps[-1] == 100
 
 
-@pytest.mark.parametrize("flags", [["--kills=3"], ["--output_dir=x", "--kills=0"]])
-def test_a_wrong_call_is_told(flags):
-    with pytest.raises(errors.UserError, match=r"--(output_dir|kills)"):
-        chaos.main(["--gin_file=gin/runs/resume_check.gin", *flags])
+@pytest.mark.parametrize("last", [1, 2])
+def test_the_shortest_runs_are_killed_too(last):
+    timeline = chaos.Timeline(steps=range(1, last + 1), seconds=range(last), evaluated=[last])
+    assert [step for _, step in chaos.plan(timeline, 3, random.Random(0))] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--kills=3"], "--output_dir must name a folder"),
+        (["--output_dir={file}"], "--output_dir={file} is a file"),
+        (["--output_dir=x", "--kills=0"], "--kills=0 must be at least 1"),
+        (["--output_dir=x", "--timeout=0"], "--timeout=0.0 must be a positive number"),
+        (["--output_dir=x", "--train='python"], "--train='python is no command"),
+        (["--output_dir=x", "--train=pythn -m"], "'pythn' is no program here"),
+    ],
+)
+def test_a_wrong_call_is_told(tmp_path, flags, message):
+    file = tmp_path / "file"
+    file.touch()
+    given = [flag.format(file=file) for flag in flags]
+    with pytest.raises(errors.UserError) as caught:
+        chaos.main(["--gin_file=gin/runs/resume_check.gin", *given])
+    assert message.format(file=file) in str(caught.value)
+
+
+def test_settings_that_training_refuses_are_refused(tmp_path):
+    run = chaos.Run([sys.executable, "-c", "raise SystemExit(2)"], tmp_path / "alone")
+    with pytest.raises(errors.UserError, match="exit code 2") as caught:
+        chaos.observe(run, 60)
+    assert caught.value.exit_code == 2
 
 
 def test_help_shows_how():

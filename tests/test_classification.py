@@ -290,6 +290,24 @@ class TestBadInput:
         with pytest.raises(errors.UserError, match="'positive' under 'label', no number"):
             read(self.GOOD, threshold=0.5)
 
+    @pytest.mark.parametrize("missing", ["NaN", '"nan"'])
+    def test_a_missing_number_is_on_neither_side_of_a_threshold(self, read, missing):
+        with pytest.raises(errors.UserError, match="line 1 has 'nan' under 'label', no number"):
+            read(f'{{"text": "x", "label": {missing}}}\n', threshold=0.5)
+
+    def test_a_threshold_that_is_no_number_is_refused(self, folder):
+        with pytest.raises(errors.UserError, match=r"threshold=nan of .* must be a number"):
+            text_classification(folder, LABELS, threshold=float("nan"))
+
+    def test_a_column_that_is_named_twice_is_refused(self, read):
+        with pytest.raises(errors.UserError, match="line 1 names the column 'text' twice"):
+            read("text,text,label\na,b,positive\n", "train.csv")
+
+    def test_columns_without_a_name_are_left_alone(self, read):
+        assert read("text,label,,\na,positive,,\n", "train.csv") == [
+            ("text_classification text: a", "positive")
+        ]
+
     def test_a_folder_without_tables_is_an_error(self, tmp_path):
         with pytest.raises(errors.UserError, match=r"is a folder without a \.jsonl"):
             paper_task("sst2", str(tmp_path))

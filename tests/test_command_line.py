@@ -1,5 +1,6 @@
 """Commands explain themselves, refuse what they do not understand, and exit as documented."""
 
+import dataclasses
 import importlib
 import os
 import pathlib
@@ -104,6 +105,19 @@ def test_help_shows_flags_and_examples(capsys):
     for words in ("Bakes bread.", "--hot", "--gin.NAME=VALUE", "# a loaf", "exit code"):
         assert words in text
     assert "python -m convt5.bake --gin_file=loaf.gin --hot" in text
+
+
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_the_usage_says_whether_a_gin_file_is_needed(is_needed):
+    usage, *_ = dataclasses.replace(COMMAND, needs_gin_file=is_needed).help().splitlines()
+    assert ("bake --gin_file=FILE [--gin_file=FILE ...]" in usage) == is_needed
+    assert "[--gin_file=FILE ...]" in usage
+
+
+def test_the_help_of_a_command_without_gin_settings_names_none():
+    command = dataclasses.replace(COMMAND, examples=[], needs_gin_file=False, reads_gin=False)
+    assert "usage: python -m convt5.bake [flags]" in command.help()
+    assert "gin" not in command.help()
 
 
 def test_help_wins_over_missing_files(capsys):

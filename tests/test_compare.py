@@ -4,8 +4,10 @@ import json
 import math
 import pathlib
 import sys
+from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from convt5 import compare
 from convt5.errors import UserError
@@ -140,6 +142,77 @@ def test_command_writes_table_and_plot(two_runs, tmp_path, capsys):
     table = (output / "comparison.md").read_text()
     assert capsys.readouterr().out.startswith(table)
     assert (output / "comparison.png").read_bytes().startswith(PNG_SIGNATURE)
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list[Any]:
+    """Figures that were saved."""
+    figures = []
+    real = Figure.savefig
+
+    def save(figure, *args, **options):
+        figures.append(figure)
+        real(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", save)
+    return figures
+
+
+def test_a_plot_of_many_runs_with_long_names_can_be_read(tmp_path, drawn):
+    names = [f"DATASET=mnist10k,PEAK=0.{i},OPTIMIZER=AdamW,model={'x' * 40}" for i in range(22)]
+    names += ["_first", "a$b_{$", "y" * 200]
+    folders = [
+        str(write_run(tmp_path / name, [5.0, 4.0, 3.0 + i / 9])) for i, name in enumerate(names)
+    ]
+    compare.main([*folders, f"--output={tmp_path}"])
+    (figure,) = drawn
+    by_step, by_time = figure.axes
+    (legend,) = figure.legends
+    shown = [text.get_text() for text in legend.get_texts()]
+    assert len(shown) == len(names)
+    assert any("_first (" in text for text in shown)
+    box = legend.get_window_extent()
+    for axes in (by_step, by_time):
+        assert axes.get_position().width > 0.4
+        assert not axes.get_window_extent().overlaps(box)
+        looks = {(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}
+        assert len(looks) == len(names)
+    # The legend names the lines of both.
+    assert [line.get_color() for line in legend.get_lines()] == [
+        line.get_color() for line in by_step.get_lines()
+    ]
+
+
+def test_a_plot_that_cannot_be_written_names_the_flag(two_runs, tmp_path):
+    (tmp_path / "comparison.png").mkdir()
+    with pytest.raises(UserError, match="cannot be written"):
+        compare.main([*two_runs, f"--output={tmp_path}"])
+
+
+@pytest.mark.parametrize("value", ["Infinity", "-Infinity", "NaN"])
+def test_numbers_that_are_not_finite_are_left_out(tmp_path, value):
+    folder = write_run(tmp_path / "run", [2.0, 1.0])
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write(f'{{"step": 50, "validation/loss": {value}, "train_seconds": 50}}\n')
+    (run,) = compare.read_runs([str(folder)])
+    assert run.last == compare.Point(40, 40, 1.0)
+    assert run.diverged
+
+
+def test_a_run_that_diverged_comes_last_and_says_so(tmp_path):
+    better = write_run(tmp_path / "better", [2.0, 1.0])
+    with (better / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 50, "validation/loss": "nan", "train_seconds": 50}\n')
+    worse = write_run(tmp_path / "worse", [2.0, 1.5])
+    first, last = cells(compare.markdown_table(compare.read_runs([str(better), str(worse)])))
+    assert (first["run"], last["run"]) == ("worse", "better")
+    assert (last["last validation/loss"], last["best validation/loss"]) == ("not finite", "1.0000")
+
+
+def test_a_record_before_the_first_step_can_be_compared(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "validation/loss": 3.0}\n')
+    (row,) = cells(compare.markdown_table(compare.read_runs([str(tmp_path)])))
+    assert (row["steps"], row["s/step"]) == ("0", "0.00")
 
 
 def test_every_directory_that_is_no_run_is_named(tmp_path):

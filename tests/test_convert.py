@@ -186,6 +186,12 @@ def test_an_output_directory_in_a_bucket_or_a_file_is_refused(tmp_path):
         convert.check_destination(str(tmp_path / "file"))
 
 
+def test_an_output_directory_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"output_dir=.*run cannot be made: .*file is no folder"):
+        convert.check_destination(str(tmp_path / "file" / "run"))
+
+
 def test_an_empty_output_directory_is_filled(capsys, checkpoint, tmp_path):
     (tmp_path / "run").mkdir()
     run(capsys, "--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={tmp_path}/run")
@@ -249,6 +255,7 @@ def test_the_dtype_of_a_run_can_be_chosen(capsys, checkpoint, tmp_path):
         (["--to=hf", "--encoder_length=3"], "are for --to=stablehlo"),
         (["--to=hf", "--encoder_length=0"], "are for --to=stablehlo"),
         (["--from=mesh_tf", "--gin.A=1"], "takes no gin settings"),
+        (["--from=hf", "--gin_file=a.gin"], "--gin_file=a.gin: convert takes no gin settings"),
         (["--form=hf"], "unknown flag --form"),
     ],
 )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import seqio
 import tensorflow as tf
-from convt5.tasks import pretraining
+from convt5.tasks import pretraining, synthetic
 
 from convt5 import data, errors
 
@@ -257,6 +257,20 @@ class TestMistakes:
     def test_a_mixture_without_inputs_is_an_error(self):
         with pytest.raises(errors.UserError, match="'given_ids' has no feature inputs"):
             build(make_task({"targets": [[3]]}))
+
+    @pytest.mark.parametrize("mixed", [False, True])
+    def test_a_task_that_ranks_labels_is_no_data_to_train_on(self, mixed):
+        ranking = synthetic.listops(rank=True)
+        with pytest.raises(errors.UserError, match=r"'listops_rank' holds each text with every la"):
+            build(seqio.Mixture("ranked", [(ranking, 1.0)]) if mixed else ranking)
+
+    @pytest.mark.parametrize("feature", ["inputs", "targets"])
+    def test_a_vocabulary_that_is_gone_is_named(self, feature):
+        task = seqio.get_mixture_or_task("pydoc_span_corruption")
+        gone = seqio.Feature(seqio.SentencePieceVocabulary("gone.model"))
+        features = {**task.output_features, feature: gone}
+        with pytest.raises(errors.UserError, match=r"the vocabulary 'gone\.model' cannot be read"):
+            build(task.replace(output_features=features))
 
     def test_data_without_an_example_is_an_error(self):
         empty = make_task({"inputs": [[]], "targets": [[]]})

@@ -578,11 +578,18 @@ def test_faulty_sampling_is_refused(settings, message):
         ({"beam_size": 0}, "beam_size=0 must be at least 1"),
         ({"beam_size": 2, "num_results": 3}, "num_results=3 must be between 1 and beam_size=2"),
         ({"early_stopping": "often"}, "early_stopping='often' must be True, False or 'never'"),
+        ({"length_penalty": float("nan")}, "length_penalty=nan must be a finite number"),
+        ({"length_penalty": float("inf")}, "length_penalty=inf must be a finite number"),
     ],
 )
 def test_faulty_beam_search_is_refused(settings, message):
     with pytest.raises(UserError, match=message):
         BeamSearch(**settings)
+
+
+def test_the_original_beam_search_needs_a_finite_length_penalty_too():
+    with pytest.raises(UserError, match="length_penalty=nan must be a finite number"):
+        decoding.MeshTFBeamSearch(length_penalty=float("nan"))
 
 
 @pytest.mark.parametrize(
@@ -646,6 +653,7 @@ def unchecked():
         ({"max_lengths": np.array([3])}, r"max_lengths has shape \(1,\), but encoder_input_tokens"),
         ({"max_lengths": np.full(4, 3)}, r"max_lengths has shape \(4,\), but encoder_input_tokens"),
         ({"strategy": Sampling(), "key": jnp.zeros(3)}, r"key has shape \(3,\) and dtype float32"),
+        ({"prefix": np.full(3, 5)}, r"prefix has shape \(3,\), but .* \[batch, prefix\]"),
     ],
 )
 def test_rows_that_are_not_those_of_the_sources_are_refused(unchecked, settings, message):
@@ -659,11 +667,23 @@ def test_rows_that_are_not_those_of_the_sources_are_refused(unchecked, settings,
         ({"targets": np.full((2, 1, 3), 5)}, r"targets has shape \(2, 1, 3\), but encoder_input"),
         ({"prefix_lengths": np.ones(1, int)}, r"prefix_lengths has shape \(1,\), but encoder_inp"),
         ({"lengths": np.ones((3, 2), int)}, r"lengths has shape \(3, 2\), but targets has"),
+        ({"targets": np.full((3, 3), 5)}, r"targets has shape \(3, 3\).* \[batch, choices, length"),
+        ({"lengths": np.full((3, 1), 4)}, "lengths runs from 4 to 4, .* between 0 and 3"),
+        ({"lengths": np.full((3, 1), -1)}, "lengths runs from -1 to -1"),
+        ({"prefix_lengths": np.array([0, 9, 0])}, "prefix_lengths runs from 0 to 9"),
     ],
 )
 def test_scoring_refuses_rows_that_are_not_those_of_the_sources(unchecked, settings, message):
     with pytest.raises(UserError, match=message):
         score(tiny_model(), sources(), **{"targets": np.full((3, 1, 3), 5), **settings})
+
+
+@pytest.mark.parametrize("function", [decode, score])
+def test_a_source_alone_is_no_batch(unchecked, function):
+    settings = {"max_length": 4} if function is decode else {"targets": np.full((1, 1, 3), 5)}
+    message = r"encoder_input_tokens has shape \(7,\).* \[batch, source\]; a single row is a batch"
+    with pytest.raises(UserError, match=message):
+        function(tiny_model(), sources()[0], **settings)
 
 
 def test_a_row_that_asks_for_no_result_may_have_any_prefix():

@@ -115,7 +115,9 @@ class TestUl2:
         again.set_state(position)
         np.testing.assert_array_equal(next(again)["decoder_target_tokens"], expected)
 
-    @pytest.mark.parametrize("rates", [(-1, 1, 1), (0, 0, 0)])
+    @pytest.mark.parametrize(
+        "rates", [(-1, 1, 1), (0, 0, 0), (1, float("nan"), 1), (1, 1, float("inf"))]
+    )
     def test_rates_that_mix_nothing_are_refused(self, corpus, rates):
         names = ("regular_rate", "sequential_rate", "extreme_rate")
         with pytest.raises(errors.UserError, match="must be at least 0, and one of them more"):

@@ -320,6 +320,85 @@ def test_a_text_setting_given_a_number_says_to_quote_it(write):
     assert "Quote it" in message
 
 
+RUN = """
+import plugin
+from convt5 import checkpoint
+from convt5 import losses
+from convt5 import optimizer
+from convt5 import trainer
+MODEL = @architecture.ConvT5Config()
+OPTIMIZER = @optimizer.SGDConfig()
+trainer.train.model = %MODEL
+trainer.train.optimizer = %OPTIMIZER
+"""
+
+
+def plugged(folder, monkeypatch) -> None:
+    """Makes a module of the user's importable."""
+    (folder / "plugin.py").write_text(
+        "class Optimizer:\n    def build(self, schedule): ...\n"
+        "class Lazy(Optimizer):\n    def __call__(self, model, data): ...\n"
+        "def anything(): ...\ndef report(model, data): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("binding", "rule"),
+    [
+        ("OPTIMIZER=@optimizer.SGDConfig", "Write @optimizer.SGDConfig(): the parentheses"),
+        ("trainer.train.schedule=@schedule.Constant", "Write @schedule.Constant(): the par"),
+        ("trainer.train.schedule=@optimizer.SGDConfig()", "must be a reference such as @module."),
+        ("trainer.train.checkpoint=@optimizer.SGDConfig()", "@module.CheckpointConfig() or None"),
+        ("trainer.train.loss=@losses.TextLoss", "Write @losses.TextLoss()"),
+        ("trainer.train.report=@plugin.Lazy", "must be a reference to something that can be"),
+        ("trainer.train.report=3", "must be a reference to something that can be called or None"),
+        ("trainer.train.sharding_rules=@plugin.anything", "Write @plugin.anything()"),
+        ("trainer.train.task_evals=@plugin.Optimizer()", "must be a list of a reference"),
+        ("trainer.train.task_evals=[@plugin.Optimizer]", "must be a list of a reference"),
+        ("architecture.ConvT5Config.encoder=@architecture.StackConfig", "StackConfig()"),
+        ("architecture.ConvT5Config.mlp=@plugin.Optimizer()", "must be one of"),
+    ],
+)
+def test_a_reference_to_another_kind_of_object_is_an_error(
+    write, folder, monkeypatch, binding, rule
+):
+    plugged(folder, monkeypatch)
+    message = fault([write("a.gin", RUN)], [binding], roots=["@trainer.train"])
+    assert f"--gin.{binding.partition('=')[0]}" in message
+    assert rule in message
+
+
+@pytest.mark.parametrize(
+    "binding",
+    [
+        "OPTIMIZER=@plugin.Optimizer()",
+        "OPTIMIZER=@plugin.anything()",
+        "trainer.train.schedule=@plugin.anything",
+        "trainer.train.report=@plugin.Lazy()",
+        "trainer.train.report=@plugin.report",
+        "trainer.train.sharding_rules=@plugin.anything()",
+    ],
+)
+def test_objects_of_the_users_own_fit_where_they_do_what_is_asked(
+    write, folder, monkeypatch, binding
+):
+    plugged(folder, monkeypatch)
+    message = fault([write("a.gin", RUN)], [binding], roots=["@trainer.train"])
+    assert "missing" in message  # What a run needs besides.
+    assert binding.partition("=")[0] not in message
+
+
+def test_one_value_where_a_list_or_a_dictionary_is_wanted_says_so(write):
+    name = write("a.gin", "from convt5 import sweeps")
+    roots = ["@convt5.sweeps.Study"]
+    message = fault([name], ["sweeps.Study.grids=@sweeps.Grid()"], roots=roots)
+    assert "Write [@sweeps.Grid()]." in message
+    assert "Write [3]." in fault([name], ["sweeps.Study.seeds=3"], roots=roots)
+    message = fault([name], ["sweeps.Study.bindings=3"], roots=roots)
+    assert "must be a dictionary" in message
+
+
 def test_a_missing_file_names_close_ones(write):
     write("gin/runs/pretrain.gin", "")
     message = fault(["gin/runs/pretrian.gin"])
@@ -426,7 +505,7 @@ def test_the_resolved_text_repeats_the_configuration_and_holds_the_defaults(writ
 
 
 def test_the_resolved_text_leaves_out_macros_whose_uses_were_replaced(write):
-    """--gin.schedule.Cosine.total_steps=5 leaves STEPS, and what STEPS is made of, without a use."""
+    """schedule.Cosine.total_steps=5 leaves STEPS, and what STEPS is made of, without a use."""
     name = write("a.gin", COSINE + "STEPS = %LONG\nLONG = %gin.REQUIRED\n")
     config = gin_config.load([name], ["schedule.Cosine.total_steps=5"], roots=["%RATE"])
     again = gin_config.load([write("b.gin", config.text, head="")], roots=["%RATE"])
@@ -477,10 +556,37 @@ def test_parameters_that_the_program_supplies_are_not_missing(write):
     assert "parts" not in config.text
 
 
-@pytest.mark.parametrize("text", ["X", "=3", "a b=3", "3=x"])
-def test_a_binding_without_a_name_or_value_is_explained(write, text):
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("X", "no '='"), ("=3", "no name"), ("a b=3", "is no name"), ("3=x", "is no name")],
+)
+def test_a_binding_without_a_name_or_value_is_explained(write, text, reason):
     message = fault([write("a.gin", "MODEL = 1")], [text])
     assert "--gin" in message
+    assert reason in message
+
+
+def test_a_class_without_a_parameter_is_explained(write):
+    remedy = "schedule.NAME.PARAMETER"
+    assert remedy in fault([write("a.gin", COSINE)], ["schedule.Cosine=3"], roots=["%RATE"])
+    assert remedy in fault([write("b.gin", COSINE + "schedule.Cosine = 3")], roots=["%RATE"])
+
+
+def test_a_value_that_cannot_be_read_shows_nothing_of_python(write):
+    message = fault([write("a.gin", "X = 0\nMODEL = %X")], ["X=[a, b]"])
+    assert "'a'" in message
+    assert "<" not in message
+
+
+def test_a_folder_is_no_gin_file(write, folder):
+    write("gin/a.gin", "MODEL = 1")
+    for name in ("gin", str(folder / "gin")):
+        assert f"{name!r} is no file; name a file in it" in fault([name])
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(folder):
+    (folder / "a.gin").write_text("MODEL = 1", encoding="utf-8-sig")
+    assert gin_config.load(["a.gin"]).macro("MODEL") == 1
 
 
 def test_the_search_begins_at_the_working_directory(folder):

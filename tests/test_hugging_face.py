@@ -222,6 +222,9 @@ def test_shards_are_read_and_a_missing_one_is_named(tmp_path):
         ("feed_forward_proj", "gated-silu", "feed_forward_proj='gated-silu' is unknown"),
         ("d_ff", 11, "expected"),
         ("num_heads", None, "num_heads"),
+        ("feed_forward_proj", ["relu"], r"feed_forward_proj=\['relu'\] is unknown"),
+        ("dropout_rate", None, "dropout_rate=None must be in"),
+        ("layer_norm_epsilon", "1e-6", "norm_epsilon='1e-6' must be positive"),
     ],
 )
 def test_a_config_that_does_not_fit_is_named(tmp_path, setting, value, message):

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import re
 
 import pytest
 import tiny_run
@@ -200,6 +201,24 @@ def test_a_dialogue_answers_until_its_end():
     out = io.StringIO()
     stream.converse(Echo(), ask, out)
     assert out.getvalue() == "HELLO\nBYE\n"
+
+
+def test_a_line_that_is_not_utf_8_is_named_and_the_dialogue_goes_on(run_dir, capsys, monkeypatch):
+    typed = io.BytesIO(b"good\nb\xffd\nfine\n")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(typed, "utf-8"))
+    assert infer.main([f"--checkpoint={run_dir}", "--interactive"]) == 0
+    answers = capsys.readouterr().out.splitlines()
+    assert len(answers) == 3
+    assert re.match(r"error: the text 'b\\udcffd' is not UTF-8", answers[1])
+
+
+@pytest.mark.parametrize("line", ["[]", "3", '{"index": 0, "inp'])
+def test_a_line_of_an_output_that_is_no_record_is_named(tmp_path, line):
+    path = tmp_path / "out.jsonl"
+    write_all(path, TEXTS)
+    path.write_text(f"{line}\n{path.read_text()}")
+    with pytest.raises(UserError, match=r"out\.jsonl: line 1 is no JSON object"):
+        write_all(path, TEXTS)
 
 
 def test_the_command_answers_a_file_and_continues_it(run_dir, tmp_path, capsys):

@@ -240,6 +240,15 @@ class TestSlurm:
         assert "srun --label --kill-on-bad-exit=1 .venv/bin/python -m convt5.train" in text
         assert text.count(QUOTED) == 2
 
+    @pytest.mark.parametrize(
+        "flag", ["--nodes=0", "--nodes=two", "--gpus_per_node=-1", "--save_secs=1m"]
+    )
+    def test_what_slurm_would_refuse_is_a_usage_error(self, flag):
+        command = ["--dry_run", "--nodes=4", "--gpus_per_node=8", flag, "--", *FLAGS]
+        done = call("slurm.sh", *command)
+        assert done.returncode == 2
+        assert f"{flag} must be an integer" in done.stderr
+
     @pytest.mark.parametrize(("code", "requeued"), [(143, True), (0, False), (1, False)])
     def test_a_job_that_was_asked_to_save_is_queued_again(self, tmp_path, code, requeued):
         for name, text in (("srun", f"exit {code}"), ("scontrol", 'echo "$@" > requeued')):
@@ -317,7 +326,37 @@ class TestGke:
             with pytest.raises(jsonschema.ValidationError):
                 jsonschema.validate(broken, jobset_schema.JOBSET)
 
-    @pytest.mark.parametrize("slice_name", ["v5e", "v9:2x2", "v5e:1x1", "v5e:twoxtwo"])
+    @pytest.mark.parametrize(
+        ("flag", "rule"),
+        [
+            ("--name=My_Run", "small letters"),
+            ("--name=" + "n" * 41, "at most 40"),
+            ("--name=run-", "no hyphen last"),
+            ("--restarts=-1", "at least 0"),
+        ],
+    )
+    def test_what_the_server_would_refuse_is_a_usage_error(self, flag, rule):
+        done = call("gke.py", "manifest", flag, *self.ARGUMENTS, "--", *FLAGS)
+        assert done.returncode == 2
+        assert flag in done.stderr
+        assert rule in done.stderr
+
+    def test_a_reader_that_has_enough_ends_it_without_a_traceback(self):
+        command = [
+            sys.executable,
+            str(ROOT / "launch" / "gke.py"),
+            "manifest",
+            *self.ARGUMENTS,
+            "--",
+            *FLAGS,
+        ]
+        read, write = os.pipe()
+        os.close(read)
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+        os.close(write)
+        assert done.stderr == ""
+
+    @pytest.mark.parametrize("slice_name", ["v5e", "v9:2x2", "v5e:1x1", "v5e:0x4", "v5e:twoxtwo"])
     def test_a_slice_that_does_not_exist_is_a_usage_error(self, slice_name):
         arguments = ("--project=p", "--zone=z", f"--slice={slice_name}")
         done = call("gke.py", "manifest", *arguments, "--", *FLAGS)

@@ -11,6 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from second_derivatives import hessian_products
 
+from convt5.errors import UserError
+from convt5.losses import TextLoss
 from convt5.ops import linear_cross_entropy, losses, token_cross_entropy
 from convt5.ops.implementation import Devices, chosen, over_devices
 from convt5.ops.losses import CrossEntropySums
@@ -159,6 +161,12 @@ def test_of_equal_logits_the_first_counts_as_the_prediction():
     assert sums.right == 2
 
 
+def test_no_token_whose_logits_are_not_finite_counts_as_right():
+    x = jnp.ones((1, 4, 3)).at[0, 1, 0].set(jnp.nan).at[0, 2].set(jnp.inf)
+    targets = jnp.zeros((1, 4), jnp.int32)
+    assert linear_cross_entropy(x, jnp.ones((5, 3)), targets, jnp.ones((1, 4))).right == 2
+
+
 @pytest.mark.parametrize("mesh_shape", [(8, 1), (4, 2)])
 def test_devices_that_share_the_tokens_give_the_same(x64, monkeypatch, mesh_shape):
     monkeypatch.setattr(losses, "CHUNK_LOGITS", 12)
@@ -235,3 +243,8 @@ def test_no_tokens_cost_nothing(sizes):
     np.testing.assert_array_equal(jnp.stack(sums), np.zeros(4))
     dtable = jax.grad(lambda table: linear_cross_entropy(x, table, targets, weights).loss)(table)
     np.testing.assert_array_equal(dtable, np.zeros(table.shape))
+
+
+def test_a_factor_that_is_no_number_is_refused():
+    with pytest.raises(UserError, match="z_loss=nan must be at least 0"):
+        TextLoss(z_loss=float("nan"))

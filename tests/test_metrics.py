@@ -119,6 +119,22 @@ class TestRankClassification:
         found = metrics.rank_classification(self.TARGETS[:3], [-1.0, -2.0, 0.0], labels=LABELS)
         assert found["accuracy"] == 100.0
 
+    def test_any_of_several_right_labels_counts_as_in_t5(self):
+        t5_metrics = pytest.importorskip("t5.evaluation.metrics")
+        right = np.array([[1, 1, 0], [0, 1, 1], [0, 0, 1]], bool)
+        scores = [-1.0, -2.0, -3.0, -1.0, -2.0, -3.0, -3.0, -2.0, -1.0]
+        targets = [RankedLabel(i, j, bool(right[i, j])) for i in range(3) for j in range(3)]
+        expected = t5_metrics.rank_classification(
+            [((t.example, t.label), t.is_correct, 1.0, 1) for t in targets], scores, num_classes=3
+        )
+        found = metrics.rank_classification(targets, scores, labels=["a", "b", "c"])
+        assert found == pytest.approx(expected) == {"accuracy": pytest.approx(200 / 3)}
+
+    def test_an_example_without_a_right_label_is_an_error(self):
+        targets = [RankedLabel(0, 0, False), RankedLabel(0, 1, False)]
+        with pytest.raises(errors.UserError, match="a right label for each example"):
+            metrics.rank_classification(targets, [-1.0, -2.0], labels=LABELS)
+
     def test_too_few_scores_are_an_error(self):
         with pytest.raises(errors.UserError, match=r"all 2 labels .* raise num_examples"):
             metrics.rank_classification(self.TARGETS[:1], [-1.0], labels=LABELS)

@@ -223,6 +223,18 @@ def test_sequence_longer_than_the_position_table_is_refused():
         run(model, random_tokens(0, 1, 7), random_tokens(1, 1, 3))
 
 
+@pytest.mark.parametrize("unknown", [-1, VOCAB])
+def test_token_ids_without_a_row_are_refused(unknown):
+    model, tokens = tiny_model(), random_tokens(0, 1, 3)
+    with pytest.raises(UserError, match=rf"id {unknown} must be in \[0, vocab_size={VOCAB}\)"):
+        model.embed(np.where(tokens == tokens[0, 1], unknown, tokens))
+
+
+def test_float64_is_refused_where_jax_would_compute_in_float32():
+    with pytest.raises(UserError, match="dtype='float64' needs numbers of 64 bits"):
+        tiny_config(dtype="float64").build(jax.random.key(0))
+
+
 RELATIVE = {
     "encoder": stack(**VARIANTS["attention"]),
     "decoder": stack(**VARIANTS["attention"]),
@@ -241,10 +253,17 @@ RELATIVE = {
         ({"encoder": stack(mixing="dynmic")}, "Did you mean dynamic"),
         ({"encoder": stack(attention_layers=(2,))}, "attention_layers holds 2"),
         ({"positions": "learned"}, "max_positions=None must be the longest"),
+        ({"encoder": stack(attention_layers=1)}, "attention_layers=1 must be a list of layers"),
+        ({"encoder": stack(padding=3)}, "padding=3 must be 'CENTERED'"),
+        ({"encoder": stack(tap_dropout_rate="0.1")}, "tap_dropout_rate='0.1' must be in"),
         ({"dropout_rate": 1.0}, r"dropout_rate=1.0 must be in \[0, 1\)"),
+        ({"dropout_rate": None}, "dropout_rate=None must be in"),
         ({"emb_dim": 0}, "emb_dim=0 must be an integer"),
+        ({"encoder": None}, "encoder=None must be a StackConfig"),
+        ({"stem": {"strides": (2,)}}, "must be a TextStemConfig"),
         ({"norm_epsilon": 0.0}, "norm_epsilon=0.0 must be positive"),
         ({"norm_epsilon": -1.0}, "norm_epsilon=-1.0 must be positive"),
+        ({"norm_epsilon": "small"}, "norm_epsilon='small' must be positive"),
         ({**RELATIVE, "relative_buckets": -3}, "relative_buckets=-3 must be an integer"),
         ({**RELATIVE, "relative_buckets": 2}, "relative_buckets=2 must be at least 4 .* encoder"),
         (

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -13,7 +14,11 @@ import convt5
 from convt5.architecture import ConvT5Config, StackConfig
 from convt5.errors import UserError
 from convt5.interchange import portable, stablehlo
+from convt5.interchange.optimizer_state import imported_state
 from convt5.modeling.model import ConvT5
+from convt5.optimizer import AdamWConfig
+from convt5.schedule import InverseSqrt
+from convt5.training.train_state import parameters
 from convt5.tree_paths import named_leaves
 
 SOURCES = np.asarray([[3, 9, 4, 1, 0], [5, 1, 0, 0, 0]], np.int32)
@@ -81,6 +86,24 @@ def test_settings_can_be_changed_when_a_model_is_loaded(exported):
         convt5.load_model(exported, tap_cross_segments=True)
 
 
+def test_an_export_has_no_steps_to_choose_from(exported):
+    with pytest.raises(UserError, match=r"step=4, but .* is an exported model without steps"):
+        convt5.load_model(exported, step=4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mlp_dim": 12}, r"mlp/wi_0/kernel \(8, 12\) is needed, but there is \(8, 10\)"),
+        ({"norm": "layer"}, r"final_norm/bias \(8,\) is needed, but there is none"),
+        ({"tie_output": True}, "parameter output_head/kernel belongs to no part"),
+    ],
+)
+def test_settings_that_do_not_fit_the_parameters_are_refused(exported, settings, message):
+    with pytest.raises(UserError, match=message):
+        convt5.load_model(exported, **settings)
+
+
 def test_arrays_are_named_by_parameter_path_for_readers_without_convt5(model, exported):
     arrays = load_file(exported / "model.safetensors")
     assert arrays.keys() == {name for name, _ in named_leaves(model)}
@@ -110,6 +133,34 @@ def test_a_description_of_another_version_is_named(exported):
     (exported / "convt5.json").write_text(json.dumps(about))
     with pytest.raises(UserError, match=r"'emb_dimension' is unknown\. Did you mean emb_dim"):
         portable.read_model(exported)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda about: about.update(step="ten"), "step='ten' must be an integer"),
+        (lambda about: about.update(step=-1), "step=-1 must be an integer"),
+        (lambda about: about.update(model=["dynamic"]), "must map settings to values"),
+        (lambda about: about["model"].update(stem="conv"), "stem='conv' must hold the settings"),
+    ],
+)
+def test_a_damaged_description_is_named(exported, change, message):
+    about = json.loads((exported / "convt5.json").read_text())
+    change(about)
+    (exported / "convt5.json").write_text(json.dumps(about))
+    with pytest.raises(UserError, match=message):
+        portable.read_model(exported)
+
+
+def test_the_optimizer_of_an_import_begins_anew_where_the_rate_goes_on(exported):
+    """Counted on, Adam would take its empty means for those of many steps: steps too large."""
+    rate = InverseSqrt(warmup_steps=1)
+    optimizer = AdamWConfig(weight_decay=0.0, max_grad_norm=None).build(rate)
+    state = imported_state(portable.read_model(exported), optimizer)
+    gradients = jax.tree.map(jnp.ones_like, parameters(state.model))
+    updates, _ = optimizer.update(gradients, state.opt_state, parameters(state.model))
+    for update in jax.tree.leaves(updates):
+        np.testing.assert_allclose(update, -rate(5), rtol=1e-5)
 
 
 READER = """

@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
+import seqio
 import tiny_run
 from convt5.tasks import vocabularies
 
@@ -190,6 +191,33 @@ def test_long_inputs_are_cut_and_counted_or_refused(model):
 def test_an_input_without_tokens_is_refused(model):
     with pytest.raises(UserError, match="input 1 is empty"):
         predictor(model).predict_tokens([[]])
+
+
+@pytest.mark.parametrize("call", ["predict", "score"])
+def test_one_text_is_no_list_of_its_letters(model, call):
+    arguments = ("good film",) if call == "predict" else (["good film"], "yes")
+    with pytest.raises(UserError, match=r"is one text, and a list of them is needed; give \["):
+        getattr(predictor(model), call)(*arguments)
+
+
+@pytest.mark.parametrize("targets", [["x", "y"], []])
+def test_every_target_has_its_input(model, targets):
+    with pytest.raises(UserError, match=rf"{len(targets)} targets for 1 inputs"):
+        predictor(model).score(["a"], targets)
+
+
+def test_a_text_with_halves_of_characters_is_refused(model):
+    with pytest.raises(UserError, match=r"the text 'a\\udcff' is not UTF-8"):
+        predictor(model).predict(["a\udcff"])
+
+
+def test_ids_that_stand_for_no_text_are_shown_as_numbers(model):
+    vocabulary = seqio.PassThroughVocabulary(size=64, eos_id=1)
+    assert decode_text(vocabulary, [5, 7, 1, 9]) == "5 7"
+    subject = Predictor(model, vocabulary, PredictConfig(**SHORT), add_eos=False)
+    (found,) = subject.predict_tokens([[3, 4, 1]])
+    kept = [i for i in itertools.takewhile(lambda i: i != 1, found.tokens[0]) if i < 64]
+    assert found.texts == (" ".join(map(str, kept)),)
 
 
 def test_nothing_in_is_nothing_out(model):

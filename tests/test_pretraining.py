@@ -132,7 +132,12 @@ def test_too_few_documents_to_hold_any_out_are_an_error(tmp_path):
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("noise_density", 1.0), ("mean_span_length", 0.5), ("validation_fraction", 0.9)],
+    [
+        ("noise_density", 1.0),
+        ("mean_span_length", 0.5),
+        ("mean_span_length", float("nan")),
+        ("validation_fraction", 0.9),
+    ],
 )
 def test_values_out_of_range_are_named(tmp_path, setting, value):
     (tmp_path / "text.txt").write_text("text")

@@ -185,6 +185,13 @@ def test_an_encoder_too_short_for_text_is_an_error():
         span_corruption.segment_sizes(2)
 
 
+def test_a_density_that_leaves_no_text_is_answered_with_the_targets_it_takes():
+    nearly_all = {"noise_density": 1 - 1e-8}
+    assert span_corruption.segment_sizes(3, **nearly_all).targets > 10**9
+    with pytest.raises(errors.UserError, match="decoder_length=64 is too short for the spans"):
+        examples_of([[5] * 10], inputs=64, targets=64, **nearly_all)
+
+
 @pytest.mark.parametrize(
     ("noise_density", "mean_span_length"), [(0.5, 1.0), (0.6, 1.0), (0.8, 2.0), (0.95, 1.0)]
 )

@@ -22,6 +22,7 @@ from convt5.training.averaging import EMA
 from convt5.training.interruption import Interrupted
 from convt5.training.loop import Loop
 from convt5.training.patience import Patience
+from convt5.training.plan import make_plan
 from convt5.training.spikes import SkipSpikes
 from convt5.training.train_step import LossSums
 
@@ -554,6 +555,23 @@ def test_a_finished_run_whose_validation_loss_is_no_number_is_left_as_it_is(run,
     assert str(run(**settings)) == str(first)
     text = (tmp_path / "run" / "summary.json").read_text()
     assert json.loads(text, parse_constant=pytest.fail)["validation_loss"] == "nan"
+
+
+def test_all_seeds_of_64_bits_differ():
+    def key(seed):
+        plan = make_plan(
+            model=LinearConfig(),
+            loss=token_loss,
+            optimizer=optimizer.SGDConfig(),
+            schedule=schedule.Constant(rate=0.05),
+            batch_size=8,
+            seed=seed,
+            sharding_rules=RULES,
+        )
+        return np.asarray(jax.random.key_data(plan.init_key)).tobytes()
+
+    seeds = [0, 1, 2**32 - 1, 2**32, 2**32 + 1, 2**62, -1, -(2**63)]
+    assert len({key(seed) for seed in seeds}) == len(seeds)
 
 
 def test_an_average_that_is_added_to_a_run_is_refused_by_its_name(run):

@@ -13,7 +13,9 @@ from jax.sharding import PartitionSpec as P
 from quick import quick
 
 from convt5 import checkpoint, gin_config, optimizer, schedule, sharding
+from convt5.cached_data import CachedDataConfig
 from convt5.checkpoints import reading
+from convt5.data import DataConfig
 from convt5.errors import UserError
 from convt5.trainer import train
 from convt5.training.plan import make_plan
@@ -219,6 +221,26 @@ def test_statistics_measured_anew_are_those_of_the_model_that_is_saved(tmp_path)
     )
     with pytest.raises(UserError, match="num_batches=0 must be at least 1"):
         Reestimate(data=data, num_batches=0)
+
+
+def test_images_for_a_model_of_text_are_refused():
+    config = gin_config.load(["gin/models/t5_tiny.gin"], roots=["%MODEL"])
+    data = ImageDataConfig(source=Stripes(), batch_size=16, image_size=4, num_classes=3)
+    with pytest.raises(UserError, match="the data are images, and model=ConvT5Config reads none"):
+        data.check_model(config.macro("MODEL"))
+
+
+@pytest.mark.parametrize("kind", [DataConfig, CachedDataConfig])
+def test_text_for_a_model_of_images_is_refused(kind):
+    config = gin_config.load(["gin/models/vit_c_tiny.gin"], roots=["%MODEL"])
+    with pytest.raises(UserError, match="the data are text, and model=ViTConfig reads none"):
+        kind.check_model(None, config.macro("MODEL"))
+
+
+def test_numbers_of_64_bits_are_refused_where_jax_has_none():
+    config = gin_config.load(["gin/models/vit_c_tiny.gin"], roots=["%MODEL"]).macro("MODEL")
+    with pytest.raises(UserError, match="dtype='float64' needs numbers of 64 bits"):
+        dataclasses.replace(config, dtype="float64").build(jax.random.key(0))
 
 
 def test_images_of_another_size_than_the_model_are_refused(tmp_path):

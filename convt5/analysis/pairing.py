@@ -65,7 +65,7 @@ def pair(
         by: "parameters", or "flops" of the forward pass.
         encoder_length, decoder_length: tokens at which FLOPs are counted.
         tolerance: the greatest difference, as a share of the reference.
-        multiple: of both widths; 128 fills the lanes of a TPU.
+        multiple: of both widths, but for an `emb_dim` that stays; 128 fills the lanes of a TPU.
         largest_change: factor by which a width may grow or shrink.
 
     Raises:

@@ -51,3 +51,13 @@ def choice_faults(description: object, choices: Mapping[str, Any]) -> list[str]:
                 f"{errors.suggest(str(value), allowed)}"
             )
     return found
+
+
+def check_reads_text(model: object) -> None:
+    """Raises `UserError` for the description of a model without a vocabulary."""
+    if not hasattr(model, "vocab_size"):
+        raise errors.UserError(
+            f"configuration: the data are text, and model={type(model).__name__} reads none; give "
+            "a model of text, such as --gin_file=gin/models/dynamic_tiny.gin, or a run file of "
+            "images."
+        )

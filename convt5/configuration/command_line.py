@@ -50,6 +50,7 @@ class Command:
         examples: pairs of a comment and the arguments after `python -m convt5.<name>`.
         flags: flags of this command alone.
         needs_gin_file: whether at least one `--gin_file` must be given.
+        reads_gin: whether gin settings are taken at all.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Command:
     examples: Sequence[tuple[str, str]]
     flags: Sequence[Flag] = ()
     needs_gin_file: bool = True
+    reads_gin: bool = True
 
     @property
     def program(self) -> str:
@@ -65,18 +67,20 @@ class Command:
     def help(self) -> str:
         """Returns the text of `--help`."""
         flags = "".join(_flag_help(flag) for flag in self.flags)
+        settings = "[--gin_file=FILE ...] [--gin.NAME=VALUE ...] "
+        if self.needs_gin_file:
+            settings = f"--gin_file=FILE {settings}"
         examples = "\n".join(
             f"  # {comment}\n  {self.program} {' '.join(arguments.split())}"
             for comment, arguments in self.examples
         )
         return "\n".join(
             [
-                f"usage: {self.program} --gin_file=FILE [--gin_file=FILE ...] "
-                "[--gin.NAME=VALUE ...] [flags]",
+                f"usage: {self.program} {settings if self.reads_gin else ''}[flags]",
                 "",
                 textwrap.fill(self.summary, 88),
                 "",
-                _GIN_HELP,
+                *([_GIN_HELP] if self.reads_gin else []),
                 f"flags:\n{flags}  -h, --help             shows this and exits.\n",
                 f"examples:\n{examples}\n",
                 _EXIT_HELP,
@@ -102,6 +106,8 @@ def parse(command: Command, argv: Sequence[str]) -> Arguments:
     """
     bindings, rest = _split_bindings(command, argv)
     parser = _Parser(command)
+    if bindings and not command.reads_gin:
+        parser.error(f"--gin.{bindings[0]}: {command.name} takes no gin settings")
     parser.add_argument("--gin_file", action="append", default=[], metavar="FILE")
     parser.add_argument("-h", "--help", action=_Help, nargs=0, text=command.help)
     for flag in command.flags:
@@ -110,6 +116,8 @@ def parse(command: Command, argv: Sequence[str]) -> Arguments:
     if unknown:
         known = ["gin_file", "help", "gin.NAME=VALUE", *(flag.name for flag in command.flags)]
         parser.error(_unknown(unknown[0], known))
+    if parsed.gin_file and not command.reads_gin:
+        parser.error(f"--gin_file={parsed.gin_file[0]}: {command.name} takes no gin settings")
     if command.needs_gin_file and not parsed.gin_file:
         example = command.examples[0][1]
         parser.error(f"--gin_file is missing: give at least one, for example {example}.")

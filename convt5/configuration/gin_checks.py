@@ -51,9 +51,7 @@ def macro_faults(
             )
 
 
-def without_unused_macros(
-    final: Mapping[Any, Setting], roots: Sequence[Any]
-) -> dict[Any, Setting]:
+def without_unused_macros(final: Mapping[Any, Setting], roots: Sequence[Any]) -> dict[Any, Setting]:
     """Returns the settings without macros whose every use another setting has replaced.
 
     A file with the macro and without these uses would be refused by `macro_faults`.
@@ -310,11 +308,6 @@ def missing_message(missing: Mapping[str, str]) -> str:
     )
 
 
-def _is_object(value: Any) -> bool:
-    """Whether a value is a reference to a class, or what one builds."""
-    return isinstance(value, ResolvedReference) and isinstance(value.target.load(), type)
-
-
 def number_faults(settings: Iterable[Setting]) -> Iterator[str]:
     """Numbers such as 1e400, which become infinite and cannot be written to a gin file again."""
     for setting in settings:
@@ -324,7 +317,7 @@ def number_faults(settings: Iterable[Setting]) -> Iterator[str]:
 
 
 def typed(final: Mapping[Any, Setting]) -> Iterator[gin_types.Typed]:
-    """Yields literal values, and objects where none fits, with annotations; macros are resolved."""
+    """Yields values with their annotations; macros are resolved."""
     macros = {s.name: s for s in final.values() if s.target is None}
     hints: dict[Target, Mapping[str, Any]] = {}
     for setting in final.values():
@@ -337,9 +330,7 @@ def typed(final: Mapping[Any, Setting]) -> Iterator[gin_types.Typed]:
         while isinstance(value, Macro) and value.name in macros and value.name not in seen:
             seen.add(value.name)
             value, location = macros[value.name].value, macros[value.name].location
-        opaque = any(isinstance(v, (Macro, ResolvedReference)) for v in flatten(value))
-        if setting.parameter not in hints[setting.target]:
-            continue
-        hint = hints[setting.target][setting.parameter]
-        if not opaque or (_is_object(value) and gin_types.is_plain(hint)):
+        is_known = not any(isinstance(v, Macro) for v in flatten(value))
+        if is_known and setting.parameter in hints[setting.target]:
+            hint = hints[setting.target][setting.parameter]
             yield gin_types.Typed(str(location), setting.name, value, hint)

@@ -6,6 +6,7 @@ Reading imports no module that a file names, so that mistakes in files are repor
 
 import dataclasses
 import pathlib
+import re
 import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -210,7 +211,7 @@ def _read(
         faults.append(f"{prefix}gin file {name!r} {_missing(name)}")
         return None
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # Some editors begin files with a mark.
         return GinFile(name, path, tuple(_parse_text(text, name=name)))
     except (SyntaxError, tokenize.TokenError, ValueError) as error:
         line = _line(error)
@@ -230,6 +231,8 @@ def _find(name: str, beside: pathlib.Path | None) -> pathlib.Path | None:
 def _missing(name: str) -> str:
     """Says where a file was looked for, and which existing ones have similar names."""
     path = pathlib.Path(name).expanduser()
+    if path.exists():
+        return "is no file; name a file in it." if path.is_dir() else "is no ordinary file."
     if path.is_absolute():
         existing = sorted(str(p) for p in path.parent.glob("*.gin"))
         places = "there"
@@ -311,5 +314,6 @@ def _reason(error: Exception) -> str:
 
 
 def _plain(message: str) -> str:
-    text = " ".join(message.split())
+    # Gin repeats what Python's parser says of its own objects, with their addresses.
+    text = " ".join(re.sub(r"malformed node or string.*<ast\..*>", "", message).split())
     return text if text.endswith(".") else f"{text}."

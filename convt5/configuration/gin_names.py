@@ -15,6 +15,10 @@ from convt5 import errors
 from convt5.configuration import gin_files
 from convt5.configuration.gin_files import Binding, Import, Location, Reference
 
+_INCOMPLETE = (
+    "{0!r} is a module; name a class or function in it, and a parameter: {0}.NAME.PARAMETER."
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -108,12 +112,18 @@ class Resolver:
                 return Target(statement.module, rest)
         if location.line:
             known = {statement.name for statement in self._visible(location)}
+            if selector in known:
+                self.faults.append(f"{location}: {_INCOMPLETE.format(selector)}")
+                return Target(first, rest)
             hint = errors.suggest(first, known) or f" Import it: from convt5 import {first}"
             self.faults.append(f"{location}: {selector!r} begins with no imported module.{hint}")
             return Target(first, rest)
         # The command line has no import statements: convt5's own modules are understood.
         names = selector.removeprefix("convt5.")
         first, _, rest = names.partition(".")
+        if names in own_modules():
+            self.faults.append(f"{location}: {_INCOMPLETE.format(names)}")
+            return Target(first, rest)
         found = _own(first, rest) if rest else []
         if len(found) == 1:
             return Target(found[0], rest)

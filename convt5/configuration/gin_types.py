@@ -1,7 +1,8 @@
-"""Checks literal values of a configuration against the annotations of what they are bound to."""
+"""Checks values of a configuration against the annotations of what they are bound to."""
 
 import collections.abc
 import dataclasses
+import inspect
 import math
 import types
 import typing
@@ -9,6 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin
 
 from convt5 import errors
+from convt5.configuration.gin_names import ResolvedReference
+
+_LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable)
+_MAPPINGS = (dict, collections.abc.Mapping)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,19 +52,21 @@ def faults(values: Iterable[Typed]) -> Iterator[str]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Returns False only where a literal certainly violates an annotation."""
+    """Returns False only where a value certainly violates an annotation."""
     origin = get_origin(hint)
     if origin is typing.Annotated:
         return fits(value, get_args(hint)[0])
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, part) for part in get_args(hint))
+    if isinstance(value, ResolvedReference):
+        return _reference_fits(value, hint)
     if origin is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
-    if origin is tuple or origin in (list, collections.abc.Sequence, collections.abc.Iterable):
+    if origin in _LISTS:
         parts = [part for part in get_args(hint) if part is not Ellipsis]
         is_list = isinstance(value, (list, tuple))
         return is_list and all(not parts or any(fits(v, p) for p in parts) for v in value)
-    if origin in (dict, collections.abc.Mapping):
+    if origin in _MAPPINGS:
         return isinstance(value, dict)
     if hint is None or hint is type(None):
         return value is None
@@ -78,11 +85,6 @@ def fits(value: Any, hint: Any) -> bool:
     return not (isinstance(hint, type) and is_object)
 
 
-def is_plain(hint: Any) -> bool:
-    """Returns whether only numbers, texts, True, False and None fit: no object does."""
-    return set(_alternatives(hint)) <= {int, float, bool, str, type(None)}
-
-
 def is_literal(value: Any) -> bool:
     """Returns whether a gin file can express `value`."""
     if isinstance(value, (list, tuple)):
@@ -90,6 +92,41 @@ def is_literal(value: Any) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
     return value is None or type(value) in (bool, int, str)
+
+
+def _reference_fits(reference: ResolvedReference, hint: Any) -> bool:
+    """As `fits`; what a function returns is not known, and so it fits everything."""
+    target, kind = reference.target.load(), get_origin(hint) or hint
+    is_class = isinstance(target, type)
+    if reference.call and not is_class:
+        return True
+    if kind is collections.abc.Callable:
+        # A class whose objects can be called is meant to be built.
+        return not is_class or reference.call == _has(target, "__call__")
+    if not isinstance(kind, type) or kind in (Any, object):
+        return kind is not Literal
+    is_protocol = getattr(kind, "_is_protocol", False)
+    if not reference.call:
+        # A function can stand for an object of which only a call is asked.
+        return kind is type or (not is_class and is_protocol and _asked(kind) == {"__call__"})
+    if kind in _LISTS or kind in _MAPPINGS:
+        return _has(target, "__iter__")
+    if is_protocol:
+        # One that does a part may be enough for what is used; one that does nothing of it is not.
+        return any(_has(target, name) for name in _asked(kind))
+    return issubclass(target, kind)
+
+
+def _has(target: type, name: str) -> bool:
+    """Whether a class itself, and not merely its metaclass, names something so."""
+    return any(name in {**vars(base), **inspect.get_annotations(base)} for base in target.__mro__)
+
+
+def _asked(protocol: type) -> set[str]:
+    """Returns the methods and attributes that a protocol asks for."""
+    bases = [base for base in protocol.__mro__ if getattr(base, "_is_protocol", False)]
+    names = {n for base in bases for n in (*vars(base), *inspect.get_annotations(base))}
+    return {name for name in names if name == "__call__" or not name.startswith("_")}
 
 
 def _alternatives(hint: Any) -> Iterator[Any]:
@@ -113,6 +150,10 @@ def _describe(hint: Any) -> Iterator[str]:
             yield words[part]
         elif choices := _choices(part):
             yield "one of " + ", ".join(map(str, choices))
+        elif get_origin(part) is collections.abc.Callable:
+            yield "a reference to something that can be called"
+        elif get_origin(part) in _MAPPINGS:
+            yield "a dictionary"
         elif get_origin(part) is not None:
             inner = [p for p in get_args(part) if p is not Ellipsis]
             yield "a list" + (f" of {' or '.join(_describe(inner[0]))}" if inner else "")
@@ -121,7 +162,14 @@ def _describe(hint: Any) -> Iterator[str]:
 
 
 def _spelling(typed: Typed) -> str:
-    """A remedy for the two common slips of the command line."""
+    """A remedy for common slips."""
+    value = typed.value
+    if isinstance(value, ResolvedReference):
+        built = dataclasses.replace(value, call=True)
+        if not value.call and fits(built, typed.hint):
+            return f" Write {built!r}: the parentheses build it."
+    if fits([value], typed.hint):
+        return f" Write {[value]!r}."
     wanted = set(_alternatives(typed.hint))
     if bool in wanted and str(typed.value).lower() in ("true", "false"):
         return f" Write {str(typed.value).capitalize()}."

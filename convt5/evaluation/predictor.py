@@ -120,12 +120,19 @@ class Predictor:
             first_number: the number of the first text, which sampling depends on.
 
         Raises:
-            UserError: a text without tokens, or a long one that is to be refused.
+            UserError: one text where several are meant, a text without tokens or one that UTF-8
+                lacks, or a long one that is to be refused.
         """
+        _check_several(texts=texts)
         return self.predict_tokens([self.encode(text) for text in texts], first_number=first_number)
 
     def score(self, texts: Sequence[str], targets: Sequence[str]) -> list[TargetScore]:
-        """Returns what the model thinks of each target as the answer to the text beside it."""
+        """Returns what the model thinks of each target as the answer to the text beside it.
+
+        Raises:
+            UserError: as `predict`, or unequal numbers of texts and targets.
+        """
+        _check_several(texts=texts, targets=targets)
         ends = [self.end_id] * self._add_eos
         return self.score_tokens(
             [self.encode(text) for text in texts],
@@ -201,7 +208,15 @@ class Predictor:
             targets: likewise; all of them are scored, whatever `max_length` is.
             longest_target: tokens that targets are padded to; by default the longest here.
             progress: told of each batch.
+
+        Raises:
+            UserError: unequal numbers of both, or a long input that is to be refused.
         """
+        if len(sources) != len(targets):
+            raise errors.UserError(
+                f"score: {len(targets)} targets for {len(sources)} inputs; give one for each, and "
+                "repeat an input that several are scored for."
+            )
         fitted = [self.fit(s, n).tokens for n, s in enumerate(sources)]
         longest = max([longest_target or 1, *map(len, targets)])
         found = [TargetScore(0.0, 0)] * len(fitted)
@@ -266,7 +281,15 @@ def check_vocabulary_size(vocabulary: TextVocabulary, vocab_size: int) -> None:
 
 
 def encode_text(vocabulary: TextVocabulary, text: str) -> list[int]:
-    """Returns ids without an end token; <extra_id_0> is the first sentinel, in any vocabulary."""
+    """Returns ids without an end token; <extra_id_0> is the first sentinel, in any vocabulary.
+
+    Raises:
+        UserError: a text with halves of characters, such as bytes that are no UTF-8 are read as.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise errors.UserError(f"the text {text!r} is not UTF-8 ({error}); correct it.") from None
     ids: list[int] = []
     first = vocabulary.vocab_size - vocabulary.extra_ids
     # A SentencePiece model with sentinels knows them only where a blank or nothing stands before.
@@ -309,15 +332,30 @@ def _decoded_pieces(vocabulary: TextVocabulary, ids: Sequence[int], gap: str) ->
         if token < first:
             run.append(token)
             continue
-        yield vocabulary.decode(run) if run else ""
+        yield _decoded(vocabulary, run)
         yield f"{gap}<extra_id_{vocabulary.vocab_size - 1 - token}>{gap}"
         run = []
-    yield vocabulary.decode(run) if run else ""
+    yield _decoded(vocabulary, run)
+
+
+def _decoded(vocabulary: TextVocabulary, ids: list[int]) -> str:
+    found = vocabulary.decode(ids) if ids else ""
+    # A vocabulary that passes ids through, such as `seqio.PassThroughVocabulary`, has no text.
+    return found if isinstance(found, str) else " ".join(map(str, found))
 
 
 def _reads_sentinels_as_letters(vocabulary: TextVocabulary) -> bool:
     """Whether <extra_id_0> is letters to it; to a SentencePiece model with sentinels it is one."""
     return len(vocabulary.encode("<extra_id_0>")) > 2
+
+
+def _check_several(**given: object) -> None:
+    """A text alone would be read as many texts of one letter."""
+    for name, value in given.items():
+        if isinstance(value, str):
+            raise errors.UserError(
+                f"{name}={value!r} is one text, and a list of them is needed; give [{value!r}]."
+            )
 
 
 def _rows(values: Sequence[Sequence[int]], batch: Batch) -> list[Sequence[int]]:

@@ -142,13 +142,13 @@ class ResumableLines:
             for number, line in enumerate(file):
                 if number == self.num_done:
                     return
-                try:
-                    yield json.loads(line)
-                except ValueError:
+                record = _object(line)
+                if record is None:
                     raise errors.UserError(
-                        f"output={self.path}: line {number + 1} is not JSON, so that the command "
-                        "cannot continue there; choose another output, or remove the file."
-                    ) from None
+                        f"output={self.path}: line {number + 1} is no JSON object, so that the "
+                        "command cannot continue there; choose another output, or remove the file."
+                    )
+                yield record
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Appends records; they outlast the process and the machine when it returns."""
@@ -221,11 +221,13 @@ def closing_results(results: Results | None) -> Iterator[Results | None]:
 
 def read_object(path: epath.Path) -> dict[str, Any] | None:
     """Returns the JSON object in a file; None where there is no file, or no such object in it."""
-    if not path.exists():
-        return None
+    return _object(path.read_bytes()) if path.exists() else None
+
+
+def _object(text: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_bytes())
-    except ValueError:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

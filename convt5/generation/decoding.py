@@ -91,12 +91,14 @@ def decode(
 
     Raises:
         UserError: for tokens outside the vocabulary, for limits that contradict each other and for
-            arrays whose rows are not those of the sources.
+            arrays whose axes or rows are not as above.
     """
     strategy = strategy or Greedy()
     sources = np.asarray(encoder_input_tokens)
+    _check_axes("decode", "encoder_input_tokens", sources, "batch source")
     batch = sources.shape[0]
     prefix = np.zeros((batch, 0), np.int32) if prefix is None else np.asarray(prefix)
+    _check_axes("decode", "prefix", prefix, "batch prefix")
     limits = np.full((batch,), max_length) if max_lengths is None else np.asarray(max_lengths)
     given = {"prefix": prefix, "max_lengths": limits}
     _check_rows("decode", {"encoder_input_tokens": sources}, given)
@@ -153,15 +155,19 @@ def score(
         encoder_input_tokens: sources, 0 where padded.
         targets: several candidate results for each source, such as `Found.tokens` or the labels of
             a classification task; each includes its end token if that is to be scored.
-        lengths: tokens of each target; by default up to the last one that is not 0.
+        lengths: tokens of each target, at most the positions of `targets`; by default up to the
+            last one that is not 0.
         prefix_lengths: leading tokens of each row's targets that are given and not scored.
         length_penalty: as in `BeamSearch`; 0 compares plain sums.
         batch_sharding: as in `decode`.
 
     Raises:
-        UserError: for tokens outside the vocabulary and for arrays whose rows do not agree.
+        UserError: for tokens outside the vocabulary, for arrays whose rows do not agree and for
+            lengths that the targets do not have.
     """
     sources, targets = np.asarray(encoder_input_tokens), np.asarray(targets)
+    _check_axes("score", "encoder_input_tokens", sources, "batch source")
+    _check_axes("score", "targets", targets, "batch choices length")
     batch, choices, longest = targets.shape
     lengths = _lengths(targets) if lengths is None else np.asarray(lengths)
     starts = np.zeros((batch,), np.int32) if prefix_lengths is None else np.asarray(prefix_lengths)
@@ -170,6 +176,7 @@ def score(
     _check_rows("score", {"targets": targets}, {"lengths": lengths}, axes=2)
     _check_tokens(model, "encoder_input_tokens", sources)
     _check_tokens(model, "targets", targets)
+    _check_spans({"lengths": lengths, "prefix_lengths": starts}, longest)
     if targets.size == 0:
         empty = np.zeros((batch, choices), np.float32)
         return Scores(np.zeros(targets.shape, np.float32), empty, empty)
@@ -260,6 +267,15 @@ def _typed(key):
         ) from error
 
 
+def _check_axes(where: str, name: str, array: np.ndarray, axes: str) -> None:
+    expected = axes.split()
+    if array.ndim != len(expected):
+        raise errors.UserError(
+            f"{where}: {name} has shape {array.shape}, but must have the axes "
+            f"[{', '.join(expected)}]; a single row is a batch of one."
+        )
+
+
 def _check_rows(
     where: str, first: dict[str, np.ndarray], others: dict[str, np.ndarray], *, axes: int = 1
 ) -> None:
@@ -282,6 +298,17 @@ def _check_tokens(model: ConvT5, name: str, tokens: np.ndarray) -> None:
             f"{name} holds the id {wrong[0]}, but the model's vocab_size={vocab_size} allows 0 to "
             f"{vocab_size - 1}; encode the text with the vocabulary the model was trained with."
         )
+
+
+def _check_spans(given: dict[str, np.ndarray], longest: int) -> None:
+    """Otherwise scores would be divided by tokens that are not there."""
+    found = [
+        f"{name} runs from {value.min()} to {value.max()}, but must lie between 0 and {longest}, "
+        "the positions of targets."
+        for name, value in given.items()
+        if value.size and (value.min() < 0 or value.max() > longest)
+    ]
+    errors.raise_all(found, where="score")
 
 
 def _check_limits(max_length: int, limits: np.ndarray, prefix: np.ndarray, end_id: int) -> None:

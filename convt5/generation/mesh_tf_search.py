@@ -12,7 +12,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from convt5 import errors
-from convt5.generation.search import Found, SearchInputs, initial_state, reordered, rows_taken
+from convt5.generation.search import (
+    Found,
+    SearchInputs,
+    initial_state,
+    length_penalty_faults,
+    reordered,
+    rows_taken,
+)
 from convt5.modeling.layers import at_least_float32
 from convt5.modeling.model import ConvT5, DecoderState
 
@@ -55,6 +62,7 @@ class MeshTFBeamSearch:
         found = []
         if self.beam_size < 1:
             found.append(f"beam_size={self.beam_size} must be at least 1.")
+        found += length_penalty_faults(self.length_penalty)
         if self.num_prefilter is not None and self.num_prefilter < 2:
             found.append(
                 f"num_prefilter={self.num_prefilter} must be at least 2, so that a beam whose best "

@@ -6,6 +6,7 @@ ended. `decoding` brings host arrays into bucketed shapes and calls it.
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -99,12 +100,23 @@ class BeamSearch:
                 f"num_results={self.num_results} must be between 1 and beam_size="
                 f"{self.beam_size}; a search keeps no more than beam_size results."
             )
+        found += length_penalty_faults(self.length_penalty)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             found.append(f"early_stopping={self.early_stopping!r} must be True, False or 'never'.")
         errors.raise_all(found, where="BeamSearch")
 
 
 Strategy = Greedy | Sampling | BeamSearch
+
+
+def length_penalty_faults(length_penalty: float) -> list[str]:
+    """Returns what is wrong with an exponent: with one that is not finite no scores can be told."""
+    if math.isfinite(length_penalty):
+        return []
+    return [
+        f"length_penalty={length_penalty} must be a finite number; 0 compares plain sums, above 0 "
+        "favours longer results."
+    ]
 
 
 class SearchInputs(NamedTuple):

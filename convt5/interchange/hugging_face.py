@@ -97,7 +97,7 @@ def architecture(settings: Mapping[str, Any], *, where: str = CONFIG) -> ConvT5C
     if kind != "t5":
         faults.append(f"model_type={kind!r} is an unknown architecture; only 't5' can be read.")
     mlp = settings.get("feed_forward_proj", "relu")
-    if mlp not in _MLP:
+    if not isinstance(mlp, str) or mlp not in _MLP:
         faults.append(f"feed_forward_proj={mlp!r} is unknown; known are {', '.join(_MLP)}.")
     start = settings.get("decoder_start_token_id", 0)
     if start not in (0, None) or settings.get("pad_token_id", 0) not in (0, None):
@@ -125,7 +125,7 @@ def architecture(settings: Mapping[str, Any], *, where: str = CONFIG) -> ConvT5C
         positions="relative",
         relative_buckets=settings.get("relative_attention_num_buckets", 32),
         relative_max_distance=settings.get("relative_attention_max_distance", 128),
-        dropout_rate=float(settings.get("dropout_rate", 0.1)),
+        dropout_rate=settings.get("dropout_rate", 0.1),
         dtype="float32",
     )
 

@@ -72,7 +72,22 @@ def take_apart(sources: Iterable[Source], values: Mapping[str, np.ndarray]) -> A
 
 
 def build_model(config: ModelConfig, params: Mapping[str, np.ndarray]) -> Any:
-    """Returns the model that holds `params`, given by path; initialises nothing at random."""
+    """Returns the model that holds `params`, given by path; initialises nothing at random.
+
+    Raises:
+        UserError: parameters missing, or of other shapes than the model's.
+    """
+    wanted = parameter_shapes(config)
+    faults = [
+        f"parameter {name} {shape} is needed, but there is "
+        f"{tuple(params[name].shape) if name in params else 'none'}."
+        for name, shape in wanted.items()
+        if name not in params or tuple(params[name].shape) != shape
+    ]
+    faults += [
+        f"parameter {name} belongs to no part of it." for name in sorted(params.keys() - wanted)
+    ]
+    errors.raise_all(errors.shortened(faults), where="the model of these settings")
     abstract = jax.eval_shape(lambda: config.build(jax.random.key(0)))
     leaves = [jnp.asarray(params[name]) for name, _ in named_leaves(abstract)]
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)

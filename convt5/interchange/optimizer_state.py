@@ -23,7 +23,7 @@ def imported_state(
 
     Args:
         imported: the model; its parameters move into the state and are gone from here.
-        optimizer: from `AdafactorConfig.build`.
+        optimizer: from `build` of its description.
         moments: Adafactor's memory by parameter; without it the optimizer starts anew, though the
             learning rate goes on from the step of the import.
 
@@ -31,7 +31,6 @@ def imported_state(
         UserError: moments of other shapes than this optimizer keeps.
     """
     model = imported.take_model()
-    # An empty memory must count from 0, or the first updates would be divided by almost nothing.
     opt_state = tuple(
         _part(part, imported.step, moments)
         for part in jax.eval_shape(optimizer.init, parameters(model))
@@ -41,12 +40,13 @@ def imported_state(
 
 def _part(abstract: Any, step: int, moments: Mapping[str, Arrays] | None) -> Any:
     """Returns the state of one of the chained transformations."""
-    if isinstance(abstract, SecondMomentState):
-        if moments is None:
-            return jax.tree.map(_zeros, abstract)
+    if isinstance(abstract, SecondMomentState) and moments is not None:
         return SecondMomentState(jnp.asarray(step, jnp.int32), _filled(abstract.moments, moments))
-    counted = {"count": jnp.asarray(step, jnp.int32)} if "count" in abstract._fields else {}
-    return jax.tree.map(_zeros, abstract)._replace(**counted)
+    empty = jax.tree.map(_zeros, abstract)
+    if isinstance(abstract, optax.ScaleByScheduleState):
+        return empty._replace(count=jnp.asarray(step, jnp.int32))
+    # An empty memory must count from 0, or the first updates would be divided by almost nothing.
+    return empty
 
 
 def _filled(abstract: Any, moments: Mapping[str, Arrays]) -> Any:

@@ -56,7 +56,9 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
         about = json.loads((folder / DESCRIPTION).read_text())
         if about["format"] != FORMAT:
             raise ValueError(f"format {about['format']}, this version reads {FORMAT}")
-        config = revive(about["model"])
+        config, step = revive(about["model"]), about.get("step", 0)
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step={step!r} must be an integer of at least 0")
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, errors.UserError):
             raise
@@ -75,7 +77,7 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
         params=params,
         sources=tuple(table),
         report=report,
-        step=int(about.get("step", 0)),
+        step=step,
     )
 
 
@@ -90,6 +92,8 @@ def revive(settings: Mapping[str, Any]) -> Any:
     Raises:
         UserError: settings that this version does not know, or that are wrong.
     """
+    if not isinstance(settings, Mapping):
+        raise errors.UserError(f"{_DESCRIPTION} is {settings!r}; it must map settings to values.")
     if "image_size" in settings:  # Only images have one.
         errors.raise_all(_unknown(settings, ViTConfig), where=_DESCRIPTION)
         return ViTConfig(**settings)
@@ -102,8 +106,10 @@ def revive(settings: Mapping[str, Any]) -> Any:
             continue
         faults += [f"setting {side}.{name} is unknown." for name in given.keys() - stacks]
     stem = settings.get("stem")
-    if stem is not None:
+    if isinstance(stem, Mapping):
         faults += _unknown(stem, TextStemConfig, inside="stem.")
+    elif stem is not None:
+        faults.append(f"stem={stem!r} must hold the settings of a stem, or be null.")
     errors.raise_all(faults, where=_DESCRIPTION)
     sides = {side: StackConfig(**_tuples(settings[side])) for side in ("encoder", "decoder")}
     built_stem = {} if stem is None else {"stem": TextStemConfig(**_tuples(stem))}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from convt5 import errors
 from convt5.architecture import MlpKind, NormKind
 from convt5.ops.dense import dense
 
@@ -54,6 +55,15 @@ class Embed(nnx.Module):
             x,
             self.embedding[...].astype(x.dtype),
             preferred_element_type=at_least_float32(x.dtype),
+        )
+
+
+def check_dtype(name: str) -> None:
+    """Raises `UserError` for a type that JAX would replace by one of fewer bits."""
+    if jax.dtypes.canonicalize_dtype(name) != jnp.dtype(name):
+        raise errors.UserError(
+            f"dtype={name!r} needs numbers of 64 bits, which JAX computes with only where it is "
+            "asked to; set the environment variable JAX_ENABLE_X64=1, or dtype='float32'."
         )
 
 

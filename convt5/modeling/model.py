@@ -16,7 +16,14 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from convt5 import errors
 from convt5.architecture import ConvT5Config
 from convt5.modeling.blocks import LayerState, Stack, StackInputs
-from convt5.modeling.layers import Dense, DropoutKey, Embed, at_least_float32, split_key
+from convt5.modeling.layers import (
+    Dense,
+    DropoutKey,
+    Embed,
+    at_least_float32,
+    check_dtype,
+    split_key,
+)
 from convt5.modeling.stem import StemOutput, TextStem, shortened
 
 HostOrDevice = jax.Array | np.ndarray
@@ -41,6 +48,7 @@ class ConvT5(nnx.Module):
     """The model; `python -m convt5.inspect` lists its parameters by path."""
 
     def __init__(self, config: ConvT5Config, *, key: PRNGKeyArray):
+        check_dtype(config.dtype)
         keys = jax.random.split(key, 5)
         self.token_embedder = Embed(config.vocab_size, config.emb_dim, key=keys[0])
         self.position_embedder = (
@@ -268,7 +276,13 @@ class ConvT5(nnx.Module):
         return self.with_positions(self.embed_tokens(tokens), positions)
 
     def embed_tokens(self, tokens: Tokens) -> Float[Array, "batch length embed"]:
-        """Returns the vectors of tokens alone."""
+        """Returns the vectors of tokens alone.
+
+        Raises:
+            UserError: an id that the table has no row for, as far as values are known (outside of
+                `jax.jit`, where such ids take the nearest row).
+        """
+        self._check_ids(tokens)
         return self.token_embedder(jnp.asarray(tokens), dtype=jnp.dtype(self.config.dtype))
 
     def with_positions(
@@ -296,6 +310,17 @@ class ConvT5(nnx.Module):
         if self.output_head is None:
             return self.token_embedder.attend(outputs)
         return self.output_head(outputs).astype(at_least_float32(outputs.dtype))
+
+    def _check_ids(self, tokens) -> None:
+        if isinstance(tokens, Tracer) or not getattr(tokens, "is_fully_addressable", True):
+            return
+        ids, rows = np.asarray(tokens), self.config.vocab_size
+        unknown = ids[(ids < 0) | (ids >= rows)]
+        if unknown.size:
+            raise errors.UserError(
+                f"token id {unknown[0]} must be in [0, vocab_size={rows}), the rows of the token "
+                "table; use the vocabulary that the model was trained with."
+            )
 
     def _check_not_packed(self, encoder_segment_ids) -> None:
         stride = self.config.stem_stride

@@ -26,7 +26,8 @@ class CrossEntropySums(NamedTuple):
         loss: cross-entropy and z term; the one sum that has gradients.
         cross_entropy: in nats.
         z_term: z_loss * logsumexp(logits)^2.
-        right: tokens whose target has the largest logit, the first among equals.
+        right: tokens whose target has the largest logit, the first among equals; none whose logits
+            are not finite.
     """
 
     loss: Scalar
@@ -206,7 +207,9 @@ def _one_chunk(settings: _Settings, x, table, targets, weights):
     # What argmax finds, by a sum, which processors compute faster.
     same, before = logits == target[..., None], ids < targets[..., None]
     ahead = jnp.sum((logits > target[..., None]) | (same & before), axis=-1)
-    sums = [jnp.sum(a * weights) for a in (nll + z_term, nll, z_term, ahead == 0)]
+    # NaN is neither ahead of the target nor behind it: such a token has no prediction.
+    right = (ahead == 0) & jnp.isfinite(log_z)
+    sums = [jnp.sum(a * weights) for a in (nll + z_term, nll, z_term, right)]
     if not with_gradients:
         return tuple(sums), ()
     # d logsumexp(l) / dl is the softmax of l.

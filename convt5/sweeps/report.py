@@ -51,19 +51,19 @@ def write(study: Study) -> str:
             for r in found
         ],
     }
+    from convt5.sweeps import plots
+
     try:
         (folder / REPORT_FILE).write_text(text)
         (folder / RESULTS_FILE).write_text(json.dumps(values, indent=1) + "\n")
+        if study.over:
+            drawn = plots.draw_profiles(study, profiles, folder)
+        else:
+            drawn = plots.draw(study, groups, bests, folder)
     except OSError as error:
         raise errors.UserError(
             f"output_dir={study.output_dir!r} cannot be written ({error.strerror}); choose another."
         ) from error
-    from convt5.sweeps import plots
-
-    if study.over:
-        drawn = plots.draw_profiles(study, profiles, folder)
-    else:
-        drawn = plots.draw(study, groups, bests, folder)
     return f"{text}\nwrote {', '.join(str(folder / name) for name in (REPORT_FILE, *drawn))}"
 
 

@@ -30,7 +30,7 @@ class EMA:
         decay: the share of the old average that stays at every update, in [0, 1).
         every_steps: updates between two changes of the average, of which each counts for all of
             them: decay ** every_steps stays. The first update is followed by a change.
-        warmup_steps: during the first updates the average is the model itself.
+        warmup_steps: a change after one of the first updates makes the average the model itself.
     """
 
     decay: float = 0.9999

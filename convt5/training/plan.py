@@ -130,7 +130,7 @@ def make_plan(
     )
     shardings = state_shardings(abstract, device_mesh, sharding_rules)
     batch_sharding = sharding.token_sharding(device_mesh)
-    init_key, dropout_key = jax.random.split(jax.random.key(seed))
+    init_key, dropout_key = jax.random.split(_seed_key(seed))
     return Plan(
         model=model,
         updates=updates,
@@ -156,6 +156,13 @@ def make_plan(
         eval_step=make_eval_step(loss, shardings.model, batch_sharding),
         init_key=init_key,
     )
+
+
+def _seed_key(seed: int) -> PRNGKeyArray:
+    """Returns a key for each integer of 64 bits; jax by itself would drop the upper 32 of them."""
+    low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+    key = jax.random.key(low)
+    return jax.random.fold_in(key, high) if high else key
 
 
 def _check_eval_batch(mesh: Mesh, batch_size: int) -> None:

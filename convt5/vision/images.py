@@ -7,7 +7,7 @@ everything random about them follow from the seed and from how many were taken.
 import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -92,8 +92,14 @@ class ImageDataConfig:
             faults.append(f"stddev={self.stddev} must be positive.")
         errors.raise_all(faults, where="ImageDataConfig")
 
-    def check_model(self, model: ViTConfig) -> None:
+    def check_model(self, model: Any) -> None:
         """Raises `UserError` unless a model reads such images and has a logit for every label."""
+        if not isinstance(model, ViTConfig):
+            raise errors.UserError(
+                f"configuration: the data are images, and model={type(model).__name__} reads none; "
+                "give a model of images, such as --gin_file=gin/models/vit_c_tiny.gin, or a run "
+                "file of text."
+            )
         faults = [
             f"{name}={getattr(self, name)} of the images differs from {name}="
             f"{getattr(model, name)} of the model; set both to the same."

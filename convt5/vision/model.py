@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from convt5 import errors
-from convt5.modeling.layers import Dense, at_least_float32
+from convt5.modeling.layers import Dense, at_least_float32, check_dtype
 from convt5.vision.architecture import ViTConfig
 from convt5.vision.blocks import Encoder
 from convt5.vision.stems import ConvolutionStem, PatchifyStem
@@ -40,6 +40,7 @@ class ViT(nnx.Module):
     """The model; as a tree it holds parameters and, in a convolution stem, running statistics."""
 
     def __init__(self, config: ViTConfig, *, key: PRNGKeyArray):
+        check_dtype(config.dtype)
         stem_key, position_key, encoder_key, head_key = jax.random.split(key, 4)
         stem = PatchifyStem if config.stem == "patchify" else ConvolutionStem
         self.stem = stem(config, key=stem_key)

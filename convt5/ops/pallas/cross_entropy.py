@@ -83,7 +83,8 @@ def _chunk(settings, interpret, table, x, targets, weights) -> tuple[Sequence, S
     log_z, target, mean, best = (found[:, i] for i in range(4))
     nll = log_z - (1.0 - smoothing) * target - smoothing * mean
     z_term = z_loss * log_z**2
-    right = (best == targets).astype(jnp.float32)
+    # Where logits are not finite the best id is the first, whatever they are.
+    right = ((best == targets) & jnp.isfinite(log_z)).astype(jnp.float32)
     totals = tuple(jnp.sum(a * weights) for a in (nll + z_term, nll, z_term, right))
     if not with_gradients:
         return totals, ()
