@@ -98,6 +98,12 @@ def test_a_value_can_be_several_settings_at_once(tmp_path):
     assert points[1].gin_files == ("gin/runs/digits.gin", "p.gin")
 
 
+def test_references_stay_references_inside_of_lists(tmp_path):
+    settings = {"tasks": ["@a.Task()", "plain", 3], "SIZES": [1, 2], "NAME": "%OTHER"}
+    point, *_ = study(tmp_path, bindings=settings).points()
+    assert point.bindings[:3] == ("tasks=[@a.Task(), 'plain', 3]", "SIZES=[1, 2]", "NAME=%OTHER")
+
+
 def test_several_runs_at_a_time_are_each_made_once(tmp_path):
     both_run, trainer = threading.Barrier(2, timeout=300), Trainer()
 

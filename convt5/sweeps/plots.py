@@ -70,7 +70,7 @@ def _draw_panels(
     """Draws a panel for each value of the rows before the last: down the first, across the next."""
     down = list(dict.fromkeys(panel[:1] for panel in panels))
     across = list(dict.fromkeys(panel[1:] for panel in panels))
-    figure = _figure((4.6 * len(across) + 0.6, 3.4 * len(down) + 0.3))
+    figure = _figure((5.6 * len(across) + 0.6, 3.4 * len(down) + 0.3))
     axes = figure.subplots(len(down), len(across), squeeze=False)
     for i, first in enumerate(down):
         for j, second in enumerate(across):
@@ -121,7 +121,7 @@ def _draw_settings(
     title: str,
 ) -> None:
     """Errors of single runs against each numeric setting."""
-    figure = _figure((4.6 * len(numeric) + 0.6, 3.0 * len(panels) + 0.3))
+    figure = _figure((5.6 * len(numeric) + 0.6, 3.0 * len(panels) + 0.3))
     axes = figure.subplots(len(panels), len(numeric), squeeze=False)
     for i, (panel, lines) in enumerate(panels.items()):
         for j, axis in enumerate(numeric):
@@ -157,7 +157,8 @@ def _scatter(
 
 def _tidy(axes: Any, panel: Key, *, title: str) -> None:
     axes.set_title(", ".join(panel), fontsize=10)
-    axes.legend(frameon=False, title=title, fontsize=8)
+    # Beside the lines: there may be points anywhere between them.
+    axes.legend(frameon=False, title=title, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -262,8 +262,11 @@ class Study:
 
 def _gin_text(value: Any) -> str:
     """Writes a value as gin reads it; text that starts with @ or % is a reference."""
-    is_reference = isinstance(value, str) and value[:1] in ("@", "%")
-    return value if is_reference else repr(value)
+    if isinstance(value, str) and value[:1] in ("@", "%"):
+        return value
+    if isinstance(value, list):
+        return f"[{', '.join(map(_gin_text, value))}]"
+    return repr(value)
 
 
 def _plain(text: str) -> str:
