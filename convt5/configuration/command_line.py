@@ -106,8 +106,6 @@ def parse(command: Command, argv: Sequence[str]) -> Arguments:
     """
     bindings, rest = _split_bindings(command, argv)
     parser = _Parser(command)
-    if bindings and not command.reads_gin:
-        parser.error(f"--gin.{bindings[0]}: {command.name} takes no gin settings")
     parser.add_argument("--gin_file", action="append", default=[], metavar="FILE")
     parser.add_argument("-h", "--help", action=_Help, nargs=0, text=command.help)
     for flag in command.flags:
@@ -116,8 +114,9 @@ def parse(command: Command, argv: Sequence[str]) -> Arguments:
     if unknown:
         known = ["gin_file", "help", "gin.NAME=VALUE", *(flag.name for flag in command.flags)]
         parser.error(_unknown(unknown[0], known))
-    if parsed.gin_file and not command.reads_gin:
-        parser.error(f"--gin_file={parsed.gin_file[0]}: {command.name} takes no gin settings")
+    given = [*(f"--gin_file={name}" for name in parsed.gin_file), *(f"--gin.{b}" for b in bindings)]
+    if given and not command.reads_gin:
+        parser.error(f"{given[0]}: {command.name} takes no gin settings")
     if command.needs_gin_file and not parsed.gin_file:
         example = command.examples[0][1]
         parser.error(f"--gin_file is missing: give at least one, for example {example}.")

@@ -77,7 +77,8 @@ def build_model(config: ModelConfig, params: Mapping[str, np.ndarray]) -> Any:
     Raises:
         UserError: parameters missing, or of other shapes than the model's.
     """
-    wanted = parameter_shapes(config)
+    abstract = jax.eval_shape(lambda: config.build(jax.random.key(0)))
+    wanted = _shapes(abstract)
     faults = [
         f"parameter {name} {shape} is needed, but there is "
         f"{tuple(params[name].shape) if name in params else 'none'}."
@@ -88,15 +89,17 @@ def build_model(config: ModelConfig, params: Mapping[str, np.ndarray]) -> Any:
         f"parameter {name} belongs to no part of it." for name in sorted(params.keys() - wanted)
     ]
     errors.raise_all(errors.shortened(faults), where="the model of these settings")
-    abstract = jax.eval_shape(lambda: config.build(jax.random.key(0)))
-    leaves = [jnp.asarray(params[name]) for name, _ in named_leaves(abstract)]
+    leaves = [jnp.asarray(params[name]) for name in wanted]
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Returns the shape of every parameter of a model by path; allocates nothing."""
-    abstract = jax.eval_shape(lambda: config.build(jax.random.key(0)))
-    return {name: tuple(leaf.shape) for name, leaf in named_leaves(abstract)}
+    return _shapes(jax.eval_shape(lambda: config.build(jax.random.key(0))))
+
+
+def _shapes(model: Any) -> dict[str, Shape]:
+    return {name: tuple(leaf.shape) for name, leaf in named_leaves(model)}
 
 
 @dataclasses.dataclass

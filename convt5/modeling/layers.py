@@ -58,15 +58,6 @@ class Embed(nnx.Module):
         )
 
 
-def check_dtype(name: str) -> None:
-    """Raises `UserError` for a type that JAX would replace by one of fewer bits."""
-    if jax.dtypes.canonicalize_dtype(name) != jnp.dtype(name):
-        raise errors.UserError(
-            f"dtype={name!r} needs numbers of 64 bits, which JAX computes with only where it is "
-            "asked to; set the environment variable JAX_ENABLE_X64=1, or dtype='float32'."
-        )
-
-
 class Norm(nnx.Module):
     """Root-mean-square norm of T5 ("rms"), or layer norm with mean and bias ("layer")."""
 
@@ -151,6 +142,15 @@ def truncated_normal(stddev: float) -> jax.nn.initializers.Initializer:
 def at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
     """The dtype in which softmax, norms and sums of `dtype` values are computed."""
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def check_dtype(name: str) -> None:
+    """Raises `UserError` for a type that JAX would replace by one of fewer bits."""
+    if jax.dtypes.canonicalize_dtype(name) != jnp.dtype(name):
+        raise errors.UserError(
+            f"dtype={name!r} needs numbers of 64 bits, which JAX computes with only where it is "
+            "asked to; set the environment variable JAX_ENABLE_X64=1, or dtype='float32'."
+        )
 
 
 def as_row(vector: Float[Array, " dim"], ndim: int) -> Float[Array, "..."]:
