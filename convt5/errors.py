@@ -4,6 +4,7 @@ Every command line prints a `UserError` as its message alone and exits with `exi
 """
 
 import difflib
+import errno
 from collections.abc import Iterable, Sequence
 
 
@@ -17,6 +18,27 @@ class TrainingError(UserError):
     """A run that was configured correctly but cannot go on, such as a loss that is not finite."""
 
     exit_code = 1
+
+
+def of_full_disk(error: BaseException) -> TrainingError | None:
+    """Returns what to tell of an error that came from a disk or quota without room, else None.
+
+    Any write can meet it, and none of them can do more about it than say so.
+    """
+    if not isinstance(error, OSError) or not _means_full_disk(error):
+        return None
+    where = f" to {error.filename}" if error.filename else ""
+    return TrainingError(
+        f"nothing more can be written{where}: {error.strerror or error}. Make room on that disk "
+        "(`df -h` shows them), then give the same command again; what was saved before is whole."
+    )
+
+
+def _means_full_disk(error: OSError) -> bool:
+    if error.errno is None:
+        # numpy knows no number for it.
+        return "requested and" in str(error) and str(error).endswith("written")
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def suggest(name: str, candidates: Iterable[str], *, limit: int = 3) -> str:

@@ -148,6 +148,7 @@ class TextPlan:
         return {
             **self.predict.described(),
             "num_examples": evaluate.num_examples,
+            **({"every_nth": evaluate.every_nth} if evaluate.every_nth > 1 else {}),
             "predict": evaluate.predict,
             "task_seed": evaluate.seed,
             **({"ema": True} if self.ema else {}),
@@ -217,8 +218,11 @@ def _image_plan(config: Any, checkpoint: str, settings: "RunSettings", flags: An
         for flag in (*PREDICT_FLAGS, *_TASK_FLAGS)
         if flag.name not in ("batch_size", "seed") and getattr(flags, flag.name)
     ]
+    given = [f"--{name}" for name in given]
+    if settings.evaluate.every_nth != 1:
+        given.append("evaluation.EvalConfig.every_nth")
     errors.raise_all(
-        [f"--{name} is for models of text; leave it out." for name in given], where=checkpoint
+        [f"{name} is for models of text; leave it out." for name in given], where=checkpoint
     )
     return evaluation.make_plan(
         checkpoint,

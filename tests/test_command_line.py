@@ -1,6 +1,7 @@
 """Commands explain themselves, refuse what they do not understand, and exit as documented."""
 
 import dataclasses
+import errno
 import importlib
 import os
 import pathlib
@@ -170,14 +171,49 @@ def test_errors_of_the_user_are_one_message_and_an_exit_code(raised, code, print
     assert (done.returncode, done.stderr) == (code, printed)
 
 
-def test_defects_keep_their_traceback():
-    done = start("-c", f"{IMPORT}command_line.run(lambda argv: 1 / 0)")
+def test_a_full_disk_is_one_message_wherever_it_is_met():
+    # Every write to this device fails for want of room.
+    done = start(
+        "-c", f"{IMPORT}command_line.run(lambda argv: open('/dev/full', 'w').write('x' * 9999))"
+    )
     assert done.returncode == 1
-    assert "ZeroDivisionError" in done.stderr
+    assert done.stderr.startswith(
+        "error: nothing more can be written: No space left on device. Make"
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_a_full_disk_is_known_from_other_faults_of_files():
+    of_numpy = OSError("25 requested and 0 written")
+    named = OSError(errno.EDQUOT, "Disk quota exceeded", "runs/a")
+    assert "25 requested" in str(errors.of_full_disk(of_numpy))
+    assert "to runs/a: Disk quota exceeded." in str(errors.of_full_disk(named))
+    assert errors.of_full_disk(FileNotFoundError(errno.ENOENT, "No such file", "a")) is None
+    assert errors.of_full_disk(ValueError("1 requested and 0 written")) is None
+
+
+@pytest.mark.parametrize("raised", ["1 / 0", "open('absent')"])
+def test_defects_keep_their_traceback(raised):
+    done = start("-c", f"{IMPORT}command_line.run(lambda argv: {raised})")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
 
 
 def test_success_exits_with_zero():
     assert start("-c", f"{IMPORT}command_line.run(len)").returncode == 0
+
+
+def test_texts_are_written_whatever_letters_the_locale_has(tmp_path):
+    path = tmp_path / "out"
+    code = f"{IMPORT}command_line.run(lambda argv: print('na\\u00efve \\u65e5 \\udcc3'))"
+    with path.open("w") as out:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            stdout=out,
+            env=dict(os.environ, PYTHONIOENCODING="ascii"),
+        )
+    assert done.returncode == 0
+    assert path.read_bytes() == "na\u00efve \u65e5 \\udcc3\n".encode()
 
 
 @pytest.mark.parametrize(

@@ -242,16 +242,38 @@ def test_two_tasks_of_one_name_are_refused(tmp_path):
         task_data.find_tasks([one, two])
 
 
+@pytest.mark.parametrize(
+    ("num_examples", "every_nth", "expected"),
+    [(None, 2, [0, 2, 4]), (2, 2, [0, 2]), (9, 3, [0, 3]), (1, 9, [0])],
+)
+def test_every_nth_example_reaches_all_parts_of_a_sorted_file(num_examples, every_nth, expected):
+    config = EvalConfig(num_examples=num_examples, every_nth=every_nth)
+    found = Evaluator(task(), "validation", CONFIG, config).examples
+    everything = Evaluator(task(), "validation", CONFIG).examples
+    texts = [example["inputs_pretokenized"] for example in everything]
+    assert [example["inputs_pretokenized"] for example in found] == [texts[i] for i in expected]
+
+
+def test_every_nth_example_must_be_at_least_the_first():
+    with pytest.raises(UserError, match="EvalConfig: every_nth=0 must be at least 1"):
+        EvalConfig(every_nth=0)
+
+
 def test_the_first_examples_of_a_ranking_are_rows(tmp_path):
     """Each of them is an example for every label."""
     ranked = classification.text_classification(
         _reviews(tmp_path / "data"), ["no", "yes", "maybe"], rank=True, validation_fraction=0
     )
 
-    def counted(num_examples):
-        known = EvalConfig(num_examples=num_examples)
+    def counted(num_examples, every_nth=1):
+        known = EvalConfig(num_examples=num_examples, every_nth=every_nth)
         evaluator = Evaluator(ranked, "train", CONFIG, known)
         return len(evaluator.examples), evaluator.evaluate(Known()).counts
+
+    num_computed, counts = counted(2, every_nth=2)
+    assert num_computed == 6
+    assert counts["num_examples"] == 2
+    assert counted(1, every_nth=2)[0] == 3
 
     assert counted(2)[0] == 6
     num_computed, counts = counted(None)

@@ -5,6 +5,7 @@ Nothing heavy is imported here, so that help and usage errors come at once.
 
 import argparse
 import dataclasses
+import io
 import os
 import sys
 import textwrap
@@ -126,10 +127,11 @@ def parse(command: Command, argv: Sequence[str]) -> Arguments:
 def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Calls `main(arguments)` and exits: with its result, or with one message and no traceback.
 
-    A `UserError` is printed as its message, and its `exit_code` is the exit code. Any other
-    exception is a defect and keeps its traceback.
+    A `UserError` is printed as its message, and its `exit_code` is the exit code; so is a full
+    disk. Any other exception is a defect and keeps its traceback.
     """
     host_memory.keep_freed()
+    _print_any_text()
     try:
         code = main(sys.argv[1:])
         sys.stdout.flush()
@@ -145,7 +147,20 @@ def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
         # The reader of a pipe such as `| head` has enough; flushing again would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    except OSError as error:
+        full = errors.of_full_disk(error)
+        if full is None:
+            raise
+        print(f"error: {full}", file=sys.stderr)
+        code = full.exit_code
     raise SystemExit(code)
+
+
+def _print_any_text() -> None:
+    """Texts may hold letters that the locale lacks: files and pipes get UTF-8 whatever it is."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        encoding = sys.stdout.encoding if sys.stdout.isatty() else "utf-8"
+        sys.stdout.reconfigure(encoding=encoding, errors="backslashreplace")
 
 
 class _Help(argparse.Action):

@@ -60,7 +60,12 @@ class Evaluator:
         )
         lengths = predict_config.task_lengths()
         self.examples = read_examples(
-            task, split, lengths=lengths, num_examples=config.num_examples, seed=config.seed
+            task,
+            split,
+            lengths=lengths,
+            num_examples=config.num_examples,
+            every_nth=config.every_nth,
+            seed=config.seed,
         )
         end = end_id(task.output_features["targets"].vocabulary)
         fitted = [

@@ -16,7 +16,7 @@ class TaskEval:
     Attributes:
         task: a seqio task, or the name of a registered one.
         split: the part of it that is read.
-        num_examples: the first ones only; None takes all.
+        num_examples, every_nth: which of its examples, as in `evaluation.EvalConfig`.
         max_input_length, max_length: of inputs and of targets or predictions, in tokens.
         batch_size: examples that are computed together on one host.
         name: under which `metrics.jsonl` holds the metrics: `<name>/accuracy`.
@@ -25,6 +25,7 @@ class TaskEval:
     task: Any
     split: str = "validation"
     num_examples: int | None = None
+    every_nth: int = 1
     max_input_length: int
     max_length: int
     batch_size: int = 64
@@ -48,7 +49,9 @@ class TaskEval:
             max_length=self.max_length,
             batch_size=self.batch_size,
         ).completed(model)
-        config = EvalConfig(split=self.split, num_examples=self.num_examples)
+        config = EvalConfig(
+            split=self.split, num_examples=self.num_examples, every_nth=self.every_nth
+        )
         return TaskMeasure(self.name, Evaluator(task, self.split, predict, config), mesh)
 
 

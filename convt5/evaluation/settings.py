@@ -105,6 +105,8 @@ class EvalConfig:
             evaluation data.
         split: of the tasks; None takes the run's own, else "validation".
         num_examples: the first ones only; None takes all.
+        every_nth: only the first of each so many, before they are counted: a file that is sorted,
+            by category perhaps, is then measured in all of its parts.
         predict: also decodes the examples of tasks whose metrics need no predictions.
         seed: of everything random in a task.
     """
@@ -112,14 +114,17 @@ class EvalConfig:
     tasks: Sequence[Any] = ()
     split: str | None = None
     num_examples: int | None = None
+    every_nth: int = 1
     predict: bool = False
     seed: int = 0
 
     def __post_init__(self):
+        faults = []
         if self.num_examples is not None and self.num_examples < 1:
-            raise errors.UserError(
-                f"EvalConfig: num_examples={self.num_examples} must be at least 1, or None for all."
-            )
+            faults.append(f"num_examples={self.num_examples} must be at least 1, or None for all.")
+        if self.every_nth < 1:
+            faults.append(f"every_nth={self.every_nth} must be at least 1, which takes all.")
+        errors.raise_all(faults, where="EvalConfig")
 
 
 def from_flags(config: PredictConfig, flags: Mapping[str, Any]) -> PredictConfig:

@@ -108,6 +108,7 @@ def read_examples(
     *,
     lengths: Mapping[str, int],
     num_examples: int | None = None,
+    every_nth: int = 1,
     seed: int = 0,
 ) -> list[Example]:
     """Returns the examples of a split as numpy values, in the task's order.
@@ -119,6 +120,7 @@ def read_examples(
             corruption does; the examples of other tasks come at their full length.
         num_examples: the first ones only; None takes all. Of a task that ranks labels they are
             rows, with an example for each label.
+        every_nth: only the first of each so many, of which `num_examples` are taken.
         seed: of random preprocessors.
 
     Raises:
@@ -134,12 +136,12 @@ def read_examples(
         try_in_mem_cache=False,
     )
     dataset = dataset.with_options(data.pipeline_options())
-    if num_examples is not None:
-        dataset = (
-            dataset.take_while(lambda example: example["idx"][0] < num_examples)
-            if _ranks_labels(dataset.element_spec)
-            else dataset.take(num_examples)
-        )
+    if _ranks_labels(dataset.element_spec):
+        dataset = _of_rows(dataset, num_examples, every_nth)
+    else:
+        dataset = dataset.shard(every_nth, 0)
+        if num_examples is not None:
+            dataset = dataset.take(num_examples)
     try:
         examples = list(dataset.as_numpy_iterator())
     except tf.errors.OpError as error:
@@ -151,6 +153,14 @@ def read_examples(
     if not examples:
         raise errors.UserError(f"split={split} of task={task.name} holds no example.")
     return examples
+
+
+def _of_rows(dataset: tf.data.Dataset, num_examples: int | None, every_nth: int) -> tf.data.Dataset:
+    """Selects as `read_examples` by the rows that the examples of labels come from."""
+    if num_examples is not None:
+        end = num_examples * every_nth
+        dataset = dataset.take_while(lambda example: example["idx"][0] < end)
+    return dataset.filter(lambda example: example["idx"][0] % every_nth == 0)
 
 
 def row_numbers(examples: Sequence[Example]) -> list[int]:
