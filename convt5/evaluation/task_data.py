@@ -143,7 +143,7 @@ def read_examples(
         if num_examples is not None:
             dataset = dataset.take(num_examples)
     try:
-        examples = list(dataset.as_numpy_iterator())
+        examples: list[Any] = list(dataset.as_numpy_iterator())
     except tf.errors.OpError as error:
         raise errors.TrainingError(
             f"split={split} of task={task.name} cannot be read: {error.message.strip()}. A file "
