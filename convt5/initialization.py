@@ -4,8 +4,7 @@
 """
 
 import dataclasses
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 
 from convt5 import errors, loading
 from convt5.checkpoints import reading
-from convt5.tree_paths import named_leaves
+from convt5.tree_paths import matches, named_leaves, pattern_faults
 
 
 class Report(NamedTuple):
@@ -70,19 +69,7 @@ class InitFrom:
     resize: Sequence[str] = ()
 
     def __post_init__(self):
-        faults = []
-        for field in ("include", "exclude", "resize"):
-            if isinstance(getattr(self, field), str):
-                # A list of its letters, it would match nearly every name.
-                faults.append(
-                    f"{field}={getattr(self, field)!r} must be a list of regular expressions."
-                )
-                continue
-            for pattern in getattr(self, field):
-                try:
-                    re.compile(pattern)
-                except re.error as error:
-                    faults.append(f"{field}: {pattern!r} is no regular expression ({error}).")
+        faults = pattern_faults(include=self.include, exclude=self.exclude, resize=self.resize)
         if not self.include:
             faults.append("include=[] takes over nothing; name something, or leave out init_from.")
         errors.raise_all(faults, where="InitFrom")
@@ -118,10 +105,10 @@ class InitFrom:
         every = sorted(model.keys() | saved.keys())
         for field in ("include", "exclude", "resize"):
             for pattern in getattr(self, field):
-                if not any(re.search(pattern, name) for name in every):
+                if not any(matches(name, [pattern]) for name in every):
                     faults.append(f"{field}: {pattern!r} matches no parameter; correct it.")
         for name in every:
-            if not _matches(self.include, name) or _matches(self.exclude, name):
+            if not matches(name, self.include) or matches(name, self.exclude):
                 if name in model:
                     report.fresh.append(name)
                 if name in saved:
@@ -132,7 +119,7 @@ class InitFrom:
                 faults.append(f"{name}: not in this model; exclude it to leave it.")
             elif model[name] == saved[name]:
                 report.restored.append(name)
-            elif _matches(self.resize, name) and model[name][1:] == saved[name][1:]:
+            elif matches(name, self.resize) and model[name][1:] == saved[name][1:]:
                 report.resized.append(name)
             else:
                 table = " or resize" if model[name][1:] == saved[name][1:] else ""
@@ -185,10 +172,6 @@ def _with_rows_of(fresh: jax.Array, old: jax.Array) -> jax.Array:
     return jax.device_put(
         jnp.concatenate([old[:rows], jax.device_put(fresh, old.sharding)[rows:]]), fresh.sharding
     )
-
-
-def _matches(patterns: Iterable[str], name: str) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

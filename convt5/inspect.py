@@ -135,6 +135,12 @@ def main(argv: Sequence[str]) -> int:
         topology = topologies.load(flags.topology)
         flags.devices = len(topology.devices)
     subject = make_subject(name, settings, vars(flags))
+    if settings.get("frozen"):
+        print(
+            f"frozen={list(settings['frozen'])}: costs in closed form are those of training every "
+            "parameter; --topology compiles the step as it is.",
+            file=sys.stderr,
+        )
     from convt5.analysis.cost_report import make_report  # Help and usage errors need no jax.
 
     report = make_report(subject)
@@ -273,6 +279,7 @@ def make_step(
         gradients_only=gradients_only,
         mesh=settings.get("mesh") or sharding.MeshConfig(),
         grad_accum_steps=subject.grad_accum_steps,
+        frozen=settings.get("frozen", ()),
         seed=settings.get("seed", 0),
         sharding_rules=subject.rules,
     )

@@ -4,7 +4,6 @@ They work on trees of arrays and choose parameters by name (`tree_paths`), never
 """
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -15,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from convt5 import errors
 from convt5.schedule import Schedule
-from convt5.tree_paths import named_leaves
+from convt5.tree_paths import matches, named_leaves, pattern_faults
 
 Tree = Any
 Moment = dict[str, Array]
@@ -86,7 +85,7 @@ class AdafactorConfig:
             max_grad_norm=self.max_grad_norm,
         )
         faults += _decay_faults(self.weight_decay)
-        faults += _pattern_faults(stacked=self.stacked, not_decayed=self.not_decayed)
+        faults += pattern_faults(stacked=self.stacked, not_decayed=self.not_decayed)
         errors.raise_all(faults, where="AdafactorConfig")
 
     def build(self, schedule: Schedule) -> optax.GradientTransformation:
@@ -132,7 +131,7 @@ class AdamWConfig:
         faults = _positive_faults(epsilon=self.epsilon, max_grad_norm=self.max_grad_norm)
         faults += _fraction_faults(b1=self.b1, b2=self.b2)
         faults += _decay_faults(self.weight_decay)
-        faults += _pattern_faults(not_decayed=self.not_decayed)
+        faults += pattern_faults(not_decayed=self.not_decayed)
         errors.raise_all(faults, where="AdamWConfig")
 
     def build(self, schedule: Schedule) -> optax.GradientTransformation:
@@ -159,7 +158,7 @@ class SGDConfig:
         faults = _positive_faults(max_grad_norm=self.max_grad_norm)
         faults += _fraction_faults(momentum=self.momentum)
         faults += _decay_faults(self.weight_decay)
-        faults += _pattern_faults(not_decayed=self.not_decayed)
+        faults += pattern_faults(not_decayed=self.not_decayed)
         errors.raise_all(faults, where="SGDConfig")
 
     def build(self, schedule: Schedule) -> optax.GradientTransformation:
@@ -274,7 +273,7 @@ def _map_blocks(function: Callable[..., Any], stacked: Sequence[str], tree: Tree
     treedef = jax.tree.structure(tree)
     others = [treedef.flatten_up_to(other) for other in rest]
     return treedef.unflatten(
-        function(leaf, _matches(name, stacked), *more)
+        function(leaf, matches(name, stacked), *more)
         for (name, leaf), *more in zip(named_leaves(tree), *others, strict=True)
     )
 
@@ -295,10 +294,6 @@ def _clip_gradients(max_norm: float | None) -> optax.GradientTransformation:
     return optax.identity() if max_norm is None else optax.clip_by_global_norm(max_norm)
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns)
-
-
 def _positive_faults(**values: float | None) -> list[str]:
     return [
         f"{name}={value} must be positive."
@@ -315,17 +310,3 @@ def _fraction_faults(**values: float) -> list[str]:
 
 def _decay_faults(weight_decay: float) -> list[str]:
     return [] if weight_decay >= 0 else [f"weight_decay={weight_decay} must be at least 0."]
-
-
-def _pattern_faults(**patterns: Sequence[str]) -> list[str]:
-    faults = []
-    for name, values in patterns.items():
-        if isinstance(values, str):
-            faults.append(f"{name}={values!r} must be a list of regular expressions.")
-            continue
-        for value in values:
-            try:
-                re.compile(value)
-            except re.error as error:
-                faults.append(f"{name} holds {value!r}, no regular expression: {error}.")
-    return faults

@@ -106,7 +106,8 @@ def dry_run(settings: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             "The configuration is complete and consistent; nothing was trained.",
-            f"  parameters     {planned.num_parameters():,}",
+            f"  parameters     {planned.num_parameters():,}"
+            + (f" ({planned.num_trained():,} trained)" if planned.frozen else ""),
             f"  devices        {jax.device_count()} x {jax.devices()[0].device_kind} ({mesh})",
             f"  batch          {values['batch_size']} rows",
             f"  steps          {values['num_steps']:,}",

@@ -94,6 +94,7 @@ def train(
     grad_accum_steps: int = 1,
     ema: Averaging | None = None,
     skip_spikes: SkipSpikes | None = None,
+    frozen: Sequence[str] = (),
     stall_warning_secs: float | None = 600.0,
     seed: int = 0,
     sharding_rules: Sequence[sharding.Rule] = sharding.TEXT_RULES,
@@ -133,6 +134,8 @@ def train(
             `ema/`. None keeps none.
         skip_spikes: leaves out updates whose loss or gradient stands out, and counts them in the
             metric `skipped_updates`; None makes every update.
+        frozen: regular expressions searched in the names of parameters: those found stay as they
+            are, and need neither gradients nor memory of the optimizer.
         stall_warning_secs: when a batch, a step, an evaluation or a checkpoint takes longer, the
             stack of every thread is shown, again after twice the time, and so on; None for never.
         seed: of the initial parameters and of dropout.
@@ -168,6 +171,7 @@ def train(
         grad_accum_steps=grad_accum_steps,
         ema=ema,
         skip_spikes=skip_spikes,
+        frozen=frozen,
         seed=seed,
         sharding_rules=sharding_rules,
     )
@@ -285,9 +289,10 @@ def _announce(
 ) -> None:
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items() if size > 1)
     kind = plan.mesh.devices.flat[0].device_kind
+    trained = f" ({run_log.short_number(plan.num_trained())} trained)" if plan.frozen else ""
     log.message(
-        f"{run_log.short_number(plan.num_parameters())} parameters on {plan.mesh.devices.size} x "
-        f"{kind}{f' ({mesh})' if mesh else ''}, run directory {folder}"
+        f"{run_log.short_number(plan.num_parameters())} parameters{trained} on "
+        f"{plan.mesh.devices.size} x {kind}{f' ({mesh})' if mesh else ''}, run directory {folder}"
     )
     if step:
         left = f"{num_steps - step} to go" if step < num_steps else "none are left to do"

@@ -4,6 +4,8 @@
 `encoder/layers/0/mlp/wi/kernel`; a module and the plain dict of its parameters give the same ones.
 """
 
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,3 +22,24 @@ def path_name(key_path: tuple[Any, ...]) -> str:
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """Returns every leaf with its name, in the order of `jax.tree.leaves`."""
     return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the regular expressions is found anywhere in the name."""
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def pattern_faults(**patterns: Sequence[str]) -> list[str]:
+    """Returns what is wrong with settings that are lists of regular expressions."""
+    faults = []
+    for setting, values in patterns.items():
+        if isinstance(values, str):
+            # A list of its letters, it would match nearly every name.
+            faults.append(f"{setting}={values!r} must be a list of regular expressions.")
+            continue
+        for value in values:
+            try:
+                re.compile(value)
+            except re.error as error:
+                faults.append(f"{setting}: {value!r} is no regular expression ({error}).")
+    return faults

@@ -182,6 +182,14 @@ class ThreeRows:
         return next(self._batches)
 
 
+def test_costs_in_closed_form_say_that_they_leave_out_what_is_frozen(capsys):
+    argv = ["--gin_file=gin/runs/quickstart.gin"]
+    assert inspect.main([*argv, "--gin.trainer.train.frozen=['^encoder/']"]) == 0
+    assert "frozen=['^encoder/']: costs in closed form" in capsys.readouterr().err
+    assert inspect.main(argv) == 0
+    assert "frozen" not in capsys.readouterr().err
+
+
 def test_examples_are_decoded_and_taken_out_of_packed_rows():
     data = types.SimpleNamespace(build=lambda process_index, process_count: ThreeRows())
     examples = inspect.decoded_examples({"train_data": data}, 5)

@@ -70,10 +70,11 @@ def check_shapes(
     if not lines:
         return
     cause = "architecture" if what == "parameters" else "optimizer"
+    settings = cause if what == "parameters" else "optimizer and the trainer.train.frozen"
     raise errors.UserError(
         f"{where} was made by another {cause}; {len(lines)} of its {what} differ:\n"
         + "\n".join(f"- {line}" for line in errors.shortened(lines))
-        + f"\nUse the {cause} it was made with (config.gin in its run directory), or choose "
+        + f"\nUse the {settings} it was made with (config.gin in its run directory), or choose "
         "another run_dir."
     )
 

@@ -43,7 +43,8 @@ class Step:
         encoder_length, decoder_length: tokens of a row.
         packed: whether rows hold several examples.
         gradients_only: stops at the loss and gradients of one microbatch, without the update.
-        model, loss, optimizer, schedule, mesh, grad_accum_steps, seed, sharding_rules: as there.
+        model, loss, optimizer, schedule, mesh, grad_accum_steps, frozen, seed, sharding_rules: as
+            there.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Step:
     schedule: Schedule
     mesh: sharding.MeshConfig
     grad_accum_steps: int = 1
+    frozen: Sequence[str] = ()
     seed: int = 0
     sharding_rules: Sequence[sharding.Rule] = sharding.TEXT_RULES
 
@@ -89,6 +91,7 @@ class Step:
             },
             mesh=self.mesh,
             grad_accum_steps=self.grad_accum_steps,
+            frozen=self.frozen,
             seed=self.seed,
             sharding_rules=self.sharding_rules,
             devices=devices,

@@ -3,7 +3,6 @@
 `trainer` runs it; `train --dry_run` stops here, having checked that everything fits together.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from convt5.training.train_state import (
     TrainState,
     abstract_state,
     init_state,
-    parameters,
+    num_parameters,
     state_shardings,
 )
 from convt5.training.train_step import Loss, make_eval_step, make_train_step
@@ -42,6 +41,7 @@ class Plan(NamedTuple):
         batch_sharding: of every array of a batch.
         train_step, eval_step: jitted, not yet compiled.
         init_key: for the initial parameters.
+        frozen: patterns of the parameters that are not trained.
     """
 
     model: ModelConfig
@@ -53,14 +53,20 @@ class Plan(NamedTuple):
     train_step: Any
     eval_step: Any
     init_key: PRNGKeyArray
+    frozen: Sequence[str] = ()
 
     def init_state(self) -> TrainState:
         """Allocates the state before the first update."""
-        return init_state(self.model, self.updates, self.init_key, self.shardings)
+        return init_state(
+            self.model, self.updates, self.init_key, self.shardings, frozen=self.frozen
+        )
 
     def num_parameters(self) -> int:
-        trained = parameters(self.abstract.model)
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained))
+        """Returns how many the model has, frozen ones included."""
+        return self.num_trained() + num_parameters(self.abstract.model, frozen=True)
+
+    def num_trained(self) -> int:
+        return num_parameters(self.abstract.model, frozen=False)
 
 
 def row_lengths(**data: Any) -> dict[str, int] | None:
@@ -92,6 +98,7 @@ def make_plan(
     grad_accum_steps: int = 1,
     ema: Averaging | None = None,
     skip_spikes: SkipSpikes | None = None,
+    frozen: Sequence[str] = (),
     seed: int = 0,
     sharding_rules: Sequence[sharding.Rule] = sharding.TEXT_RULES,
     devices: Sequence[Any] | None = None,
@@ -104,7 +111,8 @@ def make_plan(
         devices: those to plan for, by default all of every host; others can be compiled for.
 
     Raises:
-        UserError: sizes that the mesh does not divide, or rules that do not fit the model.
+        UserError: sizes that the mesh does not divide, or rules or patterns that do not fit the
+            model.
     """
     if not -(2**63) <= seed < 2**63:
         raise errors.UserError(f"train: seed={seed} must be an integer of 64 bits.")
@@ -126,7 +134,11 @@ def make_plan(
         _check_eval_batch(device_mesh, eval_data.batch_size)
     updates = optimizer.build(schedule)
     abstract = abstract_state(
-        model, updates, with_ema=ema is not None, with_spikes=skip_spikes is not None
+        model,
+        updates,
+        with_ema=ema is not None,
+        with_spikes=skip_spikes is not None,
+        frozen=frozen,
     )
     shardings = state_shardings(abstract, device_mesh, sharding_rules)
     batch_sharding = sharding.token_sharding(device_mesh)
@@ -155,6 +167,7 @@ def make_plan(
         ),
         eval_step=make_eval_step(loss, shardings.model, batch_sharding),
         init_key=init_key,
+        frozen=frozen,
     )
 
 

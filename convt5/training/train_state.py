@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from convt5 import sharding
 from convt5.training.averaging import Averaging
+from convt5.training.freezing import Frozen, freeze
 from convt5.training.spikes import SpikeMemory
 from convt5.tree_paths import named_leaves
 
@@ -24,7 +26,7 @@ Tree = Any
 
 
 class ModelConfig(Protocol):
-    """A description that builds a model, whose `nnx.Param` variables are trained."""
+    """A description that builds a model, whose `nnx.Param` variables are its parameters."""
 
     def build(self, key: PRNGKeyArray) -> nnx.Module: ...
 
@@ -36,8 +38,9 @@ class TrainState:
 
     Attributes:
         step: updates made.
-        model: an NNX module; as a tree it holds the parameters, and statistics that no update of
-            the optimizer touches where it has any (`nnx.BatchStat`).
+        model: an NNX module; as a tree it holds the parameters, and what no update of the
+            optimizer touches: frozen parameters (`freezing.Frozen`) and, where it has any,
+            statistics (`nnx.BatchStat`).
         opt_state: of the optimizer over `parameters(model)`: plain containers and arrays.
         ema: the average of the model over its updates, another such module; None where the run
             keeps none.
@@ -97,8 +100,17 @@ class TrainState:
 
 
 def parameters(model: nnx.Module) -> dict[str, Any]:
-    """Returns the parameters as nested plain dicts: arrays and names, no library classes."""
+    """Returns those that are trained, as nested plain dicts: arrays and names, no library classes.
+
+    Frozen ones are not among them; see `num_parameters`.
+    """
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def num_parameters(model: nnx.Module, *, frozen: bool) -> int:
+    """Returns how many numbers the parameters hold that are frozen, or those that are trained."""
+    state = nnx.state(model, Frozen if frozen else nnx.Param)
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
 
 
 def _is_place_in_schedule(tree: Tree) -> bool:
@@ -118,9 +130,9 @@ def with_statistics(model: nnx.Module, statistics: Mapping[str, Array]) -> nnx.M
     Raises:
         KeyError: a name of no statistic: parameters change by updates alone.
     """
-    trained = {name for name, _ in named_leaves(parameters(model))}
+    *_, others = nnx.split(model, nnx.Param, Frozen, ...)
     leaves = dict(named_leaves(model))
-    if unknown := statistics.keys() - (leaves.keys() - trained):
+    if unknown := statistics.keys() - {name for name, _ in named_leaves(others)}:
         raise KeyError(f"no statistics of the model are called {', '.join(sorted(unknown))}")
     leaves |= {name: value.astype(leaves[name].dtype) for name, value in statistics.items()}
     return jax.tree.unflatten(jax.tree.structure(model), list(leaves.values()))
@@ -133,9 +145,10 @@ def new_state(
     *,
     with_ema: bool = False,
     with_spikes: bool = False,
+    frozen: Sequence[str] = (),
 ) -> TrainState:
     """Returns the state before the first update, wherever jax places it by itself."""
-    model = model_config.build(key)
+    model = freeze(model_config.build(key), frozen)
     ema = jax.tree.map(jnp.copy, model) if with_ema else None
     opt_state = optimizer.init(parameters(model))
     spikes = SpikeMemory.new() if with_spikes else None
@@ -148,11 +161,17 @@ def abstract_state(
     *,
     with_ema: bool = False,
     with_spikes: bool = False,
+    frozen: Sequence[str] = (),
 ) -> TrainState:
     """Returns the state with shapes in the place of arrays; allocates nothing."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     make = functools.partial(
-        new_state, model_config, optimizer, with_ema=with_ema, with_spikes=with_spikes
+        new_state,
+        model_config,
+        optimizer,
+        with_ema=with_ema,
+        with_spikes=with_spikes,
+        frozen=frozen,
     )
     return jax.eval_shape(make, key)
 
@@ -167,6 +186,8 @@ def init_state(
     optimizer: optax.GradientTransformation,
     key: PRNGKeyArray,
     shardings: TrainState,
+    *,
+    frozen: Sequence[str] = (),
 ) -> TrainState:
     """Returns the state before the first update, each device making only its own part."""
     make = functools.partial(
@@ -175,5 +196,6 @@ def init_state(
         optimizer,
         with_ema=shardings.ema is not None,
         with_spikes=shardings.spikes is not None,
+        frozen=frozen,
     )
     return jax.jit(make, out_shardings=shardings)(key)

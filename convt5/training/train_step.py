@@ -22,6 +22,7 @@ from convt5.ops import implementation
 from convt5.schedule import Schedule
 from convt5.sharding import BATCH_AXES, gathered, replicated
 from convt5.training.averaging import Averaging
+from convt5.training.freezing import without_gradients
 from convt5.training.spikes import SKIPPED, SkipSpikes
 from convt5.training.train_state import TrainState, parameters
 from convt5.tree_paths import named_leaves
@@ -188,7 +189,8 @@ def differentiated(loss: Loss, model_shardings: nnx.Module) -> SumsAndGradients:
     """Returns a function of model, batch and key: sums, and the gradients of `loss_sum`."""
 
     def loss_sum(model: nnx.Module, batch: Batch, key: PRNGKeyArray) -> tuple[Scalar, LossSums]:
-        sums = loss(_gather(model, model_shardings), batch, dropout_key=key)
+        whole = _gather(without_gradients(model), model_shardings)
+        sums = loss(whole, batch, dropout_key=key)
         return sums.loss_sum, sums
 
     def sums_and_gradients(model, batch, key):
