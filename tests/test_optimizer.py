@@ -169,7 +169,7 @@ def test_max_grad_norm_limits_all_gradients_together():
     ("make", "message"),
     [
         (lambda: AdafactorConfig(decay_exponent=0.0), "decay_exponent=0.0 must be positive"),
-        (lambda: AdafactorConfig(stacked=["("]), r"stacked holds '\(', no regular expression"),
+        (lambda: AdafactorConfig(stacked=["("]), r"stacked: '\(' is no regular expression"),
         (lambda: AdafactorConfig(stacked="bias"), "stacked='bias' must be a list"),
         (lambda: AdamWConfig(b2=1.0), r"b2=1.0 must be in \[0, 1\)"),
         (lambda: SGDConfig(weight_decay=-1.0), "weight_decay=-1.0 must be at least 0"),
