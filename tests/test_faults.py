@@ -397,11 +397,56 @@ class SpikyLoss(counting_run.Loss):
     """A thousand times the loss where the first example of a batch has one of these numbers."""
 
     at: tuple[int, ...] = (8 * 9,)
+    factor: float = 1000.0
 
     def __call__(self, model, batch, *, dropout_key=None):
         sums = super().__call__(model, batch, dropout_key=dropout_key)
         is_spike = jnp.isin(batch["number"][0], jnp.array(self.at))
-        return sums._replace(loss_sum=sums.loss_sum * jnp.where(is_spike, 1000.0, 1.0))
+        return sums._replace(loss_sum=sums.loss_sum * jnp.where(is_spike, self.factor, 1.0))
+
+
+@pytest.mark.parametrize("factor", [np.inf, np.nan])
+@pytest.mark.parametrize("measure", ["grad_norm", "loss"])
+def test_what_is_not_finite_is_left_out_of_updates_and_means(run, tmp_path, measure, factor):
+    loss = SpikyLoss(factor=factor)
+    rate = schedule.Constant(rate=1e-9)
+    skip = spikes.SkipSpikes(measure=measure, after_steps=4)
+    run(loss=loss, skip_spikes=skip, schedule=rate)
+    found = records(tmp_path / "run")
+    assert [r["skipped_updates"] for r in found] == [0.0] * 9 + [1.0] * 3
+    assert [r["step"] for r in found if "loss" not in r] == [10]
+    run("means", loss=loss, skip_spikes=skip, schedule=rate, log_every_steps=6)
+    *_, last = records(tmp_path / "means")
+    expected = np.mean([r["loss"] for r in found[6:] if "loss" in r])
+    np.testing.assert_allclose(last["loss"], expected, rtol=1e-5)
+
+
+def test_a_step_that_is_not_finite_changes_neither_parameters_nor_optimizer(run, tmp_path):
+    settings = {"loss": SpikyLoss(factor=np.nan), "skip_spikes": spikes.SkipSpikes(after_steps=4)}
+    for name, steps in (("before", 9), ("after", 10)):
+        run(name, num_steps=steps, **settings)
+    trees = [
+        reading.load_everything(tmp_path / name / "checkpoints" / step)
+        for name, step in (("before", "9"), ("after", "10"))
+    ]
+    for name in ("step", "state/3/count"):
+        assert [int(tree["optimizer"].pop(name)) for tree in trees] == [9, 10]
+    jax.tree.map(np.testing.assert_array_equal, *trees)
+
+
+@pytest.mark.parametrize(("after", "most", "last"), [(4, 2, 8), (4, 0, 6), (9, 2, 6)])
+def test_too_many_steps_that_are_not_finite_end_the_run(run, after, most, last):
+    """Steps 6, 7 and 8 are broken; none is left out while training settles."""
+    loss = SpikyLoss(at=(40, 48, 56), factor=np.nan)
+    skip = spikes.SkipSpikes(after_steps=after, max_not_finite=most)
+    with pytest.raises(errors.TrainingError, match=f"training stopped at step {last}:"):
+        run(loss=loss, skip_spikes=skip)
+
+
+def test_the_memory_of_spikes_is_that_of_earlier_versions_too():
+    memory = spikes.SpikeMemory.new({"mean": 0.5, "count": 3, "skipped": 1})
+    assert memory.state() == {"mean": 0.5, "count": 3, "skipped": 1, "not_finite": 0}
+    assert spikes.SpikeMemory.new(memory.state()).state() == memory.state()
 
 
 @pytest.mark.parametrize("measure", ["grad_norm", "loss"])
@@ -461,8 +506,10 @@ def test_a_change_that_lasts_is_followed():
 
 
 def test_impossible_settings_of_spikes_are_told_together():
-    with pytest.raises(errors.UserError, match="has 4 faults"):
-        spikes.SkipSpikes(measure="los", factor=1.0, horizon_steps=0, after_steps=0)
+    with pytest.raises(errors.UserError, match="has 5 faults"):
+        spikes.SkipSpikes(
+            measure="los", factor=1.0, horizon_steps=0, after_steps=0, max_not_finite=-1
+        )
 
 
 # Data.

@@ -428,14 +428,19 @@ class Meter:
         self._add("_steps", 1)
         self._add("_tokens", tokens)
         self._add("_data_wait", data_wait)
-        for name, value in metrics.items():
-            self._add(name, value)
+        if all(math.isfinite(metrics.get(name, 0.0)) for name in ("loss", "grad_norm")):
+            for name, value in metrics.items():
+                self._add(name, value)
+        else:
+            # Its update was left out, else the run had ended; means stay those of the others.
+            self._add("_left_out", 1)
         self._last = {name: metrics[name] for name in _AS_LAST if name in metrics}
 
     def take(self) -> dict[str, float]:
         """Returns the record of the window, and begins the next one.
 
-        Means over the steps since the last record (learning rate and counts: of the last), and
+        Means over the steps since the last record (learning rate and counts: of the last; without
+        steps whose update was left out for not being finite), and
         `tokens_per_second`, `seconds_per_step`, `data_wait_share` in [0, 1], `train_seconds` and
         `train_cpu_seconds` (of this host's processor, all threads) since the run began, and
         `flops_utilization` in [0, 1] where the peak is known.
@@ -449,7 +454,9 @@ class Meter:
         if not steps:
             return {}  # Nothing was counted: an evaluation alone.
         seconds = max(window.get("_seconds", 0.0), 1e-9)
-        record = {k: v / steps for k, v in window.items() if not k.startswith("_")} | self._last
+        measured = steps - window.get("_left_out", 0)
+        means = {k: v / measured for k, v in window.items() if not k.startswith("_")}
+        record = means | self._last
         record["seconds_per_step"] = seconds / steps
         record["data_wait_share"] = min(1.0, window["_data_wait"] / seconds)
         record["train_seconds"] = self._total_seconds

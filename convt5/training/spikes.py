@@ -26,11 +26,13 @@ class SpikeMemory(NamedTuple):
         mean: of the measure, over the last steps.
         count: steps measured.
         skipped: updates left out.
+        not_finite: the last steps, in a row, that had no finite loss or gradient.
     """
 
     mean: Float[Array, ""]
     count: Int[Array, ""]
     skipped: Int[Array, ""]
+    not_finite: Int[Array, ""]
 
     @staticmethod
     def new(state: Mapping[str, Any] | None = None) -> "SpikeMemory":
@@ -40,12 +42,15 @@ class SpikeMemory(NamedTuple):
             jnp.asarray(state["mean"], jnp.float32),
             jnp.asarray(state["count"], jnp.int32),
             jnp.asarray(state["skipped"], jnp.int32),
+            # Earlier versions left out none of these.
+            jnp.asarray(state.get("not_finite", 0), jnp.int32),
         )
 
     def state(self) -> dict[str, Any]:
         """Returns JSON values from which `new` makes the same memory, bit for bit."""
-        mean, count, skipped = jax.device_get(self)
-        return {"mean": float(mean), "count": int(count), "skipped": int(skipped)}
+        mean, *counts = jax.device_get(self)
+        names = ("count", "skipped", "not_finite")
+        return {"mean": float(mean), **dict(zip(names, map(int, counts), strict=True))}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,19 +58,23 @@ class SkipSpikes:
     """Leaves out an update where a measure exceeds `factor` times its running mean.
 
     A measure beyond that enters the mean as if it were just that, so that one spike hardly moves
-    it, and a change that lasts is followed within some steps.
+    it, and a change that lasts is followed within some steps. A loss or a gradient that is not
+    finite is left out as well, and out of the mean.
 
     Attributes:
         measure: "grad_norm", before any clipping, or "loss".
         factor: how many times the mean is too much, greater than 1.
         horizon_steps: steps over which the mean reaches back.
         after_steps: no update is left out before so many steps, while training settles.
+        max_not_finite: so many steps in a row may be left out for not being finite; one more ends
+            the run, as any does without `SkipSpikes`. 0 leaves out none of them.
     """
 
     measure: Measure = "grad_norm"
     factor: float = 10.0
     horizon_steps: int = 100
     after_steps: int = 100
+    max_not_finite: int = 10
 
     def __post_init__(self):
         faults = []
@@ -76,6 +85,8 @@ class SkipSpikes:
         for name in ("horizon_steps", "after_steps"):
             if getattr(self, name) < 1:
                 faults.append(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.max_not_finite < 0:
+            faults.append(f"max_not_finite={self.max_not_finite} must be at least 0.")
         errors.raise_all(faults, where="SkipSpikes")
 
     def judge(
@@ -85,17 +96,20 @@ class SkipSpikes:
 
         Args:
             memory: of the steps before.
-            measured: the step's measures by name.
+            measured: every `Measure` of the step by name.
         """
         value = measured[self.measure].astype(jnp.float32)
         limit = self.factor * memory.mean
         settled = memory.count >= self.after_steps
-        is_spike = settled & (value > limit)
-        entering = jnp.where(is_spike, limit, value)
+        is_finite = jnp.stack([jnp.isfinite(x) for x in measured.values()]).all()
+        is_bearable = memory.not_finite < self.max_not_finite
+        is_spike = settled & jnp.where(is_finite, value > limit, is_bearable)
+        entering = jnp.where(is_finite, jnp.where(is_spike, limit, value), memory.mean)
         weight = 1 / jnp.minimum(memory.count + 1, self.horizon_steps).astype(jnp.float32)
         after = SpikeMemory(
             memory.mean + (entering - memory.mean) * weight,
             memory.count + 1,
             memory.skipped + is_spike.astype(jnp.int32),
+            jnp.where(is_finite, 0, memory.not_finite + 1),
         )
         return is_spike, after

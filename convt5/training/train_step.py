@@ -102,7 +102,8 @@ def make_train_step(
     Returns:
         A function from state and batch to the next state and scalar metrics: `loss`, those of the
         loss, `loss_weight`, `grad_norm`, `param_norm` (before the update), `learning_rate`,
-        `all_finite` and `nonfinite_index`, and with `skip_spikes` also `skipped_updates`. Without
+        `all_finite` and `nonfinite_index`, and with `skip_spikes` also `skipped_updates`. A loss or
+        gradient that was left out counts as finite there. Without
         `all_finite` the state is of no use, and neither is any that comes after it: keeping the
         old one until all of the new one is known takes another copy of it, and a quarter of the
         bytes that a small batch moves.
@@ -119,13 +120,16 @@ def make_train_step(
         statistics = jax.tree.map(lambda x: x / grad_accum_steps, sums.statistics)
         updated = state.apply_gradients(optimizer, gradients).with_statistics(statistics)
         grad_norm = optax.tree.norm(gradients)
+        is_left_out = jnp.zeros((), bool)
         if skip_spikes is not None:
             measured = {"loss": sums.means()["loss"], "grad_norm": grad_norm}
             assert state.spikes is not None
-            is_spike, memory = skip_spikes.judge(state.spikes, measured)
-            updated = dataclasses.replace(updated.unless(is_spike, state), spikes=memory)
+            is_left_out, memory = skip_spikes.judge(state.spikes, measured)
+            updated = dataclasses.replace(updated.unless(is_left_out, state), spikes=memory)
         updated = updated.averaged(averaging)
-        index = _nonfinite_index(sums.loss_sum, state.model, gradients, updated)
+        index = _nonfinite_index(
+            sums.loss_sum, state.model, gradients, updated, is_left_out=is_left_out
+        )
         metrics = {
             **sums.means(),
             "loss_weight": sums.weight_sum,
@@ -258,10 +262,19 @@ def _mean(total: Array, weight: Scalar) -> Array:
 
 
 def _nonfinite_index(
-    loss_sum: Scalar, model: nnx.Module, gradients: nnx.Module, updated: TrainState
+    loss_sum: Scalar,
+    model: nnx.Module,
+    gradients: nnx.Module,
+    updated: TrainState,
+    *,
+    is_left_out: Bool[Array, ""],
 ) -> Int[Array, ""]:
-    """Returns -1, or what is first not finite: parameters, gradients, loss, then the update."""
-    flags = [*_finite_norms(model), *_finite_norms(gradients), jnp.isfinite(loss_sum)]
+    """Returns -1, or what is first not finite: parameters, gradients, loss, then the update.
+
+    Gradients and loss that were left out harm nothing.
+    """
+    of_batch = [*_finite_norms(gradients), jnp.isfinite(loss_sum)]
+    flags = [*_finite_norms(model), *(is_finite | is_left_out for is_finite in of_batch)]
     # Integers have no infinities; they count as finite.
     flags.append(jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(updated)]).all())
     broken = ~jnp.stack(flags)
