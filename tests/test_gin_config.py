@@ -349,6 +349,11 @@ def plugged(folder, monkeypatch) -> None:
         ("OPTIMIZER=@optimizer.SGDConfig", "Write @optimizer.SGDConfig(): the parentheses"),
         ("trainer.train.schedule=@schedule.Constant", "Write @schedule.Constant(): the par"),
         ("trainer.train.schedule=@optimizer.SGDConfig()", "must be a reference such as @module."),
+        (
+            "trainer.train.optimizer=@architecture.ConvT5Config()",
+            "must be a reference such as @mod",
+        ),
+        ("trainer.train.model=@optimizer.SGDConfig()", "such as @module.ModelConfig()"),
         ("trainer.train.checkpoint=@optimizer.SGDConfig()", "@module.CheckpointConfig() or None"),
         ("trainer.train.loss=@losses.TextLoss", "Write @losses.TextLoss()"),
         ("trainer.train.report=@plugin.Lazy", "must be a reference to something that can be"),

@@ -113,13 +113,25 @@ def _reference_fits(reference: ResolvedReference, hint: Any) -> bool:
         return _has(target, "__iter__")
     if is_protocol:
         # One that does a part may be enough for what is used; one that does nothing of it is not.
-        return any(_has(target, name) for name in _asked(kind))
+        return any(_has(target, name) and _is_meant(target, kind, name) for name in _asked(kind))
     return issubclass(target, kind)
 
 
 def _has(target: type, name: str) -> bool:
     """Whether a class itself, and not merely its metaclass, names something so."""
     return any(name in {**vars(base), **inspect.get_annotations(base)} for base in target.__mro__)
+
+
+def _is_meant(target: type, protocol: type, name: str) -> bool:
+    """Whether an attribute is what the protocol calls so: many descriptions have a `build`.
+
+    Our own methods tell by their arguments; others may name these as they like.
+    """
+    asked, found = getattr(protocol, name, None), getattr(target, name, None)
+    is_ours = target.__module__.startswith("convt5.")
+    if not (is_ours and inspect.isfunction(asked) and inspect.isfunction(found)):
+        return True
+    return inspect.signature(asked).parameters.keys() <= inspect.signature(found).parameters.keys()
 
 
 def _asked(protocol: type) -> set[str]:
