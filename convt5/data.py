@@ -98,7 +98,7 @@ class DataConfig:
                 f"mixture={provider.name!r} has no feature {' and '.join(sorted(missing))}; "
                 "an encoder-decoder reads 'inputs' and 'targets'."
             )
-        ranking = [task.name for task in seqio.get_subtasks(provider) if _ranks_labels(task)]
+        ranking = [task.name for task in seqio.get_subtasks(provider) if _holds_every_label(task)]
         if ranking:
             raise errors.UserError(
                 f"mixture={provider.name!r} ranks labels: {ranking[0]!r} holds each text with "
@@ -300,7 +300,7 @@ def _registered(name: str) -> seqio.Task | seqio.Mixture:
     return seqio.get_mixture_or_task(name)
 
 
-def _ranks_labels(task: seqio.Task) -> bool:
+def _holds_every_label(task: seqio.Task) -> bool:
     return any(
         getattr(step, "func", step) is classification.one_example_per_label
         for step in task.preprocessors
