@@ -137,8 +137,8 @@ def main(argv: Sequence[str]) -> int:
     subject = make_subject(name, settings, vars(flags))
     if settings.get("frozen"):
         print(
-            f"frozen={list(settings['frozen'])}: costs in closed form are those of training every "
-            "parameter; --topology compiles the step as it is.",
+            f"frozen={list(settings['frozen'])}: FLOPs and activations in closed form are those of "
+            "training every parameter; --topology compiles the step as it is.",
             file=sys.stderr,
         )
     from convt5.analysis.cost_report import make_report  # Help and usage errors need no jax.
@@ -255,6 +255,8 @@ def make_subject(name: str, settings: Mapping[str, Any], flags: Mapping[str, Any
         optimizer=settings.get("optimizer") or optimizer.AdafactorConfig(),
         mesh=mesh.sizes(devices),
         rules=settings.get("sharding_rules", sharding.TEXT_RULES),
+        frozen=settings.get("frozen", ()),
+        has_average=settings.get("ema") is not None,
         assumed=() if data else _assumed(flags, settings),
     )
 
@@ -279,7 +281,9 @@ def make_step(
         gradients_only=gradients_only,
         mesh=settings.get("mesh") or sharding.MeshConfig(),
         grad_accum_steps=subject.grad_accum_steps,
-        frozen=settings.get("frozen", ()),
+        ema=settings.get("ema"),
+        skip_spikes=settings.get("skip_spikes"),
+        frozen=subject.frozen,
         seed=settings.get("seed", 0),
         sharding_rules=subject.rules,
     )

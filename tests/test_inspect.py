@@ -1,11 +1,13 @@
 """`python -m convt5.inspect`: the report as text and JSON, its examples and its messages."""
 
 import json
+import math
 import pathlib
 import subprocess
 import sys
 import types
 
+import jax
 import numpy as np
 import pytest
 
@@ -182,10 +184,47 @@ class ThreeRows:
         return next(self._batches)
 
 
+def test_memory_leaves_out_what_frozen_parameters_do_not_need(gin_file):
+    whole = cost_report.make_report(little_subject(gin_file))
+    report = cost_report.make_report(little_subject(gin_file, frozen=("^encoder/",)))
+    encoder = sum(
+        4 * math.prod(p.shape) for p in report.parameters if p.name.startswith("encoder/")
+    )
+    assert report.memory.parameters == whole.memory.parameters
+    assert report.memory.gradients == whole.memory.gradients - encoder
+    assert report.memory.optimizer == whole.memory.optimizer - 2 * encoder  # AdamW's two moments.
+    assert report.num_trained == whole.num_trained - encoder // 4
+
+
+def test_an_average_of_the_model_takes_as_much_memory_again(gin_file):
+    memory = cost_report.make_report(little_subject(gin_file, has_average=True)).memory
+    without = cost_report.make_report(little_subject(gin_file)).memory
+    assert memory.average == memory.parameters
+    assert memory.total == without.total + memory.parameters
+
+
+def test_the_step_that_is_compiled_is_that_of_the_run():
+    bindings = [
+        "trainer.train.ema=@averaging.EMA()",
+        "averaging.EMA.decay=0.99",
+        "trainer.train.skip_spikes=@spikes.SkipSpikes()",
+        "trainer.train.frozen=['^encoder/']",
+    ]
+    settings, name = inspect.read_settings(["gin/runs/quickstart.gin"], bindings)
+    subject = inspect.make_subject(name, settings, {})
+    plan = inspect.make_step(subject, settings).plan(jax.devices()[:1])
+    assert subject.has_average
+    assert plan.abstract.ema is not None
+    assert plan.abstract.spikes is not None
+    assert plan.num_trained() < plan.num_parameters()
+
+
 def test_costs_in_closed_form_say_that_they_leave_out_what_is_frozen(capsys):
     argv = ["--gin_file=gin/runs/quickstart.gin"]
     assert inspect.main([*argv, "--gin.trainer.train.frozen=['^encoder/']"]) == 0
-    assert "frozen=['^encoder/']: costs in closed form" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "frozen=['^encoder/']: FLOPs and activations in closed form" in said.err
+    assert "the others are frozen" in said.out
     assert inspect.main(argv) == 0
     assert "frozen" not in capsys.readouterr().err
 

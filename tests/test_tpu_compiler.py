@@ -214,7 +214,7 @@ def example_report(**memory: int) -> step_report.StepReport:
         mesh={"data": 4, "fsdp": 1, "tensor": 1},
         flops=394e12,
         bytes_accessed=819e9,
-        memory=step_report.Memory(parameters=4, optimizer=2, **(parts | memory)),
+        memory=step_report.Memory(parameters=4, optimizer=2, average=0, **(parts | memory)),
         traffic=(
             Traffic(kind="all-reduce", axes=("data",), count=3, payload_bytes=6e9, sent_bytes=9e9),
         ),

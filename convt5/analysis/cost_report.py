@@ -15,7 +15,13 @@ from convt5.analysis import costs
 from convt5.architecture import ConvT5Config
 from convt5.optimizer import OptimizerConfig
 from convt5.training.run_log import short_number
-from convt5.training.train_state import TrainState, abstract_state, state_shardings
+from convt5.training.train_state import (
+    TrainState,
+    abstract_state,
+    num_parameters,
+    parameters,
+    state_shardings,
+)
 from convt5.tree_paths import named_leaves
 
 _PARTS = (
@@ -51,6 +57,9 @@ class Subject:
         optimizer: whose state is counted.
         mesh: sizes of the mesh axes `sharding.AXES`.
         rules: the sharding table.
+        frozen: patterns of the parameters that are not trained. Memory is that of training the
+            others; operations and activations are those of training all of them.
+        has_average: whether an average of the model is kept.
         assumed: settings among these that the configuration does not give.
     """
 
@@ -63,6 +72,8 @@ class Subject:
     optimizer: OptimizerConfig
     mesh: tuple[int, ...]
     rules: Sequence[sharding.Rule] = sharding.TEXT_RULES
+    frozen: Sequence[str] = ()
+    has_average: bool = False
     assumed: tuple[str, ...] = ()
 
 
@@ -92,12 +103,14 @@ class Report:
         cost: at the subject's lengths.
         memory: of one update, on each device.
         parameters: where they live.
+        num_trained: parameters that are not frozen.
     """
 
     subject: Subject
     cost: costs.ModelCost
     memory: costs.TrainingMemory
     parameters: tuple[ShardedParameter, ...]
+    num_trained: int
 
     def as_json(self) -> dict[str, Any]:
         """Returns plain values; a receptive field of null is the whole sequence."""
@@ -109,6 +122,7 @@ class Report:
             "batch_size": subject.batch_size,
             "assumed": list(subject.assumed),
             "parameters": cost.parameters,
+            "trained_parameters": self.num_trained,
             "parameters_by_part": parameters_by_part(cost.shapes),
             "forward_flops_per_example": cost.forward_flops,
             "training_flops_per_example": cost.training_flops,
@@ -136,7 +150,7 @@ class Report:
                 _describe(self.subject),
                 *([_stem_section(self.cost)] if self.cost.stem else []),
                 _layer_section(self.cost),
-                _totals_section(self.subject, self.cost),
+                _totals_section(self),
                 _memory_section(self.subject, self.memory),
                 _sharding_section(self.subject, self.parameters),
             ]
@@ -147,7 +161,8 @@ def make_report(subject: Subject) -> Report:
     """Returns the report on a subject.
 
     Raises:
-        UserError: sizes that the mesh does not divide, or rules that do not fit the model.
+        UserError: sizes that the mesh does not divide, or rules or patterns that do not fit the
+            model.
     """
     # Abstract devices: a large machine can be planned for on a small one.
     abstract_mesh = AbstractMesh(
@@ -166,7 +181,7 @@ def make_report(subject: Subject) -> Report:
     )
     # No cost depends on the learning rate.
     optimizer = subject.optimizer.build(schedule.Constant(rate=1.0))
-    state = abstract_state(config, optimizer)
+    state = abstract_state(config, optimizer, with_ema=subject.has_average, frozen=subject.frozen)
     shardings = state_shardings(state, mesh, subject.rules)
     cost = costs.model_cost(
         config, encoder_length=subject.encoder_length, decoder_length=subject.decoder_length
@@ -176,6 +191,7 @@ def make_report(subject: Subject) -> Report:
         cost=cost,
         memory=_device_memory(subject, cost, state, shardings),
         parameters=_sharded_parameters(state, shardings),
+        num_trained=num_parameters(state.model, frozen=False),
     )
 
 
@@ -215,18 +231,19 @@ def short_bytes(size: float) -> str:
 def _device_memory(
     subject: Subject, cost: costs.ModelCost, state: TrainState, shardings: TrainState
 ) -> costs.TrainingMemory:
-    parameter_bytes = device_bytes(state.model, shardings.model)
+    trained = device_bytes(parameters(state.model), parameters(shardings.model))
     gathered = device_bytes(state.model, sharding.gathered(shardings.model))
     axes = dict(zip(sharding.AXES, subject.mesh, strict=True))
     ways = math.prod(axes[axis] for axis in sharding.BATCH_AXES)
     rows = subject.batch_size // ways // subject.grad_accum_steps
     return costs.TrainingMemory(
-        parameters=parameter_bytes,
-        gradients=parameter_bytes,
+        parameters=device_bytes(state.model, shardings.model),
+        gradients=trained,
         optimizer=device_bytes(state.opt_state, shardings.opt_state),
         activations=rows * cost.activation_bytes / axes["sequence"],
         logits=2 * rows * cost.logits_bytes / (axes["sequence"] * axes["tensor"]),
         gathered=gathered if axes["fsdp"] > 1 else 0,
+        average=device_bytes(state.ema, shardings.ema),
     )
 
 
@@ -352,8 +369,12 @@ def _layer_row(layer: costs.LayerCost) -> tuple[str, ...]:
     )
 
 
-def _totals_section(subject: Subject, cost: costs.ModelCost) -> str:
+def _totals_section(report: Report) -> str:
+    subject, cost = report.subject, report.cost
     rows = [("parameters", f"{cost.parameters:,}", "")]
+    if report.num_trained < cost.parameters:
+        share = f"{100 * report.num_trained / cost.parameters:.1f} %"
+        rows.append(("  trained", f"{report.num_trained:,}", f"{share}, the others are frozen"))
     for part, count in parameters_by_part(cost.shapes).items():
         rows.append((f"  {part}", f"{count:,}", f"{100 * count / cost.parameters:.1f} %"))
     for stack in ("encoder", "decoder"):
@@ -375,6 +396,7 @@ def _memory_section(subject: Subject, memory: costs.TrainingMemory) -> str:
         ("parameters", short_bytes(memory.parameters), "float32"),
         ("gradients", short_bytes(memory.gradients), "float32"),
         ("optimizer state", short_bytes(memory.optimizer), type(subject.optimizer).__name__),
+        ("average", short_bytes(memory.average), "of the model over its updates, float32"),
         ("activations", short_bytes(memory.activations), "estimate, kept for the backward pass"),
         ("logits", short_bytes(memory.logits), "estimate, with their gradient"),
         ("gathered", short_bytes(memory.gathered), "parameters collected over fsdp, at most"),

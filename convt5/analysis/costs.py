@@ -168,11 +168,12 @@ class TrainingMemory:
 
     Attributes:
         parameters: float32.
-        gradients: float32, as many.
+        gradients: float32, as many as are trained.
         optimizer: its state.
         activations: kept between forward and backward pass.
         logits: the float32 logits and their gradient.
         gathered: float32 parameters collected from the devices that hold parts of them; at most.
+        average: float32, of a model that is averaged over its updates.
     """
 
     parameters: int
@@ -181,6 +182,7 @@ class TrainingMemory:
     activations: float
     logits: float
     gathered: int = 0
+    average: int = 0
 
     @property
     def total(self) -> float:

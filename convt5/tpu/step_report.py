@@ -26,8 +26,10 @@ from convt5.schedule import Schedule
 from convt5.tpu import collectives
 from convt5.tpu.topology import Topology
 from convt5.training import compilation
+from convt5.training.averaging import Averaging
 from convt5.training.plan import Plan, make_plan
 from convt5.training.run_log import short_number
+from convt5.training.spikes import SkipSpikes
 from convt5.training.train_step import Loss, differentiated
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -43,8 +45,8 @@ class Step:
         encoder_length, decoder_length: tokens of a row.
         packed: whether rows hold several examples.
         gradients_only: stops at the loss and gradients of one microbatch, without the update.
-        model, loss, optimizer, schedule, mesh, grad_accum_steps, frozen, seed, sharding_rules: as
-            there.
+        model, loss, optimizer, schedule, mesh, grad_accum_steps, ema, skip_spikes, frozen, seed,
+            sharding_rules: as there.
     """
 
     name: str
@@ -59,6 +61,8 @@ class Step:
     schedule: Schedule
     mesh: sharding.MeshConfig
     grad_accum_steps: int = 1
+    ema: Averaging | None = None
+    skip_spikes: SkipSpikes | None = None
     frozen: Sequence[str] = ()
     seed: int = 0
     sharding_rules: Sequence[sharding.Rule] = sharding.TEXT_RULES
@@ -91,6 +95,8 @@ class Step:
             },
             mesh=self.mesh,
             grad_accum_steps=self.grad_accum_steps,
+            ema=self.ema,
+            skip_spikes=self.skip_spikes,
             frozen=self.frozen,
             seed=self.seed,
             sharding_rules=self.sharding_rules,
@@ -119,7 +125,8 @@ class Memory:
     """Bytes on one device.
 
     Attributes:
-        parameters, optimizer: as the shardings split them, without the padding of layouts.
+        parameters, optimizer, average: as the shardings split them, without the padding of
+            layouts.
         arguments: state and batch, in the layouts of the device.
         results: what does not take the place of an argument.
         temporaries: everything that the step needs in between, not all of it at the same time.
@@ -129,6 +136,7 @@ class Memory:
 
     parameters: int
     optimizer: int
+    average: int
     arguments: int
     results: int
     temporaries: int
@@ -301,6 +309,7 @@ class StepReport:
             ("arguments", short_bytes(memory.arguments), "state and batch, of which"),
             ("  parameters", short_bytes(memory.parameters), ""),
             ("  optimizer state", short_bytes(memory.optimizer), ""),
+            *([("  average", short_bytes(memory.average), "")] if memory.average else []),
             ("results", short_bytes(memory.results), "beside those that replace arguments"),
             ("temporaries", short_bytes(memory.temporaries), ""),
             ("program", short_bytes(memory.code), ""),
@@ -379,6 +388,7 @@ def make_report(step: Step, topology: Topology, *, count_loops: bool = True) -> 
     flops, bytes_accessed = step.loops * (cost if whole is None else whole)
     memory = compiled.call.memory_analysis()
     mesh = dict(plan.mesh.shape)
+    updated = 0 if step.gradients_only else 1
     return StepReport(
         step=step,
         topology=topology,
@@ -387,9 +397,8 @@ def make_report(step: Step, topology: Topology, *, count_loops: bool = True) -> 
         bytes_accessed=float(bytes_accessed),
         memory=Memory(
             parameters=device_bytes(plan.abstract.model, plan.shardings.model),
-            optimizer=0
-            if step.gradients_only
-            else device_bytes(plan.abstract.opt_state, plan.shardings.opt_state),
+            optimizer=updated * device_bytes(plan.abstract.opt_state, plan.shardings.opt_state),
+            average=updated * device_bytes(plan.abstract.ema, plan.shardings.ema),
             arguments=memory.argument_size_in_bytes,
             results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
             temporaries=memory.temp_size_in_bytes,
