@@ -18,6 +18,7 @@ from convt5.vision.architecture import ViTConfig
 if TYPE_CHECKING:
     from convt5.analysis.cost_report import Subject
     from convt5.analysis.costs import StackName
+    from convt5.architecture import ConvT5Config
     from convt5.tpu.step_report import Step
 
 DEFAULTS = {"encoder_length": 512, "decoder_length": 114, "batch_size": 128}
@@ -244,7 +245,9 @@ def make_subject(name: str, settings: Mapping[str, Any], flags: Mapping[str, Any
         setting: _first_known(flags.get(setting), getattr(data, setting, None), default)
         for setting, default in DEFAULTS.items()
     }
-    _check_lengths(model, chosen)
+    _check_lengths(
+        model, {name: length for name, length in chosen.items() if name.endswith("_length")}
+    )
     devices = _first_known(flags.get("devices"), jax.device_count())
     mesh = settings.get("mesh") or sharding.MeshConfig()
     return cost_report.Subject(
@@ -451,16 +454,26 @@ def _check_flags(flags: Mapping[str, Any]) -> None:
     errors.raise_all(faults, where="flags")
 
 
-def _check_lengths(model: Any, lengths: Mapping[str, int]) -> None:
+def _check_lengths(model: "ConvT5Config", lengths: Mapping[str, int]) -> None:
+    limit = model.max_positions
+    if model.positions != "learned" or limit is None:
+        return
+    strides = {"encoder_length": model.stem_stride}
     errors.raise_all(
         [
-            f"{name}={length} is longer than max_positions={model.max_positions}, the rows of the "
-            f"learned position table; give --{name} up to that, or raise max_positions."
+            f"{name}={length} is longer than max_positions={limit}, the rows of the learned "
+            f"position table{_at_stride(stride)}; give --{name} up to {limit * stride}, or raise "
+            "max_positions."
             for name, length in lengths.items()
-            if model.positions == "learned" and length > model.max_positions
+            for stride in [strides.get(name, 1)]
+            if length > limit * stride
         ],
         where="lengths",
     )
+
+
+def _at_stride(stride: int) -> str:
+    return f" (one for {stride} tokens, the stem's stride)" if stride > 1 else ""
 
 
 if __name__ == "__main__":

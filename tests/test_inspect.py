@@ -324,6 +324,21 @@ def test_rows_longer_than_learned_positions_are_refused(gin_file):
     ]
     with pytest.raises(UserError, match="encoder_length=512 is longer than max_positions=256"):
         inspect.main([gin_file, *learned])
+    assert inspect.main([gin_file, *learned, "--encoder_length=256", "--batch_size=512"]) == 0
+
+
+def test_learned_positions_behind_a_stem_are_those_of_the_shortened_rows():
+    learned = ["architecture.ConvT5Config.positions=learned"]
+    learned += ["architecture.ConvT5Config.max_positions=16"]
+    settings, name = inspect.read_settings(["gin/models/stem_dynamic_tiny.gin"], learned)
+    flags = {"decoder_length": 16, "batch_size": 2, "devices": 1}
+    stride = settings["model"].stem_stride
+    assert stride > 1
+    subject = inspect.make_subject(name, settings, {**flags, "encoder_length": 16 * stride})
+    assert subject.encoder_length == 16 * stride
+    message = f"encoder_length={16 * stride + 1} is longer than max_positions=16, .*{stride} tokens"
+    with pytest.raises(UserError, match=message):
+        inspect.make_subject(name, settings, {**flags, "encoder_length": 16 * stride + 1})
 
 
 def test_command_runs_without_tensorflow_and_exits_with_zero(gin_file):

@@ -1,6 +1,7 @@
 """Predictions: in the order of the inputs, whatever they are computed with; in few shapes."""
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
@@ -15,6 +16,7 @@ import tiny_run
 from convt5.tasks import vocabularies
 
 from convt5 import sharding
+from convt5.architecture import TextStemConfig
 from convt5.errors import UserError
 from convt5.evaluation import hosts
 from convt5.evaluation.batching import PADDING_ROW, length_bucket, plan_batches
@@ -259,6 +261,17 @@ def test_lengths_come_from_training_and_fit_the_model():
     assert PredictConfig().completed(learned, trained).max_input_length == 30
     with pytest.raises(UserError, match=r"max_length=41 is longer than .* max_positions=40"):
         PredictConfig(max_length=41).completed(learned)
+
+
+def test_an_input_may_be_as_long_as_the_positions_behind_the_stem():
+    settings = {"positions": "learned", "max_positions": 40}
+    stem = TextStemConfig(strides=[2, 2])
+    model = dataclasses.replace(tiny_run.CONFIG, stem=stem, **settings)
+    assert PredictConfig().completed(model).task_lengths() == {"inputs": 160, "targets": 40}
+    trained = {"max_input_length": 157, "max_length": 8}
+    assert PredictConfig().completed(model, trained).max_input_length == 157
+    with pytest.raises(UserError, match=r"max_input_length=161 is longer than .*at most 160"):
+        PredictConfig(max_input_length=161).completed(model)
 
 
 def test_impossible_settings_are_reported_together():

@@ -69,16 +69,20 @@ class PredictConfig:
         Raises:
             UserError: a length beyond the model's learned positions.
         """
-        limit = model.max_positions if model.positions == "learned" else None
+        rows = model.max_positions if model.positions == "learned" else None
+        strides = {"max_input_length": model.stem_stride}
         values = {}
         for name, default in _LENGTHS.items():
             value = getattr(self, name)
+            stride = strides.get(name, 1)
+            limit = rows and rows * stride
             if value is None:
                 value = (trained_with or {}).get(name) or min(default, limit or default)
             if limit and value > limit:
+                each = f" for {stride} tokens each" if stride > 1 else ""
                 raise errors.UserError(
-                    f"{name}={value} is longer than the model's max_positions={limit}, its rows of "
-                    f"learned positions; set {name} to at most {limit}."
+                    f"{name}={value} is longer than the model's max_positions={rows}, its rows of "
+                    f"learned positions{each}; set {name} to at most {limit}."
                 )
             values[name] = value
         return dataclasses.replace(self, **values)
