@@ -23,7 +23,7 @@ class Config:
 
     Attributes:
         text: the configuration resolved to one gin file: every binding and every default that a
-            literal can express, no includes.
+            literal can express, the user's modules, no includes.
     """
 
     def __init__(self, text: str, macros: Iterable[str]):
@@ -76,7 +76,8 @@ def load(
             values that are missing.
     """
     statements = [*gin_files.read_all(files), *map(_command_line_binding, bindings)]
-    resolver = Resolver([s for s in statements if isinstance(s, Import)])
+    imports = [s for s in statements if isinstance(s, Import)]
+    resolver = Resolver(imports)
     every = [resolver.setting(s) for s in statements if isinstance(s, Binding)]
     root_values = [resolver.value(gin_files.parse_value(r), gin_files.COMMAND_LINE) for r in roots]
     related_values = [
@@ -87,7 +88,7 @@ def load(
         [*resolver.faults, *gin_checks.macro_faults(final, every, root_values)],
         where="configuration",
     )
-    errors.raise_all(gin_checks.import_faults(statements), where="configuration")
+    errors.raise_all(gin_checks.import_faults(imports), where="configuration")
     errors.raise_all(gin_checks.target_faults(final.values(), root_values), where="configuration")
     errors.raise_all(gin_checks.scope_faults(final.values(), every), where="configuration")
     errors.raise_all(gin_checks.number_faults(final.values()), where="configuration")
@@ -104,7 +105,7 @@ def load(
         raise errors.UserError(gin_checks.missing_message(walk.missing))
     kept = gin_checks.without_unused_macros(final, root_values)
     macros = [setting.name for setting in kept.values() if setting.target is None]
-    return Config(gin_text.text(kept, walk.defaults()), macros)
+    return Config(gin_text.text(kept, walk.defaults(), imports), macros)
 
 
 def folder(parts: Sequence[str]) -> str:

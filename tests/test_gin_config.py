@@ -540,6 +540,50 @@ def test_modules_of_one_name_stay_apart_in_the_resolved_text(write, folder, monk
     assert again.macro("RATE").peak == config.macro("RATE").peak == 0.5
 
 
+def test_modules_imported_for_what_they_do_stay_in_the_resolved_text(write, folder, monkeypatch):
+    """Tasks are registered so; a mixture of them comes after them, as it was written."""
+    (folder / "reviews.py").write_text("REGISTERED = ['task']\n")
+    (folder / "more").mkdir()
+    (folder / "more" / "mixtures.py").write_text(
+        "import sys\nsys.modules['reviews'].REGISTERED.append('mixture')\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    head = HEAD + "import reviews\nfrom more import mixtures"
+    text = gin_config.load([write("a.gin", COSINE, head=head)], roots=["%RATE"]).text
+    assert "from convt5 import schedule\nimport reviews\nfrom more import mixtures\n" in text
+    assert "gin_config" not in text  # Importing ours does nothing.
+    for name in ("reviews", "more.mixtures"):
+        del sys.modules[name]
+    again = gin_config.load([write("b.gin", text, head="")], roots=["%RATE"])
+    assert sys.modules["reviews"].REGISTERED == ["task", "mixture"]
+    assert again.text == text
+
+
+def test_a_module_of_the_user_that_is_not_found_says_how_it_can_be(write):
+    message = fault([write("a.gin", "import my_tasks\nMODEL = 1")])
+    assert "a.gin:5: import my_tasks: there is no module my_tasks" in message
+    assert "PYTHONPATH" in message
+
+
+@pytest.mark.parametrize("taken", [(), ("schedule_2",)])
+def test_a_module_of_the_user_may_be_called_as_one_of_ours(write, folder, monkeypatch, taken):
+    code = "def half(rate: float): return rate / 2\n"
+    monkeypatch.syspath_prepend(str(folder))
+    bindings = COSINE.replace("0.5", "@mine.half()") + "mine.half.rate = %R\nR = @a.half()\n"
+    head, uses = HEAD + "import schedule as mine\n", ["schedule", *taken]
+    for name in uses:
+        (folder / f"{name}.py").write_text(code)
+    if taken:
+        head += "import schedule_2 as a\n"
+        bindings += "a.half.rate = 2.0\n"
+    else:
+        bindings = bindings.replace("@a.half()", "1.0")
+    config = gin_config.load([write("a.gin", bindings, head=head)], roots=["%RATE"])
+    again = gin_config.load([write("b.gin", config.text, head="")], roots=["%RATE"])
+    assert again.macro("RATE").peak == config.macro("RATE").peak == 0.5
+    assert again.text == config.text
+
+
 def test_user_errors_of_constructors_come_without_the_lines_of_gin(write):
     config = gin_config.load([write("a.gin", COSINE)], ["STEPS=-1"], roots=["%RATE"])
     with pytest.raises(errors.UserError) as caught:

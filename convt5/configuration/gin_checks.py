@@ -81,9 +81,9 @@ def _similar(name: str, candidates: Iterable[str]) -> str:
     return hint
 
 
-def import_faults(statements: Iterable[Any]) -> Iterator[str]:
-    for statement in statements:
-        if isinstance(statement, Import) and statement.module != gin_files.DYNAMIC_REGISTRATION:
+def import_faults(imports: Iterable[Import]) -> Iterator[str]:
+    for statement in imports:
+        if statement.module != gin_files.DYNAMIC_REGISTRATION:
             try:
                 with quiet_imports.without_tensorflow_chatter():
                     importlib.import_module(statement.module)
@@ -101,8 +101,13 @@ def _not_found(module: str, error: ModuleNotFoundError) -> str:
     if module != missing and not module.startswith(f"{missing}."):
         return f"module {module} needs {missing}, which is not installed; install it."
     package, _, name = module.rpartition(".")
-    hint = errors.suggest(name, own_modules()) if package == "convt5" else ""
-    return f"there is no module {module}; correct the name or install the package.{hint}"
+    if package.partition(".")[0] == "convt5":
+        hint = errors.suggest(name, own_modules()) if package == "convt5" else ""
+        return f"there is no module {module}; correct the name.{hint}"
+    return (
+        f"there is no module {module}; correct the name, install its package, or name the folder "
+        "that it lies in: PYTHONPATH=FOLDER before the command."
+    )
 
 
 def _failed(error: Exception) -> str:

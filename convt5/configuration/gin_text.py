@@ -1,9 +1,10 @@
 """Writes a checked configuration as one gin file that repeats the run."""
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
+from convt5.configuration.gin_files import Import
 from convt5.configuration.gin_names import ResolvedReference, Setting, Target, flatten
 
 _HEADER = """\
@@ -12,13 +13,19 @@ from __gin__ import dynamic_registration
 """
 
 
-def text(final: Mapping[Any, Setting], defaults: Iterable[Setting]) -> str:
-    """Returns imports, macros and bindings, sorted; `defaults` are written like bindings."""
+def text(
+    final: Mapping[Any, Setting], defaults: Iterable[Setting], imports: Iterable[Import] = ()
+) -> str:
+    """Returns imports, macros and bindings, sorted; `defaults` are written like bindings.
+
+    Of the `imports` of the files those of the user's modules stay, in their order: they may be
+    there for what they do, such as to register a task.
+    """
     settings = [*final.values(), *defaults]
     values = (value for setting in settings for value in flatten(setting.value))
     targets = {value.target for value in values if isinstance(value, ResolvedReference)}
     targets |= {setting.target for setting in settings if setting.target}
-    names = _module_names({target.module for target in targets})
+    names = _module_names({target.module for target in targets}, imports)
     show = _Shower(names)
     macros = sorted(f"{s.name} = {show.value(s.value)}" for s in settings if not s.target)
     bindings = sorted(
@@ -28,21 +35,37 @@ def text(final: Mapping[Any, Setting], defaults: Iterable[Setting]) -> str:
     )
     groups = itertools.groupby(bindings, key=lambda binding: binding[0])
     sections = [
-        _HEADER + "\n".join(sorted(map(_import_line, names.items()))),
+        _HEADER + "\n".join(_import_lines(names)),
         "\n".join(macros),
         *("\n".join(line for _, line in group) for _, group in groups),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _module_names(modules: Iterable[str]) -> dict[str, str]:
-    """Returns a short unique name for every module."""
+def _module_names(modules: Iterable[str], imports: Iterable[Import]) -> dict[str, str]:
+    """Returns a short unique name for every module: ours first, then the user's as imported."""
+    imported = (statement.module for statement in imports)
+    theirs = dict.fromkeys(m for m in imported if not _is_ours(m))
     names: dict[str, str] = {}
-    for module in sorted(modules):
-        short = module.rsplit(".", 1)[-1]
-        taken = short in names.values() or short == "gin"
-        names[module] = module.replace(".", "_") if taken else short
+    for module in dict.fromkeys((*sorted(filter(_is_ours, modules)), *theirs, *sorted(modules))):
+        names[module] = _free_name(module, {"gin", *names.values()})
     return names
+
+
+def _is_ours(module: str) -> bool:
+    # `__gin__` stands in the header.
+    return module.partition(".")[0] in ("convt5", "__gin__")
+
+
+def _free_name(module: str, taken: Container[str]) -> str:
+    short, long = module.rsplit(".", 1)[-1], module.replace(".", "_")
+    numbered = (f"{long}_{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain((short, long), numbered) if name not in taken)
+
+
+def _import_lines(names: Mapping[str, str]) -> list[str]:
+    ours = sorted(_import_line(item) for item in names.items() if _is_ours(item[0]))
+    return [*ours, *(_import_line(item) for item in names.items() if not _is_ours(item[0]))]
 
 
 def _import_line(item: tuple[str, str]) -> str:
