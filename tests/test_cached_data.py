@@ -273,6 +273,20 @@ def test_the_command_keeps_no_more_rows_than_asked_for(tmp_path):
     assert splits["train"]["rows"] == 10
 
 
+def test_evaluation_without_end_is_refused_before_anything_is_made(tmp_path):
+    endless = "--gin.eval/data.DataConfig.num_epochs=None"
+    with pytest.raises(errors.UserError, match=r"num_epochs=None of eval_data .* never end"):
+        cache.main(
+            [
+                "--gin_file=gin/runs/quickstart.gin",
+                endless,
+                "--gin.trainer.train.eval_num_batches=None",
+                f"--output_dir={tmp_path}/cache",
+            ]
+        )
+    assert not list(tmp_path.iterdir())
+
+
 def test_positions_of_very_long_rows_are_kept(tmp_path):
     length = 2**16 + 4
     rows = made(rows=1) | {
