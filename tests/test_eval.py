@@ -18,6 +18,7 @@ from convt5 import sharding
 from convt5.errors import UserError
 from convt5.evaluation import checkpoints, task_data
 from convt5.evaluation.evaluator import Evaluator
+from convt5.evaluation.in_training import TaskEval
 from convt5.evaluation.predictor import Prediction, TargetScore
 from convt5.evaluation.results import Results
 from convt5.evaluation.settings import EvalConfig, PredictConfig
@@ -173,6 +174,24 @@ def test_padding_is_not_counted_on_any_mesh():
         found.append(evaluator.evaluate(evaluator.predictor(placed, mesh)).metrics)
     for other in found[1:]:
         assert other == pytest.approx(found[0], rel=1e-5)
+
+
+def test_a_measure_of_training_is_checked_before_its_examples_are_read():
+    task()
+    lengths = {"max_input_length": 24, "max_length": 6}
+    mesh = sharding.MeshConfig().build(jax.devices()[:1])
+    TaskEval(task="tiny_reviews", **lengths).check(tiny_run.CONFIG)
+    faults = {
+        "split=test is none of validation": {"split": "test"},
+        "num_examples=0 must be at least 1": {"num_examples": 0},
+        "max_length=0 must be at least 1": {"max_length": 0},
+        "task=pydoc_ul2 is a mixture; name one of its tasks: pydoc_ul2_r0": {"task": "pydoc_ul2"},
+    }
+    for message, settings in faults.items():
+        wrong = TaskEval(**{"task": "tiny_reviews", **lengths, **settings})
+        for called in (wrong.check, lambda model, own=wrong: own.build(model, mesh)):
+            with pytest.raises(UserError, match=message):
+                called(tiny_run.CONFIG)
 
 
 def test_a_task_without_the_split_is_refused():

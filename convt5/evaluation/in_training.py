@@ -14,7 +14,7 @@ class TaskEval:
     """A task whose own metrics are measured at every evaluation of a run.
 
     Attributes:
-        task: a seqio task, or the name of a registered one.
+        task: a seqio task, or the name of a registered one; each task of a mixture needs its own.
         split: the part of it that is read.
         num_examples, every_nth: which of its examples, as in `evaluation.EvalConfig`.
         max_input_length, max_length: of inputs and of targets or predictions, in tokens.
@@ -35,24 +35,44 @@ class TaskEval:
         """Reads the examples.
 
         Raises:
-            UserError: an unknown task or split, a vocabulary with more ids than the model has rows,
-                or no example.
+            UserError: as `check`, or there is no example.
         """
         # TensorFlow and seqio are only needed from here on.
-        from convt5.evaluation import task_data
         from convt5.evaluation.evaluator import Evaluator
 
-        (task,) = task_data.find_tasks([self.task])
+        task = self._found(model)
+        evaluator = Evaluator(task, self.split, self._predict(model), self._config())
+        return TaskMeasure(self.name, evaluator, mesh)
+
+    def check(self, model: ConvT5Config) -> None:
+        """Checks, without reading an example, that the model can be measured on the task.
+
+        Raises:
+            UserError: an unknown task or split, a mixture, a number out of range, or a vocabulary
+                with more ids than the model has rows.
+        """
+        self._found(model)
+        self._predict(model)
+        self._config()
+
+    def _found(self, model: ConvT5Config) -> Any:
+        from convt5.evaluation import task_data
+
+        task = task_data.find_task(self.task)
         task_data.check_task(task, self.split, vocab_size=model.vocab_size)
-        predict = PredictConfig(
+        return task
+
+    def _predict(self, model: ConvT5Config) -> PredictConfig:
+        return PredictConfig(
             max_input_length=self.max_input_length,
             max_length=self.max_length,
             batch_size=self.batch_size,
         ).completed(model)
-        config = EvalConfig(
+
+    def _config(self) -> EvalConfig:
+        return EvalConfig(
             split=self.split, num_examples=self.num_examples, every_nth=self.every_nth
         )
-        return TaskMeasure(self.name, Evaluator(task, self.split, predict, config), mesh)
 
 
 class TaskMeasure:

@@ -38,6 +38,21 @@ def find_tasks(named: Sequence[Any]) -> list[seqio.Task]:
     return list(tasks.values())
 
 
+def find_task(named: Any) -> seqio.Task:
+    """Returns one task of a name, or as an object.
+
+    Raises:
+        UserError: as `find_tasks`, or it is a mixture of several.
+    """
+    tasks = find_tasks([named])
+    if len(tasks) != 1:
+        names = ", ".join(task.name for task in tasks)
+        raise errors.UserError(
+            f"task={getattr(named, 'name', named)} is a mixture; name one of its tasks: {names}."
+        )
+    return tasks[0]
+
+
 def registered(name: str) -> seqio.Task | seqio.Mixture:
     """Returns the task or mixture of a name.
 
