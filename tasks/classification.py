@@ -7,6 +7,7 @@ local files, and `text_classification` for any other: a new task needs no Python
 
 import functools
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -246,8 +247,7 @@ def text_classification(
             a row (a field it lacks, nothing in it, an unknown label) is found when it is read.
     """
     text_fields = [text_field] if isinstance(text_field, str) else list(text_field)
-    names = labels if isinstance(labels, Mapping) else {label: label for label in labels}
-    names = {str(value): text for value, text in names.items()}
+    names = _named(labels, name)
     generated = list(dict.fromkeys(text for text in names.values() if text is not None))
     if prompt is None:
         prompt = " ".join([name, *(f"{field}: {{{field}}}" for field in text_fields)])
@@ -319,12 +319,15 @@ def classification_task(
             where it needs no decoding and no answer is invalid. The name gets "_rank" added.
 
     Raises:
-        UserError: fewer than two labels, or the same twice.
+        UserError: fewer than two labels, the same twice, or two that the vocabulary reads as one.
     """
+    given, labels = labels, [label.strip() for label in labels]
     if len(labels) < 2 or len(set(labels)) < len(labels) or "" in labels:
         raise errors.UserError(
-            f"labels={list(labels)} of {name} must be two or more different texts."
+            f"labels={list(given)} of {name} must be two or more different texts, apart from "
+            "blanks around them."
         )
+    _check_told_apart(labels, vocabulary, name)
     feature = seqio.Feature(vocabulary=vocabulary, add_eos=True)
     steps = [*preprocessors, functools.partial(to_text, prompt=prompt)]
     if rank:
@@ -376,7 +379,7 @@ def one_example_per_label(dataset: tf.data.Dataset, *, labels: Sequence[str]) ->
             "inputs": tf.fill([num_labels], example["inputs"]),
             "targets": tf.constant(list(labels)),
             "idx": tf.stack([numbers, tf.range(num_labels)], axis=1),
-            "is_correct": tf.equal(list(labels), example["targets"]),
+            "is_correct": tf.equal(list(labels), tf.strings.strip(example["targets"])),
         }
 
     return dataset.enumerate().map(expand).unbatch()
@@ -389,6 +392,47 @@ def _tfds_rows(
     keep: Callable[[Any], tf.Tensor] | None,
 ) -> tf.data.Dataset:
     return (dataset.filter(keep) if keep else dataset).map(to_row)
+
+
+def _named(labels: Labels, task: str) -> dict[str, str | None]:
+    """Returns what is generated for each text that may stand in a file, as texts without blanks."""
+    if isinstance(labels, str):
+        raise errors.UserError(
+            f"labels={labels!r} of {task} is one text; set labels to a list of two or more, such "
+            "as ['negative', 'positive']."
+        )
+    pairs = list(labels.items()) if isinstance(labels, Mapping) else [(x, x) for x in labels]
+    strange = [x for pair in pairs for x in pair if not isinstance(x, str | int | float | None)]
+    if strange or any(value is None for value, _ in pairs):
+        raise errors.UserError(
+            f"labels={labels!r} of {task} holds {(strange or [None])[0]!r}; set labels to texts."
+        )
+    names = {str(x).strip(): None if text is None else str(text).strip() for x, text in pairs}
+    if len(names) < len(pairs):
+        raise errors.UserError(
+            f"labels={labels!r} of {task} names one twice, apart from blanks around it; name each "
+            "once."
+        )
+    return names
+
+
+def _check_told_apart(labels: Sequence[str], vocabulary: seqio.Vocabulary, task: str) -> None:
+    """Raises `UserError` for labels of the same ids, where the vocabulary is at hand."""
+    path = getattr(vocabulary, "sentencepiece_model_file", None)
+    if path is None and not isinstance(vocabulary, seqio.ByteVocabulary):
+        return
+    if path is not None and not os.path.isfile(path):
+        return  # T5's own, which is downloaded when it is first used.
+    first: dict[tuple[int, ...], str] = {}
+    for label in labels:
+        other = first.setdefault(tuple(vocabulary.encode(label)), label)
+        if other != label:
+            raise errors.UserError(
+                f"labels {other!r} and {label!r} of {task} are the same ids to the vocabulary "
+                f"{path or type(vocabulary).__name__}, which lacks what they differ in; rename "
+                "them, such as labels={'0': 'negative', '1': 'positive'}, or take another "
+                "vocabulary."
+            )
 
 
 def _label(row: Row, field: str, names: Mapping[str, str | None]) -> str | None:

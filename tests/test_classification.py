@@ -463,6 +463,49 @@ def test_rows_that_are_cut_end_with_their_end_token(tmp_path):
             assert [example[name][-1] for name in lengths] == [1, 1]
 
 
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        ([0, 1], ["1", "0", "1"]),
+        ({"0": 0, "1": 1}, ["1", "0", "1"]),
+        ({0: "no ", " 1": "yes\n"}, ["yes", "no", "yes"]),
+    ],
+)
+def test_labels_are_read_as_texts_without_blanks_around_them(tmp_path, labels, expected):
+    rows = [{"text": "x", "label": label} for label in (1, "0", "1 ")]
+    path = write_rows(tmp_path / "train.jsonl", rows)
+    task = text_classification(path, labels, validation_fraction=0)
+    found = [task.postprocess_fn(label) for _, label in texts(task)]
+    assert found == expected
+    assert task.predict_metric_fns[0](found, found)["accuracy"] == 100.0
+    ranked = text_classification(path, labels, validation_fraction=0, rank=True)
+    right = [e for e in examples(ranked) if e["is_correct"]]
+    assert [e["targets_pretokenized"].decode() for e in right] == expected
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ("yes", "labels='yes' of text_classification is one text"),
+        (["yes", " "], "must be two or more different texts"),
+        (["yes", "yes "], "names one twice"),
+        (["yes", None], "holds None"),
+        ({"0": ["no"], "1": "yes"}, r"holds \['no'\]"),
+        ({"0": "yes", "1": "yes "}, "must be two or more different texts"),
+    ],
+)
+def test_labels_that_are_no_different_texts_are_refused(folder, labels, message):
+    with pytest.raises(errors.UserError, match=message):
+        text_classification(folder, labels)
+
+
+def test_labels_that_the_vocabulary_takes_for_one_are_refused(folder, shared_data):
+    vocabulary = vocabularies.sentencepiece(str(shared_data / "vocab" / "seqio_test.model"))
+    with pytest.raises(errors.UserError, match=r"'正面' and '负面' of .*seqio_test\.model"):
+        text_classification(folder, ["正面", "负面"], vocabulary=vocabulary)
+    assert text_classification(folder, ["正面", "负面"])
+
+
 def test_fields_may_have_any_name_but_that_of_the_answer(tmp_path):
     row = '{"Review Text": "fine", "star-rating": "good", "label": "a label"}\n'
     (tmp_path / "train.jsonl").write_text(row * 2)
