@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from convt5 import errors
-from convt5.tree_paths import named_leaves, path_name
+from convt5.tree_paths import named_leaves, path_name, pattern_faults
 
 Tree = Any
 
@@ -87,13 +87,38 @@ class Rule:
 
     Attributes:
         pattern: regular expression searched in the parameter name.
-        axes: the mesh axis, the axes, or None, for each array axis; missing ones are None.
+        axes: the mesh axis, the axes, or None, for each array axis; missing ones are None. Lists
+            stand for tuples.
         optional: whether a model may have no such parameter; otherwise that is an error.
     """
 
     pattern: str
     axes: tuple[str | tuple[str, ...] | None, ...] = ()
     optional: bool = False
+
+    def __post_init__(self):
+        if isinstance(self.axes, list | tuple):
+            axes = tuple(tuple(a) if isinstance(a, list) else a for a in self.axes)
+            object.__setattr__(self, "axes", axes)
+        faults = [*pattern_faults(pattern=[self.pattern]), *_axis_faults(self.axes)]
+        errors.raise_all(faults, where="Rule")
+
+
+def _axis_faults(axes: object) -> list[str]:
+    if not isinstance(axes, tuple):
+        return [f"axes={axes!r} must be a list with an entry for each array axis."]
+    groups = [a if isinstance(a, tuple) else (a,) for a in axes if a is not None]
+    named = [axis for group in groups for axis in group]
+    rule = f"must be one of {', '.join(AXES)}, several of these in a list, or None for no split"
+    return [
+        f"axes={axes!r}: {axis!r} {rule}.{errors.suggest(str(axis), AXES)}"
+        for axis in named
+        if axis not in AXES
+    ] + [
+        f"axes={axes!r} names {axis} twice; an array is split along each mesh axis at most once."
+        for axis in AXES
+        if named.count(axis) > 1
+    ]
 
 
 # Channels of a convolution are independent, so they stay split over "tensor" from the input

@@ -110,6 +110,29 @@ def test_all_faults_of_a_table_are_listed_together():
     assert "optional'" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "axes", "message"),
+    [
+        ("[", (), r"pattern: '\[' is no regular expression"),
+        ("w$", ("modle",), "'modle' must be one of data, fsdp, sequence, tensor"),
+        ("w$", (("fsdp", "tensr"), None), "'tensr' must .* Did you mean tensor"),
+        ("w$", ("fsdp", ("tensor", "fsdp")), "fsdp twice"),
+        ("w$", (0,), "0 must be one of"),
+        ("w$", (("fsdp", None),), "None must be one of"),
+        ("w$", "tensor", r"axes='tensor' must be a list"),
+    ],
+)
+def test_a_rule_that_cannot_be_is_named(pattern, axes, message):
+    with pytest.raises(UserError, match=f"Rule: .*{message}"):
+        Rule(pattern, axes)
+
+
+def test_a_rule_may_be_given_lists_as_gin_files_write_them():
+    rule = Rule("w$", [["fsdp", "tensor"], None])  # pyright: ignore[reportArgumentType]
+    assert rule == Rule("w$", (("fsdp", "tensor"), None))
+    assert hash(rule)
+
+
 def test_an_axis_that_the_mesh_does_not_divide_is_named():
     params = abstract(w=(6, 4))
     with pytest.raises(
