@@ -505,6 +505,34 @@ def test_a_change_that_lasts_is_followed():
     assert int(memory.skipped) == sum(left_out)
 
 
+def judged(skip, values, memory=None):
+    """Returns the steps that are left out, and the memory after them."""
+    memory, left_out = memory or spikes.SpikeMemory.new(), []
+    judge = jax.jit(skip.judge)
+    for step, value in enumerate(values):
+        is_spike, memory = judge(memory, dict.fromkeys(("loss", "grad_norm"), jnp.float32(value)))
+        left_out += [step] if is_spike else []
+    return left_out, memory.state()
+
+
+def test_batches_without_a_target_tell_nothing_of_what_is_too_much():
+    """Their gradient is 0. A mean of 0 would be exceeded by every step, for ever."""
+    skip = spikes.SkipSpikes(factor=4.0, horizon_steps=20, after_steps=5)
+    steps = [1.0, 2.0] * 10 + [100.0] + [1.0] * 9
+    known, memory = judged(skip, steps)
+    assert known == [20]
+    assert judged(skip, [0.0] * 30 + steps) == ([50], memory)
+    between = [value for step in steps for value in (step, 0.0, 0.0)]
+    assert judged(skip, between) == ([60], memory)
+
+
+def test_a_mean_of_zero_that_was_kept_leaves_out_nothing():
+    memory = spikes.SpikeMemory.new({"mean": 0.0, "count": 200, "skipped": 100})
+    left_out, after = judged(spikes.SkipSpikes(), [1.0] * 9, memory)
+    assert left_out == []
+    assert after == {"mean": 1.0, "count": 9, "skipped": 100, "not_finite": 0}
+
+
 def test_impossible_settings_of_spikes_are_told_together():
     with pytest.raises(errors.UserError, match="has 5 faults"):
         spikes.SkipSpikes(

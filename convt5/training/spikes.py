@@ -24,7 +24,7 @@ class SpikeMemory(NamedTuple):
 
     Attributes:
         mean: of the measure, over the last steps.
-        count: steps measured.
+        count: steps whose measure entered the mean.
         skipped: updates left out.
         not_finite: the last steps, in a row, that had no finite loss or gradient.
     """
@@ -40,7 +40,8 @@ class SpikeMemory(NamedTuple):
         state = state or {"mean": 0.0, "count": 0, "skipped": 0}
         return SpikeMemory(
             jnp.asarray(state["mean"], jnp.float32),
-            jnp.asarray(state["count"], jnp.int32),
+            # Earlier versions let zeros enter; of nothing but these, the mean would be no limit.
+            jnp.asarray(state["count"] if state["mean"] > 0 else 0, jnp.int32),
             jnp.asarray(state["skipped"], jnp.int32),
             # Earlier versions left out none of these.
             jnp.asarray(state.get("not_finite", 0), jnp.int32),
@@ -59,13 +60,15 @@ class SkipSpikes:
 
     A measure beyond that enters the mean as if it were just that, so that one spike hardly moves
     it, and a change that lasts is followed within some steps. A loss or a gradient that is not
-    finite is left out as well, and out of the mean.
+    finite is left out as well, and out of the mean. Nor does 0 enter the mean: the gradient of a
+    batch without a target tells nothing of other batches.
 
     Attributes:
         measure: "grad_norm", before any clipping, or "loss".
         factor: how many times the mean is too much, greater than 1.
         horizon_steps: steps over which the mean reaches back.
-        after_steps: no update is left out before so many steps, while training settles.
+        after_steps: no update is left out before so many steps have entered the mean, while
+            training settles.
         max_not_finite: so many steps in a row may be left out for not being finite; one more ends
             the run, as any does without `SkipSpikes`. 0 leaves out none of them.
     """
@@ -104,11 +107,12 @@ class SkipSpikes:
         is_finite = jnp.stack([jnp.isfinite(x) for x in measured.values()]).all()
         is_bearable = memory.not_finite < self.max_not_finite
         is_spike = settled & jnp.where(is_finite, value > limit, is_bearable)
-        entering = jnp.where(is_finite, jnp.where(is_spike, limit, value), memory.mean)
+        enters = is_finite & (value > 0)
+        entering = jnp.where(enters, jnp.where(is_spike, limit, value), memory.mean)
         weight = 1 / jnp.minimum(memory.count + 1, self.horizon_steps).astype(jnp.float32)
         after = SpikeMemory(
             memory.mean + (entering - memory.mean) * weight,
-            memory.count + 1,
+            memory.count + enters.astype(jnp.int32),
             memory.skipped + is_spike.astype(jnp.int32),
             jnp.where(is_finite, 0, memory.not_finite + 1),
         )
