@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from convt5 import errors
+from convt5.configuration import checks
 
 Rate = Float[Array, ""]
 
@@ -61,6 +62,7 @@ class InverseSqrt:
                 f"warmup_steps={self.warmup_steps} must be at least 1: the first rate is "
                 "multiplier / sqrt(warmup_steps)."
             )
+        faults += checks.step_faults(self, ["warmup_steps"])
         errors.raise_all(faults, where="InverseSqrt")
 
     def __call__(self, step: ArrayLike) -> Rate:
@@ -129,6 +131,7 @@ class EpochCosine:
             for name in ("warmup_factor", "final_fraction")
             if not 0 <= getattr(self, name) <= 1
         ]
+        faults += checks.step_faults(self, ["num_epochs", "steps_per_epoch", "warmup_epochs"])
         errors.raise_all(faults, where="EpochCosine")
 
     def __call__(self, step: ArrayLike) -> Rate:
@@ -196,4 +199,5 @@ def _decay_faults(schedule: Cosine | Linear) -> list[str]:
         )
     if not 0 <= schedule.final_fraction <= 1:
         faults.append(f"final_fraction={schedule.final_fraction} must be in [0, 1].")
-    return faults
+    # warmup_steps is less than total_steps.
+    return faults + checks.step_faults(schedule, ["total_steps"])

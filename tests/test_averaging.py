@@ -78,6 +78,12 @@ def test_during_warm_up_the_average_is_the_model_bit_for_bit():
         (lambda: EMA(decay=1.0), r"decay=1.0 must be in \[0, 1\)"),
         (lambda: EMA(every_steps=0), "every_steps=0 must be an integer of at least 1"),
         (lambda: EMA(warmup_steps=-1), "warmup_steps=-1 must be an integer of at least 0"),
+        (lambda: EMA(warmup_steps=2**31), "warmup_steps=2147483648 must be less than 2147483648"),
+        (lambda: EMA(every_steps=2**31), "every_steps=2147483648 must be less than 2147483648"),
+        (
+            lambda: ScaledEMA(batch_size=1, num_epochs=1, warmup_steps=2**31),
+            "warmup_steps=2147483648 must be less than 2147483648",
+        ),
         (lambda: ScaledEMA(batch_size=0, num_epochs=1), "batch_size=0"),
         (lambda: ScaledEMA(batch_size=1, num_epochs=1, factor=0.0), "factor=0.0 must be positive"),
     ],

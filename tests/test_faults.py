@@ -540,6 +540,12 @@ def test_impossible_settings_of_spikes_are_told_together():
         )
 
 
+def test_spikes_that_no_step_can_have_are_refused():
+    counts = dict.fromkeys(("horizon_steps", "after_steps", "max_not_finite"), 2**31)
+    with pytest.raises(errors.UserError, match="has 3 faults"):
+        spikes.SkipSpikes(**counts)
+
+
 # Data.
 
 

@@ -90,3 +90,27 @@ def test_a_cosine_by_epochs_changes_once_in_an_epoch_and_is_that_of_the_paper(wa
 def test_an_impossible_schedule_is_refused_by_name_and_value(make, message):
     with pytest.raises(UserError, match=message):
         make()
+
+
+MANY = 2**31
+
+
+@pytest.mark.parametrize(
+    ("make", "setting"),
+    [
+        (lambda n: InverseSqrt(warmup_steps=n), "warmup_steps"),
+        (lambda n: Cosine(peak=1.0, total_steps=n), "total_steps"),
+        (lambda n: Linear(peak=1.0, total_steps=n), "total_steps"),
+        (lambda n: Linear(peak=1.0, total_steps=n, warmup_steps=n - 1), "total_steps"),
+        (lambda n: EpochCosine(peak=1.0, num_epochs=5, steps_per_epoch=n), "steps_per_epoch"),
+        (lambda n: EpochCosine(peak=1.0, num_epochs=n, steps_per_epoch=5), "num_epochs"),
+        (
+            lambda n: EpochCosine(peak=1.0, num_epochs=5, steps_per_epoch=5, warmup_epochs=n),
+            "warmup_epochs",
+        ),
+    ],
+)
+def test_counts_that_no_step_can_have_are_refused(make, setting):
+    assert np.isfinite(float(jax.jit(make(MANY - 1))(jnp.int32(5))))
+    with pytest.raises(UserError, match=f"{setting}=2147483648 must be less than 2147483648"):
+        make(MANY)

@@ -6,6 +6,7 @@ from typing import Any, get_args
 from convt5 import errors
 
 MOST_LAYERS = 1000
+MOST_STEPS = 2**31
 
 
 def is_positive_int(value: object) -> bool:
@@ -37,6 +38,16 @@ def least_faults(description: object, names: Iterable[str]) -> list[str]:
         f"{name}={value} must be at least 1."
         for name, value in values.items()
         if value is not None and value < 1
+    ]
+
+
+def step_faults(description: object, names: Iterable[str]) -> list[str]:
+    """Returns a line for each attribute that counts more steps than a compiled step can."""
+    values = {name: getattr(description, name) for name in names}
+    return [
+        f"{name}={value} must be less than {MOST_STEPS} (2 ** 31): steps are counted in 32 bits."
+        for name, value in values.items()
+        if value >= MOST_STEPS
     ]
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from convt5 import errors
+from convt5.configuration import checks
 
 Tree = TypeVar("Tree")
 
@@ -41,6 +42,7 @@ class EMA:
         faults = _count_faults(
             every_steps=(self.every_steps, 1), warmup_steps=(self.warmup_steps, 0)
         )
+        faults += checks.step_faults(self, ["every_steps", "warmup_steps"])
         if not 0 <= self.decay < 1:
             faults.append(f"decay={self.decay} must be in [0, 1).")
         errors.raise_all(faults, where="EMA")
@@ -77,6 +79,7 @@ class ScaledEMA:
             num_epochs=(self.num_epochs, 1),
             warmup_steps=(self.warmup_steps, 0),
         )
+        faults += checks.step_faults(self, ["every_steps", "warmup_steps"])
         if not self.factor > 0:
             faults.append(f"factor={self.factor} must be positive.")
         errors.raise_all(faults, where="ScaledEMA")

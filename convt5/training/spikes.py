@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from convt5 import errors
+from convt5.configuration import checks
 
 Measure = Literal["grad_norm", "loss"]
 SKIPPED = "skipped_updates"
@@ -90,6 +91,7 @@ class SkipSpikes:
                 faults.append(f"{name}={getattr(self, name)} must be at least 1.")
         if self.max_not_finite < 0:
             faults.append(f"max_not_finite={self.max_not_finite} must be at least 0.")
+        faults += checks.step_faults(self, ["horizon_steps", "after_steps", "max_not_finite"])
         errors.raise_all(faults, where="SkipSpikes")
 
     def judge(
