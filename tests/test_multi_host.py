@@ -56,6 +56,18 @@ def test_settings_that_make_no_sense_are_told(environ, flags, message):
         settings(environ, **flags)
 
 
+@pytest.mark.parametrize("address", ["head:", "head:abc", "head:0", "head:65536", ":8476", "h:-1"])
+def test_an_address_without_a_port_that_exists_is_told(address):
+    """The runtime of JAX crashes of a port that is no number, and accepts others."""
+    with pytest.raises(errors.UserError, match=f"address='{address}' must be HOST:PORT with"):
+        settings(ALL, coordinator_address=address)
+
+
+@pytest.mark.parametrize("address", ["head:1", "10.0.0.2:65535", "[::1]:8476"])
+def test_an_address_is_a_host_and_a_port(address):
+    assert settings(ALL, coordinator_address=address)["coordinator_address"] == address
+
+
 def test_the_commands_have_the_flags():
     parsed = command_line.parse(train.COMMAND, ["--gin_file=a.gin", "--num_processes=2"]).flags
     assert (parsed.num_processes, parsed.process_id) == (2, None)

@@ -7,6 +7,7 @@ GKE, SLURM and `launch/local.py`.
 import argparse
 import contextlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -64,11 +65,8 @@ def settings(
             f"several processes, but {' and '.join(missing)} is missing; give it, or --multi_host "
             "where JAX can find it (Cloud TPU, GKE, SLURM)."
         )
-    if "coordinator_address" in given and ":" not in given["coordinator_address"]:
-        raise errors.UserError(
-            f"coordinator_address={given['coordinator_address']!r} must be HOST:PORT, such as "
-            "10.0.0.2:8476."
-        )
+    if "coordinator_address" in given:
+        _check_address(given["coordinator_address"])
     if not missing:
         index, count = given["process_id"], given["num_processes"]
         if not 0 <= index < count:
@@ -119,6 +117,16 @@ def _leave(error: BaseException) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(getattr(error, "exit_code", 1))
+
+
+def _check_address(address: str) -> None:
+    """The runtime of JAX crashes of a port that is no number, and accepts others that are none."""
+    host, _, port = address.rpartition(":")
+    if not host or not re.fullmatch("[0-9]+", port) or not 0 < int(port) < 2**16:
+        raise errors.UserError(
+            f"coordinator_address={address!r} must be HOST:PORT with a port from 1 to 65535, such "
+            "as 10.0.0.2:8476."
+        )
 
 
 def _heartbeat(environ: Mapping[str, str]) -> int:
