@@ -10,7 +10,7 @@
 #   start    starts training on all workers; it goes on when this connection ends
 #   wait     waits until the training or the slice has ended; exit code 3: the slice is gone
 #   logs     copies the output of all workers to logs/NAME/WORKER.log
-#   stop     asks all workers to save at the next step and stop
+#   stop     asks all workers to save at the next step and stop; keep ends with it
 #   delete   gives the slice back
 #
 #   --accelerator_type=T  what to ask for, such as v5litepod-16
@@ -165,8 +165,11 @@ python3 -m pip install --quiet --user uv && python3 -m uv sync --quiet --extra t
 
 start() {
   (($#)) || usage "flags of convt5.train are needed after --."
-  on_all_workers "cd convt5 && rm -f exit_code && ${variables}nohup setsid bash -c \
-'.venv/bin/python -m convt5.train --multi_host \"\$@\" & echo \$! > pid; wait \$!; echo \$? > exit_code' \
+  # A run that was saved because someone asked for it (stop) ends with 130, as after Ctrl-C: the
+  # cloud did not interrupt it, and keep does not go on with it.
+  on_all_workers "cd convt5 && rm -f exit_code stopped && ${variables}nohup setsid bash -c \
+'.venv/bin/python -m convt5.train --multi_host \"\$@\" & echo \$! > pid; wait \$!; code=\$?; \
+((code != 143)) || [[ ! -e stopped ]] || code=130; echo \$code > exit_code' \
 train$flags >> train.log 2>&1 < /dev/null &"
 }
 
@@ -203,7 +206,7 @@ logs() {
   on_all_workers 'cat convt5/train.log' --output-directory="logs/$name"
 }
 
-stop() { on_all_workers "xargs kill -TERM < convt5/pid"; }
+stop() { on_all_workers "cd convt5 && touch stopped && xargs kill -TERM < pid"; }
 
 delete() {
   run gcloud compute tpus queued-resources delete "$name" --zone="$zone" --force --quiet
@@ -221,7 +224,8 @@ keep() {
     case $code in
       0) return 0 ;;
       2) return 2 ;; # A wrong setting: trying again would not help.
-      3) failures=0 ;; # Preempted.
+      130) return 130 ;; # Someone stopped it.
+      3 | 143) failures=0 ;; # Preempted, and perhaps saved before the slice was gone.
       *) failures=$((failures + 1)) ;;
     esac
     if ((failures == 3)); then

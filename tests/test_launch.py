@@ -10,6 +10,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import time
 
 import jobset_schema
 import pytest
@@ -70,24 +71,9 @@ class TestTpuVm:
         assert "--runtime-version=v2-alpha-tpuv5-lite" in create.split()
 
     def test_what_starts_on_the_workers_is_a_shell_command_with_the_flags(self, tmp_path):
-        (line,) = (
-            text
-            for text in shown(
-                "tpu_vm.sh", "--dry_run", "start", "conv", "zone", "--env=WORD=a b"
-            ).splitlines()
-            if "convt5.train" in text
-        )
         # What the shell of a worker would run, with a stand-in for Python that shows its arguments.
-        remote = subprocess.run(
-            ["bash", "-c", f'set -- {line}; printf %s "${{@: -1}}"'],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout.removeprefix("--command=")
-        python = tmp_path / "convt5" / ".venv" / "bin" / "python"
-        python.parent.mkdir(parents=True)
-        python.write_text('#!/bin/sh\nprintf "<%s>" "$WORD" "$@"\nexit 7\n')
-        python.chmod(0o755)
+        remote = self.on_workers("start", "--env=WORD=a b")
+        self.python(tmp_path, 'printf "<%s>" "$WORD" "$@"\nexit 7')
         subprocess.run(["bash", "-c", f"{remote} wait"], cwd=tmp_path, check=True, timeout=300)
         folder = tmp_path / "convt5"
         assert (folder / "exit_code").read_text() == "7\n"
@@ -95,6 +81,45 @@ class TestTpuVm:
         expected = "".join(f"<{argument}>" for argument in arguments)
         assert (folder / "train.log").read_text() == expected
         assert (folder / "pid").read_text().strip().isdigit()
+
+    def on_workers(self, action, *options):
+        """Returns the shell command that an action runs on the workers."""
+        text = shown("tpu_vm.sh", "--dry_run", action, "conv", "zone", *options)
+        (line,) = (line for line in text.splitlines() if "--worker=all" in line)
+        return subprocess.run(
+            ["bash", "-c", f'set -- {line}; printf %s "${{@: -1}}"'],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.removeprefix("--command=")
+
+    def python(self, folder, script):
+        """Writes a stand-in for Python on a worker."""
+        path = folder / "convt5" / ".venv" / "bin" / "python"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+
+    @pytest.mark.parametrize(
+        ("code", "stopped", "found"),
+        [(143, True, "130\n"), (143, False, "143\n"), (0, True, "0\n"), (1, True, "1\n")],
+    )
+    def test_a_run_that_someone_stopped_is_told_from_one_that_the_cloud_stopped(
+        self, tmp_path, code, stopped, found
+    ):
+        # The signal asks it to save; it ends with the code.
+        script = f"trap 'exit {code}' TERM\ntouch ready\nwhile true; do sleep 0.05; done"
+        self.python(tmp_path, script)
+        folder = tmp_path / "convt5"
+        (folder / "stopped").touch()  # Of the run before.
+        start = f"{self.on_workers('start')} wait"
+        started = subprocess.Popen(["bash", "-c", start], cwd=tmp_path)
+        while not ((folder / "ready").exists() and (folder / "pid").exists()):
+            time.sleep(0.02)
+        stop = self.on_workers("stop") if stopped else "xargs kill -TERM < convt5/pid"
+        subprocess.run(["bash", "-c", stop], cwd=tmp_path, check=True, timeout=300)
+        assert started.wait(300) == 0
+        assert (folder / "exit_code").read_text() == found
 
     def keep(self, folder, gcloud):
         """Runs the action with a stand-in for gcloud; returns it and the calls of gcloud."""
@@ -133,6 +158,31 @@ esac""",
         assert "the third failure in a row; see logs/conv" in done.stderr
         assert calls.count("queued-resources create") == 3
         assert calls.count("queued-resources delete") == 3
+
+    def test_a_run_that_the_cloud_makes_save_is_continued_however_often(self, tmp_path):
+        done, calls = self.keep(
+            tmp_path,
+            """
+case "$*" in
+  *'queued-resources describe'*) ((created > deleted)) && echo ACTIVE ;;
+  *'cat convt5/exit_code'*) ((created == 5)) && echo 0 || echo 143 ;;
+esac""",
+        )
+        assert done.returncode == 0, done.stderr
+        assert calls.count("convt5.train --multi_host") == 5
+
+    def test_a_run_that_someone_stopped_is_not_continued(self, tmp_path):
+        done, calls = self.keep(
+            tmp_path,
+            """
+case "$*" in
+  *'queued-resources describe'*) ((created > deleted)) && echo ACTIVE ;;
+  *'cat convt5/exit_code'*) echo 130 ;;
+esac""",
+        )
+        assert done.returncode == 130
+        assert calls.count("convt5.train --multi_host") == 1
+        assert calls.count("queued-resources delete") == 1
 
     def test_a_preempted_slice_is_asked_for_again_and_the_run_continued(self, tmp_path):
         # The first slice is gone at the second look; training ends on the second slice.
