@@ -14,7 +14,7 @@ import json
 import math
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import jax
@@ -77,6 +77,15 @@ class CheckpointConfig:
     def is_better(self, value: float, than: float) -> bool:
         """Whether one value of `best_metric` is better than another."""
         return value > than if self.best_mode == "max" else value < than
+
+    def unmeasured(self, measured: Iterable[str]) -> str:
+        """Returns what to tell where evaluations give other metrics than `best_metric`."""
+        names = sorted(measured)
+        return (
+            f"best_metric={self.best_metric!r} is not among the metrics of an evaluation; set "
+            "checkpoint.CheckpointConfig.best_metric to one of these, or correct it."
+            f"{errors.suggest(self.best_metric, names)} There are: {', '.join(names)}."
+        )
 
 
 @dataclasses.dataclass(frozen=True)

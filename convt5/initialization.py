@@ -74,6 +74,10 @@ class InitFrom:
             faults.append("include=[] takes over nothing; name something, or leave out init_from.")
         errors.raise_all(faults, where="InitFrom")
 
+    def check(self, model: Any) -> None:
+        """Raises `UserError` where `apply` would; shapes are enough of a model."""
+        self._fitted({name: leaf.shape for name, leaf in named_leaves(model)})
+
     def apply(self, model: Any) -> tuple[Any, Report]:
         """Returns the model with the parameters taken over, placed where they were, and a report.
 
@@ -81,21 +85,24 @@ class InitFrom:
             UserError: nothing at `path`, or names or shapes that do not fit.
         """
         fresh = dict(named_leaves(model))
-        source = _open(self.path, self.step)
-        report, faults = self._plan(
-            {name: leaf.shape for name, leaf in fresh.items()}, source.shapes
-        )
-        if faults:
-            raise errors.UserError(
-                f"InitFrom: {self.path} does not fit the model in {len(faults)} places:\n"
-                + "\n".join(f"- {fault}" for fault in errors.shortened(faults))
-            )
+        source, report = self._fitted({name: leaf.shape for name, leaf in fresh.items()})
         wanted = {name: fresh[name].sharding for name in report.restored}
         taken = source.read(wanted)
         for name, old in source.read(dict.fromkeys(report.resized)).items():
             taken[name] = _with_rows_of(fresh[name], old)
         leaves = [taken.get(name, leaf) for name, leaf in fresh.items()]
         return jax.tree.unflatten(jax.tree.structure(model), leaves), report
+
+    def _fitted(self, model: Mapping[str, tuple[int, ...]]) -> tuple["_Source", Report]:
+        """Opens what lies at `path`, and decides what becomes of every parameter."""
+        source = _open(self.path, self.step)
+        report, faults = self._plan(model, source.shapes)
+        if faults:
+            raise errors.UserError(
+                f"InitFrom: {self.path} does not fit the model in {len(faults)} places:\n"
+                + "\n".join(f"- {fault}" for fault in errors.shortened(faults))
+            )
+        return source, report
 
     def _plan(
         self, model: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from convt5 import errors
+from convt5.configuration import checks
 from convt5.modeling.layers import DropoutKey, at_least_float32
 from convt5.modeling.model import ConvT5
 from convt5.ops import linear_cross_entropy
@@ -37,6 +38,10 @@ class TextLoss:
         if self.normalize_by not in ("tokens", "positions"):
             faults.append(f"normalize_by={self.normalize_by!r} must be 'tokens' or 'positions'.")
         errors.raise_all(faults, where="TextLoss")
+
+    def check_model(self, model: object) -> None:
+        """Raises `UserError` for the description of a model that reads no text."""
+        checks.check_reads_text(model, "loss=TextLoss is one of")
 
     def __call__(
         self, model: ConvT5, batch: Mapping[str, jax.Array], *, dropout_key: DropoutKey = None

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from convt5.configuration import checks
 from convt5.generation import decoding
 from convt5.modeling.model import ConvT5, HostOrDevice
 
@@ -54,6 +55,10 @@ class SpanSamples:
     """
 
     num: int = 3
+
+    def check_model(self, model: object) -> None:
+        """Raises `UserError` for the description of a model that reads no text."""
+        checks.check_reads_text(model, "report=SpanSamples shows")
 
     def __call__(self, model: ConvT5, data: TextData) -> str:
         """Returns samples from the first batch of `data`."""

@@ -85,7 +85,7 @@ def dry_run(settings: Mapping[str, Any]) -> str:
     import jax
 
     from convt5 import trainer
-    from convt5.training import plan
+    from convt5.training import plan, run_directory
 
     if _vocabulary_is_here(settings):
         check_vocabulary(settings)
@@ -95,13 +95,25 @@ def dry_run(settings: Mapping[str, Any]) -> str:
     for data in (values["train_data"], values["eval_data"]):
         if hasattr(data, "provider"):
             data.provider()  # Finds the mixture; reads no example.
-    trainer.check_data(values["model"], values["train_data"], values["eval_data"])
+    parts = ("train_data", "eval_data", "loss", "report")
+    trainer.check_model(values["model"], *(values[part] for part in parts))
     values["batch_size"] = values["train_data"].batch_size
     values["lengths"] = plan.row_lengths(
         train_data=values["train_data"], eval_data=values["eval_data"]
     )
-    trainer.Intervals(**_accepted(trainer.Intervals, values))
+    intervals = trainer.Intervals(**_accepted(trainer.Intervals, values))
+    run_directory.check(values["run_dir"])
+    trainer.check_measures(
+        values["checkpoint"] or trainer.CheckpointConfig(),
+        values["eval_data"],
+        values["eval_num_batches"],
+        values["task_evals"],
+        intervals,
+        has_ema=values["ema"] is not None,
+    )
     planned = plan.make_plan(**_accepted(plan.make_plan, values))
+    if values["init_from"] is not None:
+        values["init_from"].check(planned.abstract.model)
     mesh = ", ".join(f"{axis}={size}" for axis, size in planned.mesh.shape.items())
     return "\n".join(
         [
@@ -119,13 +131,18 @@ def dry_run(settings: Mapping[str, Any]) -> str:
 def check_lengths(settings: Mapping[str, Any]) -> None:
     """Raises `UserError` if the data has rows longer than the model's table of positions."""
     model = settings["model"]
-    limit = model.max_positions if getattr(model, "positions", None) == "learned" else None
+    if getattr(model, "positions", None) != "learned":
+        return
+    limit = model.max_positions
+    # Behind a stem a position stands for several tokens.
+    positions = {"encoder_length": model.encoder_positions, "decoder_length": int}
     faults = [
-        f"{data}.{field}={getattr(settings[data], field)} is longer than the model's max_positions="
-        f"{limit}, its rows of learned positions; lower {field} or raise max_positions."
+        f"{data}.{field}={length} takes {positions[field](length)} positions, but the model has "
+        f"max_positions={limit} rows of learned ones; lower {field} or raise max_positions."
         for data in ("train_data", "eval_data")
-        for field in ("encoder_length", "decoder_length")
-        if limit and (getattr(settings.get(data), field, None) or 0) > limit
+        for field in positions
+        if (length := getattr(settings.get(data), field, None) or 0)
+        and positions[field](length) > limit
     ]
     errors.raise_all(faults, where="configuration")
 
@@ -133,23 +150,31 @@ def check_lengths(settings: Mapping[str, Any]) -> None:
 def check_vocabulary(settings: Mapping[str, Any]) -> None:
     """Raises `UserError` if the data has more token ids than the model has embeddings."""
     limit = getattr(settings["model"], "vocab_size", None)
-    find_task = getattr(settings["train_data"], "provider", None)
-    if limit is None or find_task is None:
+    if limit is None:
         return  # No text: nothing to compare.
-    for name, feature in find_task().output_features.items():
-        size = feature.vocabulary.vocab_size
-        if size > limit:
-            raise errors.UserError(
-                f"the vocabulary of {name!r} has {size} ids, sentinels included, but vocab_size="
-                f"{limit} rows are in the model's token table; set --gin.architecture.ConvT5Config."
-                f"vocab_size to at least {size}."
-            )
+    for data in ("train_data", "eval_data"):
+        for name, size in _vocabulary_sizes(settings.get(data)).items():
+            if size > limit:
+                raise errors.UserError(
+                    f"the vocabulary of {name!r} of {data} has {size} ids, sentinels included, but "
+                    f"vocab_size={limit} rows are in the model's token table; set --gin."
+                    f"architecture.ConvT5Config.vocab_size to at least {size}."
+                )
+
+
+def _vocabulary_sizes(data: Any) -> dict[str, int]:
+    """Returns how many ids each feature of some batches may have; none for other than text."""
+    if hasattr(data, "provider"):
+        features = data.provider().output_features.items()
+        return {name: feature.vocabulary.vocab_size for name, feature in features}
+    size = getattr(data, "vocab_size", None)  # Rows of a cache keep no more of their vocabulary.
+    return {} if size is None else {"targets": size}
 
 
 def _vocabulary_is_here(settings: Mapping[str, Any]) -> bool:
     """Whether no vocabulary file lies elsewhere, such as in a bucket, or is missing."""
-    provider = getattr(settings["train_data"], "provider", None)
-    features = provider().output_features.values() if provider else ()
+    providers = [getattr(settings.get(d), "provider", None) for d in ("train_data", "eval_data")]
+    features = [f for find in providers if find for f in find().output_features.values()]
     files = [getattr(f.vocabulary, "sentencepiece_model_file", None) for f in features]
     return all(file is None or os.path.isfile(file) for file in files)
 

@@ -25,18 +25,21 @@ from convt5.schedule import Schedule
 from convt5.training import compilation, run_directory, run_log
 from convt5.training.averaging import Averaging
 from convt5.training.interruption import Interruption
-from convt5.training.loop import Estimate, Intervals, Loop, TaskMeasure
+from convt5.training.loop import Estimate, Intervals, Loop, TaskMeasure, is_complete
 from convt5.training.plan import Plan, make_plan, row_lengths
 from convt5.training.spikes import SkipSpikes
 from convt5.training.train_batches import TrainBatches
 from convt5.training.train_state import ModelConfig
 from convt5.training.train_step import Loss
-from convt5.training.validation import DataConfig, Validation
+from convt5.training.validation import DataConfig, Validation, check_num_batches
 from convt5.training.watchdog import Watchdog
 
 
 class TaskEval(Protocol):
     """A description that builds the measure of a task, such as `evaluation.TaskEval`."""
+
+    @property
+    def name(self) -> str: ...
 
     def build(self, model: Any, mesh: Mesh) -> TaskMeasure: ...
 
@@ -156,7 +159,7 @@ def train(
         early_stop_evaluations=early_stop_evaluations,
         stall_warning_secs=stall_warning_secs,
     )
-    check_data(model, train_data, eval_data)
+    check_model(model, train_data, eval_data, loss, report)
     compilation.enable_persistent_cache()
     plan = make_plan(
         model=model,
@@ -175,15 +178,16 @@ def train(
         seed=seed,
         sharding_rules=sharding_rules,
     )
+    checkpoint = checkpoint or CheckpointConfig()
+    measured = check_measures(
+        checkpoint, eval_data, eval_num_batches, task_evals, intervals, has_ema=ema is not None
+    )
     validation = None
     if eval_data is not None:
         validation = Validation(
             eval_data, plan.eval_step, plan.batch_sharding, num_batches=eval_num_batches
         )
-    checkpoint = checkpoint or CheckpointConfig()
     measures = [task.build(model, plan.mesh) for task in task_evals]
-    names = [*["validation"] * bool(validation), *(m.name for m in measures)]
-    _check_best_metric(checkpoint, names, has_ema=ema is not None)
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(stall_warning_secs))
         folder = stack.enter_context(run_directory.hold(run_dir))
@@ -198,11 +202,31 @@ def train(
             num_steps=num_steps,
             last_step=first_step,
             is_first_process=jax.process_index() == 0,
-            wandb_project=wandb_project,
-            config={"model": describe_config(model)},
         )
         stack.enter_context(contextlib.closing(log))
         _announce(log, plan, folder, step=first_step, num_steps=num_steps)
+        # Everything that may be refused comes before the first file is written.
+        if restored is None and init_from is not None:
+            init_from.check(plan.abstract.model)
+        batches = None
+        if not is_complete(intervals, restored, has_measures=bool(measured)):
+            if validation is not None:
+                with watchdog.phase("reading the first evaluation data"):
+                    validation.prepare()
+                _check_validation_metric(checkpoint, validation, plan)
+            with watchdog.phase("opening the training data"):
+                batches = TrainBatches(
+                    train_data,
+                    plan,
+                    num_shards=data_shards,
+                    positions=restored.data if restored else DataPositions(),
+                )
+            stack.enter_context(contextlib.closing(batches))
+        log.open_files(
+            last_step=first_step,
+            wandb_project=wandb_project,
+            config={"model": describe_config(model)},
+        )
         changed = run_directory.write_config(folder, config_text, step=first_step)
         if changed:
             log.message(changed)
@@ -218,18 +242,7 @@ def train(
             estimate=statistics.build(plan) if statistics else None,
             watchdog=watchdog,
         )
-        if not loop.is_complete:
-            if validation is not None:
-                with watchdog.phase("reading the first evaluation data"):
-                    validation.prepare()
-            with watchdog.phase("opening the training data"):
-                batches = TrainBatches(
-                    train_data,
-                    plan,
-                    num_shards=data_shards,
-                    positions=restored.data if restored else DataPositions(),
-                )
-            stack.enter_context(contextlib.closing(batches))
+        if batches is not None:
             hosts = checkpointer if jax.process_count() > 1 else None
             with Interruption(hosts) as interruption:
                 loop.run(batches, interruption)
@@ -241,10 +254,10 @@ def train(
         return result
 
 
-def check_data(model: ModelConfig, *data: DataConfig | None) -> None:
-    """Raises `UserError` if batches do not fit the model, as far as their descriptions tell."""
-    for config in data:
-        check = getattr(config, "check_model", None)
+def check_model(model: ModelConfig, *parts: Any) -> None:
+    """Raises `UserError` if data, loss or report do not fit the model, as far as they can tell."""
+    for part in parts:
+        check = getattr(part, "check_model", None)
         if check is not None:
             check(model)
 
@@ -272,9 +285,22 @@ def describe(result: Result) -> str:
     return "\n".join(lines)
 
 
-def _check_best_metric(
-    checkpoint: CheckpointConfig, measured: Sequence[str], *, has_ema: bool
-) -> None:
+def check_measures(
+    checkpoint: CheckpointConfig,
+    eval_data: DataConfig | None,
+    eval_num_batches: int | None,
+    task_evals: Sequence[TaskEval],
+    intervals: Intervals,
+    *,
+    has_ema: bool,
+) -> list[str]:
+    """Returns under which names an evaluation gives metrics; arguments are those of `train`.
+
+    Raises:
+        UserError: evaluations that never end, or that do not measure what a run waits for.
+    """
+    check_num_batches(eval_num_batches, eval_data)
+    measured = [*["validation"] * (eval_data is not None), *(task.name for task in task_evals)]
     metric = checkpoint.best_metric.removeprefix("ema/" if has_ema else "")
     if measured and metric.partition("/")[0] not in measured:
         raise errors.UserError(
@@ -282,6 +308,24 @@ def _check_best_metric(
             f"CheckpointConfig.best_metric to a metric of {' or '.join(measured)}, such as "
             f"{measured[0]}/loss."
         )
+    if intervals.early_stop_evaluations and not measured:
+        raise errors.UserError(
+            f"early_stop_evaluations={intervals.early_stop_evaluations} waits for "
+            f"{checkpoint.best_metric!r}, but nothing is evaluated; set eval_data or task_evals."
+        )
+    return measured
+
+
+def _check_validation_metric(
+    checkpoint: CheckpointConfig, validation: Validation, plan: Plan
+) -> None:
+    """Raises `UserError` for a best metric that no evaluation will have, before the first step."""
+    half, _, metric = checkpoint.best_metric.removeprefix("ema/").partition("/")
+    if half != "validation" or metric == "loss":
+        return  # Names of task metrics are known once they are measured; a loss is always there.
+    names = validation.metric_names(plan.abstract.model)
+    if metric not in names:
+        raise errors.UserError(checkpoint.unmeasured([f"validation/{name}" for name in names]))
 
 
 def _announce(
@@ -306,7 +350,8 @@ def _result(folder: epath.Path, plan: Plan, loop: Loop, validation: Validation |
     record = _last_record(folder) | (loop.last_record or {})
     entropy = validation.target_unigram_entropy() if validation else None
     if entropy is None and path.exists():
-        with contextlib.suppress(ValueError):  # Cut short by a kill; it is written anew below.
+        # Cut short by a kill, or something else: it is written anew below.
+        with contextlib.suppress(ValueError, AttributeError, OSError):
             entropy = json.loads(path.read_text()).get("target_unigram_entropy")
     result = Result(
         run_dir=str(folder),

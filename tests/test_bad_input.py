@@ -4,6 +4,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -226,6 +227,25 @@ def test_more_token_ids_than_rows_stop_the_run_before_it_begins(tmp_path):
 def test_the_dry_run_compares_the_vocabulary_too():
     message = fault(*QUICKSTART, "--gin.architecture.ConvT5Config.vocab_size=256")
     assert "359 ids" in message
+
+
+@pytest.mark.parametrize("half", ["train_data", "eval_data"])
+def test_the_vocabulary_of_rows_from_a_cache_is_compared_too(half):
+    rows, model = types.SimpleNamespace(vocab_size=359), types.SimpleNamespace(vocab_size=256)
+    with pytest.raises(errors.UserError, match=rf"of {half} has 359 ids.*vocab_size=256"):
+        train.check_vocabulary({"model": model, "train_data": None, half: rows})
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("loss=@convt5.losses.TextLoss()", "loss=TextLoss is one of text, and model=ViTConfig"),
+        ("report=@samples.SpanSamples()", "report=SpanSamples shows text, and model=ViTConfig"),
+    ],
+)
+def test_what_is_for_text_is_refused_with_a_model_of_images(setting, message):
+    file = "--gin_file=gin/runs/digits.gin"
+    assert message in fault(file, f"--gin.trainer.train.{setting}")
 
 
 def test_an_unwritable_run_directory_stops_the_run_before_it_compiles(tmp_path):

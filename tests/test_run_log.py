@@ -95,8 +95,23 @@ def test_wandb_without_its_package_says_what_to_install(tmp_path, monkeypatch):
         run_log.WeightsAndBiases(tmp_path, project="p", config={})
 
 
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ('{"step": "4", "loss": 1.0}', "step='4' is no number"),
+        ('{"step": 4, "loss": null}', "loss=None is no number"),
+        ('{"step": 4, "note": "abc"}', "note='abc' is no number"),
+    ],
+)
+def test_a_record_without_numbers_is_named(tmp_path, line, fault):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 2, "loss": "nan"}}\n{line}\n')
+    with pytest.raises(errors.UserError, match=rf"metrics\.jsonl, line 2 is damaged \({fault}\)"):
+        run_log.read_metrics(tmp_path)
+
+
 def test_later_processes_of_a_run_write_nothing(tmp_path):
     log = run_log.open_run_log(tmp_path, num_steps=2, last_step=0, is_first_process=False)
+    log.open_files(last_step=0, wandb_project=None, config={})
     log.record(1, {"loss": 1.0})
     log.close()
     assert not list(tmp_path.iterdir())

@@ -365,6 +365,74 @@ def test_a_run_stops_when_the_chosen_metric_becomes_no_better(run, tmp_path, cap
     assert run(**settings).step == result.step  # The count goes on where it stood.
 
 
+def test_a_run_that_stops_early_has_saved_the_best_step(run, tmp_path):
+    config = checkpoint.CheckpointConfig(every_steps=1000, best_metric="distance/norm")
+    run(
+        task_evals=[Distance()],
+        eval_every_steps=2,
+        early_stop_evaluations=2,
+        num_steps=40,
+        checkpoint=config,
+    )
+    norms = {r["step"]: r["distance/norm"] for r in records(tmp_path) if "distance/norm" in r}
+    kept = {int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit()}
+    assert min(norms, key=norms.__getitem__) in kept
+
+
+@pytest.mark.parametrize("call", [train, lambda **settings: dry_run(settings)])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"eval_num_batches": 0}, "eval_num_batches=0 must be at least 1"),
+        ({"eval_data": RandomData()}, "num_epochs=None of eval_data means that they never end"),
+        ({"eval_every_steps": None, "early_stop_evaluations": 1}, "set eval_every_steps"),
+        ({"eval_data": None, "early_stop_evaluations": 1}, "but nothing is evaluated"),
+        ({"num_steps": 2**31}, r"num_steps=2147483648 must be .* below 2\*\*31"),
+        ({"init_from": initialization.InitFrom(path="/nowhere")}, "no checkpoint in /nowhere"),
+        ({"run_dir": ""}, "run_dir='' must name a folder"),
+        ({"run_dir": "/proc/version"}, "/proc/version is a file"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(
+    run, tmp_path, monkeypatch, call, settings, message
+):
+    monkeypatch.setitem(globals(), "train", call)
+    with pytest.raises(errors.UserError, match=message):
+        run(**settings)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_misspelt_best_metric_is_told_before_the_first_step(run, tmp_path):
+    config = checkpoint.CheckpointConfig(best_metric="validation/acuracy")
+    with pytest.raises(errors.UserError, match=r"Did you mean validation/accuracy.* There are"):
+        run(checkpoint=config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_best_metric_that_a_task_lacks_costs_no_steps(run, tmp_path):
+    wrong = checkpoint.CheckpointConfig(best_metric="distance/nrom", every_steps=1000)
+    settings = {"task_evals": [Distance()], "num_steps": 8}
+    with pytest.raises(errors.UserError, match="The 5 steps made so far are saved"):
+        run(checkpoint=wrong, **settings)
+    right = checkpoint.CheckpointConfig(best_metric="distance/norm", every_steps=1000)
+    run(checkpoint=right, **settings)
+    assert [record["step"] for record in records(tmp_path)] == list(range(1, 9))
+
+
+def test_a_refused_command_leaves_the_settings_of_the_run_as_they_are(run, tmp_path):
+    run(num_steps=4, config_text="a = 1\n")
+    with pytest.raises(errors.UserError, match="data_shards=2"):
+        run(num_steps=8, data_shards=2, config_text="a = 2\n")
+    assert (tmp_path / "run" / "config.gin").read_text() == "a = 1\n"
+
+
+def test_a_summary_that_is_none_is_written_anew(run, tmp_path):
+    run(num_steps=4)
+    (tmp_path / "run" / "summary.json").write_text("[]")
+    assert run(num_steps=4).step == 4
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 4
+
+
 def test_more_of_a_metric_can_be_better(run, tmp_path):
     config = checkpoint.CheckpointConfig(
         every_steps=1, keep_last=1, best_metric="distance/norm", best_mode="max"

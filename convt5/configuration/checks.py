@@ -64,11 +64,16 @@ def choice_faults(description: object, choices: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def check_reads_text(model: object) -> None:
-    """Raises `UserError` for the description of a model without a vocabulary."""
+def check_reads_text(model: object, what: str = "the data are") -> None:
+    """Raises `UserError` for the description of a model without a vocabulary.
+
+    Args:
+        model: the description.
+        what: what needs text, and its verb.
+    """
     if not hasattr(model, "vocab_size"):
         raise errors.UserError(
-            f"configuration: the data are text, and model={type(model).__name__} reads none; give "
+            f"configuration: {what} text, and model={type(model).__name__} reads none; give "
             "a model of text, such as --gin_file=gin/models/dynamic_tiny.gin, or a run file of "
             "images."
         )

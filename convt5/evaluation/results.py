@@ -16,7 +16,8 @@ from etils import epath
 
 from convt5 import errors
 from convt5.checkpoints.record import differences
-from convt5.training.run_log import TensorBoard, replace_text
+from convt5.training.run_directory import replace_text
+from convt5.training.run_log import TensorBoard
 
 
 class Outcome(NamedTuple):

@@ -45,11 +45,16 @@ class Intervals:
         counts = dataclasses.asdict(self)
         seconds = counts.pop("stall_warning_secs")
         faults = [
-            f"{name}={value!r} must be an integer of at least 1."
+            f"{name}={value!r} must be an integer of at least 1, and below 2**31."
             for name, value in counts.items()
-            if not (isinstance(value, int) and value >= 1)
+            if not (isinstance(value, int) and 1 <= value < 2**31)
             and not (name in optional and value is None)
         ]
+        if self.early_stop_evaluations and self.eval_every_steps is None:
+            faults.append(
+                f"early_stop_evaluations={self.early_stop_evaluations} counts evaluations, but "
+                "eval_every_steps=None makes one alone, after the last step; set eval_every_steps."
+            )
         if seconds is not None and not 0 < seconds < math.inf:
             faults.append(
                 f"stall_warning_secs={seconds!r} must be a positive number of seconds, or None "
@@ -100,6 +105,19 @@ class _Pending(NamedTuple):
     data_wait: float
 
 
+def is_complete(intervals: Intervals, restored: Restored | None, *, has_measures: bool) -> bool:
+    """Whether nothing is left to do: all updates are made, recorded and evaluated."""
+    if restored is None or restored.step < intervals.num_steps:
+        return False
+    is_evaluated = not has_measures or _measured_step(restored) == restored.step
+    return is_evaluated and not run_log.Meter(state=restored.progress).num_steps
+
+
+def _measured_step(restored: Restored) -> int:
+    """Returns the step of the last evaluation; checkpoints that lack it are taken to have one."""
+    return restored.progress.get("measured_step", restored.step)
+
+
 class Loop:
     """A run while it trains.
 
@@ -142,12 +160,12 @@ class Loop:
         self.step = restored.step if restored else 0
         self._saved_step = self.step
         self._is_saved = True
-        # Runs of versions that did not note it are taken to be evaluated.
         progress = restored.progress if restored else {}
-        self._measured_step = progress.get("measured_step", self.step)
+        self._measured_step = _measured_step(restored) if restored else 0
         self._compiled: compilation.CompiledStep | None = None
         self._pending: _Pending | None = None
         self._best_value: tuple[int, float] | None = None  # step, value
+        self._missing_metric = ""
         self._patience = Patience(
             checkpointer.config,
             intervals.early_stop_evaluations,
@@ -160,12 +178,6 @@ class Loop:
         """The model as it stands."""
         return self._state.model
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing is left to do: all updates are made, recorded and evaluated."""
-        is_made = self.step >= self._intervals.num_steps
-        return is_made and not self._meter.num_steps and not self._lacks_evaluation()
-
     def run(self, batches: Batches, interruption: Interruption) -> None:
         """Makes the updates that are missing, until `num_steps`, the end of the data or an
         early stop.
@@ -177,6 +189,7 @@ class Loop:
         if self._meter.num_steps and self._intervals.logs(self.step):
             self._record()  # Interrupted just before the record of its last step.
             self._save(batches)
+            self._check_best_metric()
         while self.step < self._intervals.num_steps and not self._patience.is_exhausted:
             asked = time.perf_counter()
             try:
@@ -254,8 +267,9 @@ class Loop:
         self._meter.stop()
         if self._measures(self.step):
             self._record()
-        if self._checkpointer.is_due(self.step):
+        if self._checkpointer.is_due(self.step) or self._is_best_so_far or self._missing_metric:
             self._save(batches)
+        self._check_best_metric()
         self._meter.start()
 
     def _end(self, batches: Batches) -> None:
@@ -267,6 +281,7 @@ class Loop:
         self._save(batches)
         with self._watchdog.phase(f"completing the checkpoint of step {self.step}"):
             self._checkpointer.wait()
+        self._check_best_metric()
 
     def _measures(self, step: int) -> bool:
         return self._has_measures and self._intervals.evaluates(step)
@@ -293,11 +308,21 @@ class Loop:
             self._best_value = (self.step, record[metric])
             self._patience.add(self.step, record[metric])
         elif self._measures(self.step):
-            raise errors.UserError(
-                f"best_metric={metric!r} is not among the metrics of an evaluation; set "
-                f"checkpoint.CheckpointConfig.best_metric to one of these, or correct it."
-                f"{errors.suggest(metric, record)} There are: {', '.join(sorted(record))}."
+            self._missing_metric = (
+                f"{self._checkpointer.config.unmeasured(record)} The {self.step} steps made so far "
+                "are saved; the corrected command goes on from there."
             )
+
+    def _check_best_metric(self) -> None:
+        """Raises `UserError` if an evaluation lacked the metric; the state has been saved."""
+        if self._missing_metric:
+            raise errors.UserError(self._missing_metric)
+
+    @property
+    def _is_best_so_far(self) -> bool:
+        """Whether a run that may end early is as good as never before: that is what it is for."""
+        stops_early = self._intervals.early_stop_evaluations is not None
+        return stops_early and self._patience.best_step == self.step
 
     def _measured_now(self) -> dict[str, float]:
         """Returns the metrics of the model as it stands and, under `ema/`, of its average."""

@@ -35,6 +35,11 @@ class Patience:
             )
 
     @property
+    def best_step(self) -> int:
+        """The step of the best value; 0 before the first."""
+        return self._best_step
+
+    @property
     def is_exhausted(self) -> bool:
         return self._evaluations is not None and self._since >= self._evaluations
 

@@ -13,6 +13,8 @@ import contextlib
 import fcntl
 import json
 import os
+import pathlib
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -31,27 +33,50 @@ def hold(run_dir: epath.PathLike) -> Iterator[epath.Path]:
     """Makes the folder and keeps other processes out until the context ends.
 
     The lock vanishes with the process, however that ends. In a run of several hosts the first one
-    holds it for all. Folders of an object store are not locked.
+    holds it for all. Folders of an object store are not locked. A new folder in which nothing was
+    written before an error is removed again.
 
     Raises:
         UserError: the folder cannot be written, or a live process uses it.
     """
+    check(run_dir)
     folder = epath.Path(run_dir)
     if "://" in str(run_dir):
         _check_writable(folder)
         yield folder
         return
     folder = folder.expanduser().absolute()
+    is_new = not folder.exists()
     _check_writable(folder)
     if jax.process_index():
         yield folder
         return
-    lock = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    lock = _open_lock(folder)
     try:
         _lock(lock, folder)
         yield folder
+    except errors.UserError:
+        if is_new:
+            _remove_if_empty(folder)
+        raise
     finally:
         os.close(lock)
+
+
+def check(run_dir: epath.PathLike) -> None:
+    """Raises `UserError` for what can be no run directory; makes nothing."""
+    if not str(run_dir):
+        raise errors.UserError("run_dir='' must name a folder; `.` is the working directory.")
+    if "://" in str(run_dir):
+        return
+    folder = pathlib.Path(run_dir).expanduser().absolute()
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        reason = "may not be written" if nearest.is_dir() else "is a file"
+        raise errors.UserError(
+            f"run_dir={str(folder)!r} must be a folder that can be written, but {nearest} "
+            f"{reason}; choose another run_dir, or change its permissions."
+        )
 
 
 @contextlib.contextmanager
@@ -65,9 +90,10 @@ def writing(folder: epath.PathLike) -> Iterator[None]:
         yield
     except OSError as error:
         raise errors.TrainingError(
-            f"the run directory {folder} cannot be written any more: {error.strerror or error}. "
-            "Make room there, or see to its permissions; the same command then continues from the "
-            "last complete checkpoint."
+            f"the run directory {folder} cannot be written any more: {error.strerror or error}"
+            f"{f' ({error.filename})' if error.filename else ''}. Make room there, see to its "
+            "permissions, or move away what is in the way; the same command then continues from "
+            "the last complete checkpoint."
         ) from error
 
 
@@ -78,19 +104,48 @@ def write_config(folder: epath.Path, text: str | None, *, step: int) -> str | No
         folder: the run directory.
         text: the settings; None writes nothing.
         step: where the run continues. Settings that differ from those before are kept in
-            `config.before_step_<step>.gin`.
+            `config.before_step_<step>.gin`; where they change twice at one step, those that the
+            steps before it were made with.
     """
     if text is None or jax.process_index():
         return None
     path = folder / CONFIG_FILE
-    before = path.read_bytes().decode(errors="replace") if path.exists() else text
+    kept = folder / f"config.before_step_{step}.gin"
     with writing(folder):
-        path.write_text(text)
-        if before == text or not step:
+        found = [p for p in (kept, path) if step and p.exists()]
+        before = found[0].read_bytes().decode(errors="replace") if found else text
+        if before != text:
+            replace_text(kept, before)
+        replace_text(path, text)
+        if before == text:
             return None
-        kept = folder / f"config.before_step_{step}.gin"
-        kept.write_text(before)
     return f"the settings differ from those of the first {step} steps, which are kept in {kept}"
+
+
+def replace_text(path: pathlib.Path | epath.Path, text: str) -> None:
+    """Writes a file that appears under its name only when complete."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def _remove_if_empty(folder: epath.Path) -> None:
+    """Removes a run directory that holds nothing but its lock and empty folders."""
+    files = {name for _, _, names in os.walk(folder) for name in names}
+    if files <= {_LOCK_FILE}:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _open_lock(folder: epath.Path) -> int:
+    path = folder / _LOCK_FILE
+    try:
+        # Colleagues of a shared folder may hold it too, as far as the process allows.
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise errors.UserError(
+            f"{path} must be a file that can be written, but: {error.strerror}; remove it, or "
+            "change its permissions."
+        ) from error
 
 
 def _check_writable(folder: epath.Path) -> None:

@@ -9,7 +9,6 @@ import errno
 import json
 import math
 import os
-import pathlib
 import socket
 import sys
 import time
@@ -51,13 +50,13 @@ class JsonLines:
 
     def __init__(self, path: epath.PathLike, *, last_step: int):
         self._path = epath.Path(path)
-        kept = [r for r in read_records(self._path, need=["step"]) if r["step"] <= last_step]
+        kept = [r for r in _read_steps(self._path) if r["step"] <= last_step]
         self._text = "".join(map(_line, kept))
         # Object stores cannot append; there the whole file is written again at each `sync`.
         self._is_local = "://" not in str(path)
         self._last = _line(kept[-1]) if kept else ""
         if self._is_local:
-            replace_text(self._path, self._text)
+            run_directory.replace_text(self._path, self._text)
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
 
     def write(self, step: int, record: Record) -> None:
@@ -83,7 +82,7 @@ class JsonLines:
         if not self._is_local:
             self._text = self._text.removesuffix(last) + line
             return
-        replace_text(self._path, self._path.read_text().removesuffix(last) + line)
+        run_directory.replace_text(self._path, self._path.read_text().removesuffix(last) + line)
         os.close(self._file)
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
 
@@ -103,20 +102,30 @@ class JsonLines:
                 os.close(self._file)
 
 
-def replace_text(path: pathlib.Path | epath.Path, text: str) -> None:
-    """Writes a file that appears under its name only when complete."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
 def read_metrics(run_dir: epath.PathLike) -> list[dict[str, Any]]:
     """Returns what a run has recorded; nothing where it has no metrics.jsonl.
 
     Raises:
         UserError: naming a line that is no record of a step.
     """
-    return read_records(epath.Path(run_dir) / METRICS_FILE, need=["step"])
+    return _read_steps(epath.Path(run_dir) / METRICS_FILE)
+
+
+def _read_steps(path: epath.Path) -> list[dict[str, Any]]:
+    records = read_records(path, need=["step"])
+    for number, record in enumerate(records, start=1):
+        for name, value in record.items():
+            if not isinstance(value, int) if name == "step" else not _is_number(value):
+                raise errors.UserError(
+                    f"{path}, line {number} is damaged ({name}={value!r} is no number); remove the "
+                    "line, or put back a good copy of the file."
+                )
+    return records
+
+
+def _is_number(value: Any) -> bool:
+    """Whether this is a number as `json_number` writes them."""
+    return isinstance(value, int | float) or str(value) in ("nan", "inf", "-inf")
 
 
 def read_records(path: epath.PathLike, *, need: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -318,6 +327,21 @@ class RunLog:
         self._progress = progress
         self._run_dir = run_dir
 
+    def open_files(
+        self, *, last_step: int, wandb_project: str | None, config: Mapping[str, Any]
+    ) -> None:
+        """Makes the files of the run, or continues them after `last_step`."""
+        if self._progress is None:
+            return
+        folder = epath.Path(self._run_dir)
+        with run_directory.writing(folder):
+            self._writers += [
+                JsonLines(folder / METRICS_FILE, last_step=last_step),
+                TensorBoard(folder / "tensorboard", last_step=last_step),
+            ]
+            if wandb_project:
+                self._writers += [WeightsAndBiases(folder, project=wandb_project, config=config)]
+
     def step(self, step: int) -> None:
         if self._progress:
             self._progress.step(step)
@@ -349,26 +373,14 @@ class RunLog:
 
 
 def open_run_log(
-    run_dir: epath.PathLike,
-    *,
-    num_steps: int,
-    last_step: int,
-    is_first_process: bool,
-    wandb_project: str | None = None,
-    config: Mapping[str, Any] | None = None,
+    run_dir: epath.PathLike, *, num_steps: int, last_step: int, is_first_process: bool
 ) -> RunLog:
-    """Opens the log of a run that begins, or continues, after `last_step`."""
-    if not is_first_process:
-        return RunLog([], None)
-    run_dir = epath.Path(run_dir)
-    with run_directory.writing(run_dir):
-        writers: list[Writer] = [
-            JsonLines(run_dir / METRICS_FILE, last_step=last_step),
-            TensorBoard(run_dir / "tensorboard", last_step=last_step),
-        ]
-        if wandb_project:
-            writers.append(WeightsAndBiases(run_dir, project=wandb_project, config=config or {}))
-    return RunLog(writers, Progress(num_steps=num_steps, first_step=last_step), run_dir)
+    """Returns the log of a run that begins, or continues, after `last_step`.
+
+    It shows what is logged; nothing is written before `RunLog.open_files`.
+    """
+    progress = Progress(num_steps=num_steps, first_step=last_step) if is_first_process else None
+    return RunLog([], progress, run_dir)
 
 
 class Meter:

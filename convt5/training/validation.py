@@ -139,6 +139,24 @@ class TargetCounts:
         return float(-(shares * np.log(shares)).sum())
 
 
+def check_num_batches(num_batches: int | None, config: DataConfig | None) -> None:
+    """Raises `UserError` for an evaluation without batches, or without an end.
+
+    Args:
+        num_batches: of each evaluation; None takes all.
+        config: the batches; None where there are none.
+    """
+    if num_batches is not None and num_batches < 1:
+        raise errors.UserError(
+            f"eval_num_batches={num_batches} must be at least 1, or None for all batches."
+        )
+    if num_batches is None and config is not None and config.num_epochs is None:
+        raise errors.UserError(
+            "eval_num_batches=None takes every batch of eval_data, but num_epochs=None of "
+            "eval_data means that they never end; set eval_num_batches, or num_epochs=1."
+        )
+
+
 class Validation:
     """Measures the loss on the same held-out batches each time.
 
@@ -160,15 +178,7 @@ class Validation:
         *,
         num_batches: int | None,
     ):
-        if num_batches is None and config.num_epochs is None:
-            raise errors.UserError(
-                "eval_num_batches=None takes every batch of eval_data, but num_epochs=None of "
-                "eval_data means that they never end; set eval_num_batches, or num_epochs=1."
-            )
-        if num_batches is not None and num_batches < 1:
-            raise errors.UserError(
-                f"eval_num_batches={num_batches} must be at least 1, or None for all batches."
-            )
+        check_num_batches(num_batches, config)
         self._config = config
         self._eval_step = eval_step
         self._batch_sharding = batch_sharding
@@ -184,6 +194,12 @@ class Validation:
             UserError: the data cannot be read, or holds no batch.
         """
         next(self._from_the_start())
+
+    def metric_names(self, model: nnx.Module) -> list[str]:
+        """Returns the names of what `measure` returns; shapes are enough of a model."""
+        batch = self._place(next(self._from_the_start()))
+        means = jax.eval_shape(lambda *args: self._eval_step(*args).means(), model, batch.arrays)
+        return sorted(means)
 
     def measure(self, model: nnx.Module) -> dict[str, float]:
         """Returns the loss and the other metrics of the loss function, as means over all batches.

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from convt5 import errors
 from convt5.modeling.layers import DropoutKey
 from convt5.training.train_step import LossSums
+from convt5.vision.architecture import ViTConfig
 from convt5.vision.model import ViT
 
 Logits = Float[Array, "batch classes"]
@@ -33,6 +34,14 @@ class VisionLoss:
         if not 0 <= self.label_smoothing < 1:
             raise errors.UserError(
                 f"VisionLoss: label_smoothing={self.label_smoothing} must be in [0, 1)."
+            )
+
+    def check_model(self, model: object) -> None:
+        """Raises `UserError` for the description of a model that reads no images."""
+        if not isinstance(model, ViTConfig):
+            raise errors.UserError(
+                f"configuration: loss=VisionLoss is one of images, and model={type(model).__name__}"
+                " reads none; give @losses.TextLoss() of convt5, or a model of images."
             )
 
     def __call__(
