@@ -87,11 +87,14 @@ def dry_run(settings: Mapping[str, Any]) -> str:
     from convt5 import trainer
     from convt5.training import plan, run_directory
 
-    if _vocabulary_is_here(settings):
-        check_vocabulary(settings)
     call = inspect.signature(trainer.train).bind(**settings)
     call.apply_defaults()
     values = dict(call.arguments)
+    if _vocabulary_is_here(settings):
+        check_vocabulary(settings)
+        for task in values["task_evals"]:
+            if hasattr(task, "check"):
+                task.check(values["model"])
     for data in (values["train_data"], values["eval_data"]):
         if hasattr(data, "provider"):
             data.provider()  # Finds the mixture; reads no example.

@@ -125,7 +125,8 @@ def train(
         statistics: measures anew, before each evaluation, what the model keeps of batches seen in
             training, such as running means; the model that is saved then has these.
         early_stop_evaluations: ends the run after so many evaluations without a better
-            `checkpoint.best_metric`; None for never.
+            `checkpoint.best_metric`; None for never. Such a run saves each step that is the best
+            so far, whatever `checkpoint.every_steps` is.
         data_shards: how many shards train_data is read in; each gives an equal block of every
             batch. Batches depend on this number alone, however many hosts read them. None takes
             that of the run's first start, when it was the number of its hosts.

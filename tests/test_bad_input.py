@@ -229,6 +229,21 @@ def test_the_dry_run_compares_the_vocabulary_too():
     assert "359 ids" in message
 
 
+def test_the_dry_run_finds_the_tasks_of_evaluations(tmp_path):
+    gin_file = tmp_path / "run.gin"
+    gin_file.write_text(
+        "include 'gin/runs/quickstart.gin'\n"
+        "from __gin__ import dynamic_registration\n"
+        "from convt5 import evaluation\n"
+        "from convt5 import trainer\n"
+        "trainer.train.task_evals = [@evaluation.TaskEval()]\n"
+        "evaluation.TaskEval.task = 'pydoc_span_corruptoin'\n"
+        "evaluation.TaskEval.max_input_length = 32\n"
+        "evaluation.TaskEval.max_length = 8\n"
+    )
+    assert "pydoc_span_corruption" in fault(f"--gin_file={gin_file}")
+
+
 @pytest.mark.parametrize("half", ["train_data", "eval_data"])
 def test_the_vocabulary_of_rows_from_a_cache_is_compared_too(half):
     rows, model = types.SimpleNamespace(vocab_size=359), types.SimpleNamespace(vocab_size=256)
