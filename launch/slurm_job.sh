@@ -16,16 +16,11 @@ if [[ -n "${CONVT5_DRY_RUN:-}" ]]; then
   exit 0
 fi
 
-# Asked to end, this script still has to requeue the job.
+# Asked to end, this script still has to requeue the job: it waits for the training all the same, and
+# has its exit code, which `wait` of one in the background would not when both end at once.
 trap : TERM
-"${training[@]}" &
 code=0
-wait $! || code=$?
-# A signal to this script ends the waiting, not the training.
-while jobs -r | grep -q .; do
-  code=0
-  wait %1 || code=$?
-done
+"${training[@]}" || code=$?
 if ((code == 143)); then
   "${requeue[@]}"
 fi

@@ -299,22 +299,32 @@ class TestSlurm:
         assert done.returncode == 2
         assert f"{flag} must be an integer" in done.stderr
 
-    @pytest.mark.parametrize(("code", "requeued"), [(143, True), (0, False), (1, False)])
-    def test_a_job_that_was_asked_to_save_is_queued_again(self, tmp_path, code, requeued):
-        for name, text in (("srun", f"exit {code}"), ("scontrol", 'echo "$@" > requeued')):
-            (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-            (tmp_path / name).chmod(0o755)
+    def job(self, folder, srun):
+        """Runs a job with a stand-in for srun; returns its exit code and what was requeued."""
+        for name, text in (("srun", srun), ("scontrol", 'echo "$@" > requeued')):
+            (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+            (folder / name).chmod(0o755)
         done = subprocess.run(
             ["bash", ROOT / "launch" / "slurm_job.sh", *FLAGS],
-            cwd=tmp_path,
-            env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"},
+            cwd=folder,
+            env=os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"},
             check=False,
             timeout=300,
         )
-        assert done.returncode == code
-        assert (tmp_path / "requeued").exists() == requeued
-        if requeued:
-            assert (tmp_path / "requeued").read_text() == "requeue 17\n"
+        requeued = folder / "requeued"
+        return done.returncode, requeued.read_text() if requeued.exists() else None
+
+    @pytest.mark.parametrize(("code", "requeued"), [(143, "requeue 17\n"), (0, None), (1, None)])
+    def test_a_job_that_was_asked_to_save_is_queued_again(self, tmp_path, code, requeued):
+        assert self.job(tmp_path, f"exit {code}") == (code, requeued)
+
+    @pytest.mark.parametrize(("code", "requeued"), [(143, "requeue 17\n"), (0, None)])
+    def test_a_job_asked_to_end_when_training_ends_has_the_code_of_training(
+        self, tmp_path, code, requeued
+    ):
+        for _ in range(5):  # The two come in either order.
+            found = self.job(tmp_path, f"sleep 0.1; kill -TERM $PPID; exit {code}")
+            assert found == (code, requeued)
 
 
 class TestGke:
