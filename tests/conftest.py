@@ -32,10 +32,10 @@ os.environ["NNX_GRAPH_UPDATES"] = "false"
 if importlib.util.find_spec("triton"):
     importlib.import_module("triton")
 
-from jaxtyping import install_import_hook  # noqa: E402
+import jaxtyping  # noqa: E402
 
 # Array shapes and dtypes in annotations are checked while tests run; training pays nothing.
-install_import_hook(
+jaxtyping.install_import_hook(
     [
         "convt5.ops",
         "convt5.modeling.layers",
@@ -90,6 +90,14 @@ def x64():
     """Computes in float64 for the duration of one test."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def unchecked():
+    """Shapes as users give them: nothing but the functions themselves looks at them."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")

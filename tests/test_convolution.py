@@ -6,7 +6,6 @@ import json
 import hypothesis
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import oracles
 import pytest
@@ -650,14 +649,6 @@ def test_kernels_that_do_not_divide_the_channels_are_refused(kind):
 
 
 # --- Shapes that hold nothing, or do not fit ------------------------------------------------------
-
-
-@pytest.fixture
-def unchecked():
-    """Shapes as users give them: nothing but the functions themselves looks at them."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.parametrize("sizes", [{"batch": 0}, {"length": 0}])

@@ -9,7 +9,6 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
@@ -635,14 +634,6 @@ def test_a_beam_search_of_transformers_that_stops_early_is_repeated(golden, vers
 
 
 # --- Arrays that do not belong together -----------------------------------------------------------
-
-
-@pytest.fixture
-def unchecked():
-    """Shapes as users give them: nothing but the functions themselves looks at them."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,18 @@ def test_huge_logits_stay_finite():
     np.testing.assert_array_equal(gradient, [[[1.0, -1.0, 0.0]]])
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+def test_targets_of_few_bits_are_the_same_ids(unchecked, dtype):
+    logits, targets = example(np.float32, vocab=300)
+    targets = targets % 100
+    x, table, _, weights = outputs_and_table(np.float32, length=3, vocab=300)
+    for of_ids in (
+        lambda ids: jnp.sum(token_cross_entropy(logits, ids)[0]),
+        lambda ids: linear_cross_entropy(x, table, ids, weights).loss,
+    ):
+        np.testing.assert_array_equal(of_ids(jnp.asarray(targets, dtype)), of_ids(targets))
+
+
 def test_no_probabilities_are_kept_for_the_backward_pass():
     logits, targets = example(np.float32, length=4, vocab=64)
     _, vjp = jax.vjp(lambda x: token_cross_entropy(x, targets, z_loss=1e-4), logits)
@@ -243,6 +255,29 @@ def test_no_tokens_cost_nothing(sizes):
     np.testing.assert_array_equal(jnp.stack(sums), np.zeros(4))
     dtable = jax.grad(lambda table: linear_cross_entropy(x, table, targets, weights).loss)(table)
     np.testing.assert_array_equal(dtable, np.zeros(table.shape))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"targets": jnp.zeros((5, 2), int)}, r"targets has shape \(5, 2\) but x has shape"),
+        ({"targets": jnp.zeros((1, 1), int)}, r"targets has shape \(1, 1\) but x has shape"),
+        ({"targets": jnp.zeros((2, 5))}, "targets has dtype float32; ids of tokens are integers"),
+        ({"weights": jnp.ones((5,))}, r"weights has shape \(5,\) but x has shape \(2, 5, 6\)"),
+        ({"table": jnp.ones((11, 7))}, r"table has shape \(11, 7\) but x has shape"),
+    ],
+)
+def test_arrays_that_do_not_fit_the_tokens_are_refused(unchecked, changes, message):
+    names = ("x", "table", "targets", "weights")
+    given = dict(zip(names, outputs_and_table(np.float32), strict=True)) | changes
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(**given)
+
+
+def test_targets_that_do_not_fit_the_logits_are_refused(unchecked):
+    logits, _ = example(np.float32)
+    with pytest.raises(ValueError, match=r"targets has shape \(3,\) but logits has shape"):
+        token_cross_entropy(logits, jnp.zeros((3,), int))
 
 
 def test_a_factor_that_is_no_number_is_refused():

@@ -230,6 +230,12 @@ def test_token_ids_without_a_row_are_refused(unknown):
         model.embed(np.where(tokens == tokens[0, 1], unknown, tokens))
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32])
+def test_token_ids_of_any_integers_are_the_same_ids(unchecked, dtype):
+    model, tokens = tiny_model(vocab_size=300), random_tokens(0, 1, 3)
+    np.testing.assert_array_equal(model.embed(tokens.astype(dtype)), model.embed(tokens))
+
+
 def test_float64_is_refused_where_jax_would_compute_in_float32():
     with pytest.raises(UserError, match="dtype='float64' needs numbers of 64 bits"):
         tiny_config(dtype="float64").build(jax.random.key(0))

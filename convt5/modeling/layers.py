@@ -46,6 +46,8 @@ class Embed(nnx.Module):
     def __call__(
         self, ids: Int[Array, "batch length"], *, dtype: jnp.dtype
     ) -> Float[Array, "batch length embed"]:
+        # Indices of 8 bits cannot be compared with the length of a longer table.
+        ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
         return self.embedding[...].at[ids].get(mode="clip").astype(dtype)
 
     def attend(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length vocab"]:

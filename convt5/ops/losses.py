@@ -51,11 +51,37 @@ def linear_cross_entropy(
     the chip (TPU). The gradients of x and of the table are computed together with the loss, as
     each chunk passes, so that no logit is computed twice; only `loss` has gradients, and targets
     and weights have none. Products take their operands in the dtype of x and add up in float32.
+
+    Raises:
+        ValueError: the shapes of the arrays do not fit together, or targets are no integers.
     """
+    if table.ndim != 2 or table.shape[1:] != x.shape[-1:]:
+        raise ValueError(
+            f"table has shape {table.shape} but x has shape {x.shape}; both end with [embed]."
+        )
+    if weights.shape != x.shape[:-1]:
+        raise ValueError(
+            f"weights has shape {weights.shape} but x has shape {x.shape}; weights has one number "
+            "for each token."
+        )
+    targets = _checked(targets, x=x)
     if x.size == 0:
         zero = jnp.zeros((), _accumulated(x))
         return CrossEntropySums(zero, zero, zero, zero)
     return _loss_alone_has_gradients(_sums(z_loss, label_smoothing, x, table, targets, weights))
+
+
+def _checked(targets, **of_tokens) -> jax.Array:
+    """Returns the targets as int32: ids of fewer bits come round again in a large vocabulary."""
+    ((name, array),) = of_tokens.items()
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise ValueError(f"targets has dtype {targets.dtype}; ids of tokens are integers.")
+    if targets.shape != array.shape[:-1]:
+        raise ValueError(
+            f"targets has shape {targets.shape} but {name} has shape {array.shape}; targets has "
+            "one id for each token."
+        )
+    return jnp.asarray(targets, jnp.int32)
 
 
 def _loss_alone_has_gradients(sums) -> CrossEntropySums:
@@ -240,7 +266,11 @@ def token_cross_entropy(
     z term = z_loss * logsumexp(l)^2 (Shazeer and Stern 2018's regulariser in Mesh TensorFlow).
     Both are computed in at least float32. The backward pass keeps the logits and one number per
     token; no probabilities are stored.
+
+    Raises:
+        ValueError: targets are not one integer for each token.
     """
+    targets = _checked(targets, logits=logits)
     return _cross_entropy(z_loss, label_smoothing, logits, targets)
 
 
