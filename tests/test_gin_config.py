@@ -300,6 +300,32 @@ def test_a_value_of_another_type_is_an_error_before_anything_is_built(write, bin
     assert f"--gin.{binding.partition('=')[0]}" in message
 
 
+@pytest.mark.parametrize(
+    ("binding", "shown"),
+    [
+        ("KERNELS = [%K, 7]\nK = 'x'", "'x'"),
+        ("KERNELS = [%K, 7]\nK = %L\nL = [3]", "[3]"),
+        (
+            "KERNELS = [%K, 7]\nK = @schedule.Constant()\nschedule.Constant.rate = 1.0",
+            "@schedule.Constant()",
+        ),
+    ],
+)
+def test_macros_inside_a_list_are_checked_as_well(write, binding, shown):
+    settings = "architecture.StackConfig.num_layers = 2\narchitecture.StackConfig.kernel_size = "
+    name = write("a.gin", f"{settings}%KERNELS\n{binding}")
+    message = fault([name], roots=["@architecture.StackConfig"])
+    assert f"architecture.StackConfig.kernel_size=[{shown}, 7] must be an integer" in message
+
+
+def test_macros_inside_a_list_may_be_what_is_asked(write):
+    settings = "architecture.StackConfig.num_layers = 2\narchitecture.StackConfig.kernel_size = "
+    config = gin_config.load(
+        [write("a.gin", f"{settings}[%K, 7]\nK = 3")], roots=["@architecture.StackConfig"]
+    )
+    assert config.arguments(architecture.StackConfig)["kernel_size"] == [3, 7]
+
+
 def test_booleans_and_choices_are_checked_with_close_names(write):
     text = "MODEL = @architecture.StackConfig()\narchitecture.StackConfig.num_layers = 2"
     name = write("a.gin", text)

@@ -13,7 +13,7 @@ from typing import Any
 
 from convt5 import errors
 from convt5.configuration import gin_files, gin_types
-from convt5.configuration.gin_files import Import, Macro
+from convt5.configuration.gin_files import Import, Location, Macro
 from convt5.configuration.gin_names import ResolvedReference, Setting, Target, flatten, own_modules
 from convt5.runtime import quiet_imports
 
@@ -330,12 +330,26 @@ def typed(final: Mapping[Any, Setting]) -> Iterator[gin_types.Typed]:
             continue
         if setting.target not in hints:
             hints[setting.target] = gin_types.hints(setting.target.load())
-        value, location = setting.value, setting.location
-        seen = set()  # Of macros that lead in a circle, `Walk` tells.
-        while isinstance(value, Macro) and value.name in macros and value.name not in seen:
-            seen.add(value.name)
-            value, location = macros[value.name].value, macros[value.name].location
+        value, location = _resolved(setting.value, setting.location, macros)
         is_known = not any(isinstance(v, Macro) for v in flatten(value))
         if is_known and setting.parameter in hints[setting.target]:
             hint = hints[setting.target][setting.parameter]
             yield gin_types.Typed(str(location), setting.name, value, hint)
+
+
+def _resolved(
+    value: Any, location: Location, macros: Mapping[str, Setting]
+) -> tuple[Any, Location]:
+    """Returns a value with its macros replaced, and where it stands: the last macro, if it is one.
+
+    Macros that are not known, or lead in a circle, stay; others tell of these.
+    """
+    if isinstance(value, Macro) and value.name in macros:
+        setting = macros[value.name]
+        rest = {name: other for name, other in macros.items() if name != value.name}
+        return _resolved(setting.value, setting.location, rest)
+    if isinstance(value, dict):
+        return {k: _resolved(v, location, macros)[0] for k, v in value.items()}, location
+    if isinstance(value, (list, tuple)):
+        return type(value)(_resolved(item, location, macros)[0] for item in value), location
+    return value, location
