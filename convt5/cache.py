@@ -65,7 +65,8 @@ def main(argv: Sequence[str]) -> None:
                 "data.DataConfig, text from seqio."
             )
     _check_evaluation_ends(configs["validation"], settings)
-    writer = cached_data.Writer(pathlib.Path(flags.output_dir))
+    output_dir = os.path.expanduser(flags.output_dir)
+    writer = cached_data.Writer(pathlib.Path(output_dir))
     started, tokens = time.perf_counter(), 0
     for split, config in configs.items():
         if config is None:
@@ -92,7 +93,7 @@ def main(argv: Sequence[str]) -> None:
     seconds = time.perf_counter() - started
     print(
         f"wrote {rows}: {tokens:,} tokens in {seconds:.0f}s ({tokens / seconds:,.0f}/s), "
-        f"{_size(flags.output_dir) / 1e6:,.0f} MB\n"
+        f"{_size(output_dir) / 1e6:,.0f} MB\n"
         f"train on it: python -m convt5.train --gin_file=gin/runs/pretrain_cached.gin "
         f"--gin.CACHE={flags.output_dir} --gin.RUN_DIR=..."
     )

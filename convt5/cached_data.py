@@ -5,6 +5,7 @@ folder with `cache.json`, the vocabulary, and for each split a file of plain num
 """
 
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import json
@@ -26,6 +27,8 @@ _ABOUT_FILE = "cache.json"
 _VOCABULARY_FILE = "vocabulary.model"
 _SIZES_FILE = "token_bytes.npy"
 _VERSION = 1
+# What the decoder reads are its targets once more.
+_COUNTED = ("encoder_input_tokens", "decoder_target_tokens")
 _SHORT, _LONG = _DTYPES = ("<u2", "<u4")
 
 
@@ -72,7 +75,7 @@ class CachedDataConfig:
     @property
     def vocabulary(self) -> Any:
         """The seqio vocabulary of the rows; None where the cache could not keep it."""
-        return _vocabulary(pathlib.Path(self.path), self._about)
+        return _vocabulary(_folder(self.path), self._about)
 
     @property
     def vocab_size(self) -> int:
@@ -115,7 +118,7 @@ class CachedBatches:
 
     def __init__(self, config: CachedDataConfig, row_slice: slice):
         about = config._about
-        folder = pathlib.Path(config.path)
+        folder = _folder(config.path)
         split = about["splits"][config.split]
         self.token_bytes = _token_bytes(folder)
         self._config = config
@@ -168,7 +171,7 @@ def read_about(path: str) -> Mapping[str, Any]:
     Raises:
         UserError: there is none, or none that this version reads.
     """
-    file = pathlib.Path(path) / _ABOUT_FILE
+    file = _folder(path) / _ABOUT_FILE
     try:
         about = json.loads(file.read_text())
     except FileNotFoundError:
@@ -202,6 +205,7 @@ class Writer:
         Raises:
             UserError: it exists, or cannot be written.
         """
+        folder = _folder(folder)
         if folder.exists():
             raise errors.UserError(
                 f"output_dir={folder} exists; remove it, or name another folder."
@@ -212,8 +216,10 @@ class Writer:
         self._about: dict[str, Any] = {}
         self._token_type = _LONG
         try:
-            shutil.rmtree(self._unfinished, ignore_errors=True)
-            self._unfinished.mkdir(parents=True)
+            self._unfinished.mkdir(parents=True, exist_ok=True)
+            self._take()
+            for left in self._unfinished.iterdir():
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
         except OSError as error:
             raise errors.UserError(
                 f"output_dir={folder} cannot be written ({error.strerror}); name another folder."
@@ -245,7 +251,7 @@ class Writer:
                     digest.update(stored)
                     files[name].write(stored)
                 rows += int(full.sum())
-                yield sum(int((v != 0).sum()) for n, v in batch.items() if n.endswith("tokens"))
+                yield sum(int((batch[name] != 0).sum()) for name in _COUNTED if name in batch)
         finally:
             for file in files.values():
                 file.close()
@@ -297,8 +303,28 @@ class Writer:
         }
         text = json.dumps(about, indent=2, default=str) + "\n"
         (self._unfinished / _ABOUT_FILE).write_text(text)
-        self._unfinished.rename(self._folder)
+        try:
+            self._unfinished.rename(self._folder)
+        except OSError as error:
+            raise errors.UserError(
+                f"output_dir={self._folder} cannot be put there ({error.strerror}); the cache is "
+                f"whole in {self._unfinished}: move it to where you want it."
+            ) from None
         return about
+
+    def _take(self) -> None:
+        """Keeps other processes from writing here for as long as this object is there."""
+        lock = os.open(self._unfinished, os.O_RDONLY)
+        weakref.finalize(self, os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise errors.UserError(
+                f"output_dir={self._folder} is being made by another process; wait for it to end, "
+                "or name another folder."
+            ) from None
+        except OSError:
+            return  # A file system without locks: nothing can be checked.
 
 
 class _Rows:
@@ -344,6 +370,10 @@ class _Rows:
             f"{self._path} {what}; put the cache back as it was, or make it anew, and start again: "
             "the run goes on from its last checkpoint."
         )
+
+
+def _folder(path: str | os.PathLike[str]) -> pathlib.Path:
+    return pathlib.Path(os.path.expanduser(path))
 
 
 def _seed_faults(seed: object) -> list[str]:

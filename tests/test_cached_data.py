@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ def folder(tmp_path):
         {name: values[part] for name, values in rows.items()} for part in (slice(4), slice(4, ROWS))
     ]
     tokens = list(writer.write("train", [*halves, empty]))
-    assert tokens == [4 * 14, 6 * 14, 0]
+    assert tokens == [4 * 10, 6 * 10, 0]
     list(writer.write("validation", [made(seed=1, rows=3)]))
     writer.finish(made_from={})
     return tmp_path / "cache"
@@ -147,12 +148,35 @@ def test_an_unfinished_cache_is_none(tmp_path):
     list(writer.write("train", [made()]))
     with pytest.raises(errors.UserError, match="holds no cache"):
         built(tmp_path / "cache")
-    # A second attempt starts anew.
+    # A second attempt starts anew, when the first is gone.
+    with pytest.raises(errors.UserError, match=r"cache is being made by another process"):
+        cached_data.Writer(tmp_path / "cache")
+    del writer
     writer = cached_data.Writer(tmp_path / "cache")
     writer.vocabulary(vocabularies.characters(), None)
     list(writer.write("train", [made()]))
     writer.finish(made_from={})
     assert built(tmp_path / "cache").token_bytes is None
+
+
+def test_a_cache_that_another_has_made_meanwhile_is_kept(tmp_path):
+    writer = cached_data.Writer(tmp_path / "cache")
+    writer.vocabulary(vocabularies.characters(), None)
+    list(writer.write("train", [made()]))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "cache.json").write_text("theirs")
+    with pytest.raises(errors.UserError, match=r"cannot be put there .* whole in .*\.unfinished"):
+        writer.finish(made_from={})
+    assert (tmp_path / "cache" / "cache.json").read_text() == "theirs"
+
+
+def test_a_tilde_is_the_home_folder(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = built("~/cache", num_epochs=1)
+    assert isinstance(found.vocabulary, seqio.ByteVocabulary)
+    assert next(found)["encoder_input_tokens"].shape == (4, LENGTH)
+    with pytest.raises(errors.UserError, match=f"output_dir={tmp_path}/cache exists"):
+        cached_data.Writer(pathlib.Path("~/cache"))
 
 
 def test_a_split_without_rows_is_refused(tmp_path):
