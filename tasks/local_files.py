@@ -18,21 +18,27 @@ from convt5 import errors
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 """What opens a file whose name ends so."""
 
+COMPRESSION_RULE = f"Of compressed files those are read whose names end in {', '.join(OPENERS)}."
+
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A path or glob, or several."""
 
 
 def find(paths: Paths) -> list[str]:
-    """Returns the files of one or several paths or globs, in order.
+    """Returns the files of one or several paths or globs, in order, each of them once.
 
     A file of just that name comes before what the name matches as a glob; `**` matches folders of
-    any depth.
+    any depth. Globs match no name that begins with a dot, unless they begin so themselves.
 
     Raises:
         UserError: one that matches no file.
     """
     patterns = [paths] if isinstance(paths, str | os.PathLike) else paths
-    return [name for pattern in patterns for name in _matches(os.fspath(pattern))]
+    found: dict[str, str] = {}
+    for pattern in patterns:
+        for name in _matches(os.fspath(pattern)):
+            found.setdefault(name if "://" in name else os.path.abspath(name), name)
+    return list(found.values())
 
 
 def _matches(pattern: str) -> list[str]:
@@ -43,6 +49,8 @@ def _matches(pattern: str) -> list[str]:
         names = [name for name in tf.io.gfile.glob(pattern) if not tf.io.gfile.isdir(name)]
     else:
         names = [name for name in glob.glob(pattern, recursive=True) if not os.path.isdir(name)]
+    if not os.path.basename(pattern).startswith("."):
+        names = [name for name in names if not os.path.basename(name).startswith(".")]
     if names:
         return sorted(names)
     if os.path.isdir(pattern):
@@ -67,20 +75,29 @@ def identity(name: str) -> tuple[str, int, int]:
     return os.path.abspath(name), stat.st_size, stat.st_mtime_ns
 
 
-def suffix(name: str) -> str:
-    """Returns how a file's name ends before what says that it is compressed, such as `.txt`."""
+def uncompressed(name: str) -> str:
+    """Returns a file's name without what says that it is compressed."""
     path = pathlib.PurePath(name)
-    return (path.with_suffix("") if path.suffix in OPENERS else path).suffix
+    return str(path.with_suffix("")) if path.suffix.lower() in OPENERS else name
+
+
+def suffix(name: str) -> str:
+    """Returns how a file's name ends before what says that it is compressed, such as `.txt`.
+
+    It is in lower case, whatever the name has.
+    """
+    return pathlib.PurePath(uncompressed(name)).suffix.lower()
 
 
 def is_json_lines(name: str) -> bool:
     """Whether a file is JSON by its name: a value in each line, also where it is called .json."""
-    return ".jsonl" in pathlib.PurePath(name).suffixes or suffix(name) in (".ndjson", ".json")
+    suffixes = pathlib.PurePath(name.lower()).suffixes
+    return ".jsonl" in suffixes or suffix(name) in (".ndjson", ".json")
 
 
 def open_bytes(name: str) -> Any:
     """Opens a file to read its bytes, decompressed as its name says."""
-    opener = OPENERS.get(pathlib.PurePath(name).suffix, open)
+    opener = OPENERS.get(pathlib.PurePath(name).suffix.lower(), open)
     if "://" not in name:
         return opener(name, "rb")
     raw = tf.io.gfile.GFile(name, "rb")
@@ -94,7 +111,8 @@ def explained(name: str) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise errors.UserError(
-            f"text file {name!r} is not UTF-8 ({error}); convert it, or leave it out of the path."
+            f"text file {name!r} is not UTF-8 ({error}); convert it, or leave it out of the path. "
+            f"{COMPRESSION_RULE}"
         ) from error
     except (EOFError, lzma.LZMAError, zlib.error, OSError, tf.errors.OpError) as error:
         raise errors.UserError(

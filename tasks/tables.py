@@ -89,14 +89,27 @@ def find_splits(path: Path) -> dict[str, list[str]]:
             "validation"; or a file, a glob or several, which are "train"; or all of these by split.
 
     Raises:
-        UserError: no file is there.
+        UserError: no file is there, or one both compressed and not.
     """
     if isinstance(path, Mapping):
+        if not path:
+            raise errors.UserError(
+                "path={} names no split; set it to a folder, or to files by split, such as "
+                "{'train': 'train.jsonl', 'validation': 'dev.jsonl'}."
+            )
         return {split: local_files.find(files) for split, files in path.items()}
     if isinstance(path, str | os.PathLike) and os.path.isdir(os.path.expanduser(path)):
         splits: dict[str, list[str]] = {}
+        contents: dict[str, str] = {}
         for file in sorted(pathlib.Path(path).expanduser().iterdir()):
-            if _suffix(str(file)):
+            # A name with a dot in front is no data, such as what macOS writes beside a file.
+            if _suffix(str(file)) and not file.name.startswith("."):
+                other = contents.setdefault(local_files.uncompressed(file.name), file.name)
+                if other != file.name:
+                    raise errors.UserError(
+                        f"path={os.fspath(path)!r} holds {other} and {file.name}, which are the "
+                        "same rows by their names and would be read twice; remove or rename one."
+                    )
                 name = file.name.partition(".")[0]
                 splits.setdefault(_SPLIT_NAMES.get(name, name), []).append(str(file))
         if not splits:

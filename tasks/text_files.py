@@ -76,8 +76,7 @@ class TextFiles:
         names = self.matches()
         about += [local_files.identity(name) for name in names]
         # Earlier versions stored these as plain text, under what stands above alone.
-        suffixes = [local_files.suffix(name) for name in names]
-        about += [suffix for suffix in suffixes if suffix in (".ndjson", ".json")]
+        about += [local_files.suffix(name) for name in names if _was_plain_text(name)]
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
 
     def stored(self) -> dict[str, list[str]]:
@@ -143,6 +142,13 @@ class TextFiles:
                 f"text path={self.path!r} holds no document: {len(self.matches())} files were read "
                 "and all are empty or blank; set it to files with text."
             )
+
+
+def _was_plain_text(name: str) -> bool:
+    """Whether a file of JSON was none to earlier versions, by its name."""
+    is_known = ".jsonl" in pathlib.PurePath(name).suffixes
+    is_other = local_files.suffix(name) in (".ndjson", ".json")
+    return is_other or (local_files.is_json_lines(name) and not is_known)
 
 
 def cache_folder() -> pathlib.Path:

@@ -463,6 +463,26 @@ def test_rows_that_are_cut_end_with_their_end_token(tmp_path):
             assert [example[name][-1] for name in lengths] == [1, 1]
 
 
+def test_no_row_of_a_folder_is_read_twice(folder):
+    path = pathlib.Path(folder)
+    (path / "._dev.jsonl").write_bytes(b"\0\5\x16\7")
+    assert len(texts(paper_task("sst2", folder), "validation")) == 3
+    write_rows(path / "train.jsonl", ROWS)
+    with pytest.raises(errors.UserError, match=r"holds train\.jsonl and train\.jsonl\.gz.*twice"):
+        paper_task("sst2", folder)
+
+
+def test_files_may_end_in_capitals(tmp_path):
+    write_rows(tmp_path / "A.JSONL", ROWS)
+    task = text_classification(str(tmp_path / "A.JSONL"), LABELS, validation_fraction=0)
+    assert len(texts(task)) == 3
+
+
+def test_no_split_at_all_is_told():
+    with pytest.raises(errors.UserError, match=r"path=\{\} names no split"):
+        text_classification({}, LABELS)
+
+
 @pytest.mark.parametrize(
     ("labels", "expected"),
     [

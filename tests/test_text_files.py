@@ -288,3 +288,28 @@ def test_a_path_may_be_an_object(tmp_path):
     assert list(TextFiles(path=tmp_path / "a.txt").documents()) == [b"one"]
     both = TextFiles(path=[tmp_path / "a.txt", tmp_path / "b.txt"])
     assert list(both.documents()) == [b"one", b"two"]
+
+
+def test_a_file_is_read_once_however_often_it_is_named(tmp_path, monkeypatch):
+    write(tmp_path / "a.txt", "one\ntwo\n")
+    write(tmp_path / "b.txt", "three\n")
+    (tmp_path / "._a.txt").write_bytes(b"\0\5\x16\7")
+    monkeypatch.chdir(tmp_path)
+    paths = ["a.txt", f"{tmp_path}/*.txt", "./b.txt"]
+    assert list(TextFiles(path=paths).documents()) == [b"one", b"two", b"three"]
+
+
+def test_capitals_in_a_name_mean_the_same(tmp_path, cache):
+    path = tmp_path / "a.TXT.GZ"
+    path.write_bytes(gzip.compress(b"one\ntwo\n"))
+    assert list(TextFiles(path=str(path)).documents()) == [b"one", b"two"]
+    path = tmp_path / "A.JSONL"
+    path.write_text('{"text": "one"}\n')
+    (documents,) = read(TextFiles(path=str(path)).stored()["train"])
+    assert documents == b"one"
+
+
+def test_other_compressions_are_told_which_are_read(tmp_path):
+    (tmp_path / "a.txt.zst").write_bytes(b"\x28\xb5\x2f\xfd\x00\x01")
+    with pytest.raises(errors.UserError, match=r"is not UTF-8 .* end in \.gz, \.xz, \.bz2"):
+        list(TextFiles(path=str(tmp_path / "a.txt.zst")).documents())
