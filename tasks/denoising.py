@@ -16,7 +16,7 @@ import tensorflow as tf
 from convt5 import errors
 
 from . import pretraining
-from .span_corruption import segment_sizes, span_corruption, split_documents
+from .span_corruption import check_lengths_given, segment_sizes, span_corruption, split_documents
 
 PREFIX_LM_DENSITY = 0.5
 """Share of the text that is continued, on average, in T5's prefix language modelling."""
@@ -157,6 +157,7 @@ def fitted_span_corruption(
     Raises:
         UserError: lengths that hold no corrupted text.
     """
+    check_lengths_given(sequence_length)
     vocabulary = output_features["targets"].vocabulary
     mode_ids = vocabulary.encode(mode) if mode else []
     sizes = functools.partial(
@@ -211,6 +212,7 @@ def split_prefix(
     Raises:
         UserError: lengths that hold no text.
     """
+    check_lengths_given(sequence_length)
     vocabulary = output_features["targets"].vocabulary
     mode_ids = vocabulary.encode(mode) if mode else []
     room = {"inputs": sequence_length["inputs"] - 1 - len(mode_ids)}

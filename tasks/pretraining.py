@@ -6,7 +6,7 @@ gin files call: `train/data.DataConfig.mixture = @pretraining.text_span_corrupti
 
 import functools
 import pydoc_data.topics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import seqio
 
@@ -128,6 +128,7 @@ def c4_span_corruption(
     *,
     tfds_name: str = C4,
     data_dir: str | None = None,
+    splits: Mapping[str, str] | None = None,
     noise_density: float = NOISE_DENSITY,
     mean_span_length: float = MEAN_SPAN_LENGTH,
     merge_documents: bool = True,
@@ -139,6 +140,8 @@ def c4_span_corruption(
         vocabulary: None takes T5's own, which is downloaded.
         tfds_name: name, configuration and version for TFDS.
         data_dir: where TFDS has the prepared data; None is its default, `~/tensorflow_datasets`.
+        splits: TFDS's name or slice of each, such as {"train": "train[:99%]", "validation":
+            "train[99%:]"}; None takes its "train" and "validation".
         noise_density: share of the tokens that is taken out, in (0, 1).
         mean_span_length: mean tokens of a span, at least 1.
         merge_documents: see `span_corruption_task`.
@@ -146,7 +149,7 @@ def c4_span_corruption(
     """
     return span_corruption_task(
         name,
-        PreparedTfdsSource(tfds_name, data_dir),
+        PreparedTfdsSource(tfds_name, data_dir, splits, fields=("text",)),
         vocabulary or vocabularies.published_t5(),
         noise_density=noise_density,
         mean_span_length=mean_span_length,

@@ -5,6 +5,7 @@ Their documents come in an order that follows from the seed, host by host and ep
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import seqio
 import tensorflow as tf
@@ -14,6 +15,7 @@ from convt5 import errors
 from .text_files import TextFiles
 
 _OPEN_FILES = 16
+_TFDS_ERRORS = (AssertionError, KeyError, ValueError, FileNotFoundError)
 
 
 class TextFilesSource(seqio.DataSource):
@@ -69,40 +71,87 @@ class PreparedTfdsSource(seqio.TfdsDataSource):
     """A TFDS data set that was prepared before; nothing is downloaded by surprise."""
 
     def __init__(
-        self, tfds_name: str, data_dir: str | None, splits: Mapping[str, str] | None = None
+        self,
+        tfds_name: str,
+        data_dir: str | None,
+        splits: Mapping[str, str] | None = None,
+        *,
+        fields: Sequence[str] = (),
     ):
+        """Names a data set without reading it.
+
+        Args:
+            tfds_name: name, configuration and version.
+            data_dir: where TFDS has it; None is its default.
+            splits: TFDS's name or slice of each; None takes "train" and "validation".
+            fields: features that it must have.
+
+        Raises:
+            UserError: a name without a version.
+        """
         if ":" not in tfds_name:
             raise errors.UserError(
                 f"tfds_name={tfds_name!r} has no version; set it to one such as 'c4/en:3.1.0'."
             )
         self._tfds_name = tfds_name
+        self._fields = tuple(fields)
+        self._names = dict(splits or {"train": "train", "validation": "validation"})
         super().__init__(
             tfds_name,
             tfds_data_dir=data_dir,
-            splits=dict(splits or {"train": "train", "validation": "validation"}),
+            splits=dict(self._names),
             caching_permitted=False,
             read_only=True,
         )
 
     def list_shards(self, split: str) -> Sequence[str]:
-        with self._explained():
+        with self._explained(split):
             return super().list_shards(split)
 
-    def get_dataset(self, *args, **kwargs) -> tf.data.Dataset:
-        with self._explained():
-            return super().get_dataset(*args, **kwargs)
+    def num_input_examples(self, split: str) -> int | None:
+        with self._explained(split):
+            return super().num_input_examples(split)
+
+    def get_dataset(self, split: str | None = None, *args, **kwargs) -> tf.data.Dataset:
+        split = split or "train"
+        with self._explained(split):
+            dataset = super().get_dataset(split, *args, **kwargs)
+        spec: Any = dataset.element_spec
+        missing = [name for name in self._fields if name not in spec]
+        if missing:
+            raise errors.UserError(
+                f"tfds_name={self._tfds_name!r} has no feature {missing[0]!r}, but {sorted(spec)}; "
+                "name a data set that has it."
+            )
+        return dataset
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explained(self, split: str) -> Iterator[None]:
         try:
             yield
-        except (AssertionError, KeyError, ValueError, FileNotFoundError) as error:
+        except _TFDS_ERRORS as error:
+            self._check_split(split)
             raise errors.UserError(
                 f"tfds_name={self._tfds_name!r} is not prepared in data_dir="
                 f"{self.tfds_dataset.data_dir or '~/tensorflow_datasets'!r}; prepare it with "
                 f"`tfds build {self._tfds_name}`, or set data_dir to where it is. "
                 f"TFDS says: {error}"
             ) from error
+
+    def _check_split(self, split: str) -> None:
+        """Raises `UserError` for a split that a data set which is there does not have."""
+        try:
+            known = list(self.tfds_dataset.info.splits)
+        except _TFDS_ERRORS:
+            return
+        own = self._names.get(split, split)
+        unknown = [name for part in own.split("+") if (name := part.partition("[")[0]) not in known]
+        if known and unknown:
+            raise errors.UserError(
+                f"split={split!r} of tfds_name={self._tfds_name!r} is {own!r} of TFDS, which has "
+                f"{sorted(known)}; choose one of these, or, where the task has the setting splits, "
+                "set it, such as {'train': 'train[:99%]', 'validation': 'train[99%:]'}."
+            )
 
 
 class ItemSource(seqio.DataSource):

@@ -87,6 +87,7 @@ def span_corruption(
     Raises:
         UserError: targets do not fit `sequence_length`, or there are too few sentinels.
     """
+    check_lengths_given(sequence_length)
     vocabulary = output_features["targets"].vocabulary
     sizes = segment_sizes(
         sequence_length["inputs"], noise_density=noise_density, mean_span_length=mean_span_length
@@ -105,6 +106,15 @@ def span_corruption(
 
     corrupt_all: Any = seqio.map_over_dataset(corrupt_segment, num_seeds=1)
     return corrupt_all(segments)
+
+
+def check_lengths_given(sequence_length: Mapping[str, int] | None) -> None:
+    """Raises `UserError` where nobody says how long the segments are that text is cut into."""
+    if sequence_length is None or not {"inputs", "targets"} <= set(sequence_length):
+        raise errors.UserError(
+            f"sequence_length={sequence_length} lacks the lengths that text is cut to; give both, "
+            'such as get_dataset({"inputs": 512, "targets": 114}, "train").'
+        )
 
 
 def corrupt(

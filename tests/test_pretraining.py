@@ -1,5 +1,6 @@
 """The pre-training tasks give span corruption of whatever text they are pointed at."""
 
+import functools
 import gzip
 import json
 
@@ -8,6 +9,7 @@ import pytest
 import seqio
 import tensorflow_datasets as tfds
 from convt5.tasks import pretraining, vocabularies
+from convt5.tasks.sources import PreparedTfdsSource
 
 from convt5 import errors
 
@@ -172,6 +174,46 @@ class TestC4:
     def test_a_name_without_version_is_an_error(self):
         with pytest.raises(errors.UserError, match="tfds_name='c4' has no version"):
             pretraining.c4_span_corruption(tfds_name="c4")
+
+
+class OnlyTrain(tfds.core.GeneratorBasedBuilder):
+    """A data set without a validation split, prepared by the test below."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        features = tfds.features.FeaturesDict({"text": tfds.features.Text(), "n": np.int64})
+        return tfds.core.DatasetInfo(builder=self, features=features)
+
+    def _split_generators(self, dl_manager):
+        return {"train": self._generate_examples()}
+
+    def _generate_examples(self):
+        for i in range(20):
+            yield i, {"text": f"document number {i} of some words", "n": i}
+
+
+def test_a_data_set_without_validation_is_told_and_can_be_divided(tmp_path):
+    OnlyTrain(data_dir=str(tmp_path)).download_and_prepare()
+    make = functools.partial(
+        pretraining.c4_span_corruption,
+        vocabularies.characters(),
+        tfds_name="only_train:1.0.0",
+        data_dir=str(tmp_path),
+    )
+    with pytest.raises(errors.UserError, match=r"'validation' of TFDS, which has \['train'\]"):
+        examples(make(), "validation")
+    divided = make(splits={"train": "train[:90%]", "validation": "train[90%:]"})
+    text = b"".join(e["targets"].tobytes() for e in examples(divided, "validation"))
+    assert text
+    with pytest.raises(errors.UserError, match=r"has no feature 'body', but \['n', 'text'\]"):
+        PreparedTfdsSource("only_train:1.0.0", str(tmp_path), fields=("body",)).get_dataset("train")
+
+
+@pytest.mark.parametrize("name", ["pydoc_span_corruption", "pydoc_prefix_lm", "pydoc_ul2"])
+def test_lengths_are_needed(name):
+    with pytest.raises(errors.UserError, match="sequence_length=None lacks the lengths"):
+        seqio.get_mixture_or_task(name).get_dataset(None, "validation", shuffle=False)
 
 
 def test_real_text_and_vocabulary_give_full_rows(shared_data):
