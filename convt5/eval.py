@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -180,11 +181,14 @@ def _run(arguments: command_line.Arguments) -> int:
     if flags.dry_run:
         print(describe(plan, flags))
         return 0
+    steps = []
     outcomes = 0
     with _opened_results(plan, found, flags.output_dir) as results:
-        for _ in evaluate(plan, _checkpoints(plan, flags), results, skip=flags.follow):
+        coming = _noted(_checkpoints(plan, flags), steps)
+        for _ in evaluate(plan, coming, results, skip=flags.follow):
             outcomes += 1
-    if not outcomes and not flags.follow:
+    # What was evaluated before needs nothing more.
+    if not outcomes and not (flags.follow and steps):
         raise errors.UserError(f"no checkpoint in {checkpoint} was evaluated.")
     return 0
 
@@ -344,7 +348,7 @@ def _measure(evaluator: "Evaluator", model: Any, mesh: Any, step: int | None) ->
 
 
 def _settings(arguments: command_line.Arguments) -> tuple["RunSettings", str]:
-    from convt5.evaluation import run_settings
+    from convt5.evaluation import checkpoints, run_settings
     from convt5.evaluation.settings import from_flags
     from convt5.training.compilation import enable_persistent_cache
 
@@ -356,6 +360,8 @@ def _settings(arguments: command_line.Arguments) -> tuple["RunSettings", str]:
         )
     if flags.follow and flags.step != "latest":
         raise errors.UserError(f"--follow takes all checkpoints; leave out --step={flags.step}.")
+    if flags.follow and flags.checkpoint:
+        flags.checkpoint = str(checkpoints.run_directory(flags.checkpoint))
     if flags.follow and flags.checkpoint and not arguments.gin_files:
         _wait(
             lambda: run_settings.config_file(flags.checkpoint) is not None,
@@ -386,7 +392,7 @@ def _settings(arguments: command_line.Arguments) -> tuple["RunSettings", str]:
     checkpoint = flags.checkpoint or settings.train.get("run_dir")
     if not checkpoint:
         raise errors.UserError("the gin files describe no run; give --checkpoint=DIR.")
-    return settings, checkpoint
+    return settings, os.path.expanduser(checkpoint)
 
 
 def _first(checkpoint: str, flags: Any) -> "checkpoints.Found":
@@ -413,6 +419,14 @@ def _checkpoints(plan: Plan, flags: Any) -> "Iterator[checkpoints.Found]":
     return checkpoints.follow(plan.checkpoint, last_step=plan.last_step, timeout=flags.timeout)
 
 
+def _noted(
+    found: "Iterator[checkpoints.Found]", steps: list[int | None]
+) -> "Iterator[checkpoints.Found]":
+    for one in found:
+        steps.append(one.step)
+        yield one
+
+
 @contextlib.contextmanager
 def _opened_results(
     plan: Plan, found: "checkpoints.Found", output_dir: str | None
@@ -421,7 +435,7 @@ def _opened_results(
 
     from convt5.evaluation.results import Results, closing_results
 
-    folder = output_dir or found.run_dir / "evaluation"
+    folder = os.path.expanduser(output_dir or found.run_dir / "evaluation")
     described = plan.described()
     with closing_results(None if jax.process_index() else Results(folder, described)) as results:
         yield results

@@ -1,6 +1,7 @@
 """`convt5.load_model`: a trained model from the folder it lies in, whatever wrote that folder."""
 
 import dataclasses
+import os
 import pathlib
 from typing import Any
 
@@ -55,13 +56,13 @@ def load_model(
 
 def is_exported(directory: epath.PathLike) -> bool:
     """Whether a folder holds a model without a run around it."""
-    path = str(directory)
+    path = os.path.expanduser(directory)
     return portable.is_directory(path) or hugging_face.is_directory(path)
 
 
 def read_exported(directory: epath.PathLike, *, allow_unmapped: bool = False) -> Imported:
     """Reads a folder for which `is_exported` holds."""
-    path = pathlib.Path(str(directory))
+    path = pathlib.Path(os.path.expanduser(directory))
     reader = portable if portable.is_directory(path) else hugging_face
     return reader.read_model(path, allow_unmapped=allow_unmapped)
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("seqio")
 
-from convt5.tasks import classification, cogs
+from convt5.tasks import classification, cogs, pretraining
 
 from convt5 import errors
 from convt5.evaluation import baselines
@@ -91,6 +91,12 @@ def test_a_split_that_is_not_there_and_answers_in_words_are_told(tmp_path):
     (tmp_path / "cogs" / "train.tsv").write_text("".join(lines))
     with pytest.raises(errors.UserError, match=r"101 different targets in train; .* at most 100"):
         baselines.read(cogs.cogs(path=str(tmp_path / "cogs")), "train")
+
+
+def test_text_that_is_cut_to_lengths_is_told():
+    pydoc = pretraining.pydoc_span_corruption()
+    with pytest.raises(errors.UserError, match=r"task=pydoc_span_corruption cuts text to given"):
+        baselines.table([pydoc], "validation")
 
 
 def test_a_file_without_tasks_is_told():

@@ -13,6 +13,7 @@ import tiny_run
 from convt5.tasks import classification, vocabularies
 from etils import epath
 
+import convt5
 from convt5 import eval as evaluation
 from convt5 import sharding
 from convt5.errors import UserError
@@ -278,6 +279,29 @@ def test_every_nth_example_must_be_at_least_the_first():
         EvalConfig(every_nth=0)
 
 
+def test_a_task_alone_is_a_list_of_it():
+    assert list(EvalConfig(tasks=task()).tasks) == [task()]
+    assert list(EvalConfig(tasks="tiny_reviews").tasks) == ["tiny_reviews"]
+
+
+def test_lengths_that_a_task_refuses_are_called_as_they_are_set():
+    argv = {"max_input_length": 16, "max_length": 4}
+    copying = task_data.registered("gap_copy")
+    message = r"encoder_length is max_input_length=16, and decoder_length is max_length=4"
+    with pytest.raises(UserError, match=message):
+        Evaluator(copying, "validation", PredictConfig(**argv))
+
+
+def test_metrics_that_are_not_measured_are_told(caplog):
+    legacy = seqio.metrics.PassthroughLegacyMetric.from_metric_fn(exact)
+    with caplog.at_level("WARNING", logger="absl"):
+        Evaluator(task(), "validation", CONFIG)
+        assert not caplog.records
+        wrapped = task("tiny_objects", metric_fns=[exact], metric_objs=[legacy.empty()])
+        Evaluator(wrapped, "validation", CONFIG)
+    assert "task=tiny_objects has 1 metric_objs, which are not measured" in caplog.text
+
+
 def test_the_first_examples_of_a_ranking_are_rows(tmp_path):
     """Each of them is an example for every label."""
     ranked = classification.text_classification(
@@ -436,6 +460,30 @@ def test_a_followed_run_that_is_done_ends_and_nothing_is_done_twice(run_dir, tmp
     assert capsys.readouterr().out.count("tiny_reviews/validation") == 4  # Names and paths.
     assert evaluation.main(argv) == 0
     assert capsys.readouterr().out == ""
+
+
+def test_the_checkpoints_of_a_run_are_followed_and_a_single_model_is_not(run_dir, tmp_path, capsys):
+    argv = ["--follow", "--timeout=0.01", f"--output_dir={tmp_path}"]
+    assert evaluation.main([f"--checkpoint={run_dir}/checkpoints", *argv]) == 0
+    assert "step 20  tiny_reviews/validation" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"takes all checkpoints .*checkpoints/20 is a single"):
+        evaluation.main([f"--checkpoint={run_dir}/checkpoints/20", *argv])
+
+
+def test_following_what_never_comes_is_a_fault(run_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "follow", lambda *_, **__: iter(()))
+    with pytest.raises(UserError, match=r"no checkpoint in .* was evaluated"):
+        evaluation.main([f"--checkpoint={run_dir}", "--follow", f"--output_dir={tmp_path}"])
+
+
+def test_a_tilde_is_the_home_folder_everywhere(run_dir, tmp_path, monkeypatch, capsys):
+    run = epath.Path(run_dir)
+    monkeypatch.setenv("HOME", str(run.parent))
+    name = f"~/{run.name}"
+    assert evaluation.main([f"--checkpoint={name}", "--step=20", "--output_dir=~/results"]) == 0
+    assert f"{run.parent}/results/tiny_reviews" in capsys.readouterr().out
+    assert convt5.load_model(name).config == tiny_run.CONFIG
+    assert isinstance(convt5.load_vocabulary(name), seqio.ByteVocabulary)
 
 
 def test_waiting_for_a_run_that_has_not_begun_is_told(tmp_path, capsys):

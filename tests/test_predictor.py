@@ -22,7 +22,7 @@ from convt5.evaluation import hosts
 from convt5.evaluation.batching import PADDING_ROW, length_bucket, plan_batches
 from convt5.evaluation.flags import PREDICT_FLAGS
 from convt5.evaluation.predictor import Predictor, decode_text, encode_text, truncated
-from convt5.evaluation.settings import PredictConfig, from_flags
+from convt5.evaluation.settings import EvalConfig, PredictConfig, from_flags
 from convt5.generation import decoding
 from convt5.generation.search import BeamSearch, Greedy, Sampling
 
@@ -272,6 +272,19 @@ def test_an_input_may_be_as_long_as_the_positions_behind_the_stem():
     assert PredictConfig().completed(model, trained).max_input_length == 157
     with pytest.raises(UserError, match=r"max_input_length=161 is longer than .*at most 160"):
         PredictConfig(max_input_length=161).completed(model)
+
+
+@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1])
+def test_a_seed_of_more_than_64_bits_is_refused(seed):
+    jax.random.key(PredictConfig(seed=2**63 - 1).seed)
+    for config in (PredictConfig, EvalConfig):
+        with pytest.raises(UserError, match=f"seed={seed} must fit into 64 bits"):
+            config(seed=seed)
+
+
+def test_a_sentinel_of_endless_digits_is_text(model):
+    text = f"a <extra_id_{'9' * 5000}>"
+    assert predictor(model).encode(text) == [*BYTES.encode(text), 1]
 
 
 def test_impossible_settings_are_reported_together():

@@ -5,6 +5,7 @@ A checkpoint is one folder named after its step; what is incomplete has another 
 
 import contextlib
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
@@ -31,7 +32,7 @@ def find_checkpoint(path: epath.PathLike, *, step: int | None = None) -> epath.P
     Raises:
         UserError: no checkpoint there, or `path` is one of another step.
     """
-    path = epath.Path(path)
+    path = epath.Path(os.path.expanduser(path))
     if (path / "about").exists():
         if step is not None and _absolute(path).name != str(step):
             raise errors.UserError(

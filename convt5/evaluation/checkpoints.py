@@ -1,5 +1,6 @@
 """Which checkpoints of a run are used, those that are still to come, and bringing one to a mesh."""
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -44,6 +45,7 @@ def select(directory: epath.PathLike, which: str = LATEST) -> list[Found]:
     Raises:
         UserError: there is no such checkpoint.
     """
+    directory = os.path.expanduser(directory)
     if loading.is_exported(directory):
         if which != LATEST:
             raise errors.UserError(
@@ -67,6 +69,22 @@ def select(directory: epath.PathLike, which: str = LATEST) -> list[Found]:
             f"step={which} must be {LATEST}, {BEST}, {ALL}, or steps such as 1000 or 1000,2000."
         ) from None
     return [_found(reading.find_checkpoint(folder, step=step)) for step in steps]
+
+
+def run_directory(path: epath.PathLike) -> epath.Path:
+    """Returns the run to follow, given its directory or the `checkpoints` folder in there.
+
+    Raises:
+        UserError: it is a single model, which no run adds to.
+    """
+    folder = epath.Path(os.path.expanduser(path))
+    if loading.is_exported(folder) or (folder / "about").exists():
+        raise errors.UserError(
+            f"--follow takes all checkpoints of a run as they appear, and {folder} is a single "
+            "model; leave out --follow, or give the run directory."
+        )
+    is_inside = folder.name == "checkpoints" and not (folder / CONFIG_FILE).exists()
+    return folder.parent if is_inside else folder
 
 
 def follow(

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import seqio
+from absl import logging
 
 from convt5 import errors
 from convt5.evaluation import hosts
@@ -58,6 +59,12 @@ class Evaluator:
         self._decodes = config.predict or bool(
             task.predict_metric_fns or task.predict_with_aux_metric_fns
         )
+        if unmeasured := len(task.metric_objs) - len(task.metric_fns):
+            logging.warning(
+                "task=%s has %d metric_objs, which are not measured here; give them as metric_fns.",
+                task.name,
+                unmeasured,
+            )
         lengths = predict_config.task_lengths()
         self.examples = read_examples(
             task,

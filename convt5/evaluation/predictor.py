@@ -15,7 +15,7 @@ from convt5.evaluation.settings import PredictConfig
 from convt5.generation import decoding
 from convt5.modeling.model import ConvT5
 
-_SENTINEL = re.compile(r"(<extra_id_\d+>)")
+_SENTINEL = re.compile(r"(<extra_id_\d{1,9}>)")
 
 Progress = Callable[[int], None]
 """Called with the number of examples that have been computed since the last call."""
@@ -28,7 +28,9 @@ class TextVocabulary(samples.TextVocabulary, Protocol):
 
 
 class Prediction(NamedTuple):
-    """What a model answers to one input; the parts have one entry for each result, best first.
+    """What a model answers to one input; the parts have one entry for each result.
+
+    Results of beam search come best first, those of sampling in the order they were drawn.
 
     Attributes:
         texts: the results.

@@ -99,7 +99,7 @@ def read(
     if is_run:
         roots.append("@convt5.trainer.train")
     if checkpoint and gin_files.is_required(statements, "RUN_DIR"):
-        bindings = [f"RUN_DIR='{checkpoint}'", *bindings]
+        bindings = [f"RUN_DIR='{os.path.expanduser(checkpoint)}'", *bindings]
     config = gin_config.load(files, bindings, roots=roots, supplied=["config_text"])
     evaluate = EvalConfig(**config.arguments(EvalConfig))
     train: Mapping[str, Any] = {}
@@ -131,7 +131,7 @@ def _data_of_run(config_gin: str) -> Any:
 
 def config_file(checkpoint: epath.PathLike) -> epath.Path | None:
     """Returns the config.gin of the run that `checkpoint` is or lies in, if there is one."""
-    folder = epath.Path(checkpoint)
+    folder = epath.Path(os.path.expanduser(checkpoint))
     for candidate in (folder, folder.parent, folder.parent.parent):
         if (candidate / CONFIG_FILE).exists():
             return candidate / CONFIG_FILE
@@ -157,6 +157,7 @@ def text_features(source: str, settings: RunSettings | None = None) -> TextFeatu
     with quiet_imports.without_tensorflow_chatter():
         from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
 
+    source = os.path.expanduser(source)
     if source == BYTES:
         return TextFeatures(vocabularies.characters(), vocabularies.characters())
     if os.path.isfile(source) or str(source).endswith(".model"):

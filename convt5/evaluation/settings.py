@@ -50,6 +50,7 @@ class PredictConfig:
             for name in ("max_length", "max_input_length", "batch_size")
             if (value := getattr(self, name)) is not None and value < 1
         ]
+        found += _seed_faults(self.seed)
         if self.long_inputs not in LONG_INPUTS:
             found.append(
                 f"long_inputs={self.long_inputs!r} must be one of {', '.join(LONG_INPUTS)}."
@@ -105,8 +106,8 @@ class EvalConfig:
     """Which tasks are measured, and on what part of them.
 
     Attributes:
-        tasks: seqio tasks or mixtures, or names of registered ones; none takes the run's own
-            evaluation data.
+        tasks: seqio tasks or mixtures, or names of registered ones, or a single one of these; none
+            takes the run's own evaluation data.
         split: of the tasks; None takes the run's own, else "validation".
         num_examples: the first ones only; None takes all.
         every_nth: only the first of each so many, before they are counted: a file that is sorted,
@@ -123,7 +124,9 @@ class EvalConfig:
     seed: int = 0
 
     def __post_init__(self):
-        faults = []
+        if not isinstance(self.tasks, list | tuple):
+            object.__setattr__(self, "tasks", (self.tasks,))
+        faults = _seed_faults(self.seed)
         if self.num_examples is not None and self.num_examples < 1:
             faults.append(f"num_examples={self.num_examples} must be at least 1, or None for all.")
         if self.every_nth < 1:
@@ -158,6 +161,12 @@ def from_flags(config: PredictConfig, flags: Mapping[str, Any]) -> PredictConfig
     names = ("max_length", "max_input_length", "long_inputs", "batch_size", "seed")
     values = {name: flags[name] for name in names if flags[name] is not None}
     return dataclasses.replace(config, strategy=strategy, **values)
+
+
+def _seed_faults(seed: int) -> list[str]:
+    if -(2**63) <= seed < 2**63:
+        return []
+    return [f"seed={seed} must fit into 64 bits: at least -2**63, and below 2**63."]
 
 
 def _strategies_with(flag: str) -> list[str]:

@@ -1,7 +1,8 @@
 """The examples of a seqio task as they are evaluated: whole, in order, each of them once."""
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -142,14 +143,15 @@ def read_examples(
         UserError: there is no example.
         TrainingError: the data cannot be read.
     """
-    dataset = task.get_dataset(
-        sequence_length=dict(lengths) if _needs_lengths(task) else None,
-        split=split,
-        shuffle=False,
-        seed=seed,
-        num_epochs=1,
-        try_in_mem_cache=False,
-    )
+    with _naming_lengths(lengths):
+        dataset = task.get_dataset(
+            sequence_length=dict(lengths) if needs_lengths(task) else None,
+            split=split,
+            shuffle=False,
+            seed=seed,
+            num_epochs=1,
+            try_in_mem_cache=False,
+        )
     dataset = dataset.with_options(data.pipeline_options())
     if _ranks_labels(dataset.element_spec):
         dataset = _of_rows(dataset, num_examples, every_nth)
@@ -168,6 +170,20 @@ def read_examples(
     if not examples:
         raise errors.UserError(f"split={split} of task={task.name} holds no example.")
     return examples
+
+
+@contextlib.contextmanager
+def _naming_lengths(lengths: Mapping[str, int]) -> Iterator[None]:
+    """Says what the lengths of tasks are called where they are evaluated."""
+    try:
+        yield
+    except errors.UserError as error:
+        if "encoder_length" not in str(error):
+            raise
+        raise errors.UserError(
+            f"{error} Here encoder_length is max_input_length={lengths.get('inputs')}, and "
+            f"decoder_length is max_length={lengths.get('targets')}."
+        ) from None
 
 
 def _of_rows(dataset: tf.data.Dataset, num_examples: int | None, every_nth: int) -> tf.data.Dataset:
@@ -198,7 +214,8 @@ def _ranks_labels(example: Mapping[str, Any]) -> bool:
     return "is_correct" in example and tuple(example["idx"].shape) == (2,)
 
 
-def _needs_lengths(task: seqio.Task) -> bool:
+def needs_lengths(task: seqio.Task) -> bool:
+    """Whether a task makes its examples to fit given lengths, as span corruption does."""
     for preprocessor in task.preprocessors:
         parameter = inspect.signature(preprocessor).parameters.get("sequence_length")
         if parameter is not None and parameter.default is inspect.Parameter.empty:
