@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -94,6 +95,7 @@ def main(argv: Sequence[str]) -> int:
     checkpoint = flags.checkpoint or settings.train.get("run_dir")
     if not checkpoint:
         raise errors.UserError("the gin files describe no run; give --checkpoint=DIR.")
+    checkpoint = os.path.expanduser(checkpoint)
 
     from convt5 import sharding
     from convt5.evaluation import checkpoints, run_settings, stream
@@ -224,11 +226,7 @@ def _task_inputs(flags: Any, features: "TextFeatures", config: Any, vocab_size: 
     from convt5.evaluation.predictor import decode_text
 
     split = flags.split or "validation"
-    tasks = task_data.find_tasks([flags.task])
-    if len(tasks) != 1:
-        names = ", ".join(task.name for task in tasks)
-        raise errors.UserError(f"task={flags.task} is a mixture; name one of its tasks: {names}.")
-    (task,) = tasks
+    task = task_data.find_task(flags.task)
     task_data.check_task(task, split, vocab_size=vocab_size, trained=features)
     examples = task_data.read_examples(
         task, split, lengths=config.task_lengths(), num_examples=flags.num_examples
@@ -236,6 +234,9 @@ def _task_inputs(flags: Any, features: "TextFeatures", config: Any, vocab_size: 
 
     def items() -> Iterator[inputs.Item]:
         for example in examples:
+            # Tasks that rank labels have an example for each of them, all with one input.
+            if not example.get("is_correct", True):
+                continue
             source, target = (
                 task_data.pretokenized(
                     example,

@@ -10,7 +10,9 @@ import lzma
 import re
 
 import pytest
+import seqio
 import tiny_run
+from convt5.tasks import synthetic
 
 from convt5 import infer
 from convt5.errors import UserError
@@ -89,6 +91,7 @@ def test_windows_line_ends_and_a_missing_last_one_are_no_text(tmp_path):
         ("in.txt", b"one\n\ntwo\n", None, r"line 2 is empty"),
         ("in.txt", b"one\n\xff\n", None, r"line 2 is not UTF-8"),
         ("in.jsonl", b'{"text": "one"}\nnonsense\n', None, r"line 2 is not JSON"),
+        ("in.jsonl", b'{"text": "one"}\n\nnonsense\n', None, r"line 3 is not JSON"),
         ("in.jsonl", b'{"text": "one"}\n["two"]\n', None, r"line 2 is no JSON object"),
         ("in.jsonl", b'{"text": "one"}\n{"text": ""}\n', None, r"line 2 is empty"),
         ("in.jsonl", b'{"text": 1}\n', None, r"line 1 has 1 in the field 'text'.* must be text"),
@@ -123,6 +126,27 @@ def test_a_stream_is_read_no_further_than_it_is_answered():
     found = stream.predictions(Echo(), read, chunk_size=2)
     assert [record["input"] for record in next(found)] == ["one", "two"]
     assert len(taken) == 2
+
+
+def test_what_came_before_a_faulty_line_of_a_stream_is_answered():
+    read = inputs.from_stream([b"one\n", b"two\n", b"three\n", b"\xff\n", b"five\n"]).read()
+    found = stream.predictions(Echo(), read, chunk_size=2)
+    assert [record["input"] for record in next(found)] == ["one", "two"]
+    assert [record["input"] for record in next(found)] == ["three"]
+    with pytest.raises(UserError, match="line 4 is not UTF-8"):
+        next(found)
+
+
+def test_blank_lines_of_json_are_no_inputs(tmp_path):
+    content = b'\n{"text": "one"}\n  \n{"text": "two"}\n\n'
+    (tmp_path / "in.jsonl").write_bytes(content)
+    read = inputs.from_file(str(tmp_path / "in.jsonl"))
+    assert read.total == 2
+    for each in (read, inputs.from_stream(io.BytesIO(content), "text")):
+        assert [item.text for item in each.read()] == ["one", "two"]
+    # A line of output stands for an input, not for a line of the file.
+    found = stream.predictions(Echo(), read.read(), chunk_size=4, done=[{"input": "one"}])
+    assert [(r["index"], r["input"]) for records in found for r in records] == [(1, "two")]
 
 
 def test_an_output_cut_anywhere_is_continued_to_the_same_bytes(tmp_path):
@@ -274,6 +298,18 @@ def test_the_command_answers_a_task_and_standard_input(run_dir, capsys, monkeypa
     from_stdin = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     for one, other in zip(from_task, from_stdin, strict=True):
         assert one["predictions"] == other["predictions"]
+
+
+def test_a_task_that_ranks_labels_is_answered_once_a_row(run_dir, capsys):
+    ranked = synthetic.listops(rank=True)
+    if ranked.name not in seqio.TaskRegistry.names():
+        seqio.TaskRegistry.add_provider(ranked.name, ranked)
+    argv = [f"--checkpoint={run_dir}", f"--task={ranked.name}", "--num_examples=2"]
+    assert infer.main(argv) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    task = seqio.TaskRegistry.get("listops")
+    rows = task.get_dataset(None, "validation", shuffle=False).take(2).as_numpy_iterator()
+    assert [r["target"].encode() for r in found] == [r["targets_pretokenized"] for r in rows]
 
 
 def test_the_average_of_a_run_predicts_where_it_is_asked_for(tmp_path, capsys):

@@ -61,11 +61,12 @@ def from_file(path: str, field: str | None = None) -> Inputs:
             f"input={path} names no file (working directory {os.getcwd()!r}); correct the path, "
             f"or give {STDIN} for standard input."
         )
-    parse = _parser(field, is_json=local_files.is_json_lines(path))
+    is_json = local_files.is_json_lines(path)
+    parse = _parser(field, is_json=is_json)
 
     def read() -> Iterator[Item]:
         with local_files.explained(path), local_files.open_bytes(path) as file:
-            yield from _items(file, path, parse)
+            yield from _items(file, path, parse, skip_blank=is_json or field is not None)
 
     return Inputs(path, sum(1 for _ in read()), read)
 
@@ -73,7 +74,10 @@ def from_file(path: str, field: str | None = None) -> Inputs:
 def from_stream(stream: Iterable[bytes], field: str | None = None) -> Inputs:
     """Returns the lines of a stream, which are read as they come, and once."""
     parse = _parser(field, is_json=False)
-    return Inputs(STDIN, None, lambda: _items(stream, "standard input", parse))
+    skip_blank = field is not None
+    return Inputs(
+        STDIN, None, lambda: _items(stream, "standard input", parse, skip_blank=skip_blank)
+    )
 
 
 def from_examples(name: str, examples: Iterable[Item]) -> Inputs:
@@ -83,13 +87,18 @@ def from_examples(name: str, examples: Iterable[Item]) -> Inputs:
 
 
 def chunks(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
-    """Yields `size` inputs at a time, and the rest."""
+    """Yields `size` inputs at a time, and the rest, also of inputs that end in a fault."""
     chunk: list[Item] = []
-    for item in items:
-        chunk.append(item)
-        if len(chunk) == size:
+    try:
+        for item in items:
+            chunk.append(item)
+            if len(chunk) == size:
+                full, chunk = chunk, []
+                yield full
+    except errors.UserError:
+        if chunk:
             yield chunk
-            chunk = []
+        raise
     if chunk:
         yield chunk
 
@@ -123,18 +132,26 @@ def _parser(field: str | None, *, is_json: bool) -> Callable[[str], str]:
 
 
 def _items(
-    file: IO[bytes] | Iterable[bytes], name: str, parse: Callable[[str], str]
+    file: IO[bytes] | Iterable[bytes],
+    name: str,
+    parse: Callable[[str], str],
+    *,
+    skip_blank: bool,
 ) -> Iterator[Item]:
+    """Yields inputs; blank lines are a fault in text, whose lines are counted, and none in JSON."""
     for number, line in enumerate(file, start=1):
         try:
             decoded = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            if skip_blank and not decoded.strip():
+                continue
             text = parse(decoded.rstrip("\r\n"))
             if not text.strip():
                 raise errors.UserError("is empty: there is nothing to predict from; leave it out")
             text.encode()  # JSON can express halves of characters, which no vocabulary has.
         except UnicodeError as error:
             raise errors.UserError(
-                f"{name}, line {number} is not UTF-8 ({error}); convert it."
+                f"{name}, line {number} is not UTF-8 ({error}); convert it (compressed files must "
+                "be named .gz, .xz or .bz2)."
             ) from None
         except errors.UserError as error:
             raise errors.UserError(f"{name}, line {number} {error}.") from None
