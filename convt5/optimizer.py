@@ -48,7 +48,9 @@ class AdafactorConfig:
     This equals `optax.adafactor` with these values, except that optax knows only whole leaves: it
     would share statistics, clipping and scale among the taps of one convolution, which the
     original holds as separate variables. Parameters named in `stacked` are treated as one
-    parameter for each index of their first axis.
+    parameter for each index of their first axis. Of several axes that are the second longest,
+    which no parameter of our models has, the first is averaged as in the original, in optax
+    another.
 
     Attributes:
         decay_exponent: larger forgets more slowly; T5: 0.8.

@@ -126,6 +126,7 @@ def test_stacked_taps_are_trained_as_separate_parameters():
         ((9, 128, 256), True, (2, 1)),
         ((256, 128, 7), True, None),
         ((3, 3, 128, 256), False, (3, 2)),
+        ((128, 128, 256), False, (2, 0)),
     ],
 )
 def test_only_two_long_axes_are_factored(shape, stacked, axes):
