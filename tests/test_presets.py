@@ -165,7 +165,8 @@ FINETUNE = sorted(
 )
 
 
-@pytest.mark.parametrize("name", ["sst2", "cogs", "squad"])  # One of each kind of task.
+# One of each kind of task.
+@pytest.mark.parametrize("name", ["sst2", "cogs", "squad", "text_classification"])
 def test_fine_tuning_passes_the_dry_run(name, tmp_path, capsys):
     for split in ("train", "dev"):
         (tmp_path / f"{split}.jsonl").write_text("{}\n")  # No row is read.
@@ -176,6 +177,7 @@ def test_fine_tuning_passes_the_dry_run(name, tmp_path, capsys):
         f"DATA={tmp_path}",
         "VOCABULARY=none",
         f"{task}.vocabulary=@vocabularies.characters()",
+        *(["LABELS=['bad', 'good']"] if name == "text_classification" else []),
     ]
     command = [f"--gin_file=gin/finetune/{name}.gin", *(f"--gin.{b}" for b in bindings)]
     assert train.main([*command, "--dry_run"]) == 0
