@@ -78,6 +78,17 @@ def main(argv: Sequence[str]) -> int:
         value = getattr(flags, name)
         if value is not None and value < 1:
             raise errors.UserError(f"--{name}={value} must be at least 1.")
+    if flags.dry_run:
+        errors.raise_all(
+            [
+                f"--{name}={value} and --dry_run: a dry run reads and writes no results; leave out "
+                "one of the two."
+                for name in ("import_results", "export_results")
+                for value in [getattr(flags, name)]
+                if value is not None
+            ],
+            where="flags",
+        )
     study = read_study(arguments.gin_files, arguments.gin_bindings)
     from convt5.sweeps import report, running
 

@@ -18,7 +18,17 @@ from quick import quick
 from convt5 import sweep
 from convt5.analysis import costs
 from convt5.errors import UserError
-from convt5.sweeps import Grid, Pairing, Study, analysis, archive, equal_cost, report, running
+from convt5.sweeps import (
+    Grid,
+    Pairing,
+    Study,
+    analysis,
+    archive,
+    equal_cost,
+    profile,
+    report,
+    running,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -160,6 +170,8 @@ def test_a_run_that_diverged_is_a_result_and_any_other_failure_ends_the_study(tm
     assert running.run_all(study(tmp_path / "a"), launch=nan) == 8
     found = analysis.results(study(tmp_path / "a"))
     assert sum(math.isinf(result.error) for result in found) == 4
+    noisy = Trainer(fails="peak=0.2", says="the loss is not finite\nthread 3 has ended")
+    assert running.run_all(study(tmp_path / "d"), launch=noisy) == 8
     full = Trainer(fails="peak=0.2", says="a checkpoint could not be written")
     with pytest.raises(UserError, match=r"exit code 1: error: a checkpoint could not(.|\n)*output"):
         running.run_all(study(tmp_path / "b"), launch=full)
@@ -188,8 +200,52 @@ def test_results_go_on_on_another_machine_and_report_the_same(tmp_path):
     assert running.run_all(there, launch=Trainer(fails="0.2", says="it is not finite")) == 3
     assert analysis.results(there) == analysis.results(here)
     assert archive.read(there, file) == 0
-    file.write_text("".join(lines) + '{"run": ')
-    assert archive.read(study(tmp_path / "third"), file) == 8
+    third = study(tmp_path / "third")
+    for end in ('{"run": ', "\x80"):
+        file.write_bytes("".join(lines).encode() + end.encode("latin-1"))
+        with pytest.raises(UserError, match="line 9, the last, is cut short"):
+            archive.read(third, file)
+    assert not any(made.is_done for made in running.states(third))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"about": {"status": "finished"}}, "line 2 is no result of a run .it lacks settings"),
+        ({"about": None}, "line 2 is no result of a run .it holds None"),
+        ({"records": 3}, "its records are no list"),
+        ({"records": []}, r"the run schedule.* recorded no validation/accuracy.*nothing"),
+        ({"run": ["a"]}, "is no name"),
+    ],
+)
+def test_a_line_that_is_no_result_is_named_and_nothing_taken_over(change, message, tmp_path):
+    here, there = study(tmp_path / "here"), study(tmp_path / "there")
+    file = tmp_path / "study.jsonl"
+    running.run_all(here, launch=Trainer(), most_runs=2)
+    archive.write(here, file)
+    first, second = file.read_text().splitlines(keepends=True)
+    file.write_text(first + json.dumps(json.loads(second) | change) + "\n")
+    with pytest.raises(UserError, match=message):
+        archive.read(there, file)
+    assert not any(made.is_done for made in running.states(there))
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", '{"settings": {}, "status": "ended"}'])
+def test_a_damaged_file_about_a_run_is_named(text, tmp_path):
+    here = study(tmp_path)
+    running.run_all(here, launch=Trainer(), most_runs=1)
+    (file,) = tmp_path.glob("runs/*/sweep.json")
+    file.write_text(text)
+    with pytest.raises(UserError, match=r"sweep\.json is damaged .*; remove it"):
+        running.run_all(here, launch=Trainer())
+    file.unlink()
+    assert running.run_all(here, launch=Trainer()) == 8
+
+
+@pytest.mark.parametrize("flag", ["export_results", "import_results"])
+def test_a_dry_run_refuses_results(flag):
+    with pytest.raises(UserError, match=f"--{flag}=a.jsonl and --dry_run"):
+        sweep.main(["--gin_file=study.gin", "--dry_run", f"--{flag}=a.jsonl"])
 
 
 def test_results_that_cannot_be_taken_over_are_named(tmp_path):
@@ -355,6 +411,22 @@ def test_a_run_without_the_metric_is_refused(tmp_path):
         running.run_all(study(tmp_path, metric="validation/f1"), launch=Trainer())
 
 
+def test_a_metric_that_a_finished_run_lacks_is_no_divergence(tmp_path):
+    here, file = study(tmp_path), tmp_path / "study.jsonl"
+    running.run_all(here, launch=Trainer())
+    archive.write(here, file)
+    wrong = {"metric": "validation/acuracy"}
+    message = "recorded no validation/acuracy.* Did you mean validation/accuracy"
+    with pytest.raises(UserError, match=f"peak=0.1,model=P,seed=0 {message}"):
+        report.write(study(tmp_path, **wrong))
+    with pytest.raises(UserError, match=f"line 1: the run schedule.* {message}"):
+        archive.read(study(tmp_path / "there", **wrong), file)
+    exported = file.read_text()
+    with pytest.raises(UserError, match=message):
+        archive.write(study(tmp_path, **wrong), file)
+    assert file.read_text() == exported
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -444,6 +516,69 @@ def test_a_report_holds_distributions_best_settings_differences_and_steps(tmp_pa
     assert len(saved["runs"]) == 8
 
 
+def row_of(text: str, title: str, start: str) -> list[str]:
+    """The cells of a row of the table under a title."""
+    lines = text[text.index(f"## {title}") :].splitlines()
+    return [c.strip() for c in next(x for x in lines if x.startswith(f"| {start}")).split("|")]
+
+
+def test_a_line_that_diverged_is_compared_with_nothing(tmp_path):
+    chosen = study(tmp_path, versus="model")
+    running.run_all(chosen, launch=Trainer(fails="c.gin", says="the loss is not finite"))
+    text = report.write(chosen)
+    assert row_of(text, "C minus P", "0.05") == ["", "0.0500", "diverged", "-", ""]
+    title = "Steps of the best settings to an error that all reach, but for those that diverged"
+    assert row_of(text, title, "P") == ["", "P", "0.0500", "2", ""]
+    assert row_of(text, title, "C") == ["", "C", "-", "-", ""]
+
+
+class TestPlots:
+    """What is drawn, without looking at it."""
+
+    def axes(self):
+        pytest.importorskip("matplotlib")
+        from matplotlib.figure import Figure
+
+        return Figure().subplots()
+
+    def best(self, *values, errors=None):
+        curve = tuple(enumerate(values, start=1))
+        errors = errors or (values[-1],)
+        return analysis.Best({}, sum(errors) / len(errors), errors, curve)
+
+    def test_an_error_of_zero_stands_where_it_is(self):
+        from convt5.sweeps import plots
+
+        axes = self.axes()
+        plots._convergence(axes, {"P": self.best(0.5, 0.01, 0.0), "C": self.best(0.9, 0.2)})
+        heights = axes.transData.transform([(1, y) for y in (0.0, 0.01, 0.2)])[:, 1]
+        assert 0 < heights[0] < heights[1] < heights[2]
+        assert heights[1] - heights[0] < heights[2] - heights[1]
+
+    def test_errors_above_zero_have_a_logarithmic_axis(self):
+        from convt5.sweeps import plots
+
+        axes = self.axes()
+        plots._convergence(axes, {"P": self.best(0.5, 0.01)})
+        assert axes.get_yscale() == "log"
+
+    def test_what_diverged_is_named(self):
+        from convt5.sweeps import plots
+
+        axes, inf = self.axes(), math.inf
+        lines = {"P": self.best(0.5), "C": self.best(inf), "D": self.best(inf, errors=(inf, 0.1))}
+        plots._convergence(axes, lines)
+        assert axes.get_legend_handles_labels()[1] == ["P", "C (diverged)", "D (1 of 2 diverged)"]
+
+    @pytest.mark.parametrize("errors_found", [[-3.0, -1.0], [0.0], [2.0, 4.0], [-2.0]])
+    def test_distributions_end_to_the_right_of_all_errors(self, errors_found):
+        from convt5.sweeps import plots
+
+        axes = self.axes()
+        plots._distributions(axes, {"P": [result(error) for error in errors_found]})
+        assert max(axes.get_lines()[0].get_xdata()) > max(errors_found)
+
+
 def result(error: float, *, seed: int = 0, **labels: str) -> analysis.Result:
     curve = ((1, 2 * error), (2, error))
     return analysis.Result({"model": "P", **labels, "seed": str(seed)}, curve, error)
@@ -497,6 +632,9 @@ def test_the_common_error_is_that_of_the_slower_line():
 
     bests = {("d", "P"): best(0.2), ("d", "C"): best(0.1), ("e", "P"): best(0.5)}
     assert analysis.common_errors(bests) == {("d",): 0.2, ("e",): 0.5}
+    diverged = analysis.Best({}, math.inf, (math.inf,), ((1, 0.9), (2, math.inf)))
+    assert analysis.common_errors(bests | {("e", "C"): diverged}) == {("d",): 0.2, ("e",): 0.5}
+    assert analysis.common_errors({("e", "C"): diverged}) == {}
 
 
 STUDY = """# A study of two runs.
@@ -608,6 +746,39 @@ class TestOverAnAxis:
         assert cells == ["parameters", "dynamic", "0.500", "0.250"]
         assert "| 7 " in text
         assert (tmp_path / "profiles.png").stat().st_size > 10_000
+
+    def test_points_that_diverged_are_named_and_cost_nothing(self, tmp_path):
+        def launch(arguments, log):
+            told, path = str(arguments), pathlib.Path(log).parent / "metrics.jsonl"
+            record = {"step": 4, "validation/accuracy": 0.65, "train_seconds": 7.0}
+            if "GAP=64" in told and ("seed=1" in told or "dynamic" in told):
+                path.write_text(json.dumps(record | {"train_seconds": 1.0}) + "\n")
+                log.write_text("error: the loss is not finite\n")
+                return 1
+            path.write_text(json.dumps(record) + "\n")
+            return 0
+
+        asked = self.study(tmp_path, seeds=[0, 1], pairing=None)
+        running.run_all(asked, launch=launch)
+        text = report.write(asked)
+        title = "validation/accuracy against gap"
+        first = row_of(text, title, "parameters | dynamic")
+        assert first[3:5] == ["0.650 (0.650..0.650)", "diverged"]
+        assert row_of(text, title, "parameters | t5")[4] == "1 of 2 diverged (0.650)"
+        assert row_of(text, "Costs", "parameters | dynamic | 64")[8] == "-"
+        assert row_of(text, "Costs", "parameters | t5      | 64")[8] == "7"
+
+    def test_an_update_in_parts_takes_less_memory(self, tmp_path):
+        parts = {"trainer.train.grad_accum_steps": 4}
+        whole, split = (
+            self.study(tmp_path, bindings=self.study(tmp_path).bindings | more, pairing=None)
+            for more in ({}, parts)
+        )
+        memory = [
+            profile._text_cost(equal_cost.described(point.gin_files, point.bindings))[2]
+            for point in (next(whole.points()), next(split.points()))
+        ]
+        assert memory[1] < memory[0]
 
     def test_the_axis_can_be_one_of_names(self, tmp_path):
         asked = self.study(tmp_path, over="equal", rows=["gap", "model"], seeds=[0, 1])

@@ -9,8 +9,9 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from convt5.sweeps.running import states, values_of
+from convt5.sweeps.running import Made, check_metric, states, values_of
 from convt5.sweeps.study import Study
+from convt5.training.run_log import read_metrics
 
 Labels = Mapping[str, str]
 Key = tuple[str, ...]
@@ -61,14 +62,26 @@ class Best(NamedTuple):
     errors: tuple[float, ...]
     curve: tuple[tuple[int, float], ...]
 
+    @property
+    def finite_errors(self) -> tuple[float, ...]:
+        return tuple(error for error in self.errors if math.isfinite(error))
+
+    @property
+    def diverged(self) -> str:
+        """Says how many of its runs diverged; empty where none did."""
+        count = len(self.errors) - len(self.finite_errors)
+        if count in (0, len(self.errors)):
+            return "diverged" if count else ""
+        return f"{count} of {len(self.errors)} diverged"
+
 
 def results(study: Study) -> list[Result]:
-    """Returns the runs that are done."""
-    return [
-        _result(study, made.point.labels, values_of(made.folder, study.metric), made.status)
-        for made in states(study)
-        if made.is_done
-    ]
+    """Returns the runs that are done.
+
+    Raises:
+        UserError: a run that has finished recorded no value of the metric.
+    """
+    return [_result(study, made) for made in states(study) if made.is_done]
 
 
 def by_row(study: Study, found: Sequence[Result]) -> dict[Key, list[Result]]:
@@ -140,12 +153,14 @@ def steps_to(curve: Sequence[tuple[int, float]], error: float) -> float | None:
 def common_errors(bests: Mapping[Key, Best]) -> dict[Key, float]:
     """Returns, for each panel, the least error that the best setting of every line reaches.
 
-    Panels are the rows without the last; a line is a value of the last.
+    Panels are the rows without the last; a line is a value of the last. Lines that diverged do not
+    count, and a panel of such lines alone has no error.
     """
     reached: dict[Key, list[float]] = {}
     for key, found in bests.items():
-        values = [error for _, error in found.curve]
-        reached.setdefault(key[:-1], []).append(min(values, default=math.inf))
+        values = [error for _, error in found.curve if math.isfinite(error)]
+        if values and not found.diverged:
+            reached.setdefault(key[:-1], []).append(min(values))
     return {panel: max(values) for panel, values in reached.items()}
 
 
@@ -161,12 +176,15 @@ def _labels(study: Study) -> dict[str, dict[str, None]]:
     }
 
 
-def _result(
-    study: Study, labels: Labels, values: Sequence[tuple[int, float]], status: str | None
-) -> Result:
+def _result(study: Study, made: Made) -> Result:
+    has_finished = made.status == "finished"
+    if has_finished:
+        where = f"the run in {made.folder}"
+        check_metric(study.metric, read_metrics(made.folder), where=where)
+    values = values_of(made.folder, study.metric)
     curve = [(step, _error(study, value)) for step, value in values]
-    diverged = status == "diverged" or not curve
-    return Result(dict(labels), tuple(curve), math.inf if diverged else curve[-1][1])
+    error = curve[-1][1] if has_finished else math.inf
+    return Result(dict(made.point.labels), tuple(curve), error)
 
 
 def _error(study: Study, value: float) -> float:

@@ -6,11 +6,13 @@ Checkpoints, logs and the records between evaluations stay where they are.
 
 import json
 import pathlib
+from typing import Any
 
 from convt5 import errors
 from convt5.sweeps import running
 from convt5.sweeps.study import Study
-from convt5.training.run_log import METRICS_FILE, read_metrics, read_records, replace_text
+from convt5.training.run_directory import replace_text
+from convt5.training.run_log import METRICS_FILE, read_metrics, read_records
 
 _KEYS = ("run", "about", "records")
 
@@ -21,7 +23,7 @@ def write(study: Study, path: pathlib.Path) -> int:
     Returns how many runs these are.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: the file cannot be written, or a run recorded no value of the metric.
     """
     lines = [_line(study, made) for made in running.runs(study) if made.is_done]
     try:
@@ -41,29 +43,68 @@ def read(study: Study, path: pathlib.Path) -> int:
     those of the file that are none of the study's.
 
     Raises:
-        UserError: there is no such file, a line is no result, or a run had other settings.
+        UserError: there is no such file, a line is no result, or a run had other settings or
+            recorded no value of the metric; nothing is taken over then.
     """
     if not path.is_file():
         raise errors.UserError(
             f"--import_results={path} is no file; give one that --export_results has written."
         )
     here = {made.point.name: made for made in running.runs(study)}
-    taken = 0
-    for result in read_records(path, need=_KEYS):
-        made = here.get(result["run"])
+    taken = []
+    for number, result in enumerate(_results(path), start=1):
+        where = f"{path}, line {number}"
+        made = here.get(_checked(result, where)["run"])
         if made is None or made.status is not None:
             continue
-        running.check_settings(made.point, result["about"]["settings"], where=f"{path}: the run")
-        made.folder.mkdir(parents=True, exist_ok=True)
-        records = [json.dumps(record) + "\n" for record in result["records"]]
-        (made.folder / METRICS_FILE).write_text("".join(records))
-        running.write_about(made.folder, result["about"])
-        taken += 1
-    return taken
+        where = f"{where}: the run {result['run']}"
+        about, records = result["about"], result["records"]
+        running.check_settings(made.point, about["settings"], where=where)
+        if about["status"] == "finished":
+            running.check_metric(study.metric, records, where=where)
+        taken.append((made.folder, about, records))
+    for folder, about, records in taken:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / METRICS_FILE).write_text("".join(json.dumps(r) + "\n" for r in records))
+        running.write_about(folder, about)
+    return len(taken)
+
+
+def _results(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the lines of a file, which must all be whole: it is never written in parts."""
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        number = content.count(b"\n") + 1
+        raise errors.UserError(
+            f"--import_results={path}: line {number}, the last, is cut short; copy the file that "
+            "--export_results has written once more."
+        )
+    return read_records(path, need=_KEYS)
+
+
+def _checked(result: dict[str, Any], where: str) -> dict[str, Any]:
+    """Returns a line of the file, if it is a result."""
+    about, records = result["about"], result["records"]
+    fault = running.about_fault(about)
+    if fault is None and about["status"] == "started":
+        fault = "the run is not done"
+    is_list = isinstance(records, list)
+    if not (is_list and all(isinstance(r, dict) and "step" in r for r in records)):
+        fault = fault or "its records are no list of records of steps"
+    if not isinstance(result["run"], str):
+        fault = fault or f"run={result['run']!r} is no name"
+    if fault:
+        raise errors.UserError(
+            f"{where} is no result of a run ({fault}); give a file that --export_results has "
+            "written, or remove the line."
+        )
+    return result
 
 
 def _line(study: Study, made: running.Made) -> str:
     records = read_metrics(made.folder)
+    if made.status == "finished":
+        running.check_metric(study.metric, records, where=f"the run in {made.folder}")
     # The last record holds what the run took, whether or not it was an evaluation.
     kept = [r for r in records[:-1] if study.metric in r] + records[-1:]
     result = {"run": made.point.name, "about": running.read_about(made.folder), "records": kept}

@@ -14,6 +14,8 @@ from convt5.sweeps.study import Study
 DISTRIBUTIONS, SETTINGS, CONVERGENCE = "distributions.png", "settings.png", "convergence.png"
 PROFILES = "profiles.png"
 
+_NAMED = (2, 3, 5)  # Times powers of ten, on logarithmic axes.
+
 Groups = Mapping[Key, Sequence[Result]]
 
 
@@ -86,14 +88,18 @@ def _draw_panels(
 def _distributions(axes: Any, lines: Mapping[str, Sequence[Result]]) -> None:
     """The share of runs whose error is at most a limit, over that limit."""
     finite = [r.error for runs in lines.values() for r in runs if math.isfinite(r.error)]
-    last = max(finite, default=1.0) * 1.05
+    least, greatest = min(finite, default=0.0), max(finite, default=1.0)
+    # Of a single error, a share of itself.
+    last = greatest + 0.05 * (max(greatest, greatest - least) or abs(greatest) or 1.0)
     for number, (label, runs) in enumerate(lines.items()):
         ordered = sorted(r.error for r in runs if math.isfinite(r.error))
         shares = [i / len(runs) for i in range(len(ordered) + 1)]
         # From the axis up at the least error, and on to the right edge at the greatest.
         x = [*ordered[:1], *ordered, last]
         y = [*([0.0] if ordered else []), *shares[1:], shares[-1]]
-        axes.step(x, y, where="post", label=f"{label} ({len(runs)} runs)", color=f"C{number}")
+        count = len(runs) - len(ordered)
+        said = f"{len(runs)} runs, {count} diverged" if count else f"{len(runs)} runs"
+        axes.step(x, y, where="post", label=f"{label} ({said})", color=f"C{number}")
     axes.set_ylim(0, 1.02)
     axes.set_xlabel("error")
     axes.set_ylabel("share of runs with at most this error")
@@ -104,13 +110,25 @@ def _convergence(axes: Any, lines: Mapping[str, Best]) -> None:
     for number, (label, found) in enumerate(lines.items()):
         steps = [step for step, _ in found.curve]
         values = [error for _, error in found.curve]
+        if found.diverged:
+            label = f"{label} ({found.diverged})"
         axes.plot(steps, values, label=label, color=f"C{number}", marker=".")
-    axes.set_yscale("log")
+    _scale(axes, [error for found in lines.values() for _, error in found.curve])
     for write in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         write(lambda value, _: f"{value:.2g}")
     axes.tick_params(axis="y", which="minor", labelsize=7)
     axes.set_xlabel("training steps")
     axes.set_ylabel("error at the best setting")
+
+
+def _scale(axes: Any, values: Sequence[float]) -> None:
+    """A logarithmic axis of values; where some are not above 0, linear below the others."""
+    finite = [value for value in values if math.isfinite(value)]
+    if min(finite, default=1.0) > 0:
+        axes.set_yscale("log", subs=_NAMED)
+        return
+    threshold = min((abs(value) for value in finite if value), default=1.0)
+    axes.set_yscale("symlog", linthresh=threshold, linscale=0.5, subs=_NAMED)
 
 
 def _draw_settings(

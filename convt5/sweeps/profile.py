@@ -26,7 +26,7 @@ class Cost(NamedTuple):
         memory: bytes of an update in closed form (`costs.training_memory`); None for a vision
             model, which has no such form.
         seconds: of training, on the machine it ran on, evaluation and compilation left out; the
-            mean over runs, None where they were not recorded.
+            mean over runs that finished, None where they were not recorded.
         cpu_seconds: of all threads of the process in that time.
     """
 
@@ -112,6 +112,7 @@ def draw_on(study: Study, axes: Any, panel: Mapping[str, Line]) -> None:
     if numeric:
         labels = _reached(labels, panel.values())
     places = {label: float(label) if numeric else i for i, label in enumerate(labels)}
+    marks: list[tuple[list[float], str]] = []
     for number, (name, line) in enumerate(panel.items()):
         beside = 0.0 if numeric else 0.12 * (number - (len(panel) - 1) / 2)
         x = [places[label] + beside for label in line]
@@ -120,8 +121,15 @@ def draw_on(study: Study, axes: Any, panel: Mapping[str, Line]) -> None:
         style = {"color": f"C{number}", "marker": "o", "markersize": 4, "linestyle": joined}
         axes.plot(x, means, label=name, **style)
         for place, best in zip(x, line.values(), strict=True):
-            seeds = [_value(study, error) for error in best.errors]
-            axes.plot([place] * len(seeds), seeds, color=f"C{number}", linewidth=1, alpha=0.5)
+            seeds = [_value(study, error) for error in best.finite_errors]
+            # Some seeds of a point that diverged are no line, but points of their own.
+            alone = {"marker": ".", "linestyle": "none"} if best.diverged else {}
+            style = {"color": f"C{number}", "linewidth": 1, "alpha": 0.5, **alone}
+            axes.plot([place] * len(seeds), seeds, **style)
+        diverged = [place for place, best in zip(x, line.values(), strict=True) if best.diverged]
+        if diverged:
+            marks.append((diverged, f"C{number}"))
+    _mark_diverged(axes, marks, from_above=study.perfect is None)
     if numeric:
         axes.set_xscale("log", base=2)
     else:
@@ -131,6 +139,19 @@ def draw_on(study: Study, axes: Any, panel: Mapping[str, Line]) -> None:
     axes.set_ylabel(study.metric)
     if study.perfect is not None:
         axes.set_ylim(0, study.perfect * 1.03)
+
+
+def _mark_diverged(
+    axes: Any, marks: Sequence[tuple[list[float], str]], *, from_above: bool
+) -> None:
+    """Marks the places of each line, in its colour, along the edge of the worst values."""
+    style: dict[str, Any] = {"marker": "x", "markersize": 5, "linestyle": "none"}
+    for number, (places, color) in enumerate(marks):
+        height = 0.025 + 0.035 * number  # A share of the axes: there is no value to stand at.
+        heights = [1 - height if from_above else height] * len(places)
+        axes.plot(places, heights, color=color, transform=axes.get_xaxis_transform(), **style)
+    if marks:
+        axes.plot([], [], color="gray", label="diverged", **style)
 
 
 def _reached(labels: Sequence[str], lines: Iterable[Line]) -> list[str]:
@@ -161,15 +182,19 @@ def _text_cost(run: Sized) -> tuple[int, float, float]:
     """Returns parameters, FLOPs of the forward pass, and bytes of an update."""
     from convt5.analysis import costs
 
-    rows, optimizer = run.settings["train_data"].batch_size, run.settings["optimizer"]
+    rows = run.settings["train_data"].batch_size // run.settings.get("grad_accum_steps", 1)
+    optimizer = run.settings["optimizer"]
     cost = costs.model_cost(run.model, **run.lengths)
     memory = costs.training_memory(run.model, optimizer, rows=rows, **run.lengths)
     return cost.parameters, cost.forward_flops, memory.total
 
 
 def _mean_last(runs: Sequence[Made], name: str) -> float | None:
-    """Returns the mean over runs of the last value that each recorded of a running total."""
-    last = [final_value(made.folder, name) for made in runs]
+    """Returns the mean over runs of the last value that each recorded of a running total.
+
+    Those that diverged ended early, and do not count.
+    """
+    last = [final_value(made.folder, name) for made in runs if made.status == "finished"]
     known = [value for value in last if value is not None]
     return statistics.fmean(known) if known else None
 
@@ -181,9 +206,13 @@ def _value(study: Study, error: float) -> float:
 def _metric(study: Study, found: Best | None) -> str:
     if found is None:
         return "-"
-    seeds = [_value(study, error) for error in found.errors]
-    spread = f" ({min(seeds):.3f}..{max(seeds):.3f})" if len(seeds) > 1 else ""
-    return f"{_value(study, found.mean):.3f}{spread}"
+    seeds = [_value(study, error) for error in found.finite_errors]
+    if not seeds:
+        return found.diverged
+    spread = f"{min(seeds):.3f}..{max(seeds):.3f}" if len(seeds) > 1 else f"{seeds[0]:.3f}"
+    if found.diverged:
+        return f"{found.diverged} ({spread})"
+    return f"{_value(study, found.mean):.3f}" + (f" ({spread})" if len(seeds) > 1 else "")
 
 
 def _seconds(value: float | None) -> str:

@@ -127,13 +127,15 @@ def tables(
                         **_named(others, key),
                         first: _number(a),
                         second: _number(b),
-                        "difference": f"{b - a:+.4f}",
+                        "difference": f"{b - a:+.4f}" if math.isfinite(b - a) else "-",
                     }
                     for key, a, b in gaps
                 ]
             ),
         ]
-    parts += ["## Steps of the best settings to an error that all reach", _steps(study, bests)]
+    but = ", but for those that diverged" if any(b.diverged for b in bests.values()) else ""
+    parts += [f"## Steps of the best settings to an error that all reach{but}"]
+    parts += [_steps(study, bests)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -141,13 +143,13 @@ def _steps(study: Study, bests: Mapping[Key, Best]) -> str:
     limits = analysis.common_errors(bests)
     rows = []
     for key, found in bests.items():
-        limit = limits[key[:-1]]
+        limit = math.nan if found.diverged else limits.get(key[:-1], math.nan)
         steps = analysis.steps_to(found.curve, limit)
         rows.append(
             {
                 **_named(study.rows, key),
-                "error": _number(limit),
-                "steps": "never" if steps is None else f"{steps:,.0f}",
+                "error": "-" if steps is None else _number(limit),
+                "steps": "-" if steps is None else f"{steps:,.0f}",
             }
         )
     return markdown(rows)

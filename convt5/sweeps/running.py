@@ -15,13 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
-from typing import Any, BinaryIO, Literal, NamedTuple, TextIO
+from typing import Any, BinaryIO, Literal, NamedTuple, TextIO, get_args
 
 from tqdm import tqdm
 
 from convt5 import errors
 from convt5.sweeps.study import Point, Study
-from convt5.training.run_log import duration, read_metrics, replace_text, show_line
+from convt5.training.run_directory import replace_text
+from convt5.training.run_log import METRICS_FILE, duration, read_metrics, show_line
 
 RUNS_FOLDER = "runs"
 FIRST_STAGES_FOLDER = "first_stages"
@@ -258,6 +259,22 @@ def values_of(folder: pathlib.Path, metric: str) -> list[tuple[int, float]]:
     return [(r["step"], float(r[metric])) for r in read_metrics(folder) if metric in r]
 
 
+def check_metric(metric: str, records: Sequence[Mapping[str, Any]], *, where: str) -> None:
+    """Checks that a run which has finished recorded what its study compares.
+
+    Raises:
+        UserError: it recorded no value of it.
+    """
+    if any(metric in record for record in records):
+        return
+    held = sorted({name for record in records for name in record} - {"step"})
+    hint = errors.suggest(metric, held) or f" It records: {', '.join(held) or 'nothing'}."
+    raise errors.UserError(
+        f"{where} recorded no {metric}, which the study compares; set sweeps.Study.metric to a "
+        f"name in its {METRICS_FILE}, and evaluate in the run.{hint}"
+    )
+
+
 def _shares_of_cores(count: int) -> list[set[int]]:
     """Returns the cores of each of so many processes; none where the system does not bind them."""
     if not hasattr(os, "sched_setaffinity"):  # As on macOS.
@@ -282,18 +299,19 @@ def _run(study: Study, made: Made, launch: Launch) -> Made:
     arguments = [f"--gin_file={name}" for name in made.point.gin_files]
     arguments += [f"--gin.{binding}" for binding in _bindings(made)]
     log = made.folder / LOG_FILE
+    length = log.stat().st_size if log.exists() else 0  # Of what attempts before this one said.
     code = launch(arguments, log)
     if code == 0:
-        if final_value(made.folder, study.metric) is None:
-            raise errors.UserError(
-                f"the run in {made.folder} recorded no {study.metric}, which the study compares; "
-                "set sweeps.Study.metric to a name in its metrics.jsonl, and evaluate in the run."
-            )
+        where = f"the run in {made.folder}"
+        check_metric(study.metric, read_metrics(made.folder), where=where)
         return _write(made, "finished")
-    last = _last_line(log)
-    if code == errors.TrainingError.exit_code and _NOT_FINITE in last:
-        return _write(made, "diverged", last)
+    said = _lines(log, after=length)
+    # Threads and libraries may have something to say after the trainer.
+    diverged = [line for line in said if line.startswith("error:") and _NOT_FINITE in line]
+    if code == errors.TrainingError.exit_code and diverged:
+        return _write(made, "diverged", diverged[-1])
     what = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
+    last = said[-1] if said else "it said nothing"
     raise errors.UserError(
         f"the run in {made.folder} {what}: {last}\nIts output is in {log}. The same command goes "
         "on with the study."
@@ -322,9 +340,37 @@ def check_settings(point: Point, found: Any, *, where: str) -> None:
 
 
 def read_about(folder: pathlib.Path) -> dict[str, Any] | None:
-    """Returns settings, status and message of the run in a folder; None where it was not begun."""
+    """Returns settings, status and message of the run in a folder; None where it was not begun.
+
+    Raises:
+        UserError: the file is damaged.
+    """
     path = folder / STATUS_FILE
-    return json.loads(path.read_text()) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        about = json.loads(path.read_bytes())
+        fault = about_fault(about)
+    except ValueError as error:
+        about, fault = None, str(error)
+    if fault:
+        raise errors.UserError(
+            f"{path} is damaged ({fault}); remove it: the run then goes on from its last "
+            "checkpoint, or from none."
+        )
+    return about
+
+
+def about_fault(about: Any) -> str | None:
+    """Returns why this is not what `read_about` returns; None where it is."""
+    if not isinstance(about, dict):
+        return f"it holds {about!r}"
+    missing = [name for name in ("settings", "status", "message") if name not in about]
+    if missing:
+        return f"it lacks {', '.join(missing)}"
+    if about["status"] not in get_args(Status):
+        return f"status={about['status']!r} must be one of {', '.join(get_args(Status))}"
+    return None
 
 
 def write_about(folder: pathlib.Path, about: Mapping[str, Any]) -> None:
@@ -361,9 +407,10 @@ def _bindings(made: Made) -> list[str]:
     return bindings
 
 
-def _last_line(log: pathlib.Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return lines[-1] if lines else "it said nothing"
+def _lines(log: pathlib.Path, *, after: int) -> list[str]:
+    """Returns the lines that a file has beyond so many bytes."""
+    content = log.read_bytes()[after:] if log.exists() else b""
+    return content.decode(errors="replace").strip().splitlines()
 
 
 class _Progress:
