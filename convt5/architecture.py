@@ -24,6 +24,16 @@ StemNorm = Literal["rms", "layer", "none"]
 StemActivation = Literal["relu", "gelu", "none"]
 Remat = Literal["none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable"]
 
+_SWITCHES = (
+    "pointwise",
+    "output_projection",
+    "projection_bias",
+    "predictor_bias",
+    "conv_bias",
+    "normalize_taps",
+)
+"""What convolutions have or leave out."""
+
 T = TypeVar("T")
 PerLayer = T | Sequence[T]
 """One value for all layers, or a sequence with exactly one value per layer."""
@@ -154,10 +164,7 @@ class StackConfig:
     tap_dropout_rate: float = 0.0
 
     def __post_init__(self):
-        # Gin gives lists; tuples are hashable, as the static part of a jitted module must be.
-        for field in dataclasses.fields(self):
-            if isinstance(getattr(self, field.name), list):
-                object.__setattr__(self, field.name, tuple(getattr(self, field.name)))
+        checks.make_plain(self)
 
     def layers(self, *, default_padding: Padding = "CENTERED") -> tuple[MixingConfig, ...]:
         """Returns the mixing of every layer, bottom first; call on a checked config."""
@@ -169,16 +176,7 @@ class StackConfig:
         attention = {index % count for index in self.attention_layers}
         shared = {
             name: getattr(self, name)
-            for name in (
-                "input_projection",
-                "pointwise",
-                "output_projection",
-                "projection_bias",
-                "predictor_bias",
-                "conv_bias",
-                "normalize_taps",
-                "tap_dropout_rate",
-            )
+            for name in ("input_projection", *_SWITCHES, "tap_dropout_rate")
         }
         padding = self.padding if self.padding is not None else default_padding
         return tuple(
@@ -199,7 +197,7 @@ class StackConfig:
             return [f"{where}.num_layers={self.num_layers!r} must be an integer of at least 1."]
         if too_many := checks.layer_faults(self.num_layers, where=f"{where}."):
             return too_many
-        found = []
+        found = checks.bool_faults(self, _SWITCHES, where=f"{where}.")
         for name in ("mixing", "kernel_size", "dilation", "num_kernels"):
             value = getattr(self, name)
             if _is_list(value) and len(value) != self.num_layers:
@@ -220,7 +218,8 @@ class StackConfig:
         if found:
             return found
         for index in self.attention_layers:
-            if not isinstance(index, int) or not -self.num_layers <= index < self.num_layers:
+            is_index = isinstance(index, int) and not isinstance(index, bool)
+            if not is_index or not -self.num_layers <= index < self.num_layers:
                 found.append(
                     f"{where}.attention_layers holds {index!r}, but layers run from "
                     f"{-self.num_layers} to {self.num_layers - 1}; name layers in that range."
@@ -288,9 +287,7 @@ class TextStemConfig:
     projection: bool = True
 
     def __post_init__(self):
-        for name in ("strides", "kernel_size", "channels"):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+        checks.make_plain(self)
 
     @property
     def stride(self) -> int:
@@ -332,6 +329,7 @@ class TextStemConfig:
             if not (checks.is_positive_int(value) or (name == "channels" and value is None))
         ]
         found += checks.choice_faults(self, {"norm": StemNorm, "activation": StemActivation})
+        found += checks.bool_faults(self, ("projection",), where=f"{where}.")
         if found:
             return found
         layers = self.layers(emb_dim)
@@ -416,6 +414,7 @@ class ConvT5Config:
     scan_layers: bool = False
 
     def __post_init__(self):
+        checks.make_plain(self)
         errors.raise_all(self._faults(), where="ConvT5Config")
 
     def build(self, key):
@@ -478,6 +477,15 @@ class ConvT5Config:
                 "remat": Remat,
             },
         )
+        switches = (
+            "mlp_bias",
+            "tie_output",
+            "hide_start_token",
+            "taps_cross_segments",
+            "scan_layers",
+        )
+        found += checks.bool_faults(self, switches)
+        found += checks.count_faults(self, ("relative_buckets", "relative_max_distance"))
         if self.dtype not in ("bfloat16", "float32", "float64"):
             found.append(f"dtype={self.dtype!r} must be bfloat16, float32 or float64.")
         if not _is_share(self.dropout_rate):
@@ -502,17 +510,13 @@ class ConvT5Config:
                 for i, layer in enumerate(self.decoder_layers)
                 if layer.kind != "attention" and layer.reach[1]
             ]
-        if not encoder_faults + decoder_faults:
-            found += self._relative_faults()
-        return found
+        return found or self._relative_faults()
 
     def _relative_faults(self) -> list[str]:
-        """Returns why distances have no buckets; call where both stacks are right."""
+        """Returns why distances have no buckets; call where all else is right."""
         if self.positions != "relative":
             return []
-        names = ("relative_buckets", "relative_max_distance")
-        if found := checks.count_faults(self, names):
-            return found
+        found = []
         # An encoder has half of the buckets for either direction.
         shares = {2: self.encoder_layers, 1: self.decoder_layers}
         for directions, layers in shares.items():

@@ -12,7 +12,9 @@ from quick import quick
 from second_derivatives import hessian_products
 
 from convt5.architecture import ConvT5Config, StackConfig
+from convt5.checkpoints import record
 from convt5.errors import UserError
+from convt5.interchange import portable
 from convt5.losses import TextLoss
 from convt5.modeling.mixing import relative_position_bucket
 from convt5.modeling.model import ConvT5
@@ -254,6 +256,11 @@ RELATIVE = {
         ({"encoder": stack(kernel_size=(3, 5, 7))}, "encoder.kernel_size lists 3"),
         ({"encoder": stack(dilation=0)}, "dilation=0 must be an integer of"),
         ({"encoder": stack(kernel_size=0)}, "kernel_size=0 must be an integer"),
+        ({"encoder": stack(pointwise="False")}, "encoder.pointwise='False' must be True or False"),
+        ({"encoder": stack(attention_layers=(True,))}, "attention_layers holds True"),
+        ({"tie_output": "no"}, "tie_output='no' must be True or False"),
+        ({"scan_layers": None}, "scan_layers=None must be True or False"),
+        ({"relative_buckets": "a"}, "relative_buckets='a' must be an integer"),
         ({"encoder": stack(num_kernels=3)}, "num_kernels=3 must divide emb_dim=8"),
         ({"decoder": stack(padding="CENTERED")}, "must be causal"),
         ({"encoder": stack(mixing="dynmic")}, "Did you mean dynamic"),
@@ -288,6 +295,24 @@ def test_several_faults_are_reported_together():
         tiny_config(dropout_rate=2.0, dtype="float8")
     assert "dropout_rate" in str(caught.value)
     assert "dtype" in str(caught.value)
+
+
+def test_numbers_and_sequences_of_any_kind_describe_the_same_model():
+    given = StackConfig(
+        num_layers=np.int64(3),
+        kernel_size=range(3, 6),
+        attention_layers=range(1, 3),
+        padding=None,
+        tap_dropout_rate=np.float32(0.5),
+    )
+    plain = StackConfig(
+        num_layers=3, kernel_size=(3, 4, 5), attention_layers=(1, 2), tap_dropout_rate=0.5
+    )
+    explicit = stack(kernel_size=3, padding=(np.int64(1), np.int64(1)))
+    config = tiny_config(encoder=given, decoder=plain, dropout_rate=np.float32(0.25))
+    assert config.encoder == config.decoder
+    for written in (config, tiny_config(encoder=explicit)):
+        assert portable.revive(record.describe_config(written)) == written
 
 
 def test_configs_from_gin_lists_are_hashable():

@@ -222,7 +222,11 @@ def test_parameters_start_as_in_the_original():
         ({"num_classes": 0}, "num_classes=0 must be an integer of at least 1"),
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"batch_norm_momentum": 0}, "batch_norm_momentum=0 must be in"),
+        ({"batch_norm_momentum": None}, "batch_norm_momentum=None must be in"),
         ({"norm_epsilon": 0.0}, "norm_epsilon=0.0 must be positive"),
+        ({"norm_epsilon": "a"}, "norm_epsilon='a' must be positive"),
+        ({"batch_norm_epsilon": math.inf}, "batch_norm_epsilon=inf must be positive"),
+        ({"stem_channels": 5}, "stem_channels=5 must list one integer for each convolution"),
     ],
 )
 def test_faults_of_a_description_are_named(settings, message):

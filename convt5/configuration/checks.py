@@ -1,12 +1,44 @@
-"""Rules that descriptions of every model share: counts, and values that are one of a few."""
+"""Rules that descriptions of every model share: plain values, counts, one of a few."""
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from convt5 import errors
 
 MOST_LAYERS = 1000
 MOST_STEPS = 2**31
+
+
+def make_plain(description: Any) -> None:
+    """Makes tuples, int and float of a frozen dataclass's sequences and numbers of other kinds.
+
+    Gin gives lists, and programs ranges and numbers of numpy. Tuples are hashable, as the static
+    part of a jitted module must be, and a checkpoint describes its model by what JSON can hold.
+    """
+    for field in dataclasses.fields(description):
+        object.__setattr__(description, field.name, _plain(getattr(description, field.name)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bool | str):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    return tuple(map(_plain, value)) if isinstance(value, Sequence) else value
+
+
+def bool_faults(description: object, names: Iterable[str], *, where: str = "") -> list[str]:
+    """Returns a line for each attribute that is neither True nor False; texts would be true."""
+    values = {name: getattr(description, name) for name in names}
+    return [
+        f"{where}{name}={value!r} must be True or False."
+        for name, value in values.items()
+        if not isinstance(value, bool)
+    ]
 
 
 def is_positive_int(value: object) -> bool:

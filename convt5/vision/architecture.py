@@ -65,9 +65,7 @@ class ViTConfig:
     batch_norm_momentum: float = 0.1
 
     def __post_init__(self):
-        # Lists, as gin writes them, become tuples: a description can be compared and hashed.
-        for name in ("stem_channels", "stem_strides"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        checks.make_plain(self)
         errors.raise_all(self._faults(), where="ViTConfig")
 
     def build(self, key):
@@ -97,11 +95,18 @@ class ViTConfig:
         found += checks.choice_faults(self, {"stem": StemKind, "pooling": Pooling})
         if self.dtype not in ("bfloat16", "float32", "float64"):
             found.append(f"dtype={self.dtype!r} must be bfloat16, float32 or float64.")
-        if not 0 < self.batch_norm_momentum <= 1:
-            found.append(f"batch_norm_momentum={self.batch_norm_momentum} must be in (0, 1].")
+        momentum = self.batch_norm_momentum
+        if not (isinstance(momentum, int | float) and 0 < momentum <= 1):
+            found.append(f"batch_norm_momentum={momentum!r} must be in (0, 1].")
         for name in ("norm_epsilon", "batch_norm_epsilon"):
-            if not getattr(self, name) > 0:
-                found.append(f"{name}={getattr(self, name)} must be positive.")
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and 0 < value < math.inf):
+                found.append(f"{name}={value!r} must be positive and finite.")
+        found += [
+            f"{name}={getattr(self, name)!r} must list one integer for each convolution."
+            for name in ("stem_channels", "stem_strides")
+            if not isinstance(getattr(self, name), tuple)
+        ]
         if found:
             return found
         found = self._patchify_faults() if self.stem == "patchify" else self._conv_faults()
