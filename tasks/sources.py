@@ -135,7 +135,7 @@ class PreparedTfdsSource(seqio.TfdsDataSource):
                 f"tfds_name={self._tfds_name!r} is not prepared in data_dir="
                 f"{self.tfds_dataset.data_dir or '~/tensorflow_datasets'!r}; prepare it with "
                 f"`tfds build {self._tfds_name}`, or set data_dir to where it is. "
-                f"TFDS says: {error}"
+                f"TFDS says: {str(error).partition(chr(10))[0]}"
             ) from error
 
     def _check_split(self, split: str) -> None:

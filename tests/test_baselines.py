@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("seqio")
 
-from convt5.tasks import classification, cogs, pretraining
+from convt5.tasks import classification, cogs, pretraining, synthetic
 
 from convt5 import errors
 from convt5.evaluation import baselines
@@ -97,6 +97,11 @@ def test_text_that_is_cut_to_lengths_is_told():
     pydoc = pretraining.pydoc_span_corruption()
     with pytest.raises(errors.UserError, match=r"task=pydoc_span_corruption cuts text to given"):
         baselines.table([pydoc], "validation")
+
+
+def test_a_task_that_only_checks_lengths_is_measured():
+    task = synthetic.lookback(3, num_train=20, num_eval=10)
+    assert "| lookback | 10 |" in baselines.table([task], "validation")
 
 
 def test_a_file_without_tasks_is_told():

@@ -149,9 +149,11 @@ def _items(
                 raise errors.UserError("is empty: there is nothing to predict from; leave it out")
             text.encode()  # JSON can express halves of characters, which no vocabulary has.
         except UnicodeError as error:
+            # JSON that is well-formed cannot be compressed.
+            is_bytes = isinstance(error, UnicodeDecodeError)
+            named = " (compressed files must be named .gz, .xz or .bz2)" if is_bytes else ""
             raise errors.UserError(
-                f"{name}, line {number} is not UTF-8 ({error}); convert it (compressed files must "
-                "be named .gz, .xz or .bz2)."
+                f"{name}, line {number} is not UTF-8 ({error}); convert it{named}."
             ) from None
         except errors.UserError as error:
             raise errors.UserError(f"{name}, line {number} {error}.") from None
