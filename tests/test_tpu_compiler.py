@@ -11,6 +11,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from convt5 import inspect
@@ -135,6 +136,46 @@ def test_scanned_layers_cost_what_they_cost_one_by_one(compiler):
 
     scanned, unrolled = cost(True), cost(False)
     assert scanned == pytest.approx(unrolled, rel=0.02)
+
+
+FROZEN = {
+    "none": (),
+    "one part of all": ("/layers/.*/mlp/",),
+    "each layer by its number": tuple(f"^encoder/layers/{i}/" for i in range(4)),
+    "two of four": ("encoder/layers/[23]/",),
+    "the last": ("^token_embedder", "encoder/layers/3/"),
+}
+
+
+def scanned_step(frozen) -> step_report.Step:
+    settings, name = inspect.read_settings(
+        [str(ROOT / MODEL)],
+        ["architecture.StackConfig.num_layers=4", "architecture.ConvT5Config.scan_layers=True"],
+    )
+    flags = {"devices": 1, "batch_size": 4, "encoder_length": 64, "decoder_length": 32}
+    settings["frozen"] = frozen
+    return inspect.make_step(inspect.make_subject(name, settings, flags), settings)
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_layers_are_counted_by_one_and_two_where_all_are_frozen_alike(name, monkeypatch):
+    step = scanned_step(FROZEN[name])
+    compiled = []
+
+    def compile_few(step, plan, topology, waiting):
+        compiled.append((step.model.encoder.num_layers, plan.num_parameters() - plan.num_trained()))
+
+    monkeypatch.setattr(step_report, "_compile", compile_few)
+    monkeypatch.setattr(step_report, "_cost", lambda _: np.array([10.0, 10.0]) * len(compiled))
+    here = types.SimpleNamespace(devices=jax.devices()[:1])
+    cost = step_report._cost_of_all_layers(step, here)
+    if name in ("two of four", "the last"):
+        assert cost is None
+        return
+    assert cost == pytest.approx(40.0)
+    plan = step.plan(here.devices)
+    held = plan.num_parameters() - plan.num_trained()
+    assert compiled == [(1, held / 4), (2, held / 2)]
 
 
 @pytest.mark.tpu

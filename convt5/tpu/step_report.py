@@ -31,7 +31,9 @@ from convt5.training.plan import Plan, make_plan
 from convt5.training.run_log import short_number
 from convt5.training.spikes import SkipSpikes
 from convt5.training.train_step import Loss, differentiated
+from convt5.tree_paths import matches
 
+_LAYER = re.compile(r"/layers/(\d+)/")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -193,9 +195,9 @@ class StepReport:
         traffic: collectives by kind and mesh axes.
         compile_seconds: time of tracing and compiling on this machine.
         num_parameters: of the whole model.
-        loops_counted: False where layers are scanned and differ, so that operations and bytes are
-            too few: a loop's body counts once. Where all are alike, both figures are those of one
-            and of two layers compiled one by one, extended to all.
+        loops_counted: False where layers are scanned and differ, in what is frozen too, so that
+            operations and bytes are too few: a loop's body counts once. Where all are alike, both
+            figures are those of one and of two layers compiled one by one, extended to all.
     """
 
     step: Step
@@ -422,13 +424,16 @@ def _cost_of_all_layers(step: Step, topology: Topology) -> np.ndarray | None:
     """Returns operations and bytes accessed of the step with its layers one by one.
 
     Layers that are all alike add equal amounts, so that programs of one and of two tell the rest.
-    None where they are not alike.
+    None where they are not alike, or not frozen alike.
     """
     config = step.model
     stacks = config.encoder, config.decoder
     count = config.encoder.num_layers
     listed = [v for stack in stacks for v in vars(stack).values() if isinstance(v, tuple | list)]
     if config.decoder.num_layers != count or any(listed):
+        return None
+    frozen = _frozen_alike(step)
+    if frozen is None:
         return None
 
     def with_layers(number: int) -> np.ndarray:
@@ -438,12 +443,31 @@ def _cost_of_all_layers(step: Step, topology: Topology) -> np.ndarray | None:
             encoder=dataclasses.replace(config.encoder, num_layers=number),
             decoder=dataclasses.replace(config.decoder, num_layers=number),
         )
-        few = dataclasses.replace(step, model=model)
+        held = [name for name in frozen if _layer_number(name) < number]
+        exactly = tuple(f"^{re.escape(name)}$" for name in held)
+        few = dataclasses.replace(step, model=model, frozen=exactly)
         waiting = f"compiling {number} of its {count} layers, to count operations"
         return _cost(_compile(few, few.plan(topology.devices), topology, waiting))
 
     one = with_layers(1)
     return one + (count - 1) * (with_layers(2) - one)
+
+
+def _frozen_alike(step: Step) -> list[str] | None:
+    """Returns the names of all frozen parameters; None where layers of a stack differ in them."""
+    shapes = costs.model_cost(
+        step.model, encoder_length=step.encoder_length, decoder_length=step.decoder_length
+    ).shapes
+    frozen = [name for name in shapes if matches(name, step.frozen)]
+    kinds = {_LAYER.sub("/layers/*/", name) for name in frozen}
+    is_alike = all(name in frozen for name in shapes if _LAYER.sub("/layers/*/", name) in kinds)
+    return frozen if is_alike else None
+
+
+def _layer_number(name: str) -> int:
+    """Returns the number of the layer that a parameter belongs to; -1 for none."""
+    found = _LAYER.search(name)
+    return int(found[1]) if found else -1
 
 
 def _compile(step: Step, plan: Plan, topology: Topology, waiting: str) -> compilation.CompiledStep:
