@@ -198,6 +198,25 @@ def test_devices_attend_alone_and_sum_the_gradient_of_the_bias_once(x64, monkeyp
     assert found[0].payload_bytes == arrays[3].nbytes
 
 
+def test_queries_whose_keys_lie_behind_read_nothing_where_devices_share_rows(x64):
+    query, key, value, bias = draw(4, 4)
+    ids = jnp.asarray([[1, 2, 2, 2]] * BATCH), jnp.asarray([[2, 2, 1, 1]] * BATCH)
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
+
+    def run(*arrays):
+        *arrays, bias = arrays
+        return attend(*arrays, *ids, causal=True, distance_bias=bias)
+
+    expected, vjp = jax.vjp(run, query, key, value, bias)
+    assert not np.any(expected[:, 0])
+    with implementation.over_devices(Devices(mesh, rows=(), channels=(), lengths=("data",))):
+        found, shared_vjp = jax.vjp(jax.jit(lambda *a: run(*a)), query, key, value, bias)
+        gradients = shared_vjp(jnp.sin(expected))
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+    for ours, theirs in zip(gradients, vjp(jnp.sin(expected)), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-12)
+
+
 def differentiable(query, key, value, bias, query_ids, key_ids):
     """Causal attention with all logits in memory, for JAX to differentiate as often as asked."""
     target, source = query.shape[1], key.shape[1]
@@ -238,6 +257,30 @@ def test_no_positions_have_no_outputs_and_gradients_of_zero(empty):
     np.testing.assert_array_equal(y, np.zeros(query.shape))
     for gradient, argument in zip(vjp(y), (query, key, key, bias), strict=True):
         np.testing.assert_array_equal(gradient, np.zeros(argument.shape))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("key", (BATCH, 5, HEADS, HEAD_DIM - 1)),
+        ("key", (1, 5, HEADS, HEAD_DIM)),
+        ("value", (BATCH, 4, HEADS, HEAD_DIM)),
+        ("value", (BATCH, 5, HEADS, HEAD_DIM - 1)),
+        ("query_segment_ids", (BATCH, 2)),
+        ("query_segment_ids", (1, 3)),
+        ("key_segment_ids", (BATCH, 1)),
+        ("distance_bias", (HEADS, 5)),
+        ("distance_bias", (HEADS, 9)),
+        ("distance_bias", (1, 7)),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(unchecked, name, shape):
+    query, key, value, bias = draw(3, 5, dtype=np.float32)
+    query_ids, key_ids = ids_of(3, 5)
+    given = {"query": query, "key": key, "value": value, "distance_bias": bias}
+    given |= {"query_segment_ids": query_ids, "key_segment_ids": key_ids}
+    with pytest.raises(ValueError, match=f"{name} has shape .*, but must have shape"):
+        attend(**given | {name: jnp.ones(shape, given[name].dtype)})
 
 
 @pytest.mark.parametrize("head_dim", [4, 64])

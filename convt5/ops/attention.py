@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from convt5.ops import attention_blocks, gathered_keys, implementation
+from convt5.ops.masking import attention_mask
 
 
 def attend(
@@ -35,10 +36,40 @@ def attend(
         causal: hides the keys behind each query's own position.
         distance_bias: added to the logits, by the distance of key minus query position, from
             1 - target to source - 1.
+
+    Raises:
+        ValueError: the shapes of the arrays do not fit together.
     """
+    ids = query_segment_ids, key_segment_ids
+    _check_shapes(query, key, value, *ids, distance_bias)
     if 0 in (*query.shape, *key.shape):
         return jnp.zeros_like(query)
-    return _attend(causal, query, key, value, distance_bias, query_segment_ids, key_segment_ids)
+    devices = implementation.devices()
+    if causal and devices and devices.split_lengths and ids[0] is not ids[1]:
+        # A bias hides the keys behind, which does not hide them from queries that have no others.
+        reads = attention_mask(*ids, causal=True).any(axis=-1)
+        ids = jnp.where(reads, ids[0], 0), ids[1]
+    return _attend(causal, query, key, value, distance_bias, *ids)
+
+
+def _check_shapes(query, key, value, query_ids, key_ids, bias) -> None:
+    """Otherwise segments and biases would be stretched or cut to positions they are not of."""
+    batch, target, heads, _ = query.shape
+    source = key.shape[1]
+    wanted = {
+        "key": (key, (batch, source, *query.shape[2:])),
+        "value": (value, key.shape),
+        "query_segment_ids": (query_ids, (batch, target)),
+        "key_segment_ids": (key_ids, (batch, source)),
+    }
+    if bias is not None:
+        wanted["distance_bias"] = (bias, (heads, max(0, target + source - 1)))
+    for name, (array, shape) in wanted.items():
+        if array.shape != shape:
+            raise ValueError(
+                f"{name} has shape {array.shape}, but must have shape {shape} for query of shape "
+                f"{query.shape} and key of shape {key.shape}."
+            )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
