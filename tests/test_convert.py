@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 import warnings
 
 import jax
@@ -237,6 +238,17 @@ def test_a_run_goes_to_safetensors_and_back(capsys, checkpoint, tmp_path):
     assert first.step == second.step == 7
     for path, value in first.params.items():
         assert value.tobytes() == second.params[path].tobytes()
+
+
+def test_a_checkpoint_by_another_name_keeps_its_step(capsys, checkpoint, tmp_path, monkeypatch):
+    out, best = tmp_path / "run", tmp_path / "best"
+    run(capsys, "--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={out}")
+    shutil.copytree(out / "checkpoints" / "7", best)
+    run(capsys, "--to=safetensors", f"--checkpoint={best}", f"--output_dir={tmp_path}/named")
+    monkeypatch.chdir(best)
+    run(capsys, "--to=safetensors", "--checkpoint=.", f"--output_dir={tmp_path}/here")
+    assert portable.read_model(tmp_path / "named").step == 7
+    assert portable.read_model(tmp_path / "here").step == 7
 
 
 def test_the_dtype_of_a_run_can_be_chosen(capsys, checkpoint, tmp_path):
