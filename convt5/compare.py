@@ -47,7 +47,13 @@ exit code:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A recorded value of the compared metric; `seconds` counts training time alone, by a clock."""
+    """A recorded value of the compared metric.
+
+    Attributes:
+        step: after which it was recorded.
+        seconds: of training alone until then, by a clock; NaN where the run did not record them.
+        value: of the metric.
+    """
 
     step: int
     seconds: float
@@ -60,7 +66,7 @@ class Run:
 
     Attributes:
         name: as shown.
-        points: of the compared metric, by step; at least one.
+        points: of the compared metric, by step; none where it was never finite.
         tokens_per_second: median over the run, by the wall clock; None if not recorded.
         bits_per_byte: of the last validation; None if not recorded.
         diverged: whether the last value recorded is not finite; `points` are those before.
@@ -73,8 +79,14 @@ class Run:
     diverged: bool = False
 
     @property
-    def last(self) -> Point:
-        return self.points[-1]
+    def last(self) -> Point | None:
+        return self.points[-1] if self.points else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Training time until the last value; None if not recorded."""
+        known = self.last is not None and math.isfinite(self.last.seconds)
+        return self.last.seconds if self.last and known else None
 
     def at_seconds(self, seconds: float) -> float | None:
         """Returns the last value recorded within `seconds` of training; None if there is none."""
@@ -109,7 +121,8 @@ def read_runs(
     """Reads run directories, each given as `DIR` or `NAME=DIR`, in the given order.
 
     Raises:
-        UserError: listing each directory without records of `metric`.
+        UserError: listing each directory without records of `metric`; or no run recorded the time
+            of the clock.
     """
     runs, faults = [], []
     for name, folder in _named(names):
@@ -119,6 +132,10 @@ def read_runs(
         else:
             faults.append(found)
     errors.raise_all(faults, where="compare")
+    if clock != "wall" and all(run.seconds is None for run in runs):
+        raise errors.UserError(
+            f"--clock={clock} needs {CLOCKS[clock]}, which none of the runs recorded; leave it out."
+        )
     return runs
 
 
@@ -127,20 +144,23 @@ def markdown_table(
 ) -> str:
     """Returns a table of the runs, best last value first, with values at equal steps and time.
 
-    Equal steps and equal time are the most that all the runs have reached.
+    Equal steps and equal time are the most that all the runs have reached which have any.
     """
-    steps = min(run.last.step for run in runs)
-    seconds = min(run.last.seconds for run in runs)
+    steps = min((run.last.step for run in runs if run.last), default=0)
+    seconds = min((run.seconds for run in runs if run.seconds is not None), default=0.0)
     better = min if _lower_is_better(metric) else max
     rows = []
     for run in _best_first(runs, metric):
-        row = {
-            "run": run.name,
-            "steps": f"{run.last.step:,}",
-            _time_name(clock): duration(run.last.seconds),
-            "s/step": f"{run.last.seconds / max(run.last.step, 1):.2f}",
+        best = better((point.value for point in run.points), default=None)
+        row = {"run": run.name, "steps": "", _time_name(clock): "", "s/step": ""}
+        if run.last is not None:
+            row["steps"] = f"{run.last.step:,}"
+        if run.last is not None and run.seconds is not None:
+            row[_time_name(clock)] = duration(run.seconds)
+            row["s/step"] = f"{run.seconds / max(run.last.step, 1):.2f}"
+        row |= {
             f"last {metric}": _last_value(run),
-            f"best {metric}": _number(better(point.value for point in run.points)),
+            f"best {metric}": _number(best),
             f"at step {steps:,}": _number(run.at_step(steps)),
             f"at {duration(seconds)}": _number(run.at_seconds(seconds)),
             "bits per byte": _number(run.bits_per_byte),
@@ -171,7 +191,7 @@ def plot(
     height = 4.7 + 0.18 * math.ceil(len(runs) / num_columns)
     figure = figure_class(figsize=(11, height), layout="constrained")
     by_step, by_time = figure.subplots(1, 2, sharey=True)
-    unit, unit_seconds = _time_unit(max(run.last.seconds for run in runs))
+    unit, unit_seconds = _time_unit(max(run.seconds or 0.0 for run in runs))
     ordered = _best_first(runs, metric)
     for number, run in enumerate(ordered):
         values = [point.value for point in run.points]
@@ -185,6 +205,8 @@ def plot(
         axes.set_xlim(left=0)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
+    if all(run.seconds is None for run in runs):
+        by_time.text(0.5, 0.5, "not recorded", ha="center", transform=by_time.transAxes)
     by_step.set_ylabel(metric.replace("/", " ").replace("_", " "))
     _leave_out_the_start(by_step, runs, metric)
     figure.legend(
@@ -212,25 +234,39 @@ def _label(run: Run) -> str:
 def _best_first(runs: Sequence[Run], metric: str) -> list[Run]:
     """Returns the runs by their last values; those that diverged come last."""
     sign = 1 if _lower_is_better(metric) else -1
-    return sorted(runs, key=lambda run: (run.diverged, sign * run.last.value))
+    worst = math.inf  # Of runs that were never finite, which are below those that once were.
+    return sorted(
+        runs, key=lambda run: (run.diverged, sign * run.last.value if run.last else worst)
+    )
 
 
 def _last_value(run: Run) -> str:
-    return "not finite" if run.diverged else _number(run.last.value)
+    return "not finite" if run.diverged or run.last is None else _number(run.last.value)
 
 
 def _named(names: Sequence[str]) -> list[tuple[str, pathlib.Path]]:
     """Splits NAME=DIR; a directory alone is named by as much of its path as tells it apart."""
-    given = [("", "", n) if pathlib.Path(n).is_dir() else n.rpartition("=") for n in names]
-    folders = [pathlib.Path(folder) for _, _, folder in given]
+    given = [_split(name) for name in names]
+    folders = [pathlib.Path(folder) for _, folder in given]
     parts = [folder.resolve().parts for folder in folders]
     depth = 1
     while depth < max(map(len, parts)) and len({p[-depth:] for p in parts}) < len(set(parts)):
         depth += 1
     return [
         (name or "/".join(part[-depth:]), folder)
-        for (name, _, _), folder, part in zip(given, folders, parts, strict=True)
+        for (name, _), folder, part in zip(given, folders, parts, strict=True)
     ]
+
+
+def _split(given: str) -> tuple[str, str]:
+    """Splits NAME=DIR at the first = before a directory: directories of studies hold more of them.
+
+    Returns no name for a directory alone.
+    """
+    parts = given.split("=")
+    splits = [("=".join(parts[:i]), "=".join(parts[i:])) for i in range(len(parts))]
+    first = splits[min(1, len(splits) - 1)]
+    return next((split for split in splits if pathlib.Path(split[1]).is_dir()), first)
 
 
 def _read_run(name: str, folder: pathlib.Path, metric: str, time_key: str) -> Run | str:
@@ -246,7 +282,7 @@ def _read_run(name: str, folder: pathlib.Path, metric: str, time_key: str) -> Ru
         for record in _with_time(records, time_key)
         if _is_finite(record.get(metric))
     )
-    if not points:
+    if not finite:
         held = sorted({key for record in records for key in record} - {"step"})
         hint = errors.suggest(metric, held) or f" It records: {', '.join(held) or 'nothing yet'}."
         return f"{folder} has no record of {metric!r}; choose another with --metric.{hint}"
@@ -272,10 +308,13 @@ def _numbers(records: Sequence[dict[str, Any]], key: str) -> list[float]:
 
 
 def _with_time(records: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Gives records that lack it the training time of the record before."""
-    filled, seconds = [], 0.0
+    """Gives records that lack it the training time of the record before; NaN where there is none.
+
+    Before the first step no time has passed.
+    """
+    filled, seconds = [], math.nan
     for record in records:
-        seconds = record.get(key, seconds)
+        seconds = record.get(key, 0.0 if record["step"] == 0 else seconds)
         filled.append({**record, key: seconds})
     return filled
 
@@ -294,7 +333,9 @@ def _leave_out_the_start(axes: Any, runs: Sequence[Run], metric: str) -> None:
     """Limits the value axis to what follows the first tenth of each run, where losses fall most."""
     if not _lower_is_better(metric):
         return
-    later = [p.value for run in runs for p in run.points if p.step >= run.last.step / 10]
+    later = [p.value for r in runs for p in r.points if r.last and p.step >= r.last.step / 10]
+    if not later:
+        return
     low, high = min(later), max(later)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
     axes.set_ylim(low - margin, high + margin)
@@ -313,6 +354,8 @@ def _number(value: float | None) -> str:
 
 def _markdown(columns: dict[str, list[str]]) -> str:
     """Returns a markdown table that is aligned as plain text too; numbers to the right."""
+    # A bar would begin another cell.
+    columns = {name: [c.replace("|", r"\|") for c in cells] for name, cells in columns.items()}
     widths = {name: max(len(name), 3, *map(len, cells)) for name, cells in columns.items()}
     first = next(iter(columns))
 

@@ -29,7 +29,7 @@ def write_run(folder: pathlib.Path, losses, *, seconds_per_step: float = 1.0) ->
         }
         if step % 20 == 0:
             record["validation/loss"] = losses[step // 20 - 1]
-            record["validation/bits_per_byte"] = losses[step // 20 - 1] / 2
+            record["validation/bits_per_byte"] = float(losses[step // 20 - 1]) / 2
         lines.append(json.dumps(record) + "\n")
     (folder / "metrics.jsonl").write_text("".join(lines))
     return folder
@@ -122,6 +122,53 @@ def test_an_equals_sign_in_a_directory_is_part_of_its_name(tmp_path):
     assert run.name == "rate=0.1"
 
 
+def test_a_run_of_a_study_can_be_given_a_name(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "runs" / "model=t5,seed=0", [1.0])
+    (run,) = compare.read_runs([f"attention={folder}"])
+    assert (run.name, run.last.value) == ("attention", 1.0)
+    monkeypatch.chdir(tmp_path / "runs")
+    (run,) = compare.read_runs(["a=model=t5,seed=0"])
+    assert run.name == "a"
+    with pytest.raises(UserError, match="model=t5,seed=1 is no directory"):
+        compare.read_runs(["a=model=t5,seed=1"])
+
+
+def test_a_bar_in_a_name_begins_no_other_cell(tmp_path):
+    (run,) = compare.read_runs([f"a|b={write_run(tmp_path / 'run', [1.0])}"])
+    assert r"| a\|b |" in compare.markdown_table([run])
+
+
+@pytest.fixture
+def timeless(tmp_path) -> str:
+    """A run that did not record how long it took."""
+    (tmp_path / "timeless").mkdir()
+    records = [{"step": s, "validation/loss": 60 / s} for s in (20, 40, 60)]
+    (tmp_path / "timeless" / "metrics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
+    return str(tmp_path / "timeless")
+
+
+@pytest.mark.parametrize("clock", ["wall", "processor"])
+def test_time_that_was_not_recorded_is_left_empty(two_runs, timeless, clock, tmp_path):
+    runs = compare.read_runs([*two_runs, timeless], clock=clock)
+    rows = {row["run"]: row for row in cells(compare.markdown_table(runs, clock=clock))}
+    name = "training time" if clock == "wall" else "processor time"
+    equal = "at 1m 00s" if clock == "wall" else "at 2m 00s"
+    shown = [rows["timeless"][cell] for cell in (name, "s/step", equal, "at step 40")]
+    assert shown == ["", "", "", "1.5000"]
+    assert rows["fast"][equal] == "3.5000"
+    compare.plot(runs, tmp_path / "plot.png", clock=clock)
+
+
+def test_time_that_no_run_recorded_cannot_be_compared(timeless, tmp_path):
+    with pytest.raises(UserError, match="--clock=processor needs train_cpu_seconds, which none"):
+        compare.read_runs([timeless], clock="processor")
+    compare.main([timeless, f"--output={tmp_path}"])
+    (row,) = cells((tmp_path / "comparison.md").read_text())
+    assert "training time" not in row
+
+
 def test_not_a_number_is_left_out_of_the_curve(tmp_path):
     folder = write_run(tmp_path / "run", [2.0])
     with (folder / "metrics.jsonl").open("a") as metrics:
@@ -207,6 +254,16 @@ def test_a_run_that_diverged_comes_last_and_says_so(tmp_path):
     first, last = cells(compare.markdown_table(compare.read_runs([str(better), str(worse)])))
     assert (first["run"], last["run"]) == ("worse", "better")
     assert (last["last validation/loss"], last["best validation/loss"]) == ("not finite", "1.0000")
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_run_that_was_never_finite_is_listed(two_runs, tmp_path, others):
+    never = write_run(tmp_path / "never", ["nan", "inf"])
+    compare.main([str(never), *two_runs[:others], f"--output={tmp_path}"])
+    row = cells((tmp_path / "comparison.md").read_text())[-1]
+    assert (row["run"], row["last validation/loss"]) == ("never", "not finite")
+    if others:
+        assert (row["steps"], row["best validation/loss"], row["at step 40"]) == ("", "", "")
 
 
 def test_a_record_before_the_first_step_can_be_compared(tmp_path):
