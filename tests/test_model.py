@@ -11,7 +11,7 @@ from flax import nnx
 from quick import quick
 from second_derivatives import hessian_products
 
-from convt5.architecture import ConvT5Config, StackConfig
+from convt5.architecture import ConvT5Config, StackConfig, TextStemConfig
 from convt5.checkpoints import record
 from convt5.errors import UserError
 from convt5.interchange import portable
@@ -217,6 +217,33 @@ def test_padding_targets_do_not_count_in_the_loss():
     assert loss(model, batch).weight_sum == 8
     assert loss(model, batch).loss_sum == loss(model, other).loss_sum
     assert jax.jit(TextLoss(normalize_by="positions"))(model, batch).weight_sum == 12
+
+
+@pytest.mark.parametrize(("batch", "source", "target"), [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
+@pytest.mark.parametrize("variant", ["dynamic", "attention"])
+def test_no_rows_and_no_positions_have_logits_of_their_shape(variant, batch, source, target):
+    model = tiny_model(variant, **({"stem": TextStemConfig()} if variant == "attention" else {}))
+    tokens = [jax.ShapeDtypeStruct((batch, size), jnp.int32) for size in (source, target)]
+    assert jax.eval_shape(model, *tokens).shape == (batch, target, VOCAB)
+    if batch == 0:
+        assert run(model, *(jnp.zeros(a.shape, a.dtype) for a in tokens)).size == 0
+
+
+def test_a_loss_without_rows_is_zero():
+    sums = jax.jit(TextLoss())(tiny_model(), random_batch(0, 4))
+    np.testing.assert_array_equal([sums.loss_sum, sums.weight_sum], 0)
+
+
+def test_decoding_steps_without_rows_or_source_have_logits():
+    model = tiny_model("hybrid")
+    for batch, source in ((0, 3), (2, 0)):
+        state = model.init_decoding(
+            jnp.zeros((batch, source, 8)),
+            encoder_segment_ids=jnp.ones((batch, source), int),
+            length=4,
+        )
+        logits, _ = jax.eval_shape(model.decode_step, state, jnp.zeros((batch,), int))
+        assert logits.shape == (batch, VOCAB)
 
 
 def test_sequence_longer_than_the_position_table_is_refused():

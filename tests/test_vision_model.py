@@ -97,6 +97,11 @@ def test_an_image_is_classified_alone_in_evaluation(stem):
     assert np.ptp(together) > 0.1
 
 
+@pytest.mark.parametrize("stem", ["patchify", "conv"])
+def test_no_images_have_no_logits(stem):
+    assert forward(model(stem), images(0)).logits.shape == (0, 5)
+
+
 def test_training_normalises_by_the_batch_and_evaluation_by_what_runs():
     module = with_head(model())
     x = images()

@@ -233,7 +233,7 @@ class Attention(nnx.Module):
             causal=causal,
             distance_bias=distance_bias,
         )
-        return self.output(y.reshape(*y.shape[:2], -1))
+        return self.output(y.reshape(*y.shape[:2], y.shape[2] * y.shape[3]))
 
     def memory_state(self, memory: Float[Array, "batch source embed"]) -> AttentionState:
         """Projects a whole memory once; decoding keeps it for encoder-decoder attention."""
@@ -286,7 +286,7 @@ class Attention(nnx.Module):
         logits = jnp.where(mask[:, None], logits, -1e9)
         weights = jax.nn.softmax(logits, axis=-1).astype(x.dtype)
         y = jnp.einsum("bhqk,bhkd->bhqd", weights, state.values)
-        return self.output(y.reshape(y.shape[0], 1, -1))
+        return self.output(y.reshape(y.shape[0], 1, y.shape[1] * y.shape[3]))
 
     def _keys_and_values(
         self, x: Float[Array, "batch length embed"]
@@ -298,7 +298,8 @@ class Attention(nnx.Module):
     def _heads(
         self, x: Float[Array, "batch length inner"]
     ) -> Float[Array, "batch length heads head_dim"]:
-        return x.reshape(*x.shape[:2], self.num_heads, -1)
+        # All sizes are spelled out, here and above: -1 cannot be found for arrays without elements.
+        return x.reshape(*x.shape[:2], self.num_heads, x.shape[2] // self.num_heads)
 
 
 class RelativeBias(nnx.Module):

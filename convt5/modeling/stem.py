@@ -62,6 +62,8 @@ class StemConvolution(nnx.Module):
         size, stride = self.layer.kernel_size, self.layer.stride
         left, _ = self.layer.reach
         positions = ids.shape[1]
+        if positions == 0:
+            return jnp.zeros((*ids.shape, self.layer.out_dim), x.dtype)
         behind = (positions - 1) * stride + size - left - x.shape[1]
         rows = jnp.pad(x, ((0, 0), (left, behind), (0, 0)))
         segments = jnp.pad(segment_ids, ((0, 0), (left, behind)))

@@ -45,7 +45,8 @@ class Attention(nnx.Module):
     def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
         projected = self.input(x)
         # three batch length heads head_dim
-        query, key, value = projected.reshape(*projected.shape[:3], self.num_heads, -1)
+        head_dim = x.shape[-1] // self.num_heads
+        query, key, value = projected.reshape(*projected.shape[:3], self.num_heads, head_dim)
         logits = jnp.einsum(
             "bqhd,bkhd->bhqk", query, key, preferred_element_type=at_least_float32(x.dtype)
         )

@@ -81,7 +81,8 @@ class ViT(nnx.Module):
         self, patches: Float[Array, "batch rows columns embed"]
     ) -> Float[Array, "batch length embed"]:
         """Returns every token after the last norm; patches follow each other row by row."""
-        x = patches.reshape(patches.shape[0], -1, patches.shape[-1])
+        batch, rows, columns, embed = patches.shape
+        x = patches.reshape(batch, rows * columns, embed)
         if self.class_token is not None:
             token = self.class_token[...].astype(x.dtype)
             x = jnp.concatenate([jnp.broadcast_to(token, (len(x), 1, len(token))), x], axis=1)
