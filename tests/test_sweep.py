@@ -532,6 +532,10 @@ def test_a_line_that_diverged_is_compared_with_nothing(tmp_path):
     assert row_of(text, title, "C") == ["", "C", "-", "-", ""]
 
 
+def test_a_bar_in_a_label_begins_no_other_cell():
+    assert report.markdown([{"model": "a|b"}]).endswith(r"| a\|b  |")
+
+
 class TestPlots:
     """What is drawn, without looking at it."""
 

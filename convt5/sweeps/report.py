@@ -170,6 +170,8 @@ def _plain(value: float) -> Any:
 def markdown(rows: Sequence[Mapping[str, str]]) -> str:
     """Returns a table that is aligned as plain text too."""
     names = list(rows[0])
+    # A bar would begin another cell.
+    rows = [{name: row[name].replace("|", r"\|") for name in names} for row in rows]
     widths = {name: max(len(name), 3, *(len(row[name]) for row in rows)) for name in names}
 
     def line(cells: Mapping[str, str]) -> str:
