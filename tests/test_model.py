@@ -252,6 +252,13 @@ def test_sequence_longer_than_the_position_table_is_refused():
         run(model, random_tokens(0, 1, 7), random_tokens(1, 1, 3))
 
 
+@pytest.mark.parametrize("unknown", [-1, 6])
+def test_positions_without_a_row_are_refused(unknown):
+    model, tokens = tiny_model(positions="learned", max_positions=6), random_tokens(0, 1, 3)
+    with pytest.raises(UserError, match=rf"position {unknown} must be in \[0, max_positions=6\)"):
+        model.embed(tokens, np.array([[0, unknown, 1]]))
+
+
 @pytest.mark.parametrize("unknown", [-1, VOCAB])
 def test_token_ids_without_a_row_are_refused(unknown):
     model, tokens = tiny_model(), random_tokens(0, 1, 3)

@@ -174,15 +174,24 @@ def test_examples_that_begin_at_a_multiple_of_the_stride_equal_separate_ones(pos
     np.testing.assert_allclose(packed[:, 2:], encode(built, second), atol=2e-5)
 
 
+@pytest.mark.parametrize("ids", [[1] * 8, [3] * 5 + [0] * 3, [0] * 8])
+def test_rows_of_a_single_segment_are_not_packed(ids):
+    source, target = random_tokens(0, 1, 8), shift(random_tokens(1, 1, 5))
+    given = np.array([ids], np.int32)
+    row = jax.eval_shape(lambda: model("halves").outputs(source, target, encoder_segment_ids=given))
+    assert row.shape[:2] == (1, 5)
+
+
 def test_packed_rows_are_refused_where_the_stem_has_a_stride():
     source, target = random_tokens(0, 1, 8), shift(random_tokens(1, 1, 5))
-    ids = np.ones_like(source)
+    ids = np.array([[1] * 4 + [2] * 4], np.int32)
     with pytest.raises(UserError, match=r"stride of 2, and these rows are packed.*pack = False"):
         model("halves")(source, target, encoder_segment_ids=ids)
-    with pytest.raises(
-        UserError, match=r"begins at position 3, inside of a window.*multiples of its stride 2"
-    ):
-        model("halves").encode(source, segment_ids=np.array([[1] * 3 + [2] * 5], np.int32))
+    for ids in ([1] * 3 + [2] * 5, [2] * 3 + [1] * 5, [2] * 2 + [0] + [1] * 5):
+        with pytest.raises(
+            UserError, match=r"begins at position 3, inside of a window.*multiples of its stride 2"
+        ):
+            model("halves").encode(source, segment_ids=np.array([ids], np.int32))
     rows = {"mixture": "t", "batch_size": 1, "encoder_length": 8, "decoder_length": 8}
     packed = data.DataConfig(**rows, pack=True)
     with pytest.raises(UserError, match=r"pack=True puts several .* stride of 4"):

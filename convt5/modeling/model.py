@@ -117,7 +117,8 @@ class ConvT5(nnx.Module):
         Arguments as of a call.
 
         Raises:
-            UserError: rows hold packed examples, and the encoder's stem has a stride.
+            UserError: the encoder's stem has a stride, and rows hold several packed examples, or
+                may hold them: inside of `jax.jit` given segment ids are not known.
         """
         self._check_not_packed(encoder_segment_ids)
         encoder_key, decoder_key = split_key(dropout_key, 2)
@@ -288,12 +289,18 @@ class ConvT5(nnx.Module):
     def with_positions(
         self, x: Float[Array, "batch length embed"], positions: Tokens | None = None
     ) -> Float[Array, "batch length embed"]:
-        """Adds the vectors of learned positions, where the model has them."""
+        """Adds the vectors of learned positions, where the model has them.
+
+        Raises:
+            UserError: a position that the table has no row for, as far as values are known.
+        """
         if self.position_embedder is None:
             return x
         if positions is None:
             self._check_length(x.shape[1])
             positions = jnp.arange(x.shape[1])[None]
+        else:
+            self._check_positions(positions)
         return x + self.position_embedder(jnp.asarray(positions), dtype=x.dtype)
 
     def _memory_ids(self, encoder_segment_ids):
@@ -312,19 +319,29 @@ class ConvT5(nnx.Module):
         return self.output_head(outputs).astype(at_least_float32(outputs.dtype))
 
     def _check_ids(self, tokens) -> None:
-        if isinstance(tokens, Tracer) or not getattr(tokens, "is_fully_addressable", True):
-            return
-        ids, rows = np.asarray(tokens), self.config.vocab_size
-        unknown = ids[(ids < 0) | (ids >= rows)]
+        rows = self.config.vocab_size
+        unknown = _outside(tokens, rows)
         if unknown.size:
             raise errors.UserError(
                 f"token id {unknown[0]} must be in [0, vocab_size={rows}), the rows of the token "
                 "table; use the vocabulary that the model was trained with."
             )
 
+    def _check_positions(self, positions) -> None:
+        rows = self.config.max_positions
+        if rows and (unknown := _outside(positions, rows)).size:
+            raise errors.UserError(
+                f"position {unknown[0]} must be in [0, max_positions={rows}), the rows of the "
+                "learned position table; count positions from 0 in each example, and shorten it or "
+                "train with a larger max_positions."
+            )
+
     def _check_not_packed(self, encoder_segment_ids) -> None:
         stride = self.config.stem_stride
-        if encoder_segment_ids is not None and stride > 1:
+        if encoder_segment_ids is None or stride == 1:
+            return
+        ids = _known(encoder_segment_ids)
+        if ids is None or _begins(ids).any():
             raise errors.UserError(
                 f"the encoder's stem has a stride of {stride}, and these rows are packed: examples "
                 "that begin inside of its windows would be read differently than alone; set "
@@ -333,10 +350,10 @@ class ConvT5(nnx.Module):
 
     def _check_aligned(self, segment_ids) -> None:
         stride = self.config.stem_stride
-        if segment_ids is None or stride == 1 or isinstance(segment_ids, Tracer):
+        ids = None if segment_ids is None or stride == 1 else _known(segment_ids)
+        if ids is None:
             return
-        ids = np.asarray(segment_ids)
-        begins = np.flatnonzero(((ids[:, 1:] != ids[:, :-1]) & (ids[:, 1:] > 1)).any(axis=0)) + 1
+        begins = np.flatnonzero(_begins(ids).any(axis=0))
         if np.any(begins % stride):
             raise errors.UserError(
                 f"a packed example begins at position {begins[begins % stride != 0][0]}, inside of "
@@ -351,3 +368,25 @@ class ConvT5(nnx.Module):
                 f"a sequence of {length} tokens is longer than max_positions={limit}, the rows of "
                 "the learned position table; shorten it or train with a larger max_positions."
             )
+
+
+def _known(values: HostOrDevice) -> np.ndarray | None:
+    """Returns values that can be looked at: not those of a program being traced, or far away."""
+    if isinstance(values, Tracer) or not getattr(values, "is_fully_addressable", True):
+        return None
+    return np.asarray(values)
+
+
+def _outside(indices: HostOrDevice, rows: int) -> np.ndarray:
+    """Returns the indices that a table has no row for, as far as they are known."""
+    known = _known(indices)
+    return np.empty(0) if known is None else known[(known < 0) | (known >= rows)]
+
+
+def _begins(segment_ids: np.ndarray) -> np.ndarray:
+    """Returns where segments follow another one of their row, [batch, length]."""
+    places = np.arange(segment_ids.shape[1])[None]
+    last = np.maximum.accumulate(np.where(segment_ids != 0, places, -1), axis=1)
+    before = np.pad(last, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    previous = np.take_along_axis(segment_ids, np.maximum(before, 0), axis=1)
+    return (segment_ids != 0) & (before >= 0) & (segment_ids != previous)
