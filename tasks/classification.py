@@ -21,7 +21,7 @@ from . import metrics, vocabularies
 from .sources import PreparedTfdsSource, shuffle_buffer_size
 from .tables import Example, Path, Row, TableSource
 
-Labels = Sequence[str] | Mapping[str, str | None]
+Labels = Sequence[str | float] | Mapping[Any, str | float | None]
 
 TOXICITY_THRESHOLD = 0.5
 """Share of raters that makes a comment toxic, as Civil Comments itself says."""
@@ -228,7 +228,8 @@ def text_classification(
             any other); or a file or a glob, which is "train"; or these by split.
         labels: the labels as they are generated; or from what stands in the file to what is
             generated, where None leaves the rows out: {"0": "negative", "2": None,
-            "4": "positive"}. Of two labels the second is the positive one of F1.
+            "4": "positive"}. Numbers are taken as texts, and blanks around them do not count. Of
+            two labels the second is the positive one of F1.
         text_field: what holds the text, or the texts, of a row.
         label_field: what holds the label.
         prompt: the input, with the fields in braces; None takes T5's form, such as
@@ -243,8 +244,9 @@ def text_classification(
         name: of the task; it is registered under the same, if at all.
 
     Raises:
-        UserError: a path without files, or settings that contradict each other. What is wrong with
-            a row (a field it lacks, nothing in it, an unknown label) is found when it is read.
+        UserError: a path without files, settings that contradict each other, or labels that the
+            vocabulary cannot tell apart. What is wrong with a row (a field it lacks, nothing in
+            it, an unknown label) is found when it is read.
     """
     text_fields = [text_field] if isinstance(text_field, str) else list(text_field)
     names = _named(labels, name)

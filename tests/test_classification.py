@@ -374,19 +374,20 @@ class TestGinFiles:
         assert [task.name for task in tasks] in ([name], [name, f"{name}_rank"])
         assert {"train", "validation"} <= set(tasks[0].splits)
 
-    def test_any_classification_needs_no_python(self, tmp_path):
-        write_rows(tmp_path / "train.jsonl", [{"review": "x", "verdict": "good"}])
+    @pytest.mark.parametrize("labels", [["bad", "good"], [0, 1]])
+    def test_any_classification_needs_no_python(self, tmp_path, labels):
+        write_rows(tmp_path / "train.jsonl", [{"review": "x", "verdict": labels[1]}])
         generated, ranked = self.load(
             "text_classification",
             f"DATA={tmp_path}",
-            "LABELS=['bad', 'good']",
+            f"LABELS={labels}",
             "TEXT_FIELD=review",
             "LABEL_FIELD=verdict",
             "classification.text_classification.vocabulary=@vocabularies.characters()",
             "classification.text_classification.validation_fraction=0.0",
         )
-        assert texts(generated) == [("text_classification review: x", "good")]
-        assert [label for _, label in texts(ranked)] == ["bad", "good"]
+        assert texts(generated) == [("text_classification review: x", str(labels[1]))]
+        assert [label for _, label in texts(ranked)] == list(map(str, labels))
 
 
 def test_real_rows_become_examples(shared_data):
