@@ -660,6 +660,43 @@ def test_no_positions_have_no_outputs_and_gradients_of_zero(kind, sizes):
     np.testing.assert_array_equal(dkernel, np.zeros(kernel.shape))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrays_of_other_axes_are_refused(unchecked, kind):
+    x, kernel = draw(kind, dtype=np.float32)
+    convolve = CONVOLUTIONS[kind]
+    name = "kernel" if kind == "depthwise" else "kernel_logits"
+    other = {"depthwise": kernel[0], "lightweight": x[..., None], "dynamic": kernel[0]}[kind]
+    for given, message in (
+        ((x[0], kernel), r"x has shape \(9, 4\), but must have the axes \[batch, length, embed\]"),
+        ((x[None], kernel), "x has shape .* must have the axes"),
+        ((x, other), f"{name} has shape .* must have the axes"),
+        ((x.astype(int), kernel), "x has dtype int32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            convolve(*given)
+    with pytest.raises(ValueError, match=r"segment_ids has shape .* axes \[batch, length\]"):
+        convolve(x, kernel, segment_ids=jnp.ones(x.shape, int))
+
+
+@pytest.mark.parametrize("kind", ["lightweight", "dynamic"])
+def test_no_kernels_are_refused(kind):
+    with pytest.raises(ValueError, match="heads=0, which must divide embed=4"):
+        CONVOLUTIONS[kind](*draw(kind, heads=0, dtype=np.float32))
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan")])
+@pytest.mark.parametrize("kind", ["lightweight", "dynamic"])
+def test_a_share_of_dropped_taps_that_is_none_is_refused(kind, rate):
+    with pytest.raises(ValueError, match=r"tap_dropout_rate=.* must be in \[0, 1\)"):
+        CONVOLUTIONS[kind](*draw(kind, dtype=np.float32), tap_dropout_rate=rate)
+
+
+@pytest.mark.parametrize("dilation", [2.0, 1.5, None])
+def test_a_dilation_that_is_no_integer_is_refused(unchecked, dilation):
+    with pytest.raises(ValueError, match=f"dilation={dilation} must be at least 1"):
+        depthwise_conv(*draw("depthwise", dtype=np.float32), dilation=dilation)
+
+
 @pytest.mark.parametrize("shape", [(2, 1), (1, 9), (2, 10)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_segments_of_other_positions_are_refused(unchecked, kind, shape):

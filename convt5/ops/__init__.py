@@ -1,4 +1,9 @@
-"""Functions of sequence models: convolutions, attention, masks, losses; arrays in, arrays out."""
+"""Functions of sequence models: convolutions, attention, masks, losses; arrays in, arrays out.
+
+Gradients of convolutions, attention and losses are written by hand for reverse mode: `jax.grad` and
+`jax.vjp` take them, and forward mode takes derivatives of those, as Hessian-vector products do. By
+themselves the functions have no derivative in forward mode (`jax.jvp`, `jax.jacfwd`).
+"""
 
 from convt5.ops.attention import attend
 from convt5.ops.convolution import depthwise_conv, dynamic_conv, lightweight_conv

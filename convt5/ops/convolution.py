@@ -9,6 +9,7 @@ and do not reach too far for fast memory; all else is plain JAX. Used by `mixing
 """
 
 import functools
+import operator
 from typing import Literal
 
 import jax
@@ -48,8 +49,10 @@ def depthwise_conv(
         taps_cross_segments: taps read other segments of the row, though still not padding.
 
     Raises:
-        ValueError: dilation, padding or the shapes of the arrays do not fit together.
+        ValueError: dilation, padding or the shapes of the arrays do not fit together, or x holds
+            integers.
     """
+    _check_axes(x, "kernel", kernel, "kernel embed")
     if kernel.shape[1] != x.shape[-1]:
         raise ValueError(
             f"kernel has {kernel.shape[1]} channels but x has embed={x.shape[-1]}; a depthwise "
@@ -87,8 +90,11 @@ def lightweight_conv(
         dropout_key: None for deterministic.
 
     Raises:
-        ValueError: as in `depthwise_conv`, or heads does not divide embed.
+        ValueError: as in `depthwise_conv`, or heads does not divide embed, or tap_dropout_rate is
+            not in [0, 1).
     """
+    _check_axes(x, "kernel_logits", kernel_logits, "kernel heads")
+    _check_rate(tap_dropout_rate)
     _check_shapes(x, segment_ids)
     where = _taps(kernel_logits.shape[0], dilation, padding, taps_cross_segments)
     group = _group_size(x, kernel_logits)
@@ -124,6 +130,8 @@ def dynamic_conv(
     Raises:
         ValueError: as in `lightweight_conv`.
     """
+    _check_axes(x, "kernel_logits", kernel_logits, "batch length kernel heads")
+    _check_rate(tap_dropout_rate)
     _check_shapes(x, segment_ids, kernel_logits=kernel_logits)
     where = _taps(kernel_logits.shape[2], dilation, padding, taps_cross_segments)
     _group_size(x, kernel_logits)
@@ -139,8 +147,30 @@ def dynamic_conv(
     )
 
 
+def _check_axes(x, name: str, weights, axes: str) -> None:
+    for what, array, wanted in (("x", x, "batch length embed"), (name, weights, axes)):
+        if array.ndim != len(wanted.split()):
+            raise ValueError(
+                f"{what} has shape {array.shape}, but must have the axes "
+                f"[{', '.join(wanted.split())}]."
+            )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"x has dtype {x.dtype}, which the result would be rounded to; give floating point."
+        )
+
+
+def _check_rate(rate: float) -> None:
+    if not 0 <= rate < 1:
+        raise ValueError(f"tap_dropout_rate={rate} must be in [0, 1).")
+
+
 def _check_shapes(x, segment_ids, **of_positions) -> None:
     """Arrays that would broadcast along positions are refused: they are not what was meant."""
+    if segment_ids is not None and segment_ids.ndim != 2:
+        raise ValueError(
+            f"segment_ids has shape {segment_ids.shape}, but must have the axes [batch, length]."
+        )
     for name, array in (("segment_ids", segment_ids), *of_positions.items()):
         if array is not None and array.shape[:2] != x.shape[:2]:
             raise ValueError(
@@ -152,18 +182,22 @@ def _check_shapes(x, segment_ids, **of_positions) -> None:
 def _taps(kernel_size, dilation, padding, crosses) -> Taps:
     if kernel_size < 1:
         raise ValueError("the kernel has 0 taps; it must have at least 1.")
-    if dilation < 1:
+    try:
+        distance = operator.index(dilation)
+    except TypeError:
+        distance = 0
+    if distance < 1:
         raise ValueError(
             f"dilation={dilation} must be at least 1 (1 means adjacent taps); set it to a positive "
             "integer."
         )
-    left, right = pad_widths(kernel_size, dilation, padding)
-    return Taps(kernel_size, dilation, left, right, crosses)
+    left, right = pad_widths(kernel_size, distance, padding)
+    return Taps(kernel_size, distance, left, right, crosses)
 
 
 def _group_size(x, kernel_logits) -> int:
     embed, heads = x.shape[-1], kernel_logits.shape[-1]
-    if embed % heads:
+    if heads == 0 or embed % heads:
         raise ValueError(
             f"kernel_logits has heads={heads}, which must divide embed={embed}: each kernel serves "
             "embed / heads neighbouring channels."
