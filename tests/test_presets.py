@@ -173,7 +173,8 @@ def test_fine_tuning_passes_the_dry_run(name, tmp_path, capsys):
     task = next(m for m in re.findall(r"(\w+\.\w+)\.path = %DATA", gin_task(name)))
     bindings = [
         f"RUN_DIR={tmp_path}/run",
-        f"INIT_FROM={tmp_path}/pretrained",
+        f"INIT_FROM={tmp_path}/pretrained",  # Not there, so that it is left out again.
+        "trainer.train.init_from=None",
         f"DATA={tmp_path}",
         "VOCABULARY=none",
         f"{task}.vocabulary=@vocabularies.characters()",
