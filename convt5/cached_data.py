@@ -5,7 +5,6 @@ folder with `cache.json`, the vocabulary, and for each split a file of plain num
 """
 
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import json
@@ -22,6 +21,7 @@ from convt5 import errors
 from convt5.batches.prefetching import rows_per_host
 from convt5.batches.row_order import Passes
 from convt5.configuration import checks
+from convt5.runtime import file_locks
 
 _ABOUT_FILE = "cache.json"
 _VOCABULARY_FILE = "vocabulary.model"
@@ -316,15 +316,11 @@ class Writer:
         """Keeps other processes from writing here for as long as this object is there."""
         lock = os.open(self._unfinished, os.O_RDONLY)
         weakref.finalize(self, os.close, lock)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not file_locks.lock(lock):
             raise errors.UserError(
                 f"output_dir={self._folder} is being made by another process; wait for it to end, "
                 "or name another folder."
-            ) from None
-        except OSError:
-            return  # A file system without locks: nothing can be checked.
+            )
 
 
 class _Rows:

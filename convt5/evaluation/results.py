@@ -6,7 +6,6 @@
 """
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from etils import epath
 
 from convt5 import errors
 from convt5.checkpoints.record import differences
+from convt5.runtime import file_locks
 from convt5.training.run_directory import replace_text
 from convt5.training.run_log import TensorBoard
 
@@ -161,15 +161,11 @@ class ResumableLines:
         self._file.close()
 
     def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not file_locks.lock(self._file):
             raise errors.UserError(
                 f"output={self.path} is being written by another process; wait for it to end, or "
                 "choose another output."
-            ) from None
-        except OSError:
-            return  # A file system without locks: nothing can be checked.
+            )
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
         beside = epath.Path(f"{self.path}.settings.json")

@@ -10,7 +10,6 @@ tensorboard/
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import pathlib
@@ -23,6 +22,7 @@ import jax
 from etils import epath
 
 from convt5 import errors
+from convt5.runtime import file_locks
 
 _LOCK_FILE = "lock"
 CONFIG_FILE = "config.gin"
@@ -162,16 +162,11 @@ def _check_writable(folder: epath.Path) -> None:
 
 
 def _lock(lock: int, folder: epath.Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = _holder(lock)
+    if not file_locks.lock(lock):
         raise errors.UserError(
-            f"run_dir={str(folder)!r} is in use by {holder}; wait for it to end, stop it, or "
-            "choose another run_dir."
-        ) from None
-    except OSError:
-        return  # A file system without locks: nothing can be checked.
+            f"run_dir={str(folder)!r} is in use by {_holder(lock)}; wait for it to end, stop it, "
+            "or choose another run_dir."
+        )
     about = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
     os.ftruncate(lock, 0)
     os.pwrite(lock, about.encode(), 0)
