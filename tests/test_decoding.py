@@ -560,13 +560,16 @@ def test_scoring_ranks_labels_of_a_row():
     ("settings", "message"),
     [
         ({"temperature": 0.0}, "temperature=0.0 must be above 0; use Greedy"),
-        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"top_k": 0}, "top_k=0 must be an integer of at least 1, or None for every token"),
+        ({"top_k": 2.0}, "top_k=2.0 must be an integer of at least 1"),
+        ({"temperature": "1"}, "temperature='1' must be above 0"),
         ({"top_p": 0.0}, r"top_p=0.0 must be in \(0, 1\]"),
-        ({"num_results": 0}, "num_results=0 must be at least 1"),
+        ({"num_results": 0}, "num_results=0 must be an integer of at least 1"),
+        ({"num_results": 2.5}, "num_results=2.5 must be an integer"),
         ({"top_k": 0, "top_p": 2.0}, "2 faults"),
     ],
 )
-def test_faulty_sampling_is_refused(settings, message):
+def test_faulty_sampling_is_refused(unchecked, settings, message):
     with pytest.raises(UserError, match=message):
         Sampling(**settings)
 
@@ -574,14 +577,17 @@ def test_faulty_sampling_is_refused(settings, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"beam_size": 0}, "beam_size=0 must be at least 1"),
+        ({"beam_size": 0}, "beam_size=0 must be an integer of at least 1"),
+        ({"beam_size": 2.0}, "beam_size=2.0 must be an integer of at least 1"),
+        ({"num_results": 0}, "num_results=0 must be an integer of at least 1, or None for beam_si"),
+        ({"length_penalty": "0"}, "length_penalty='0' must be a finite number"),
         ({"beam_size": 2, "num_results": 3}, "num_results=3 must be between 1 and beam_size=2"),
         ({"early_stopping": "often"}, "early_stopping='often' must be True, False or 'never'"),
         ({"length_penalty": float("nan")}, "length_penalty=nan must be a finite number"),
         ({"length_penalty": float("inf")}, "length_penalty=inf must be a finite number"),
     ],
 )
-def test_faulty_beam_search_is_refused(settings, message):
+def test_faulty_beam_search_is_refused(unchecked, settings, message):
     with pytest.raises(UserError, match=message):
         BeamSearch(**settings)
 
@@ -589,6 +595,13 @@ def test_faulty_beam_search_is_refused(settings, message):
 def test_the_original_beam_search_needs_a_finite_length_penalty_too():
     with pytest.raises(UserError, match="length_penalty=nan must be a finite number"):
         decoding.MeshTFBeamSearch(length_penalty=float("nan"))
+
+
+@pytest.mark.parametrize("settings", [{"beam_size": 0}, {"num_prefilter": 1}, {"num_prefilter": 0}])
+def test_faults_of_the_original_beam_search_are_named(settings):
+    ((name, value),) = settings.items()
+    with pytest.raises(UserError, match=f"{name}={value} must be .*at least"):
+        decoding.MeshTFBeamSearch(**settings)
 
 
 @pytest.mark.parametrize(
@@ -605,11 +618,23 @@ def test_the_original_beam_search_needs_a_finite_length_penalty_too():
             {"strategy": Sampling(), "key": jax.random.split(jax.random.key(0), 2)},
             r"key has shape \(2,\) for 3 rows",
         ),
+        ({"strategy": Sampling(), "key": 0}, "key=0 is no random key"),
+        ({"strategy": "greedy"}, r"strategy='greedy' must be Greedy\(\), Sampling"),
+        ({"strategy": BeamSearch}, r"strategy=BeamSearch must be Greedy\(\)"),
+        ({"strategy": BeamSearch(length_penalty=-1000.0)}, "length_penalty=-1000.0 is too far"),
+        ({"max_length": 4.0}, "max_length=4.0 must be an integer"),
+        ({"end_id": None}, "end_id=None must be an integer"),
+        ({"end_id": 1.5}, "end_id=1.5 must be an integer"),
+        ({"max_lengths": np.array([1.5, 2, 2])}, "max_lengths has dtype float64, but must hold"),
+        ({"prefix": np.full((3, 1), 4.5)}, "prefix has dtype float64, but must hold integers"),
+        ({"encoder_input_tokens": np.full((3, 2), 0.7)}, "encoder_input_tokens has dtype float64"),
     ],
 )
-def test_contradictory_requests_are_refused(settings, message):
+def test_contradictory_requests_are_refused(unchecked, settings, message):
+    given = {"encoder_input_tokens": sources(), "max_length": 4, **settings}
+    source = given.pop("encoder_input_tokens")
     with pytest.raises(UserError, match=message):
-        decode(tiny_model(), sources(), **{"max_length": 4, **settings})
+        decode(tiny_model(), source, **given)
 
 
 def test_tokens_of_another_vocabulary_are_refused():
@@ -645,6 +670,7 @@ def test_a_beam_search_of_transformers_that_stops_early_is_repeated(golden, vers
         ({"max_lengths": np.full(4, 3)}, r"max_lengths has shape \(4,\), but encoder_input_tokens"),
         ({"strategy": Sampling(), "key": jnp.zeros(3)}, r"key has shape \(3,\) and dtype float32"),
         ({"prefix": np.full(3, 5)}, r"prefix has shape \(3,\), but .* \[batch, prefix\]"),
+        ({"max_lengths": np.full((3, 1), 2)}, r"max_lengths has shape \(3, 1\), but .* \[batch\]"),
     ],
 )
 def test_rows_that_are_not_those_of_the_sources_are_refused(unchecked, settings, message):
@@ -662,6 +688,11 @@ def test_rows_that_are_not_those_of_the_sources_are_refused(unchecked, settings,
         ({"lengths": np.full((3, 1), 4)}, "lengths runs from 4 to 4, .* between 0 and 3"),
         ({"lengths": np.full((3, 1), -1)}, "lengths runs from -1 to -1"),
         ({"prefix_lengths": np.array([0, 9, 0])}, "prefix_lengths runs from 0 to 9"),
+        ({"prefix_lengths": np.ones((3, 1), int)}, r"prefix_lengths has shape \(3, 1\), but must"),
+        ({"lengths": np.full((3, 1), 1.5)}, "lengths has dtype float64"),
+        ({"targets": np.full((3, 1, 3), 5.0)}, "targets has dtype float64"),
+        ({"length_penalty": float("nan")}, "length_penalty=nan must be a finite number"),
+        ({"length_penalty": 1000.0}, "length_penalty=1000.0 is too far from 0"),
     ],
 )
 def test_scoring_refuses_rows_that_are_not_those_of_the_sources(unchecked, settings, message):

@@ -5,7 +5,8 @@ that inputs of many shapes share few compilations; the results do not depend on 
 """
 
 import functools
-from typing import NamedTuple
+import operator
+from typing import NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,15 @@ from jaxtyping import Array, Float, Int, Key, UInt32
 from convt5 import errors
 from convt5.generation import mesh_tf_search
 from convt5.generation.mesh_tf_search import MeshTFBeamSearch
-from convt5.generation.search import BeamSearch, Found, Greedy, Sampling, SearchInputs, search
+from convt5.generation.search import (
+    BeamSearch,
+    Found,
+    Greedy,
+    Sampling,
+    SearchInputs,
+    length_penalty_faults,
+    search,
+)
 from convt5.modeling.model import ConvT5, HostOrDevice
 from convt5.ops import shift_right, token_cross_entropy
 
@@ -81,7 +90,8 @@ def decode(
             are given, not predicted, so they are not scored.
         key: for sampling: one key, of which row i takes fold_in(key, i), or a key for each row;
             `jax.random.key` or, in the old style, `jax.random.PRNGKey`.
-        end_id: the token that ends a result.
+        end_id: the token that ends a result; with an id outside of the vocabulary none ends before
+            its limit.
         hide_start_token: overrides the config's; False decodes the released models as the original
             does, which is not the function they were trained as.
         batch_sharding: spreads rows over devices; None leaves it to the model's placement.
@@ -91,15 +101,18 @@ def decode(
 
     Raises:
         UserError: for tokens outside the vocabulary, for limits that contradict each other and for
-            arrays whose axes or rows are not as above.
+            arrays whose axes, rows or types are not as above.
     """
-    strategy = strategy or Greedy()
+    strategy = Greedy() if strategy is None else strategy
+    max_length, end_id = _integer("max_length", max_length), _integer("end_id", end_id)
+    _check_strategy(strategy, max_length)
     sources = np.asarray(encoder_input_tokens)
     _check_axes("decode", "encoder_input_tokens", sources, "batch source")
     batch = sources.shape[0]
     prefix = np.zeros((batch, 0), np.int32) if prefix is None else np.asarray(prefix)
     _check_axes("decode", "prefix", prefix, "batch prefix")
     limits = np.full((batch,), max_length) if max_lengths is None else np.asarray(max_lengths)
+    _check_axes("decode", "max_lengths", limits, "batch")
     given = {"prefix": prefix, "max_lengths": limits}
     _check_rows("decode", {"encoder_input_tokens": sources}, given)
     prefix = _trimmed(prefix)
@@ -150,6 +163,9 @@ def score(
 ) -> Scores:
     """Scores given results by teacher forcing; equals the scores with which `decode` found them.
 
+    That is the function that was trained: results of `decode` with another hide_start_token than
+    the config's, and of `MeshTFBeamSearch`, have scores of their own.
+
     Args:
         model: as in `decode`.
         encoder_input_tokens: sources, 0 where padded.
@@ -162,15 +178,18 @@ def score(
         batch_sharding: as in `decode`.
 
     Raises:
-        UserError: for tokens outside the vocabulary, for arrays whose rows do not agree and for
-            lengths that the targets do not have.
+        UserError: for tokens outside the vocabulary, for arrays whose axes, rows or types are not
+            as above and for lengths that the targets do not have.
     """
     sources, targets = np.asarray(encoder_input_tokens), np.asarray(targets)
     _check_axes("score", "encoder_input_tokens", sources, "batch source")
     _check_axes("score", "targets", targets, "batch choices length")
     batch, choices, longest = targets.shape
+    errors.raise_all(length_penalty_faults(length_penalty, longest), where="score")
     lengths = _lengths(targets) if lengths is None else np.asarray(lengths)
     starts = np.zeros((batch,), np.int32) if prefix_lengths is None else np.asarray(prefix_lengths)
+    _check_axes("score", "lengths", lengths, "batch choices")
+    _check_axes("score", "prefix_lengths", starts, "batch")
     given = {"targets": targets, "prefix_lengths": starts}
     _check_rows("score", {"encoder_input_tokens": sources}, given)
     _check_rows("score", {"targets": targets}, {"lengths": lengths}, axes=2)
@@ -256,6 +275,10 @@ def _row_keys(key, batch: int, strategy: Strategy):
 
 def _typed(key):
     """Returns keys with a type of their own, also of those that are plain numbers."""
+    if not hasattr(key, "dtype"):
+        raise errors.UserError(
+            f"decode: key={key!r} is no random key; pass key=jax.random.key(seed)."
+        )
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return key
     try:
@@ -267,12 +290,35 @@ def _typed(key):
         ) from error
 
 
+def _integer(name: str, value: SupportsIndex) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise errors.UserError(f"decode: {name}={value!r} must be an integer.") from None
+
+
+def _check_strategy(strategy: Strategy, max_length: int) -> None:
+    if not isinstance(strategy, Strategy):
+        shown = strategy.__name__ if isinstance(strategy, type) else repr(strategy)
+        raise errors.UserError(
+            f"decode: strategy={shown} must be Greedy(), Sampling(...), BeamSearch(...) or "
+            "MeshTFBeamSearch(...) of convt5.generation.decoding."
+        )
+    length_penalty = getattr(strategy, "length_penalty", 0.0)
+    errors.raise_all(length_penalty_faults(length_penalty, max_length), where="decode")
+
+
 def _check_axes(where: str, name: str, array: np.ndarray, axes: str) -> None:
     expected = axes.split()
     if array.ndim != len(expected):
         raise errors.UserError(
             f"{where}: {name} has shape {array.shape}, but must have the axes "
             f"[{', '.join(expected)}]; a single row is a batch of one."
+        )
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise errors.UserError(
+            f"{where}: {name} has dtype {array.dtype}, but must hold integers, which it would be "
+            "cut to."
         )
 
 

@@ -15,6 +15,7 @@ from convt5 import errors
 from convt5.generation.search import (
     Found,
     SearchInputs,
+    count_faults,
     initial_state,
     length_penalty_faults,
     reordered,
@@ -59,11 +60,11 @@ class MeshTFBeamSearch:
     num_prefilter: int | None = 2
 
     def __post_init__(self):
-        found = []
-        if self.beam_size < 1:
-            found.append(f"beam_size={self.beam_size} must be at least 1.")
+        found = count_faults(self, ("beam_size",))
         found += length_penalty_faults(self.length_penalty)
-        if self.num_prefilter is not None and self.num_prefilter < 2:
+        if wrong := count_faults(self, ("num_prefilter",), none="all"):
+            found += wrong
+        elif self.num_prefilter is not None and self.num_prefilter < 2:
             found.append(
                 f"num_prefilter={self.num_prefilter} must be at least 2, so that a beam whose best "
                 "continuation ends can go on; None looks at all."

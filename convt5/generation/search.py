@@ -7,6 +7,8 @@ ended. `decoding` brings host arrays into bucketed shapes and calls it.
 import dataclasses
 import functools
 import math
+import numbers
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -19,6 +21,9 @@ from convt5.modeling.model import ConvT5, DecoderState, HostOrDevice
 
 LOWEST_TEMPERATURE = 1e-30
 """Divided by less, logits may leave float32: the likeliest are infinite together, in any order."""
+
+LARGEST_FACTOR = 100.0
+"""Of scores, as a power of 2: beyond it sums leave float32, and all results would be equal."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,18 +54,15 @@ class Sampling:
     num_results: int = 1
 
     def __post_init__(self):
-        found = []
-        if not self.temperature >= LOWEST_TEMPERATURE:
+        found = count_faults(self, ("top_k",), none="every token")
+        found += count_faults(self, ("num_results",))
+        if not (_is_number(self.temperature) and self.temperature >= LOWEST_TEMPERATURE):
             found.append(
-                f"temperature={self.temperature} must be above 0; use Greedy for its limit 0, and "
-                f"below {LOWEST_TEMPERATURE}."
+                f"temperature={self.temperature!r} must be above 0; use Greedy for its limit 0, "
+                f"and below {LOWEST_TEMPERATURE}."
             )
-        if self.top_k is not None and self.top_k < 1:
-            found.append(f"top_k={self.top_k} must be at least 1, or None for every token.")
-        if not 0 < self.top_p <= 1:
-            found.append(f"top_p={self.top_p} must be in (0, 1]; 1 keeps every token.")
-        if self.num_results < 1:
-            found.append(f"num_results={self.num_results} must be at least 1.")
+        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            found.append(f"top_p={self.top_p!r} must be in (0, 1]; 1 keeps every token.")
         errors.raise_all(found, where="Sampling")
 
 
@@ -90,12 +92,11 @@ class BeamSearch:
     early_stopping: bool | str = False
 
     def __post_init__(self):
-        found = []
-        if self.beam_size < 1:
-            found.append(f"beam_size={self.beam_size} must be at least 1.")
+        found = count_faults(self, ("beam_size",))
+        found += count_faults(self, ("num_results",), none="beam_size")
         if self.num_results is None:
             object.__setattr__(self, "num_results", self.beam_size)
-        elif not 1 <= self.num_results <= self.beam_size:
+        elif not found and self.num_results > self.beam_size:
             found.append(
                 f"num_results={self.num_results} must be between 1 and beam_size="
                 f"{self.beam_size}; a search keeps no more than beam_size results."
@@ -109,14 +110,41 @@ class BeamSearch:
 Strategy = Greedy | Sampling | BeamSearch
 
 
-def length_penalty_faults(length_penalty: float) -> list[str]:
-    """Returns what is wrong with an exponent: with one that is not finite no scores can be told."""
-    if math.isfinite(length_penalty):
+def length_penalty_faults(length_penalty: float, length: int = 1) -> list[str]:
+    """Returns what is wrong with an exponent, where sums are divided by up to `length` ** it."""
+    if not (_is_number(length_penalty) and math.isfinite(length_penalty)):
+        return [
+            f"length_penalty={length_penalty!r} must be a finite number; 0 compares plain sums, "
+            "above 0 favours longer results."
+        ]
+    if abs(length_penalty) * math.log2(max(length, 1)) <= LARGEST_FACTOR:
         return []
     return [
-        f"length_penalty={length_penalty} must be a finite number; 0 compares plain sums, above 0 "
-        "favours longer results."
+        f"length_penalty={length_penalty} is too far from 0: scores of {length} tokens would be "
+        f"divided by {length} ** {length_penalty}, which leaves float32; choose one nearer to 0."
     ]
+
+
+def count_faults(strategy: object, names: Iterable[str], *, none: str | None = None) -> list[str]:
+    """Returns a line for each attribute that is no integer of at least 1.
+
+    Args:
+        strategy: whose attributes.
+        names: of them.
+        none: what None stands for, where it may be given.
+    """
+    values = {name: getattr(strategy, name) for name in names}
+    return [
+        f"{name}={value!r} must be an integer of at least 1"
+        f"{'' if none is None else f', or None for {none}'}."
+        for name, value in values.items()
+        if not (value is None and none is not None)
+        and not (isinstance(value, numbers.Integral) and int(value) >= 1)
+    ]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real)
 
 
 class SearchInputs(NamedTuple):
