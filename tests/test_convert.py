@@ -124,6 +124,25 @@ def test_a_checkpoint_that_does_not_fit_is_named_and_nothing_is_written(
         ("num_heads = ", "no gin statement"),
         ("d_ff = 40", "number of heads is unknown: .* --operative_config=FILE"),
         ("num_heads = 3\nAdafactorOptimizer.beta1 = 0.9", r"beta1=0\.9 is not implemented"),
+        *(
+            (f"num_heads = 3\n{line}", rf"operative_config=.*operative_config.gin: .*{message}")
+            for line, message in (
+                ("sublayer_dropout.dropout_rate = %RATE", "dropout_rate='%RATE' must be a number"),
+                ("sublayer_rms_norm.epsilon = [1]", r"epsilon=\[1\] must be a number"),
+                (
+                    "LocalConvAttnBlock.min_relative_pos = 'a'\n"
+                    "LocalConvAttnBlock.max_relative_pos = 2",
+                    "min_relative_pos='a' must be an integer",
+                ),
+                ("AdafactorOptimizer.epsilon1 = 'a'", "epsilon1='a' must be a number"),
+                ("AdafactorOptimizer.factored = 'no'", "factored='no' must be True or False"),
+                ("Unitransformer.z_loss = True", "z_loss=True must be a number"),
+                (
+                    "learning_rate_schedule_noam.warmup_steps = 0",
+                    "warmup_steps=0 must be at least 1",
+                ),
+            )
+        ),
     ],
 )
 def test_a_config_that_does_not_fit_is_named_and_nothing_is_written(

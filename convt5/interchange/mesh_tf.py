@@ -5,6 +5,7 @@ run was trained. The table of `parameter_table` is the only description of the n
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -103,7 +104,7 @@ def training_settings(operative: OperativeConfig | None) -> TrainingSettings:
     """Returns optimizer, schedule and loss of the original run.
 
     Raises:
-        UserError: a setting that convt5 does not implement, such as momentum.
+        UserError: a setting that convt5 does not implement, such as momentum, or that is wrong.
     """
     operative = operative or OperativeConfig("")
 
@@ -125,33 +126,46 @@ def training_settings(operative: OperativeConfig | None) -> TrainingSettings:
         if (value := setting(configurable, parameter, expected)) != expected
     ]
     errors.raise_all(faults, where=operative.where)
-    factored = setting("AdafactorOptimizer", "factored", True)
-    optimizer = AdafactorConfig(
-        decay_exponent=setting("adafactor_decay_rate_pow", "exponent", 0.8),
-        clipping_threshold=setting("AdafactorOptimizer", "clipping_threshold", 1.0),
-        scale_by_parameter=setting("AdafactorOptimizer", "multiply_by_parameter_scale", True),
-        min_parameter_scale=setting("AdafactorOptimizer", "epsilon2", 1e-3),
-        epsilon=setting("AdafactorOptimizer", "epsilon1", 1e-30),
-        min_dim_to_factor=(
-            setting("AdafactorOptimizer", "min_dim_size_to_factor", 128) if factored else 2**31
-        ),
+    try:
+        return TrainingSettings(_optimizer(operative), _schedule(operative), _loss(operative))
+    except errors.UserError as error:
+        if str(error).startswith(operative.where):
+            raise
+        raise errors.UserError(f"{operative.where}: {error}") from None
+
+
+def _optimizer(operative: OperativeConfig) -> AdafactorConfig:
+    number = functools.partial(operative.number, "AdafactorOptimizer")
+    switch = functools.partial(operative.switch, "AdafactorOptimizer")
+    fewest = number("min_dim_size_to_factor", 128, whole=True)
+    return AdafactorConfig(
+        decay_exponent=operative.number("adafactor_decay_rate_pow", "exponent", 0.8),
+        clipping_threshold=number("clipping_threshold", 1.0),
+        scale_by_parameter=switch("multiply_by_parameter_scale", True),
+        min_parameter_scale=number("epsilon2", 1e-3),
+        epsilon=number("epsilon1", 1e-30),
+        min_dim_to_factor=fewest if switch("factored", True) else 2**31,
     )
-    noam = operative.get("learning_rate_schedule_noam", "warmup_steps")
-    constant = operative.get("constant_learning_rate", "learning_rate")
-    schedule = (
-        Constant(rate=constant)
-        if noam is None and constant is not None
-        else InverseSqrt(
-            multiplier=setting("learning_rate_schedule_noam", "multiplier", 1.0),
-            warmup_steps=noam or 10_000,
-        )
+
+
+def _schedule(operative: OperativeConfig) -> Schedule:
+    number = functools.partial(operative.number, "learning_rate_schedule_noam")
+    warmup = number("warmup_steps", None, whole=True)
+    constant = operative.number("constant_learning_rate", "learning_rate", None)
+    if warmup is None and constant is not None:
+        return Constant(rate=constant)
+    return InverseSqrt(
+        multiplier=number("multiplier", 1.0), warmup_steps=10_000 if warmup is None else warmup
     )
-    loss = TextLoss(
-        z_loss=setting("Unitransformer", "z_loss", 1e-4),
-        label_smoothing=setting("Unitransformer", "label_smoothing", 0.0),
+
+
+def _loss(operative: OperativeConfig) -> TextLoss:
+    number = functools.partial(operative.number, "Unitransformer", scope="decoder")
+    return TextLoss(
+        z_loss=number("z_loss", 1e-4),
+        label_smoothing=number("label_smoothing", 0.0),
         normalize_by="positions",
     )
-    return TrainingSettings(optimizer, schedule, loss)
 
 
 def as_moment(

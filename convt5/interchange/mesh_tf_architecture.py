@@ -97,13 +97,13 @@ def infer_architecture(
         head_dim=head_dim,
         encoder=_stack(layers["encoder"], "encoder", operative_config, notes),
         decoder=_stack(layers["decoder"], "decoder", operative_config, notes),
-        norm_epsilon=_value(operative_config.get("sublayer_rms_norm", "epsilon"), 1e-6),
+        norm_epsilon=operative_config.number("sublayer_rms_norm", "epsilon", 1e-6),
         mlp="gated_gelu" if _any(variables, r"DenseReluDense/wi_0/kernel$") else "relu",
         tie_output="decoder/logits/kernel" not in variables,
         positions=positions,
         max_positions=max_positions,
         relative_buckets=_buckets(variables),
-        dropout_rate=_value(operative_config.get("sublayer_dropout", "dropout_rate"), 0.1),
+        dropout_rate=operative_config.number("sublayer_dropout", "dropout_rate", 0.1),
         dtype="float32",
         hide_start_token=True,
     )
@@ -280,8 +280,10 @@ def _padding(
 ):
     """Returns where the taps lie; None is convt5's default, centered or causal."""
     owner = convolutions[0].owner
-    first = operative.get(owner, "min_relative_pos", scope=stack)
-    last = operative.get(owner, "max_relative_pos", scope=stack)
+    first, last = (
+        operative.number(owner, f"{end}_relative_pos", None, scope=stack, whole=True)
+        for end in ("min", "max")
+    )
     sizes = {layer.kernel_size for layer in convolutions}
     if first is None or last is None:
         usual = "centered" if stack == "encoder" else "causal"
@@ -368,10 +370,6 @@ def _only_shape(
 
 def _one_or_all(values: Sequence[Any]) -> Any:
     return values[0] if len(set(values)) == 1 else tuple(values)
-
-
-def _value(found: Any, default: float) -> float:
-    return default if found is None else float(found)
 
 
 def _any(variables: Mapping[str, Shape], pattern: str) -> bool:

@@ -15,6 +15,8 @@ from convt5 import errors
 _STATEMENT = re.compile(
     r"^(?P<scope>(?:[\w.-]+/)*)(?P<selector>[A-Za-z_][\w.]*)\s*=\s*(?P<value>.+)$", re.DOTALL
 )
+Number = float | None
+
 _COMMENT = re.compile(r"""^((?:[^'"#]|'[^']*'|"[^"]*")*)#.*$""")
 
 
@@ -71,6 +73,58 @@ class OperativeConfig:
                 found[bool(scopes)] = value
         value = found.get(True, found.get(False))
         return None if value is None else self._value(value)
+
+    def number(
+        self,
+        configurable: str,
+        parameter: str,
+        default: Number,
+        *,
+        scope: str = "",
+        whole: bool = False,
+    ) -> Any:
+        """Returns what `get` does where it is a number, and the default where nothing is bound.
+
+        Args:
+            configurable, parameter, scope: as of `get`.
+            default: what the original takes, or None.
+            whole: only integers will do.
+
+        Raises:
+            UserError: anything else is bound.
+        """
+        value = self.get(configurable, parameter, scope=scope)
+        if value is None:
+            return default
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            if not whole:
+                return value
+            if value == value // 1:
+                return int(value)
+        raise self._of_wrong_kind(
+            configurable, parameter, value, "an integer" if whole else "a number"
+        )
+
+    def switch(self, configurable: str, parameter: str, default: bool) -> bool:
+        """Returns what `get` does where it is True or False, and the default where nothing is.
+
+        Raises:
+            UserError: anything else is bound.
+        """
+        value = self.get(configurable, parameter)
+        if value is None or isinstance(value, bool):
+            return default if value is None else value
+        raise self._of_wrong_kind(configurable, parameter, value, "True or False")
+
+    def _of_wrong_kind(
+        self, configurable: str, parameter: str, value: Any, wanted: str
+    ) -> errors.UserError:
+        undefined = isinstance(value, str) and value.startswith("%")
+        remedy = f"define the macro {value[1:]}" if undefined else "correct the line"
+        return errors.UserError(
+            f"{self.where}: {configurable}.{parameter}={value!r} must be {wanted}; {remedy}, or "
+            "remove it."
+        )
 
     def macro(self, name: str) -> Any:
         """Returns the value of a macro, or None."""
