@@ -224,11 +224,19 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(changes, message, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
 
 
+@pytest.mark.parametrize("shape", [(128, 1, 0, 0), (128, 1, 5, 4)])
+def test_patches_that_are_no_squares_are_named(shape):
+    found = {name: array.shape for name, array in foreign("patchify").items()}
+    with pytest.raises(UserError, match=r"patchify.weight has shape .* no squares"):
+        pycls.architecture(found | {"stem.patchify.weight": shape})
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--stem_strides=2,2"], "names 2 strides, but the stem has 4"),
         (["--stem_strides=2,x"], "numbers with commas"),
+        (["--stem_strides=2,1,0,1", "--image_size=24"], "stem_strides=2,1,0,1 must be at least 1"),
         (["--image_size=40"], "pass --image_size=24"),
         (["--num_heads=0"], "num_heads=0 must be at least 1"),
         (["--num_heads=5"], "num_heads=5 must divide emb_dim=12"),

@@ -282,7 +282,10 @@ def _stem(
 ) -> dict[str, Any]:
     """Returns the settings of the stem."""
     if "stem.patchify.weight" in found:
-        _, in_channels, size, _ = sizes("stem.patchify.weight", 4)
+        shape = sizes("stem.patchify.weight", 4)
+        _, in_channels, size, width = shape
+        if not faults and (size != width or size < 1):
+            faults.append(f"stem.patchify.weight has shape {shape}, whose patches are no squares.")
         if strides:
             faults.append("--stem_strides is for a convolution stem, but this one is patchify.")
         return {"stem": "patchify", "patch_size": size, "in_channels": in_channels}
@@ -296,6 +299,8 @@ def _stem(
             f"--stem_strides names {len(strides)} strides, but the stem has {len(channels)} "
             "convolutions."
         )
+    elif strides is not None and min(strides) < 1:
+        faults.append(f"--stem_strides={','.join(map(str, strides))} must be at least 1 each.")
     return {
         "stem": "conv",
         "stem_channels": channels,
