@@ -29,6 +29,10 @@ def attend(
     Vaswani et al. 2017 (arXiv 1706.03762), equation 1, without the factor 1 / sqrt(head_dim),
     which T5 leaves to the initial query projection. Softmax in at least float32.
 
+    Segments are kept apart where numbers are finite: hidden keys have a weight of zero, and zero
+    times a NaN or an infinity in a value, or backward in a key, is a NaN in every query. The
+    convolutions keep those apart as well.
+
     Args:
         query, key, value: projected positions.
         query_segment_ids, key_segment_ids: packed examples. Nothing reads segment 0, padding.
