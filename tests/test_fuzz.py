@@ -90,7 +90,7 @@ RESUME, DIGITS = "gin/runs/resume_check.gin", "gin/runs/digits.gin"
             "schedule.InverseSqrt.warmup_steps=@optimizer.AdamWConfig()",
             "must be an integer",
         ),
-        ("train", "gin/runs/quickstart.gin", "MODEL_NAME=0.5", "part must be text"),
+        ("train", "gin/runs/quickstart.gin", "MODEL_NAME=0.5", "must be a list of text"),
         ("train", RESUME, "RUN_DIR=%RUN_DIR", "leads back to itself"),
     ],
 )
