@@ -276,8 +276,9 @@ def test_arrays_that_do_not_fit_the_tokens_are_refused(unchecked, changes, messa
 
 def test_targets_that_do_not_fit_the_logits_are_refused(unchecked):
     logits, _ = example(np.float32)
-    with pytest.raises(ValueError, match=r"targets has shape \(3,\) but logits has shape"):
-        token_cross_entropy(logits, jnp.zeros((3,), int))
+    for given in (logits, logits[0]):
+        with pytest.raises(ValueError, match=r"targets has shape \(3,\) but logits has shape"):
+            token_cross_entropy(given, jnp.zeros((3,), int))
 
 
 def test_a_factor_that_is_no_number_is_refused():

@@ -76,10 +76,10 @@ def _checked(targets, **of_tokens) -> jax.Array:
     ((name, array),) = of_tokens.items()
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(f"targets has dtype {targets.dtype}; ids of tokens are integers.")
-    if targets.shape != array.shape[:-1]:
+    if array.ndim != 3 or targets.shape != array.shape[:-1]:
         raise ValueError(
-            f"targets has shape {targets.shape} but {name} has shape {array.shape}; targets has "
-            "one id for each token."
+            f"targets has shape {targets.shape} but {name} has shape {array.shape}; both begin with "
+            "[batch, length]."
         )
     return jnp.asarray(targets, jnp.int32)
 
