@@ -188,8 +188,8 @@ def _taps(kernel_size, dilation, padding, crosses) -> Taps:
         distance = 0
     if distance < 1:
         raise ValueError(
-            f"dilation={dilation} must be an integer of at least 1 (1 means adjacent taps); set it to "
-            "a positive integer."
+            f"dilation={dilation} must be an integer of at least 1 (1 means adjacent taps); set it "
+            "to a positive integer."
         )
     left, right = pad_widths(kernel_size, distance, padding)
     return Taps(kernel_size, distance, left, right, crosses)

@@ -78,8 +78,8 @@ def _checked(targets, **of_tokens) -> jax.Array:
         raise ValueError(f"targets has dtype {targets.dtype}; ids of tokens are integers.")
     if array.ndim != 3 or targets.shape != array.shape[:-1]:
         raise ValueError(
-            f"targets has shape {targets.shape} but {name} has shape {array.shape}; both begin with "
-            "[batch, length]."
+            f"targets has shape {targets.shape} but {name} has shape {array.shape}; both begin "
+            "with [batch, length]."
         )
     return jnp.asarray(targets, jnp.int32)
 
