@@ -34,13 +34,6 @@ _SWITCHES = (
 )
 """What convolutions have or leave out."""
 
-_USED_BY: dict[str, tuple[MixingKind, ...]] = {
-    "normalize_taps": ("lightweight", "dynamic"),
-    "tap_dropout_rate": ("lightweight", "dynamic"),
-    "predictor_bias": ("dynamic",),
-}
-"""Settings that some convolutions alone have a use for."""
-
 T = TypeVar("T")
 PerLayer = T | Sequence[T]
 """One value for all layers, or a sequence with exactly one value per layer."""
@@ -198,18 +191,6 @@ class StackConfig:
             for i in range(count)
         )
 
-    def idle_settings(self) -> dict[str, Any]:
-        """Returns the settings that none of the stack's convolutions uses, with their defaults."""
-        kinds = _per_layer(self.mixing, 1)
-        if all(kind == "attention" for kind in kinds):
-            return {}  # Which ignores everything, so that it can be put in any stack's place.
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        return {
-            name: defaults[name]
-            for name, users in _USED_BY.items()
-            if getattr(self, name) != defaults[name] and not any(kind in users for kind in kinds)
-        }
-
     def faults(self, where: str, *, emb_dim: int) -> list[str]:
         """Returns every broken rule as one sentence; `where` is encoder or decoder."""
         if not checks.is_positive_int(self.num_layers):
@@ -253,13 +234,6 @@ class StackConfig:
                     f"{emb_dim}: each kernel serves emb_dim / num_kernels neighbouring channels."
                 )
             found += [fault for fault in layer_faults if fault not in found]
-        if not found:
-            found += [
-                f"{where}.{name}={getattr(self, name)!r} has no effect: it is for "
-                f"{' and '.join(_USED_BY[name])} convolutions, and {where}.mixing names none; "
-                f"leave it at {default!r}."
-                for name, default in self.idle_settings().items()
-            ]
         return found
 
 

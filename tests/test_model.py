@@ -292,18 +292,6 @@ RELATIVE = {
         ({"encoder": stack(kernel_size=0)}, "kernel_size=0 must be an integer"),
         ({"encoder": stack(pointwise="False")}, "encoder.pointwise='False' must be True or False"),
         ({"encoder": stack(attention_layers=(True,))}, "attention_layers holds True"),
-        (
-            {"encoder": stack(mixing="depthwise", tap_dropout_rate=0.3)},
-            "encoder.tap_dropout_rate=0.3 has no effect: it is for lightweight and dynamic",
-        ),
-        (
-            {"encoder": stack(mixing=("depthwise", "attention"), normalize_taps=False)},
-            "encoder.normalize_taps=False has no effect",
-        ),
-        (
-            {"decoder": stack(mixing="lightweight", predictor_bias=True)},
-            "decoder.predictor_bias=True has no effect: .* leave it at False",
-        ),
         ({"tie_output": "no"}, "tie_output='no' must be True or False"),
         ({"scan_layers": None}, "scan_layers=None must be True or False"),
         ({"relative_buckets": "a"}, "relative_buckets='a' must be an integer"),
@@ -360,18 +348,6 @@ def test_numbers_and_sequences_of_any_kind_describe_the_same_model():
     assert config.encoder == config.decoder
     for written in (config, tiny_config(encoder=explicit)):
         assert portable.revive(record.describe_config(written)) == written
-
-
-def test_settings_that_one_layer_of_a_stack_uses_are_taken():
-    used = stack(mixing=("depthwise", "dynamic"), tap_dropout_rate=0.3, predictor_bias=True)
-    ignored = stack(mixing="attention", predictor_bias=True)
-    assert tiny_config(encoder=used, decoder=ignored).encoder == used
-
-
-def test_descriptions_with_settings_without_effect_can_still_be_read():
-    written = record.describe_config(tiny_config("depthwise"))
-    written["encoder"]["tap_dropout_rate"] = 0.3
-    assert portable.revive(written) == tiny_config("depthwise")
 
 
 def test_configs_from_gin_lists_are_hashable():

@@ -111,15 +111,9 @@ def revive(settings: Mapping[str, Any]) -> Any:
     elif stem is not None:
         faults.append(f"stem={stem!r} must hold the settings of a stem, or be null.")
     errors.raise_all(faults, where=_DESCRIPTION)
-    sides = {side: _stack(settings[side]) for side in ("encoder", "decoder")}
+    sides = {side: StackConfig(**_tuples(settings[side])) for side in ("encoder", "decoder")}
     built_stem = {} if stem is None else {"stem": TextStemConfig(**_tuples(stem))}
     return ConvT5Config(**{**settings, **sides, **built_stem})
-
-
-def _stack(settings: Mapping[str, Any]) -> StackConfig:
-    """Versions before took settings without effect, which are errors now."""
-    stack = StackConfig(**_tuples(settings))
-    return dataclasses.replace(stack, **stack.idle_settings())
 
 
 def _unknown(settings: Mapping[str, Any], described: type[Any], inside: str = "") -> list[str]:
