@@ -9,7 +9,7 @@ import jax
 from etils import epath
 
 from convt5 import errors
-from convt5.checkpoints import reading, record
+from convt5.checkpoints import reading
 from convt5.interchange import hugging_face, portable
 from convt5.interchange.mapping import Imported, Report, Source, build_model
 from convt5.tree_paths import named_leaves
@@ -75,16 +75,12 @@ def read_run(directory: epath.PathLike, *, step: int | None = None) -> Imported:
     sources = tuple(Source(path=name, names=(name,)) for name in params)
     report = Report(mapped=[(name, name) for name in params])
     return Imported(
-        config=model.config, params=params, sources=sources, report=report, step=_step_of(folder)
+        config=model.config,
+        params=params,
+        sources=sources,
+        report=report,
+        step=reading.step_of(folder),
     )
-
-
-def _step_of(folder: epath.Path) -> int:
-    """Returns the step of a checkpoint, whose folder may have been renamed or copied."""
-    if folder.name.isdigit():
-        return int(folder.name)
-    shapes = {"step": record.parse_shape("int32[]")}
-    return int(reading.load_named(folder, shapes, part="optimizer")["step"])
 
 
 def run_config(directory: epath.PathLike, *, step: int | None = None) -> Any:

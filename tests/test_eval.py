@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import types
 import warnings
 
@@ -366,6 +367,12 @@ def test_an_unknown_checkpoint_is_a_clear_error(run_dir, which, message):
 def test_one_step_of_a_run_can_be_named_by_its_folder(run_dir):
     (found,) = checkpoints.select(f"{run_dir}/checkpoints/10")
     assert (found.step, str(found.run_dir)) == (10, run_dir)
+
+
+def test_a_copied_checkpoint_keeps_its_step(run_dir, tmp_path):
+    shutil.copytree(f"{run_dir}/checkpoints/10", tmp_path / "good")
+    (found,) = checkpoints.select(tmp_path / "good")
+    assert found.step == 10
 
 
 def test_following_yields_checkpoints_as_they_appear(tmp_path):

@@ -79,3 +79,11 @@ def test_only_training_uses_and_moves_batch_statistics():
 def test_smoothing_is_a_share():
     with pytest.raises(UserError, match=r"label_smoothing=1.0 must be in"):
         VisionLoss(label_smoothing=1.0)
+
+
+def test_labels_of_8_bits_are_those_of_32():
+    labels = np.array([3, 100])
+    logits = jnp.zeros((2, 300))
+    narrow = one_hot(jnp.asarray(labels, jnp.int8), logits)
+    np.testing.assert_array_equal(narrow.argmax(-1), labels)
+    np.testing.assert_array_equal(narrow.sum(-1), 1.0)

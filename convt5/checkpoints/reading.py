@@ -102,6 +102,15 @@ def load_params(
     return named_arrays.filled(abstract_model, named_arrays.nested(load_named(folder, params)))
 
 
+def step_of(folder: epath.PathLike) -> int:
+    """Returns the step of a checkpoint, whose folder may have been renamed or copied."""
+    name = epath.Path(folder).name
+    if name.isdigit():
+        return int(name)
+    shapes = {"step": record.parse_shape("int32[]")}
+    return int(load_named(folder, shapes, part="optimizer")["step"])
+
+
 def load_named(
     folder: epath.PathLike, wanted: Mapping[str, jax.ShapeDtypeStruct], *, part: str = "params"
 ) -> dict[str, jax.Array]:

@@ -210,7 +210,7 @@ def shardings(model: Any, mesh: Mesh) -> Any:
 def _found(folder: epath.Path) -> Found:
     parent = folder.parent
     run_dir = parent.parent if parent.name == "checkpoints" else parent
-    return Found(folder, int(folder.name), run_dir)
+    return Found(folder, reading.step_of(folder), run_dir)
 
 
 def _best_step(folder: epath.Path) -> int:

@@ -76,7 +76,8 @@ class VisionLoss:
 
 
 def one_hot(labels: Labels, logits: Logits) -> Logits:
-    return jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
+    # Labels of 8 bits cannot be compared with the numbers of more classes.
+    return jax.nn.one_hot(jnp.asarray(labels, jnp.int32), logits.shape[-1], dtype=logits.dtype)
 
 
 def soft_cross_entropy(
