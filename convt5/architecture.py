@@ -23,6 +23,7 @@ Positions = Literal["none", "learned", "relative"]
 StemNorm = Literal["rms", "layer", "none"]
 StemActivation = Literal["relu", "gelu", "none"]
 Remat = Literal["none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable"]
+StackName = Literal["encoder", "decoder"]
 
 _SWITCHES = (
     "pointwise",
@@ -431,6 +432,12 @@ class ConvT5Config:
     def encoder_positions(self, length: int) -> int:
         """Returns the positions of the encoder for a row of `length` tokens."""
         return -(-length // self.stem_stride)
+
+    def most_tokens(self, stack: StackName) -> int | None:
+        """Returns the longest row that learned positions have vectors for; None for any length."""
+        if self.positions != "learned" or self.max_positions is None:
+            return None
+        return self.max_positions * (self.stem_stride if stack == "encoder" else 1)
 
     def split_lengths(self, lengths: Mapping[str, int]) -> dict[str, int]:
         """Returns what devices that share a row must divide: tokens, and positions behind a stem.

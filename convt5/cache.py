@@ -55,6 +55,7 @@ def main(argv: Sequence[str]) -> None:
             raise errors.UserError(f"{name}={getattr(flags, name)} must be at least 1.")
     with quiet_imports.without_tensorflow_chatter():
         from convt5 import cached_data, data
+        from convt5.training.validation import check_num_batches
 
     settings = _settings(arguments)
     configs = {"train": settings["train_data"], "validation": settings.get("eval_data")}
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
                 f"the gin files bind {type(config).__name__} as data; a cache is made of "
                 "data.DataConfig, text from seqio."
             )
-    _check_evaluation_ends(configs["validation"], settings)
+    check_num_batches(settings.get("eval_num_batches"), configs["validation"])
     output_dir = os.path.expanduser(flags.output_dir)
     writer = cached_data.Writer(pathlib.Path(output_dir))
     started, tokens = time.perf_counter(), 0
@@ -97,16 +98,6 @@ def main(argv: Sequence[str]) -> None:
         f"train on it: python -m convt5.train --gin_file=gin/runs/pretrain_cached.gin "
         f"--gin.CACHE={flags.output_dir} --gin.RUN_DIR=..."
     )
-
-
-def _check_evaluation_ends(config: Any, settings: Mapping[str, Any]) -> None:
-    if config is None or config.num_epochs is not None:
-        return
-    if settings.get("eval_num_batches") is None:
-        raise errors.UserError(
-            "num_epochs=None of eval_data means that its rows never end, and eval_num_batches=None "
-            "takes all of them; set trainer.train.eval_num_batches, or num_epochs=1 of eval_data."
-        )
 
 
 def _batches(

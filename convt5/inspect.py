@@ -17,8 +17,7 @@ from convt5.vision.architecture import ViTConfig
 
 if TYPE_CHECKING:
     from convt5.analysis.cost_report import Subject
-    from convt5.analysis.costs import StackName
-    from convt5.architecture import ConvT5Config
+    from convt5.architecture import ConvT5Config, StackName
     from convt5.tpu.step_report import Step
 
 DEFAULTS = {"encoder_length": 512, "decoder_length": 114, "batch_size": 128}
@@ -246,7 +245,7 @@ def make_subject(name: str, settings: Mapping[str, Any], flags: Mapping[str, Any
         for setting, default in DEFAULTS.items()
     }
     _check_lengths(
-        model, {name: length for name, length in chosen.items() if name.endswith("_length")}
+        model, {"encoder": chosen["encoder_length"], "decoder": chosen["decoder_length"]}
     )
     devices = _first_known(flags.get("devices"), jax.device_count())
     mesh = settings.get("mesh") or sharding.MeshConfig()
@@ -454,19 +453,14 @@ def _check_flags(flags: Mapping[str, Any]) -> None:
     errors.raise_all(faults, where="flags")
 
 
-def _check_lengths(model: "ConvT5Config", lengths: Mapping[str, int]) -> None:
-    limit = model.max_positions
-    if model.positions != "learned" or limit is None:
-        return
-    strides = {"encoder_length": model.stem_stride}
+def _check_lengths(model: "ConvT5Config", lengths: Mapping["StackName", int]) -> None:
     errors.raise_all(
         [
-            f"{name}={length} is longer than max_positions={limit}, the rows of the learned "
-            f"position table{_at_stride(stride)}; give --{name} up to {limit * stride}, or raise "
-            "max_positions."
-            for name, length in lengths.items()
-            for stride in [strides.get(name, 1)]
-            if length > limit * stride
+            f"{stack}_length={length} is longer than max_positions={model.max_positions}, the rows "
+            f"of the learned position table{_at_stride(limit // model.max_positions)}; give "
+            f"--{stack}_length up to {limit}, or raise max_positions."
+            for stack, length in lengths.items()
+            if model.max_positions and (limit := model.most_tokens(stack)) and length > limit
         ],
         where="lengths",
     )

@@ -134,18 +134,16 @@ def dry_run(settings: Mapping[str, Any]) -> str:
 def check_lengths(settings: Mapping[str, Any]) -> None:
     """Raises `UserError` if the data has rows longer than the model's table of positions."""
     model = settings["model"]
-    if getattr(model, "positions", None) != "learned":
+    if not hasattr(model, "most_tokens"):
         return
-    limit = model.max_positions
-    # Behind a stem a position stands for several tokens.
-    positions = {"encoder_length": model.encoder_positions, "decoder_length": int}
     faults = [
-        f"{data}.{field}={length} takes {positions[field](length)} positions, but the model has "
-        f"max_positions={limit} rows of learned ones; lower {field} or raise max_positions."
+        f"{data}.{stack}_length={length} is longer than {limit}, the tokens that the model's "
+        f"max_positions={model.max_positions} learned positions reach; lower {stack}_length or "
+        "raise max_positions."
         for data in ("train_data", "eval_data")
-        for field in positions
-        if (length := getattr(settings.get(data), field, None) or 0)
-        and positions[field](length) > limit
+        for stack in ("encoder", "decoder")
+        if (limit := model.most_tokens(stack))
+        and (length := getattr(settings.get(data), f"{stack}_length", None) or 0) > limit
     ]
     errors.raise_all(faults, where="configuration")
 

@@ -25,7 +25,7 @@ from convt5.schedule import Schedule
 from convt5.training import compilation, run_directory, run_log
 from convt5.training.averaging import Averaging
 from convt5.training.interruption import Interruption
-from convt5.training.loop import Estimate, Intervals, Loop, TaskMeasure, is_complete
+from convt5.training.loop import Estimate, Intervals, Loop, TaskMeasure
 from convt5.training.plan import Plan, make_plan, row_lengths
 from convt5.training.spikes import SkipSpikes
 from convt5.training.train_batches import TrainBatches
@@ -180,7 +180,7 @@ def train(
         sharding_rules=sharding_rules,
     )
     checkpoint = checkpoint or CheckpointConfig()
-    measured = check_measures(
+    check_measures(
         checkpoint, eval_data, eval_num_batches, task_evals, intervals, has_ema=ema is not None
     )
     validation = None
@@ -207,10 +207,20 @@ def train(
         stack.enter_context(contextlib.closing(log))
         _announce(log, plan, folder, step=first_step, num_steps=num_steps)
         # Everything that may be refused comes before the first file is written.
-        if restored is None and init_from is not None:
-            init_from.check(plan.abstract.model)
+        loop = Loop(
+            plan,
+            intervals,
+            log=log,
+            checkpointer=checkpointer,
+            validation=validation,
+            restored=restored,
+            init_from=init_from,
+            task_measures=measures,
+            estimate=statistics.build(plan) if statistics else None,
+            watchdog=watchdog,
+        )
         batches = None
-        if not is_complete(intervals, restored, has_measures=bool(measured)):
+        if not loop.is_complete:
             if validation is not None:
                 with watchdog.phase("reading the first evaluation data"):
                     validation.prepare()
@@ -231,18 +241,6 @@ def train(
         changed = run_directory.write_config(folder, config_text, step=first_step)
         if changed:
             log.message(changed)
-        loop = Loop(
-            plan,
-            intervals,
-            log=log,
-            checkpointer=checkpointer,
-            validation=validation,
-            restored=restored,
-            init_from=init_from,
-            task_measures=measures,
-            estimate=statistics.build(plan) if statistics else None,
-            watchdog=watchdog,
-        )
         if batches is not None:
             hosts = checkpointer if jax.process_count() > 1 else None
             with Interruption(hosts) as interruption:
@@ -294,11 +292,10 @@ def check_measures(
     intervals: Intervals,
     *,
     has_ema: bool,
-) -> list[str]:
-    """Returns under which names an evaluation gives metrics; arguments are those of `train`.
+) -> None:
+    """Raises `UserError` for evaluations that never end, or lack what a run waits for.
 
-    Raises:
-        UserError: evaluations that never end, or that do not measure what a run waits for.
+    Arguments are those of `train`.
     """
     check_num_batches(eval_num_batches, eval_data)
     measured = [*["validation"] * (eval_data is not None), *(task.name for task in task_evals)]
@@ -314,7 +311,6 @@ def check_measures(
             f"early_stop_evaluations={intervals.early_stop_evaluations} waits for "
             f"{checkpoint.best_metric!r}, but nothing is evaluated; set eval_data or task_evals."
         )
-    return measured
 
 
 def _check_validation_metric(

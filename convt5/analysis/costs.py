@@ -7,17 +7,15 @@ Computed from `architecture.ConvT5Config` and sequence lengths alone, before any
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from convt5 import schedule
-from convt5.architecture import ConvT5Config, MixingConfig, StemLayer
+from convt5.architecture import ConvT5Config, MixingConfig, StackName, StemLayer
 from convt5.optimizer import OptimizerConfig
 
 Shapes = dict[str, tuple[int, ...]]
-StackName = Literal["encoder", "decoder"]
 
 TRAINING_FACTOR = 3
 """FLOPs of forward and backward pass over those of the forward pass alone: each product has two

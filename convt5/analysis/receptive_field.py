@@ -17,7 +17,8 @@ from jaxtyping import Array, Float, Int
 
 from convt5 import figures
 from convt5.analysis import costs
-from convt5.analysis.costs import Reach, StackName
+from convt5.analysis.costs import Reach
+from convt5.architecture import StackName
 from convt5.modeling.blocks import Stack, StackInputs
 from convt5.modeling.model import ConvT5
 from convt5.modeling.stem import shortened

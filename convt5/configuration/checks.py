@@ -53,13 +53,22 @@ def layer_faults(count: int, *, where: str = "") -> list[str]:
     return [f"{where}num_layers={count} must be at most {MOST_LAYERS}."]
 
 
-def count_faults(description: object, names: Iterable[str]) -> list[str]:
-    """Returns a line for each attribute that is no integer of at least 1."""
+def count_faults(
+    description: object, names: Iterable[str], *, none: str | None = None
+) -> list[str]:
+    """Returns a line for each attribute that is no integer of at least 1.
+
+    Args:
+        description: whose attributes.
+        names: of them.
+        none: what None stands for, where it may be given.
+    """
     values = {name: getattr(description, name) for name in names}
+    alternative = "" if none is None else f", or None for {none}"
     return [
-        f"{name}={value!r} must be an integer of at least 1."
+        f"{name}={value!r} must be an integer of at least 1{alternative}."
         for name, value in values.items()
-        if not is_positive_int(value)
+        if not (is_positive_int(value) or (value is None and none is not None))
     ]
 
 
@@ -81,6 +90,11 @@ def step_faults(description: object, names: Iterable[str]) -> list[str]:
         for name, value in values.items()
         if value >= MOST_STEPS
     ]
+
+
+def fits_64_bits(number: int) -> bool:
+    """Whether this can be a seed: a key of jax is made of 64 bits."""
+    return -(2**63) <= number < 2**63
 
 
 def choice_faults(description: object, choices: Mapping[str, Any]) -> list[str]:

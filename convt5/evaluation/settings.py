@@ -10,6 +10,7 @@ from typing import Any
 
 from convt5 import errors
 from convt5.architecture import ConvT5Config
+from convt5.configuration import checks
 from convt5.evaluation.flags import LONG_INPUTS, STRATEGY_FLAGS
 from convt5.generation.search import BeamSearch, Greedy, Sampling, Strategy
 
@@ -70,17 +71,15 @@ class PredictConfig:
         Raises:
             UserError: a length beyond the model's learned positions.
         """
-        rows = model.max_positions if model.positions == "learned" else None
-        strides = {"max_input_length": model.stem_stride}
+        rows = model.max_positions
         values = {}
         for name, default in _LENGTHS.items():
             value = getattr(self, name)
-            stride = strides.get(name, 1)
-            limit = rows and rows * stride
+            limit = model.most_tokens("encoder" if name == "max_input_length" else "decoder")
             if value is None:
                 value = (trained_with or {}).get(name) or min(default, limit or default)
             if limit and value > limit:
-                each = f" for {stride} tokens each" if stride > 1 else ""
+                each = f" for {limit // rows} tokens each" if rows and limit > rows else ""
                 raise errors.UserError(
                     f"{name}={value} is longer than the model's max_positions={rows}, its rows of "
                     f"learned positions{each}; set {name} to at most {limit}."
@@ -164,7 +163,7 @@ def from_flags(config: PredictConfig, flags: Mapping[str, Any]) -> PredictConfig
 
 
 def _seed_faults(seed: int) -> list[str]:
-    if -(2**63) <= seed < 2**63:
+    if checks.fits_64_bits(seed):
         return []
     return [f"seed={seed} must fit into 64 bits: at least -2**63, and below 2**63."]
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from convt5 import errors
+from convt5.configuration import checks
 from convt5.generation.search import (
     Found,
     SearchInputs,
-    count_faults,
     initial_state,
     length_penalty_faults,
     reordered,
@@ -60,9 +60,10 @@ class MeshTFBeamSearch:
     num_prefilter: int | None = 2
 
     def __post_init__(self):
-        found = count_faults(self, ("beam_size",))
+        checks.make_plain(self)
+        found = checks.count_faults(self, ("beam_size",))
         found += length_penalty_faults(self.length_penalty)
-        if wrong := count_faults(self, ("num_prefilter",), none="all"):
+        if wrong := checks.count_faults(self, ("num_prefilter",), none="all"):
             found += wrong
         elif self.num_prefilter is not None and self.num_prefilter < 2:
             found.append(

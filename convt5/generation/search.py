@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from convt5 import errors
+from convt5.configuration import checks
 from convt5.modeling.layers import at_least_float32
 from convt5.modeling.model import ConvT5, DecoderState, HostOrDevice
 
@@ -54,8 +54,9 @@ class Sampling:
     num_results: int = 1
 
     def __post_init__(self):
-        found = count_faults(self, ("top_k",), none="every token")
-        found += count_faults(self, ("num_results",))
+        checks.make_plain(self)
+        found = checks.count_faults(self, ("top_k",), none="every token")
+        found += checks.count_faults(self, ("num_results",))
         if not (_is_number(self.temperature) and self.temperature >= LOWEST_TEMPERATURE):
             found.append(
                 f"temperature={self.temperature!r} must be above 0; use Greedy for its limit 0, "
@@ -92,8 +93,9 @@ class BeamSearch:
     early_stopping: bool | str = False
 
     def __post_init__(self):
-        found = count_faults(self, ("beam_size",))
-        found += count_faults(self, ("num_results",), none="beam_size")
+        checks.make_plain(self)
+        found = checks.count_faults(self, ("beam_size",))
+        found += checks.count_faults(self, ("num_results",), none="beam_size")
         if self.num_results is None:
             object.__setattr__(self, "num_results", self.beam_size)
         elif not found and self.num_results > self.beam_size:
@@ -122,24 +124,6 @@ def length_penalty_faults(length_penalty: float, length: int = 1) -> list[str]:
     return [
         f"length_penalty={length_penalty} is too far from 0: scores of {length} tokens would be "
         f"divided by {length} ** {length_penalty}, which leaves float32; choose one nearer to 0."
-    ]
-
-
-def count_faults(strategy: object, names: Iterable[str], *, none: str | None = None) -> list[str]:
-    """Returns a line for each attribute that is no integer of at least 1.
-
-    Args:
-        strategy: whose attributes.
-        names: of them.
-        none: what None stands for, where it may be given.
-    """
-    values = {name: getattr(strategy, name) for name in names}
-    return [
-        f"{name}={value!r} must be an integer of at least 1"
-        f"{'' if none is None else f', or None for {none}'}."
-        for name, value in values.items()
-        if not (value is None and none is not None)
-        and not (isinstance(value, numbers.Integral) and int(value) >= 1)
     ]
 
 

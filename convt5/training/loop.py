@@ -15,6 +15,7 @@ from flax import nnx
 
 from convt5 import errors
 from convt5.checkpoint import Checkpointer, DataPositions, Restored
+from convt5.configuration import checks
 from convt5.initialization import InitFrom
 from convt5.training import compilation, run_log
 from convt5.training.interruption import Interruption
@@ -47,7 +48,7 @@ class Intervals:
         faults = [
             f"{name}={value!r} must be an integer of at least 1, and below 2**31."
             for name, value in counts.items()
-            if not (isinstance(value, int) and 1 <= value < 2**31)
+            if not (isinstance(value, int) and 1 <= value < checks.MOST_STEPS)
             and not (name in optional and value is None)
         ]
         if self.early_stop_evaluations and self.eval_every_steps is None:
@@ -105,19 +106,6 @@ class _Pending(NamedTuple):
     data_wait: float
 
 
-def is_complete(intervals: Intervals, restored: Restored | None, *, has_measures: bool) -> bool:
-    """Whether nothing is left to do: all updates are made, recorded and evaluated."""
-    if restored is None or restored.step < intervals.num_steps:
-        return False
-    is_evaluated = not has_measures or _measured_step(restored) == restored.step
-    return is_evaluated and not run_log.Meter(state=restored.progress).num_steps
-
-
-def _measured_step(restored: Restored) -> int:
-    """Returns the step of the last evaluation; checkpoints that lack it are taken to have one."""
-    return restored.progress.get("measured_step", restored.step)
-
-
 class Loop:
     """A run while it trains.
 
@@ -160,8 +148,9 @@ class Loop:
         self.step = restored.step if restored else 0
         self._saved_step = self.step
         self._is_saved = True
+        # Runs of versions that did not note it are taken to be evaluated.
         progress = restored.progress if restored else {}
-        self._measured_step = _measured_step(restored) if restored else 0
+        self._measured_step = progress.get("measured_step", self.step)
         self._compiled: compilation.CompiledStep | None = None
         self._pending: _Pending | None = None
         self._best_value: tuple[int, float] | None = None  # step, value
@@ -177,6 +166,12 @@ class Loop:
     def model(self) -> nnx.Module:
         """The model as it stands."""
         return self._state.model
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to do: all updates are made, recorded and evaluated."""
+        is_made = self.step >= self._intervals.num_steps
+        return is_made and not self._meter.num_steps and not self._lacks_evaluation()
 
     def run(self, batches: Batches, interruption: Interruption) -> None:
         """Makes the updates that are missing, until `num_steps`, the end of the data or an

@@ -13,6 +13,7 @@ from jaxtyping import PRNGKeyArray
 
 from convt5 import errors, sharding
 from convt5.batches import data_shards as shards
+from convt5.configuration import checks
 from convt5.optimizer import OptimizerConfig
 from convt5.schedule import Schedule
 from convt5.training.averaging import Averaging
@@ -114,7 +115,7 @@ def make_plan(
         UserError: sizes that the mesh does not divide, or rules or patterns that do not fit the
             model.
     """
-    if not -(2**63) <= seed < 2**63:
+    if not checks.fits_64_bits(seed):
         raise errors.UserError(f"train: seed={seed} must be an integer of 64 bits.")
     device_mesh = (mesh or sharding.MeshConfig()).build(devices)
     heads = getattr(model, "num_heads", None)

@@ -73,10 +73,7 @@ def check(run_dir: epath.PathLike) -> None:
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         reason = "may not be written" if nearest.is_dir() else "is a file"
-        raise errors.UserError(
-            f"run_dir={str(folder)!r} must be a folder that can be written, but {nearest} "
-            f"{reason}; choose another run_dir, or change its permissions."
-        )
+        raise _unwritable(folder, f" {nearest} {reason}")
 
 
 @contextlib.contextmanager
@@ -155,10 +152,14 @@ def _check_writable(folder: epath.Path) -> None:
             with tempfile.TemporaryFile(dir=folder):
                 pass
     except OSError as error:
-        raise errors.UserError(
-            f"run_dir={str(folder)!r} must be a folder that can be written, but: {error.strerror}; "
-            "choose another run_dir, or change its permissions."
-        ) from error
+        raise _unwritable(folder, f": {error.strerror}") from error
+
+
+def _unwritable(folder: os.PathLike, reason: str) -> errors.UserError:
+    return errors.UserError(
+        f"run_dir={str(folder)!r} must be a folder that can be written, but{reason}; choose "
+        "another run_dir, or change its permissions."
+    )
 
 
 def _lock(lock: int, folder: epath.Path) -> None:
