@@ -169,8 +169,8 @@ class DataConfig:
         fingerprints = [
             getattr(task.source, "fingerprint", None) for task in seqio.get_subtasks(provider)
         ]
-        texts = [fingerprint() for fingerprint in fingerprints if fingerprint]
-        return settings | ({"text": texts} if texts else {})
+        contents = [fingerprint() for fingerprint in fingerprints if fingerprint]
+        return settings | ({"content": contents} if contents else {})
 
 
 class BatchIterator:
@@ -253,7 +253,11 @@ class BatchIterator:
             zipfile.ZipFile(io.BytesIO(snapshot)) as archive,
         ):
             own = json.loads(json.dumps(self._settings))
-            check_settings(own, json.loads(archive.read(_SETTINGS_FILE)), item="example")
+            saved = json.loads(archive.read(_SETTINGS_FILE))
+            # Earlier versions noted the folders and dates of files, which other machines lack.
+            if saved.pop("text", None):
+                own.pop("content", None)
+            check_settings(own, saved, item="example")
             for name in archive.namelist():
                 if pathlib.PurePath(name).name != name:
                     raise errors.UserError(

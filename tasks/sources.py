@@ -4,6 +4,7 @@ Their documents come in an order that follows from the seed, host by host and ep
 """
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -55,12 +56,20 @@ class TextFilesSource(seqio.DataSource):
         shard_info: seqio.ShardInfo | None = None,
         **_,
     ) -> tf.data.Dataset:
-        shards = tf.data.Dataset.from_tensor_slices(list(self.list_shards(split)))
+        names = list(self.list_shards(split))
+        folder = os.path.dirname(names[0])
+        shards = tf.data.Dataset.from_tensor_slices(names)
         shards = _shared(shards, shard_info)
         if shuffle:
-            shards = shards.shuffle(len(self.list_shards(split)), seed=seed)
+            shards = shards.shuffle(len(names), seed=seed)
+
+        def read(name: tf.Tensor) -> tf.data.Dataset:
+            # A saved position holds names of files, which may lie in another folder by now.
+            name = tf.strings.regex_replace(name, ".*/", "")
+            return tf.data.TFRecordDataset(tf.strings.join([folder, name], os.sep))
+
         return shards.interleave(
-            tf.data.TFRecordDataset,
+            read,
             cycle_length=_OPEN_FILES,
             block_length=1,
             num_parallel_calls=tf.data.AUTOTUNE,

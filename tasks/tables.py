@@ -185,7 +185,7 @@ class TableSource(ItemSource):
 
     def fingerprint(self) -> str:
         """Returns what identifies the rows, to be compared when a run goes on."""
-        files = [(s, [local_files.identity(f) for f in fs]) for s, fs in self._files.items()]
+        files = [(s, [local_files.contents(f) for f in fs]) for s, fs in self._files.items()]
         about = [files, self._columns, self._holdout_every]
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
 

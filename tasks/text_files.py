@@ -13,7 +13,7 @@ import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -71,13 +71,8 @@ class TextFiles:
         return names
 
     def fingerprint(self) -> str:
-        """Returns a name of these documents, which changes when a file does."""
-        about = [_FORMAT, self.separator, self.text_key, self.holdout_every]
-        names = self.matches()
-        about += [local_files.identity(name) for name in names]
-        # Earlier versions stored these as plain text, under what stands above alone.
-        about += [local_files.suffix(name) for name in names if _was_plain_text(name)]
-        return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
+        """Returns a name of these documents, the same for copies of the files elsewhere."""
+        return self._name([local_files.contents(name) for name in self.matches()])
 
     def stored(self) -> dict[str, list[str]]:
         """Returns the TFRecord files of each split, which are written when they do not exist.
@@ -86,7 +81,12 @@ class TextFiles:
             UserError: the files hold no document, or something that is not text; or they cannot be
                 stored.
         """
-        folder = cache_folder() / self.fingerprint()
+        names = self.matches()
+        # Named by the dates of the files, so that no change of their bytes goes unseen.
+        about = [local_files.identity(name) for name in names]
+        # Earlier versions stored these as plain text, under what stands above alone.
+        about += [local_files.suffix(name) for name in names if _was_plain_text(name)]
+        folder = cache_folder() / self._name(about)
         try:
             if not folder.exists():
                 self._store(folder)
@@ -113,6 +113,10 @@ class TextFiles:
                 documents = _lines(name) if separator == "line" else _paragraph_groups(name)
             with local_files.explained(name):
                 yield from documents
+
+    def _name(self, files: Sequence[object]) -> str:
+        about = [_FORMAT, self.separator, self.text_key, self.holdout_every, *files]
+        return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
 
     def _store(self, folder: pathlib.Path) -> None:
         logging.info("convt5 stores the text of %s once in %s", self.path, folder)

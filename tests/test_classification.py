@@ -3,6 +3,7 @@
 import gzip
 import json
 import pathlib
+import shutil
 
 import pytest
 import seqio
@@ -142,6 +143,27 @@ class TestFiles:
         again = config.build(process_index=0, process_count=1)
         again.set_state(position)
         assert [next(again)["encoder_input_tokens"].tolist() for _ in range(3)] == expected
+
+    def test_a_run_goes_on_where_its_rows_were_copied_to(self, folder, tmp_path):
+        def build(path):
+            config = data.DataConfig(
+                mixture=paper_task("sst2", path), batch_size=2, encoder_length=40, decoder_length=16
+            )
+            return config.build(process_index=0, process_count=1)
+
+        batches = build(folder)
+        next(batches)
+        position = batches.get_state()
+        expected = [next(batches)["encoder_input_tokens"].tolist() for _ in range(3)]
+        copied = shutil.copytree(folder, tmp_path / "copied", copy_function=shutil.copyfile)
+        again = build(str(copied))
+        again.set_state(position)
+        assert [next(again)["encoder_input_tokens"].tolist() for _ in range(3)] == expected
+
+        changed = copied / "dev.jsonl"
+        changed.write_text(changed.read_text().replace("dull", "full"))
+        with pytest.raises(errors.UserError, match=r"data changed since its checkpoint \(content:"):
+            build(str(copied)).set_state(position)
 
 
 class TestRank:

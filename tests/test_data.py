@@ -1,10 +1,13 @@
 """Batches have seqio's form, and a saved position gives back exactly what followed it."""
 
+import os
+import shutil
+
 import numpy as np
 import pytest
 import seqio
 import tensorflow as tf
-from convt5.tasks import pretraining, synthetic
+from convt5.tasks import pretraining, synthetic, text_files
 
 from convt5 import data, errors
 
@@ -25,8 +28,12 @@ def task(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     lines = [f"Document {i} has {i * i} words in it, or so. " * (1 + i % 3) for i in range(40)]
     (tmp_path / "text.txt").write_text("\n".join(lines))
+    return task_of(tmp_path / "text.txt")
+
+
+def task_of(path):
     task = pretraining.text_span_corruption(
-        str(tmp_path / "text.txt"), validation_fraction=0.1, merge_documents=False
+        str(path), validation_fraction=0.1, merge_documents=False
     )
     return task.replace(shuffle_buffer_size=50)
 
@@ -168,8 +175,25 @@ def test_changed_settings_are_named_when_a_run_goes_on(task):
 def test_changed_text_is_named_when_a_run_goes_on(task, tmp_path):
     state = build(task).get_state()
     (tmp_path / "text.txt").write_text("other text\n" * 50)
-    with pytest.raises(errors.UserError, match=r"changed since its checkpoint \(text: "):
+    with pytest.raises(errors.UserError, match=r"changed since its checkpoint \(content: "):
         build(task).set_state(state)
+
+
+def test_a_run_goes_on_where_its_text_was_copied_to(task, tmp_path, monkeypatch):
+    """A machine that takes a preempted one's place has the files anew, with other dates."""
+    monkeypatch.setattr(text_files, "_SHARD_BYTES", 100)  # So that files wait to be shuffled.
+    batches = build(task)
+    take(batches, 7)
+    state = batches.get_state()
+    expected = take(batches, 30)
+    (tmp_path / "other").mkdir()
+    copied = shutil.move(tmp_path / "text.txt", tmp_path / "other")
+    os.utime(copied, (1e9, 1e9))
+    shutil.rmtree(tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other" / "cache"))
+    resumed = build(task_of(copied))
+    resumed.set_state(state)
+    assert_equal_batches(take(resumed, 30), expected)
 
 
 def test_finite_data_ends_with_a_batch_filled_up_with_weight_zero():
