@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from convt5 import errors
+from convt5 import errors, vocabulary_files
 from convt5.batches.prefetching import rows_per_host
 from convt5.batches.row_order import Passes
 from convt5.configuration import checks
@@ -76,6 +76,19 @@ class CachedDataConfig:
     def vocabulary(self) -> Any:
         """The seqio vocabulary of the rows; None where the cache could not keep it."""
         return _vocabulary(_folder(self.path), self._about)
+
+    def kept_text(self) -> vocabulary_files.KeptText | None:
+        """Returns what the ids of rows stand for; None where the cache could not keep it."""
+        about = self._about["vocabulary"]
+        if about is None:
+            return None
+        ((kind, num_sentinels),) = about.items()
+        file = _folder(self.path) / _VOCABULARY_FILE
+        model = file.read_bytes() if kind == "sentencepiece" else b""
+        kept = vocabulary_files.KeptVocabulary(kind, num_sentinels, model)
+        return vocabulary_files.KeptText(
+            kept, kept, encoder_length=self.encoder_length, decoder_length=self.decoder_length
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -284,14 +297,12 @@ class Writer:
             np.save(self._unfinished / _SIZES_FILE, token_bytes)
         if of_inputs != vocabulary:
             return
-        file = getattr(vocabulary, "sentencepiece_model_file", None)
-        if file is not None:
-            import tensorflow as tf
-
-            tf.io.gfile.copy(file, str(self._unfinished / _VOCABULARY_FILE))
-            self._about["vocabulary"] = {"sentencepiece": int(vocabulary.extra_ids)}
-        elif type(vocabulary).__name__ == "ByteVocabulary":
-            self._about["vocabulary"] = {"characters": int(vocabulary.extra_ids)}
+        kept = vocabulary_files.of(vocabulary)
+        if kept is None:
+            return
+        if kept.kind == "sentencepiece":
+            (self._unfinished / _VOCABULARY_FILE).write_bytes(kept.model)
+        self._about["vocabulary"] = {kept.kind: kept.num_sentinels}
 
     def finish(self, *, made_from: Mapping[str, Any]) -> Mapping[str, Any]:
         """Completes the cache, made with the settings `made_from`; returns what it holds."""

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from convt5 import errors
+from convt5 import errors, vocabulary_files
 from convt5.configuration import command_line
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ COMMAND = command_line.Command(
             "a released Mesh TensorFlow checkpoint, with the state of its optimizer",
             "--from=mesh_tf --checkpoint=lconv_base/model.ckpt-524288 "
             "--operative_config=lconv_base/operative_config.gin --optimizer "
-            "--output_dir=runs/lconv_base",
+            "--vocabulary=sentencepiece.model --output_dir=runs/lconv_base",
         ),
         (
             "T5 from Hugging Face, and back",
@@ -106,6 +106,11 @@ COMMAND = command_line.Command(
             "convolution widens.",
         ),
         command_line.Flag(
+            "vocabulary",
+            "what the ids of a text model stand for, kept beside it: a SentencePiece .model file, "
+            "or bytes; by default what is kept beside the checkpoint.",
+        ),
+        command_line.Flag(
             "allow_unmapped",
             "leaves out variables that belong to no known part of the model.",
             {"action": "store_true"},
@@ -141,6 +146,7 @@ class Conversion:
     num_heads: int | None = None
     image_size: int | None = None
     stem_strides: str | None = None
+    vocabulary: str | None = None
     dtype: str | None = None
     step: int | None = None
     encoder_length: int | None = None
@@ -215,7 +221,13 @@ def convert(conversion: Conversion) -> str:
         config = dataclasses.replace(imported.config, dtype=conversion.dtype)
         imported = imported._replace(config=config)
     origin = f"Imported from {conversion.checkpoint} ({conversion.source}) by convt5.convert."
+    text = _kept_text(conversion, imported)
     with new_directory(destination) as folder:
+        if text is not None:
+            vocabulary_files.write(folder / vocabulary_files.FOLDER, text)
+            if conversion.target == "hf" and text.inputs.kind == "sentencepiece":
+                # transformers adds the sentinels itself.
+                (folder / vocabulary_files.HUGGING_FACE_FILE).write_bytes(text.inputs.model)
         if conversion.target == "run":
             from convt5.interchange import run_files
 
@@ -327,6 +339,25 @@ def _read_run(conversion: Conversion) -> tuple["Imported", Callable[..., Any], A
 
     imported = loading.read_run(conversion.checkpoint, step=conversion.step)
     return imported, lambda _: None, None
+
+
+def _kept_text(conversion: Conversion, imported: "Imported") -> vocabulary_files.KeptText | None:
+    """Returns what the ids of the model stand for, as far as it is known."""
+    if conversion.vocabulary is None:
+        return vocabulary_files.load(conversion.checkpoint)
+    limit = getattr(imported.config, "vocab_size", None)
+    if limit is None:
+        raise errors.UserError(
+            f"--vocabulary={conversion.vocabulary} is for text models, and "
+            f"{conversion.checkpoint} holds a {type(imported.config).__name__}; leave it out."
+        )
+    from convt5.evaluation import run_settings
+    from convt5.evaluation.predictor import check_vocabulary_size
+
+    vocabulary = run_settings.load_vocabulary(conversion.vocabulary)
+    check_vocabulary_size(vocabulary, limit)
+    kept = vocabulary_files.of(vocabulary)
+    return None if kept is None else vocabulary_files.KeptText(kept, kept)
 
 
 def _new_state(imported: "Imported", training: Any) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 import seqio
 import tensorflow as tf
 
-from convt5 import errors
+from convt5 import errors, vocabulary_files
 from convt5.batches.prefetching import (
     Prefetcher,
     check_settings,
@@ -119,6 +119,18 @@ class DataConfig:
                 "architecture.TextStemConfig to 1."
             )
 
+    def kept_text(self) -> vocabulary_files.KeptText | None:
+        """Returns what the ids of rows stand for; None where no file could say it."""
+        features = self.provider().output_features
+        inputs, targets = (
+            vocabulary_files.of(features[name].vocabulary) for name in ("inputs", "targets")
+        )
+        if inputs is None or targets is None:
+            return None
+        return vocabulary_files.KeptText(
+            inputs, targets, features["inputs"].add_eos, self.encoder_length, self.decoder_length
+        )
+
     def build(self, *, process_index: int, process_count: int) -> "BatchIterator":
         """Returns this host's rows of each batch; hosts of endless data read different examples.
 
@@ -170,7 +182,12 @@ class DataConfig:
             getattr(task.source, "fingerprint", None) for task in seqio.get_subtasks(provider)
         ]
         contents = [fingerprint() for fingerprint in fingerprints if fingerprint]
-        return settings | ({"content": contents} if contents else {})
+        text = self.kept_text()
+        return {
+            **settings,
+            **({"content": contents} if contents else {}),
+            **({"vocabularies": [t.fingerprint for t in text[:2]]} if text else {}),
+        }
 
 
 class BatchIterator:
@@ -255,8 +272,9 @@ class BatchIterator:
             own = json.loads(json.dumps(self._settings))
             saved = json.loads(archive.read(_SETTINGS_FILE))
             # Earlier versions noted the folders and dates of files, which other machines lack.
-            if saved.pop("text", None):
-                own.pop("content", None)
+            saved.pop("text", None)
+            for name in {"content", "vocabularies"} - saved.keys():
+                own.pop(name, None)
             check_settings(own, saved, item="example")
             for name in archive.namelist():
                 if pathlib.PurePath(name).name != name:

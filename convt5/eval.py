@@ -259,11 +259,10 @@ def _text_plan(
     split = settings.evaluate.split or own_split or "validation"
     tasks = task_data.find_tasks(named or [own])
     trained = None
-    if named:
-        try:
-            trained = run_settings.run_features(settings)
-        except errors.UserError as error:
-            print(f"vocabularies are not compared: {error}", file=sys.stderr)
+    try:
+        trained = run_settings.trained_features(checkpoint, settings)
+    except errors.UserError as error:
+        print(f"vocabularies are not compared: {error}", file=sys.stderr)
     for task in tasks:
         task_data.check_task(task, split, vocab_size=config.vocab_size, trained=trained)
     return TextPlan(

@@ -156,21 +156,23 @@ def main(argv: Sequence[str]) -> int:
 def read_settings(arguments: command_line.Arguments) -> "RunSettings":
     """Returns the settings of the run and of the command line.
 
-    A run whose data is elsewhere can be used all the same if the vocabulary is named.
+    A run whose data is elsewhere can be used all the same if its vocabulary lies beside it, or is
+    named.
     """
+    from convt5 import vocabulary_files
     from convt5.evaluation import run_settings
 
     files, bindings = arguments.gin_files, arguments.gin_bindings
-    vocabulary = arguments.flags.vocabulary
+    checkpoint = arguments.flags.checkpoint
+    kept = vocabulary_files.load(checkpoint) if checkpoint else None
+    knows_text = bool(arguments.flags.vocabulary or kept)
     try:
-        return run_settings.read(
-            arguments.flags.checkpoint, files, bindings, needs_data=not vocabulary
-        )
+        return run_settings.read(checkpoint, files, bindings, needs_data=not knows_text)
     except errors.UserError as error:
-        if not vocabulary or files or bindings:
+        if not knows_text or files or bindings:
             raise
         print(f"the run's settings are left out: {error}", file=sys.stderr)
-        return run_settings.RunSettings.unknown()
+        return run_settings.RunSettings.unknown(kept)
 
 
 def open_inputs(flags: Any, features: "TextFeatures", config: Any, vocab_size: int) -> "Inputs":

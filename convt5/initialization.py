@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from convt5 import errors, loading
+from convt5 import errors, loading, vocabulary_files
 from convt5.checkpoints import reading
 from convt5.tree_paths import matches, named_leaves, pattern_faults
+
+TOKEN_TABLE = "token_embedder/embedding"
 
 
 class Report(NamedTuple):
@@ -77,6 +79,26 @@ class InitFrom:
     def check(self, model: Any) -> None:
         """Raises `UserError` where `apply` would; shapes are enough of a model."""
         self._fitted({name: leaf.shape for name, leaf in named_leaves(model)})
+
+    def check_vocabulary(self, text: vocabulary_files.KeptText | None) -> None:
+        """Raises `UserError` if token embeddings would be taken over for ids of other texts.
+
+        Args:
+            text: what the ids of the new run stand for; None where that is not known.
+        """
+        taken = matches(TOKEN_TABLE, self.include) and not matches(TOKEN_TABLE, self.exclude)
+        before = vocabulary_files.load(self.path) if text and taken else None
+        if text is None or before is None:
+            return
+        for name in ("inputs", "targets"):
+            own, other = getattr(text, name), getattr(before, name)
+            if not own.agrees_with(other):
+                raise errors.UserError(
+                    f"InitFrom: {self.path} was trained with another vocabulary of {name} "
+                    f"({other.fingerprint}) than this run has ({own.fingerprint}), so that ids "
+                    "would stand for other texts; give the run the vocabulary of the checkpoint, "
+                    f"or exclude {TOKEN_TABLE!r} to begin with fresh embeddings."
+                )
 
     def apply(self, model: Any) -> tuple[Any, Report]:
         """Returns the model with the parameters taken over, placed where they were, and a report.

@@ -117,6 +117,9 @@ def dry_run(settings: Mapping[str, Any]) -> str:
     planned = plan.make_plan(**_accepted(plan.make_plan, values))
     if values["init_from"] is not None:
         values["init_from"].check(planned.abstract.model)
+        if _vocabulary_is_here(settings):
+            text = trainer.kept_text(values["train_data"], values["eval_data"])
+            values["init_from"].check_vocabulary(text)
     mesh = ", ".join(f"{axis}={size}" for axis, size in planned.mesh.shape.items())
     return "\n".join(
         [

@@ -15,7 +15,7 @@ from etils import epath
 from flax import nnx
 from jax.sharding import Mesh
 
-from convt5 import errors, sharding
+from convt5 import errors, sharding, vocabulary_files
 from convt5.batches.data_shards import own_rows
 from convt5.checkpoint import CheckpointConfig, Checkpointer, DataPositions
 from convt5.checkpoints.record import describe_config
@@ -189,6 +189,7 @@ def train(
             eval_data, plan.eval_step, plan.batch_sharding, num_batches=eval_num_batches
         )
     measures = [task.build(model, plan.mesh) for task in task_evals]
+    text = kept_text(train_data, eval_data)
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(stall_warning_secs))
         folder = stack.enter_context(run_directory.hold(run_dir))
@@ -207,6 +208,8 @@ def train(
         stack.enter_context(contextlib.closing(log))
         _announce(log, plan, folder, step=first_step, num_steps=num_steps)
         # Everything that may be refused comes before the first file is written.
+        if restored is None and init_from is not None:
+            init_from.check_vocabulary(text)
         loop = Loop(
             plan,
             intervals,
@@ -241,6 +244,8 @@ def train(
         changed = run_directory.write_config(folder, config_text, step=first_step)
         if changed:
             log.message(changed)
+        if text is not None and batches is not None:
+            run_directory.write_vocabularies(folder, text)
         if batches is not None:
             hosts = checkpointer if jax.process_count() > 1 else None
             with Interruption(hosts) as interruption:
@@ -251,6 +256,16 @@ def train(
             text = report(loop.model, eval_data or train_data)
             log.message(f"\n{text}")
         return result
+
+
+def kept_text(train_data: Any, eval_data: Any) -> vocabulary_files.KeptText | None:
+    """Returns what the ids of a run stand for, with the lengths it is evaluated at."""
+    text = vocabulary_files.of_data(train_data)
+    if text is None:
+        return None
+    data = eval_data or train_data
+    lengths = {name: getattr(data, name, None) for name in ("encoder_length", "decoder_length")}
+    return text._replace(**lengths)
 
 
 def check_model(model: ModelConfig, *parts: Any) -> None:

@@ -18,6 +18,7 @@ from convt5.interchange import hugging_face, portable
 with warnings.catch_warnings():  # TensorFlow's own imports warn.
     warnings.simplefilter("ignore")
     pytest.importorskip("tensorflow", reason="only TensorFlow reads its checkpoints")
+import word_pieces
 from test_hugging_face import tiny
 from test_hugging_face import written as write_t5
 from test_mesh_tf import small_arrays, write_checkpoint
@@ -239,12 +240,27 @@ def test_no_length_of_programs_is_taken_for_another(capsys, checkpoint, tmp_path
 def test_t5_goes_from_hugging_face_to_a_run_and_back_bit_for_bit(capsys, tmp_path):
     (tmp_path / "t5").mkdir()
     write_t5(tmp_path / "t5", tiny())
+    (tmp_path / "t5" / "spiece.model").write_bytes(word_pieces.trained_model())
     out, back = tmp_path / "run", tmp_path / "back"
     run(capsys, "--from=hf", f"--checkpoint={tmp_path}/t5", f"--output_dir={out}")
     run(capsys, "--to=hf", f"--checkpoint={out}", f"--output_dir={back}")
-    name = "model.safetensors"
-    assert (tmp_path / "t5" / name).read_bytes() == (back / name).read_bytes()
+    for name in ("model.safetensors", "spiece.model"):
+        assert (tmp_path / "t5" / name).read_bytes() == (back / name).read_bytes()
     assert hugging_face.read_model(back).config == tiny()
+
+
+def test_a_vocabulary_is_kept_beside_the_model(capsys, checkpoint, tmp_path):
+    (tmp_path / "words.model").write_bytes(word_pieces.trained_model())
+    out, export = tmp_path / "run", tmp_path / "export"
+    flags = ("--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={out}")
+    with pytest.raises(UserError, match="the vocabulary has 359 ids, sentinels included, but the"):
+        run(capsys, *flags, "--vocabulary=bytes")
+    assert not out.exists()
+    run(capsys, *flags, f"--vocabulary={tmp_path}/words.model")
+    (tmp_path / "words.model").unlink()
+    run(capsys, "--to=safetensors", f"--checkpoint={out}", f"--output_dir={export}")
+    for model in (out, out / "checkpoints" / "7", export):
+        assert convt5.load_vocabulary(model).vocab_size == 125
 
 
 def test_a_run_goes_to_safetensors_and_back(capsys, checkpoint, tmp_path):

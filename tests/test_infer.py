@@ -333,7 +333,7 @@ def test_an_exported_model_needs_a_vocabulary(tmp_path, capsys):
     portable.write_model(folder, model.config, params, step=7)
     (tmp_path / "in.txt").write_text("one\n")
     argv = [f"--checkpoint={folder}", f"--input={tmp_path / 'in.txt'}", "--dry_run"]
-    with pytest.raises(UserError, match=r"exported is no SentencePiece file, and no run whose"):
+    with pytest.raises(UserError, match=r"exported is no SentencePiece file, no model that keeps"):
         infer.main(argv)
     assert infer.main([*argv, "--vocabulary=bytes"]) == 0
     assert "ByteVocabulary, 359 ids" in capsys.readouterr().out

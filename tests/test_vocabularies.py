@@ -1,29 +1,12 @@
 """Vocabularies follow T5's conventions and are checked when they are named."""
 
-import io
-
 import numpy as np
 import pytest
-import sentencepiece
 import seqio
 from convt5.tasks import vocabularies
+from word_pieces import trained_model
 
 from convt5 import errors
-
-TEXT = "the cat sat on the mat and the dog lay on the log while it rained cats and dogs"
-
-
-def trained_model(**options) -> bytes:
-    """A SentencePiece model of a few words."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([TEXT] * 20),
-        model_writer=model,
-        vocab_size=25,
-        minloglevel=9,
-        **{"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, **options},
-    )
-    return model.getvalue()
 
 
 @pytest.fixture(scope="module")

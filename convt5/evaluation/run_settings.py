@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from convt5 import errors, gin_config
+from convt5 import errors, gin_config, vocabulary_files
 from convt5.configuration import gin_files
 from convt5.evaluation.settings import EvalConfig, PredictConfig
 from convt5.runtime import quiet_imports
 from convt5.training.run_directory import CONFIG_FILE
+from convt5.vocabulary_files import TextFeatures
 
 BYTES = "bytes"
 
@@ -28,17 +29,19 @@ class RunSettings(NamedTuple):
         predict, evaluate: as gin bound them.
         trained_on: returns the data of the run alone, where `train` may have that of another gin
             file; None where they are the same. It raises `UserError` where that data is gone.
+        kept: what lies beside the model of its text.
     """
 
     train: Mapping[str, Any]
     predict: PredictConfig
     evaluate: EvalConfig
     trained_on: Callable[[], Any] | None = None
+    kept: vocabulary_files.KeptText | None = None
 
     @classmethod
-    def unknown(cls) -> "RunSettings":
+    def unknown(cls, kept: vocabulary_files.KeptText | None = None) -> "RunSettings":
         """Returns the settings of a model without a run."""
-        return cls({}, PredictConfig(), EvalConfig())
+        return cls({}, PredictConfig(), EvalConfig(), kept=kept)
 
     @property
     def data(self) -> Any:
@@ -48,22 +51,16 @@ class RunSettings(NamedTuple):
     def trained_lengths(self) -> dict[str, int | None]:
         """Returns the lengths of the training data, named as in `PredictConfig`.
 
-        They are unknown where they lie in a cache that is gone.
+        They are unknown where the data is gone and the run of an earlier version.
         """
         names = {"max_input_length": "encoder_length", "max_length": "decoder_length"}
+        about: Any = self.data or self.kept
         try:
-            return {ours: getattr(self.data, name, None) for ours, name in names.items()}
-        except errors.UserError as error:
-            print(f"the lengths of the run are not known: {error}", file=sys.stderr)
-            return dict.fromkeys(names)
-
-
-class TextFeatures(NamedTuple):
-    """How text becomes ids: seqio vocabularies, and whether the end token is added."""
-
-    inputs: Any
-    targets: Any
-    add_eos: bool = True
+            return {ours: getattr(about, name, None) for ours, name in names.items()}
+        except errors.UserError as error:  # They lie in a cache that is gone.
+            if self.kept is None:
+                print(f"the lengths of the run are not known: {error}", file=sys.stderr)
+            return {ours: getattr(self.kept, name, None) for ours, name in names.items()}
 
 
 def read(
@@ -113,7 +110,8 @@ def read(
                 raise
             print(f"the settings of training are left out: {error}", file=sys.stderr)
     predict = PredictConfig(**config.arguments(PredictConfig))
-    return RunSettings(train, predict, evaluate, trained_on)
+    kept = vocabulary_files.load(checkpoint) if checkpoint else None
+    return RunSettings(train, predict, evaluate, trained_on, kept)
 
 
 def _data(train: Mapping[str, Any]) -> Any:
@@ -139,7 +137,7 @@ def config_file(checkpoint: epath.PathLike) -> epath.Path | None:
 
 
 def load_vocabulary(source: epath.PathLike) -> Any:
-    """Returns a vocabulary of inputs: of a run directory, of a SentencePiece file, or "bytes".
+    """Returns a vocabulary of inputs: of a model's folder, of a SentencePiece file, or "bytes".
 
     Raises:
         UserError: nothing there that names a vocabulary.
@@ -148,7 +146,7 @@ def load_vocabulary(source: epath.PathLike) -> Any:
 
 
 def text_features(source: str, settings: RunSettings | None = None) -> TextFeatures:
-    """Returns the vocabularies of a run directory, of a SentencePiece file, or of "bytes".
+    """Returns the vocabularies of a model, of a SentencePiece file, or of "bytes".
 
     Args:
         source: which of them.
@@ -162,24 +160,33 @@ def text_features(source: str, settings: RunSettings | None = None) -> TextFeatu
         return TextFeatures(vocabularies.characters(), vocabularies.characters())
     if os.path.isfile(source) or str(source).endswith(".model"):
         return TextFeatures(*[vocabularies.sentencepiece(source)] * 2)
-    if settings is None:
-        settings = read(source) if config_file(source) else RunSettings.unknown()
-    found = run_features(settings)
+    found = vocabulary_files.load_features(source)
+    if found is None:
+        if settings is None:
+            settings = read(source) if config_file(source) else RunSettings.unknown()
+        found = _features_of_data(settings)
     if found is None:
         raise errors.UserError(
-            f"vocabulary: {source} is no SentencePiece file, and no run whose {CONFIG_FILE} names "
-            "a seqio task; name the vocabulary that the model was trained with: a SentencePiece "
-            f"file (--vocabulary=FILE.model), or bytes (--vocabulary={BYTES})."
+            f"vocabulary: {source} is no SentencePiece file, no model that keeps its vocabulary, "
+            f"and no run whose {CONFIG_FILE} names a seqio task; name the vocabulary that the "
+            "model was trained with: a SentencePiece file (--vocabulary=FILE.model), or bytes "
+            f"(--vocabulary={BYTES})."
         )
     return found
 
 
-def run_features(settings: RunSettings) -> TextFeatures | None:
-    """Returns the vocabularies that a run was trained with; None where its data is no seqio task.
+def trained_features(checkpoint: str, settings: RunSettings) -> TextFeatures | None:
+    """Returns the vocabularies that a model was trained with; None where they are not known.
+
+    They lie beside it; runs of earlier versions have those of their data alone.
 
     Raises:
         UserError: the vocabulary cannot be read, or the data is gone.
     """
+    return vocabulary_files.load_features(checkpoint) or _features_of_data(settings)
+
+
+def _features_of_data(settings: RunSettings) -> TextFeatures | None:
     import seqio
 
     data = settings.trained_on() if settings.trained_on else settings.data

@@ -12,7 +12,8 @@ from etils import epath
 
 from convt5 import data, errors
 from convt5.evaluation.predictor import TextVocabulary, check_vocabulary_size
-from convt5.evaluation.run_settings import TextFeatures, check_readable
+from convt5.evaluation.run_settings import check_readable
+from convt5.vocabulary_files import TextFeatures, same_pieces
 
 Example = Mapping[str, Any]
 
@@ -237,7 +238,7 @@ def _same_ids(one: Any, other: Any) -> bool:
     kinds = seqio.SentencePieceVocabulary
     if isinstance(one, kinds) and isinstance(other, kinds):
         paths = [epath.Path(each.sentencepiece_model_file) for each in (one, other)]
-        return paths[0] == paths[1] or paths[0].read_bytes() == paths[1].read_bytes()
+        return paths[0] == paths[1] or same_pieces(*[path.read_bytes() for path in paths])
     return one == other
 
 

@@ -6,6 +6,7 @@ replaced/<step>/     one that is being saved anew, until it is; put back after a
 config.gin           the settings, which give the same run again
 metrics.jsonl        one line for each logged step
 summary.json         the result, once the run has ended
+vocabulary/          what token ids stand for
 tensorboard/
 """
 
@@ -21,7 +22,7 @@ from collections.abc import Iterator
 import jax
 from etils import epath
 
-from convt5 import errors
+from convt5 import errors, vocabulary_files
 from convt5.runtime import file_locks
 
 _LOCK_FILE = "lock"
@@ -117,6 +118,13 @@ def write_config(folder: epath.Path, text: str | None, *, step: int) -> str | No
         if before == text:
             return None
     return f"the settings differ from those of the first {step} steps, which are kept in {kept}"
+
+
+def write_vocabularies(folder: epath.Path, text: vocabulary_files.KeptText) -> None:
+    """Keeps what token ids stand for, so that the run can be used where its data is not."""
+    if not jax.process_index():
+        with writing(folder):
+            vocabulary_files.write(folder / vocabulary_files.FOLDER, text)
 
 
 def replace_text(path: pathlib.Path | epath.Path, text: str) -> None:

@@ -1,0 +1,240 @@
+"""Vocabularies in files beside a model: what its ids stand for, wherever its data is by now.
+
+A run directory, and what is exported from it, has a folder of them:
+
+vocabulary/about.json     the kind of both vocabularies, and the lengths of rows
+vocabulary/inputs.model   SentencePiece as the model was trained with it; none for bytes
+vocabulary/targets.model  where targets have another
+
+A folder of Hugging Face has its vocabulary in spiece.model.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from etils import epath
+
+from convt5 import errors
+from convt5.runtime import quiet_imports
+
+FOLDER = "vocabulary"
+HUGGING_FACE_FILE = "spiece.model"
+"""Where transformers keeps the vocabulary of a T5, whose sentinels are not in it."""
+
+T5_SENTINELS = 100
+
+Kind = Literal["sentencepiece", "characters"]
+
+_ABOUT_FILE = "about.json"
+_LENGTHS = ("encoder_length", "decoder_length")
+_SENTINEL_PIECE = re.compile(r"▁?<?extra_id_\d+>?")
+
+
+class KeptVocabulary(NamedTuple):
+    """A vocabulary as plain values.
+
+    Attributes:
+        kind: what it is made of.
+        num_sentinels: ids that stand for spans, its last ones.
+        model: the file of a SentencePiece model, byte for byte.
+    """
+
+    kind: Kind
+    num_sentinels: int
+    model: bytes = b""
+
+    @property
+    def fingerprint(self) -> str:
+        """What differs where ids may stand for other texts."""
+        content = hashlib.sha256(self.model).hexdigest()[:32]
+        return f"{self.kind} {content}, {self.num_sentinels} sentinels"
+
+    def agrees_with(self, other: "KeptVocabulary") -> bool:
+        """Whether ids stand for the same text; how many sentinels follow them may differ."""
+        return self.kind == other.kind and same_pieces(self.model, other.model)
+
+
+class KeptText(NamedTuple):
+    """How a model reads and writes text.
+
+    Attributes:
+        inputs, targets: their vocabularies, often the same.
+        add_eos: whether inputs end with the end token.
+        encoder_length, decoder_length: tokens of a row, where they are known.
+    """
+
+    inputs: KeptVocabulary
+    targets: KeptVocabulary
+    add_eos: bool = True
+    encoder_length: int | None = None
+    decoder_length: int | None = None
+
+
+class TextFeatures(NamedTuple):
+    """How text becomes ids: seqio vocabularies, and whether the end token is added."""
+
+    inputs: Any
+    targets: Any
+    add_eos: bool = True
+
+
+def of(vocabulary: Any) -> KeptVocabulary | None:
+    """Returns a seqio vocabulary as plain values; None for one that a file could not give back."""
+    with quiet_imports.without_tensorflow_chatter():
+        import seqio
+        import tensorflow as tf
+
+        from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
+
+    num_sentinels = int(vocabulary.extra_ids or 0)
+    if isinstance(vocabulary, seqio.ByteVocabulary):
+        same = vocabularies.characters(num_sentinels) == vocabulary
+        return KeptVocabulary("characters", num_sentinels) if same else None
+    if not isinstance(vocabulary, seqio.SentencePieceVocabulary):
+        return None
+    file = vocabulary.sentencepiece_model_file
+    try:
+        again = vocabularies.sentencepiece(file, num_sentinels)
+    except errors.UserError:
+        return None
+    if again != vocabulary or again.extra_ids != num_sentinels:
+        return None  # It has options that no file says.
+    with tf.io.gfile.GFile(file, "rb") as opened:
+        return KeptVocabulary("sentencepiece", num_sentinels, opened.read())
+
+
+def same_pieces(one: bytes, other: bytes) -> bool:
+    """Whether two SentencePiece models have the same pieces, sentinels apart."""
+    return one == other or _pieces(one) == _pieces(other)
+
+
+def of_data(data: Any) -> KeptText | None:
+    """Returns the vocabularies of the rows of a `data.DataConfig` or of a cache.
+
+    None stands for data that is no text, or that does not know.
+    """
+    describe = getattr(data, "kept_text", None)
+    return describe() if describe else None
+
+
+def write(folder: epath.PathLike, text: KeptText) -> None:
+    """Writes the vocabularies into `folder`, which is made where it is not there."""
+    folder = epath.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    about: dict[str, Any] = {name: getattr(text, name) for name in ("add_eos", *_LENGTHS)}
+    for name in _names(text):
+        kept = getattr(text, name)
+        about[name] = {kept.kind: kept.num_sentinels}
+        if kept.kind == "sentencepiece":
+            (folder / f"{name}.model").write_bytes(kept.model)
+    partial = folder / f"{_ABOUT_FILE}.partial"
+    partial.write_text(json.dumps(about, indent=2) + "\n")
+    partial.replace(folder / _ABOUT_FILE)
+
+
+def load(model: epath.PathLike) -> KeptText | None:
+    """Returns what a run, one of its steps or an export keeps; None where it keeps nothing.
+
+    Raises:
+        UserError: files that are missing or damaged.
+    """
+    folder = _folder(model)
+    if folder is not None:
+        return _read(folder)
+    exported = _of_hugging_face(model)
+    if exported is None:
+        return None
+    kept = KeptVocabulary("sentencepiece", T5_SENTINELS, exported.read_bytes())
+    return KeptText(kept, kept)
+
+
+def load_features(model: epath.PathLike) -> TextFeatures | None:
+    """Returns the seqio vocabularies of a model, where `load` returns something.
+
+    Raises:
+        UserError: files that are missing or damaged.
+    """
+    folder, text = _folder(model), load(model)
+    if text is None:
+        return None
+    if folder is None:
+        return TextFeatures(*[_revived(text.inputs, _of_hugging_face(model))] * 2)
+    inputs = targets = _revived(text.inputs, folder / "inputs.model")
+    if "targets" in _names(text):
+        targets = _revived(text.targets, folder / "targets.model")
+    return TextFeatures(inputs, targets, text.add_eos)
+
+
+def _folder(model: epath.PathLike) -> epath.Path | None:
+    path = epath.Path(os.path.expanduser(model))
+    for candidate in (path, path.parent, path.parent.parent):
+        if (candidate / FOLDER / _ABOUT_FILE).exists():
+            return candidate / FOLDER
+    return None
+
+
+def _of_hugging_face(model: epath.PathLike) -> epath.Path | None:
+    file = epath.Path(os.path.expanduser(model)) / HUGGING_FACE_FILE
+    return file if file.exists() else None
+
+
+def _revived(kept: KeptVocabulary, file: epath.Path | None) -> Any:
+    with quiet_imports.without_tensorflow_chatter():
+        from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
+
+    if kept.kind == "characters":
+        return vocabularies.characters(kept.num_sentinels)
+    return vocabularies.sentencepiece(str(file), kept.num_sentinels)
+
+
+def _read(folder: epath.Path) -> KeptText:
+    try:
+        about = json.loads((folder / _ABOUT_FILE).read_text())
+        inputs = targets = _read_vocabulary(about["inputs"], folder / "inputs.model")
+        if "targets" in about:
+            targets = _read_vocabulary(about["targets"], folder / "targets.model")
+        lengths = {name: _count(about[name], none=True) for name in _LENGTHS}
+        if not isinstance(about["add_eos"], bool):
+            raise ValueError(f"add_eos={about['add_eos']!r}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise errors.UserError(
+            f"{folder}, the vocabularies of the model, cannot be read ({error!r}); put its files "
+            "back, or remove the folder and name the vocabulary (--vocabulary=FILE.model)."
+        ) from error
+    return KeptText(inputs, targets, about["add_eos"], **lengths)
+
+
+def _names(text: KeptText) -> list[str]:
+    return ["inputs"] if text.inputs == text.targets else ["inputs", "targets"]
+
+
+def _read_vocabulary(about: Mapping[str, Any], file: epath.Path) -> KeptVocabulary:
+    ((kind, num_sentinels),) = about.items()
+    _count(num_sentinels)
+    if kind == "characters":
+        return KeptVocabulary("characters", num_sentinels)
+    if kind == "sentencepiece":
+        return KeptVocabulary("sentencepiece", num_sentinels, file.read_bytes())
+    raise ValueError(f"{kind!r} is no kind of vocabulary")
+
+
+def _count(value: Any, *, none: bool = False) -> Any:
+    if (value is None and none) or (type(value) is int and value >= 0):
+        return value
+    raise ValueError(f"{value!r} is no count")
+
+
+def _pieces(model: bytes) -> list[str]:
+    """Returns the pieces of a SentencePiece model without sentinels at their end."""
+    import sentencepiece
+
+    processor: Any = sentencepiece.SentencePieceProcessor()
+    processor.LoadFromSerializedProto(model)
+    pieces = [processor.IdToPiece(i) for i in range(processor.GetPieceSize())]
+    while pieces and _SENTINEL_PIECE.fullmatch(pieces[-1]):
+        pieces.pop()
+    return pieces

@@ -1,0 +1,225 @@
+"""A model keeps its vocabulary: it is used without its data, and never with another vocabulary."""
+
+import json
+import shutil
+
+import pytest
+import seqio
+import tiny_run
+import word_pieces
+from convt5.tasks import vocabularies
+
+import convt5
+from convt5 import convert, errors, infer, train, vocabulary_files
+from convt5.evaluation import run_settings
+from convt5.training.run_directory import CONFIG_FILE
+
+OTHER_TEXT = "red green blue cyan magenta yellow key paper ink brush line stroke colour palette"
+TASK = """
+from convt5.tasks import classification
+from convt5.tasks import vocabularies
+classification.text_classification.path = '{rows}'
+classification.text_classification.labels = ['yes', 'no']
+classification.text_classification.vocabulary = @vocabularies.sentencepiece()
+vocabularies.sentencepiece.path = '{model}'
+"""
+
+
+@pytest.fixture
+def words(tmp_path):
+    """A SentencePiece file, and one of the same size with other pieces."""
+    (tmp_path / "words.model").write_bytes(word_pieces.trained_model())
+    (tmp_path / "other.model").write_bytes(word_pieces.trained_model(OTHER_TEXT))
+    return str(tmp_path / "words.model")
+
+
+def round_trip(folder, *pair, **settings):
+    inputs, targets = (vocabulary_files.of(vocabulary) for vocabulary in pair)
+    text = vocabulary_files.KeptText(inputs, targets, **settings)
+    vocabulary_files.write(folder / vocabulary_files.FOLDER, text)
+    assert vocabulary_files.load(folder) == text
+    return vocabulary_files.load_features(folder)
+
+
+class TestFiles:
+    def test_a_vocabulary_comes_back_as_it_was(self, tmp_path, words):
+        for vocabulary in (vocabularies.sentencepiece(words, 7), vocabularies.characters(3)):
+            found = round_trip(tmp_path, vocabulary, vocabulary, add_eos=False, encoder_length=9)
+            assert found.inputs is found.targets
+            assert not found.add_eos
+            assert found.inputs.encode("the cat") == vocabulary.encode("the cat")
+            assert found.inputs.vocab_size == vocabulary.vocab_size
+            assert found.inputs.extra_ids == vocabulary.extra_ids
+
+    def test_inputs_and_targets_may_have_different_ones(self, tmp_path, words):
+        found = round_trip(tmp_path, vocabularies.characters(), vocabularies.sentencepiece(words))
+        assert found.inputs == vocabularies.characters()
+        assert found.targets.encode("the cat") == vocabularies.sentencepiece(words).encode(
+            "the cat"
+        )
+
+    def test_sentinels_of_the_model_itself_stay_its_last_ids(self, tmp_path, words):
+        own = tmp_path / "own.model"
+        own.write_bytes(seqio.SentencePieceVocabulary(words, extra_ids=5).sp_model)
+        vocabulary = vocabularies.sentencepiece(str(own), 5)
+        found = round_trip(tmp_path, vocabulary, vocabulary)
+        assert (found.inputs.vocab_size, found.inputs.extra_ids) == (30, 5)
+
+    @pytest.mark.parametrize(
+        "vocabulary",
+        [
+            lambda words: seqio.PassThroughVocabulary(30),
+            lambda words: seqio.SentencePieceVocabulary(words, 5, reverse_extra_ids=False),
+        ],
+    )
+    def test_what_a_file_cannot_say_is_not_kept(self, words, vocabulary):
+        assert vocabulary_files.of(vocabulary(words)) is None
+
+    def test_vocabularies_agree_where_ids_stand_for_the_same_pieces(self, tmp_path, words):
+        own = tmp_path / "own.model"
+        own.write_bytes(seqio.SentencePieceVocabulary(words, extra_ids=5).sp_model)
+        few, many, brings, other, letters = (
+            vocabulary_files.of(v)
+            for v in (
+                vocabularies.sentencepiece(words, 5),
+                vocabularies.sentencepiece(words, 100),
+                vocabularies.sentencepiece(str(own), 5),
+                vocabularies.sentencepiece(str(tmp_path / "other.model"), 5),
+                vocabularies.characters(5),
+            )
+        )
+        assert few.agrees_with(many)
+        assert few.agrees_with(brings)
+        assert brings.agrees_with(few)
+        assert not few.agrees_with(other)
+        assert not few.agrees_with(letters)
+        assert len({v.fingerprint for v in (few, many, brings, other, letters)}) == 5
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            lambda folder: (folder / "about.json").write_text("{"),
+            lambda folder: (folder / "about.json").write_text('{"inputs": {"words": 3}}'),
+            lambda folder: (folder / "about.json").write_text('{"inputs": {"characters": -1}}'),
+            lambda folder: (folder / "inputs.model").unlink(),
+        ],
+    )
+    def test_damaged_files_end_in_one_message(self, tmp_path, words, damage):
+        vocabulary = vocabularies.sentencepiece(words)
+        round_trip(tmp_path, vocabulary, vocabulary)
+        damage(tmp_path / vocabulary_files.FOLDER)
+        with pytest.raises(
+            errors.UserError, match="vocabulary, the vocabularies of the model, can"
+        ):
+            vocabulary_files.load(tmp_path)
+
+    def test_folders_of_hugging_face_bring_their_vocabulary(self, tmp_path, words):
+        folder = tmp_path / "t5"
+        folder.mkdir()
+        assert vocabulary_files.load(folder) is None
+        shutil.copy(words, folder / "spiece.model")
+        found = convt5.load_vocabulary(folder)
+        assert found.vocab_size == 25 + 100
+        assert found.encode("the cat") == vocabularies.sentencepiece(words).encode("the cat")
+
+
+@pytest.fixture
+def data(tmp_path, words):
+    """A folder with everything that a run reads."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    lines = [json.dumps(row) + "\n" for row in tiny_run.REVIEWS[:4] * 3]
+    for name in ("train", "dev"):
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    shutil.copy(words, folder / "words.model")
+    return folder
+
+
+def gin_file(folder, name, *, rows, model, extra=""):
+    settings = tiny_run.GIN.format(
+        vocab=tiny_run.VOCAB,
+        run_dir=folder / name,
+        task="classification.text_classification()",
+        encoder_length=20,
+        decoder_length=8,
+    )
+    settings = settings.replace(
+        "'classification.text_classification()'", "@classification.text_classification()"
+    )
+    settings = settings.replace("num_steps = 20", "num_steps = 2").replace("size = 4", "size = 8")
+    settings = settings.replace("split = 'validation'", "split = 'train'")
+    path = folder / f"{name}.gin"
+    path.write_text(settings + TASK.format(rows=rows, model=model) + extra)
+    return str(path)
+
+
+@pytest.fixture
+def trained(tmp_path, data):
+    """The directory of a run of two steps."""
+    train.main([f"--gin_file={gin_file(tmp_path, 'run', rows=data, model=data / 'words.model')}"])
+    return tmp_path / "run"
+
+
+class TestRuns:
+    def test_a_run_is_used_where_its_data_and_vocabulary_are_gone(
+        self, trained, data, tmp_path, capsys
+    ):
+        (tmp_path / "in.txt").write_text("the cat sat on the log\n")
+
+        def predict(run, out):
+            flags = [f"--input={tmp_path / 'in.txt'}", f"--output={tmp_path / out}"]
+            assert infer.main([f"--checkpoint={run}", *flags]) == 0
+            return json.loads((tmp_path / out).read_text())
+
+        expected = predict(trained, "before.jsonl")
+        shutil.rmtree(data)
+        moved = shutil.move(trained, tmp_path / "moved")
+        assert predict(moved, "after.jsonl") == expected
+        assert "the settings of training are left out" in capsys.readouterr().err
+        # Lengths are those of training, not what a model without a run gets.
+        infer.main([f"--checkpoint={moved}", f"--input={tmp_path / 'in.txt'}", "--dry_run"])
+        assert "20 tokens in, 8 out" in capsys.readouterr().out
+        assert convt5.load_vocabulary(f"{moved}/checkpoints/2").vocab_size == 25 + 100
+
+    def test_the_file_of_a_vocabulary_may_change_after_training(self, trained, data):
+        before = run_settings.text_features(str(trained)).inputs.encode("the cat")
+        (data / "words.model").write_bytes(word_pieces.trained_model(OTHER_TEXT))
+        assert run_settings.text_features(str(trained)).inputs.encode("the cat") == before
+
+    def test_a_run_does_not_go_on_with_another_vocabulary(self, trained, tmp_path, data):
+        other = gin_file(
+            tmp_path,
+            "run",
+            rows=data,
+            model=tmp_path / "other.model",
+            extra="trainer.train.num_steps = 4\n",
+        )
+        with pytest.raises(errors.UserError, match=r"changed since its checkpoint \(vocabularies:"):
+            train.main([f"--gin_file={other}"])
+        assert "words.model" in (trained / CONFIG_FILE).read_text()
+
+    def test_fine_tuning_refuses_embeddings_of_another_vocabulary(self, trained, tmp_path, data):
+        start = f"""
+from convt5 import initialization
+trainer.train.init_from = @initialization.InitFrom()
+initialization.InitFrom.path = '{trained}'
+"""
+        other = tmp_path / "other.model"
+        tuned = gin_file(tmp_path, "tuned", rows=data, model=other, extra=start)
+        for flags in (["--dry_run"], []):
+            with pytest.raises(
+                errors.UserError, match="was trained with another vocabulary of inp"
+            ):
+                train.main([f"--gin_file={tuned}", *flags])
+        assert not (tmp_path / "tuned").exists()
+        exclude = "initialization.InitFrom.exclude = ['token_embedder/embedding']\n"
+        tuned = gin_file(tmp_path, "tuned", rows=data, model=other, extra=start + exclude)
+        assert train.main([f"--gin_file={tuned}"]) == 0
+
+    def test_what_is_made_of_a_run_has_its_vocabulary(self, trained, tmp_path, data, words):
+        export = tmp_path / "export"
+        argv = [f"--checkpoint={trained}", f"--output_dir={export}", "--to=safetensors"]
+        assert convert.main(argv) == 0
+        shutil.rmtree(data)
+        expected = vocabularies.sentencepiece(words).encode("the cat")
+        assert convt5.load_vocabulary(export).encode("the cat") == expected
