@@ -33,12 +33,6 @@ compile."""
 BAND_ROWS = 32
 """Output rows of one banded matrix product on CPU."""
 
-BAND_MIN_TAPS = 7
-"""Below this many taps a banded product computes more than it saves (measured on CPU)."""
-
-BAND_MIN_TAPS_ALONE = 8
-"""The same for kernels of one channel each, whose products are summed over nothing."""
-
 Formulation = Literal["whole", "chunked", "banded"]
 """How the gradient of weights is computed: of all rows at once, chunk by chunk, or by products of
 blocks of rows."""
@@ -262,12 +256,28 @@ def dynamic_weight_gradient(where: Taps, x, cotangent, segment_ids, heads):
 
 
 def _dynamic_on_cpu(where: Taps, length: int, group: int) -> Formulation:
-    """Returns what is fastest on CPU, by `python -m convt5.bench --suites=formulations`."""
+    """Returns what is fastest on CPU, by `python -m convt5.bench --suites=formulations`.
+
+    Args:
+        where: the taps.
+        length: rows.
+        group: channels of a kernel.
+    """
     fits = where.left + where.right <= length
-    if fits and where.count >= (BAND_MIN_TAPS_ALONE if group == 1 else BAND_MIN_TAPS):
+    if fits and where.count >= _band_min_taps(where.dilation, group):
         return "banded"
-    # Where nothing is summed the products are the result.
-    return "whole" if group == 1 else "chunked"
+    # Where nothing is summed products are the result; few of them are made faster than cut apart.
+    are_few = where.count <= 3 or (group <= 32 and length <= 512)
+    return "whole" if group == 1 or are_few else "chunked"
+
+
+def _band_min_taps(dilation: int, group: int) -> int:
+    """Returns the taps below which a banded product computes more than it saves."""
+    if group == 1:
+        return 8  # Its products are summed over nothing.
+    if group <= 8:
+        return 5
+    return 8 if group >= 64 and dilation > 1 else 7
 
 
 def _by_platform(formulations: Formulations, *, on_cpu: Formulation):
