@@ -27,6 +27,9 @@ HUGGING_FACE_FILE = "spiece.model"
 
 T5_SENTINELS = 100
 
+BYTES = "bytes"
+"""What settings and flags call the vocabulary of the bytes of UTF-8, which needs no file."""
+
 Kind = Literal["sentencepiece", "characters"]
 
 _ABOUT_FILE = "about.json"

@@ -1,7 +1,8 @@
 """Vocabularies with T5's sentinels, checked when they are named rather than when text is read.
 
 Padding is id 0, the sentinels are the last ids and descend: the first span of a text is marked by
-`vocab_size - 1`. Gin files name `vocabularies.sentencepiece` and `vocabularies.characters`.
+`vocab_size - 1`. Gin files name `vocabularies.named`, `vocabularies.sentencepiece` and
+`vocabularies.characters`.
 """
 
 import itertools
@@ -13,7 +14,7 @@ import seqio
 import tensorflow as tf
 from google.protobuf import message
 
-from convt5 import errors
+from convt5 import errors, vocabulary_files
 
 DEFAULT_NUM_SENTINELS = 100
 T5_VOCABULARY = "gs://t5-data/vocabs/cc_all.32000/sentencepiece.model"
@@ -32,6 +33,37 @@ class _OwnSentinels(seqio.SentencePieceVocabulary):
     @property
     def extra_ids(self) -> int:
         return self._num_sentinels
+
+
+def named(source: str) -> seqio.Vocabulary:
+    """Returns the vocabulary that a setting names.
+
+    Args:
+        source: a SentencePiece .model file; the folder of a model, which keeps its vocabulary; or
+            "bytes".
+
+    Raises:
+        UserError: what `sentencepiece` raises, or a folder that keeps none, or two.
+    """
+    if source == vocabulary_files.BYTES:
+        return characters()
+    found = vocabulary_files.load_features(source)
+    if found is not None:
+        if found.inputs is not found.targets:
+            raise errors.UserError(
+                f"the model in {source!r} has one vocabulary of inputs and another of targets; "
+                f"name the file of one of them in its folder {vocabulary_files.FOLDER!r}."
+            )
+        return found.inputs
+    path = os.path.expanduser(source)
+    if "://" not in path and not os.path.isfile(path):
+        has = "keeps no vocabulary" if os.path.isdir(path) else "is not there"
+        raise errors.UserError(
+            f"vocabulary: {source!r} {has} (working directory {os.getcwd()!r}); set it to a "
+            "SentencePiece .model file, to the folder of a model that keeps its vocabulary (a run "
+            "of this version, or what convt5.convert made with --vocabulary), or to bytes."
+        )
+    return sentencepiece(source)
 
 
 def sentencepiece(

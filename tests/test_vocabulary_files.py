@@ -11,6 +11,7 @@ from convt5.tasks import vocabularies
 
 import convt5
 from convt5 import convert, errors, infer, train, vocabulary_files
+from convt5 import eval as convt5_eval
 from convt5.evaluation import run_settings
 from convt5.training.run_directory import CONFIG_FILE
 
@@ -122,6 +123,21 @@ class TestFiles:
         assert found.vocab_size == 25 + 100
         assert found.encode("the cat") == vocabularies.sentencepiece(words).encode("the cat")
 
+    def test_settings_name_a_file_a_model_or_bytes(self, tmp_path, words):
+        vocabulary = vocabularies.sentencepiece(words, 7)
+        round_trip(tmp_path / "run", vocabulary, vocabulary)
+        round_trip(tmp_path / "two", vocabulary, vocabularies.characters())
+        assert vocabularies.named("bytes") == vocabularies.characters()
+        assert vocabularies.named(words) == vocabularies.sentencepiece(words)
+        assert vocabularies.named(str(tmp_path / "run")).vocab_size == 25 + 7
+        for source, message in (
+            (str(tmp_path), "keeps no vocabulary"),
+            (str(tmp_path / "two"), "has one vocabulary of inputs and another"),
+            (str(tmp_path / "no.model"), "no.model' is not there"),
+        ):
+            with pytest.raises(errors.UserError, match=message):
+                vocabularies.named(source)
+
 
 @pytest.fixture
 def data(tmp_path, words):
@@ -223,3 +239,30 @@ initialization.InitFrom.path = '{trained}'
         shutil.rmtree(data)
         expected = vocabularies.sentencepiece(words).encode("the cat")
         assert convt5.load_vocabulary(export).encode("the cat") == expected
+
+    def test_fine_tuning_and_evaluation_take_the_vocabulary_of_the_model(
+        self, tmp_path, data, capsys
+    ):
+        rows = [{"text": text, "label": "positive"} for text in ("the cat", "the dog")] * 4
+        for name in ("train", "dev"):
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            (data / f"{name}.jsonl").write_text(lines)
+        sizes = {"emb_dim": 8, "mlp_dim": 16, "num_heads": 2, "head_dim": 4, "vocab_size": 384}
+        common = [
+            "--gin_file=gin/finetune/sst2.gin",
+            *(f"--gin.architecture.ConvT5Config.{name}={size}" for name, size in sizes.items()),
+            "--gin.data.DataConfig.batch_size=8",
+            f"--gin.DATA={data}",
+            "--gin.NUM_STEPS=1",
+        ]
+        first, second = tmp_path / "first", tmp_path / "second"
+        scratch = ["--gin.trainer.train.init_from=None", f"--gin.VOCABULARY={data}/words.model"]
+        assert train.main([*common, *scratch, f"--gin.RUN_DIR={first}"]) == 0
+        tuning = [f"--gin.INIT_FROM={first}", f"--gin.RUN_DIR={second}"]
+        assert train.main([*common, *tuning]) == 0
+        kept = vocabulary_files.load(second)
+        assert kept == vocabulary_files.load(first)
+        assert kept.inputs.model == (data / "words.model").read_bytes()
+        argv = [f"--checkpoint={second}", "--gin_file=gin/tasks/sst2.gin", f"--gin.DATA={data}"]
+        assert convt5_eval.main([*argv, "--dry_run"]) == 0
+        assert "sst2, sst2_rank" in capsys.readouterr().out

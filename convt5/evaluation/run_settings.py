@@ -16,9 +16,7 @@ from convt5.configuration import gin_files
 from convt5.evaluation.settings import EvalConfig, PredictConfig
 from convt5.runtime import quiet_imports
 from convt5.training.run_directory import CONFIG_FILE
-from convt5.vocabulary_files import TextFeatures
-
-BYTES = "bytes"
+from convt5.vocabulary_files import BYTES, TextFeatures
 
 
 class RunSettings(NamedTuple):
@@ -95,8 +93,12 @@ def read(
     roots = ["@convt5.evaluation.PredictConfig", "@convt5.evaluation.EvalConfig"]
     if is_run:
         roots.append("@convt5.trainer.train")
-    if checkpoint and gin_files.is_required(statements, "RUN_DIR"):
-        bindings = [f"RUN_DIR='{os.path.expanduser(checkpoint)}'", *bindings]
+    kept = vocabulary_files.load(checkpoint) if checkpoint else None
+    if checkpoint:
+        # What was made of the checkpoint has no reason to name it again.
+        names = ("RUN_DIR", *(["VOCABULARY"] if kept else []))
+        missing = [name for name in names if gin_files.is_required(statements, name)]
+        bindings = [f"{name}='{os.path.expanduser(checkpoint)}'" for name in missing] + [*bindings]
     config = gin_config.load(files, bindings, roots=roots, supplied=["config_text"])
     evaluate = EvalConfig(**config.arguments(EvalConfig))
     train: Mapping[str, Any] = {}
@@ -110,7 +112,6 @@ def read(
                 raise
             print(f"the settings of training are left out: {error}", file=sys.stderr)
     predict = PredictConfig(**config.arguments(PredictConfig))
-    kept = vocabulary_files.load(checkpoint) if checkpoint else None
     return RunSettings(train, predict, evaluate, trained_on, kept)
 
 
