@@ -68,7 +68,8 @@ def check_settings(own: Mapping[str, Any], saved: Mapping[str, Any], *, item: st
         changes = ", ".join(f"{n}: {saved.get(n)!r} -> {own.get(n)!r}" for n in names)
         raise errors.UserError(
             f"the run's data changed since its checkpoint ({changes}), so that it cannot go on "
-            f"at the same {item}; set it back, or start a new run_dir."
+            f"at the same {item}; set it back, or start a new run_dir, which can take over the "
+            "parameters (trainer.train.init_from)."
         )
 
 
