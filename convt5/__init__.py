@@ -17,6 +17,7 @@ _LAZY = {
     "ViT": "convt5.vision.model",
     "ViTConfig": "convt5.vision.architecture",
     "load_model": "convt5.loading",
+    "load_predictor": "convt5.evaluation.predictor",
     "load_vocabulary": "convt5.evaluation.run_settings",
 }
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from convt5.evaluation.inputs import Inputs
     from convt5.evaluation.predictor import Predictor
     from convt5.evaluation.results import ResumableLines
-    from convt5.evaluation.run_settings import RunSettings, TextFeatures
+    from convt5.vocabulary_files import TextFeatures
 
 _CHUNK_BATCHES = 8
 """Batches whose inputs are put together by length, and written at once."""
@@ -91,14 +91,18 @@ def main(argv: Sequence[str]) -> int:
     arguments = command_line.parse(COMMAND, argv)
     flags = arguments.flags
     is_dialogue = _check_flags(flags, arguments.gin_files)
-    settings = read_settings(arguments)
+    from convt5.evaluation import run_settings
+
+    settings = run_settings.read_for_text(
+        flags.checkpoint, arguments.gin_files, arguments.gin_bindings, vocabulary=flags.vocabulary
+    )
     checkpoint = flags.checkpoint or settings.train.get("run_dir")
     if not checkpoint:
         raise errors.UserError("the gin files describe no run; give --checkpoint=DIR.")
     checkpoint = os.path.expanduser(checkpoint)
 
     from convt5 import sharding
-    from convt5.evaluation import checkpoints, run_settings, stream
+    from convt5.evaluation import checkpoints, stream
     from convt5.evaluation.predictor import Predictor, check_vocabulary_size
     from convt5.evaluation.settings import from_flags
     from convt5.training.compilation import enable_persistent_cache
@@ -151,28 +155,6 @@ def main(argv: Sequence[str]) -> int:
         else:
             run(predictor, inputs, output)
     return 0
-
-
-def read_settings(arguments: command_line.Arguments) -> "RunSettings":
-    """Returns the settings of the run and of the command line.
-
-    A run whose data is elsewhere can be used all the same if its vocabulary lies beside it, or is
-    named.
-    """
-    from convt5 import vocabulary_files
-    from convt5.evaluation import run_settings
-
-    files, bindings = arguments.gin_files, arguments.gin_bindings
-    checkpoint = arguments.flags.checkpoint
-    kept = vocabulary_files.load(checkpoint) if checkpoint else None
-    knows_text = bool(arguments.flags.vocabulary or kept)
-    try:
-        return run_settings.read(checkpoint, files, bindings, needs_data=not knows_text)
-    except errors.UserError as error:
-        if not knows_text or files or bindings:
-            raise
-        print(f"the run's settings are left out: {error}", file=sys.stderr)
-        return run_settings.RunSettings.unknown(kept)
 
 
 def open_inputs(flags: Any, features: "TextFeatures", config: Any, vocab_size: int) -> "Inputs":

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import seqio
 import tiny_run
@@ -188,6 +189,9 @@ class TestRuns:
             return json.loads((tmp_path / out).read_text())
 
         expected = predict(trained, "before.jsonl")
+        (ours,) = convt5.load_predictor(trained).predict(["the cat sat on the log"])
+        assert [*ours.texts] == expected["predictions"]
+        np.testing.assert_allclose(ours.scores, expected["scores"], rtol=1e-5)
         shutil.rmtree(data)
         moved = shutil.move(trained, tmp_path / "moved")
         assert predict(moved, "after.jsonl") == expected
@@ -195,6 +199,10 @@ class TestRuns:
         # Lengths are those of training, not what a model without a run gets.
         infer.main([f"--checkpoint={moved}", f"--input={tmp_path / 'in.txt'}", "--dry_run"])
         assert "20 tokens in, 8 out" in capsys.readouterr().out
+        config = convt5.load_predictor(moved, max_length=5).config
+        assert (config.max_input_length, config.max_length) == (20, 5)
+        with pytest.raises(errors.UserError, match=r"max_lenght is no setting.*max_length"):
+            convt5.load_predictor(moved, max_lenght=5)
         assert convt5.load_vocabulary(f"{moved}/checkpoints/2").vocab_size == 25 + 100
 
     def test_the_file_of_a_vocabulary_may_change_after_training(self, trained, data):

@@ -11,6 +11,7 @@ _LAZY = {
     "Prediction": "convt5.evaluation.predictor",
     "Predictor": "convt5.evaluation.predictor",
     "TaskEval": "convt5.evaluation.in_training",
+    "load_predictor": "convt5.evaluation.predictor",
     "load_vocabulary": "convt5.evaluation.run_settings",
 }
 

@@ -1,12 +1,15 @@
 """A model and its vocabulary: texts in, predictions and scores out."""
 
+import dataclasses
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 from jax.sharding import Mesh
 
 from convt5 import errors, samples, sharding
@@ -271,6 +274,57 @@ class Predictor:
             tokens=tuple(tokens),
             truncated=cut,
         )
+
+
+def load_predictor(
+    directory: epath.PathLike,
+    *,
+    step: int | str = "latest",
+    vocabulary: str | None = None,
+    ema: bool = False,
+    **settings: Any,
+) -> Predictor:
+    """Returns what `python -m convt5.infer` predicts with: a model with its vocabulary and lengths.
+
+    Args:
+        directory: a run directory, one of its steps, or an exported model.
+        step: which checkpoint of a run: "latest", "best" or a number.
+        vocabulary: a SentencePiece .model file, or "bytes"; None takes the one of the model.
+        ema: takes the average over the updates, where the run kept one.
+        **settings: of `PredictConfig`, such as strategy=BeamSearch(beam_size=4); others are those
+            of the run.
+
+    Raises:
+        UserError: nothing there that can be loaded, no vocabulary, or settings that do not exist or
+            do not fit the model.
+    """
+    from convt5.evaluation import checkpoints, run_settings
+
+    name = os.path.expanduser(directory)
+    found = checkpoints.select(name, str(step))
+    if len(found) != 1:
+        raise errors.UserError(f"step={step} must name one checkpoint.")
+    known = {field.name for field in dataclasses.fields(PredictConfig)}
+    errors.raise_all(
+        [
+            f"{setting} is no setting of PredictConfig.{errors.suggest(setting, known)}"
+            for setting in settings.keys() - known
+        ],
+        where="load_predictor",
+    )
+    run = run_settings.read_for_text(str(name), vocabulary=vocabulary)
+    features = run_settings.text_features(vocabulary or str(name), run)
+    model_config = checkpoints.model_config(found[0])
+    config = dataclasses.replace(run.predict, **settings)
+    mesh = sharding.MeshConfig().build()
+    return Predictor(
+        checkpoints.load(found[0], mesh, ema=ema),
+        features.inputs,
+        config.completed(model_config, run.trained_lengths()),
+        target_vocabulary=features.targets,
+        add_eos=features.add_eos,
+        mesh=mesh,
+    )
 
 
 def check_vocabulary_size(vocabulary: TextVocabulary, vocab_size: int) -> None:

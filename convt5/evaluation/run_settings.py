@@ -115,6 +115,29 @@ def read(
     return RunSettings(train, predict, evaluate, trained_on, kept)
 
 
+def read_for_text(
+    checkpoint: str | None,
+    files: Sequence[str] = (),
+    bindings: Sequence[str] = (),
+    *,
+    vocabulary: str | None = None,
+) -> RunSettings:
+    """Returns what `read` does, for texts that are given rather than read from the run's data.
+
+    A run whose data is elsewhere can be used all the same if its vocabulary lies beside it, or is
+    named.
+    """
+    kept = vocabulary_files.load(checkpoint) if checkpoint else None
+    knows_text = bool(vocabulary or kept)
+    try:
+        return read(checkpoint, files, bindings, needs_data=not knows_text)
+    except errors.UserError as error:
+        if not knows_text or files or bindings:
+            raise
+        print(f"the run's settings are left out: {error}", file=sys.stderr)
+        return RunSettings.unknown(kept)
+
+
 def _data(train: Mapping[str, Any]) -> Any:
     return train.get("eval_data") or train.get("train_data")
 
