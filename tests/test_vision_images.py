@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import pathlib
+import shutil
 import warnings
 
 import jax
@@ -103,6 +104,21 @@ def test_a_position_of_other_data_is_refused():
     for changes in ({"seed": 3}, {"source": Numbered(24)}):
         with pytest.raises(UserError, match="the run's data changed since its checkpoint"):
             build(**changes).set_state(state)
+
+
+def test_a_run_goes_on_where_its_images_were_copied_to(tmp_path):
+    images = np.arange(12 * 4 * 4, dtype=np.uint8).reshape(12, 4, 4)
+    np.savez(tmp_path / "train.npz", images=images, labels=np.arange(12) % 5)
+
+    def build_from(path):
+        return build(source=Npz(path=str(path)))
+
+    batches = build_from(tmp_path / "train.npz")
+    next(batches)
+    state, expected = batches.get_state(), next(batches)
+    resumed = build_from(shutil.move(tmp_path / "train.npz", tmp_path / "moved.npz"))
+    resumed.set_state(state)
+    jax.tree.map(np.testing.assert_array_equal, next(resumed), expected)
 
 
 def test_values_are_normalised_and_channels_repeated_or_swapped():

@@ -23,6 +23,7 @@ _POLL_SECONDS = 0.1
 _STOP_SECONDS = 10.0
 _POSITION = struct.Struct("<8sQ")
 _MAGIC = b"convt5-1"
+_PLACES = ("path", "data_dir")
 
 
 class HostIterator(Protocol):
@@ -63,7 +64,8 @@ def check_settings(own: Mapping[str, Any], saved: Mapping[str, Any], *, item: st
     Raises:
         UserError: naming each setting that changed.
     """
-    names = [name for name in dict(own) | dict(saved) if own.get(name) != saved.get(name)]
+    own, saved = _without_places(own), _without_places(saved)
+    names = [name for name in own | saved if own.get(name) != saved.get(name)]
     if names:
         changes = ", ".join(f"{n}: {saved.get(n)!r} -> {own.get(n)!r}" for n in names)
         raise errors.UserError(
@@ -71,6 +73,15 @@ def check_settings(own: Mapping[str, Any], saved: Mapping[str, Any], *, item: st
             f"at the same {item}; set it back, or start a new run_dir, which can take over the "
             "parameters (trainer.train.init_from)."
         )
+
+
+def _without_places(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves out where data lies, which another machine may have elsewhere; what it is stays."""
+    return {
+        name: _without_places(value) if isinstance(value, Mapping) else value
+        for name, value in settings.items()
+        if name not in _PLACES
+    }
 
 
 def take_apart(state: bytes) -> tuple[bytes, int]:
