@@ -168,6 +168,38 @@ def test_a_study_of_models_of_images_over_an_axis_shows_what_they_cost(tmp_path)
     assert [[cell.strip() for cell in row[-4:-1]] for row in rows] == [["-", "7", "-"]] * 2
 
 
+def test_a_study_is_reported_where_the_data_of_its_runs_is_not(tmp_path):
+    asked = sweeps.Study(
+        output_dir=str(tmp_path / "study"),
+        gin_files=["gin/runs/pretrain_text.gin"],
+        bindings={"TEXT": str(tmp_path / "gone.txt"), "VOCABULARY": "bytes"},
+        grids=[sweeps.Grid(axes={"NUM_STEPS": [3], "schedule.InverseSqrt.warmup_steps": [5, 10]})],
+        metric="validation/accuracy",
+        rows=["NUM_STEPS"],
+        over="schedule.InverseSqrt.warmup_steps",
+    )
+
+    def launch(arguments, log):
+        record = {"step": 4, "validation/accuracy": 0.5, "train_cpu_seconds": 7.0}
+        (pathlib.Path(log).parent / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        return 0
+
+    (tmp_path / "gone.txt").write_text("a line\n" * 9)
+    assert running.run_all(asked, launch=launch) == 2
+    (tmp_path / "gone.txt").unlink()
+    equal_cost._described.cache_clear()
+    text = profile.tables(
+        asked, profile.lines(asked, analysis.results(asked)), profile.cost_table(asked)
+    )
+    assert [cell.strip() for cell in text.splitlines()[-6].split("|")[2:-1]] == [
+        "5",
+        *["-"] * 5,
+        "7",
+    ]
+    assert text.count("Not known here: ") == 1
+    assert "gone.txt' matches no file" in text
+
+
 def test_a_study_does_not_pair_models_of_images(tmp_path):
     pairing = sweeps.Pairing(axis="model", reference="p", by="parameters")
     with pytest.raises(UserError, match="ViTConfig is no ConvT5Config"):

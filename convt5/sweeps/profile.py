@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from convt5 import errors
 from convt5.sweeps import analysis
 from convt5.sweeps.analysis import Best, Key, Result
 from convt5.sweeps.equal_cost import Sized, described
@@ -19,6 +20,9 @@ Line = dict[str, Best]
 class Cost(NamedTuple):
     """What the runs at one point of a line took; those with several seeds together.
 
+    What follows from the settings of the runs is None where these cannot be read, as on a machine
+    without their data.
+
     Attributes:
         widths: emb_dim and mlp_dim.
         parameters: of the model.
@@ -28,14 +32,16 @@ class Cost(NamedTuple):
         seconds: of training, on the machine it ran on, evaluation and compilation left out; the
             mean over runs that finished, None where they were not recorded.
         cpu_seconds: of all threads of the process in that time.
+        fault: why the settings cannot be read.
     """
 
-    widths: tuple[int, int]
-    parameters: int
-    flops: float
-    memory: float | None
-    seconds: float | None
-    cpu_seconds: float | None
+    widths: tuple[int, int] | None = None
+    parameters: int | None = None
+    flops: float | None = None
+    memory: float | None = None
+    seconds: float | None = None
+    cpu_seconds: float | None = None
+    fault: str | None = None
 
 
 def lines(study: Study, found: Sequence[Result]) -> dict[Key, Line]:
@@ -79,9 +85,9 @@ def tables(study: Study, profiles: Mapping[Key, Line], costs: Mapping[Any, Cost]
         {
             **dict(zip(study.rows, key, strict=True)),
             study.over: label,
-            "emb, mlp": f"{cost.widths[0]}, {cost.widths[1]}",
-            "parameters": f"{cost.parameters:,}",
-            "forward MFLOP": f"{cost.flops / 1e6:.2f}",
+            "emb, mlp": "-" if cost.widths is None else f"{cost.widths[0]}, {cost.widths[1]}",
+            "parameters": "-" if cost.parameters is None else f"{cost.parameters:,}",
+            "forward MFLOP": "-" if cost.flops is None else f"{cost.flops / 1e6:.2f}",
             "update MB": "-" if cost.memory is None else f"{cost.memory / 1e6:.1f}",
             "seconds": _seconds(cost.seconds),
             "CPU seconds": _seconds(cost.cpu_seconds),
@@ -100,6 +106,7 @@ def tables(study: Study, profiles: Mapping[Key, Line], costs: Mapping[Any, Cost]
             markdown(spent),
             "forward MFLOP: of one example; update MB: memory of an update, in closed form; "
             "seconds: of training without compilation and evaluation, on the machine it ran on.",
+            *sorted({f"Not known here: {cost.fault}" for cost in costs.values() if cost.fault}),
         ]
     )
 
@@ -162,19 +169,24 @@ def _reached(labels: Sequence[str], lines: Iterable[Line]) -> list[str]:
 
 def _cost(runs: Sequence[Made]) -> Cost:
     point = runs[0].point
-    run = described(point.gin_files, point.bindings)
+    taken = Cost(
+        seconds=_mean_last(runs, "train_seconds"),
+        cpu_seconds=_mean_last(runs, "train_cpu_seconds"),
+    )
+    try:
+        run = described(point.gin_files, point.bindings)
+    except errors.UserError as error:
+        return taken._replace(fault=str(error))
     if isinstance(run.model, ViTConfig):
         total = vision_costs.model_cost(run.model).total
         parameters, flops, memory = total.parameters, 2 * total.multiply_adds, None
     else:
         parameters, flops, memory = _text_cost(run)
-    return Cost(
-        (run.model.emb_dim, run.model.mlp_dim),
-        parameters,
-        flops,
-        memory,
-        _mean_last(runs, "train_seconds"),
-        _mean_last(runs, "train_cpu_seconds"),
+    return taken._replace(
+        widths=(run.model.emb_dim, run.model.mlp_dim),
+        parameters=parameters,
+        flops=flops,
+        memory=memory,
     )
 
 
