@@ -34,7 +34,8 @@ Kind = Literal["sentencepiece", "characters"]
 
 _ABOUT_FILE = "about.json"
 _LENGTHS = ("encoder_length", "decoder_length")
-_SENTINEL_PIECE = re.compile(r"▁?<?extra_id_\d+>?")
+SENTINEL_PIECE = re.compile(r"▁?<?extra_id_\d+>?")
+"""Pieces that stand for spans where a SentencePiece model brings its own, at its end."""
 
 
 class KeptVocabulary(NamedTuple):
@@ -112,7 +113,10 @@ def of(vocabulary: Any) -> KeptVocabulary | None:
 
 def same_pieces(one: bytes, other: bytes) -> bool:
     """Whether two SentencePiece models have the same pieces, sentinels apart."""
-    return one == other or _pieces(one) == _pieces(other)
+    try:
+        return one == other or _pieces(one) == _pieces(other)
+    except RuntimeError:  # One of them is damaged.
+        return False
 
 
 def of_data(data: Any) -> KeptText | None:
@@ -133,10 +137,8 @@ def write(folder: epath.PathLike, text: KeptText) -> None:
         kept = getattr(text, name)
         about[name] = {kept.kind: kept.num_sentinels}
         if kept.kind == "sentencepiece":
-            (folder / f"{name}.model").write_bytes(kept.model)
-    partial = folder / f"{_ABOUT_FILE}.partial"
-    partial.write_text(json.dumps(about, indent=2) + "\n")
-    partial.replace(folder / _ABOUT_FILE)
+            _replace(folder / f"{name}.model", kept.model)
+    _replace(folder / _ABOUT_FILE, (json.dumps(about, indent=2) + "\n").encode())
 
 
 def load(model: epath.PathLike) -> KeptText | None:
@@ -170,6 +172,13 @@ def load_features(model: epath.PathLike) -> TextFeatures | None:
     if "targets" in _names(text):
         targets = _revived(text.targets, folder / "targets.model")
     return TextFeatures(inputs, targets, text.add_eos)
+
+
+def _replace(file: epath.Path, content: bytes) -> None:
+    """Writes a file that appears under its name only when complete."""
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_bytes(content)
+    partial.replace(file)
 
 
 def _folder(model: epath.PathLike) -> epath.Path | None:
@@ -238,6 +247,6 @@ def _pieces(model: bytes) -> list[str]:
     processor: Any = sentencepiece.SentencePieceProcessor()
     processor.LoadFromSerializedProto(model)
     pieces = [processor.IdToPiece(i) for i in range(processor.GetPieceSize())]
-    while pieces and _SENTINEL_PIECE.fullmatch(pieces[-1]):
+    while pieces and SENTINEL_PIECE.fullmatch(pieces[-1]):
         pieces.pop()
     return pieces

@@ -7,7 +7,6 @@ Padding is id 0, the sentinels are the last ids and descend: the first span of a
 
 import itertools
 import os
-import re
 
 import numpy as np
 import seqio
@@ -19,8 +18,6 @@ from convt5 import errors, vocabulary_files
 DEFAULT_NUM_SENTINELS = 100
 T5_VOCABULARY = "gs://t5-data/vocabs/cc_all.32000/sentencepiece.model"
 """Where T5 publishes its vocabulary of 32,000 pieces; reading it needs the network."""
-
-_SENTINEL_PIECE = re.compile(r"▁?<?extra_id_\d+>?")
 
 
 class _OwnSentinels(seqio.SentencePieceVocabulary):
@@ -94,7 +91,9 @@ def sentencepiece(
             "set it to a .model file made by sentencepiece."
         ) from error
     _check_special_pieces(vocabulary, path)
-    own = len(list(itertools.takewhile(_SENTINEL_PIECE.fullmatch, reversed(pieces))))
+    own = len(
+        list(itertools.takewhile(vocabulary_files.SENTINEL_PIECE.fullmatch, reversed(pieces)))
+    )
     if not own:
         return seqio.SentencePieceVocabulary(path, extra_ids=num_sentinels)
     if own < num_sentinels:

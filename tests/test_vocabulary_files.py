@@ -95,6 +95,7 @@ class TestFiles:
         assert brings.agrees_with(few)
         assert not few.agrees_with(other)
         assert not few.agrees_with(letters)
+        assert not few.agrees_with(few._replace(model=few.model[:-9]))
         assert len({v.fingerprint for v in (few, many, brings, other, letters)}) == 5
 
     @pytest.mark.parametrize(
