@@ -32,18 +32,19 @@ class _OwnSentinels(seqio.SentencePieceVocabulary):
         return self._num_sentinels
 
 
-def named(source: str) -> seqio.Vocabulary:
+def named(source: str, num_sentinels: int = DEFAULT_NUM_SENTINELS) -> seqio.Vocabulary:
     """Returns the vocabulary that a setting names.
 
     Args:
         source: a SentencePiece .model file; the folder of a model, which keeps its vocabulary; or
             "bytes".
+        num_sentinels: of files and bytes; what a model keeps has its own.
 
     Raises:
         UserError: what `sentencepiece` raises, or a folder that keeps none, or two.
     """
     if source == vocabulary_files.BYTES:
-        return characters()
+        return characters(num_sentinels)
     found = vocabulary_files.load_features(source)
     if found is not None:
         if found.inputs is not found.targets:
@@ -60,7 +61,7 @@ def named(source: str) -> seqio.Vocabulary:
             "SentencePiece .model file, to the folder of a model that keeps its vocabulary (a run "
             "of this version, or what convt5.convert made with --vocabulary), or to bytes."
         )
-    return sentencepiece(source)
+    return sentencepiece(source, num_sentinels)
 
 
 def sentencepiece(
