@@ -413,12 +413,8 @@ def _token_bytes(folder: pathlib.Path) -> np.ndarray | None:
 
 
 def _vocabulary(folder: pathlib.Path, about: Mapping[str, Any]) -> Any:
-    kept = about["vocabulary"]
-    if kept is None:
+    if about["vocabulary"] is None:
         return None
-    # Deferred: it imports TensorFlow, which training from a cache does not need.
-    from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
-
-    if "characters" in kept:
-        return vocabularies.characters(kept["characters"])
-    return vocabularies.sentencepiece(str(folder / _VOCABULARY_FILE), kept["sentencepiece"])
+    ((kind, num_sentinels),) = about["vocabulary"].items()
+    kept = vocabulary_files.KeptVocabulary(kind, num_sentinels)
+    return vocabulary_files.revived(kept, folder / _VOCABULARY_FILE)

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 from etils import epath
 
 from convt5 import errors
-from convt5.runtime import quiet_imports
+from convt5.runtime import quiet_imports, whole_files
 
 FOLDER = "vocabulary"
 HUGGING_FACE_FILE = "spiece.model"
@@ -137,8 +137,10 @@ def write(folder: epath.PathLike, text: KeptText) -> None:
         kept = getattr(text, name)
         about[name] = {kept.kind: kept.num_sentinels}
         if kept.kind == "sentencepiece":
-            _replace(folder / f"{name}.model", kept.model)
-    _replace(folder / _ABOUT_FILE, (json.dumps(about, indent=2) + "\n").encode())
+            with whole_files.replacing(folder / f"{name}.model") as partial:
+                partial.write_bytes(kept.model)
+    with whole_files.replacing(folder / _ABOUT_FILE) as partial:
+        partial.write_text(json.dumps(about, indent=2) + "\n")
 
 
 def load(model: epath.PathLike) -> KeptText | None:
@@ -167,18 +169,25 @@ def load_features(model: epath.PathLike) -> TextFeatures | None:
     if text is None:
         return None
     if folder is None:
-        return TextFeatures(*[_revived(text.inputs, _of_hugging_face(model))] * 2)
-    inputs = targets = _revived(text.inputs, folder / "inputs.model")
+        return TextFeatures(*[revived(text.inputs, _of_hugging_face(model))] * 2)
+    inputs = targets = revived(text.inputs, folder / "inputs.model")
     if "targets" in _names(text):
-        targets = _revived(text.targets, folder / "targets.model")
+        targets = revived(text.targets, folder / "targets.model")
     return TextFeatures(inputs, targets, text.add_eos)
 
 
-def _replace(file: epath.Path, content: bytes) -> None:
-    """Writes a file that appears under its name only when complete."""
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_bytes(content)
-    partial.replace(file)
+def revived(kept: KeptVocabulary, file: epath.PathLike | None) -> Any:
+    """Returns the seqio vocabulary, whose SentencePiece model lies at `file`.
+
+    Raises:
+        UserError: nothing that can be read lies there.
+    """
+    with quiet_imports.without_tensorflow_chatter():
+        from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
+
+    if kept.kind == "characters":
+        return vocabularies.characters(kept.num_sentinels)
+    return vocabularies.sentencepiece(str(file), kept.num_sentinels)
 
 
 def _folder(model: epath.PathLike) -> epath.Path | None:
@@ -192,15 +201,6 @@ def _folder(model: epath.PathLike) -> epath.Path | None:
 def _of_hugging_face(model: epath.PathLike) -> epath.Path | None:
     file = epath.Path(os.path.expanduser(model)) / HUGGING_FACE_FILE
     return file if file.exists() else None
-
-
-def _revived(kept: KeptVocabulary, file: epath.Path | None) -> Any:
-    with quiet_imports.without_tensorflow_chatter():
-        from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
-
-    if kept.kind == "characters":
-        return vocabularies.characters(kept.num_sentinels)
-    return vocabularies.sentencepiece(str(file), kept.num_sentinels)
 
 
 def _read(folder: epath.Path) -> KeptText:

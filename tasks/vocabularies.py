@@ -15,7 +15,7 @@ from google.protobuf import message
 
 from convt5 import errors, vocabulary_files
 
-DEFAULT_NUM_SENTINELS = 100
+DEFAULT_NUM_SENTINELS = vocabulary_files.T5_SENTINELS
 T5_VOCABULARY = "gs://t5-data/vocabs/cc_all.32000/sentencepiece.model"
 """Where T5 publishes its vocabulary of 32,000 pieces; reading it needs the network."""
 

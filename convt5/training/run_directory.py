@@ -23,7 +23,7 @@ import jax
 from etils import epath
 
 from convt5 import errors, vocabulary_files
-from convt5.runtime import file_locks
+from convt5.runtime import file_locks, whole_files
 
 _LOCK_FILE = "lock"
 CONFIG_FILE = "config.gin"
@@ -129,9 +129,8 @@ def write_vocabularies(folder: epath.Path, text: vocabulary_files.KeptText) -> N
 
 def replace_text(path: pathlib.Path | epath.Path, text: str) -> None:
     """Writes a file that appears under its name only when complete."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
+    with whole_files.replacing(path) as partial:
+        partial.write_text(text)
 
 
 def _remove_if_empty(folder: epath.Path) -> None:
