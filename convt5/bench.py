@@ -4,6 +4,7 @@ Sides that are compared run in turns in one process, and medians are shown.
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import sys
@@ -52,11 +53,13 @@ COMMAND = command_line.Command(
         command_line.Flag("repeats", "times that each side runs, 5.", {"type": int}),
         command_line.Flag(
             "longest_seconds",
-            "a model whose step takes longer is left out at greater lengths, 20.",
+            "what takes longer for a step or an output is left out at greater lengths, 20.",
             {"type": float, "default": 20.0},
         ),
         command_line.Flag(
-            "t5x", "a checkout of T5X, whose T5 is then a side of train_step.", {"default": None}
+            "t5x",
+            "a checkout of T5X, whose T5 is then a side of train_step and decode.",
+            {"default": None},
         ),
         command_line.Flag(
             "only_ours",
@@ -135,18 +138,21 @@ def _run(
         return
     from convt5.benchmarks import models as models_suite
 
-    settings = {"batch_size": flags.batch_size, "repeats": repeats}
-    if suite == "decode":
-        yield from models_suite.decoding(models, lengths, **settings)
-    else:
-        sides = {name: models_suite.side(config) for name, config in models.items()}
-        if flags.t5x or not flags.only_ours:
-            from convt5.benchmarks import peers
+    make = models_suite.decoder if suite == "decode" else models_suite.train_step
+    sides = {name: functools.partial(make, config) for name, config in models.items()}
+    if flags.t5x or not flags.only_ours:
+        from convt5.benchmarks import peers
 
-            like = next(iter(models.values()))
-            sides |= peers.found(like, flags.t5x, hugging_face=not flags.only_ours)
-        longest = flags.longest_seconds
-        yield from models_suite.train_steps(sides, lengths, longest_seconds=longest, **settings)
+        like = next(iter(models.values()))
+        sides |= peers.found(suite, like, flags.t5x, with_hugging_face=not flags.only_ours)
+    yield from models_suite.by_length(
+        suite,
+        sides,
+        lengths,
+        batch_size=flags.batch_size,
+        repeats=repeats,
+        longest_seconds=flags.longest_seconds,
+    )
 
 
 def _models(files: Sequence[str], bindings: Sequence[str]) -> dict[str, Any]:

@@ -77,8 +77,9 @@ def test_a_run_writes_a_record_for_each_length_and_model(tmp_path, monkeypatch, 
 @pytest.mark.slow
 def test_models_that_take_too_long_are_left_out_at_greater_lengths():
     named = bench._models(["gin/models/depthwise_tiny.gin"], [flag[6:] for flag in TINY])
-    sides = {name: models.side(config) for name, config in named.items()}
-    found = models.train_steps(sides, (8, 16), batch_size=1, repeats=1, longest_seconds=0.0)
+    sides = {name: functools.partial(models.train_step, config) for name, config in named.items()}
+    settings = {"batch_size": 1, "repeats": 1, "longest_seconds": 0.0}
+    found = models.by_length("train_step", sides, (8, 16), **settings)
     assert [record["length"] for record in found] == [8]
 
 
@@ -113,9 +114,24 @@ def test_cases_are_compared_with_the_first_at_each_length():
 def test_peers_are_sides_where_they_are(tmp_path, monkeypatch):
     config = bench._models(["gin/models/t5_tiny.gin"], [flag[6:] for flag in TINY])["t5_tiny"]
     with pytest.raises(errors.UserError, match=r"holds no t5x/examples/t5/network\.py"):
-        peers.found(config, str(tmp_path))
+        peers.found("decode", config, str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert peers.found(config, None) == {}
+    assert peers.found("train_step", config, None) == {}
+
+
+@pytest.mark.parametrize("suite", ["train_step", "decode"])
+def test_hugging_faces_t5_is_measured_where_it_is_installed(suite):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    config = bench._models(["gin/models/t5_tiny.gin"], [flag[6:] for flag in TINY])["t5_tiny"]
+    run, known = peers.found(suite, config, None)["Hugging Face"](8, 2)
+    if suite == "train_step":
+        losses = [run() for _ in range(3)]
+        assert losses[2] < losses[0] == pytest.approx(np.log(32), abs=1.0)
+    else:
+        assert run().shape == (2, 1 + 8)  # The start and as many as asked for, none ending early.
+        # Keys and values of 8 outputs and 2 inputs, in float32.
+        assert known["state_bytes"] == 2 * 2 * (8 + 2) * config.num_heads * config.head_dim * 4
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from convt5.analysis import costs
 from convt5.architecture import ConvT5Config
-from convt5.benchmarks.sides import TARGETS, Measured, Side, random_batch
+from convt5.benchmarks.sides import TARGETS, Measured, Side, random_batch, random_source
 from convt5.benchmarks.timing import in_turns
 from convt5.generation.decoding import decode
 from convt5.losses import TextLoss
@@ -19,13 +18,14 @@ from convt5.sharding import MeshConfig
 from convt5.training.compilation import compile_step
 from convt5.training.plan import make_plan
 
+_TOKENS_OF_ROW = {
+    "train_step": lambda length: length + length // TARGETS,
+    "decode": lambda length: length,
+}
 
-def side(config: ConvT5Config) -> Side:
-    """Returns the training step of a model of ours."""
-    return functools.partial(_compiled, config)
 
-
-def train_steps(
+def by_length(
+    suite: str,
     sides: Mapping[str, Side],
     lengths: Sequence[int],
     *,
@@ -33,9 +33,9 @@ def train_steps(
     repeats: int,
     longest_seconds: float,
 ) -> Iterator[dict[str, Any]]:
-    """Yields a record for each length and side.
+    """Yields a record of "train_step" or "decode" for each length and side.
 
-    A side that took longer than `longest_seconds` for a step is left out at greater lengths.
+    A side that took longer than `longest_seconds` is left out at greater lengths.
     """
     slow: set[str] = set()
     for length in lengths:
@@ -47,41 +47,17 @@ def train_steps(
             if timing.seconds > longest_seconds:
                 slow.add(name)
             yield {
-                "suite": "train_step",
+                "suite": suite,
                 "case": name,
                 "length": length,
                 **timing.as_json(),
                 **measured[name][1],
-                "tokens_per_second": batch_size * (length + length // TARGETS) / timing.seconds,
+                "tokens_per_second": batch_size * _TOKENS_OF_ROW[suite](length) / timing.seconds,
             }
 
 
-def decoding(
-    models: Mapping[str, ConvT5Config],
-    lengths: Sequence[int],
-    *,
-    batch_size: int,
-    repeats: int,
-) -> Iterator[dict[str, Any]]:
-    """Yields a record of greedy decoding for each output length and model; nothing ends early."""
-    for length in lengths:
-        runs = {name: _decoder(config, length, batch_size) for name, config in models.items()}
-        taken = in_turns(runs, repeats=repeats)
-        for name, timing in taken.items():
-            cost = costs.model_cost(
-                models[name], encoder_length=length // TARGETS, decoder_length=length
-            )
-            yield {
-                "suite": "decode",
-                "case": name,
-                "length": length,
-                **timing.as_json(),
-                "tokens_per_second": batch_size * length / timing.seconds,
-                "state_bytes": batch_size * cost.decoding_bytes,
-            }
-
-
-def _compiled(config: ConvT5Config, length: int, batch_size: int) -> Measured:
+def train_step(config: ConvT5Config, length: int, batch_size: int) -> Measured:
+    """Makes an update of a model of ours, its loss, gradients and Adafactor."""
     plan = make_plan(
         model=config,
         loss=TextLoss(),
@@ -108,11 +84,11 @@ def _compiled(config: ConvT5Config, length: int, batch_size: int) -> Measured:
     return run, known
 
 
-def _decoder(config: ConvT5Config, length: int, batch_size: int):
+def decoder(config: ConvT5Config, length: int, batch_size: int) -> Measured:
+    """Makes a greedy search of a model of ours; nothing ends early."""
     model = jax.jit(config.build)(jax.random.key(0))
-    rng = np.random.default_rng(0)
-    source = rng.integers(1, config.vocab_size, (batch_size, max(1, length // TARGETS)))
+    source = random_source(config, length, batch_size)
     # An id that no model gives, so that every row goes on to the end.
-    return functools.partial(
-        decode, model, source.astype(np.int32), max_length=length, end_id=config.vocab_size
-    )
+    run = functools.partial(decode, model, source, max_length=length, end_id=config.vocab_size)
+    cost = costs.model_cost(config, encoder_length=source.shape[1], decoder_length=length)
+    return run, {"state_bytes": batch_size * cost.decoding_bytes}

@@ -1,4 +1,4 @@
-"""What is compared: a side makes a training step for a length, which can then be timed."""
+"""What is compared: a side makes something for a length, which can then be timed."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,10 +10,10 @@ from convt5.architecture import ConvT5Config
 TARGETS = 4  # A target is this much shorter than its source.
 
 Measured = tuple[Callable[[], Any], Mapping[str, Any]]
-"""An update as a function of nothing, and what is known of it without running it."""
+"""What is to be timed as a function of nothing, and what is known of it without running it."""
 
 Side = Callable[[int, int], Measured]
-"""Makes that for a source length and a number of rows."""
+"""Makes that for a number of rows of a length: a source's for updates, an output's for decoding."""
 
 
 def random_batch(config: ConvT5Config, length: int, batch_size: int) -> dict[str, np.ndarray]:
@@ -27,3 +27,10 @@ def random_batch(config: ConvT5Config, length: int, batch_size: int) -> dict[str
         "decoder_target_tokens": target,
         "decoder_loss_weights": np.ones_like(target),
     }
+
+
+def random_source(config: ConvT5Config, length: int, batch_size: int) -> np.ndarray:
+    """Returns random ids, nothing padded, to decode `length` tokens from."""
+    rng = np.random.default_rng(0)
+    shape = batch_size, max(1, length // TARGETS)
+    return rng.integers(1, config.vocab_size, shape, dtype=np.int32)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from convt5 import gin_config
-from convt5.benchmarks import peers
+from convt5.benchmarks import t5x
 from convt5.benchmarks.sides import TARGETS
 from convt5.tpu import topology
 
@@ -25,18 +25,18 @@ TOKENS = 4096
 def row(checkout: pathlib.Path, model_file: str, device, length: int) -> str:
     """Returns the line of a Markdown table for rows of `length` encoder tokens."""
     config = gin_config.load([model_file], roots=["%MODEL"]).macro("MODEL")
-    model = peers.t5x_model(checkout, config)
+    model = t5x.make_model(checkout, config)
     sharding = SingleDeviceSharding(device)
     rows = TOKENS // length
     shapes = [(rows, length), (rows, length // TARGETS), (rows, length // TARGETS)]
     tokens = [jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in shapes]
     parameters = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-        jax.eval_shape(functools.partial(peers.t5x_parameters, model), tokens),
+        jax.eval_shape(functools.partial(t5x.init_parameters, model), tokens),
     )
     key = jax.eval_shape(lambda: jax.random.key(0))
     key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=sharding)
-    loss = functools.partial(peers.t5x_loss, model)
+    loss = functools.partial(t5x.loss, model)
     start = time.process_time(), time.perf_counter()
     lowered = jax.jit(jax.value_and_grad(loss)).lower(parameters, tokens, key)
     compiled = lowered.compile()
