@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> None:
                 print(json.dumps(record), file=file, flush=True)
                 records.append(record)
                 progress.update()
-    table = report.markdown(records)
+    table = report.text(records)
     (folder / "bench.md").write_text(table)
     print(table)
     written = [folder / "records.jsonl", folder / "bench.md"]

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from convt5 import errors, figures
+from convt5 import errors, figures, markdown
 from convt5.configuration import command_line
 from convt5.training.run_log import METRICS_FILE, duration, read_metrics
 
@@ -169,8 +169,8 @@ def markdown_table(
             speed = run.tokens_per_second
             row["tokens/s"] = "" if speed is None else f"{speed:,.0f}"
         rows.append(row)
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    return _markdown({name: cells for name, cells in columns.items() if any(cells)})
+    filled = [name for name in rows[0] if any(row[name] for row in rows)]
+    return markdown.table([{name: row[name] for name in filled} for row in rows]) + "\n"
 
 
 def plot(
@@ -350,28 +350,6 @@ def _time_unit(seconds: float) -> tuple[str, float]:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
-
-
-def _markdown(columns: dict[str, list[str]]) -> str:
-    """Returns a markdown table that is aligned as plain text too; numbers to the right."""
-    # A bar would begin another cell.
-    columns = {name: [c.replace("|", r"\|") for c in cells] for name, cells in columns.items()}
-    widths = {name: max(len(name), 3, *map(len, cells)) for name, cells in columns.items()}
-    first = next(iter(columns))
-
-    def line(cells: dict[str, str]) -> str:
-        aligned = (
-            text.ljust(widths[name]) if name == first else text.rjust(widths[name])
-            for name, text in cells.items()
-        )
-        return f"| {' | '.join(aligned)} |"
-
-    rules = {
-        name: "-" * width if name == first else "-" * (width - 1) + ":"
-        for name, width in widths.items()
-    }
-    rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
-    return "\n".join([line({name: name for name in columns}), line(rules), *map(line, rows)]) + "\n"
 
 
 class _Parser(argparse.ArgumentParser):

@@ -71,7 +71,7 @@ def test_a_run_writes_a_record_for_each_length_and_model(tmp_path, monkeypatch, 
     assert short["flops"] < long["flops"] < 2.5 * short["flops"]
     assert records[3]["state_bytes"] > 0
     assert (output / "train_step.png").stat().st_size > 10_000
-    assert "| 16 | depthwise_tiny |" in capsys.readouterr().out
+    assert "depthwise_tiny" in cells(capsys.readouterr().out)
 
 
 @pytest.mark.slow
@@ -83,6 +83,12 @@ def test_models_that_take_too_long_are_left_out_at_greater_lengths():
     assert [record["length"] for record in found] == [8]
 
 
+def cells(text: str) -> list[str]:
+    """The cells of the first row of a table, below its header and rule."""
+    _, _, row, *_ = (line for line in text.splitlines() if line.startswith("|"))
+    return [cell.strip() for cell in row.split("|")[1:-1]]
+
+
 def test_tables_show_large_numbers_shortly():
     machine = {
         **{"suite": "machine", "device": "cpu", "processor": "p", "platform": "cpu", "jax": "1"},
@@ -90,7 +96,7 @@ def test_tables_show_large_numbers_shortly():
     }
     row = {"suite": "decode", "case": "a", "length": 8, "seconds": 0.12345}
     row |= {"tokens_per_second": 12345.0, "state_bytes": 999}
-    assert "| 8 | a | 0.123 | 12.3k | 999 |" in report.markdown([machine, row])
+    assert cells(report.text([machine, row])) == ["8", "a", "0.123", "12.3k", "999"]
 
 
 def test_cases_are_compared_with_the_first_at_each_length():
@@ -103,12 +109,12 @@ def test_cases_are_compared_with_the_first_at_each_length():
         {"suite": "train_step", "case": case, "length": length, "seconds": seconds}
         for (case, length), seconds in times.items()
     ]
-    text = report.markdown([machine, *rows])
+    text = report.text([machine, *rows])
     assert "- 8: b is 0.25 times as fast as a" in text
     assert "- 16: b is 0.12 times as fast as a" in text
     assert "- a: from 8 to 32 time grows like length^1.00" in text
     assert "- b: from 8 to 16 time grows like length^2.00" in text
-    assert "| 8 | a | 1 | - | - | - | - |" in text
+    assert cells(text) == ["8", "a", "1", "-", "-", "-", "-"]
 
 
 def test_peers_are_sides_where_they_are(tmp_path, monkeypatch):

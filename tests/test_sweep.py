@@ -516,24 +516,21 @@ def test_a_report_holds_distributions_best_settings_differences_and_steps(tmp_pa
     assert len(saved["runs"]) == 8
 
 
-def row_of(text: str, title: str, start: str) -> list[str]:
-    """The cells of a row of the table under a title."""
+def row_of(text: str, title: str, *first: str) -> list[str]:
+    """The cells of the row of the table under a title that begins with these."""
     lines = text[text.index(f"## {title}") :].splitlines()
-    return [c.strip() for c in next(x for x in lines if x.startswith(f"| {start}")).split("|")]
+    rows = ([c.strip() for c in line.split("|")] for line in lines)
+    return next(row for row in rows if row[1 : 1 + len(first)] == [*first])
 
 
 def test_a_line_that_diverged_is_compared_with_nothing(tmp_path):
     chosen = study(tmp_path, versus="model")
     running.run_all(chosen, launch=Trainer(fails="c.gin", says="the loss is not finite"))
     text = report.write(chosen)
-    assert row_of(text, "C minus P", "0.05") == ["", "0.0500", "diverged", "-", ""]
+    assert row_of(text, "C minus P", "0.0500") == ["", "0.0500", "diverged", "-", ""]
     title = "Steps of the best settings to an error that all reach, but for those that diverged"
     assert row_of(text, title, "P") == ["", "P", "0.0500", "2", ""]
     assert row_of(text, title, "C") == ["", "C", "-", "-", ""]
-
-
-def test_a_bar_in_a_label_begins_no_other_cell():
-    assert report.markdown([{"model": "a|b"}]).endswith(r"| a\|b  |")
 
 
 class TestPlots:
@@ -748,7 +745,7 @@ class TestOverAnAxis:
         assert [cell.strip() for cell in head.split("|")[1:-1]] == ["equal", "model", "8", "64"]
         cells = [cell.strip() for cell in first.split("|")[1:-1]]
         assert cells == ["parameters", "dynamic", "0.500", "0.250"]
-        assert "| 7 " in text
+        assert row_of(text, "Costs", "parameters", "dynamic")[8] == "7"
         assert (tmp_path / "profiles.png").stat().st_size > 10_000
 
     def test_points_that_diverged_are_named_and_cost_nothing(self, tmp_path):
@@ -766,11 +763,11 @@ class TestOverAnAxis:
         running.run_all(asked, launch=launch)
         text = report.write(asked)
         title = "validation/accuracy against gap"
-        first = row_of(text, title, "parameters | dynamic")
+        first = row_of(text, title, "parameters", "dynamic")
         assert first[3:5] == ["0.650 (0.650..0.650)", "diverged"]
-        assert row_of(text, title, "parameters | t5")[4] == "1 of 2 diverged (0.650)"
-        assert row_of(text, "Costs", "parameters | dynamic | 64")[8] == "-"
-        assert row_of(text, "Costs", "parameters | t5      | 64")[8] == "7"
+        assert row_of(text, title, "parameters", "t5")[4] == "1 of 2 diverged (0.650)"
+        assert row_of(text, "Costs", "parameters", "dynamic", "64")[8] == "-"
+        assert row_of(text, "Costs", "parameters", "t5", "64")[8] == "7"
 
     def test_an_update_in_parts_takes_less_memory(self, tmp_path):
         parts = {"trainer.train.grad_accum_steps": 4}

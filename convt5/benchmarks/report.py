@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from convt5 import figures
+from convt5 import figures, markdown
 from convt5.training.run_log import short_number
 
 Record = Mapping[str, Any]
@@ -40,8 +40,8 @@ _PLOTS = {
 }
 
 
-def markdown(records: Sequence[Record]) -> str:
-    """Returns the machine and a table for each suite that was run."""
+def text(records: Sequence[Record]) -> str:
+    """Returns, as Markdown, the machine and a table for each suite that was run."""
     machine = next(r for r in records if r["suite"] == "machine")
     lines = [
         f"{machine['device']} ({machine['processor'] or machine['platform']}), "
@@ -52,7 +52,7 @@ def markdown(records: Sequence[Record]) -> str:
     for suite, columns in _COLUMNS.items():
         found = [r for r in records if r["suite"] == suite]
         if found:
-            lines += ["", f"### {suite}", "", *_table(found, columns)]
+            lines += ["", f"### {suite}", "", _table(found, columns)]
         if suite in _COMPARED:
             lines += ["", *_compared(found, _COMPARED[suite])]
     return "\n".join(lines) + "\n"
@@ -91,11 +91,14 @@ def _compared(records: Sequence[Record], figure: tuple[str, bool]) -> list[str]:
     return lines
 
 
-def _table(records: Sequence[Record], columns: Sequence[str]) -> list[str]:
-    header = ["length", "case", *(_TITLES[c] for c in columns)]
-    rows = [[str(r["length"]), r["case"], *(_cell(r.get(c)) for c in columns)] for r in records]
-    rule = ["---"] * len(header)
-    return [f"| {' | '.join(cells)} |" for cells in (header, rule, *rows)]
+def _table(records: Sequence[Record], columns: Sequence[str]) -> str:
+    return markdown.table(
+        [
+            {"length": str(r["length"]), "case": r["case"]}
+            | {_TITLES[c]: _cell(r.get(c)) for c in columns}
+            for r in records
+        ]
+    )
 
 
 def _cell(value: float | str | None) -> str:

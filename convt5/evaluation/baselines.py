@@ -8,7 +8,7 @@ import collections
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from convt5 import errors
+from convt5 import errors, markdown
 from convt5.configuration import command_line
 
 SMOOTHING = 0.1
@@ -104,16 +104,21 @@ def table(named: Sequence[object], split: str) -> str:
     """Returns a row for each task, of names or objects; tasks of the same texts share one."""
     from convt5.evaluation import task_data
 
-    lines = ["| task | examples | most frequent label | naive Bayes |", "|---|---|---|---|"]
-    seen = []
+    rows, seen = [], []
     for task in task_data.find_tasks(named):
         train, test = read(task, "train"), read(task, split)
         if (train, test) in seen:  # One that ranks labels beside one that generates them.
             continue
         seen.append((train, test))
-        scores = f"{majority(train, test):.3f} | {naive_bayes(train, test):.3f}"
-        lines.append(f"| {task.name} | {len(test.labels):,} | {scores} |")
-    return "\n".join(lines)
+        rows.append(
+            {
+                "task": task.name,
+                "examples": f"{len(test.labels):,}",
+                "most frequent label": f"{majority(train, test):.3f}",
+                "naive Bayes": f"{naive_bayes(train, test):.3f}",
+            }
+        )
+    return markdown.table(rows)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from convt5 import errors
+from convt5 import errors, markdown
 from convt5.sweeps import analysis
 from convt5.sweeps.analysis import Best, Key, Result
 from convt5.sweeps.equal_cost import Sized, described
@@ -96,14 +96,12 @@ def tables(study: Study, profiles: Mapping[Key, Line], costs: Mapping[Any, Cost]
         for label in line
         for cost in [costs[key, label]]
     ]
-    from convt5.sweeps.report import markdown
-
     return "\n\n".join(
         [
             f"## {study.metric} against {study.over}",
-            markdown(shown),
+            markdown.table(shown),
             "## Costs",
-            markdown(spent),
+            markdown.table(spent),
             "forward MFLOP: of one example; update MB: memory of an update, in closed form; "
             "seconds: of training without compilation and evaluation, on the machine it ran on.",
             *sorted({f"Not known here: {cost.fault}" for cost in costs.values() if cost.fault}),

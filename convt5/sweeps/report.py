@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from convt5 import errors
+from convt5 import errors, markdown
 from convt5.sweeps import analysis, profile, running
 from convt5.sweeps.analysis import Best, Distribution, Key
 from convt5.sweeps.study import SEED, Study
@@ -80,7 +80,7 @@ def tables(
     parts = [
         f"{num_done} of {num_runs} runs are done. The error is {error} after the last step.",
         "## Errors over the grid",
-        markdown(
+        markdown.table(
             [
                 {
                     **_named(study.rows, key),
@@ -101,7 +101,7 @@ def tables(
             ]
         ),
         "## Best settings",
-        markdown(
+        markdown.table(
             [
                 {
                     **_named(study.rows, key),
@@ -121,7 +121,7 @@ def tables(
         others = [axis for axis in study.rows if axis != study.versus]
         parts += [
             f"## {second} minus {first}, each at its best setting",
-            markdown(
+            markdown.table(
                 [
                     {
                         **_named(others, key),
@@ -152,7 +152,7 @@ def _steps(study: Study, bests: Mapping[Key, Best]) -> str:
                 "steps": "-" if steps is None else f"{steps:,.0f}",
             }
         )
-    return markdown(rows)
+    return markdown.table(rows)
 
 
 def _named(axes: Sequence[str], key: Key) -> dict[str, str]:
@@ -165,17 +165,3 @@ def _number(value: float) -> str:
 
 def _plain(value: float) -> Any:
     return value if math.isfinite(value) else str(value)
-
-
-def markdown(rows: Sequence[Mapping[str, str]]) -> str:
-    """Returns a table that is aligned as plain text too."""
-    names = list(rows[0])
-    # A bar would begin another cell.
-    rows = [{name: row[name].replace("|", r"\|") for name in names} for row in rows]
-    widths = {name: max(len(name), 3, *(len(row[name]) for row in rows)) for name in names}
-
-    def line(cells: Mapping[str, str]) -> str:
-        return f"| {' | '.join(cells[name].ljust(widths[name]) for name in names)} |"
-
-    rule = {name: "-" * widths[name] for name in names}
-    return "\n".join([line({name: name for name in names}), line(rule), *map(line, rows)])

@@ -1,0 +1,26 @@
+"""Tables in Markdown that are aligned as plain text too."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+_NUMBER = re.compile(r"[-+]?\.?\d")
+
+
+def table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Returns a table of rows with the same keys, its header; columns of numbers to the right."""
+    names = list(rows[0])
+    # A bar would begin another cell.
+    rows = [{name: row[name].replace("|", r"\|") for name in names} for row in rows]
+    widths = {name: max(len(name), 3, *(len(row[name]) for row in rows)) for name in names}
+    # Most of a column decides: a number can be missing, or said not to be finite.
+    right = {n for n in names if sum(bool(_NUMBER.match(row[n])) for row in rows) * 2 > len(rows)}
+
+    def line(cells: Mapping[str, str]) -> str:
+        aligned = (
+            cells[name].rjust(widths[name]) if name in right else cells[name].ljust(widths[name])
+            for name in names
+        )
+        return f"| {' | '.join(aligned)} |"
+
+    rule = {name: "-" * (widths[name] - 1) + (":" if name in right else "-") for name in names}
+    return "\n".join([line({name: name for name in names}), line(rule), *map(line, rows)])

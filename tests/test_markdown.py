@@ -1,0 +1,18 @@
+"""Tests of tables in Markdown."""
+
+from convt5 import markdown
+
+
+def test_numbers_stand_to_the_right_and_a_bar_begins_no_other_cell():
+    rows = [
+        {"model": "a|b", "loss": "1.5", "said": "-"},
+        {"model": "t5", "loss": "-12", "said": "not finite"},
+        {"model": "7", "loss": "", "said": "3"},
+    ]
+    assert markdown.table(rows).splitlines() == [
+        r"| model | loss | said       |",
+        r"| ----- | ---: | ---------- |",
+        r"| a\|b  |  1.5 | -          |",
+        r"| t5    |  -12 | not finite |",
+        r"| 7     |      | 3          |",
+    ]
