@@ -89,6 +89,13 @@ def main(argv: Sequence[str]) -> int:
             ],
             where="flags",
         )
+    most = "" if flags.most_runs is None else f"--most_runs={flags.most_runs}"
+    for flag in ("--dry_run" if flags.dry_run else "", most):
+        if flags.report_only and flag:
+            raise errors.UserError(
+                f"--report_only and {flag}: a report alone makes and checks no run; leave out one "
+                "of the two."
+            )
     study = read_study(arguments.gin_files, arguments.gin_bindings)
     from convt5.sweeps import report, running
 

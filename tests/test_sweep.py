@@ -248,6 +248,12 @@ def test_a_dry_run_refuses_results(flag):
         sweep.main(["--gin_file=study.gin", "--dry_run", f"--{flag}=a.jsonl"])
 
 
+@pytest.mark.parametrize("flag", ["--dry_run", "--most_runs=2"])
+def test_a_report_alone_refuses_what_is_about_runs_to_be_made(flag):
+    with pytest.raises(UserError, match=f"--report_only and {flag}: .* leave out one of the two"):
+        sweep.main(["--gin_file=study.gin", "--report_only", flag])
+
+
 def test_results_that_cannot_be_taken_over_are_named(tmp_path):
     here, file = study(tmp_path / "here"), tmp_path / "study.jsonl"
     with pytest.raises(UserError, match="is no file"):
