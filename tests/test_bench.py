@@ -221,3 +221,17 @@ def test_the_chosen_formulation_is_measured_beside_the_others(monkeypatch):
     assert static["best"] in formulations._STATIC
     for record in (static, dynamic):
         assert record["times_best"] == record["seconds"] / record["best_seconds"]
+
+
+def test_operators_are_drawn_under_the_machines_roofs(tmp_path):
+    pytest.importorskip("matplotlib")
+    machine = {"suite": "machine", "copy_bytes_per_second": 2e10, "matmul_flops": 1e11}
+    ops = [
+        {"suite": "ops", "case": f"{kind} K={taps}", "kind": kind, "length": 8}
+        | {"flops": 1e6 * taps, "least_bytes": 1e6, "seconds": 1e-3, "naive_seconds": 2e-3}
+        for kind in operators.KINDS
+        for taps in operators.KERNEL_SIZES
+    ]
+    (picture,) = report.plot([machine, *ops], tmp_path)
+    assert picture.name == "roofline.png"
+    assert picture.stat().st_size > 10_000

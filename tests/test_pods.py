@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from convt5.errors import UserError
-from convt5.tpu import pods
+from convt5.tpu import kept_programs, pods
 from convt5.tpu.pods import Program, Programs, longest, summary
 
 
@@ -54,7 +54,7 @@ def test_what_was_compiled_is_kept_and_told(tmp_path, monkeypatch, capsys):
     reports = {update: summary(report()), fitting: summary(report()), longer: {"needed": 31e9}}
     monkeypatch.setattr(Program, "compiled", lambda self, **_: reports.pop(self))
     programs = Programs(tmp_path)
-    programs.report(update, count_loops=True)
+    programs.compiled(update, count_loops=True)
     assert programs.fits(fitting)
     assert not programs.fits(longer)
     assert not reports
@@ -62,10 +62,10 @@ def test_what_was_compiled_is_kept_and_told(tmp_path, monkeypatch, capsys):
     again = Programs(tmp_path)
     assert again.reports == programs.reports
     page = tmp_path / "page.md"
-    page.write_text(f"Above\n{pods.BEGIN}\nold\n{pods.END}\nbelow\n")
+    page.write_text("Above\n<!-- pods -->\nold\n<!-- end -->\nbelow\n")
     pods.main([f"--output={tmp_path}", "--report_only", f"--page={page}"])
     text = capsys.readouterr().out
-    assert page.read_text() == f"Above\n{pods.BEGIN}\n{text}{pods.END}\nbelow\n"
+    assert page.read_text() == f"Above\n<!-- pods -->\n{text}<!-- end -->\nbelow\n"
     assert (
         "| dynamic_base | v5e:16x16 | data 4 x fsdp 16 | 1 GB | 2 GB | 3.00 | 4.0 | "
         "3.50 fsdp, 1.00 data | 250 ms (memory) |" in text
@@ -76,4 +76,4 @@ def test_what_was_compiled_is_kept_and_told(tmp_path, monkeypatch, capsys):
 
 def test_a_page_without_marks_is_refused():
     with pytest.raises(UserError, match="must hold <!-- pods --> and <!-- end -->"):
-        pods.with_tables("a page\n<!-- pods -->\n", "tables")
+        kept_programs.with_tables("a page\n<!-- pods -->\n", "pods", "tables")

@@ -46,15 +46,19 @@ def _measure(kind, taps, length, repeats, copy_bytes_per_second) -> dict[str, An
         repeats=repeats,
     )
     # x, its cotangent and the kernel are read; the output and both gradients are written.
-    least = (4 * x.nbytes + 2 * kernel.nbytes) / copy_bytes_per_second
+    least = 4 * x.nbytes + 2 * kernel.nbytes
     return {
         "suite": "ops",
         "case": f"{kind} K={taps}",
+        "kind": kind,
         "length": length,
+        # The output and both gradients take a product and a sum for each tap of each number.
+        "flops": 3 * 2 * taps * x.size,
+        "least_bytes": least,
         **taken["convt5"].as_json(),
         "naive_seconds": taken["naive"].seconds,
         "speedup": taken["naive"].seconds / taken["convt5"].seconds,
-        "times_copy": taken["convt5"].seconds / least,
+        "times_copy": taken["convt5"].seconds * copy_bytes_per_second / least,
     }
 
 

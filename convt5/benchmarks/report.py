@@ -65,7 +65,10 @@ def plot(records: Sequence[Record], folder: pathlib.Path) -> list[pathlib.Path]:
         UserError: matplotlib is not installed.
     """
     wanted = [s for s in _PLOTS if len({r["length"] for r in records if r["suite"] == s}) > 1]
-    return [_picture(suite, records, folder / f"{suite}.png") for suite in wanted]
+    written = [_picture(suite, records, folder / f"{suite}.png") for suite in wanted]
+    if any(r["suite"] == "ops" for r in records):
+        written.append(_roofline(records, folder / "roofline.png"))
+    return written
 
 
 def _compared(records: Sequence[Record], figure: tuple[str, bool]) -> list[str]:
@@ -123,5 +126,37 @@ def _picture(suite: str, records: Sequence[Record], path: pathlib.Path) -> pathl
         axis.set_yscale("log")
         axis.grid(alpha=0.3)
     axes[0].legend()
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _roofline(records: Sequence[Record], path: pathlib.Path) -> pathlib.Path:
+    """Draws how fast operators compute under what the machine copies and multiplies at best."""
+    machine = next(r for r in records if r["suite"] == "machine")
+    found = [r for r in records if r["suite"] == "ops"]
+    length = max(r["length"] for r in found)
+    figure = figures.figure_class("the plots")(figsize=(6, 4.4), layout="constrained")
+    axes = figure.subplots()
+    bandwidth, peak = machine["copy_bytes_per_second"], machine["matmul_flops"]
+    least = [r["flops"] / r["least_bytes"] for r in found]
+    ends = [min(least) / 2, max(*least, peak / bandwidth) * 2]
+    roof = [ends[0], peak / bandwidth, ends[1]]
+    axes.plot(roof, [min(peak, x * bandwidth) for x in roof], color="0.4", label="the machine")
+    for number, kind in enumerate(dict.fromkeys(r["kind"] for r in found)):
+        own = [r for r in found if r["kind"] == kind and r["length"] == length]
+        x = [r["flops"] / r["least_bytes"] for r in own]
+        style = {"color": f"C{number}", "marker": "o"}
+        axes.plot(x, [r["flops"] / r["seconds"] for r in own], label=kind, **style)
+        naive = [r["flops"] / r["naive_seconds"] for r in own]
+        axes.plot(x, naive, label=f"{kind}, naive sum", markerfacecolor="none", ls=":", **style)
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="operations per byte that must be read or written",
+        ylabel="operations per second",
+        title=f"forward and backward, length {length:,}, by number of taps",
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
     return path

@@ -7,19 +7,18 @@ shows it: given again, the command goes on behind it; with --report_only it prin
 
 import argparse
 import dataclasses
+import functools
 import itertools
-import json
 import pathlib
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from convt5 import errors, inspect
+from convt5 import inspect
 from convt5.analysis.cost_report import short_bytes
 from convt5.benchmarks.sides import TARGETS
 from convt5.configuration import command_line
 from convt5.tpu import step_report, topology
+from convt5.tpu.kept_programs import KeptPrograms, Report, with_tables
 
 FSDP: Mapping[str, Mapping[str, int]] = {
     "base": {"v5e": 1, "v5p": 1},
@@ -50,11 +49,8 @@ SHORTEST, LONGEST = 2**14, 2**22
 
 SETTINGS = ("ConvT5Config.scan_layers=True", "ConvT5Config.remat='full'")
 OUTPUT = "docs/scale"
-BEGIN, END = "<!-- pods -->", "<!-- end -->"
+MARK = "pods"
 _FILE = "programs.jsonl"
-
-Report = Mapping[str, Any]
-"""What the tables tell of a program, or {"needed": bytes} of one that does not fit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,33 +106,19 @@ def summary(report: Mapping[str, Any]) -> Report:
     }
 
 
-class Programs:
+class Programs(KeptPrograms[Program]):
     """What is known of programs: kept in a folder, compiled where it is missing."""
 
     def __init__(self, folder: pathlib.Path):
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / _FILE
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
-        records = [json.loads(line) for line in lines]
-        self.reports: dict[Program, Report] = {
-            Program(**record["program"]): record["report"] for record in records
-        }
+        super().__init__(folder / _FILE, Program)
 
-    def report(self, program: Program, *, count_loops: bool) -> Report:
+    def compiled(self, program: Program, *, count_loops: bool) -> Report:
         """Returns the report; `count_loops` as in `step_report.make_report`."""
-        if program not in self.reports:
-            began = time.monotonic()
-            report = self.reports[program] = program.compiled(count_loops=count_loops)
-            record = {"program": dataclasses.asdict(program), "report": report}
-            with self._path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-            verdict = "does not fit" if "needed" in report else "fits"
-            seconds = time.monotonic() - began
-            print(f"{program}: {verdict}, after {seconds:.0f} s", file=sys.stderr, flush=True)
-        return self.reports[program]
+        make = functools.partial(program.compiled, count_loops=count_loops)
+        return self.report(program, make)
 
     def fits(self, program: Program) -> bool:
-        return "needed" not in self.report(program, count_loops=False)
+        return "needed" not in self.compiled(program, count_loops=False)
 
 
 def updates() -> list[Program]:
@@ -242,23 +224,14 @@ def main(argv: Sequence[str]) -> None:
     if "updates" in wanted:
         for program in updates():
             if program.size in settings.sizes:
-                programs.report(program, count_loops=True)
+                programs.compiled(program, count_loops=True)
     if "lengths" in wanted:
         for size, slice_, variant in itertools.product(settings.sizes, LENGTH_SLICES, VARIANTS):
             try_lengths(programs, size, variant, slice_)
     text = "\n".join(tables(programs))
     print(text)
     if settings.page is not None:
-        settings.page.write_text(with_tables(settings.page.read_text(), text))
-
-
-def with_tables(page: str, text: str) -> str:
-    """Returns a page with other tables between its marks."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise errors.UserError(f"--page must hold {BEGIN} and {END}, which tables stand between.")
-    return f"{before}{begin}\n{text}\n{end}{after}"
+        settings.page.write_text(with_tables(settings.page.read_text(), MARK, text))
 
 
 if __name__ == "__main__":

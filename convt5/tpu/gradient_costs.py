@@ -1,0 +1,240 @@
+"""Loss and gradients on one TPU chip, by its compiler: a table and rooflines of performance.md.
+
+`python -m convt5.tpu.gradient_costs --t5x=CHECKOUT` compiles base models of ours, and T5X's T5 of
+the same size, at several lengths of equal tokens; half an hour in all. What was compiled is kept:
+given again, the command goes on behind it; with --report_only it tells and draws what there is.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import pathlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from convt5 import errors, figures, gin_config, inspect, markdown
+from convt5.benchmarks import t5x
+from convt5.benchmarks.sides import TARGETS
+from convt5.configuration import command_line
+from convt5.tpu import step_report, topology
+from convt5.tpu.kept_programs import KeptPrograms, Report, with_tables
+
+TOKENS = 4096
+"""Encoder tokens of all rows together; the decoder has a fourth as many."""
+
+PEER = "T5X"
+"""T5X's T5, of the sizes of `LIKE`."""
+
+LIKE = "t5_base"
+MODELS = (LIKE, "dynamic_base", "lightweight_base")
+LENGTHS = (512, 2048, 4096)
+OUTPUT = "docs/performance"
+MARK = "gradients"
+_BYTES = {"accessed, GB": "bytes_accessed", "temporaries, GB": "temporaries"}
+_FILE, _PICTURE = "gradients.jsonl", "roofline_tpu.png"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Loss and gradients of `TOKENS` encoder tokens in rows of `length`, on one chip.
+
+    Attributes:
+        model: a file of gin/models, or `PEER`.
+        slice: a name of `convt5.tpu.topology`.
+        length: encoder tokens of a row.
+    """
+
+    model: str
+    slice: str
+    length: int
+
+    def compiled(self, checkout: pathlib.Path | None) -> Report:
+        """Returns what the compiler says, after minutes.
+
+        Args:
+            checkout: of T5X; not needed for models of ours.
+        """
+        if self.model == PEER:
+            assert checkout is not None
+            return self._compiled_peer(checkout)
+        settings, name = inspect.read_settings([_gin_file(self.model)], [])
+        flags = {
+            "batch_size": TOKENS // self.length,
+            "encoder_length": self.length,
+            "decoder_length": self.length // TARGETS,
+        }
+        subject = inspect.make_subject(name, settings, {"devices": 1, **flags})
+        step = inspect.make_step(subject, settings, gradients_only=True)
+        began = time.process_time()
+        report = step_report.make_report(step, topology.load(self.slice))
+        return {
+            "flops": report.flops,
+            "bytes_accessed": report.bytes_accessed,
+            "temporaries": report.memory.temporaries,
+            "compute_seconds": report.roofline.compute,
+            "memory_seconds": report.roofline.memory,
+            "compile_cpu_seconds": time.process_time() - began,
+        }
+
+    def _compiled_peer(self, checkout: pathlib.Path) -> Report:
+        slice_ = topology.load(self.slice)
+        config = gin_config.load([_gin_file(LIKE)], roots=["%MODEL"]).macro("MODEL")
+        model = t5x.make_model(checkout, config)
+        where = SingleDeviceSharding(slice_.devices[0])
+
+        def placed(array: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
+
+        rows = TOKENS // self.length
+        shapes = [(rows, self.length), *[(rows, self.length // TARGETS)] * 2]
+        tokens = [placed(jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in shapes]
+        initial = jax.eval_shape(functools.partial(t5x.init_parameters, model), tokens)
+        key = placed(jax.eval_shape(lambda: jax.random.key(0)))
+        loss = jax.value_and_grad(functools.partial(t5x.loss, model))
+        began = time.process_time()
+        compiled = jax.jit(loss).lower(jax.tree.map(placed, initial), tokens, key).compile()
+        cost, memory = compiled.cost_analysis(), compiled.memory_analysis()
+        if cost is None or memory is None:
+            raise RuntimeError("the compiler says nothing of what the program costs")
+        peak = slice_.peak_flops
+        assert peak is not None
+        return {
+            "flops": cost["flops"],
+            "bytes_accessed": cost["bytes accessed"],
+            "temporaries": memory.temp_size_in_bytes,
+            "compute_seconds": cost["flops"] / peak,
+            "memory_seconds": cost["bytes accessed"] / slice_.chip.hbm_bandwidth,
+            "compile_cpu_seconds": time.process_time() - began,
+        }
+
+
+def _gin_file(model: str) -> str:
+    return f"gin/models/{model}.gin"
+
+
+def table(reports: Mapping[Program, Report]) -> str:
+    """Returns a row for each program, with its share of what T5X takes at the same length."""
+    rows = []
+    for program, report in reports.items():
+        peer = reports.get(dataclasses.replace(program, model=PEER))
+        rows.append(
+            {
+                "model": program.model if program.model == PEER else f"`{program.model}`",
+                "row length": f"{program.length:,}",
+                "TFLOP": f"{report['flops'] / 1e12:.2f}",
+                **{title: _gigabytes(report, peer, name) for title, name in _BYTES.items()},
+                "no step is faster than": _bound(report),
+                "compiled in": f"{report['compile_cpu_seconds']:.0f} s",
+            }
+        )
+    return markdown.table(rows)
+
+
+def _gigabytes(report: Report, peer: Report | None, name: str) -> str:
+    text = f"{report[name] / 1e9:.3g}"
+    if peer is None or peer is report:
+        return text
+    return f"{text} ({report[name] / peer[name]:.3f})"
+
+
+def _bound(report: Report) -> str:
+    compute, memory = report["compute_seconds"], report["memory_seconds"]
+    by = "memory" if memory > compute else "compute"
+    return f"{1e3 * max(compute, memory):.1f} ms ({by})"
+
+
+def draw(reports: Mapping[Program, Report], path: pathlib.Path) -> None:
+    """Draws where programs of one slice stand under its roofs, and their least times by length.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    figure = figures.figure_class("the picture")(figsize=(11, 4.2), layout="constrained")
+    roof, times = figure.subplots(1, 2)
+    first = next(iter(reports.values()))
+    peak = first["flops"] / first["compute_seconds"]
+    bandwidth = first["bytes_accessed"] / first["memory_seconds"]
+    ridge = peak / bandwidth
+    intensities = np.geomspace(ridge / 8, ridge * 4, 64)
+    roof.plot(intensities, np.minimum(peak, intensities * bandwidth) / 1e12, color="0.4")
+    for model in dict.fromkeys(program.model for program in reports):
+        own = sorted((p.length, report) for p, report in reports.items() if p.model == model)
+        lengths = [length for length, _ in own]
+        found = [r["flops"] / r["bytes_accessed"] for _, r in own]
+        attained = [min(peak, intensity * bandwidth) / 1e12 for intensity in found]
+        (line,) = roof.plot(found, attained, "o", label=model)
+        for length, x, y in zip(lengths, found, attained, strict=True):
+            roof.annotate(
+                f"{length}",
+                (x, y),
+                xytext=(4, -9),
+                textcoords="offset points",
+                fontsize=7,
+                color=line.get_color(),
+            )
+        seconds = [max(r["compute_seconds"], r["memory_seconds"]) for _, r in own]
+        times.plot(lengths, [1e3 * s for s in seconds], "o-", label=model)
+    roof.set(
+        xlabel="operations per byte accessed",
+        ylabel="TFLOP/s at most",
+        xscale="log",
+        yscale="log",
+        title=f"under the roofs of {next(iter(reports)).slice.partition(':')[0]}",
+    )
+    times.set(
+        xlabel="tokens of a row",
+        ylabel="ms",
+        xscale="log",
+        yscale="log",
+        title=f"no step of {TOKENS:,} + {TOKENS // TARGETS:,} tokens is faster than",
+    )
+    times.set_xticks(sorted({p.length for p in reports}), minor=False)
+    times.get_xaxis().set_major_formatter("{x:,.0f}")
+    times.minorticks_off()
+    for axes in (roof, times):
+        axes.grid(alpha=0.3)
+    times.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m convt5.tpu.gradient_costs")
+    parser.add_argument("--t5x", type=pathlib.Path, help="a checkout of T5X, which then is a row")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), help="files of gin/models")
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--topology", default="v5p:1x1x1", help="one chip, such as v5e:1x1")
+    parser.add_argument("--output", default=OUTPUT, help="the folder of what was compiled")
+    parser.add_argument("--page", type=pathlib.Path, help="also writes the table into this page")
+    parser.add_argument("--report_only", action="store_true", help="compiles nothing")
+    settings = parser.parse_args(argv)
+    for length in settings.lengths:
+        if length < TARGETS or TOKENS % length:
+            raise errors.UserError(f"--lengths={length} must divide {TOKENS:,} encoder tokens.")
+    folder = pathlib.Path(settings.output)
+    kept = KeptPrograms(folder / _FILE, Program)
+    names = [*([PEER] if settings.t5x else []), *settings.models]
+    if not settings.report_only:
+        for name, length in itertools.product(names, settings.lengths):
+            program = Program(name, settings.topology, length)
+            kept.report(program, functools.partial(program.compiled, settings.t5x))
+    shown = {p: report for p, report in kept.reports.items() if p.slice == settings.topology}
+    if not shown:
+        raise errors.UserError(
+            f"--report_only: nothing is kept for {settings.topology} in {folder}; leave it out."
+        )
+    text = table(shown)
+    print(text)
+    if settings.page is not None:
+        settings.page.write_text(with_tables(settings.page.read_text(), MARK, text))
+    draw(shown, folder / _PICTURE)
+
+
+if __name__ == "__main__":
+    command_line.run(main)
