@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import pathlib
+import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -529,6 +530,20 @@ def test_rows_spread_over_devices_score_alike():
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     spread = score(model, source, targets, batch_sharding=rows)
     np.testing.assert_allclose(spread.scores, score(model, source, targets).scores, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_no_step_copies_what_attention_remembers(rows):
+    length, head_dim = 64, 4
+    given = {"prefix": np.zeros((rows, length), np.int32)}
+    given |= {name: np.full(rows, length, np.int32) for name in ("prefix_lengths", "max_lengths")}
+    inputs = search.SearchInputs(encoder_input_tokens=sources(batch=rows), keys=None, **given)
+    settings = {"strategy": Greedy(), "end_id": END, "hide_start_token": None}
+    program = decoding._search.lower(tiny_model("attention"), inputs, **settings).compile()
+    loop, _, _ = (program.as_text() or "").partition("\nENTRY ")
+    cache = rf"f32\[(?:\d+,)*(?:{length},{head_dim}|{head_dim},{length})\]"
+    assert re.search(rf"= {cache}\S* fusion\(", loop)
+    assert not re.search(rf"= {cache}\S* copy\(", loop)
 
 
 def test_an_empty_batch_has_no_results():

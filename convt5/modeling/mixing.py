@@ -180,12 +180,12 @@ class Convolution(nnx.Module):
 class AttentionState(NamedTuple):
     """Keys and values of the positions seen so far, in order.
 
-    They lie as the products with a single query read them: in any other order processors write
-    the whole cache anew at each step.
+    They lie as the products with a single query read them, and a batch of one row has no axis of
+    its own: otherwise processors write the whole cache anew at each step.
     """
 
-    keys: Float[Array, "batch heads head_dim length"]
-    values: Float[Array, "batch heads length head_dim"]
+    keys: Float[Array, "*batch heads head_dim length"]
+    values: Float[Array, "*batch heads length head_dim"]
 
 
 class Attention(nnx.Module):
@@ -243,8 +243,10 @@ class Attention(nnx.Module):
     def init_state(self, batch: Size, length: int, dtype: jnp.dtype) -> AttentionState:
         """Returns an empty cache for `length` positions of self-attention."""
         head_dim = self.key.kernel[...].shape[1] // self.num_heads
-        keys = jnp.zeros((batch, self.num_heads, head_dim, length), dtype)
-        return AttentionState(keys, keys.swapaxes(2, 3))
+        is_single = isinstance(batch, int) and batch == 1
+        rows = () if is_single else (batch,)
+        keys = jnp.zeros((*rows, self.num_heads, head_dim, length), dtype)
+        return AttentionState(keys, keys.swapaxes(-2, -1))
 
     def step(
         self,
@@ -255,12 +257,18 @@ class Attention(nnx.Module):
         bias: Float[Array, "rows heads 1 length"] | None = None,
     ) -> tuple[Float[Array, "batch 1 embed"], AttentionState]:
         """Writes the next position into the cache and attends to all positions up to it."""
-        rows = jnp.arange(x.shape[0])
         key, value = self._keys_and_values(x)
-        state = AttentionState(
-            state.keys.at[rows, :, :, position].set(key[:, 0]),
-            state.values.at[rows, :, position].set(value[:, 0]),
-        )
+        if state.keys.ndim == 3:
+            state = AttentionState(
+                jax.lax.dynamic_update_index_in_dim(state.keys, key[0, 0], position[0], 2),
+                jax.lax.dynamic_update_index_in_dim(state.values, value[0, 0], position[0], 1),
+            )
+        else:
+            rows = jnp.arange(x.shape[0])
+            state = AttentionState(
+                state.keys.at[rows, :, :, position].set(key[:, 0]),
+                state.values.at[rows, :, position].set(value[:, 0]),
+            )
         seen = jnp.arange(state.keys.shape[-1])[None, None] <= position[:, None, None]
         return self.read(x, state, seen, bias=bias), state
 
@@ -274,19 +282,23 @@ class Attention(nnx.Module):
     ) -> Float[Array, "batch 1 embed"]:
         """Attends from one position to projected keys and values, where `mask` is true."""
         query = self._heads(self.query(x)).swapaxes(1, 2)
-        # batch heads 1 source
+        batch = query.shape[0]
+        query = query.reshape(*state.keys.shape[:-2], 1, query.shape[-1])
         logits = jnp.einsum(
-            "bhqd,bhdk->bhqk",
+            "...qd,...dk->...qk",
             query,
             state.keys,
             preferred_element_type=at_least_float32(x.dtype),
         )
+        # batch heads 1 source
+        logits = logits.reshape(batch, self.num_heads, 1, logits.shape[-1])
         if bias is not None:
             logits = logits + bias.astype(logits.dtype)
         logits = jnp.where(mask[:, None], logits, -1e9)
         weights = jax.nn.softmax(logits, axis=-1).astype(x.dtype)
-        y = jnp.einsum("bhqk,bhkd->bhqd", weights, state.values)
-        return self.output(y.reshape(y.shape[0], 1, y.shape[1] * y.shape[3]))
+        weights = weights.reshape(*state.values.shape[:-2], 1, weights.shape[-1])
+        y = jnp.einsum("...qk,...kd->...qd", weights, state.values)
+        return self.output(y.reshape(batch, 1, self.num_heads * y.shape[-1]))
 
     def _keys_and_values(
         self, x: Float[Array, "batch length embed"]
