@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from convt5 import errors, loading, vocabulary_files
 from convt5.checkpoints import reading
@@ -197,10 +198,13 @@ def _open(path: str, step: int | None) -> _Source:
 
 
 def _with_rows_of(fresh: jax.Array, old: jax.Array) -> jax.Array:
-    rows = min(len(fresh), len(old))
-    return jax.device_put(
-        jnp.concatenate([old[:rows], jax.device_put(fresh, old.sharding)[rows:]]), fresh.sharding
-    )
+    # Every host has all of the old rows; the fresh ones may lie on devices of many.
+    rows = np.asarray(old[: len(fresh)])
+
+    def extended(table: jax.Array, rows: jax.Array) -> jax.Array:
+        return table.at[: len(rows)].set(rows)
+
+    return jax.jit(extended, out_shardings=fresh.sharding)(fresh, rows)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -24,6 +24,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 SETTINGS = """
 from __gin__ import dynamic_registration
 from convt5 import checkpoint
+from convt5 import initialization
 from convt5 import optimizer
 from convt5 import schedule
 from convt5 import sharding
@@ -71,9 +72,10 @@ def rules() -> tuple[sharding.Rule, ...]:
 
 
 class Table(nnx.Module):
-    def __init__(self, key, spare=0):
+    def __init__(self, key, spare=0, spare_rows=WIDTH):
         self.kernel = nnx.Param(jax.random.normal(key, (WIDTH, WIDTH)) * 0.1)
-        self.spare = nnx.List([nnx.Param(jnp.ones((WIDTH, 1 + n))) for n in range(spare)])
+        shapes = [(spare_rows, 1 + n) for n in range(spare)]
+        self.spare = nnx.List([nnx.Param(jax.random.normal(key, shape)) for shape in shapes])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +84,14 @@ class TableConfig:
 
     Attributes:
         spare: number of parameters that predict nothing, each of another shape.
+        spare_rows: of each of them.
     """
 
     spare: int = 0
+    spare_rows: int = WIDTH
 
     def build(self, key):
-        return Table(key, self.spare)
+        return Table(key, self.spare, self.spare_rows)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -137,6 +137,30 @@ def test_checksums_of_many_arrays_that_processes_share_do_not_wait_for_each_othe
     assert len(saved) == 60
 
 
+def test_several_processes_take_over_the_rows_that_both_tables_have(start, tmp_path):
+    settings = {
+        "NUM_STEPS": 1,
+        "counting_run.TableConfig.spare": 1,
+        "sharding.MeshConfig.fsdp": 2,
+        "trainer.train.optimizer": "@optimizer.SGDConfig()",  # Spare ones stay as they began.
+    }
+    finish(start(tmp_path / "before", processes=1, devices=2, **settings))
+    settings |= {
+        "counting_run.TableConfig.spare_rows": 12,
+        "trainer.train.seed": 1,
+        "trainer.train.init_from": "@initialization.InitFrom()",
+        "initialization.InitFrom.path": f"'{tmp_path / 'before'}'",
+        "initialization.InitFrom.resize": ["spare"],
+    }
+    finish(start(tmp_path / "after", processes=2, devices=1, **settings))
+    before, after = (
+        np.asarray(arrays(tmp_path / name, 1)["params"]["spare/0"]) for name in ("before", "after")
+    )
+    assert after.shape == (12, 1)
+    np.testing.assert_array_equal(after[:8], before)
+    assert len(np.unique(after)) == 12
+
+
 def wait_until(process, is_so):
     while not is_so():
         assert process.poll() is None, process.communicate()[0]

@@ -118,13 +118,14 @@ def load_named(
 
     Args:
         folder: the checkpoint.
-        wanted: their shapes as saved, with the sharding to place them by, or none for the default
-            device.
+        wanted: their shapes as saved, with the sharding to place them by, or none for a device of
+            this host.
         part: "optimizer" reads the optimizer's state instead.
     """
     if not wanted:
         return {}
-    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    # The first of all devices is out of reach for every host but one.
+    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     leaves = {
         name: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or default
