@@ -285,6 +285,16 @@ def check_mesh(
     errors.raise_all(faults + _length_faults(mesh, lengths), where=f"mesh {dict(mesh.shape)}")
 
 
+def check_rows(mesh: Mesh, batch_size: int, *, setting: str) -> None:
+    """Raises `UserError`, with the name of the setting, if devices cannot share a batch equally."""
+    data, fsdp = (mesh.shape[axis] for axis in BATCH_AXES)
+    if batch_size < 1 or batch_size % (data * fsdp):
+        raise errors.UserError(
+            f"{setting}={batch_size} must be a multiple of data * fsdp = {data} * {fsdp} = "
+            f"{data * fsdp}: every device takes equally many rows of a batch."
+        )
+
+
 def _length_faults(mesh: Mesh, lengths: Mapping[str, int] | None) -> list[str]:
     ways = mesh.shape["sequence"]
     if lengths is None and ways > 1:

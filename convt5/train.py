@@ -115,6 +115,8 @@ def dry_run(settings: Mapping[str, Any]) -> str:
         has_ema=values["ema"] is not None,
     )
     planned = plan.make_plan(**_accepted(plan.make_plan, values))
+    if values["statistics"] is not None:
+        values["statistics"].build(planned)
     if values["init_from"] is not None:
         values["init_from"].check(planned.abstract.model)
         if _vocabulary_is_here(settings):

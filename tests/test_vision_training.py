@@ -223,6 +223,16 @@ def test_statistics_measured_anew_are_those_of_the_model_that_is_saved(tmp_path)
         Reestimate(data=data, num_batches=0)
 
 
+def test_statistics_of_batches_that_devices_cannot_share_are_refused_before_the_first_step():
+    data = ImageDataConfig(
+        source=Stripes(), batch_size=12, image_size=8, in_channels=1, num_classes=3
+    )
+    measure = Reestimate(data=data, num_batches=1)
+    with pytest.raises(UserError, match=r"data.batch_size=12 must be a multiple of data \* fsdp"):
+        measure.build(plan((8, 1, 1)))
+    measure.build(plan((1, 1, 1)))
+
+
 def test_images_for_a_model_of_text_are_refused():
     config = gin_config.load(["gin/models/t5_tiny.gin"], roots=["%MODEL"])
     data = ImageDataConfig(source=Stripes(), batch_size=16, image_size=4, num_classes=3)

@@ -132,7 +132,7 @@ def make_plan(
             raise errors.UserError(f"train: data_shards={data_shards} must be at least 1, or None.")
         shards.check(batch_size, data_shards)
     if eval_data is not None:
-        _check_eval_batch(device_mesh, eval_data.batch_size)
+        sharding.check_rows(device_mesh, eval_data.batch_size, setting="eval_data.batch_size")
     updates = optimizer.build(schedule)
     abstract = abstract_state(
         model,
@@ -177,12 +177,3 @@ def _seed_key(seed: int) -> PRNGKeyArray:
     low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
     key = jax.random.key(low)
     return jax.random.fold_in(key, high) if high else key
-
-
-def _check_eval_batch(mesh: Mesh, batch_size: int) -> None:
-    data, fsdp = (mesh.shape[axis] for axis in sharding.BATCH_AXES)
-    if batch_size < 1 or batch_size % (data * fsdp):
-        raise errors.UserError(
-            f"eval_data.batch_size={batch_size} must be a multiple of data * fsdp = {data} * "
-            f"{fsdp} = {data * fsdp}: every device takes equally many rows of a batch."
-        )

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from convt5 import errors
 from convt5.batches.data_shards import ShardedBatches
-from convt5.sharding import replicated
+from convt5.sharding import check_rows, replicated
 from convt5.training.loop import Estimate
 from convt5.training.plan import Plan
 from convt5.training.validation import DataConfig, place_batch
@@ -51,11 +51,21 @@ class Reestimate:
 
 
 class Measurement:
-    """Measures statistics on the same batches each time; these are opened once."""
+    """Measures statistics on the same batches each time; these are opened once.
+
+    Raises:
+        UserError: batches that the devices cannot share equally.
+    """
 
     def __init__(
         self, config: Reestimate, model_shardings: nnx.Module, batch_sharding: NamedSharding
     ):
+        # A patchify stem has none.
+        self._has_any = bool(jax.tree.leaves(nnx.state(model_shardings, nnx.BatchStat)))
+        if self._has_any:
+            check_rows(
+                batch_sharding.mesh, config.data.batch_size, setting="Reestimate: data.batch_size"
+            )
         self._config = config
         self._batch_sharding = batch_sharding
         self._measure = jax.jit(
@@ -68,8 +78,8 @@ class Measurement:
 
     def __call__(self, model: nnx.Module) -> Statistics:
         """Returns the statistics by name; none for a model that normalises nothing."""
-        if not jax.tree.leaves(nnx.state(model, nnx.BatchStat)):
-            return {}  # A patchify stem; no image is read for it.
+        if not self._has_any:
+            return {}  # No image is read.
         batches = self._from_the_start()
         found = []
         for _ in range(self._config.num_batches):
