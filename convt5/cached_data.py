@@ -73,6 +73,11 @@ class CachedDataConfig:
         return self._length("decoder_input_tokens")
 
     @property
+    def pack(self) -> bool:
+        """Whether rows hold several examples."""
+        return "encoder_segment_ids" in self._about["splits"][self.split]["features"]
+
+    @property
     def vocabulary(self) -> Any:
         """The seqio vocabulary of the rows; None where the cache could not keep it."""
         return _vocabulary(_folder(self.path), self._about)
@@ -96,8 +101,11 @@ class CachedDataConfig:
         return self._about["vocab_size"]
 
     def check_model(self, model: Any) -> None:
-        """Raises `UserError` for a model that reads no text."""
+        """Raises `UserError` for a model that reads no text, or whose stem mixes packed rows."""
         checks.check_reads_text(model)
+        if self.pack:
+            remedy = "make it anew with data.DataConfig.pack = False"
+            checks.check_reads_packed(model, f"the cache {self.path} has", remedy)
 
     def build(self, *, process_index: int, process_count: int) -> "CachedBatches":
         """Returns this host's rows of each batch, equal however many hosts there are.

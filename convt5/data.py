@@ -110,14 +110,8 @@ class DataConfig:
     def check_model(self, model: Any) -> None:
         """Raises `UserError` for a model that reads no text, or whose stem mixes packed rows."""
         checks.check_reads_text(model)
-        stride = getattr(model, "stem_stride", 1)
-        if self.pack and stride > 1:
-            raise errors.UserError(
-                f"pack=True puts several examples in a row, but the encoder's stem has a stride of "
-                f"{stride}: examples that begin inside of its windows would be read differently "
-                "than alone; set data.DataConfig.pack = False, or the strides of "
-                "architecture.TextStemConfig to 1."
-            )
+        if self.pack:
+            checks.check_reads_packed(model, "pack=True puts", "set data.DataConfig.pack = False")
 
     def kept_text(self) -> vocabulary_files.KeptText | None:
         """Returns what the ids of rows stand for; None where no file could say it."""

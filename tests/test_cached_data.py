@@ -9,7 +9,7 @@ import pytest
 import seqio
 from convt5.tasks import pretraining, vocabularies  # pyright: ignore[reportMissingImports]
 
-from convt5 import cache, cached_data, data, errors
+from convt5 import cache, cached_data, data, errors, inspect
 from convt5.batches.row_order import RowOrder
 from convt5.cached_data import CachedDataConfig
 
@@ -95,6 +95,24 @@ def test_hosts_read_the_rows_of_one_batch_between_them(folder):
     for _ in range(6):
         parts = [next(host)["encoder_input_tokens"] for host in hosts]
         np.testing.assert_array_equal(np.concatenate(parts), next(whole)["encoder_input_tokens"])
+
+
+def test_packed_rows_are_known_as_such_and_refused_where_a_stem_would_mix_them(folder, tmp_path):
+    one = made()["encoder_input_tokens"]
+    ids = {f"{stack}_segment_ids": np.ones_like(one) for stack in ("encoder", "decoder")}
+    writer = cached_data.Writer(tmp_path / "packed")
+    writer.vocabulary(vocabularies.characters(), None)
+    list(writer.write("train", [made() | ids]))
+    writer.finish(made_from={})
+    settings, name = inspect.read_settings(["gin/models/stem_dynamic_tiny.gin"], [])
+    alone, packed = config(folder), config(tmp_path / "packed")
+    alone.check_model(settings["model"])
+    with pytest.raises(errors.UserError, match=r"packed has several .* stride of 4.*make it anew"):
+        packed.check_model(settings["model"])
+    for data_config in (alone, packed):
+        step_settings = settings | {"train_data": data_config}
+        step = inspect.make_step(inspect.make_subject(name, step_settings, {}), step_settings)
+        assert step.packed == (data_config is packed)
 
 
 def test_a_position_of_other_rows_is_refused(folder, tmp_path):

@@ -123,3 +123,20 @@ def check_reads_text(model: object, what: str = "the data are") -> None:
             "a model of text, such as --gin_file=gin/models/dynamic_tiny.gin, or a run file of "
             "images."
         )
+
+
+def check_reads_packed(model: object, what: str, remedy: str) -> None:
+    """Raises `UserError` for the description of a model whose stem mixes examples of a row.
+
+    Args:
+        model: the description.
+        what: what has several examples in a row, and its verb.
+        remedy: what to change so that it does not.
+    """
+    stride = getattr(model, "stem_stride", 1)
+    if stride > 1:
+        raise errors.UserError(
+            f"{what} several examples in a row, but the encoder's stem has a stride of {stride}: "
+            "examples that begin inside of its windows would be read differently than alone; "
+            f"{remedy}, or set the strides of architecture.TextStemConfig to 1."
+        )
