@@ -376,7 +376,7 @@ def decoded_examples(settings: Mapping[str, Any], num: int) -> list[dict[str, An
     """Returns the first training examples: their text with sentinels as <1>, <2>, ..., and ids.
 
     Raises:
-        UserError: the gin files describe no training data.
+        UserError: the gin files describe no training data, or such without a vocabulary.
     """
     if settings.get("train_data") is None:
         raise errors.UserError(
@@ -386,6 +386,11 @@ def decoded_examples(settings: Mapping[str, Any], num: int) -> list[dict[str, An
     from convt5 import samples
 
     batches = settings["train_data"].build(process_index=0, process_count=1)
+    if batches.vocabulary is None:
+        raise errors.UserError(
+            f"examples={num} needs a vocabulary to make text of ids, and the data keeps none; "
+            "leave out --examples."
+        )
     found: list[dict[str, Any]] = []
     while len(found) < num:
         batch = next(batches, None)

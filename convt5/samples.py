@@ -63,6 +63,8 @@ class SpanSamples:
     def __call__(self, model: ConvT5, data: TextData) -> str:
         """Returns samples from the first batch of `data`."""
         batches = data.build(process_index=0, process_count=1)
+        if batches.vocabulary is None:
+            return "no example to show: the data keeps no vocabulary, which would make text of ids"
         return render_span_samples(model, next(batches), batches.vocabulary, self.num)
 
 
@@ -152,12 +154,19 @@ def render(ids: np.ndarray, vocabulary: TextVocabulary) -> str:
     return "".join(pieces).replace("\n", "\\n")
 
 
+def decoded(ids: list[int], vocabulary: TextVocabulary) -> str:
+    """Returns the text of ids, and the ids themselves where they have none."""
+    found = vocabulary.decode(ids) if ids else ""
+    # A vocabulary that passes ids through, such as `seqio.PassThroughVocabulary`, has no text.
+    return found if isinstance(found, str) else " ".join(map(str, found))
+
+
 def _continued(before: list[int], run: list[int], vocabulary: TextVocabulary) -> str:
     """The text of `run` after `before`: a vocabulary may drop a space at the start of a text."""
     if not run:
         return ""
-    start, whole = vocabulary.decode(before), vocabulary.decode(before + run)
-    return whole[len(start) :] if whole.startswith(start) else vocabulary.decode(run)
+    start, whole = decoded(before, vocabulary), decoded(before + run, vocabulary)
+    return whole[len(start) :] if whole.startswith(start) else decoded(run, vocabulary)
 
 
 def _until_end(ids: np.ndarray, end_id: int) -> list[int]:

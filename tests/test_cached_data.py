@@ -354,5 +354,7 @@ def test_the_larger_of_two_vocabularies_sets_what_ids_are_kept(tmp_path):
     assert found.vocab_size == 100_000
     # One vocabulary cannot stand for both, and the wrong one would be taken in silence.
     assert found.vocabulary is None
+    with pytest.raises(errors.UserError, match="examples=1 needs a vocabulary"):
+        inspect.decoded_examples({"train_data": found}, 1)
     batch = next(found.build(process_index=0, process_count=1))
     np.testing.assert_array_equal(batch["encoder_input_tokens"], 99_999)

@@ -98,6 +98,21 @@ def test_ids_beyond_the_vocabulary_are_shown_as_unknown():
     assert render(np.array([3, Words.vocab_size, 4]), Words()) == "thank<?> you"
 
 
+class Numbers:
+    """Ids that stand for nothing, as `seqio.PassThroughVocabulary` has them."""
+
+    eos_id = END
+    extra_ids = 1
+    vocab_size = 10
+
+    def decode(self, ids):
+        return list(ids)
+
+
+def test_ids_without_a_text_are_shown_as_they_are():
+    assert render(np.array([3, 4, 9, 5]), Numbers()) == "3 4<1> 5"
+
+
 def test_packed_rows_are_taken_apart():
     batch = {
         "encoder_input_tokens": np.array([[5, 6, 7, 8, 0], [9, 0, 0, 0, 0]]),
@@ -141,6 +156,15 @@ def test_a_run_reports_samples_of_its_data():
     shown = samples.SpanSamples(num=1)(tiny_model(Letters.vocab_size), OneBatch())
     assert "corrupted: ab<1>\n" in shown
     assert shown.endswith("truth:     <1>cd")
+
+
+class WithoutVocabulary(OneBatch):
+    vocabulary = None
+
+
+def test_a_run_whose_data_keeps_no_vocabulary_says_that_there_is_no_sample():
+    shown = samples.SpanSamples(num=1)(tiny_model(Letters.vocab_size), WithoutVocabulary())
+    assert "the data keeps no vocabulary" in shown
 
 
 def test_a_model_fills_as_many_examples_as_asked_for():

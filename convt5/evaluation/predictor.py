@@ -388,16 +388,10 @@ def _decoded_pieces(vocabulary: TextVocabulary, ids: Sequence[int], gap: str) ->
         if token < first:
             run.append(token)
             continue
-        yield _decoded(vocabulary, run)
+        yield samples.decoded(run, vocabulary)
         yield f"{gap}<extra_id_{vocabulary.vocab_size - 1 - token}>{gap}"
         run = []
-    yield _decoded(vocabulary, run)
-
-
-def _decoded(vocabulary: TextVocabulary, ids: list[int]) -> str:
-    found = vocabulary.decode(ids) if ids else ""
-    # A vocabulary that passes ids through, such as `seqio.PassThroughVocabulary`, has no text.
-    return found if isinstance(found, str) else " ".join(map(str, found))
+    yield samples.decoded(run, vocabulary)
 
 
 def _reads_sentinels_as_letters(vocabulary: TextVocabulary) -> bool:
