@@ -51,12 +51,20 @@ def test_what_was_compiled_is_told_beside_t5x_and_drawn(tmp_path, monkeypatch, c
     ("flags", "message"),
     [
         (["--lengths", "513"], r"--lengths=513 must divide 4,096"),
+        (["--lengths", "2"], r"--lengths=2 must divide 4,096 encoder tokens, and be at least 4"),
         (["--report_only"], "nothing is kept for v5p:1x1x1"),
+        (["--topology=v5e:2x2"], "v5e:2x2 has several devices; give one chip"),
+        (["--topology=v3:1x1"], "v3:1x1 has several devices"),
+        (["--topology=v9", "--report_only"], "topology='v9' is not known"),
+        (["--page=nowhere.md"], "--page=nowhere.md cannot be read and written"),
     ],
 )
-def test_what_cannot_be_told_is_refused(flags, message, tmp_path):
+def test_what_cannot_be_told_is_refused(flags, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(Program, "compiled", lambda *_: pytest.fail("minutes were spent"))
+    output = tmp_path / "output"
     with pytest.raises(UserError, match=message):
-        gradient_costs.main([f"--output={tmp_path}", *flags])
+        gradient_costs.main([f"--output={output}", *flags])
+    assert not output.exists()
 
 
 @pytest.mark.tpu

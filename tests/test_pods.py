@@ -77,3 +77,20 @@ def test_what_was_compiled_is_kept_and_told(tmp_path, monkeypatch, capsys):
 def test_a_page_without_marks_is_refused():
     with pytest.raises(UserError, match="must hold <!-- pods --> and <!-- end -->"):
         kept_programs.with_tables("a page\n<!-- pods -->\n", "pods", "tables")
+
+
+def test_what_is_kept_is_damaged_or_cannot_be_written(tmp_path):
+    file = tmp_path / "programs.jsonl"
+    program = Program("base", "t5", "v5p:4x4x4", 64, 512)
+    Programs(tmp_path).report(program, lambda: {"needed": None})
+    file.write_text(file.read_text() + '{"program": {"si')
+    with pytest.raises(UserError, match=r"programs.jsonl, line 2 is no report .* remove the line"):
+        Programs(tmp_path)
+    with pytest.raises(UserError, match="cannot be written .* give a folder that can"):
+        Programs(file).report(program, lambda: pytest.fail("hours were spent"))
+
+
+def test_a_page_is_looked_for_before_hours_are_spent(tmp_path, monkeypatch):
+    monkeypatch.setattr(Program, "compiled", lambda *_, **__: pytest.fail("hours were spent"))
+    with pytest.raises(UserError, match="nowhere.md cannot be read and written"):
+        pods.main([f"--output={tmp_path}", f"--page={tmp_path / 'nowhere.md'}"])

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import math
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from convt5.benchmarks import t5x
 from convt5.benchmarks.sides import TARGETS
 from convt5.configuration import command_line
 from convt5.tpu import step_report, topology
-from convt5.tpu.kept_programs import KeptPrograms, Report, with_tables
+from convt5.tpu.kept_programs import KeptPrograms, Report, write_tables
 
 TOKENS = 4096
 """Encoder tokens of all rows together; the decoder has a fourth as many."""
@@ -216,7 +217,18 @@ def main(argv: Sequence[str]) -> None:
     settings = parser.parse_args(argv)
     for length in settings.lengths:
         if length < TARGETS or TOKENS % length:
-            raise errors.UserError(f"--lengths={length} must divide {TOKENS:,} encoder tokens.")
+            raise errors.UserError(
+                f"--lengths={length} must divide {TOKENS:,} encoder tokens, and be at least "
+                f"{TARGETS}: the decoder has a fourth as many."
+            )
+    chip = topology.parse(settings.topology)
+    if math.prod(chip.shape) * chip.chip.cores_per_chip > 1:
+        raise errors.UserError(
+            f"--topology={settings.topology} has several devices; give one chip of one device, "
+            "such as v5e:1x1, v6e:1x1 or v5p:1x1x1."
+        )
+    if settings.page is not None:
+        write_tables(settings.page, MARK, None)
     folder = pathlib.Path(settings.output)
     kept = KeptPrograms(folder / _FILE, Program)
     names = [*([PEER] if settings.t5x else []), *settings.models]
@@ -232,7 +244,7 @@ def main(argv: Sequence[str]) -> None:
     text = table(shown)
     print(text)
     if settings.page is not None:
-        settings.page.write_text(with_tables(settings.page.read_text(), MARK, text))
+        write_tables(settings.page, MARK, text)
     draw(shown, folder / _PICTURE)
 
 

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from convt5 import errors
+from convt5.configuration import command_line
 from convt5.ops import Padding, depthwise_conv, dynamic_conv, implementation, lightweight_conv
 from convt5.tpu import topology
 
@@ -133,16 +135,25 @@ def rows(device: Any, taps: Sequence[int], dilations: Sequence[int]) -> Iterator
         yield f"| {' | '.join(map(str, cells))} |"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m convt5.tpu.operator_costs")
     parser.add_argument("--topology", default="v5e:2x2", help="a name of convt5.tpu.topology")
     parser.add_argument("--taps", type=int, nargs="+", default=[3, 7, 31])
     parser.add_argument("--dilations", type=int, nargs="+", default=[1, 8])
     settings = parser.parse_args(argv)
+    errors.raise_all(
+        (
+            f"--{name}={value} must be at least 1."
+            for name in ("taps", "dilations")
+            for value in getattr(settings, name)
+            if value < 1
+        ),
+        where="flags",
+    )
     device = topology.load(settings.topology).devices[0]
     for row in rows(device, settings.taps, settings.dilations):
         print(row, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)

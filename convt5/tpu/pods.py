@@ -18,7 +18,7 @@ from convt5.analysis.cost_report import short_bytes
 from convt5.benchmarks.sides import TARGETS
 from convt5.configuration import command_line
 from convt5.tpu import step_report, topology
-from convt5.tpu.kept_programs import KeptPrograms, Report, with_tables
+from convt5.tpu.kept_programs import KeptPrograms, Report, write_tables
 
 FSDP: Mapping[str, Mapping[str, int]] = {
     "base": {"v5e": 1, "v5p": 1},
@@ -219,6 +219,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--page", type=pathlib.Path, help="also writes the tables into this page")
     parser.add_argument("--report_only", action="store_true", help="compiles nothing")
     settings = parser.parse_args(argv)
+    if settings.page is not None:
+        write_tables(settings.page, MARK, None)
     programs = Programs(pathlib.Path(settings.output))
     wanted = () if settings.report_only else settings.tables
     if "updates" in wanted:
@@ -231,7 +233,7 @@ def main(argv: Sequence[str]) -> None:
     text = "\n".join(tables(programs))
     print(text)
     if settings.page is not None:
-        settings.page.write_text(with_tables(settings.page.read_text(), MARK, text))
+        write_tables(settings.page, MARK, text)
 
 
 if __name__ == "__main__":
