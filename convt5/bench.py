@@ -59,7 +59,7 @@ COMMAND = command_line.Command(
         command_line.Flag(
             "t5x",
             "a checkout of T5X, whose T5 is then a side of train_step and decode.",
-            {"default": None},
+            {"type": command_line.path},
         ),
         command_line.Flag(
             "only_ours",
@@ -71,7 +71,11 @@ COMMAND = command_line.Command(
             "short lengths and 2 repeats, where these are not given.",
             {"action": "store_true"},
         ),
-        command_line.Flag("output", "a folder for the results, bench.", {"default": "bench"}),
+        command_line.Flag(
+            "output",
+            "a folder for the results, bench.",
+            {"type": command_line.path, "default": "bench"},
+        ),
     ],
     needs_gin_file=False,
 )
@@ -82,12 +86,15 @@ def main(argv: Sequence[str]) -> None:
     flags = arguments.flags
     _check_flags(flags)
     suites = _chosen(flags.suites)
+    _check_served(suites, arguments)
     models = _models(arguments.gin_files, arguments.gin_bindings)
     lengths = {suite: _lengths(suite, flags) for suite in suites}
     folder = _writable(flags.output)
     # Deferred, so that help and usage errors come at once.
-    from convt5.benchmarks import machine, report
+    from convt5.benchmarks import machine, report, t5x
 
+    if flags.t5x is not None:
+        t5x.check(flags.t5x)
     repeats = flags.repeats or (2 if flags.quick else 5)
     records = [machine.describe(repeats=repeats)]
     with (
@@ -201,6 +208,19 @@ def _check_flags(flags: argparse.Namespace) -> None:
     errors.raise_all(faults, where="flags")
 
 
+def _check_served(suites: Sequence[str], arguments: command_line.Arguments) -> None:
+    """Raises `UserError` for flags that none of the suites would heed."""
+    of_models = [f"--gin_file={name}" for name in arguments.gin_files]
+    of_models += [f"--gin.{binding}" for binding in arguments.gin_bindings]
+    of_models += [] if arguments.flags.t5x is None else [f"--t5x={arguments.flags.t5x}"]
+    faults = []
+    if of_models and not {"train_step", "decode"} & set(suites):
+        faults.append(f"{of_models[0]} is for the suites train_step and decode; add one of them.")
+    if arguments.flags.lengths is not None and list(suites) == ["data"]:
+        faults.append("--lengths is for all suites but data; leave it out.")
+    errors.raise_all(faults, where="flags")
+
+
 def _chosen(suites: str | None) -> Sequence[str]:
     if suites is None:
         return SUITES
@@ -218,7 +238,8 @@ def _lengths(suite: str, flags: argparse.Namespace) -> Sequence[int]:
     if flags.lengths is None:
         return (_QUICK if flags.quick else _LENGTHS).get(suite, [])
     try:
-        lengths = list(dict.fromkeys(int(length) for length in flags.lengths.split(",")))
+        # Ascending: what is slow at one length is left out at those after it.
+        lengths = sorted({int(length) for length in flags.lengths.split(",")})
     except ValueError:
         lengths = []
     if not lengths or min(lengths) < 4:
@@ -229,14 +250,13 @@ def _lengths(suite: str, flags: argparse.Namespace) -> Sequence[int]:
     return lengths
 
 
-def _writable(output: str) -> pathlib.Path:
-    folder = pathlib.Path(output)
+def _writable(folder: pathlib.Path) -> pathlib.Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "records.jsonl").touch()
     except OSError as error:
         raise errors.UserError(
-            f"output={output} cannot be written ({error.strerror}); give a folder that can, with "
+            f"output={folder} cannot be written ({error.strerror}); give a folder that can, with "
             "--output=DIR."
         ) from error
     return folder

@@ -163,7 +163,7 @@ def main(argv: Sequence[str]) -> int:
     ]
     # Asked to end, the tool must not leave its training behind.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    folder = _emptied(pathlib.Path(flags.output_dir).absolute())
+    folder = _emptied(command_line.path(flags.output_dir).absolute())
     timeout = flags.timeout
     alone, killed = Run(command, folder / "alone"), Run(command, folder / "killed")
     _say("a run left alone")
@@ -198,7 +198,7 @@ def _check_flags(flags: argparse.Namespace) -> None:
     faults = []
     if not flags.output_dir:
         faults.append("--output_dir must name a folder for both runs and the report.")
-    elif pathlib.Path(flags.output_dir).exists() and not pathlib.Path(flags.output_dir).is_dir():
+    elif command_line.path(flags.output_dir).is_file():
         faults.append(f"--output_dir={flags.output_dir} is a file; name a folder to make.")
     if flags.kills < 1:
         faults.append(f"--kills={flags.kills} must be at least 1.")
@@ -372,10 +372,15 @@ def _check_time(run: Run, began: float, timeout: float) -> None:
 
 def _emptied(folder: pathlib.Path) -> pathlib.Path:
     """Returns the folder, without what an earlier check left; anything else is left alone."""
-    for name in ("alone", "killed"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-        (folder / name).with_suffix(".log").unlink(missing_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("alone", "killed"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+            (folder / name).with_suffix(".log").unlink(missing_ok=True)
+    except OSError as error:
+        raise errors.UserError(
+            f"--output_dir={folder} cannot be used ({error.strerror}); name another folder."
+        ) from error
     return folder
 
 

@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> None:
     runs = read_runs(arguments.runs, metric=arguments.metric, clock=arguments.clock)
     table = markdown_table(runs, metric=arguments.metric, clock=arguments.clock)
     print(table, end="")
-    output = pathlib.Path(arguments.output)
+    output = arguments.output
     try:
         output.mkdir(parents=True, exist_ok=True)
         (output / "comparison.md").write_text(table)
@@ -247,7 +247,7 @@ def _last_value(run: Run) -> str:
 def _named(names: Sequence[str]) -> list[tuple[str, pathlib.Path]]:
     """Splits NAME=DIR; a directory alone is named by as much of its path as tells it apart."""
     given = [_split(name) for name in names]
-    folders = [pathlib.Path(folder) for _, folder in given]
+    folders = [command_line.path(folder) for _, folder in given]
     parts = [folder.resolve().parts for folder in folders]
     depth = 1
     while depth < max(map(len, parts)) and len({p[-depth:] for p in parts}) < len(set(parts)):
@@ -266,7 +266,7 @@ def _split(given: str) -> tuple[str, str]:
     parts = given.split("=")
     splits = [("=".join(parts[:i]), "=".join(parts[i:])) for i in range(len(parts))]
     first = splits[min(1, len(splits) - 1)]
-    return next((split for split in splits if pathlib.Path(split[1]).is_dir()), first)
+    return next((split for split in splits if command_line.path(split[1]).is_dir()), first)
 
 
 def _read_run(name: str, folder: pathlib.Path, metric: str, time_key: str) -> Run | str:
@@ -367,7 +367,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="a run directory, or NAME=DIR")
     parser.add_argument(
-        "--output", default=".", metavar="DIR", help="where the files go (default: here)"
+        "--output",
+        type=command_line.path,
+        default=".",
+        metavar="DIR",
+        help="where the files go (default: here)",
     )
     parser.add_argument(
         "--metric",

@@ -104,7 +104,11 @@ COMMAND = command_line.Command(
             {"action": "store_true"},
         ),
         command_line.Flag("checkpoint", "with --measure: a run directory, or a step of one."),
-        command_line.Flag("plot", "with --measure: draws it to this file, such as field.png."),
+        command_line.Flag(
+            "plot",
+            "with --measure: draws it to this file, such as field.png.",
+            {"type": command_line.path},
+        ),
         command_line.Flag(
             "pair_with",
             "a gin file of another model: also finds widths at which this one has its parameters, "
@@ -292,7 +296,7 @@ def make_step(
 
 
 def _measured(
-    subject: "Subject", checkpoint: str | None, plot: str | None
+    subject: "Subject", checkpoint: str | None, plot: pathlib.Path | None
 ) -> tuple[str, list[dict[str, Any]]]:
     """Returns the measured receptive fields as text and as plain values; draws them if asked."""
     import jax
@@ -325,21 +329,20 @@ def _measured(
         for half, length in lengths.items()
     }
     if plot:
-        receptive_field.draw(halves, pathlib.Path(plot))
+        receptive_field.draw(halves, plot)
     found = [field for fields in halves.values() for field in fields]
     title = f"Receptive field measured by gradients, {name}, on random tokens"
     text = f"{title}\n{receptive_field.table(found)}"
     return (f"{text}\n  drawn to {plot}" if plot else text), [f.as_json() for f in found]
 
 
-def _check_plot(plot: str) -> None:
+def _check_plot(plot: pathlib.Path) -> None:
     """Raises `UserError` for what no plot can be drawn to: measuring takes long before."""
     known = figures.figure_class("the plot")().canvas.get_supported_filetypes()
-    path = pathlib.Path(plot)
     faults = []
-    if path.suffix.removeprefix(".").lower() not in known:
+    if plot.suffix.removeprefix(".").lower() not in known:
         faults.append(f"--plot={plot} must end in one of {', '.join(f'.{n}' for n in known)}.")
-    if not os.access(path.parent, os.W_OK) or path.is_dir():
+    if not os.access(plot.parent, os.W_OK) or plot.is_dir():
         faults.append(f"--plot={plot} cannot be written; name a file in a folder that can.")
     errors.raise_all(faults, where="flags")
 

@@ -58,13 +58,13 @@ COMMAND = command_line.Command(
         command_line.Flag(
             "import_results",
             "first takes over the results in this file for runs that were never begun here.",
-            {"type": pathlib.Path, "metavar": "FILE"},
+            {"type": command_line.path, "metavar": "FILE"},
         ),
         command_line.Flag(
             "export_results",
             "in the end writes the results of all runs that are done to this file, also when the "
             "study is stopped: a line for each, without checkpoints.",
-            {"type": pathlib.Path, "metavar": "FILE"},
+            {"type": command_line.path, "metavar": "FILE"},
         ),
     ],
 )
@@ -153,7 +153,7 @@ def describe(study: "Study") -> str:
 
     every = running.runs(study)
     lines = [
-        f"{len(every)} runs in {pathlib.Path(study.output_dir) / running.RUNS_FOLDER}, "
+        f"{len(every)} runs in {study.folder / running.RUNS_FOLDER}, "
         f"{sum(made.is_done for made in every)} of them made; nothing was trained."
     ]
     return "\n".join([*lines, *(f"  {made.point.name}  {made.status or ''}" for made in every)])

@@ -12,6 +12,7 @@ import pytest
 
 from convt5 import bench, errors
 from convt5.benchmarks import formulations, models, operators, peers, report, timing
+from convt5.configuration import command_line
 from convt5.ops import depthwise_conv, dynamic_conv, lightweight_conv, taps
 
 TINY = [
@@ -156,6 +157,30 @@ def test_hugging_faces_t5_is_measured_where_it_is_installed(suite):
 def test_faulty_arguments_are_explained(tmp_path, argument, message):
     with pytest.raises(errors.UserError, match=message):
         bench.main(["--suites=decode", argument, f"--output={tmp_path}"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--suites=ops", "--t5x=t5x"], "--t5x=t5x is for the suites train_step and decode"),
+        (["--suites=data", "--gin_file=gin/models/t5_tiny.gin"], "t5_tiny.gin is for the suites"),
+        (["--suites=data", "--lengths=8"], "--lengths is for all suites but data"),
+        (["--t5x=nowhere"], "t5x=nowhere holds no t5x/examples/t5/network.py"),
+    ],
+)
+def test_what_no_suite_would_heed_is_refused_before_anything_is_measured(
+    flags, message, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("convt5.benchmarks.machine.describe", lambda **_: pytest.fail("measured"))
+    with pytest.raises(errors.UserError, match=message):
+        bench.main([*flags, f"--output={tmp_path}"])
+
+
+def test_lengths_are_measured_ascending_and_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    flags = command_line.parse(bench.COMMAND, ["--lengths=512,8,512", "--output=~/bench"]).flags
+    assert bench._lengths("ops", flags) == [8, 512]
+    assert flags.output == tmp_path / "bench"
 
 
 def test_models_of_files_of_one_name_stay_apart(tmp_path):

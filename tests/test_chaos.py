@@ -116,6 +116,7 @@ def test_the_shortest_runs_are_killed_too(last):
     [
         (["--kills=3"], "--output_dir must name a folder"),
         (["--output_dir={file}"], "--output_dir={file} is a file"),
+        (["--output_dir={file}/below"], "--output_dir={file}/below cannot be used"),
         (["--output_dir=x", "--kills=0"], "--kills=0 must be at least 1"),
         (["--output_dir=x", "--timeout=0"], "--timeout=0.0 must be a positive number"),
         (["--output_dir=x", "--train='python"], "--train='python is no command"),

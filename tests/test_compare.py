@@ -183,6 +183,13 @@ def test_not_a_number_is_left_out_of_the_curve(tmp_path):
     assert math.isfinite(run.last.value)
 
 
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_run(tmp_path / "a", [1.0])
+    compare.main(["~/a", "name=~/a", "--output=~/out"])
+    assert (tmp_path / "out" / "comparison.png").exists()
+
+
 def test_command_writes_table_and_plot(two_runs, tmp_path, capsys):
     output = tmp_path / "out" / "deep"
     compare.main([*two_runs, f"--output={output}"])

@@ -86,11 +86,11 @@ def test_what_is_kept_is_damaged_or_cannot_be_written(tmp_path):
     file.write_text(file.read_text() + '{"program": {"si')
     with pytest.raises(UserError, match=r"programs.jsonl, line 2 is no report .* remove the line"):
         Programs(tmp_path)
-    with pytest.raises(UserError, match="cannot be written .* give a folder that can"):
+    with pytest.raises(UserError, match=r"cannot be written .* give a folder that can"):
         Programs(file).report(program, lambda: pytest.fail("hours were spent"))
 
 
 def test_a_page_is_looked_for_before_hours_are_spent(tmp_path, monkeypatch):
     monkeypatch.setattr(Program, "compiled", lambda *_, **__: pytest.fail("hours were spent"))
-    with pytest.raises(UserError, match="nowhere.md cannot be read and written"):
+    with pytest.raises(UserError, match=r"nowhere\.md cannot be read and written"):
         pods.main([f"--output={tmp_path}", f"--page={tmp_path / 'nowhere.md'}"])

@@ -17,6 +17,7 @@ from quick import quick
 
 from convt5 import sweep
 from convt5.analysis import costs
+from convt5.configuration import command_line
 from convt5.errors import UserError
 from convt5.sweeps import (
     Grid,
@@ -267,6 +268,25 @@ def test_results_that_cannot_be_taken_over_are_named(tmp_path):
         archive.read(here, file)
     with pytest.raises(UserError, match="cannot be written"):
         archive.write(here, tmp_path / "study.jsonl" / "below")
+
+
+def test_a_tilde_is_the_home_folder_of_runs_and_results(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    trainer, chosen = Trainer(), study("~/study")
+    running.run_all(chosen, launch=trainer, most_runs=1)
+    (made,) = [made for made in running.runs(chosen) if made.is_done]
+    assert made.folder.parent == tmp_path / "study" / "runs"
+    assert f"--gin.trainer.train.run_dir={str(made.folder)!r}" in trainer.calls[0]
+    flags = command_line.parse(
+        sweep.COMMAND, ["--gin_file=study.gin", "--export_results=~/a.jsonl"]
+    ).flags
+    assert flags.export_results == tmp_path / "a.jsonl"
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"output_dir=.*file/study' cannot be made"):
+        running.run_all(study(tmp_path / "file" / "study"), launch=Trainer())
 
 
 def test_results_are_exported_also_when_a_study_is_stopped(tmp_path, monkeypatch):

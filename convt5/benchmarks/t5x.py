@@ -26,6 +26,19 @@ from convt5.training.compilation import compile_step
 _MODEL = "t5x.examples.t5"
 
 
+def check(checkout: pathlib.Path) -> None:
+    """Checks that a folder is a checkout of T5X.
+
+    Raises:
+        UserError: it is none.
+    """
+    if not (checkout / _MODEL.replace(".", "/") / "network.py").is_file():
+        raise errors.UserError(
+            f"t5x={checkout} holds no {_MODEL.replace('.', '/')}/network.py; give the folder "
+            "of a checkout of github.com/google-research/t5x."
+        )
+
+
 def make_model(checkout: pathlib.Path, config: ConvT5Config) -> Any:
     """Returns T5X's transformer (a Flax module) of the sizes of `config`.
 
@@ -149,12 +162,7 @@ def _empty_cache(model: Any, parameters: Any, source: jax.Array, outputs: jax.Ar
 
 def _network(checkout: pathlib.Path) -> types.ModuleType:
     """Imports the model alone: the rest of T5X wants packages that it no longer works with."""
-    folder = checkout / _MODEL.replace(".", "/")
-    if not (folder / "network.py").is_file():
-        raise errors.UserError(
-            f"t5x={checkout} holds no {_MODEL.replace('.', '/')}/network.py; give the folder "
-            "of a checkout of github.com/google-research/t5x."
-        )
+    check(checkout)
     parts = _MODEL.split(".")
     for depth in range(1, len(parts) + 1):
         package = types.ModuleType(".".join(parts[:depth]))

@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import io
 import os
+import pathlib
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -96,6 +97,11 @@ class Arguments:
     gin_files: tuple[str, ...]
     gin_bindings: tuple[str, ...]
     flags: argparse.Namespace
+
+
+def path(text: str) -> pathlib.Path:
+    """Returns what a flag names; `~` is the home folder, as no shell expands it after `--flag=`."""
+    return pathlib.Path(os.path.expanduser(text))
 
 
 def parse(command: Command, argv: Sequence[str]) -> Arguments:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,7 +37,7 @@ def write(study: Study) -> str:
     else:
         distributions = {key: analysis.distribution(runs) for key, runs in groups.items()}
         text = tables(study, distributions, bests, num_done=num_done, num_runs=len(every))
-    folder = pathlib.Path(study.output_dir)
+    folder = study.folder
     values = {
         "metric": study.metric,
         "perfect": study.perfect,

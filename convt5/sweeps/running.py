@@ -138,8 +138,15 @@ def run_all(
         out: where progress is shown; standard error by default.
 
     Raises:
-        UserError: a run failed for another reason than that it diverged.
+        UserError: a run failed for another reason than that it diverged, or the folder of the study
+            cannot be made.
     """
+    try:
+        study.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise errors.UserError(
+            f"output_dir={study.output_dir!r} cannot be made ({error.strerror}); choose another."
+        ) from error
     every = runs(study)
     missing = [made for made in every if not made.is_done]
     done, missing = len(every) - len(missing), missing[:most_runs]
@@ -394,7 +401,7 @@ def _settings(point: Point) -> dict[str, Any]:
 
 
 def _folder(study: Study, name: str, point: Point) -> pathlib.Path:
-    return pathlib.Path(study.output_dir) / name / point.name
+    return study.folder / name / point.name
 
 
 def _bindings(made: Made) -> list[str]:

@@ -6,6 +6,8 @@ Nothing heavy is imported here.
 
 import dataclasses
 import hashlib
+import os
+import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -179,6 +181,11 @@ class Study:
                 f"Study: two runs are called {twice}; the grids must not have a point in common, "
                 "nor two labels that differ in signs only."
             )
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """`output_dir`, where `~` is the home folder as it is for the trainer."""
+        return pathlib.Path(os.path.expanduser(self.output_dir))
 
     @property
     def axes(self) -> list[str]:

@@ -207,12 +207,18 @@ def draw(reports: Mapping[Program, Report], path: pathlib.Path) -> None:
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m convt5.tpu.gradient_costs")
-    parser.add_argument("--t5x", type=pathlib.Path, help="a checkout of T5X, which then is a row")
+    parser.add_argument(
+        "--t5x", type=command_line.path, help="a checkout of T5X, which then is a row"
+    )
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="files of gin/models")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--topology", default="v5p:1x1x1", help="one chip, such as v5e:1x1")
-    parser.add_argument("--output", default=OUTPUT, help="the folder of what was compiled")
-    parser.add_argument("--page", type=pathlib.Path, help="also writes the table into this page")
+    parser.add_argument(
+        "--output", type=command_line.path, default=OUTPUT, help="the folder of what was compiled"
+    )
+    parser.add_argument(
+        "--page", type=command_line.path, help="also writes the table into this page"
+    )
     parser.add_argument("--report_only", action="store_true", help="compiles nothing")
     settings = parser.parse_args(argv)
     for length in settings.lengths:
@@ -229,7 +235,7 @@ def main(argv: Sequence[str]) -> None:
         )
     if settings.page is not None:
         write_tables(settings.page, MARK, None)
-    folder = pathlib.Path(settings.output)
+    folder = settings.output
     kept = KeptPrograms(folder / _FILE, Program)
     names = [*([PEER] if settings.t5x else []), *settings.models]
     if not settings.report_only:

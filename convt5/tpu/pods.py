@@ -213,15 +213,19 @@ def _row(size: str, slice_: str, variant: str, *cells: str) -> str:
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m convt5.tpu.pods")
-    parser.add_argument("--output", default=OUTPUT, help="the folder of what was compiled")
+    parser.add_argument(
+        "--output", type=command_line.path, default=OUTPUT, help="the folder of what was compiled"
+    )
     parser.add_argument("--sizes", nargs="+", default=list(FSDP), choices=list(FSDP))
     parser.add_argument("--tables", nargs="+", default=list(TABLES), choices=list(TABLES))
-    parser.add_argument("--page", type=pathlib.Path, help="also writes the tables into this page")
+    parser.add_argument(
+        "--page", type=command_line.path, help="also writes the tables into this page"
+    )
     parser.add_argument("--report_only", action="store_true", help="compiles nothing")
     settings = parser.parse_args(argv)
     if settings.page is not None:
         write_tables(settings.page, MARK, None)
-    programs = Programs(pathlib.Path(settings.output))
+    programs = Programs(settings.output)
     wanted = () if settings.report_only else settings.tables
     if "updates" in wanted:
         for program in updates():
