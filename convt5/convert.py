@@ -196,6 +196,8 @@ def main(argv: Sequence[str]) -> int:
         raise errors.UserError(
             f"{' and '.join(missing)} must be given; see python -m convt5.convert --help."
         )
+    for name in ("checkpoint", "operative_config"):
+        given[name] = given[name] and os.path.expanduser(given[name])
     conversion = Conversion(**{name: given[name] for name in names})
     report = convert(conversion)
     print(report)

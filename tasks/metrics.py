@@ -168,7 +168,7 @@ def squad(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[
     except ImportError as error:
         raise errors.UserError(
             f"the metrics of SQuAD are those of the package t5, which cannot be imported ({error});"
-            " `uv sync` installs it (pip cannot: see pyproject.toml)."
+            ' `uv sync` installs it; with pip, see "Installing as a package" in README.md.'
         ) from error
     return {k: float(v) for k, v in t5_metrics.squad(targets, predictions).items()}
 

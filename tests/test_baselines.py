@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import sys
 
 import pytest
 
@@ -58,6 +59,12 @@ def test_naive_bayes_is_that_of_its_definition(seed):
     rng = random.Random(seed)
     train, test = drawn(rng, 40), drawn(rng, 60)
     assert baselines.naive_bayes(train, test) == by_definition(train, test)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.naive_bayes", None)
+    with pytest.raises(errors.UserError, match="pip install scikit-learn"):
+        baselines.naive_bayes(Labelled(["a"], ["x"]), Labelled(["a"], ["x"]))
 
 
 def test_the_majority_is_that_of_training():

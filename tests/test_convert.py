@@ -249,6 +249,14 @@ def test_t5_goes_from_hugging_face_to_a_run_and_back_bit_for_bit(capsys, tmp_pat
     assert hugging_face.read_model(back).config == tiny()
 
 
+def test_a_tilde_is_the_home_folder(capsys, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    flags = ("--checkpoint=~/original/model.ckpt-7", "--output_dir=~/run")
+    config = "--operative_config=~/original/operative_config.gin"
+    run(capsys, "--from=mesh_tf", *flags, config)
+    assert find_checkpoint(tmp_path / "run").name == "7"
+
+
 def test_a_vocabulary_is_kept_beside_the_model(capsys, checkpoint, tmp_path):
     (tmp_path / "words.model").write_bytes(word_pieces.trained_model())
     out, export = tmp_path / "run", tmp_path / "export"

@@ -43,9 +43,18 @@ def majority(train: Labelled, test: Labelled) -> float:
 
 
 def naive_bayes(train: Labelled, test: Labelled) -> float:
-    """Returns the accuracy of multinomial naive Bayes, with `SMOOTHING` added to every count."""
-    from sklearn.feature_extraction.text import CountVectorizer
-    from sklearn.naive_bayes import MultinomialNB
+    """Returns the accuracy of multinomial naive Bayes, with `SMOOTHING` added to every count.
+
+    Raises:
+        UserError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.feature_extraction.text import CountVectorizer
+        from sklearn.naive_bayes import MultinomialNB
+    except ImportError:
+        raise errors.UserError(
+            "naive Bayes is that of scikit-learn, which is not installed; pip install scikit-learn."
+        ) from None
 
     words = CountVectorizer(ngram_range=(1, 2), token_pattern=r"\S+")
     model = MultinomialNB(alpha=SMOOTHING).fit(words.fit_transform(train.texts), train.labels)
