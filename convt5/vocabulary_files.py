@@ -195,6 +195,8 @@ def _folder(model: epath.PathLike) -> epath.Path | None:
     for candidate in (path, path.parent, path.parent.parent):
         if (candidate / FOLDER / _ABOUT_FILE).exists():
             return candidate / FOLDER
+        if candidate == path and _of_hugging_face(path):
+            return None  # Its own is nearer than what the folders around it keep.
     return None
 
 

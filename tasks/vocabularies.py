@@ -45,7 +45,10 @@ def named(source: str, num_sentinels: int = DEFAULT_NUM_SENTINELS) -> seqio.Voca
     """
     if source == vocabulary_files.BYTES:
         return characters(num_sentinels)
-    found = vocabulary_files.load_features(source)
+    path = os.path.expanduser(source)
+    is_file = source.endswith(".model") or os.path.isfile(path)
+    # A file is meant itself, also where it lies in the folder of a model.
+    found = None if is_file else vocabulary_files.load_features(source)
     if found is not None:
         if found.inputs is not found.targets:
             raise errors.UserError(
@@ -53,7 +56,6 @@ def named(source: str, num_sentinels: int = DEFAULT_NUM_SENTINELS) -> seqio.Voca
                 f"name the file of one of them in its folder {vocabulary_files.FOLDER!r}."
             )
         return found.inputs
-    path = os.path.expanduser(source)
     if "://" not in path and not os.path.isfile(path):
         has = "keeps no vocabulary" if os.path.isdir(path) else "is not there"
         raise errors.UserError(

@@ -116,6 +116,24 @@ class TestFiles:
         ):
             vocabulary_files.load(tmp_path)
 
+    def test_a_file_inside_of_a_run_is_that_file(self, tmp_path, words):
+        run = tmp_path / "run"
+        round_trip(run, vocabularies.characters(), vocabularies.sentencepiece(words, 7))
+        with pytest.raises(errors.UserError, match="name the file of one of them"):
+            vocabularies.named(str(run))
+        for file in (run / "vocabulary" / "targets.model", run / "other.model"):
+            shutil.copy(words, file)
+            assert vocabularies.named(str(file), 5).vocab_size == 25 + 5
+        with pytest.raises(errors.UserError, match=r"absent\.model' is not there"):
+            vocabularies.named(str(run / "absent.model"))
+
+    def test_a_folder_of_hugging_face_inside_of_a_run_has_its_own(self, tmp_path, words):
+        round_trip(tmp_path, vocabularies.characters(), vocabularies.characters())
+        (tmp_path / "t5").mkdir()
+        shutil.copy(words, tmp_path / "t5" / "spiece.model")
+        assert vocabulary_files.load(tmp_path / "t5").inputs.kind == "sentencepiece"
+        assert vocabulary_files.load_features(tmp_path / "t5").inputs.vocab_size == 125
+
     def test_folders_of_hugging_face_bring_their_vocabulary(self, tmp_path, words):
         folder = tmp_path / "t5"
         folder.mkdir()
