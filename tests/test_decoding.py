@@ -560,6 +560,21 @@ def test_an_empty_source_decodes_like_any_other():
     np.testing.assert_array_equal(found.tokens, padded.tokens)
 
 
+@pytest.mark.parametrize("strategy", [*STRATEGIES.values(), decoding.MeshTFBeamSearch()])
+def test_a_vocabulary_of_one_token_has_one_result(strategy):
+    model, source = tiny_model(vocab_size=1), np.zeros((1, 3), np.int32)
+    found = decode(model, source, max_length=2, strategy=strategy, key=jax.random.key(0))
+    np.testing.assert_array_equal(found.lengths[0, 0], 2)
+    np.testing.assert_allclose(found.scores[0, 0], 0, atol=1e-6)
+    assert not found.ended.any()
+
+
+def test_padding_of_a_prefix_is_no_end_token():
+    prefix = np.array([[5, 6], [5, 0], [0, 0]])
+    found = decode(tiny_model(), sources(), max_length=4, prefix=prefix, end_id=0)
+    np.testing.assert_array_equal(found.tokens[:2, 0, 0], 5)
+
+
 def test_scoring_ranks_labels_of_a_row():
     model, source = tiny_model(), sources(batch=2)
     labels = np.broadcast_to(np.array([[5, 1, 0], [6, 7, 1], [8, 1, 0]]), (2, 3, 3))

@@ -374,10 +374,10 @@ def _check_limits(max_length: int, limits: np.ndarray, prefix: np.ndarray, end_i
             f"prefix of row {row} has {lengths[row]} tokens, which leaves nothing to generate "
             f"within its limit of {limits[row]}; shorten it or raise max_length."
         )
-    inside = np.arange(prefix.shape[1])[None] < lengths[:, None]
-    if np.any(prefix[inside] == 0):
+    given = prefix[np.arange(prefix.shape[1])[None] < lengths[:, None]]
+    if np.any(given == 0):
         found.append("prefix holds padding (0) between tokens; pad it on the right.")
-    if np.any(prefix == end_id):
+    elif np.any(given == end_id):
         found.append(f"prefix holds the end token {end_id}, after which nothing can follow.")
     errors.raise_all(found, where="decode")
 

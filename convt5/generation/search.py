@@ -369,7 +369,7 @@ def _best_continuations(beams: _Beams, logits: Float[Array, "rows vocab"]) -> _C
     token_log_probs = jax.nn.log_softmax(logits).reshape(batch, count, vocab)
     sums = (beams.log_probs[..., None] + token_log_probs).reshape(batch, count * vocab)
     # Twice the beams: should all the best ones end, as many are left to go on.
-    log_probs, chosen = jax.lax.top_k(sums, 2 * count)
+    log_probs, chosen = jax.lax.top_k(sums, min(2, vocab) * count)
     parents, last = chosen // vocab, chosen % vocab
     tokens = jnp.take_along_axis(beams.tokens, parents[..., None], axis=1)
     return _Candidates(parents, last, tokens.at[:, :, beams.step].set(last), log_probs)
