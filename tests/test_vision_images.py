@@ -450,6 +450,16 @@ def test_the_middle_is_cut_out_after_the_shorter_side_is_brought_to_size():
     np.testing.assert_array_equal(resized(image, size=4, shorter_side=8), image[2:6, 6:10])
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_thin_images_need_little_memory(turned):
+    """All of this one, of 896,000 x 224 pixels, would need gigabytes."""
+    image = np.arange(4000, dtype=np.uint16)[:, None, None] // 16 * np.ones((1, 1, 1), np.uint16)
+    found = resized(image.swapaxes(0, 1) if turned else image, size=224)
+    found = found.swapaxes(0, 1) if turned else found
+    assert found.shape == (224, 224, 1)
+    np.testing.assert_allclose(found, np.full(found.shape, 124.5), atol=0.5)
+
+
 def test_the_size_before_cutting_is_kept_with_an_augmentation(tmp_path):
     np.savez(tmp_path / "a.npz", images=pixels(9, 12)[None], labels=np.zeros(1, int))
     known = {"source": Npz(path=f"{tmp_path}/a.npz"), "batch_size": 1, "in_channels": 3}

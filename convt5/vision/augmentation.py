@@ -142,26 +142,34 @@ def resized(image: np.ndarray, *, size: int, shorter_side: int | None = None) ->
     shorter_side = shorter_side or size
     scale = shorter_side / min(image.shape[:2])
     height, width = (max(shorter_side, round(side * scale)) for side in image.shape[:2])
-    image = _resize(image, height, width)
-    top, left = (height - size) // 2, (width - size) // 2
-    return image[top : top + size, left : left + size]
+    # Only the middle is computed: the whole of a thin image has many times as many pixels.
+    return _resize(image, height, width, size)
 
 
-def _resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Interpolates linearly; where the image shrinks, over all pixels that fall together."""
+def _resize(image: np.ndarray, height: int, width: int, most: int | None = None) -> np.ndarray:
+    """Interpolates linearly; where the image shrinks, over all pixels that fall together.
+
+    Returns the middle of the resized image, at most `most` pixels high and wide.
+    """
+    rows, columns = (_middle(side, most or side) for side in (height, width))
     pixels = image.astype(np.float32)
     if image.shape[:2] == (height, width):
-        return pixels
+        return pixels[rows.start : rows.stop, columns.start : columns.stop]
     # Two products of matrices: rows, then columns.
-    pixels = np.tensordot(_weights(image.shape[0], height), pixels, axes=(1, 0))
-    return np.matmul(_weights(image.shape[1], width), pixels)
+    pixels = np.tensordot(_weights(image.shape[0], height, rows), pixels, axes=(1, 0))
+    return np.matmul(_weights(image.shape[1], width, columns), pixels)
+
+
+def _middle(side: int, most: int) -> range:
+    first = (side - most) // 2
+    return range(first, first + most)
 
 
 @functools.lru_cache(maxsize=256)
-def _weights(size: int, new_size: int) -> np.ndarray:
-    """The weight of each old pixel in each new one: triangles around the new pixels' centres."""
+def _weights(size: int, new_size: int, wanted: range) -> np.ndarray:
+    """The weight of each old pixel in the wanted new ones: triangles around their centres."""
     scale = size / new_size
-    centres = (np.arange(new_size) + 0.5) * scale - 0.5
+    centres = (np.arange(wanted.start, wanted.stop) + 0.5) * scale - 0.5
     distance = np.abs(centres[:, None] - np.arange(size)[None]) / max(scale, 1.0)
     weights = np.maximum(1.0 - distance, 0.0)
     return (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
