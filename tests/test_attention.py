@@ -283,6 +283,27 @@ def test_arrays_that_do_not_fit_are_refused(unchecked, name, shape):
         attend(**given | {name: jnp.ones(shape, given[name].dtype)})
 
 
+def test_integers_are_refused(unchecked):
+    query, key, value, _ = draw(3, 5, dtype=np.float32)
+    with pytest.raises(ValueError, match="query has dtype int32, which the result would be"):
+        attend(query.astype(int), key, value, *ids_of(3, 5))
+
+
+@pytest.mark.parametrize("query_dtype", [jnp.bfloat16, jnp.float32])
+def test_gradients_have_the_dtype_of_what_they_are_of(query_dtype):
+    arrays = draw(3, 5, dtype=np.float32)
+    dtypes = [query_dtype, jnp.float32, jnp.bfloat16, jnp.float32]
+    arrays = [a.astype(dtype) for a, dtype in zip(arrays, dtypes, strict=True)]
+    query_ids, key_ids = ids_of(3, 5)
+
+    def total(query, key, value, bias):
+        y = attend(query, key, value, query_ids, key_ids, distance_bias=bias)
+        return jnp.sum(y.astype(jnp.float32))
+
+    gradients = jax.eval_shape(jax.grad(total, range(4)), *arrays)
+    assert [gradient.dtype for gradient in gradients] == dtypes
+
+
 @pytest.mark.parametrize("head_dim", [4, 64])
 def test_programs_attend_for_any_batch(head_dim):
     """With 2 heads of 64 channels kernels would serve, if they knew how many rows there are."""

@@ -39,6 +39,14 @@ def test_everything_stays_in_the_dtype_of_the_operands(dtype):
     assert {a.dtype for a in (y, *vjp(dy))} == {jnp.dtype(dtype)}
 
 
+def test_gradients_have_the_dtype_of_what_they_are_of():
+    x, kernel = arrays([(2, 3, 4), (4, 5)])
+    x = x.astype(jnp.bfloat16)
+    for operands in ((x, kernel), (kernel.T, x[0].T)):
+        gradients = jax.eval_shape(jax.grad(lambda *a: jnp.sum(dense(*a)), (0, 1)), *operands)
+        assert [gradient.dtype for gradient in gradients] == [a.dtype for a in operands]
+
+
 def test_nothing_is_transposed_for_the_gradient_of_the_kernel():
     """Of JAX's own rule it is."""
 

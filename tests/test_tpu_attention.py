@@ -97,3 +97,17 @@ def test_what_kernels_do_not_serve_is_known_beforehand(sizes, dtype):
     assert not kernels.is_supported(kernels.Settings(head_dim, False), query, key)
     served = jax.ShapeDtypeStruct((1, 16, 128), jnp.bfloat16)
     assert kernels.is_supported(kernels.Settings(64, False), served, served)
+
+
+@pytest.mark.parametrize("narrow", [(), (0,), (1,), (2,), (0, 1, 2)])
+def test_kernels_serve_arrays_of_one_type(narrow):
+    rows, _ = draw(1, 16, 16, 2, 64)
+    rows = [a.astype(jnp.bfloat16) if i in narrow else a for i, a in enumerate(rows)]
+    ids = (packed(1, 16),) * 2
+
+    def total(*rows):
+        return jnp.sum(attend(*rows, *ids).astype(jnp.float32))
+
+    with chosen("interpreted kernels"):
+        program = jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(*rows)
+    assert ("pallas_call" in str(program)) == (len(narrow) in (0, 3))

@@ -42,7 +42,7 @@ def attend(
             1 - target to source - 1.
 
     Raises:
-        ValueError: the shapes of the arrays do not fit together.
+        ValueError: the shapes of the arrays do not fit together, or query holds integers.
     """
     ids = query_segment_ids, key_segment_ids
     _check_shapes(query, key, value, *ids, distance_bias)
@@ -74,6 +74,11 @@ def _check_shapes(query, key, value, query_ids, key_ids, bias) -> None:
                 f"{name} has shape {array.shape}, but must have shape {shape} for query of shape "
                 f"{query.shape} and key of shape {key.shape}."
             )
+    if not jnp.issubdtype(query.dtype, jnp.floating):
+        raise ValueError(
+            f"query has dtype {query.dtype}, which the result would be rounded to; give floating "
+            "point."
+        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -93,7 +98,7 @@ def _whole(causal, query, key, value, bias, query_ids, key_ids):
     """On TPU by kernels where they serve; elsewhere in blocks."""
     arrays = (query, key, value, query_ids, key_ids)
     in_blocks = functools.partial(attention_blocks.attend, causal, bias)
-    return implementation.run(in_blocks, _kernels(causal, bias, query, key), *arrays)
+    return implementation.run(in_blocks, _kernels(causal, bias, query, key, value), *arrays)
 
 
 def _forward(causal, *arguments):
@@ -108,18 +113,21 @@ def _backward(causal, residuals, cotangent):
 def _whole_gradients(causal, query, key, value, bias, query_ids, key_ids, found, cotangent):
     arrays = (query, key, value, query_ids, key_ids, found, cotangent)
     in_blocks = functools.partial(attention_blocks.gradients, causal, bias)
-    kernels = _kernels(causal, bias, query, key, backward=True)
+    kernels = _kernels(causal, bias, query, key, value, backward=True)
     return implementation.run(in_blocks, kernels, *arrays)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _kernels(causal, bias, query, key, *, backward=False) -> implementation.Offer:
+def _kernels(causal, bias, query, key, value, *, backward=False) -> implementation.Offer:
     if not implementation.wanted() or implementation.has_old_tpus():
         return implementation.Offer()
     if not isinstance(query.shape[0], int):
         # Exported programs leave the batch free.
+        return implementation.Offer()
+    if not query.dtype == key.dtype == value.dtype:
+        # Matrix products on the chip take factors of one type.
         return implementation.Offer()
     # Deferred: importing Pallas takes time, which programs without TPUs need not spend.
     from convt5.ops.pallas import attention as kernels

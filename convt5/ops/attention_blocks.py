@@ -87,7 +87,8 @@ def gradients(causal: bool, bias, query, key, value, query_ids, key_ids, found, 
         drows = [_positions_first(size, a, query.shape[0]) for a in drows]
         if bias is not None:
             dbias = dbias.reshape(-1, *bias.shape).sum(axis=0).astype(bias.dtype)
-        return *(a.astype(query.dtype) for a in drows), dbias
+        own = zip(drows, (query, key, value), strict=True)
+        return *(a.astype(array.dtype) for a, array in own), dbias
 
     return _by_platform(compute, query, key)
 

@@ -29,7 +29,7 @@ def _forward(x, kernel):
 def _backward(residuals, dy):
     x, kernel = residuals
     dx = lax.dot_general(dy, kernel, (((dy.ndim - 1,), (1,)), ((), ())))
-    return dx, sum_of_products(x, dy)
+    return dx.astype(x.dtype), sum_of_products(x, dy).astype(kernel.dtype)
 
 
 dense.defvjp(_forward, _backward)
