@@ -265,6 +265,7 @@ def test_no_tokens_cost_nothing(sizes):
         ({"targets": jnp.zeros((2, 5))}, "targets has dtype float32; ids of tokens are integers"),
         ({"weights": jnp.ones((5,))}, r"weights has shape \(5,\) but x has shape \(2, 5, 6\)"),
         ({"table": jnp.ones((11, 7))}, r"table has shape \(11, 7\) but x has shape"),
+        ({"x": jnp.ones((2, 5, 6), int)}, "x has dtype int32, which the table would be rounded to"),
     ],
 )
 def test_arrays_that_do_not_fit_the_tokens_are_refused(unchecked, changes, message):
@@ -272,6 +273,23 @@ def test_arrays_that_do_not_fit_the_tokens_are_refused(unchecked, changes, messa
     given = dict(zip(names, outputs_and_table(np.float32), strict=True)) | changes
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(**given)
+
+
+def test_gradients_of_a_bfloat16_table_add_up_in_float32(monkeypatch):
+    x, table, targets, weights = outputs_and_table(np.float32, length=64)
+    given = x, table.astype(jnp.bfloat16), targets, weights
+
+    def gradient(chunk_logits):
+        monkeypatch.setattr(losses, "CHUNK_LOGITS", chunk_logits)
+        loss = lambda *arrays: linear_cross_entropy(*arrays).loss  # noqa: E731
+        return jax.jit(jax.grad(loss, 1))(*given)
+
+    whole, in_chunks = gradient(10**6), gradient(1)
+    assert in_chunks.dtype == jnp.bfloat16
+    # One rounding of each: 8 bits.
+    np.testing.assert_allclose(
+        np.asarray(in_chunks, np.float32), np.asarray(whole, np.float32), rtol=2**-7, atol=1e-5
+    )
 
 
 def test_targets_that_do_not_fit_the_logits_are_refused(unchecked):

@@ -53,7 +53,8 @@ def linear_cross_entropy(
     and weights have none. Products take their operands in the dtype of x and add up in float32.
 
     Raises:
-        ValueError: the shapes of the arrays do not fit together, or targets are no integers.
+        ValueError: the shapes of the arrays do not fit together, targets are no integers, or x
+            holds integers.
     """
     if table.ndim != 2 or table.shape[1:] != x.shape[-1:]:
         raise ValueError(
@@ -65,6 +66,10 @@ def linear_cross_entropy(
             "for each token."
         )
     targets = _checked(targets, x=x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"x has dtype {x.dtype}, which the table would be rounded to; give floating point."
+        )
     if x.size == 0:
         zero = jnp.zeros((), _accumulated(x))
         return CrossEntropySums(zero, zero, zero, zero)
@@ -203,13 +208,14 @@ def _one_device(settings: _Settings, x, table, targets, weights):
         dx, dtable = gradients or (None, None)
         return jax.tree.map(jnp.add, total, (sums, dtable)), dx
 
+    dtype, table = table.dtype, table.astype(_accumulated(table))  # As its gradient adds up.
     dtable = jnp.zeros_like(table) if settings.with_gradients else None
     zeros = ((jnp.zeros((), weights.dtype),) * 4, dtable)
     chunks = cut(x, embed), cut(targets), cut(weights)
     (sums, dtable), dx = lax.scan(add, zeros, chunks)
     if dx is None:
         return sums, ()
-    return sums, (dx.reshape(-1, embed)[:tokens].reshape(x.shape), dtable)
+    return sums, (dx.reshape(-1, embed)[:tokens].reshape(x.shape), dtable.astype(dtype))
 
 
 def _one_chunk(settings: _Settings, x, table, targets, weights):
