@@ -285,7 +285,7 @@ def check_mesh(
     errors.raise_all(faults + _length_faults(mesh, lengths), where=f"mesh {dict(mesh.shape)}")
 
 
-def check_rows(mesh: Mesh, batch_size: int, *, setting: str) -> None:
+def check_rows(mesh: Mesh | AbstractMesh, batch_size: int, *, setting: str) -> None:
     """Raises `UserError`, with the name of the setting, if devices cannot share a batch equally."""
     data, fsdp = (mesh.shape[axis] for axis in BATCH_AXES)
     if batch_size < 1 or batch_size % (data * fsdp):
