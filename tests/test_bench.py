@@ -121,7 +121,7 @@ def test_cases_are_compared_with_the_first_at_each_length():
 def test_peers_are_sides_where_they_are(tmp_path, monkeypatch):
     config = bench._models(["gin/models/t5_tiny.gin"], [flag[6:] for flag in TINY])["t5_tiny"]
     with pytest.raises(errors.UserError, match=r"holds no t5x/examples/t5/network\.py"):
-        peers.found("decode", config, str(tmp_path))
+        peers.found("decode", config, tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert peers.found("train_step", config, None) == {}
 
