@@ -53,6 +53,7 @@ def test_what_was_compiled_is_told_beside_t5x_and_drawn(tmp_path, monkeypatch, c
         (["--lengths", "513"], r"--lengths=513 must divide 4,096"),
         (["--lengths", "2"], r"--lengths=2 must divide 4,096 encoder tokens, and be at least 4"),
         (["--report_only"], "nothing is kept for v5p:1x1x1"),
+        (["--models", "T5X"], r"--models=T5X is no file of gin/models; give --t5x=CHECKOUT"),
         (["--topology=v5e:2x2"], "v5e:2x2 has several devices; give one chip"),
         (["--topology=v3:1x1"], "v3:1x1 has several devices"),
         (["--topology=v9", "--report_only"], "topology='v9' is not known"),

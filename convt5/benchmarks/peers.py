@@ -12,7 +12,7 @@ from convt5.benchmarks.sides import Side
 def found(
     suite: str,
     config: ConvT5Config,
-    checkout: str | pathlib.Path | None,
+    checkout: pathlib.Path | None,
     *,
     with_hugging_face: bool = True,
 ) -> dict[str, Side]:
@@ -31,9 +31,7 @@ def found(
     sides: dict[str, Side] = {}
     if checkout is not None:
         make = t5x.decoder if decodes else t5x.train_step
-        sides["T5X"] = functools.partial(
-            make, t5x.make_model(pathlib.Path(checkout), config), config
-        )
+        sides["T5X"] = functools.partial(make, t5x.make_model(checkout, config), config)
     if with_hugging_face and all(map(importlib.util.find_spec, ("torch", "transformers"))):
         make = hugging_face.decoder if decodes else hugging_face.train_step
         sides["Hugging Face"] = functools.partial(make, config)

@@ -233,6 +233,8 @@ def main(argv: Sequence[str]) -> None:
             f"--topology={settings.topology} has several devices; give one chip of one device, "
             "such as v5e:1x1, v6e:1x1 or v5p:1x1x1."
         )
+    if PEER in settings.models:
+        raise errors.UserError(f"--models={PEER} is no file of gin/models; give --t5x=CHECKOUT.")
     if settings.page is not None:
         write_tables(settings.page, MARK, None)
     folder = settings.output
