@@ -14,6 +14,7 @@ import counting_run
 import jax
 import numpy as np
 import pytest
+import sampling_run
 
 from convt5.checkpoints import reading
 
@@ -241,6 +242,14 @@ def test_hosts_with_different_numbers_of_examples_evaluate_as_one(tmp_path):
     texts = [next((tmp_path / n).rglob("step_10.jsonl")).read_text() for n in ("two", "one")]
     predictions = [[json.loads(line)["predictions"] for line in t.splitlines()] for t in texts]
     assert predictions[0] == predictions[1]
+
+
+def test_rows_of_several_processes_are_sampled_as_those_of_one(tmp_path):
+    command = counting_run.launcher(2, 1)
+    command.insert(-1, "--module=sampling_run")
+    file = tmp_path / "tokens.json"
+    subprocess.run([*command, str(file)], env=counting_run.environment(), check=True, timeout=300)
+    assert json.loads(file.read_text()) == sampling_run.sampled()
 
 
 def child_of(pid, *, index):

@@ -426,7 +426,17 @@ def _on_host(x: Array) -> np.ndarray:
 
 
 def _placed(inputs, sharding: jax.sharding.Sharding | None):
-    return inputs if sharding is None else jax.device_put(inputs, sharding)
+    if sharding is None:
+        return inputs
+
+    def place(x):
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.device_put(x, sharding)
+        # Keys themselves cannot be put on devices of other hosts, which their numbers can.
+        numbers = jax.device_put(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
+
+    return jax.tree.map(place, inputs)
 
 
 def _nothing(num_results: int | None, max_length: int) -> Found:
