@@ -89,12 +89,12 @@ def main(argv: Sequence[str]) -> None:
     _check_served(suites, arguments)
     models = _models(arguments.gin_files, arguments.gin_bindings)
     lengths = {suite: _lengths(suite, flags) for suite in suites}
-    folder = _writable(flags.output)
     # Deferred, so that help and usage errors come at once.
     from convt5.benchmarks import machine, report, t5x
 
     if flags.t5x is not None:
         t5x.check(flags.t5x)
+    folder = _writable(flags.output)
     repeats = flags.repeats or (2 if flags.quick else 5)
     records = [machine.describe(repeats=repeats)]
     with (

@@ -102,8 +102,9 @@ def test_mistakes_that_once_ended_in_a_traceback(command, file, binding, words, 
     assert not list(place.iterdir())
 
 
-def test_a_benchmark_that_is_wrong_leaves_no_folder(place):
-    check("bench", ["--gin_file=gin/models/t5_tiny.gin", "--gin_file=no.gin"], {}, place)
+@pytest.mark.parametrize("wrong", ["--gin_file=no.gin", "--t5x="])
+def test_a_benchmark_that_is_wrong_leaves_no_folder(wrong, place):
+    check("bench", ["--gin_file=gin/models/t5_tiny.gin", wrong], {}, place)
 
 
 def fuzz(command, place, trained, examples):
