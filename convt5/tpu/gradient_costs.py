@@ -165,7 +165,7 @@ def draw(reports: Mapping[Program, Report], path: pathlib.Path) -> None:
     ridge = peak / bandwidth
     intensities = np.geomspace(ridge / 8, ridge * 4, 64)
     roof.plot(intensities, np.minimum(peak, intensities * bandwidth) / 1e12, color="0.4")
-    for model in dict.fromkeys(program.model for program in reports):
+    for number, model in enumerate(dict.fromkeys(program.model for program in reports)):
         own = sorted((p.length, report) for p, report in reports.items() if p.model == model)
         lengths = [length for length, _ in own]
         found = [r["flops"] / r["bytes_accessed"] for _, r in own]
@@ -175,7 +175,8 @@ def draw(reports: Mapping[Program, Report], path: pathlib.Path) -> None:
             roof.annotate(
                 f"{length}",
                 (x, y),
-                xytext=(4, -9),
+                # On both sides of the roof, so that neighbours stay apart.
+                xytext=(-26, 2) if number % 2 else (5, -8),
                 textcoords="offset points",
                 fontsize=7,
                 color=line.get_color(),
@@ -185,21 +186,18 @@ def draw(reports: Mapping[Program, Report], path: pathlib.Path) -> None:
     roof.set(
         xlabel="operations per byte accessed",
         ylabel="TFLOP/s at most",
-        xscale="log",
-        yscale="log",
         title=f"under the roofs of {next(iter(reports)).slice.partition(':')[0]}",
     )
     times.set(
         xlabel="tokens of a row",
         ylabel="ms",
-        xscale="log",
-        yscale="log",
         title=f"no step of {TOKENS:,} + {TOKENS // TARGETS:,} tokens is faster than",
     )
-    times.set_xticks(sorted({p.length for p in reports}), minor=False)
-    times.get_xaxis().set_major_formatter("{x:,.0f}")
-    times.minorticks_off()
     for axes in (roof, times):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:,g}")
+        axes.yaxis.set_major_formatter("{x:,g}")
         axes.grid(alpha=0.3)
     times.legend()
     figure.savefig(path, dpi=120)
