@@ -502,22 +502,6 @@ def test_what_lies_in_padding_or_another_segment_is_never_touched(kind):
     np.testing.assert_array_equal(gradient[:, 3:], 0)
 
 
-@pytest.mark.parametrize("crosses", [False, True])
-def test_logits_of_padding_or_another_segment_are_never_touched(crosses):
-    _, x, logits = _convolution("dynamic", 5, 1, "CENTERED", batch=1)
-    ids = segments_of(3, 4, length=9)[None]
-    own = 7 if crosses else 3
-
-    def loss(x, logits):
-        y = dynamic_conv(x, logits, segment_ids=ids, taps_cross_segments=crosses)
-        return jnp.sum(jnp.square(y[:, :own]))
-
-    gradients = jax.grad(loss, (0, 1))(x, logits.at[:, own:].set(jnp.nan))
-    for gradient, expected in zip(gradients, jax.grad(loss, (0, 1))(x, logits), strict=True):
-        np.testing.assert_array_equal(gradient[:, :own], expected[:, :own])
-        np.testing.assert_array_equal(gradient[:, 7:], 0)
-
-
 @pytest.mark.parametrize("kind", ["lightweight", "dynamic"])
 def test_softmax_kernels_sum_to_one(kind):
     convolve, x, kernel = _convolution(kind, 5, 1, "CENTERED", length=12)

@@ -31,7 +31,7 @@ def attend(
 
     Segments are kept apart where numbers are finite: hidden keys have a weight of zero, and zero
     times a NaN or an infinity in a value, or backward in a key, is a NaN in every query. The
-    convolutions keep those apart as well.
+    convolutions keep those in x apart as well, but not, backward, those in logits of dynamic taps.
 
     Args:
         query, key, value: projected positions.

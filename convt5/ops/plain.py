@@ -49,9 +49,6 @@ def backward(where: Taps, softmax: bool, segment_ids, x, weights, cotangent, *, 
         dx = taps.weighted_sum(where.mirrored(), cotangent, mirrored, segment_ids)
         dkernel = taps.static_weight_gradient(where, x, cotangent, segment_ids)
         return dx.astype(x.dtype), dkernel.astype(weights.dtype)
-    if segment_ids is not None:
-        # Nothing depends on the logits of padding, not even where they are no numbers.
-        weights = jnp.where((segment_ids != 0)[..., None, None], weights, 0)
     normalized, vjp = jax.vjp(functools.partial(normalize, softmax, rate, key=key), weights)
     dx = taps.transposed_sum(where, cotangent, normalized, segment_ids)
     slopes = taps.dynamic_weight_gradient(where, x, cotangent, segment_ids, weights.shape[-1])

@@ -146,8 +146,7 @@ def transposed_sum(where: Taps, cotangent, weights, segment_ids):
     def total(shifted_weight):
         dx = jnp.zeros(_split(cotangent, heads).shape, wide)
         for tap in range(where.count):
-            # Hidden like the cotangent: zero times a NaN of another segment would be a NaN.
-            weight = read.hide(shifted_weight(tap), tap)[..., None].astype(wide)
+            weight = shifted_weight(tap)[..., None].astype(wide)
             dx = dx + weight * _split(read(tap).astype(wide), heads)
         dx = dx.reshape(cotangent.shape).astype(cotangent.dtype)
         return hide_padding(dx, segment_ids)
@@ -365,17 +364,13 @@ class _Reader:
     def __call__(self, tap: int, start=0, rows: int | None = None):
         """Returns what output rows start to start + rows see; `start` may be traced."""
         rows = self._length if rows is None else rows
-        return self.hide(_chunk(self._padded, self.starts[tap] + start, rows), tap, start, rows)
-
-    def hide(self, values, tap: int, start=0, rows: int | None = None):
-        """Returns values of the rows that a tap reads, with zeros where it sees nothing because of
-        segments."""
+        first = self.starts[tap] + start
+        read = _chunk(self._padded, first, rows)
         if self._segment_ids is None:
-            return values
-        rows = self._length if rows is None else rows
-        theirs = _chunk(self._padded_ids, self.starts[tap] + start, rows)
+            return read
+        theirs = _chunk(self._padded_ids, first, rows)
         ours = _chunk(self._segment_ids, start, rows)
-        return jnp.where((theirs == ours)[..., None], values, 0)
+        return jnp.where((theirs == ours)[..., None], read, 0)
 
     def piece(self, start, rows: int, example) -> "_Reader":
         """Returns a reader of `rows` output rows of one example, or of all if that is None; the
