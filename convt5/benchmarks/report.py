@@ -135,7 +135,7 @@ def _roofline(records: Sequence[Record], path: pathlib.Path) -> pathlib.Path:
     machine = next(r for r in records if r["suite"] == "machine")
     found = [r for r in records if r["suite"] == "ops"]
     length = max(r["length"] for r in found)
-    figure = figures.figure_class("the plots")(figsize=(6, 4.4), layout="constrained")
+    figure = figures.figure_class("the plots")(figsize=(8, 4.4), layout="constrained")
     axes = figure.subplots()
     bandwidth, peak = machine["copy_bytes_per_second"], machine["matmul_flops"]
     least = [r["flops"] / r["least_bytes"] for r in found]
@@ -157,6 +157,6 @@ def _roofline(records: Sequence[Record], path: pathlib.Path) -> pathlib.Path:
         title=f"forward and backward, length {length:,}, by number of taps",
     )
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside right center")
     figure.savefig(path, dpi=120)
     return path
