@@ -89,9 +89,12 @@ def main(argv: Sequence[str]) -> int:
             ],
             where="flags",
         )
-    most = "" if flags.most_runs is None else f"--most_runs={flags.most_runs}"
-    for flag in ("--dry_run" if flags.dry_run else "", most):
-        if flags.report_only and flag:
+    of_runs = {
+        "--dry_run": flags.dry_run,
+        f"--most_runs={flags.most_runs}": flags.most_runs is not None,
+    }
+    for flag, is_given in of_runs.items():
+        if flags.report_only and is_given:
             raise errors.UserError(
                 f"--report_only and {flag}: a report alone makes and checks no run; leave out one "
                 "of the two."

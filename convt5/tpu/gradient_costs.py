@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from convt5 import errors, figures, gin_config, inspect, markdown
@@ -73,16 +72,11 @@ class Program:
         }
         subject = inspect.make_subject(name, settings, {"devices": 1, **flags})
         step = inspect.make_step(subject, settings, gradients_only=True)
+        slice_ = topology.load(self.slice)
         began = time.process_time()
-        report = step_report.make_report(step, topology.load(self.slice))
-        return {
-            "flops": report.flops,
-            "bytes_accessed": report.bytes_accessed,
-            "temporaries": report.memory.temporaries,
-            "compute_seconds": report.roofline.compute,
-            "memory_seconds": report.roofline.memory,
-            "compile_cpu_seconds": time.process_time() - began,
-        }
+        report = step_report.make_report(step, slice_)
+        found = report.flops, report.bytes_accessed, report.memory.temporaries
+        return _summary(slice_, *found, began=began)
 
     def _compiled_peer(self, checkout: pathlib.Path) -> Report:
         slice_ = topology.load(self.slice)
@@ -104,16 +98,21 @@ class Program:
         cost, memory = compiled.cost_analysis(), compiled.memory_analysis()
         if cost is None or memory is None:
             raise RuntimeError("the compiler says nothing of what the program costs")
-        peak = slice_.peak_flops
-        assert peak is not None
-        return {
-            "flops": cost["flops"],
-            "bytes_accessed": cost["bytes accessed"],
-            "temporaries": memory.temp_size_in_bytes,
-            "compute_seconds": cost["flops"] / peak,
-            "memory_seconds": cost["bytes accessed"] / slice_.chip.hbm_bandwidth,
-            "compile_cpu_seconds": time.process_time() - began,
-        }
+        found = cost["flops"], cost["bytes accessed"], memory.temp_size_in_bytes
+        return _summary(slice_, *found, began=began)
+
+
+def _summary(
+    slice_: topology.Topology, flops: float, accessed: float, temporaries: int, *, began: float
+) -> Report:
+    return {
+        "flops": flops,
+        "bytes_accessed": accessed,
+        "temporaries": temporaries,
+        "compute_seconds": flops / (slice_.peak_flops or math.inf),
+        "memory_seconds": accessed / slice_.chip.hbm_bandwidth,
+        "compile_cpu_seconds": time.process_time() - began,
+    }
 
 
 def _gin_file(model: str) -> str:
@@ -163,8 +162,8 @@ def draw(reports: Mapping[Program, Report], path: pathlib.Path) -> None:
     peak = first["flops"] / first["compute_seconds"]
     bandwidth = first["bytes_accessed"] / first["memory_seconds"]
     ridge = peak / bandwidth
-    intensities = np.geomspace(ridge / 8, ridge * 4, 64)
-    roof.plot(intensities, np.minimum(peak, intensities * bandwidth) / 1e12, color="0.4")
+    intensities = (ridge / 8, ridge, ridge * 4)
+    roof.plot(intensities, [min(peak, x * bandwidth) / 1e12 for x in intensities], color="0.4")
     for number, model in enumerate(dict.fromkeys(program.model for program in reports)):
         own = sorted((p.length, report) for p, report in reports.items() if p.model == model)
         lengths = [length for length, _ in own]
