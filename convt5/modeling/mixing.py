@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from convt5.architecture import ConvT5Config, MixingConfig
 from convt5.modeling.layers import Dense, DropoutKey, add_vector, at_least_float32, truncated_normal
 from convt5.ops import attend, depthwise_conv, dynamic_conv, lightweight_conv
+from convt5.ops.gating import gate
 
 Size = Any
 """An int, or a symbolic size: exported programs leave the batch free, and that type is private."""
@@ -149,7 +150,7 @@ class Convolution(nnx.Module):
         self, x: Float[Array, "batch length embed"]
     ) -> Float[Array, "batch length channels"]:
         y = x if self.input is None else self.input(x)
-        return y if self.gate is None else y * jax.nn.sigmoid(self.gate(x))
+        return y if self.gate is None else gate(y, self.gate(x))
 
     def _step_weights(
         self, gated: Float[Array, "batch 1 channels"]

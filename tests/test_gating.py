@@ -1,0 +1,88 @@
+"""Gated linear units: values and gradients are those of JAX, and are computed once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import SingleDeviceSharding
+from second_derivatives import hessian_products
+
+from convt5.architecture import MixingConfig
+from convt5.modeling import mixing
+from convt5.modeling.layers import Norm
+from convt5.modeling.mixing import Convolution
+from convt5.ops.gating import gate
+from convt5.tpu import topology
+
+
+def plain_gate(x, logits):
+    return x * jax.nn.sigmoid(logits)
+
+
+def arrays(*shapes, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.integers(0, 4), max_size=3))
+def test_values_and_gradients_are_those_of_the_plain_product(shape):
+    x, logits, dy = arrays(shape, shape, shape)
+    y, vjp = jax.vjp(gate, x, logits)
+    expected, expected_vjp = jax.vjp(plain_gate, x, logits)
+    np.testing.assert_array_equal(y, expected)
+    for mine, theirs in zip(vjp(dy), expected_vjp(dy), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_logits_far_from_zero_are_finite():
+    x, dy = arrays((4,), (4,))
+    logits = jnp.array([-1e4, -90.0, 90.0, 1e4])
+    dx, dlogits = jax.vjp(gate, x, logits)[1](dy)
+    np.testing.assert_allclose(dx, dy * jnp.array([0.0, 0.0, 1.0, 1.0]), atol=1e-6)
+    np.testing.assert_allclose(dlogits, 0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_everything_stays_in_the_dtype_of_the_operands(dtype):
+    x, logits, dy = arrays(*[(2, 3)] * 3, dtype=dtype)
+    y, vjp = jax.vjp(gate, x, logits)
+    assert {a.dtype for a in (y, *vjp(dy))} == {jnp.dtype(dtype)}
+
+
+def test_second_derivatives_are_those_of_the_plain_product(x64):
+    operands = arrays((2, 3), (2, 3), dtype=np.float64)
+    expected, _ = hessian_products(lambda *a: jnp.sum(jnp.sin(plain_gate(*a))), operands)
+    for found in hessian_products(lambda *a: jnp.sum(jnp.sin(gate(*a))), operands):
+        for mine, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-9)
+
+
+@pytest.mark.tpu
+def test_gradients_of_a_block_access_fewer_bytes_than_with_the_plain_product(compiler, monkeypatch):
+    chip = SingleDeviceSharding(topology.load("v5p:1x1x1").devices[0])
+    config = MixingConfig(kind="depthwise", kernel_size=7)
+
+    def placed(tree):
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=chip), tree)
+
+    def make(key):
+        return Norm(768), Convolution(config, 768, key=key)
+
+    parts = placed(jax.eval_shape(make, jax.random.key(0)))
+    x = placed(jax.ShapeDtypeStruct((8, 512, 768), jnp.bfloat16))
+    ids = placed(jax.ShapeDtypeStruct((8, 512), jnp.int32))
+
+    def accessed():
+        def slope(parts, x, dy, ids):
+            norm, convolution = parts
+            return jnp.sum((x + convolution(norm(x), ids)) * dy, dtype=jnp.float32)
+
+        compiled = jax.jit(jax.grad(slope, (0, 1))).lower(parts, x, x, ids).compile()
+        return compiled.cost_analysis()["bytes accessed"]
+
+    once = accessed()
+    monkeypatch.setattr(mixing, "gate", plain_gate)
+    assert once < accessed()
