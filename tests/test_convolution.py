@@ -1,8 +1,8 @@
 """The three convolutions against loops, references, and the properties they must have."""
 
 import functools
+import itertools
 import json
-from typing import get_args
 
 import hypothesis
 import jax
@@ -21,6 +21,7 @@ from convt5.ops import (
     implementation,
     lightweight_conv,
     pad_widths,
+    separate_taps,
     taps,
 )
 from convt5.sharding import BATCH_AXES, MeshConfig
@@ -132,24 +133,77 @@ def use_small_chunks(monkeypatch):
     # Partial sums of two rows, three at a time.
     monkeypatch.setattr(taps, "PARTIAL_SUM_ELEMENTS", 2 * EMBED)
     monkeypatch.setattr(taps, "PARTIAL_SUM_TERMS", 3)
+    monkeypatch.setattr(taps, "STAGED_ROWS", 4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+FORMULATED_CASES = [
+    {"taps": 3, "dilation": 2, "length": 21, "packed": True},
+    {"taps": 5, "padding": "CAUSAL", "length": 19},
+    {"taps": 4, "dilation": 3, "length": 17, "packed": True, "taps_cross_segments": True},
+]
+
+
+@pytest.mark.parametrize("case", FORMULATED_CASES, ids=str)
 @pytest.mark.parametrize(
-    "case",
+    ("kind", "formulation"),
     [
-        {"taps": 3, "dilation": 2, "length": 21, "packed": True},
-        {"taps": 5, "padding": "CAUSAL", "length": 19},
-        {"taps": 4, "dilation": 3, "length": 17, "packed": True, "taps_cross_segments": True},
+        *itertools.product(("depthwise", "lightweight"), ("whole", "staged", "chunked")),
+        *itertools.product(("dynamic",), ("whole", "chunked", "banded")),
     ],
-    ids=str,
 )
-@pytest.mark.parametrize("formulation", get_args(taps.Formulation))
 def test_every_formulation_of_the_backward_pass_is_exact(x64, monkeypatch, kind, case, formulation):
     use_small_chunks(monkeypatch)
     monkeypatch.setattr(taps, "BAND_ROWS", 4)
-    monkeypatch.setattr(taps, "_dynamic_on_cpu", lambda where, length, group: formulation)
-    _check_against_loops(kind, **case)
+    with taps.computed(formulation):
+        _check_against_loops(kind, **case)
+
+
+@pytest.mark.parametrize("case", FORMULATED_CASES, ids=str)
+@pytest.mark.parametrize("heads", [1, 2, EMBED])
+def test_taps_apart_as_on_gpu_are_exact(x64, monkeypatch, case, heads):
+    monkeypatch.setattr(implementation, "by_platform", lambda default, gpu: gpu())
+    _check_against_loops("dynamic", heads=heads, **case)
+
+
+def test_second_derivatives_of_taps_apart_are_those_of_taps_together(x64):
+    x, logits = draw("dynamic")
+    where = taps.Taps(3, 1, 1, 1, cross_segments=False)
+
+    def energy(x, logits):
+        y = separate_taps.forward(where, None, x, logits)
+        gradients = separate_taps.backward(where, None, x, logits, jnp.cos(y))
+        return sum(jnp.sum(jnp.square(gradient)) for gradient in gradients)
+
+    def expected_energy(x, logits):
+        y, vjp = jax.vjp(CONVOLUTIONS["dynamic"], x, logits)
+        return sum(jnp.sum(jnp.square(gradient)) for gradient in vjp(jnp.cos(y)))
+
+    expected = jax.grad(expected_energy, (0, 1))(x, logits)
+    for found, one in zip(jax.grad(energy, (0, 1))(x, logits), expected, strict=True):
+        np.testing.assert_allclose(found, one, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_formulation_is_that_of_the_platform_that_is_lowered_for(monkeypatch, kind):
+    monkeypatch.setattr(implementation, "_may_meet_a_gpu", lambda: True)
+    x, kernel = draw(kind, dtype=np.float32)
+    traced = jax.jit(
+        jax.grad(lambda *given: jnp.sum(jnp.sin(CONVOLUTIONS[kind](*given))), (0, 1))
+    ).trace(x, kernel)
+
+    def program(platform):
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+    on_gpu, on_tpu = program("cuda"), program("tpu")
+    assert program("rocm") == on_gpu
+    if kind == "dynamic":
+        # Logarithms of the softmax's sums are what is kept; elsewhere there are none.
+        assert "stablehlo.log " in on_gpu
+        assert "stablehlo.log " not in on_tpu
+    else:
+        # Products of all taps are one array, whose partial sums stay apart from their own.
+        assert "optimization_barrier" in on_gpu
+        assert "optimization_barrier" not in on_tpu
 
 
 def _check_against_loops(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from convt5.ops import implementation
 from convt5.ops.masking import attention_mask
 
 BLOCK_BYTES = 2**25
@@ -126,7 +127,7 @@ def _by_platform(compute, query, key):
         rows = _divisor(batch, whole_heads // heads)
         return compute(_Size(rows, _divisor(heads, whole_heads), _even(target, fitting)))
 
-    return lax.platform_dependent(cpu=in_turn, default=side_by_side)
+    return implementation.by_platform(side_by_side, cpu=in_turn)
 
 
 def _even(length: int, most: int) -> int:

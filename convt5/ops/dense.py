@@ -60,4 +60,4 @@ def sum_of_products(
     if x.shape[-1] <= y.shape[-1]:
         return product(x, y)
     # XLA on CPU reads the first factor across its rows, faster the shorter they are.
-    return lax.platform_dependent(cpu=turned, default=lambda: product(x, y))
+    return implementation.by_platform(lambda: product(x, y), cpu=turned)

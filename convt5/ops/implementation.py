@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh
@@ -159,6 +160,23 @@ def _bind(programs: Sequence[core.ClosedJaxpr], shape, arrays):
     return jax.tree.unflatten(jax.tree.structure(shape), found)
 
 
+def by_platform(
+    default: Callable[[], Any],
+    *,
+    cpu: Callable[[], Any] | None = None,
+    gpu: Callable[[], Any] | None = None,
+) -> Any:
+    """Returns what one of several functions of nothing computes, in plain JAX.
+
+    Args:
+        default: for TPUs, and where the others are None.
+        cpu, gpu: for those. Without what compiles for GPUs theirs is not even traced.
+    """
+    others = {"cpu": cpu} | (dict.fromkeys(("cuda", "rocm"), gpu) if _may_meet_a_gpu() else {})
+    own = {name: compute for name, compute in others.items() if compute is not None}
+    return lax.platform_dependent(**own, default=default) if own else default()
+
+
 @functools.cache
 def has_old_tpus() -> bool:
     """Whether this process computes on TPUs whose kernels cannot multiply bfloat16 matrices."""
@@ -169,6 +187,12 @@ def has_old_tpus() -> bool:
 def _may_meet_a_tpu() -> bool:
     """Whether this process can compile for TPUs at all."""
     return importlib.util.find_spec("libtpu") is not None
+
+
+@functools.cache
+def _may_meet_a_gpu() -> bool:
+    """Whether this process can compile for GPUs at all, which JAX does by plugins."""
+    return importlib.util.find_spec("jax_plugins") is not None
 
 
 # --- The choice, as an operation of a traced program ----------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from convt5.ops import taps
+from convt5.ops import implementation, separate_taps, taps
 from convt5.ops.taps import Taps
 
 
@@ -27,7 +27,7 @@ def normalize(
     weights = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if softmax:
         weights = tap_softmax(weights)
-    if key is None or rate == 0.0:
+    if not _drops(rate, key):
         return weights
     kept = jax.random.bernoulli(key, 1.0 - rate, weights.shape)
     return jnp.where(kept, weights / (1.0 - rate), 0.0)
@@ -37,8 +37,16 @@ def forward(where: Taps, softmax: bool, segment_ids, x, weights, *, rate=0.0, ke
     """Returns the convolution; `softmax`, `rate` and `key` only matter to logits."""
     if weights.ndim == 2:
         return taps.weighted_sum(where, x, weights[None, None], segment_ids)
-    normalized = normalize(softmax, rate, weights, key, tap_softmax=taps.plain_tap_softmax)
-    return taps.weighted_sum(where, x, normalized, segment_ids)
+
+    def together():
+        normalized = normalize(softmax, rate, weights, key, tap_softmax=taps.plain_tap_softmax)
+        return taps.weighted_sum(where, x, normalized, segment_ids)
+
+    def apart():
+        return separate_taps.forward(where, segment_ids, x, weights)
+
+    can_be_apart = softmax and not _drops(rate, key)
+    return implementation.by_platform(together, gpu=apart if can_be_apart else None)
 
 
 def backward(where: Taps, softmax: bool, segment_ids, x, weights, cotangent, *, rate=0.0, key=None):
@@ -49,8 +57,20 @@ def backward(where: Taps, softmax: bool, segment_ids, x, weights, cotangent, *, 
         dx = taps.weighted_sum(where.mirrored(), cotangent, mirrored, segment_ids)
         dkernel = taps.static_weight_gradient(where, x, cotangent, segment_ids)
         return dx.astype(x.dtype), dkernel.astype(weights.dtype)
-    normalized, vjp = jax.vjp(functools.partial(normalize, softmax, rate, key=key), weights)
-    dx = taps.transposed_sum(where, cotangent, normalized, segment_ids)
-    slopes = taps.dynamic_weight_gradient(where, x, cotangent, segment_ids, weights.shape[-1])
-    (dlogits,) = vjp(slopes.astype(normalized.dtype))
-    return dx.astype(x.dtype), dlogits
+
+    def together():
+        normalized, vjp = jax.vjp(functools.partial(normalize, softmax, rate, key=key), weights)
+        dx = taps.transposed_sum(where, cotangent, normalized, segment_ids)
+        slopes = taps.dynamic_weight_gradient(where, x, cotangent, segment_ids, weights.shape[-1])
+        (dlogits,) = vjp(slopes.astype(normalized.dtype))
+        return dx.astype(x.dtype), dlogits
+
+    def apart():
+        return separate_taps.backward(where, segment_ids, x, weights, cotangent)
+
+    can_be_apart = softmax and not _drops(rate, key)
+    return implementation.by_platform(together, gpu=apart if can_be_apart else None)
+
+
+def _drops(rate: float, key) -> bool:
+    return key is not None and rate != 0.0

@@ -3,7 +3,8 @@
 Every sum runs over all taps in one order, whatever the length of the row and wherever a segment
 lies in it: terms that read nothing are zeros, never left out. That keeps a packed example equal to
 the example alone, bit for bit. The gradients of weights, which sum over positions, choose their
-formulation by platform: XLA:CPU reduces well only while a chunk of rows stays in its cache.
+formulation by platform: XLA:CPU reduces well only while a chunk of rows stays in its cache, and XLA
+on GPU would write the products of each tap before it sums them.
 """
 
 import contextlib
@@ -33,9 +34,12 @@ compile."""
 BAND_ROWS = 32
 """Output rows of one banded matrix product on CPU."""
 
-Formulation = Literal["whole", "chunked", "banded"]
-"""How the gradient of weights is computed: of all rows at once, chunk by chunk, or by products of
-blocks of rows."""
+STAGED_ROWS = 128
+"""Rows of each partial sum on GPU: the fewer, the more bytes are partial sums."""
+
+Formulation = Literal["whole", "staged", "chunked", "banded"]
+"""How the gradient of weights is computed: of all rows at once, by partial sums of which all are
+computed together, chunk by chunk, or by products of blocks of rows."""
 
 Formulations = Mapping[Formulation, Callable[[], Any]]
 
@@ -124,11 +128,11 @@ def weighted_sum(where: Taps, x, weights, segment_ids):
         segment_ids: [batch, length] or None.
     """
     heads = weights.shape[-1]
-    wide = _wide(x, weights)
-    read = _Reader(where, x, segment_ids)
-    total = jnp.zeros(_split(x, heads).shape, wide)
+    wide = wide_dtype(x, weights)
+    read = Reader(where, x, segment_ids)
+    total = jnp.zeros(split_heads(x, heads).shape, wide)
     for tap in range(where.count):
-        shifted = _split(read(tap).astype(wide), heads)
+        shifted = split_heads(read(tap).astype(wide), heads)
         total = total + weights[:, :, tap, :, None].astype(wide) * shifted
     return hide_padding(total.reshape(x.shape).astype(x.dtype), segment_ids)
 
@@ -139,20 +143,20 @@ def transposed_sum(where: Taps, cotangent, weights, segment_ids):
     Row i collects weights[s, j] * cotangent[s] from the rows s = i - offset j that read it.
     """
     length, heads = cotangent.shape[1], weights.shape[-1]
-    wide = _wide(cotangent, weights)
+    wide = wide_dtype(cotangent, weights)
     mirrored = where.mirrored()
-    read = _Reader(mirrored, cotangent, segment_ids)
+    read = Reader(mirrored, cotangent, segment_ids)
 
     def total(shifted_weight):
-        dx = jnp.zeros(_split(cotangent, heads).shape, wide)
+        dx = jnp.zeros(split_heads(cotangent, heads).shape, wide)
         for tap in range(where.count):
             weight = shifted_weight(tap)[..., None].astype(wide)
-            dx = dx + weight * _split(read(tap).astype(wide), heads)
+            dx = dx + weight * split_heads(read(tap).astype(wide), heads)
         dx = dx.reshape(cotangent.shape).astype(cotangent.dtype)
         return hide_padding(dx, segment_ids)
 
     def padded():
-        around = _rows(weights, -read.left, length + read.right)
+        around = rows_between(weights, -read.left, length + read.right)
         return total(lambda tap: around[:, read.starts[tap] :, -1 - tap][:, :length])
 
     def gathered():
@@ -165,20 +169,32 @@ def transposed_sum(where: Taps, cotangent, weights, segment_ids):
     if weights.size <= cotangent.size:
         return padded()
     # With kernels for single channels the copy would be the largest array in sight.
-    return lax.platform_dependent(cpu=gathered, default=padded)
+    return implementation.by_platform(padded, cpu=gathered)
 
 
 def static_weight_gradient(where: Taps, x, cotangent, segment_ids):
     """Returns sum_i cotangent[i, c] x[i + offset j, c] over all rows, [kernel, embed]."""
-    wide = _wide(x, cotangent)
+    wide = wide_dtype(x, cotangent)
     hidden = hide_padding(cotangent, segment_ids)
 
     def whole():
-        read = _Reader(where, x, segment_ids)
+        read = Reader(where, x, segment_ids)
         part = hidden.astype(wide)
         return jnp.stack(
             [jnp.sum(read(tap).astype(wide) * part, axis=(0, 1)) for tap in range(where.count)]
         )
+
+    def staged():
+        # XLA on GPU computes sums of one array of all taps in one pass, where rows are few.
+        batch, length, embed = x.shape
+        rows = min(STAGED_ROWS, length)
+        behind = -length % rows
+        read = Reader(where, x, segment_ids, behind=behind)
+        seen = jnp.stack([read(tap, 0, length + behind) for tap in range(where.count)])
+        part = rows_between(hidden, 0, length + behind).astype(wide)
+        products = seen.astype(wide) * part[None]
+        parts = products.reshape(where.count, batch, -1, rows, embed).sum(axis=3)
+        return lax.optimization_barrier(parts).sum(axis=(1, 2))
 
     def chunked():
         # XLA:CPU sums over rows one channel at a time, with strides between its reads. Sums of
@@ -191,8 +207,8 @@ def static_weight_gradient(where: Taps, x, cotangent, segment_ids):
         rows = slots * terms
         chunks = -(-length // rows)
         behind = chunks * rows - length
-        read = _Reader(where, x, segment_ids, behind=behind)
-        cotangents = _rows(hidden, 0, length + behind)
+        read = Reader(where, x, segment_ids, behind=behind)
+        cotangents = rows_between(hidden, 0, length + behind)
 
         def body(i, sums):
             example = None if at_once > 1 else i // chunks
@@ -212,8 +228,8 @@ def static_weight_gradient(where: Taps, x, cotangent, segment_ids):
         sums = jnp.zeros((where.count, at_once, slots, embed), wide)
         return jnp.sum(lax.fori_loop(0, batch // at_once * chunks, body, sums), axis=(1, 2))
 
-    formulations: Formulations = {"chunked": chunked, "whole": whole}
-    return _by_platform(formulations, on_cpu="chunked")
+    formulations: Formulations = {"chunked": chunked, "staged": staged, "whole": whole}
+    return _by_platform(formulations, on_cpu="chunked", on_gpu="staged")
 
 
 def dynamic_weight_gradient(where: Taps, x, cotangent, segment_ids, heads):
@@ -222,15 +238,15 @@ def dynamic_weight_gradient(where: Taps, x, cotangent, segment_ids, heads):
     The result is [batch, length, kernel, heads].
     """
     batch, length, embed = x.shape
-    wide = _wide(x, cotangent)
+    wide = wide_dtype(x, cotangent)
     hidden = hide_padding(cotangent, segment_ids)
-    read = _Reader(where, x, segment_ids)
+    read = Reader(where, x, segment_ids)
 
     def gradient(start, rows):
         part = _chunk(hidden, start, rows).astype(wide)
         return jnp.stack(
             [
-                jnp.sum(_split(read(tap, start, rows).astype(wide) * part, heads), axis=-1)
+                jnp.sum(split_heads(read(tap, start, rows).astype(wide) * part, heads), axis=-1)
                 for tap in range(where.count)
             ],
             axis=2,
@@ -280,14 +296,13 @@ def _band_min_taps(dilation: int, group: int) -> int:
     return 8 if group >= 64 and dilation > 1 else 7
 
 
-def _by_platform(formulations: Formulations, *, on_cpu: Formulation):
+def _by_platform(formulations: Formulations, *, on_cpu: Formulation, on_gpu: Formulation = "whole"):
     """Computes by the formulation that is forced, or by the one for the platform."""
     forced = _forced.get()
     if forced is not None:
         return formulations[forced]()
-    if on_cpu == "whole":
-        return formulations["whole"]()
-    return lax.platform_dependent(cpu=formulations[on_cpu], default=formulations["whole"])
+    cpu, gpu = (None if name == "whole" else formulations[name] for name in (on_cpu, on_gpu))
+    return implementation.by_platform(formulations["whole"], cpu=cpu, gpu=gpu)
 
 
 def _banded_products(where: Taps, x, cotangent, segment_ids, heads):
@@ -302,7 +317,7 @@ def _banded_products(where: Taps, x, cotangent, segment_ids, heads):
     window = rows + taps - 1
     blocks = -(-length // (rows * phases))
     after = blocks * rows * phases - length
-    wide = _wide(x, cotangent)
+    wide = wide_dtype(x, cotangent)
 
     def phased(a, before, after):
         # batch rows phases heads group
@@ -332,12 +347,12 @@ def _banded_products(where: Taps, x, cotangent, segment_ids, heads):
     gradient = filled.reshape(batch, blocks * rows * phases, taps, heads)[:, :length]
     if segment_ids is None or where.cross_segments:
         return gradient
-    padded = _rows(segment_ids, -where.left, length + where.right)
+    padded = rows_between(segment_ids, -where.left, length + where.right)
     same = [padded[:, j * phases : j * phases + length] == segment_ids for j in range(taps)]
     return jnp.where(jnp.stack(same, axis=-1)[..., None], gradient, 0)
 
 
-class _Reader:
+class Reader:
     """Reads, for a tap, the row of x that each output row sees: zero where it sees nothing.
 
     Attributes:
@@ -354,12 +369,12 @@ class _Reader:
         self.left, self.right = min(where.left, length), min(where.right, length)
         self.starts = [self.left + max(-self.left, min(self.right, o)) for o in where.offsets]
         stop = length + self.right + behind
-        self._padded = _rows(hide_padding(x, segment_ids), -self.left, stop)
+        self._padded = rows_between(hide_padding(x, segment_ids), -self.left, stop)
         self._length = length
         self._segment_ids = self._padded_ids = None
         if segment_ids is not None and not where.cross_segments:
-            self._segment_ids = _rows(segment_ids, 0, length + behind)
-            self._padded_ids = _rows(segment_ids, -self.left, stop)
+            self._segment_ids = rows_between(segment_ids, 0, length + behind)
+            self._padded_ids = rows_between(segment_ids, -self.left, stop)
 
     def __call__(self, tap: int, start=0, rows: int | None = None):
         """Returns what output rows start to start + rows see; `start` may be traced."""
@@ -372,7 +387,7 @@ class _Reader:
         ours = _chunk(self._segment_ids, start, rows)
         return jnp.where((theirs == ours)[..., None], read, 0)
 
-    def piece(self, start, rows: int, example) -> "_Reader":
+    def piece(self, start, rows: int, example) -> "Reader":
         """Returns a reader of `rows` output rows of one example, or of all if that is None; the
         place may be traced."""
         own = copy.copy(self)
@@ -390,7 +405,7 @@ def hide_padding(x, segment_ids):
     return x if segment_ids is None else jnp.where((segment_ids != 0)[..., None], x, 0)
 
 
-def _rows(a, start: int, stop: int):
+def rows_between(a, start: int, stop: int):
     """Returns rows start to stop of the second axis, with zeros outside the array."""
     length = a.shape[1]
     first, last = (max(0, min(length, i)) for i in (start, stop))
@@ -418,12 +433,12 @@ def _piece(a, start, rows: int, example):
     return lax.dynamic_slice(a, (example, start, *rest), (1, rows, *a.shape[2:]))
 
 
-def _split(x, heads: int):
+def split_heads(x, heads: int):
     """Gives the channels of each kernel an axis: [batch, length, heads, group]."""
     return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
 
 
-def _wide(*arrays) -> jnp.dtype:
+def wide_dtype(*arrays) -> jnp.dtype:
     return functools.reduce(jnp.promote_types, (a.dtype for a in arrays), jnp.float32)
 
 
