@@ -7,12 +7,13 @@ import argparse
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
+from jax.stages import Compiled
 
 from convt5 import errors
 from convt5.configuration import command_line
@@ -84,11 +85,13 @@ class Cost:
         accessed: by all of its instructions, as the compiler counts them. Of kernels it knows what
             they state: every block that is fetched or written, as often as that happens.
         least: arguments once and results once.
+        temporaries: what it needs beside both.
         kernels: calls of kernels.
     """
 
     accessed: float
     least: int
+    temporaries: int
     kernels: int
 
     @property
@@ -96,24 +99,39 @@ class Cost:
         return self.accessed / self.least
 
 
-def measure(case: Case, device: Any) -> tuple[Cost, Cost]:
-    """Returns the cost of the forward pass, and of forward and backward pass together."""
+def _accessed(compiled: Compiled) -> float:
+    return (compiled.cost_analysis() or {})["bytes accessed"]
+
+
+def measure(
+    case: Case, device: Any, *, accessed: Callable[[Compiled], float] = _accessed
+) -> tuple[Cost, Cost]:
+    """Returns the cost of the forward pass, and of forward and backward pass together.
+
+    Args:
+        case: the operator.
+        device: to compile for.
+        accessed: returns the bytes that a program accesses.
+    """
     x, *others = case.arrays
     return (
-        _compiled(case.forward, (x, *others), device),
-        _compiled(case.both, (x, *others, x), device),
+        _compiled(case.forward, (x, *others), device, accessed),
+        _compiled(case.both, (x, *others, x), device, accessed),
     )
 
 
-def _compiled(function, arrays, device) -> Cost:
+def _compiled(function, arrays, device, accessed) -> Cost:
     where = SingleDeviceSharding(device)
     placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where) for a in arrays]
-    compiled = jax.jit(function).lower(*placed).compile()
+    # A function of its own: jit keeps what it has traced, whatever formulation was chosen.
+    compiled = jax.jit(lambda *given: function(*given)).lower(*placed).compile()
     results = jax.tree.leaves(jax.eval_shape(function, *arrays))
-    analysis = compiled.cost_analysis() or {}
+    memory = compiled.memory_analysis()
+    assert memory is not None
     return Cost(
-        accessed=analysis["bytes accessed"],
+        accessed=accessed(compiled),
         least=sum(a.size * a.dtype.itemsize for a in (*arrays, *results)),
+        temporaries=memory.temp_size_in_bytes,
         kernels=(compiled.as_text() or "").count('custom_call_target="tpu_custom_call"'),
     )
 
@@ -135,12 +153,13 @@ def rows(device: Any, taps: Sequence[int], dilations: Sequence[int]) -> Iterator
         yield f"| {' | '.join(map(str, cells))} |"
 
 
-def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m convt5.tpu.operator_costs")
-    parser.add_argument("--topology", default="v5e:2x2", help="a name of convt5.tpu.topology")
+def add_case_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--taps", type=int, nargs="+", default=[3, 7, 31])
     parser.add_argument("--dilations", type=int, nargs="+", default=[1, 8])
-    settings = parser.parse_args(argv)
+
+
+def check_case_flags(settings: argparse.Namespace) -> None:
+    """Raises `UserError` for taps or dilations that no convolution has."""
     errors.raise_all(
         (
             f"--{name}={value} must be at least 1."
@@ -150,6 +169,14 @@ def main(argv: Sequence[str]) -> None:
         ),
         where="flags",
     )
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m convt5.tpu.operator_costs")
+    parser.add_argument("--topology", default="v5e:2x2", help="a name of convt5.tpu.topology")
+    add_case_flags(parser)
+    settings = parser.parse_args(argv)
+    check_case_flags(settings)
     device = topology.load(settings.topology).devices[0]
     for row in rows(device, settings.taps, settings.dilations):
         print(row, flush=True)

@@ -1,0 +1,1 @@
+"""What the compiler of GPUs makes of programs, where no GPU is."""

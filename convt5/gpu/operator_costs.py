@@ -1,0 +1,54 @@
+"""What the compiler of GPUs makes of the convolutions: bytes moved against the least possible.
+
+`python -m convt5.gpu.operator_costs` prints the table of docs/performance.md.
+"""
+
+import argparse
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from convt5 import markdown
+from convt5.configuration import command_line
+from convt5.gpu import target
+from convt5.tpu.operator_costs import KINDS, Case, add_case_flags, check_case_flags, measure
+
+
+def rows(device: Any, taps: Sequence[int], dilations: Sequence[int]) -> Iterator[dict[str, str]]:
+    """Yields what is known of each operator, the larger of the two paddings."""
+    for (kind, heads), count, dilation in itertools.product(KINDS, taps, dilations):
+        costs = [
+            measure(
+                Case(kind=kind, taps=count, heads=heads, dilation=dilation, padding=padding),
+                device,
+                accessed=target.bytes_accessed,
+            )
+            for padding in ("CENTERED", "CAUSAL")
+        ]
+        forward, both = zip(*costs, strict=True)
+        yield {
+            "operator": kind,
+            "H": str(heads),
+            "K": str(count),
+            "dilation": str(dilation),
+            "forward": f"{max(cost.ratio for cost in forward):.2f}",
+            "both": f"{max(cost.ratio for cost in both):.2f}",
+            "temporaries, MB": f"{max(cost.temporaries for cost in both) / 1e6:.0f}",
+        }
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m convt5.gpu.operator_costs")
+    parser.add_argument("--gpu", default="h100", help=" or ".join(target.NAMES))
+    add_case_flags(parser)
+    settings = parser.parse_args(argv)
+    check_case_flags(settings)
+    found = rows(target.load(settings.gpu), settings.taps, settings.dilations)
+    count = len(KINDS) * len(settings.taps) * len(settings.dilations)
+    print(markdown.table(list(tqdm(found, total=count, unit=" operators", disable=None))))
+
+
+if __name__ == "__main__":
+    command_line.run(main)
