@@ -178,6 +178,8 @@ class Conversion:
             faults.append(f"--optimizer is for --to=run: {self.target} holds no optimizer state.")
         if self.source == self.target == "run":
             faults.append("--from=run --to=run changes nothing; name another format.")
+        if self.allow_unmapped and self.source == "run":
+            faults.append("--allow_unmapped is for other formats than --from=run; leave it out.")
         if self.step is not None and self.source != "run":
             faults.append(f"--step is for --from=run, not --from={self.source}; leave it out.")
         lengths = (self.encoder_length, self.decoder_length)

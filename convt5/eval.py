@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from convt5.vision.evaluation import ImagePlan
 
 
+_TIMEOUT = 3600.0  # Seconds.
 _TASK_FLAGS = (
     Flag(
         "task",
@@ -96,7 +97,7 @@ COMMAND = command_line.Command(
         Flag(
             "timeout",
             "follow: ends after so many seconds without a new checkpoint, 3600.",
-            {"type": float, "default": 3600.0},
+            {"type": float},
         ),
         Flag("output_dir", "by default the folder evaluation of the run."),
         *PREDICT_FLAGS,
@@ -175,6 +176,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(arguments: command_line.Arguments) -> int:
     flags = arguments.flags
+    if flags.timeout is not None and not flags.follow:
+        raise errors.UserError(f"--timeout={flags.timeout:g} is for --follow; leave it out.")
     settings, checkpoint = _settings(arguments)
     found = _first(checkpoint, flags)
     plan = make_plan(found, checkpoint, settings, flags)
@@ -220,7 +223,7 @@ def _image_plan(config: Any, checkpoint: str, settings: "RunSettings", flags: An
     given = [
         flag.name
         for flag in (*PREDICT_FLAGS, *_TASK_FLAGS)
-        if flag.name not in ("batch_size", "seed") and getattr(flags, flag.name)
+        if flag.name != "batch_size" and _is_given(getattr(flags, flag.name))
     ]
     given = [f"--{name}" for name in given]
     if settings.evaluate.every_nth != 1:
@@ -239,6 +242,10 @@ def _image_plan(config: Any, checkpoint: str, settings: "RunSettings", flags: An
         reestimate=flags.reestimate,
         ema=flags.ema,
     )
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False  # 0 is a value.
 
 
 def _text_plan(
@@ -415,7 +422,7 @@ def _checkpoints(plan: Plan, flags: Any) -> "Iterator[checkpoints.Found]":
 
     if not flags.follow:
         return iter(checkpoints.select(plan.checkpoint, flags.step))
-    return checkpoints.follow(plan.checkpoint, last_step=plan.last_step, timeout=flags.timeout)
+    return checkpoints.follow(plan.checkpoint, last_step=plan.last_step, timeout=_timeout(flags))
 
 
 def _noted(
@@ -449,11 +456,15 @@ def _is_done(results: "Results | None", task: Any, plan: Plan, step: int | None)
 
 def _wait(is_there: Callable[[], Any], what: str, flags: Any) -> None:
     """Waits for a run that has not begun, and says so."""
-    start = time.monotonic()
+    start, timeout = time.monotonic(), _timeout(flags)
     if not is_there():
-        print(f"waiting for {what}, at most {flags.timeout:g} seconds", file=sys.stderr)
-    while not is_there() and time.monotonic() - start < flags.timeout:
-        time.sleep(min(10.0, flags.timeout / 10))
+        print(f"waiting for {what}, at most {timeout:g} seconds", file=sys.stderr)
+    while not is_there() and time.monotonic() - start < timeout:
+        time.sleep(min(10.0, timeout / 10))
+
+
+def _timeout(flags: Any) -> float:
+    return _TIMEOUT if flags.timeout is None else flags.timeout
 
 
 def _summary(outcome: "Outcome", step: int | None, path: Any) -> str:

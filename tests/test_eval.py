@@ -500,6 +500,11 @@ def test_waiting_for_a_run_that_has_not_begun_is_told(tmp_path, capsys):
     assert f"waiting for the run directory {tmp_path}/not_here, at most 0.01 seconds" in told
 
 
+def test_a_timeout_without_following_is_refused(run_dir):
+    with pytest.raises(UserError, match=r"--timeout=0\.5 is for --follow; leave it out"):
+        evaluation.main([f"--checkpoint={run_dir}", "--timeout=0.5", "--dry_run"])
+
+
 def test_the_dry_run_computes_nothing(run_dir, capsys):
     assert evaluation.main([f"--checkpoint={run_dir}", "--step=all", "--dry_run"]) == 0
     printed = capsys.readouterr().out

@@ -29,9 +29,10 @@ def test_what_was_compiled_is_told_beside_t5x_and_drawn(tmp_path, monkeypatch, c
     monkeypatch.setattr(Program, "compiled", compile_)
     page = tmp_path / "page.md"
     page.write_text("Above\n<!-- gradients -->\nold\n<!-- end -->\nbelow\n")
-    flags = [f"--output={tmp_path}", "--models", "dynamic_base", "--lengths", "512", "2048"]
-    gradient_costs.main([*flags, "--t5x=checkout"])
-    gradient_costs.main([*flags, "--report_only", f"--page={page}"])
+    output = f"--output={tmp_path}"
+    made = ["--t5x=checkout", "--models", "dynamic_base", "--lengths", "512", "2048"]
+    gradient_costs.main([output, *made])
+    gradient_costs.main([output, "--report_only", f"--page={page}"])
     assert compiled == [
         Program(model, "v5p:1x1x1", length)
         for model in (PEER, "dynamic_base")
@@ -53,6 +54,7 @@ def test_what_was_compiled_is_told_beside_t5x_and_drawn(tmp_path, monkeypatch, c
         (["--lengths", "513"], r"--lengths=513 must divide 4,096"),
         (["--lengths", "2"], r"--lengths=2 must divide 4,096 encoder tokens, and be at least 4"),
         (["--report_only"], "nothing is kept for v5p:1x1x1"),
+        (["--report_only", "--lengths", "512"], "--lengths is for what is compiled"),
         (["--models", "T5X"], r"--models=T5X is no file of gin/models; give --t5x=CHECKOUT"),
         (["--topology=v5e:2x2"], "v5e:2x2 has several devices; give one chip"),
         (["--topology=v3:1x1"], "v3:1x1 has several devices"),

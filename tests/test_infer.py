@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import re
 
 import pytest
@@ -212,6 +213,14 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"output=.*/file/out.jsonl must be a file"):
         write_all(tmp_path / "file" / "out.jsonl", TEXTS)
+
+
+def test_what_is_no_regular_file_gets_nothing_beside_it(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(UserError, match=r"must be a file .*no regular file"):
+            write_all(path, TEXTS)
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_a_dialogue_answers_until_its_end():

@@ -141,6 +141,7 @@ def test_a_dry_run_computes_nothing(run_dir, tmp_path, capsys):
     [
         (["--task=sst2"], "--task is for models of text"),
         (["--strategy=beam"], "--strategy is for models of text"),
+        (["--seed=0"], "--seed is for models of text"),
         (["--gin.evaluation.EvalConfig.every_nth=2"], "every_nth is for models of text"),
         (["--reestimate=0"], "--reestimate=0 must be at least 1"),
         (["--split=absent"], r"absent\.npz cannot be read"),

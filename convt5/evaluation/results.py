@@ -124,6 +124,8 @@ class ResumableLines:
         try:
             if folder := os.path.dirname(self.path):
                 os.makedirs(folder, exist_ok=True)
+            if os.path.exists(self.path) and not os.path.isfile(self.path):
+                raise OSError(0, "it is no regular file, which alone can be continued")
             self._file: BinaryIO = open(self.path, "a+b")  # noqa: SIM115  # Closed by `close`.
         except OSError as error:
             raise errors.UserError(

@@ -207,8 +207,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--t5x", type=command_line.path, help="a checkout of T5X, which then is a row"
     )
-    parser.add_argument("--models", nargs="+", default=list(MODELS), help="files of gin/models")
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--models", nargs="+", help="files of gin/models")
+    parser.add_argument("--lengths", type=int, nargs="+", help="encoder tokens of a row")
     parser.add_argument("--topology", default="v5p:1x1x1", help="one chip, such as v5e:1x1")
     parser.add_argument(
         "--output", type=command_line.path, default=OUTPUT, help="the folder of what was compiled"
@@ -218,7 +218,16 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--report_only", action="store_true", help="compiles nothing")
     settings = parser.parse_args(argv)
-    for length in settings.lengths:
+    errors.raise_all(
+        (
+            f"--{name} is for what is compiled; --report_only tells all that is kept: leave it out."
+            for name in ("models", "lengths", "t5x")
+            if settings.report_only and getattr(settings, name) is not None
+        ),
+        where="flags",
+    )
+    models, lengths = settings.models or MODELS, settings.lengths or LENGTHS
+    for length in lengths:
         if length < TARGETS or TOKENS % length:
             raise errors.UserError(
                 f"--lengths={length} must divide {TOKENS:,} encoder tokens, and be at least "
@@ -230,15 +239,15 @@ def main(argv: Sequence[str]) -> None:
             f"--topology={settings.topology} has several devices; give one chip of one device, "
             "such as v5e:1x1, v6e:1x1 or v5p:1x1x1."
         )
-    if PEER in settings.models:
+    if PEER in models:
         raise errors.UserError(f"--models={PEER} is no file of gin/models; give --t5x=CHECKOUT.")
     if settings.page is not None:
         write_tables(settings.page, MARK, None)
     folder = settings.output
     kept = KeptPrograms(folder / _FILE, Program)
-    names = [*([PEER] if settings.t5x else []), *settings.models]
+    names = [*([PEER] if settings.t5x else []), *models]
     if not settings.report_only:
-        for name, length in itertools.product(names, settings.lengths):
+        for name, length in itertools.product(names, lengths):
             program = Program(name, settings.topology, length)
             kept.report(program, functools.partial(program.compiled, settings.t5x))
     shown = {p: report for p, report in kept.reports.items() if p.slice == settings.topology}
