@@ -37,8 +37,8 @@ COMMAND = command_line.Command(
     name="inspect",
     summary="Shows what gin files describe without building it: every layer with its receptive "
     "field, parameters and FLOPs, totals, memory, where parameters live on the devices, and "
-    "examples of the training data. With --topology, also compiles the training step for TPUs that "
-    "need not be there.",
+    "examples of the training data. With --topology, also compiles the training step for TPUs or "
+    "GPUs that need not be there.",
     examples=[
         ("a model", "--gin_file=gin/models/dynamic_base.gin"),
         (
@@ -88,8 +88,9 @@ COMMAND = command_line.Command(
         ),
         command_line.Flag(
             "topology",
-            "compiles the training step for this slice of TPUs, such as v5e:4x4 or v5p:2x2x1, and "
-            "reports its memory, FLOPs, bytes and collectives; needs the extra tpu.",
+            "compiles the training step for this slice of TPUs, such as v5e:4x4 or v5p:2x2x1, or "
+            "for GPUs, such as h100:8, and reports its memory, FLOPs, bytes and collectives; needs "
+            "the extra tpu, or gpu.",
         ),
         command_line.Flag(
             "gradients_only",

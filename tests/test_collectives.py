@@ -65,6 +65,12 @@ def test_collectives_of_shard_map_share_a_channel_and_are_counted_one_by_one():
         ("%x = f32[8]{0:T(128)} all-reduce(%p), to_apply=%add", 32, 48),
         ("%x = (f32[8], /*index=1*/s32[2]{0:T(128)}) all-reduce(%p, %q), to_apply=%add", 40, 60),
         ("%x = f32[2]{0} reduce-scatter(%p), dimensions={0}, to_apply=%add", 32, 24),
+        ("%x = (f32[8]{0}, f32[2]{0}) reduce-scatter-start(%p), dimensions={0}", 32, 24),
+        (
+            "%x = ((f32[8], bf16[4]), (f32[2], /*index=3*/bf16[1])) reduce-scatter-start(%p, %q)",
+            40,
+            30,
+        ),
         ("%x = f8e4m3fn[2,4]{1,0} all-to-all(%p), dimensions={0}", 8, 6),
     ],
 )

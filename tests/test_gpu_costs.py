@@ -1,6 +1,8 @@
 """Operators by the compiler of GPUs, where JAX's plugin for CUDA is installed."""
 
 import importlib.util
+import json
+import math
 import pathlib
 import subprocess
 import sys
@@ -18,7 +20,11 @@ has_plugin = importlib.util.find_spec("jax_plugins") is not None
     ("flags", "message"),
     [
         (["--taps", "3", "0"], "--taps=0 must be at least 1"),
-        (["--gpu=h10"], "gpu='h10' is none of a100, h100. Did you mean h100"),
+        (
+            ["--topology=h10:1"],
+            "topology='h10:1' is not known. GPUs are a100 or h100, and how many",
+        ),
+        (["--topology=h100:3"], "topology='h100:3' is not known"),
     ],
 )
 def test_wrong_flags_are_told(flags, message):
@@ -29,17 +35,45 @@ def test_wrong_flags_are_told(flags, message):
 def test_without_the_plugin_the_extra_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="add the extra gpu"):
-        target.load("h100")
+        target.load("h100:1")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_plugin, reason="needs the extra gpu: JAX's plugin for CUDA")
-@pytest.mark.parametrize("gpu", target.NAMES)
+def test_parameters_in_parts_are_gathered_and_gradients_scattered():
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "convt5.inspect", "--gin_file=gin/models/dynamic_tiny.gin"),
+            *("--topology=h100:4", "--json", "--gin.sharding.MeshConfig.fsdp=4"),
+            *("--batch_size=16", "--encoder_length=64", "--decoder_length=32"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    step = report["compiled_step"]
+    assert (step["devices"], step["topology"]) == (4, "h100:4")
+    split = [p for p in report["sharding"] if "fsdp" in str(p["spec"])]
+    count = sum(math.prod(parameter["shape"]) for parameter in split)
+    moved = {c["kind"]: c["payload_bytes"] for c in step["collectives"] if c["axes"] == ["fsdp"]}
+    # At least once in bfloat16; at most once in each pass, in float32.
+    assert 2 * count <= moved["all-gather"] <= 8 * count
+    assert moved["reduce-scatter"] > 0
+    assert 0.8 < step["flops"] / step["model_flops"] < 1.5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_plugin, reason="needs the extra gpu: JAX's plugin for CUDA")
+@pytest.mark.parametrize("gpu", list(target.CHIPS))
 def test_no_products_of_taps_are_written(gpu):
     """In a process of its own, which computes on the CPU from then on."""
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "convt5.gpu.operator_costs", f"--gpu={gpu}"),
+            *(sys.executable, "-m", "convt5.gpu.operator_costs", f"--topology={gpu}:1"),
             *("--taps", "7", "--dilations", "1"),
         ],
         cwd=ROOT,

@@ -16,6 +16,7 @@ import pytest
 
 from convt5 import inspect
 from convt5.errors import UserError
+from convt5.gpu import target
 from convt5.ops import attend
 from convt5.tpu import step_report, topology
 from convt5.tpu.collectives import Traffic
@@ -275,6 +276,22 @@ def test_text_names_the_limit_of_the_step_and_what_is_left_of_memory():
     reused = example_report(temporaries=10)
     assert "20 B  of 16 B: fits, as not all is held at a time" in reused.as_text()
     assert reused.as_json()["memory_bytes"]["left"] == 0
+
+
+def test_what_gpus_cannot_hold_is_refused_where_their_compiler_lets_it_pass():
+    report = example_report()
+    gpus = topology.Topology("h100:4", target.CHIPS["h100"], report.topology.devices)
+    memory = types.SimpleNamespace(
+        argument_size_in_bytes=40 * 2**30,
+        output_size_in_bytes=41 * 2**30,
+        alias_size_in_bytes=40 * 2**30,
+        temp_size_in_bytes=19 * 2**30,
+    )
+    step_report._check_fits(memory, report.step, gpus)
+    memory.temp_size_in_bytes *= 2
+    step_report._check_fits(memory, report.step, report.topology)  # Its own compiler refuses.
+    with pytest.raises(step_report.DoesNotFit, match=r"a device of h100:4: it needs 84.8 GB of 64"):
+        step_report._check_fits(memory, report.step, gpus)
 
 
 def test_text_says_where_the_compiler_counts_too_little():

@@ -41,11 +41,12 @@ def rows(device: Any, taps: Sequence[int], dilations: Sequence[int]) -> Iterator
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m convt5.gpu.operator_costs")
-    parser.add_argument("--gpu", default="h100", help=" or ".join(target.NAMES))
+    parser.add_argument("--topology", default="h100:1", help="a name of convt5.gpu.target")
     add_case_flags(parser)
     settings = parser.parse_args(argv)
     check_case_flags(settings)
-    found = rows(target.load(settings.gpu), settings.taps, settings.dilations)
+    device = target.load(settings.topology).devices[0]
+    found = rows(device, settings.taps, settings.dilations)
     count = len(KINDS) * len(settings.taps) * len(settings.dilations)
     print(markdown.table(list(tqdm(found, total=count, unit=" operators", disable=None))))
 

@@ -1,16 +1,18 @@
-"""GPUs by name, such as h100: devices to compile for, where none is.
+"""GPUs by name, such as h100:8: devices to compile for, where none is.
 
 The compiler comes with JAX's plugin for CUDA (the extra `gpu`), and needs neither a GPU nor its
 driver.
 """
 
 import importlib.util
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from convt5 import errors
+from convt5.tpu.topology import Chip, Topology
 
 # What CUDA tells of a device (cudaGetDeviceProperties), in the words of XLA's GpuTargetConfigProto;
 # bandwidths and clocks are those of NVIDIA's data sheets for A100 80GB SXM and H100 SXM.
@@ -27,6 +29,7 @@ _LIMITS = """
 """
 _DEVICES: Mapping[str, str] = {
     "a100": """
+  name: "NVIDIA A100-SXM4-80GB"
   cuda_compute_capability { major: 8 }
   core_count: 108
   fpus_per_core: 64
@@ -38,6 +41,7 @@ _DEVICES: Mapping[str, str] = {
   shared_memory_per_block_optin: 166912
 """,
     "h100": """
+  name: "NVIDIA H100 80GB HBM3"
   cuda_compute_capability { major: 9 }
   core_count: 132
   fpus_per_core: 128
@@ -49,51 +53,83 @@ _DEVICES: Mapping[str, str] = {
   shared_memory_per_block_optin: 232448
 """,
 }
-NAMES = tuple(_DEVICES)
+_GIB = 2**30
+# JAX takes three quarters of a device's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says
+# otherwise. Links are those of NVLink 3 and 4: 12 and 18 of 25 GB/s one way.
+CHIPS: Mapping[str, Chip] = {
+    name: Chip(
+        pod=(),
+        hbm_bytes=60 * _GIB,
+        hbm_bandwidth=bandwidth,
+        ici_bandwidth=links * 25e9,
+        platform="GPU",
+    )
+    for name, bandwidth, links in (("a100", 2039e9, 12), ("h100", 3352e9, 18))
+}
+_HOST = 8
+"""GPUs of a host."""
 
 
-def load(name: str) -> Any:
-    """Returns a device that programs can be compiled for, but not run on.
-
-    From then on this process computes on the CPU only, and no GPU is looked for.
+def parse(name: str) -> tuple[str, int]:
+    """Returns the kind and the number of GPUs of a name such as h100:8.
 
     Raises:
-        UserError: a name that is not known, or JAX's plugin for CUDA is not installed.
+        UserError: an unknown kind, or a number that no hosts have.
     """
-    if name not in _DEVICES:
+    match = re.fullmatch(r"(\w+):(\d{1,4})", name)
+    count = int(match[2]) if match else 0
+    are_hosts = count in (1, 2, 4) or (count >= _HOST and count % _HOST == 0)
+    if match is None or match[1] not in CHIPS or not are_hosts:
         raise errors.UserError(
-            f"gpu={name!r} is none of {', '.join(NAMES)}.{errors.suggest(name, NAMES)}"
+            f"topology={name!r} is not known. GPUs are {' or '.join(CHIPS)}, and how many: 1, 2, 4 "
+            f"or a multiple of {_HOST}, such as h100:1 or h100:{_HOST}."
         )
+    return match[1], count
+
+
+def load(name: str) -> Topology:
+    """Returns GPUs; from then on this process computes on the CPU only, and looks for no GPU.
+
+    Raises:
+        UserError: a name that `parse` refuses, or JAX's plugin for CUDA is not installed.
+    """
+    kind, count = parse(name)
     if importlib.util.find_spec("jax_plugins") is None:
         raise errors.UserError(
-            f"gpu={name} needs the compiler of GPUs, but JAX's plugin for CUDA is not installed; "
-            "add the extra gpu: uv run --extra gpu python -m ..., or pip install 'convt5[gpu]'."
+            f"topology={name} needs the compiler of GPUs, but JAX's plugin for CUDA is not "
+            "installed; add the extra gpu: uv run --extra gpu python -m ..., or pip install "
+            "'convt5[gpu]'."
         )
     jax.config.update("jax_platforms", "cpu")
     # Programs for absent devices cannot be read back from JAX's compilation cache.
     jax.config.update("jax_enable_compilation_cache", False)
     from jax.experimental import topologies
 
+    (label,) = re.findall(r'name: "(.*)"', _DEVICES[kind])
     config = (
-        f"gpu_device_info {{ {_LIMITS} {_DEVICES[name]} }}\n"
+        f"gpu_device_info {{ {_LIMITS} {_DEVICES[kind]} }}\n"
         f'platform_name: "CUDA"\ndnn_version_info {{ major: 9 minor: 8 }}\n'
-        f'device_description_str: "{name}"'
+        f'device_description_str: "{label}"'
     )
+    hosts = max(1, count // _HOST)
     description = topologies.get_topology_desc(
-        platform="cuda", topology="1x1x1", target_config=config
+        platform="cuda", topology=f"1x{hosts}x{count // hosts}", target_config=config
     )
-    return description.devices[0]
+    return Topology(name, CHIPS[kind], tuple(description.devices))
 
 
-def bytes_accessed(compiled: jax.stages.Compiled) -> float:
-    """Returns the bytes that all instructions of a program read and write, as XLA counts them.
+def cost_analysis(compiled: Any) -> Mapping[str, float]:
+    """Returns what XLA counts of a program, which those for absent GPUs do not tell themselves.
 
-    Programs for absent GPUs do not tell it themselves.
+    Args:
+        compiled: a `jax.stages.Compiled`.
     """
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
-    executable = compiled.runtime_executable()
-    assert executable is not None
-    (module,) = executable.hlo_modules()
-    client = jax.local_devices(backend="cpu")[0].client
-    return _jax.hlo_module_cost_analysis(client, module)["bytes accessed"]
+    (module,) = compiled.runtime_executable().hlo_modules()
+    return _jax.hlo_module_cost_analysis(jax.local_devices(backend="cpu")[0].client, module)
+
+
+def bytes_accessed(compiled: jax.stages.Compiled) -> float:
+    """Returns the bytes that all instructions of a program read and write."""
+    return cost_analysis(compiled)["bytes accessed"]

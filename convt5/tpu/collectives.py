@@ -265,6 +265,8 @@ def _payload(instruction: _Instruction, group_size: int) -> float:
     if instruction.kind == "all-gather" and instruction.start:
         # Started, it returns the operands, then the results.
         return sum(sizes[len(sizes) // 2 :])
+    if instruction.kind == "reduce-scatter" and instruction.start:
+        return sum(sizes[: len(sizes) // 2])
     is_part = instruction.kind == "reduce-scatter" and " reduce-scatter" in instruction.line
     return sum(sizes) * (group_size if is_part else 1)
 

@@ -20,6 +20,7 @@ from convt5.analysis import costs
 from convt5.analysis.cost_report import aligned, device_bytes, short_bytes
 from convt5.architecture import ConvT5Config
 from convt5.evaluation.progress import elapsed
+from convt5.gpu import target as gpu_target
 from convt5.ops import implementation
 from convt5.optimizer import OptimizerConfig
 from convt5.schedule import Schedule
@@ -288,7 +289,8 @@ class StepReport:
             ("compiled in", f"{self.compile_seconds:.1f} s on this machine"),
         ]
         what = "Loss and gradients" if step.gradients_only else "Training step"
-        return f"{what} of {step.name}, compiled for TPU\n" + aligned(rows, left=(0, 1))
+        platform = self.topology.chip.platform
+        return f"{what} of {step.name}, compiled for {platform}\n" + aligned(rows, left=(0, 1))
 
     def _step_rows(self) -> list[tuple[str, ...]]:
         ratio = f"{self.flops / self.model_flops:.2f} x those in closed form"
@@ -389,6 +391,7 @@ def make_report(step: Step, topology: Topology, *, count_loops: bool = True) -> 
         whole = _cost_of_all_layers(step, topology) if count_loops else None
     flops, bytes_accessed = step.loops * (cost if whole is None else whole)
     memory = compiled.call.memory_analysis()
+    _check_fits(memory, step, topology)
     mesh = dict(plan.mesh.shape)
     updated = 0 if step.gradients_only else 1
     return StepReport(
@@ -416,7 +419,7 @@ def make_report(step: Step, topology: Topology, *, count_loops: bool = True) -> 
 
 def _cost(compiled: compilation.CompiledStep) -> np.ndarray:
     """Returns operations and bytes accessed."""
-    cost = compiled.call.cost_analysis()
+    cost = compiled.call.cost_analysis() or gpu_target.cost_analysis(compiled.call)
     return np.array([cost["flops"], cost["bytes accessed"]])
 
 
@@ -490,6 +493,14 @@ def _compile_here(step: Step, plan: Plan) -> compilation.CompiledStep:
     return compilation.compile_step(jitted, plan.abstract.model, batch)
 
 
+def _check_fits(memory: Any, step: Step, topology: Topology) -> None:
+    """Raises `DoesNotFit` where a step takes too much; the compiler of GPUs lets it pass."""
+    used = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    used += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+    if topology.chip.platform == "GPU" and used > topology.chip.hbm_bytes:
+        raise _does_not_fit(step, topology, used, topology.chip.hbm_bytes)
+
+
 def _explained(error: Exception, step: Step, topology: Topology) -> Exception:
     """Returns `DoesNotFit` for a step that does not, other errors as they are."""
     text = str(error)
@@ -498,11 +509,19 @@ def _explained(error: Exception, step: Step, topology: Topology) -> Exception:
     size = r"([\d.]+)([KMGT]?)"
     excess = re.search(rf"Used {size} of {size} hbm", text)
     excess = excess or re.search(rf"\({size}\) exceeds available HBM \({size}\)", text)
-    how_much, used = "", None
-    if excess:
-        used, available = (
-            float(number) * _UNITS[unit] for number, unit in np.reshape(excess.groups(), (2, 2))
-        )
+    if excess is None:
+        return _does_not_fit(step, topology)
+    used, available = (
+        float(number) * _UNITS[unit] for number, unit in np.reshape(excess.groups(), (2, 2))
+    )
+    return _does_not_fit(step, topology, used, available)
+
+
+def _does_not_fit(
+    step: Step, topology: Topology, used: float | None = None, available: float = 0.0
+) -> DoesNotFit:
+    how_much = ""
+    if used is not None:
         how_much = (
             f": it needs {short_bytes(used)} of {short_bytes(available)}, "
             f"{short_bytes(used - available)} too much"

@@ -1,5 +1,7 @@
 """TPU slices by name, such as v5e:4x4: devices to compile for, where no TPU is, and chip facts.
 
+Names of GPUs, such as h100:8, go to `convt5.gpu.target`.
+
 The compiler comes with libtpu (the extra `tpu`) and needs no TPU; `step_report` compiles with it.
 """
 
@@ -9,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -44,6 +46,7 @@ class Chip:
         cores_per_chip: jax devices of a chip.
         implementation: of operators; see `convt5.ops.implementation`.
         config: how libtpu names the way that jax uses the chip on Cloud TPUs.
+        platform: what the chip is.
     """
 
     pod: tuple[int, ...]
@@ -53,6 +56,7 @@ class Chip:
     cores_per_chip: int = 1
     implementation: Choice = "auto"
     config: str = "default"
+    platform: Literal["TPU", "GPU"] = "TPU"
 
 
 # Memory is what libtpu 0.0.42 says is available when a program asks for too much. Bandwidths are
@@ -106,7 +110,7 @@ class TopologyName:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A slice of TPUs.
+    """A slice of TPUs, or GPUs.
 
     Attributes:
         name: such as v5e:4x4.
@@ -146,13 +150,18 @@ def parse(name: str) -> TopologyName:
 
 
 def load(name: str) -> Topology:
-    """Returns the devices of a slice; from then on this process computes on the CPU only.
+    """Returns the devices of a slice, or GPUs; from then on this process computes on the CPU only.
 
     No TPU is looked for, waited for or taken, should there be one.
 
     Raises:
         UserError: a name that `parse` refuses, or libtpu is not installed.
     """
+    # Deferred: it describes GPUs in terms of this module.
+    from convt5.gpu import target
+
+    if name.partition(":")[0] in target.CHIPS:
+        return target.load(name)
     parsed = parse(name)
     if importlib.util.find_spec("libtpu") is None:
         raise errors.UserError(
@@ -182,5 +191,6 @@ def _valid() -> str:
     return (
         "Names are a generation and its chips along each dimension, at most "
         f"{generations}, such as v5e:2x2, v5e:4x4, v6e:8x16, v4:2x2x1 or v5p:4x4x8; the first two "
-        "dimensions are even, or it is one chip: v5e:1x1, v5p:1x1x1."
+        "dimensions are even, or it is one chip: v5e:1x1, v5p:1x1x1. GPUs are a kind and how many: "
+        "h100:8."
     )
