@@ -13,7 +13,10 @@ from convt5.errors import UserError
 from convt5.gpu import operator_costs, target
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-has_plugin = importlib.util.find_spec("jax_plugins") is not None
+needs_plugin = pytest.mark.skipif(
+    importlib.util.find_spec("jax_plugins") is None,
+    reason="needs the extra gpu: JAX's plugin for CUDA",
+)
 
 
 @pytest.mark.parametrize(
@@ -38,15 +41,10 @@ def test_without_the_plugin_the_extra_is_named(monkeypatch):
         target.load("h100:1")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not has_plugin, reason="needs the extra gpu: JAX's plugin for CUDA")
-def test_parameters_in_parts_are_gathered_and_gradients_scattered():
+def told(command: str, *flags: str) -> str:
+    """Returns what a command prints, in a process of its own: it computes on the CPU from then on."""
     done = subprocess.run(
-        [
-            *(sys.executable, "-m", "convt5.inspect", "--gin_file=gin/models/dynamic_tiny.gin"),
-            *("--topology=h100:4", "--json", "--gin.sharding.MeshConfig.fsdp=4"),
-            *("--batch_size=16", "--encoder_length=64", "--decoder_length=32"),
-        ],
+        [sys.executable, "-m", f"convt5.{command}", *flags],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -54,7 +52,20 @@ def test_parameters_in_parts_are_gathered_and_gradients_scattered():
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    return done.stdout
+
+
+@pytest.mark.slow
+@needs_plugin
+def test_parameters_in_parts_are_gathered_and_gradients_scattered():
+    report = json.loads(
+        told(
+            "inspect",
+            "--gin_file=gin/models/dynamic_tiny.gin",
+            *("--topology=h100:4", "--json", "--gin.sharding.MeshConfig.fsdp=4"),
+            *("--batch_size=16", "--encoder_length=64", "--decoder_length=32"),
+        )
+    )
     step = report["compiled_step"]
     assert (step["devices"], step["topology"]) == (4, "h100:4")
     split = [p for p in report["sharding"] if "fsdp" in str(p["spec"])]
@@ -67,24 +78,13 @@ def test_parameters_in_parts_are_gathered_and_gradients_scattered():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_plugin, reason="needs the extra gpu: JAX's plugin for CUDA")
+@needs_plugin
 @pytest.mark.parametrize("gpu", list(target.CHIPS))
 def test_no_products_of_taps_are_written(gpu):
-    """In a process of its own, which computes on the CPU from then on."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "convt5.gpu.operator_costs", f"--topology={gpu}:1"),
-            *("--taps", "7", "--dilations", "1"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    flags = (f"--topology={gpu}:1", "--taps", "7", "--dilations", "1")
     header, _, *lines = (
-        [cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in told("gpu.operator_costs", *flags).splitlines()
     )
     found = [dict(zip(header, line, strict=True)) for line in lines]
     assert [row["operator"] for row in found] == [kind for kind, _ in operator_costs.KINDS]
