@@ -42,7 +42,7 @@ def test_without_the_plugin_the_extra_is_named(monkeypatch):
 
 
 def told(command: str, *flags: str) -> str:
-    """Returns what a command prints, in a process of its own: it computes on the CPU from then on."""
+    """Returns what a command prints, in a process of its own, which then computes on the CPU."""
     done = subprocess.run(
         [sys.executable, "-m", f"convt5.{command}", *flags],
         cwd=ROOT,
