@@ -162,7 +162,8 @@ def draw(reports: Mapping[Program, Report], path: pathlib.Path) -> None:
     peak = first["flops"] / first["compute_seconds"]
     bandwidth = first["bytes_accessed"] / first["memory_seconds"]
     ridge = peak / bandwidth
-    intensities = (ridge / 8, ridge, ridge * 4)
+    reached = [report["flops"] / report["bytes_accessed"] for report in reports.values()]
+    intensities = (min(reached) / 1.2, ridge, 1.2 * max(ridge, *reached))
     roof.plot(intensities, [min(peak, x * bandwidth) / 1e12 for x in intensities], color="0.4")
     for number, model in enumerate(dict.fromkeys(program.model for program in reports)):
         own = sorted((p.length, report) for p, report in reports.items() if p.model == model)
