@@ -209,12 +209,21 @@ def differentiated(loss: Loss, model_shardings: nnx.Module) -> SumsAndGradients:
 def _gather(model: nnx.Module, model_shardings: nnx.Module) -> nnx.Module:
     """Returns the model with parameters whole along "fsdp", those of layers once they run."""
     sizes = jax.tree.leaves(model_shardings)[0].mesh.shape
-    # The compiler of jaxlib 0.10.2 else computes wrong gradients there, silently, as in
-    # openxla/xla issue 40034.
-    whole_sums = all(sizes.get(axis, 1) > 1 for axis in ("data", "fsdp", "tensor"))
     return gathering.gathered(
-        model, model_shardings, gathered(model_shardings), whole_sums=whole_sums
+        model, model_shardings, gathered(model_shardings), whole_sums=_sums_are_whole(sizes)
     )
+
+
+def _sums_are_whole(sizes: Mapping[str, int]) -> bool:
+    """Whether gradients of layers are summed whole, for a mesh of these sizes.
+
+    Without "data" that is a reduce-scatter; otherwise XLA on TPU takes each product apart, and
+    sends its pieces round in a ring, with up to half again the bytes accessed and twice the
+    temporaries. With "data" whole sums would be sent along both axes; but where "tensor" is above 1
+    as well, the compiler of jaxlib 0.10.2 else computes wrong gradients, silently, as in
+    openxla/xla issue 40034.
+    """
+    return sizes.get("data", 1) == 1 or sizes.get("tensor", 1) > 1
 
 
 def _operators_over(model_shardings: nnx.Module) -> contextlib.AbstractContextManager[None]:
