@@ -17,7 +17,7 @@ COMMAND = command_line.Command(
     name="train",
     summary="Trains a model as gin files describe it. The same command continues a run that was "
     "interrupted, with the same batches as if it had never stopped. Asked to stop by SIGTERM it "
-    "saves at the next step and exits with 143, by Ctrl-C with 130.",
+    "saves at the next step and exits with 143, by Ctrl-C with 130, by a closed terminal with 129.",
     examples=[
         (
             "a tiny dynamic-convolution T5 on the English text inside Python, in minutes on a CPU",

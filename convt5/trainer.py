@@ -151,7 +151,7 @@ def train(
 
     Raises:
         UserError: a setting is wrong, or the checkpoint does not fit.
-        TrainingError: the loss is no longer finite; `Interrupted`: SIGTERM or Ctrl-C.
+        TrainingError: the loss is no longer finite; `Interrupted`: SIGTERM, Ctrl-C or SIGHUP.
     """
     intervals = Intervals(
         num_steps=num_steps,

@@ -163,8 +163,9 @@ def supervise(
 ) -> int:
     """Runs a process for each of the settings in `added` until all have ended.
 
-    SIGTERM and Ctrl-C are passed on as SIGTERM, which lets the run save its state; a second one
-    kills. When a process fails the others are stopped, as they would wait for it.
+    SIGTERM, Ctrl-C and a closed terminal are passed on as SIGTERM, which lets the run save its
+    state; a second one kills. When a process fails the others are stopped, as they would wait for
+    it.
 
     Returns:
         the exit code.
@@ -179,8 +180,9 @@ def supervise(
         running = {process.index for process in processes}
         code, asked, deadline = 0, False, None
         while running:
-            if not requests.empty():
-                requests.get()
+            request = None if requests.empty() else requests.get()
+            # A terminal that closes may say so twice, and is no second request.
+            if request is not None and not (asked and request == signal.SIGHUP):
                 _send(processes, running, signal.SIGKILL if asked else signal.SIGTERM)
                 asked = True
             if deadline is not None and time.monotonic() >= deadline:
@@ -226,20 +228,26 @@ _output = threading.Lock()
 
 
 def say(text: str, *, prefix: str = "launch: ") -> None:
-    """Writes to standard error, whole lines at a time."""
+    """Writes to standard error, whole lines at a time, as long as somebody reads them."""
     with _output:
-        sys.stderr.write(f"{prefix}{text}\n")
-        sys.stderr.flush()
+        try:
+            sys.stderr.write(f"{prefix}{text}\n")
+            sys.stderr.flush()
+        except OSError:  # As after `2>&1 | tee log`, which Ctrl-C ends too.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 @contextlib.contextmanager
 def _noted(requests: "queue.Queue[signal.Signals]") -> Iterator[None]:
-    """Puts SIGTERM and Ctrl-C into a queue while the context lasts."""
+    """Puts requests to stop into a queue while the context lasts."""
 
     def note(number, _):
         requests.put(signal.Signals(number))
 
-    before = {n: signal.signal(n, note) for n in (signal.SIGTERM, signal.SIGINT)}
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # As `nohup` has it.
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield
     finally:

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import importlib
+import io
 import os
 import pathlib
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from convt5 import errors
 from convt5.configuration import command_line
+from convt5.runtime import standard_error
 
 IMPORT = "from convt5.configuration import command_line\n"
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -190,6 +192,31 @@ def test_a_full_disk_is_known_from_other_faults_of_files():
     assert "to runs/a: Disk quota exceeded." in str(errors.of_full_disk(named))
     assert errors.of_full_disk(FileNotFoundError(errno.ENOENT, "No such file", "a")) is None
     assert errors.of_full_disk(ValueError("1 requested and 0 written")) is None
+
+
+def test_work_goes_on_when_nobody_reads_standard_error(tmp_path):
+    code = (
+        f"import sys\n{IMPORT}"
+        "def main(argv):\n"
+        "    for _ in range(99): print('x' * 9999, file=sys.stderr)\n"
+        "    open(argv[0], 'w').write('done')\n"
+        "command_line.run(main)"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "result"], stderr=writer)
+    os.close(writer)
+    assert done.returncode == 0
+    assert (tmp_path / "result").read_text() == "done"
+
+
+def test_other_faults_of_standard_error_are_told():
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        standard_error.Unheard(Full()).write("x")
 
 
 @pytest.mark.parametrize("raised", ["1 / 0", "open('absent')"])

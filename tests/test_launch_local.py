@@ -103,7 +103,7 @@ def test_a_killed_process_is_named_with_its_signal(start, tmp_path):
     assert "process 1 of the run failed (exit code 137, SIGKILL)" in text
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_request_to_stop_reaches_all_and_their_code_comes_back(start, tmp_path, number):
     process = start("signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\nwait()")
     wait_for(tmp_path / "ready_0", tmp_path / "ready_1")
@@ -111,6 +111,21 @@ def test_a_request_to_stop_reaches_all_and_their_code_comes_back(start, tmp_path
     code, _, text = finish(process)
     assert code == 143
     assert "failed" not in text
+
+
+def test_a_closed_terminal_that_is_told_twice_kills_nobody(start, tmp_path):
+    process = start(
+        "def stop(*_): time.sleep(0.5); pathlib.Path(f'saved_{index}').touch(); sys.exit(143)\n"
+        "signal.signal(signal.SIGTERM, stop)\nwait()"
+    )
+    wait_for(tmp_path / "ready_0", tmp_path / "ready_1")
+    process.stderr.close()
+    for _ in range(2):
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.2)
+    assert process.wait(timeout=300) == 143
+    assert (tmp_path / "saved_0").exists()
+    assert (tmp_path / "saved_1").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends orphans")

@@ -130,6 +130,24 @@ def uninterrupted(launch, tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_run_whose_output_nobody_reads_any_more_saves_when_it_is_stopped(
+    launch, tmp_path, number
+):
+    run_dir = tmp_path / "run"
+    process = launch(run_dir)
+    while not count_records(run_dir):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.001)
+    process.stdout.close()  # As after `2>&1 | tee log`, which Ctrl-C ends too.
+    for _ in range(2 if number == signal.SIGHUP else 1):
+        process.send_signal(number)
+    assert process.wait(timeout=300) == 128 + number
+    (saved,) = [path.name for path in (run_dir / "checkpoints").iterdir()]
+    assert 1 <= int(saved) == count_records(run_dir) < NUM_STEPS
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_a_killed_run_ends_bit_for_bit_as_one_left_alone(launch, uninterrupted, tmp_path):
     run_dir = tmp_path / "run"

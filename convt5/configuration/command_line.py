@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from convt5 import errors
-from convt5.runtime import absent_gpus, host_memory
+from convt5.runtime import absent_gpus, host_memory, standard_error
 
 _GIN_HELP = """\
 configuration:
@@ -138,6 +138,7 @@ def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """
     absent_gpus.leave_out()
     host_memory.keep_freed()
+    standard_error.may_be_closed()
     _print_any_text()
     try:
         code = main(sys.argv[1:])

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from convt5 import errors
 from convt5.sweeps.study import Point, Study
+from convt5.training import interruption
 from convt5.training.run_directory import replace_text
 from convt5.training.run_log import METRICS_FILE, duration, read_metrics, show_line
 
@@ -242,17 +243,20 @@ class _Trainers:
 
 
 @contextlib.contextmanager
-def stopping_on_sigterm() -> Iterator[None]:
-    """Treats SIGTERM as Ctrl-C, so that the run in progress is told as well."""
+def stopping_on_signals() -> Iterator[None]:
+    """Treats all `interruption.stop_signals` as Ctrl-C, so that runs in progress are told too."""
 
     def interrupt(number: int, frame: Any) -> None:
+        if number == signal.SIGHUP:  # A terminal that closes may say so twice.
+            signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {n: signal.signal(n, interrupt) for n in interruption.stop_signals()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def final_value(folder: pathlib.Path, metric: str) -> float | None:

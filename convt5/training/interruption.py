@@ -12,12 +12,23 @@ class Interrupted(errors.TrainingError):
     """The run was asked to stop and has saved its state; the same command continues it.
 
     The exit code is 128 plus the signal's number, as shells have it: 143 after SIGTERM, 130 after
-    Ctrl-C.
+    Ctrl-C, 129 after the terminal was closed (SIGHUP).
     """
 
     def __init__(self, message: str, *, signal_number: int):
         super().__init__(message)
         self.exit_code = 128 + signal_number
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Returns the signals that ask for an end: SIGTERM, Ctrl-C, and that the terminal was closed.
+
+    The last is none of them where it is ignored, as `nohup` has it.
+    """
+    asked = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        asked.append(signal.SIGHUP)
+    return asked
 
 
 class PreemptionNotice(Protocol):
@@ -27,7 +38,7 @@ class PreemptionNotice(Protocol):
 
 
 class Interruption:
-    """Takes note of SIGTERM and Ctrl-C while the context lasts; a second signal ends at once.
+    """Takes note of `stop_signals` while the context lasts; a second one ends at once.
 
     Args:
         hosts: in a run of several hosts these must all stop at one step, so that jax takes note of
@@ -57,18 +68,18 @@ class Interruption:
     def __enter__(self) -> "Interruption":
         # Python delivers signals to the main thread only.
         if self._hosts is None and threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in stop_signals():
                 self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
+        self._restore(*self._before)
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        self._received = signal.Signals(number)
-        self._restore()
+        self._received = self._received or signal.Signals(number)
+        # A terminal that closes may say so twice, and is no second request.
+        self._restore(*(number for number in self._before if number != signal.SIGHUP))
 
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
-        self._before.clear()
+    def _restore(self, *numbers: signal.Signals) -> None:
+        for number in numbers:
+            signal.signal(number, self._before.pop(number))  # pyright: ignore[reportArgumentType]
