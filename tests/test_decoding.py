@@ -532,6 +532,43 @@ def test_rows_spread_over_devices_score_alike():
     np.testing.assert_allclose(spread.scores, score(model, source, targets).scores, atol=1e-4)
 
 
+@functools.partial(jax.jit, static_argnames="copies")
+def stepwise_logits(model, source, tokens, copies):
+    """Logits of each row of tokens, of which `copies` adjacent ones read one row of the source."""
+    segment_ids = (source != 0).astype(jnp.int32)
+    encoded = model.encode(source, segment_ids=segment_ids)
+    start = model.init_decoding(
+        encoded, encoder_segment_ids=segment_ids, length=tokens.shape[1], copies=copies
+    )
+
+    def step(state, column):
+        logits, state = model.decode_step(state, column)
+        return state, logits
+
+    return jnp.moveaxis(jax.lax.scan(step, start, tokens.T)[1], 0, 1)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("variant", quick(["dynamic", "attention"], chosen=["attention"]))
+def test_copies_of_a_source_decode_like_rows_of_their_own(variant, batch):
+    model, source = tiny_model(variant), sources(batch=batch)
+    tokens = np.random.default_rng(3).integers(2, VOCAB, (3 * batch, 6), dtype=np.int32)
+    shared = stepwise_logits(model, source, tokens, copies=3)
+    apart = stepwise_logits(model, np.repeat(source, 3, axis=0), tokens, copies=1)
+    np.testing.assert_allclose(shared, apart, atol=2e-5)
+
+
+def test_a_search_keeps_each_source_once():
+    model, source = tiny_model(), sources(batch=2)
+    inputs = search.SearchInputs(source, np.zeros((2, 5), np.int32), *[np.zeros(2, np.int32)] * 2)
+    copies = 3
+    state = jax.eval_shape(lambda: search.initial_state(model, inputs, copies))
+    assert state.position.shape == (2 * copies,)
+    for layer in state.layers:
+        assert {leaf.shape[0] for leaf in jax.tree.leaves(layer.mixing)} == {2 * copies}
+        assert {leaf.shape[0] for leaf in jax.tree.leaves(layer.memory)} == {2}
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_no_step_copies_what_attention_remembers(rows):
     length, head_dim = 64, 4

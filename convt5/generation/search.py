@@ -197,11 +197,11 @@ def initial_state(model: ConvT5, inputs: SearchInputs, copies: int) -> DecoderSt
     """Encodes; returns the state before the first step, each source on `copies` adjacent rows."""
     tokens = inputs.encoder_input_tokens
     segment_ids = (tokens != 0).astype(jnp.int32)
-    encoded = model.encode(tokens, segment_ids=segment_ids)
     return model.init_decoding(
-        jnp.repeat(encoded, copies, axis=0),
-        encoder_segment_ids=jnp.repeat(segment_ids, copies, axis=0),
+        model.encode(tokens, segment_ids=segment_ids),
+        encoder_segment_ids=segment_ids,
         length=inputs.prefix.shape[1],
+        copies=copies,
     )
 
 

@@ -172,25 +172,28 @@ class DecoderLayer(EncoderLayer):
         )
         return self._feed_forward(x, dropout_key=mlp_key)
 
-    def init_state(self, memory: Float[Array, "batch source embed"], *, length: int) -> LayerState:
-        """Returns the state before the first of at most `length` steps."""
+    def init_state(
+        self, memory: Float[Array, "batch source embed"], *, length: int, copies: int = 1
+    ) -> LayerState:
+        """Returns the state before the first of at most `length` steps, see `Stack.init_state`."""
         batch, _, emb_dim = memory.shape
+        rows = batch * copies
         if isinstance(self.mixing, Attention):
-            mixing = self.mixing.init_state(batch, length, memory.dtype)
+            mixing = self.mixing.init_state(rows, length, memory.dtype)
         else:
-            mixing = self.mixing.init_state(batch, emb_dim, memory.dtype)
+            mixing = self.mixing.init_state(rows, emb_dim, memory.dtype)
         return LayerState(mixing, self.cross_attention.memory_state(memory))
 
     def step(
         self,
-        x: Float[Array, "batch 1 embed"],
+        x: Float[Array, "rows 1 embed"],
         state: LayerState,
-        position: Int[Array, " batch"],
+        position: Int[Array, " rows"],
         *,
         memory_mask: Bool[Array, "batch 1 source"],
         bias: Float[Array, "rows heads 1 length"] | None,
-        readable: Bool[Array, "batch 1"] | None,
-    ) -> tuple[Float[Array, "batch 1 embed"], LayerState]:
+        readable: Bool[Array, "rows 1"] | None,
+    ) -> tuple[Float[Array, "rows 1 embed"], LayerState]:
         """Runs one position and returns the state that includes it."""
         mixed: list[MixingState] = []
 
@@ -265,20 +268,25 @@ class Stack(nnx.Module):
         return dropout(self._finish(x), self.dropout_rate, keys[1])
 
     def init_state(
-        self, memory: Float[Array, "batch source embed"], *, length: int
+        self, memory: Float[Array, "batch source embed"], *, length: int, copies: int = 1
     ) -> tuple[LayerState, ...]:
-        """Returns the decoding state of every layer, for at most `length` positions."""
-        return tuple(layer.init_state(memory, length=length) for layer in self.layers)
+        """Returns the decoding state of every layer, for at most `length` positions.
+
+        Each row of memory serves `copies` adjacent rows, which share its keys and values.
+        """
+        return tuple(
+            layer.init_state(memory, length=length, copies=copies) for layer in self.layers
+        )
 
     def step(
         self,
-        x: Float[Array, "batch 1 embed"],
+        x: Float[Array, "rows 1 embed"],
         states: tuple[LayerState, ...],
-        position: Int[Array, " batch"],
+        position: Int[Array, " rows"],
         *,
         memory_mask: Bool[Array, "batch 1 source"],
-        readable: Bool[Array, "batch 1"] | None,
-    ) -> tuple[Float[Array, "batch 1 embed"], tuple[LayerState, ...]]:
+        readable: Bool[Array, "rows 1"] | None,
+    ) -> tuple[Float[Array, "rows 1 embed"], tuple[LayerState, ...]]:
         """Runs one position of every row through the stack."""
         bias = None
         if self.relative_bias is not None:

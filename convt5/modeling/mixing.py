@@ -275,31 +275,36 @@ class Attention(nnx.Module):
 
     def read(
         self,
-        x: Float[Array, "batch 1 embed"],
+        x: Float[Array, "rows 1 embed"],
         state: AttentionState,
-        mask: Bool[Array, "batch 1 source"],
+        mask: Bool[Array, "batch 1 length"],
         *,
-        bias: Float[Array, "rows heads 1 source"] | None = None,
-    ) -> Float[Array, "batch 1 embed"]:
-        """Attends from one position to projected keys and values, where `mask` is true."""
-        query = self._heads(self.query(x)).swapaxes(1, 2)
-        batch = query.shape[0]
-        query = query.reshape(*state.keys.shape[:-2], 1, query.shape[-1])
+        bias: Float[Array, "batch heads 1 length"] | None = None,
+    ) -> Float[Array, "rows 1 embed"]:
+        """Attends from one position to projected keys and values, where `mask` is true.
+
+        Each row of keys serves as many adjacent rows of x as there are for it, at once.
+        """
+        batch, rows = mask.shape[0], x.shape[0]
+        query = self._heads(self.query(x))
+        query = query.reshape(batch, rows // batch, *query.shape[2:]).swapaxes(1, 2)
+        query = query.reshape(*state.keys.shape[:-2], *query.shape[2:])
         logits = jnp.einsum(
             "...qd,...dk->...qk",
             query,
             state.keys,
             preferred_element_type=at_least_float32(x.dtype),
         )
-        # batch heads 1 source
-        logits = logits.reshape(batch, self.num_heads, 1, logits.shape[-1])
+        # batch heads queries length
+        logits = logits.reshape(batch, self.num_heads, *logits.shape[-2:])
         if bias is not None:
             logits = logits + bias.astype(logits.dtype)
         logits = jnp.where(mask[:, None], logits, -1e9)
         weights = jax.nn.softmax(logits, axis=-1).astype(x.dtype)
-        weights = weights.reshape(*state.values.shape[:-2], 1, weights.shape[-1])
+        weights = weights.reshape(*state.values.shape[:-2], *weights.shape[-2:])
         y = jnp.einsum("...qk,...kd->...qd", weights, state.values)
-        return self.output(y.reshape(batch, 1, self.num_heads * y.shape[-1]))
+        y = y.reshape(batch, self.num_heads, *y.shape[-2:]).swapaxes(1, 2)
+        return self.output(y.reshape(rows, 1, self.num_heads * y.shape[-1]))
 
     def _keys_and_values(
         self, x: Float[Array, "batch length embed"]

@@ -36,12 +36,12 @@ class DecoderState(NamedTuple):
     Attributes:
         layers: the state of every decoder layer.
         memory_mask: the encoder positions that may be read.
-        position: the position of the next token of each row, from 0.
+        position: the position of the next token of each row, from 0; a source may have several.
     """
 
     layers: tuple[LayerState, ...]
     memory_mask: Bool[Array, "batch 1 source"]
-    position: Int[Array, " batch"]
+    position: Int[Array, " rows"]
 
 
 class ConvT5(nnx.Module):
@@ -215,26 +215,31 @@ class ConvT5(nnx.Module):
         *,
         encoder_segment_ids: Int[HostOrDevice, "batch source"],
         length: int,
+        copies: int = 1,
     ) -> DecoderState:
         """Returns the state before the first of at most `length` decoding steps.
 
-        `encoder_segment_ids` are those of the source tokens, also where a stem shortened them.
+        Args:
+            encoded: what `encode` returned.
+            encoder_segment_ids: those of the source tokens, also where a stem shortened them.
+            length: the most positions that will be stepped through.
+            copies: adjacent rows that continue one source each in their own way, as beams do; they
+                share what is kept of it.
         """
         self._check_length(length)
-        batch = encoded.shape[0]
         return DecoderState(
-            layers=self.decoder.init_state(encoded, length=length),
+            layers=self.decoder.init_state(encoded, length=length, copies=copies),
             memory_mask=(self._memory_ids(encoder_segment_ids) != 0)[:, None],
-            position=jnp.zeros((batch,), jnp.int32),
+            position=jnp.zeros((encoded.shape[0] * copies,), jnp.int32),
         )
 
     def decode_step(
         self,
         state: DecoderState,
-        tokens: Int[HostOrDevice, " batch"],
+        tokens: Int[HostOrDevice, " rows"],
         *,
         hide_start_token: bool | None = None,
-    ) -> tuple[Float[Array, "batch vocab"], DecoderState]:
+    ) -> tuple[Float[Array, "rows vocab"], DecoderState]:
         """Feeds one token per row and returns the logits of the next one.
 
         Args:
