@@ -97,6 +97,8 @@ def shifted(targets: np.ndarray) -> np.ndarray:
 
 
 teacher_forced = jax.jit(ConvT5.__call__)
+encode = jax.jit(ConvT5.encode)
+decode_all = jax.jit(ConvT5.decode)
 
 
 @jax.jit
@@ -525,7 +527,7 @@ def test_rows_spread_over_devices_decode_alike(strategy):
 
 def test_rows_spread_over_devices_score_alike():
     model, source = tiny_model(), sources()
-    targets = sources(1, length=9)[:, None]
+    targets = np.stack([sources(seed, length=9) for seed in (1, 2, 3)], axis=1)
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor"))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     spread = score(model, source, targets, batch_sharding=rows)
@@ -556,6 +558,19 @@ def test_copies_of_a_source_decode_like_rows_of_their_own(variant, batch):
     shared = stepwise_logits(model, source, tokens, copies=3)
     apart = stepwise_logits(model, np.repeat(source, 3, axis=0), tokens, copies=1)
     np.testing.assert_allclose(shared, apart, atol=2e-5)
+
+
+@pytest.mark.parametrize("variant", quick(["dynamic", "attention"], chosen=["attention"]))
+def test_targets_of_one_source_are_decoded_like_rows_of_their_own(variant):
+    model, source = tiny_model(variant), sources(batch=2)
+    tokens = np.random.default_rng(3).integers(2, VOCAB, (6, 5), dtype=np.int32)
+    encoded, ids = encode(model, source), (source != 0).astype(np.int32)
+    shared = decode_all(model, encoded, tokens, encoder_segment_ids=ids)
+    each, each_ids = (np.repeat(x, 3, axis=0) for x in (encoded, ids))
+    apart = decode_all(model, each, tokens, encoder_segment_ids=each_ids)
+    np.testing.assert_allclose(shared, apart, atol=2e-5)
+    with pytest.raises(ValueError, match="5 rows cannot share 2 rows of memory evenly"):
+        decode_all(model, encoded, tokens[:5], encoder_segment_ids=ids)
 
 
 def test_a_search_keeps_each_source_once():

@@ -14,6 +14,7 @@ from convt5 import data, gin_config, inspect
 from convt5.analysis import costs, receptive_field
 from convt5.architecture import ConvT5Config, StackConfig, TextStemConfig
 from convt5.errors import UserError
+from convt5.generation import decoding
 from convt5.generation.decoding import Greedy, decode, score
 from convt5.interchange import hugging_face, portable, run_files
 from convt5.losses import TextLoss
@@ -231,6 +232,16 @@ def test_decoded_sequences_have_the_scores_of_teacher_forcing():
     np.testing.assert_allclose(found.scores, scores.scores, atol=2e-5)
     padded = decode(built, np.pad(source, ((0, 0), (0, 5))), strategy=Greedy(), max_length=5)
     np.testing.assert_array_equal(padded.tokens, found.tokens)
+
+
+def test_sources_longer_than_the_positions_behind_a_stem_share_bounded_compilations():
+    built = model("halves", positions="learned", max_positions=12)
+    compiled = decoding._search._cache_size()
+    for length in range(17, 25):  # At most 12 positions, though more than 12 tokens.
+        decode(built, random_tokens(0, 2, length), max_length=5)
+    assert decoding._search._cache_size() - compiled == 1
+    with pytest.raises(UserError, match=r"13 tokens is longer than max_positions=12"):
+        decode(built, random_tokens(0, 2, 25), max_length=5)
 
 
 @pytest.mark.parametrize("name", STEMS)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from convt5 import errors
-from convt5.runtime import absent_gpus, host_memory, standard_error
+from convt5.runtime import absent_accelerators, host_memory, standard_error
 
 _GIN_HELP = """\
 configuration:
@@ -136,7 +136,7 @@ def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     A `UserError` is printed as its message, and its `exit_code` is the exit code; so is a full
     disk. Any other exception is a defect and keeps its traceback.
     """
-    absent_gpus.leave_out()
+    absent_accelerators.leave_out()
     host_memory.keep_freed()
     standard_error.may_be_closed()
     _print_any_text()

@@ -240,16 +240,11 @@ def _score_tokens(
     lengths: Int[Array, "batch choices"],
     starts: Int[Array, " batch"],
 ) -> Float[Array, "batch choices length"]:
-    choices = targets.shape[1]
     segment_ids = (sources != 0).astype(jnp.int32)
     encoded = model.encode(sources, segment_ids=segment_ids)
-    # Every choice reads the same source, which is encoded once.
+    # Every choice reads the same source, whose keys and values are computed once.
     flat = targets.reshape(-1, targets.shape[2])
-    logits = model.decode(
-        jnp.repeat(encoded, choices, axis=0),
-        shift_right(flat),
-        encoder_segment_ids=jnp.repeat(segment_ids, choices, axis=0),
-    )
+    logits = model.decode(encoded, shift_right(flat), encoder_segment_ids=segment_ids)
     negative, _ = token_cross_entropy(logits, flat)
     at = jnp.arange(targets.shape[2])[None, None]
     is_scored = (at >= starts[:, None, None]) & (at < lengths[..., None])
@@ -390,16 +385,17 @@ def _row_bucket(batch: int, sharding: jax.sharding.Sharding | None) -> int:
     return shards * bucket_size(-(-batch // shards))
 
 
-def _length_bucket(model: ConvT5, length: int) -> int:
-    """The bucket of a length, but never more positions than the model has."""
+def _length_bucket(model: ConvT5, length: int, *, stride: int = 1) -> int:
+    """The bucket of a length, but never more positions than the model has, of `stride` tokens."""
     size = bucket_size(length, smallest=SMALLEST_LENGTH)
     limit = model.config.max_positions if model.config.positions == "learned" else None
-    return size if limit is None else max(length, min(size, limit))
+    return size if limit is None else max(length, min(size, limit * stride))
 
 
 def _padded_sources(model: ConvT5, sources: np.ndarray, rows: int) -> np.ndarray:
     sources = _trimmed(sources)
-    return _fitted(sources, (rows, _length_bucket(model, sources.shape[1])))
+    length = _length_bucket(model, sources.shape[1], stride=model.config.stem_stride)
+    return _fitted(sources, (rows, length))
 
 
 def _trimmed(tokens: np.ndarray) -> np.ndarray:

@@ -206,16 +206,20 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "batch target embed"],
+        x: Float[Array, "rows target embed"],
         memory: Float[Array, "batch source embed"],
-        segment_ids: Int[Array, "batch target"],
+        segment_ids: Int[Array, "rows target"],
         memory_segment_ids: Int[Array, "batch source"],
         *,
         causal: bool = False,
         distance_bias: Float[Array, "heads distances"] | None = None,
         dropout_key: DropoutKey = None,
-    ) -> Float[Array, "batch target embed"]:
-        """Attends from x to the memory of the same segment; see `ops.attend`."""
+    ) -> Float[Array, "rows target embed"]:
+        """Attends from x to the memory of the same segment; see `ops.attend`.
+
+        Each row of memory serves as many adjacent rows of x as there are for it, of which
+        self-attention, causal or with a bias, has but one.
+        """
         keys, values = self._keys_and_values(memory)
         if dropout_key is not None and self.dropout_rate > 0.0:
             # One mask of the weights for all queries, as in T5: the same as a mask of the values.
@@ -225,16 +229,18 @@ class Attention(nnx.Module):
             )
             kept = jnp.swapaxes(kept, 1, 2)[..., None]
             values = jnp.where(kept, values / (1.0 - self.dropout_rate), 0.0)
+        query = self._heads(self.query(x))
+        together = memory.shape[0], _per_row(x, memory) * x.shape[1]
         y = attend(
-            self._heads(self.query(x)),
+            query.reshape(*together, *query.shape[2:]),
             keys,
             values,
-            segment_ids,
+            segment_ids.reshape(together),
             memory_segment_ids,
             causal=causal,
             distance_bias=distance_bias,
         )
-        return self.output(y.reshape(*y.shape[:2], y.shape[2] * y.shape[3]))
+        return self.output(y.reshape(*x.shape[:2], y.shape[2] * y.shape[3]))
 
     def memory_state(self, memory: Float[Array, "batch source embed"]) -> AttentionState:
         """Projects a whole memory once; decoding keeps it for encoder-decoder attention."""
@@ -287,7 +293,7 @@ class Attention(nnx.Module):
         """
         batch, rows = mask.shape[0], x.shape[0]
         query = self._heads(self.query(x))
-        query = query.reshape(batch, rows // batch, *query.shape[2:]).swapaxes(1, 2)
+        query = query.reshape(batch, _per_row(x, mask), *query.shape[2:]).swapaxes(1, 2)
         query = query.reshape(*state.keys.shape[:-2], *query.shape[2:])
         logits = jnp.einsum(
             "...qd,...dk->...qk",
@@ -318,6 +324,16 @@ class Attention(nnx.Module):
     ) -> Float[Array, "batch length heads head_dim"]:
         # All sizes are spelled out, here and above: -1 cannot be found for arrays without elements.
         return x.reshape(*x.shape[:2], self.num_heads, x.shape[2] // self.num_heads)
+
+
+def _per_row(x: Array, memory: Array) -> Size:
+    """Returns how many rows of x each row of memory serves."""
+    rows, batch = x.shape[0], memory.shape[0]
+    if rows == batch:
+        return 1
+    if batch == 0 or rows % batch:
+        raise ValueError(f"{rows} rows cannot share {batch} rows of memory evenly.")
+    return rows // batch
 
 
 class RelativeBias(nnx.Module):

@@ -188,16 +188,18 @@ class ConvT5(nnx.Module):
     def decode(
         self,
         encoded: Float[Array, "batch positions embed"],
-        tokens: Int[HostOrDevice, "batch target"],
+        tokens: Int[HostOrDevice, "rows target"],
         *,
         encoder_segment_ids: Int[HostOrDevice, "batch source"],
-        segment_ids: Int[HostOrDevice, "batch target"] | None = None,
-        positions: Int[HostOrDevice, "batch target"] | None = None,
+        segment_ids: Int[HostOrDevice, "rows target"] | None = None,
+        positions: Int[HostOrDevice, "rows target"] | None = None,
         dropout_key: DropoutKey = None,
-    ) -> Float[Array, "batch target vocab"]:
+    ) -> Float[Array, "rows target vocab"]:
         """Returns logits for shifted target tokens, all positions at once.
 
         `encoder_segment_ids` are those of the source tokens, also where a stem shortened them.
+        Several targets of one source may stand in adjacent rows: each row of `encoded` serves as
+        many of them as there are for it.
         """
         outputs = self._decoded(
             encoded,
