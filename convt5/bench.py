@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> None:
         t5x.check(flags.t5x)
     folder = _writable(flags.output)
     repeats = flags.repeats or (2 if flags.quick else 5)
-    records = [machine.describe(repeats=repeats)]
+    records = [machine.describe()]
     with (
         open(folder / "records.jsonl", "w") as file,
         tqdm(unit=" measurements", file=sys.stderr, disable=None) as progress,

@@ -1,5 +1,7 @@
 """Attention in blocks equals attention written out, values and gradients, whatever the blocks."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,6 +60,12 @@ def written_out(query, key, value, bias, query_ids, key_ids, *, causal):
 
 # The logits of eight queries, eight keys and a head in float64 take 512 bytes.
 BLOCKS = {"one query": 1, "a few queries": 200, "a head": 600, "a row": 1600, "all": 10**9}
+
+
+@pytest.fixture(autouse=True)
+def blocks_of_few_queries(request, monkeypatch):
+    if "at_least" not in request.node.name:
+        monkeypatch.setattr(attention_blocks, "FEWEST_QUERIES_ON_CPU", 1)
 
 
 @pytest.fixture(params=BLOCKS.values(), ids=BLOCKS)
@@ -157,6 +165,17 @@ def test_memory_of_a_step_grows_with_the_length_and_not_its_square():
         return analysis.temp_size_in_bytes
 
     assert temporaries(8192) < 2.2 * temporaries(4096)
+
+
+@pytest.mark.parametrize(
+    ("source", "queries"), [(4096, 256), (8192, 128), (65536, 128)], ids=lambda n: str(n)
+)
+def test_blocks_have_at_least_128_queries(source, queries):
+    query, key = (jax.ShapeDtypeStruct((1, n, 2, 16), jnp.float32) for n in (1024, source))
+    ids = [jnp.ones(a.shape[:2], jnp.int32) for a in (query, key)]
+    lowered = jax.jit(attend).lower(query, key, key, *ids).as_text()
+    rows = {int(found) for found in re.findall(rf"tensor<1x1x(\d+)x{source}xf32>", lowered)}
+    assert rows == {16, queries}  # of turned keys and of logits
 
 
 def test_sums_over_blocks_are_float32_where_values_are_bfloat16(monkeypatch):

@@ -171,7 +171,7 @@ def test_faulty_arguments_are_explained(tmp_path, argument, message):
 def test_what_no_suite_would_heed_is_refused_before_anything_is_measured(
     flags, message, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("convt5.benchmarks.machine.describe", lambda **_: pytest.fail("measured"))
+    monkeypatch.setattr("convt5.benchmarks.machine.describe", lambda: pytest.fail("measured"))
     with pytest.raises(errors.UserError, match=message):
         bench.main([*flags, f"--output={tmp_path}"])
 
@@ -203,7 +203,7 @@ def test_without_matplotlib_the_tables_are_written(tmp_path, monkeypatch, capsys
 
     machine = {"suite": "machine", "device": "cpu", "processor": "p", "platform": "cpu"}
     machine |= {"jax": "1", "processors": 2, "copy_bytes_per_second": 1e9, "matmul_flops": 1e11}
-    monkeypatch.setattr("convt5.benchmarks.machine.describe", lambda repeats: machine)
+    monkeypatch.setattr("convt5.benchmarks.machine.describe", lambda: machine)
     monkeypatch.setattr(bench, "_run", measured)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert not bench.main(["--suites=train_step", "--lengths=8,16", f"--output={tmp_path}"])

@@ -11,9 +11,12 @@ import jax.numpy as jnp
 
 _COPY_ELEMENTS = 2**25
 _MATRIX = 2048
+# As many as it takes until memory that was freed is used again, which differs from run to run:
+# pages touched for the first time took 20 times as long.
+_REPEATS = 12
 
 
-def describe(*, repeats: int) -> dict[str, Any]:
+def describe() -> dict[str, Any]:
     """Returns names and versions, and the ceilings that figures are held against.
 
     `copy_bytes_per_second` counts bytes read and bytes written.
@@ -31,15 +34,15 @@ def describe(*, repeats: int) -> dict[str, Any]:
         "processor": _processor(),
         "jax": jax.__version__,
         "python": platform.python_version(),
-        "copy_bytes_per_second": 2 * x.nbytes / _fastest(lambda: copy(x), repeats),
-        "matmul_flops": 2 * _MATRIX**3 / _fastest(lambda: multiply(matrix), repeats),
+        "copy_bytes_per_second": 2 * x.nbytes / _fastest(lambda: copy(x)),
+        "matmul_flops": 2 * _MATRIX**3 / _fastest(lambda: multiply(matrix)),
     }
 
 
-def _fastest(call: Callable[[], Any], repeats: int) -> float:
+def _fastest(call: Callable[[], Any]) -> float:
     """Returns the least seconds: a median would count memory that is touched for the first time."""
     taken = []
-    for _ in range(1 + repeats):
+    for _ in range(1 + _REPEATS):
         began = time.perf_counter()
         jax.block_until_ready(call())
         taken.append(time.perf_counter() - began)

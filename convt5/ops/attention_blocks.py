@@ -21,6 +21,9 @@ BLOCK_BYTES = 2**25
 BLOCK_BYTES_ON_CPU = 2**22
 """The same where a block should stay in a processor's cache."""
 
+FEWEST_QUERIES_ON_CPU = 128
+"""But no fewer queries than these, which is as many as make products of full speed."""
+
 _HIDDEN = -1e9  # The logit of a hidden key, finite so that a query without keys stays finite.
 
 
@@ -122,7 +125,7 @@ def _by_platform(compute, query, key):
 
     def in_turn():
         # The fewer heads, the more queries meet each key that a product reads.
-        fitting = BLOCK_BYTES_ON_CPU // row_bytes
+        fitting = max(BLOCK_BYTES_ON_CPU // row_bytes, FEWEST_QUERIES_ON_CPU)
         whole_heads = fitting // target
         rows = _divisor(batch, whole_heads // heads)
         return compute(_Size(rows, _divisor(heads, whole_heads), _even(target, fitting)))
