@@ -215,7 +215,7 @@ def test_no_array_holds_the_logits_of_all_tokens(monkeypatch):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 2e-6), (jnp.bfloat16, 1e-2)])
 @pytest.mark.parametrize("length", [7, 40])
 def test_kernels_equal_chunks(monkeypatch, dtype, tolerance, length):
-    monkeypatch.setattr(kernels, "_most_tokens", lambda x: 32)
+    monkeypatch.setattr(kernels, "_most_tokens", lambda x, in_chunks=False: 32)
     arrays = outputs_and_table(dtype, batch=2, length=length, embed=128, vocab=300)
     found = {}
     for choice in ("plain", "interpreted kernels"):

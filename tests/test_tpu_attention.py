@@ -84,7 +84,10 @@ def test_devices_compute_their_own_rows_and_heads():
     [
         ((1, 16, 16, 2, 48), jnp.float32),  # A head would cross registers.
         ((1, 16, 16, 1, 64), jnp.float32),  # Half a register.
-        ((1, 16, 2**15, 2, 64), jnp.bfloat16),  # Keys that do not fit the chip.
+        ((1, 16, 4097, 2, 64), jnp.bfloat16),  # Keys that do not fit the chip.
+        ((1, 16, 1281, 2, 64), jnp.float32),
+        ((1, 16, 3072, 4, 32), jnp.bfloat16),
+        ((1, 16, 16, 16, 8), jnp.bfloat16),  # More heads in a register than are compiled.
         ((1, 16, 16, 2, 64), jnp.float16),
     ],
 )

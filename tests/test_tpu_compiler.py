@@ -248,6 +248,41 @@ def test_attention_kernels_compile_and_write_no_logits(compiler, name, biased):
     assert compiled.memory_analysis().temp_size_in_bytes < logits / 4
 
 
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("name", "dtype", "target", "source", "head_dim"),
+    [
+        ("v4:1x1x1", jnp.bfloat16, 16, 4096, 64),
+        ("v5e:1x1", jnp.bfloat16, 128, 4096, 64),
+        ("v5e:1x1", jnp.bfloat16, 16, 2560, 32),
+        ("v4:1x1x1", jnp.bfloat16, 20, 2560, 16),
+        ("v5e:1x1", jnp.float32, 60, 1280, 128),
+    ],
+)
+def test_the_most_keys_of_attention_kernels_fit_the_chip(
+    compiler, name, dtype, target, source, head_dim
+):
+    place = jax.sharding.SingleDeviceSharding(topology.load(name).devices[0])
+
+    def array(*shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    rows = [array(1, length, 128 // head_dim, head_dim) for length in (target, source, source)]
+    ids = [array(1, length, dtype=jnp.int32) for length in (target, source)]
+
+    def program(*rows_and_ids):
+        return jax.grad(lambda *rows: attend(*rows, *rows_and_ids[3:]).astype(jnp.float32).sum())(
+            *rows_and_ids[:3]
+        )
+
+    text = jax.jit(program).lower(*rows, *ids).compile().as_text()
+    assert "tpu_custom_call" in text
+    # One block of keys more and plain JAX computes them.
+    rows[1:] = [array(1, source + 128, 128 // head_dim, head_dim)] * 2
+    ids[1] = array(1, source + 128, dtype=jnp.int32)
+    assert "tpu_custom_call" not in jax.jit(program).lower(*rows, *ids).as_text()
+
+
 @pytest.mark.parametrize("name", ["v5e", "v5e:", "v9:2x2", "5e:2x2", "v5e:2x2 ", "v5e:2*2"])
 def test_unknown_names_are_answered_with_those_that_are_valid(name):
     with pytest.raises(UserError, match=r"is not known\. .*v3:32x32.*v5p:16x16x24.*v5e:4x4"):
@@ -333,3 +368,12 @@ def test_a_step_that_does_not_fit_is_said_to_by_how_much(message):
     error = step_report._explained(RuntimeError(message), report.step, report.topology)
     assert isinstance(error, UserError)
     assert "needs 21.5 GB of 16.9 GB, 4.56 GB too much; lower batch_size=128" in str(error)
+
+
+def test_a_kernel_that_does_not_fit_the_chip_is_no_step_that_does_not():
+    report = example_report()
+    error = RuntimeError(
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem while allocating on stack for "
+        "%custom-call.1. Scoped allocation with size 16.06M and limit 16.00M exceeded."
+    )
+    assert step_report._explained(error, report.step, report.topology) is error

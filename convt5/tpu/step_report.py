@@ -504,8 +504,8 @@ def _check_fits(memory: Any, step: Step, topology: Topology) -> None:
 def _explained(error: Exception, step: Step, topology: Topology) -> Exception:
     """Returns `DoesNotFit` for a step that does not, other errors as they are."""
     text = str(error)
-    if "RESOURCE_EXHAUSTED" not in text:
-        return error
+    if "RESOURCE_EXHAUSTED" not in text or "memory space vmem" in text:
+        return error  # On-chip memory is no setting's fault, but a kernel's.
     size = r"([\d.]+)([KMGT]?)"
     excess = re.search(rf"Used {size} of {size} hbm", text)
     excess = excess or re.search(rf"\({size}\) exceeds available HBM \({size}\)", text)

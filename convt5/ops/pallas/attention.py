@@ -24,8 +24,12 @@ LOGITS = 2**18
 LOGITS_WITH_BIAS = 2**17
 """The same where their bias needs room as well."""
 
-VMEM_BYTES = 2**24
-"""On-chip memory that the rows of keys and values may take: the least of any generation."""
+MOST_KEYS = {"bfloat16": 4096, "float32": 1280}
+"""Keys of a row that fit the 16 MiB of the least chip with all else, as compilers were seen to do.
+
+Those of the backward pass are 24 bytes a channel, with their gradients and sums. Exact products, of
+float32, have their factors and the logits in parts as well.
+"""
 
 _HIDDEN = -1e9
 
@@ -49,16 +53,21 @@ class Settings(NamedTuple):
 
 def is_supported(settings: Settings, query, key) -> bool:
     """Whether the kernels take queries and keys of [batch, length, heads * head_dim]."""
-    width, source = query.shape[-1], key.shape[1]
-    # Keys, values and their gradients, each twice where they are prefetched, and two sums.
-    row_bytes = LANES * (4 * key.dtype.itemsize * 2 + 2 * 4)
+    width = query.shape[-1]
     return (
         width % LANES == 0
         and LANES % settings.head_dim == 0
-        and query.dtype in (jnp.bfloat16, jnp.float32)
         and min(query.size, key.size) > 0
-        and padded(source, LANES) * row_bytes <= VMEM_BYTES
+        and padded(key.shape[1], LANES) <= _most_keys(settings, query.dtype)
     )
+
+
+def _most_keys(settings: Settings, dtype) -> int:
+    most = MOST_KEYS.get(jnp.dtype(dtype).name, 0)
+    if settings.head_dim < 16:  # More heads than compile in seconds: each is code of its own.
+        return 0
+    # What one head takes is only in part taken again by the next in its register.
+    return most if settings.head_dim >= 64 else most * 5 // 8
 
 
 def attend(settings: Settings, query, key, value, query_ids, key_ids, *bias):

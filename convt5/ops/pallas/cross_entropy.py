@@ -6,7 +6,6 @@ computing the logits again, for the gradients. Beside arguments and results noth
 
 import functools
 import math
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +22,15 @@ ROWS = 256
 VMEM_BYTES = 14 * 2**20
 """On-chip memory that the blocks may take, of the 16 MiB that any generation has."""
 
-MOST_CHUNKS = 8
-"""How often the table may be read: tokens that do not fit the chip at once come in chunks."""
+MOST_CHUNKS = 16
+"""Into how many chunks tokens may be cut that do not fit the chip at once."""
+
+LEAST_CHUNK = 0.57
+"""Tokens of a chunk for each channel: with fewer, the table passes so often that logits are less.
+
+A chunk moves the table four times, 16 vocab embed bytes. That of plain JAX, of `embed` tokens, does
+as well, and 12 bytes of each of its logits.
+"""
 
 _HIDDEN = -1e30
 _IN_ORDER = pltpu.CompilerParams(dimension_semantics=("arbitrary",))
@@ -32,13 +38,16 @@ _IN_ORDER = pltpu.CompilerParams(dimension_semantics=("arbitrary",))
 
 def is_supported(tokens: int, x, table) -> bool:
     """Whether the kernels take `tokens` rows of x [..., embed]."""
-    return (
-        tokens > 0
-        and x.shape[-1] % LANES == 0
-        and x.dtype in (jnp.bfloat16, jnp.float32)
-        and table.dtype == jnp.float32
-        and tokens <= MOST_CHUNKS * _most_tokens(x)
-    )
+    embed = x.shape[-1]
+    if (
+        tokens == 0
+        or embed % LANES
+        or x.dtype not in (jnp.bfloat16, jnp.float32)
+        or table.dtype != jnp.float32
+    ):
+        return False
+    chunk = _most_tokens(x, in_chunks=True)
+    return tokens <= _most_tokens(x) or LEAST_CHUNK * embed <= chunk >= tokens / MOST_CHUNKS
 
 
 def sums(settings, x, table, targets, weights, *, interpret: bool = False):
@@ -52,7 +61,9 @@ def sums(settings, x, table, targets, weights, *, interpret: bool = False):
         interpret: computes without a TPU, to be tested.
     """
     tokens, embed = targets.size, x.shape[-1]
-    count = math.ceil(tokens / _most_tokens(x))
+    count = 1
+    if tokens > _most_tokens(x):
+        count = math.ceil(tokens / _most_tokens(x, in_chunks=True))
     size = padded(math.ceil(tokens / count), 16)
 
     def cut(a, *rest):
@@ -62,22 +73,29 @@ def sums(settings, x, table, targets, weights, *, interpret: bool = False):
     flat = cut(x, embed), cut(targets), cut(weights)
     if not interpret:
         # Otherwise the compiler may copy the whole table to the chip before the kernel.
-        table = pltpu.with_memory_space_constraint(table, pltpu.HBM)
+        table = _off_the_chip(table)
+    parts, dxs, dtable = [], [], None
     # Not a loop: the compiler counts what a loop does once.
-    chunks = [
-        _chunk(settings, interpret, table, *(a[i * size : (i + 1) * size] for a in flat))
-        for i in range(count)
-    ]
-    totals = tuple(sum(part) for part in zip(*(chunk[0] for chunk in chunks), strict=True))
+    for i in range(count):
+        own = [a[i * size : (i + 1) * size] for a in flat]
+        part, columns = _sums_and_columns(settings, interpret, table, *own)
+        parts.append(part)
+        if settings.with_gradients:
+            dx, dtable = _gradients(own[0], table, columns, dtable, interpret)
+            dxs.append(dx)
+    totals = tuple(sum(part) for part in zip(*parts, strict=True))
     if not settings.with_gradients:
         return totals, ()
-    dx, dtable = zip(*(chunk[1] for chunk in chunks), strict=True)
-    return totals, (jnp.concatenate(dx)[:tokens].reshape(x.shape), sum(dtable))
+    return totals, (jnp.concatenate(dxs)[:tokens].reshape(x.shape), dtable)
 
 
-def _chunk(settings, interpret, table, x, targets, weights) -> tuple[Sequence, Sequence]:
-    """Returns the sums and the gradients for x [tokens, embed]."""
-    z_loss, smoothing, with_gradients = settings
+def _off_the_chip(a):
+    return pltpu.with_memory_space_constraint(a, pltpu.HBM)
+
+
+def _sums_and_columns(settings, interpret, table, x, targets, weights):
+    """Returns the sums of x [tokens, embed], and what its gradients need of each token."""
+    z_loss, smoothing, _ = settings
     vocab = table.shape[0]
     found = _statistics(x, table, targets, interpret)
     log_z, target, mean, best = (found[:, i] for i in range(4))
@@ -86,12 +104,10 @@ def _chunk(settings, interpret, table, x, targets, weights) -> tuple[Sequence, S
     # Where logits are not finite the best id is the first, whatever they are.
     right = ((best == targets) & jnp.isfinite(log_z)).astype(jnp.float32)
     totals = tuple(jnp.sum(a * weights) for a in (nll + z_term, nll, z_term, right))
-    if not with_gradients:
-        return totals, ()
     # Of each token: what its softmax, its target and every id of the vocabulary are weighted by.
     softmax_weight = weights * (1.0 + 2.0 * z_loss * log_z)
     columns = [log_z, softmax_weight, weights * (1.0 - smoothing), weights * (smoothing / vocab)]
-    return totals, _gradients(x, table, _columns(targets, *columns), interpret)
+    return totals, _columns(targets, *columns)
 
 
 def _columns(*columns):
@@ -112,27 +128,35 @@ def _statistics(x, table, targets, interpret: bool):
         out_shape=jax.ShapeDtypeStruct((tokens, LANES), jnp.float32),
         scratch_shapes=[column] * 5,
         compiler_params=_IN_ORDER,
-        cost_estimate=_cost(x, table, products=1),
+        cost_estimate=_cost(x, table, products=1, tables=1),
         interpret=interpret,
     )(x, table, _columns(targets))
 
 
-def _gradients(x, table, columns, interpret: bool):
+def _gradients(x, table, columns, dtable, interpret: bool):
+    """Returns the gradients of x and of the table; `dtable` of other chunks, or None, is added."""
     (tokens, embed), vocab = x.shape, table.shape[0]
+    others = [] if dtable is None else [dtable if interpret else _off_the_chip(dtable)]
     return pl.pallas_call(
         functools.partial(_gradient_kernel, vocab),
         grid=(pl.cdiv(vocab, ROWS),),
-        in_specs=[_whole(tokens, embed), _rows(embed), _whole(tokens, LANES)],
+        in_specs=[
+            _whole(tokens, embed),
+            _rows(embed),
+            _whole(tokens, LANES),
+            *[_rows(embed)] * len(others),
+        ],
         out_specs=[_whole(tokens, embed), _rows(embed)],
         out_shape=[
             jax.ShapeDtypeStruct(x.shape, x.dtype),
             jax.ShapeDtypeStruct(table.shape, table.dtype),
         ],
         scratch_shapes=[pltpu.VMEM((tokens, embed), jnp.float32)],
+        input_output_aliases={3: 1} if others else {},
         compiler_params=_IN_ORDER,
-        cost_estimate=_cost(x, table, products=3),
+        cost_estimate=_cost(x, table, products=3, tables=2 + len(others)),
         interpret=interpret,
-    )(x, table, columns)
+    )(x, table, columns, *others)
 
 
 # --- Kernels --------------------------------------------------------------------------------------
@@ -171,7 +195,8 @@ def _statistics_kernel(vocab, x, table, columns, found, top, total, target, summ
         found[...] = y
 
 
-def _gradient_kernel(vocab, x, table, columns, dx, dtable, dx_sum):
+def _gradient_kernel(vocab, x, table, columns, *others):
+    *given, dx, dtable, dx_sum = others
     block = pl.program_id(0)
 
     @pl.when(block == 0)
@@ -186,7 +211,8 @@ def _gradient_kernel(vocab, x, table, columns, dx, dtable, dx_sum):
     dlogits -= jnp.where(ids == targets.astype(jnp.int32), target_weight, 0.0)
     dlogits = jnp.where(ids < vocab, dlogits, 0.0).astype(x.dtype)
     dx_sum[...] += dot(dlogits, rows, contract=(1, 0))
-    dtable[...] = dot(dlogits, x[...], contract=(0, 0))
+    slopes = dot(dlogits, x[...], contract=(0, 0))
+    dtable[...] = functools.reduce(jnp.add, [other[...] for other in given], slopes)
 
     @pl.when(block == pl.num_programs(0) - 1)
     def _():
@@ -207,14 +233,29 @@ def _logits(vocab: int, x, table):
 # --- Blocks ---------------------------------------------------------------------------------------
 
 
-def _most_tokens(x) -> int:
-    """Returns how many tokens fit the chip, with the blocks of the larger of the two kernels."""
-    embed, size = x.shape[-1], x.dtype.itemsize
-    # Blocks of the table and of its gradient, each twice, and the block in the dtype of x.
-    fixed = ROWS * embed * (4 * 4 + size)
-    # x, its gradient and the sum of it; the columns; logits, ids, powers and their gradient.
-    each = embed * (2 * size + 4) + LANES * 4 + ROWS * (3 * 4 + size)
-    return max(16, (VMEM_BYTES - fixed) // each // 16 * 16)
+def _most_tokens(x, *, in_chunks: bool = False) -> int:
+    """Returns how many tokens fit the chip, in each of the two kernels; 0 where not even 16 do."""
+    embed, size, exact = x.shape[-1], x.dtype.itemsize, x.dtype == jnp.float32
+    column = LANES * 4  # A number of each token takes as much as 128.
+    # Blocks of the table, each twice, and one in the dtype of x; x; ids, results and five columns;
+    # logits, ids, powers and what is compared. Exact products have their factors in parts as well.
+    statistics = _fitting(
+        ROWS * embed * (2 * 4 + size),
+        embed * (size + 14 * exact) + 7 * column + ROWS * 4 * 4,
+    )
+    # Blocks of the table, of its gradient and of that of other chunks, each twice, and one in the
+    # dtype of x; x, its gradient and the sum of it; the columns; logits, ids, powers and their
+    # gradient.
+    gradients = _fitting(
+        ROWS * embed * (8 * (2 + in_chunks) + size + 12 * exact),
+        embed * (2 * size + 4 + 14 * exact) + column + ROWS * (3 * 4 + size),
+    )
+    return min(statistics, gradients)
+
+
+def _fitting(fixed: int, each: int) -> int:
+    """Returns how many tokens fit beside `fixed` bytes, in whole registers."""
+    return max(0, (VMEM_BYTES - fixed) // each // 16 * 16)
 
 
 def _whole(rows: int, columns: int) -> pl.BlockSpec:
@@ -226,13 +267,14 @@ def _rows(embed: int) -> pl.BlockSpec:
     return pl.BlockSpec((ROWS, embed), lambda i: (i, 0))
 
 
-def _cost(x, table, *, products: int) -> pl.CostEstimate:
-    """Returns operations, and the bytes that come and go: with gradients, those of both as well."""
+def _cost(x, table, *, products: int, tables: int) -> pl.CostEstimate:
+    """Returns operations, and the bytes that come and go; `tables` counts tables and gradients."""
     (tokens, embed), vocab = x.shape, table.shape[0]
-    kept = x.size * x.dtype.itemsize + table.size * table.dtype.itemsize
+    passes = 1 if products == 1 else 2  # Of x, or of x and its gradient.
     return pl.CostEstimate(
         flops=2 * products * tokens * vocab * embed,
         transcendentals=tokens * vocab,
-        bytes_accessed=kept * (1 if products == 1 else 2)
+        bytes_accessed=passes * x.size * x.dtype.itemsize
+        + tables * table.size * table.dtype.itemsize
         + tokens * LANES * 4 * (2 if products == 1 else 1),
     )
