@@ -159,9 +159,49 @@ def test_every_formulation_of_the_backward_pass_is_exact(x64, monkeypatch, kind,
 
 
 @pytest.mark.parametrize("case", FORMULATED_CASES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_with_channels_between_them_are_exact(x64, monkeypatch, kind, case):
+    use_small_chunks(monkeypatch)
+    monkeypatch.setattr(taps, "_filler", lambda x, stride, count: 3)
+    with taps.computed("banded" if kind == "dynamic" else "chunked"):
+        _check_against_loops(kind, **case)
+
+
+@pytest.mark.parametrize(
+    ("embed", "dtype", "stride", "count", "expected"),
+    [
+        (256, "float32", 1, 32, 0),  # Four of them take all ways of four sets.
+        (256, "float32", 1, 33, 16),
+        (256, "bfloat16", 1, 33, 0),  # Eight sets.
+        (1024, "float32", 1, 9, 16),
+        (1024, "bfloat16", 2, 9, 32),
+        (768, "float32", 8, 9, 16),
+        (1024, "float32", 64, 9, 0),  # Any row of whole lines has the set of the one 64 before.
+        (1000, "float32", 1, 33, 0),
+    ],
+)
+def test_rows_are_set_apart_where_they_share_sets_of_the_cache(
+    embed, dtype, stride, count, expected
+):
+    x = jax.ShapeDtypeStruct((1, 512, embed), dtype)
+    assert taps._filler(x, stride, count) == expected
+    assert taps._filler(jax.ShapeDtypeStruct((1, 4, embed), dtype), stride, count) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_set_apart_on_cpu_alone(kind):
+    x, kernel = draw(kind, batch=1, length=64, taps=9, embed=1024, dtype=np.float32)
+    traced = jax.jit(CONVOLUTIONS[kind]).trace(x, kernel)
+    programs = [traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "tpu")]
+    assert ["72x1040x" in program for program in programs] == [True, False]
+
+
+@pytest.mark.parametrize("case", FORMULATED_CASES, ids=str)
 @pytest.mark.parametrize("heads", [1, 2, EMBED])
 def test_taps_apart_as_on_gpu_are_exact(x64, monkeypatch, case, heads):
-    monkeypatch.setattr(implementation, "by_platform", lambda default, gpu: gpu())
+    monkeypatch.setattr(
+        implementation, "by_platform", lambda default, cpu=None, gpu=None: (gpu or default)()
+    )
     _check_against_loops("dynamic", heads=heads, **case)
 
 

@@ -42,11 +42,19 @@ def forward(where: Taps, softmax: bool, segment_ids, x, weights, *, rate=0.0, ke
         normalized = normalize(softmax, rate, weights, key, tap_softmax=taps.plain_tap_softmax)
         return taps.weighted_sum(where, x, normalized, segment_ids)
 
+    def divided_last():
+        # XLA on CPU would divide the weights again for every channel.
+        powers, total = taps.tap_powers(
+            weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
+        )
+        return taps.weighted_sum(where, x, powers, segment_ids, total)
+
     def apart():
         return separate_taps.forward(where, segment_ids, x, weights)
 
-    can_be_apart = softmax and not _drops(rate, key)
-    return implementation.by_platform(together, gpu=apart if can_be_apart else None)
+    if not softmax or _drops(rate, key):
+        return together()
+    return implementation.by_platform(together, cpu=divided_last, gpu=apart)
 
 
 def backward(where: Taps, softmax: bool, segment_ids, x, weights, cotangent, *, rate=0.0, key=None):

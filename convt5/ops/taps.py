@@ -12,6 +12,7 @@ import contextvars
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -24,12 +25,24 @@ from convt5.ops import implementation
 CHUNK_ELEMENTS = 2**15
 """Elements of x in one chunk on CPU: 128 KiB of float32, well inside a second-level cache."""
 
-PARTIAL_SUM_ELEMENTS = 2**12
+PARTIAL_SUM_ELEMENTS = 2**13
 """Elements of each partial sum over rows on CPU, which are all channels of some of the rows."""
 
 PARTIAL_SUM_TERMS = 16
 """Products that are added to a partial sum at once: more are little faster, and take longer to
-compile."""
+compile; of fewer, XLA:CPU computes the place of the chunk again at every element."""
+
+UNCOPIED_TAPS = 3
+"""Up to so many taps read x itself on CPU, not a copy with zeros around: more would have more to do
+with the ends of rows than the copy takes, and so have those that look at segments."""
+
+CACHE_SET_BYTES = 2**12
+"""Addresses so far apart share a set of a first-level cache on CPU."""
+
+CACHE_WAYS = 8
+"""Lines that a set holds."""
+
+CACHE_LINE_BYTES = 2**6
 
 BAND_ROWS = 32
 """Output rows of one banded matrix product on CPU."""
@@ -95,8 +108,14 @@ def tap_softmax(logits):
 def plain_tap_softmax(logits):
     """Returns `tap_softmax` without a gradient of its own, for the forward passes of operators that
     have theirs: it can be differentiated in either direction."""
+    powers, total = tap_powers(logits)
+    return powers / total
+
+
+def tap_powers(logits):
+    """Returns the powers of e whose shares of their sum are the softmax, and that sum."""
     powers = jnp.exp(logits - _over_taps(jnp.maximum, logits))
-    return powers / _over_taps(jnp.add, powers)
+    return powers, _over_taps(jnp.add, powers)
 
 
 def _over_taps(operation, values):
@@ -118,7 +137,7 @@ def _softmax_backward(weights, cotangent):
 tap_softmax.defvjp(_softmax_forward, _softmax_backward)
 
 
-def weighted_sum(where: Taps, x, weights, segment_ids):
+def weighted_sum(where: Taps, x, weights, segment_ids, total=None):
     """Returns sum_j weights[i, j, h] x[i + offset j, c] with h the kernel of channel c.
 
     Args:
@@ -126,15 +145,42 @@ def weighted_sum(where: Taps, x, weights, segment_ids):
         x: [batch, length, embed].
         weights: [batch, length, kernel, heads]; batch and length may be 1.
         segment_ids: [batch, length] or None.
+        total: [batch, length, 1, heads], by which the sum is divided, or None.
     """
     heads = weights.shape[-1]
     wide = wide_dtype(x, weights)
-    read = Reader(where, x, segment_ids)
-    total = jnp.zeros(split_heads(x, heads).shape, wide)
-    for tap in range(where.count):
-        shifted = split_heads(read(tap).astype(wide), heads)
-        total = total + weights[:, :, tap, :, None].astype(wide) * shifted
-    return hide_padding(total.reshape(x.shape).astype(x.dtype), segment_ids)
+
+    def summed(weights, read):
+        y = jnp.zeros(split_heads(x, heads).shape, wide)
+        for tap in range(where.count):
+            shifted = split_heads(read(tap).astype(wide), heads)
+            y = y + weights[:, :, tap, :, None].astype(wide) * shifted
+        if total is not None:
+            y = y * (1 / total[:, :, 0, :, None].astype(wide))
+        return hide_padding(y.reshape(x.shape).astype(x.dtype), segment_ids)
+
+    def usual():
+        return summed(weights, Reader(where, x, segment_ids))
+
+    same_everywhere = weights.shape[:2] == (1, 1)
+    length = x.shape[1]
+    uncopied = segment_ids is None and where.count <= UNCOPIED_TAPS
+    # Weights that are the same everywhere are read as rows too.
+    filler = _filler(x, where.dilation, where.count * (2 if same_everywhere else 1))
+
+    def on_cpu():
+        rows = weights
+        if same_everywhere:
+            # With a tap that nobody reads they are an array of their own; otherwise XLA computes
+            # their softmax again for every element of the result.
+            rows = jnp.pad(weights[0, 0], ((0, 1), (0, 0)))[None, None]
+        if uncopied:
+            return summed(rows, lambda tap: rows_between(x, o := where.offsets[tap], o + length))
+        return summed(rows, Reader(where, x, segment_ids, filler=filler))
+
+    if implementation.devices() is not None or not (same_everywhere or uncopied or filler):
+        return usual()
+    return implementation.by_platform(usual, cpu=on_cpu)
 
 
 def transposed_sum(where: Taps, cotangent, weights, segment_ids):
@@ -202,31 +248,41 @@ def static_weight_gradient(where: Taps, x, cotangent, segment_ids):
         batch, length, embed = x.shape
         # One example at a time stays in cache; of several devices, none holds them all.
         at_once = 1 if implementation.devices() is None else batch
-        slots = max(1, PARTIAL_SUM_ELEMENTS // (at_once * embed))
+        most = max(1, PARTIAL_SUM_ELEMENTS // (at_once * embed))
+        fewest = -(-length // (most * PARTIAL_SUM_TERMS))
+        # Odd, so that the rows of a sum are no power of two apart, where those of x are.
+        slots = -(-length // (fewest * PARTIAL_SUM_TERMS)) | 1
         terms = min(PARTIAL_SUM_TERMS, -(-length // slots))
         rows = slots * terms
         chunks = -(-length // rows)
-        behind = chunks * rows - length
-        read = Reader(where, x, segment_ids, behind=behind)
-        cotangents = rows_between(hidden, 0, length + behind)
+        behind = max(0, rows - length)
+        filler = _filler(x, slots, 2 * terms)
+        read = Reader(where, x, segment_ids, behind=behind, filler=filler)
+        cotangents = rows_between(hidden, 0, length + behind, filler=filler)
 
         def body(i, sums):
             example = None if at_once > 1 else i // chunks
             first = i % chunks * rows
-            seen = read.piece(first, rows, example)
-            part = _piece(cotangents, first, rows, example).astype(wide)
+            # The last chunk may overlap the one before it, whose rows are not counted again.
+            start = jnp.minimum(first, length + behind - rows)
+            seen = read.piece(start, rows, example)
+            part = _piece(cotangents, start, rows, example).astype(wide)
+            if chunks > 1:
+                part = jnp.where(jnp.arange(rows)[:, None] >= first - start, part, 0)
 
-            def total(tap):
+            def total(tap, found):
                 products = (
-                    seen(tap, start, slots).astype(wide) * part[:, start : start + slots]
+                    seen(tap, start, slots).astype(wide) * part[:, start : start + slots, :embed]
                     for start in range(0, rows, slots)
                 )
-                return functools.reduce(jnp.add, products, sums[tap])
+                return functools.reduce(jnp.add, products, found)
 
-            return jnp.stack([total(tap) for tap in range(where.count)])
+            # Not one array, which would be written once more to put its parts together.
+            return [total(tap, found) for tap, found in enumerate(sums)]
 
-        sums = jnp.zeros((where.count, at_once, slots, embed), wide)
-        return jnp.sum(lax.fori_loop(0, batch // at_once * chunks, body, sums), axis=(1, 2))
+        sums = [jnp.zeros((at_once, slots, embed), wide)] * where.count
+        sums = lax.fori_loop(0, batch // at_once * chunks, body, sums)
+        return jnp.stack([jnp.sum(found, axis=(0, 1)) for found in sums])
 
     formulations: Formulations = {"chunked": chunked, "staged": staged, "whole": whole}
     return _by_platform(formulations, on_cpu="chunked", on_gpu="staged")
@@ -361,15 +417,17 @@ class Reader:
 
     Args:
         behind: output rows beyond the last that can be asked for too; they see zeros.
+        filler: channels between rows in memory that nobody reads.
     """
 
-    def __init__(self, where: Taps, x, segment_ids, *, behind: int = 0):
-        length = x.shape[1]
+    def __init__(self, where: Taps, x, segment_ids, *, behind: int = 0, filler: int = 0):
+        length, self._embed = x.shape[1:]
         # Taps further away than the row is long read zeros wherever they are.
         self.left, self.right = min(where.left, length), min(where.right, length)
         self.starts = [self.left + max(-self.left, min(self.right, o)) for o in where.offsets]
         stop = length + self.right + behind
-        self._padded = rows_between(hide_padding(x, segment_ids), -self.left, stop)
+        hidden = hide_padding(x, segment_ids)
+        self._padded = rows_between(hidden, -self.left, stop, filler=filler)
         self._length = length
         self._segment_ids = self._padded_ids = None
         if segment_ids is not None and not where.cross_segments:
@@ -380,7 +438,7 @@ class Reader:
         """Returns what output rows start to start + rows see; `start` may be traced."""
         rows = self._length if rows is None else rows
         first = self.starts[tap] + start
-        read = _chunk(self._padded, first, rows)
+        read = _chunk(self._padded, first, rows)[..., : self._embed]
         if self._segment_ids is None:
             return read
         theirs = _chunk(self._padded_ids, first, rows)
@@ -405,16 +463,43 @@ def hide_padding(x, segment_ids):
     return x if segment_ids is None else jnp.where((segment_ids != 0)[..., None], x, 0)
 
 
-def rows_between(a, start: int, stop: int):
-    """Returns rows start to stop of the second axis, with zeros outside the array."""
+def _filler(x, stride: int, count: int) -> int:
+    """Returns channels to be put between rows of x, if a loop that reads `count` of them, each
+    `stride` rows after the other, would find none in cache when it comes to the next channels.
+
+    Rows that are a multiple of `CACHE_SET_BYTES` apart share a set, which keeps `CACHE_WAYS` lines.
+    """
+    size = x.dtype.itemsize
+    if implementation.devices() is not None or x.size * size <= CACHE_WAYS * CACHE_SET_BYTES:
+        return 0
+
+    def collide(row_bytes: int) -> bool:
+        sets = CACHE_SET_BYTES // math.gcd(stride * row_bytes, CACHE_SET_BYTES)
+        return count > CACHE_WAYS * sets
+
+    row_bytes = x.shape[-1] * size
+    if not collide(row_bytes) or collide(row_bytes + CACHE_LINE_BYTES):
+        return 0
+    return CACHE_LINE_BYTES // size
+
+
+def rows_between(a, start: int, stop: int, *, filler: int = 0):
+    """Returns rows start to stop of the second axis, with zeros outside the array.
+
+    Args:
+        filler: zeros to put behind each row, in the last axis.
+    """
     length = a.shape[1]
     first, last = (max(0, min(length, i)) for i in (start, stop))
     inside = a[:, first:last]
-    if last - first == stop - start:
+    if last - first == stop - start and filler == 0:
         return inside
     before = min(max(0, -start), stop - start)
     after = stop - start - before - (last - first)
-    return jnp.pad(inside, ((0, 0), (before, after)) + ((0, 0),) * (a.ndim - 2))
+    widths = [(0, 0), (before, after), *[(0, 0)] * (a.ndim - 2)]
+    if filler:
+        widths[-1] = (0, filler)
+    return jnp.pad(inside, widths)
 
 
 def _chunk(a, start, rows: int):
