@@ -252,7 +252,7 @@ def static_weight_gradient(where: Taps, x, cotangent, segment_ids):
         fewest = -(-length // (most * PARTIAL_SUM_TERMS))
         # Odd, so that the rows of a sum are no power of two apart, where those of x are.
         slots = -(-length // (fewest * PARTIAL_SUM_TERMS)) | 1
-        terms = min(PARTIAL_SUM_TERMS, -(-length // slots))
+        terms = min(PARTIAL_SUM_TERMS, length)
         rows = slots * terms
         chunks = -(-length // rows)
         behind = max(0, rows - length)
