@@ -470,7 +470,8 @@ def _filler(x, stride: int, count: int) -> int:
     Rows that are a multiple of `CACHE_SET_BYTES` apart share a set, which keeps `CACHE_WAYS` lines.
     """
     size = x.dtype.itemsize
-    if implementation.devices() is not None or x.size * size <= CACHE_WAYS * CACHE_SET_BYTES:
+    example_bytes = math.prod(x.shape[1:]) * size  # Programs may be for any batch.
+    if implementation.devices() is not None or example_bytes <= CACHE_WAYS * CACHE_SET_BYTES:
         return 0
 
     def collide(row_bytes: int) -> bool:
