@@ -24,7 +24,7 @@ def normalize(
     tap_softmax: Callable[..., Any] = taps.tap_softmax,
 ):
     """Returns the weights of the taps in at least float32; taps are the axis before the last."""
-    weights = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    weights = logits.astype(taps.wide_dtype(logits))
     if softmax:
         weights = tap_softmax(weights)
     if not _drops(rate, key):
@@ -44,9 +44,7 @@ def forward(where: Taps, softmax: bool, segment_ids, x, weights, *, rate=0.0, ke
 
     def divided_last():
         # XLA on CPU would divide the weights again for every channel.
-        powers, total = taps.tap_powers(
-            weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
-        )
+        powers, total = taps.tap_powers(weights.astype(taps.wide_dtype(weights)))
         return taps.weighted_sum(where, x, powers, segment_ids, total)
 
     def apart():
