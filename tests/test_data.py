@@ -147,12 +147,19 @@ def test_positions_of_mixtures_are_exact(task):
 
 def test_the_size_of_a_position_does_not_grow_with_the_batches(task):
     batches = build(task)
-    take(batches, 50)
-    early = len(batches.get_state())
+
+    def some_sizes():
+        sizes = []
+        for _ in range(5):
+            take(batches, 10)
+            sizes.append(len(batches.get_state()))
+        return sizes
+
+    early = some_sizes()
     take(batches, 2000)
-    # Buffers of parallel stages are now fuller, now emptier: sizes of 15 to 29 kB were seen, while
+    # Buffers of parallel stages are now fuller, now emptier: sizes of 15 to 46 kB were seen, while
     # the rows taken in between would be 400 kB.
-    assert len(batches.get_state()) < 3 * early
+    assert min(some_sizes()) < 2 * max(early)
 
 
 def test_a_prefetcher_saves_the_position_of_what_was_taken(task):
