@@ -14,7 +14,6 @@ from typing import Any
 from tqdm import tqdm
 
 from convt5 import errors, gin_config
-from convt5.architecture import ConvT5Config
 from convt5.configuration import command_line
 
 SUITES = ("ops", "train_step", "decode", "data", "formulations")
@@ -164,6 +163,8 @@ def _run(
 
 def _models(files: Sequence[str], bindings: Sequence[str]) -> dict[str, Any]:
     """Returns the models of the given files, or the variants at one size."""
+    from convt5.architecture import ConvT5Config
+
     if files:
         sizes, named = list(bindings), _by_name(files)
     else:

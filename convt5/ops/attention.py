@@ -83,7 +83,7 @@ def _check_shapes(query, key, value, query_ids, key_ids, bias) -> None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(causal, query, key, value, bias, query_ids, key_ids):
-    return _run(_whole, causal, query, key, value, bias, query_ids, key_ids)
+    return _run(_whole, causal, query, key, value, bias, query_ids, key_ids)[0]
 
 
 def _run(whole, causal, *arrays):
@@ -95,23 +95,28 @@ def _run(whole, causal, *arrays):
 
 
 def _whole(causal, query, key, value, bias, query_ids, key_ids):
-    """On TPU by kernels where they serve; elsewhere in blocks."""
+    """On TPU by kernels where they serve; elsewhere in blocks.
+
+    Returns:
+        What is found, and what `attention_blocks.gradients` needs beside it.
+    """
     arrays = (query, key, value, query_ids, key_ids)
     in_blocks = functools.partial(attention_blocks.attend, causal, bias)
     return implementation.run(in_blocks, _kernels(causal, bias, query, key, value), *arrays)
 
 
 def _forward(causal, *arguments):
-    found = implementation.one_operation(functools.partial(_run, _whole, causal), *arguments)
-    return found, (*arguments, found)
+    compute = functools.partial(_run, _whole, causal)
+    found, log_sums = implementation.one_operation(compute, *arguments)
+    return found, (*arguments, found, log_sums)
 
 
 def _backward(causal, residuals, cotangent):
     return (*_run(_whole_gradients, causal, *residuals, cotangent), None, None)
 
 
-def _whole_gradients(causal, query, key, value, bias, query_ids, key_ids, found, cotangent):
-    arrays = (query, key, value, query_ids, key_ids, found, cotangent)
+def _whole_gradients(causal, query, key, value, bias, query_ids, key_ids, *rest):
+    arrays = (query, key, value, query_ids, key_ids, *rest)
     in_blocks = functools.partial(attention_blocks.gradients, causal, bias)
     kernels = _kernels(causal, bias, query, key, value, backward=True)
     return implementation.run(in_blocks, kernels, *arrays)
@@ -145,9 +150,12 @@ def _between_heads(run, heads: int, bias, backward: bool) -> implementation.Kern
     biases = () if bias is None else (bias,)
 
     def attend(query, key, value, *ids):
-        return _with_heads(run(*map(_flat, (query, key, value)), *ids, *biases), heads)
+        found = _with_heads(run(*map(_flat, (query, key, value)), *ids, *biases), heads)
+        # Kernels keep nothing for their gradients.
+        return found, jnp.zeros(query.shape[:3], jnp.float32)
 
-    def gradients(query, key, value, query_ids, key_ids, _, cotangent):
+    def gradients(query, key, value, query_ids, key_ids, found, log_sums, cotangent):
+        del found, log_sums
         given = (*map(_flat, (query, key, value)), query_ids, key_ids, *biases, _flat(cotangent))
         *drows, dbias = (*run(*given), *([] if biases else [None]))
         return (*(_with_heads(a, heads) for a in drows), dbias)

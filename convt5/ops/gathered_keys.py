@@ -21,7 +21,7 @@ from convt5.ops.implementation import Devices
 
 Attend = Callable[..., Any]
 """Computes one direction on one device from causal, query, key, value, bias, two segment ids, and
-backward what it found and the cotangent of that.
+backward what it found, the logarithms of sums that it returned with it, and the cotangent.
 
 The bias is [heads, distances] or None. Backward it returns the gradients of query to bias.
 """
@@ -37,8 +37,8 @@ def attend(causal: bool, devices: Devices, alone: Attend, *arrays: Any):
         devices: that hold them.
         alone: computes attention, or its gradients, on one device.
         arrays: query, key, value, bias (or None), query and key segment ids, all as
-            `ops.attention.attend` has them; the backward pass also what it returned, and the
-            cotangent of that.
+            `ops.attention.attend` has them; the backward pass also the two arrays that this
+            returned, and the cotangent of the first.
 
     Raises:
         ValueError: a length that the devices do not divide.
@@ -60,8 +60,8 @@ def attend(causal: bool, devices: Devices, alone: Attend, *arrays: Any):
     shared = jax.shard_map(
         functools.partial(_piece, causal, split, alone, query.shape[1]),
         mesh=devices.mesh,
-        in_specs=(spec, spec, spec, bias_spec, ids, ids, *([spec] * (2 * backward))),
-        out_specs=(spec, spec, spec, bias_spec) if backward else spec,
+        in_specs=(spec, spec, spec, bias_spec, ids, ids, *([spec] * (3 * backward))),
+        out_specs=(spec, spec, spec, bias_spec) if backward else (spec, spec),
         check_vma=False,
     )
     return shared(*arrays)
@@ -73,7 +73,8 @@ def _piece(
     """Computes the queries of one device; `target` counts those of all."""
     if not devices.split_lengths:
         with implementation.over_devices(None):
-            return _bias_summed(devices, alone(causal, query, key, value, bias, ids, *rest))
+            found = alone(causal, query, key, value, bias, ids, *rest)
+        return _bias_summed(devices, *found) if len(rest) > 1 else found
     key_ids, *backward = rest
     gather = functools.partial(lax.all_gather, axis_name=devices.lengths, axis=1, tiled=True)
     key, value, key_ids = gather(key), gather(value), gather(key_ids)
@@ -97,11 +98,11 @@ def _piece(
     dbias = None
     if bias is not None:
         dbias = lax.dynamic_update_slice_in_dim(jnp.zeros_like(bias), down, start, axis=1)
-    return _bias_summed(devices, (dquery, scatter(dkey), scatter(dvalue), dbias))
+    return _bias_summed(devices, dquery, scatter(dkey), scatter(dvalue), dbias)
 
 
-def _bias_summed(devices: Devices, found):
-    """Adds up the gradient of the bias over devices; other results stay as they are."""
-    if not isinstance(found, tuple) or found[3] is None:
-        return found
-    return *found[:3], lax.psum(found[3], devices.rows + devices.lengths)
+def _bias_summed(devices: Devices, dquery, dkey, dvalue, dbias):
+    """Adds up the gradient of the bias over devices; the others stay as they are."""
+    if dbias is not None:
+        dbias = lax.psum(dbias, devices.rows + devices.lengths)
+    return dquery, dkey, dvalue, dbias

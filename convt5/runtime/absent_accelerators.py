@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import os
 import pathlib
+import sys
 
 _NVIDIA = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 """Of the driver, of containers, and of Windows' Linux; jax looks for the same."""
@@ -23,7 +24,7 @@ def leave_out() -> None:
     With libtpu installed it would try each time to start a TPU, which takes seconds and writes
     errors. With its plugin for CUDA jax 0.10 asks each library for its version, and CUPTI's ends
     the process without a driver. What the environment variable JAX_PLATFORMS says stays, and so
-    does everything in doubt. It must be called before JAX is imported.
+    does everything in doubt. It must be called before JAX looks for devices.
     """
     if "JAX_PLATFORMS" in os.environ:
         return
@@ -34,15 +35,18 @@ def leave_out() -> None:
     if (names and _any_exists(_NVIDIA)) or (has_libtpu and _may_have_tpus()):
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
+    if "jax" in sys.modules:  # It read the variable as it was imported.
+        sys.modules["jax"].config.update("jax_platforms", "cpu")
 
 
 def _may_have_tpus() -> bool:
-    vendors = [path.read_text().strip() for path in pathlib.Path(_PCI).glob("*/vendor")]
+    bus = pathlib.Path(_PCI)
     return (
         any(name in os.environ for name in _FORCED)
         or _any_exists(_TPU)
-        or not vendors
-        or _GOOGLE in vendors
+        # A small virtual machine has a bus without devices; without a bus nothing is known.
+        or not bus.exists()
+        or _GOOGLE in [path.read_text().strip() for path in bus.glob("*/vendor")]
     )
 
 
