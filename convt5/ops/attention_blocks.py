@@ -83,8 +83,8 @@ def gradients(causal: bool, bias, query, key, value, query_ids, key_ids, found, 
         def one_group(group: _Group):
             keys, values, *rows = group.others
 
-            def one_block(sums, given: tuple[_Queries, jax.Array, jax.Array, jax.Array]):
-                block, log_sum, mean, dy = given
+            def one_block(sums, given: tuple[_Queries, list[jax.Array]]):
+                block, (log_sum, mean, dy) = given
                 weights = jnp.exp(_logits(causal, block, group) - log_sum)
                 dlogits = weights * (_product("bhqd,bhdk->bhqk", dy, values) - mean)
                 narrow = dlogits.astype(query.dtype)
@@ -102,7 +102,7 @@ def gradients(causal: bool, bias, query, key, value, query_ids, key_ids, found, 
 
             zeros = [jnp.zeros(group.keys.shape, wide)] * 2
             dbias = None if bias is None else jnp.zeros(group.bias.shape, wide)
-            blocks = (_queries(size, group), *(_split_queries(size, a) for a in rows))
+            blocks = (_queries(size, group), [_split_queries(size, a) for a in rows])
             (*dkeys, dbias), dquery = lax.scan(one_block, (*zeros, dbias), blocks)
             if is_single:
                 dkeys = lax.optimization_barrier(dkeys)
