@@ -24,7 +24,7 @@ def chosen(tmp_path, monkeypatch):
             (tmp_path / name).touch()
         (tmp_path / "pci").mkdir()
         for number, vendor in enumerate(pci):
-            (tmp_path / "pci" / str(number)).mkdir(parents=True)
+            (tmp_path / "pci" / str(number)).mkdir()
             (tmp_path / "pci" / str(number) / "vendor").write_text(f"{vendor}\n")
         monkeypatch.setattr(absent_accelerators, "_NVIDIA", (f"{tmp_path}/nvidia0",))
         monkeypatch.setattr(absent_accelerators, "_TPU", (f"{tmp_path}/accel[0-9]*",))

@@ -46,6 +46,7 @@ def attend(causal: bool, bias, query, key, value, query_ids, key_ids):
             def one_block(block: _Queries):
                 logits = _logits(causal, block, group)
                 top = jnp.max(logits, axis=-1, keepdims=True)
+                # Whatever it is, it cancels, and so do its derivatives.
                 top = lax.stop_gradient(jnp.where(top == -jnp.inf, 0.0, top))
                 powers = jnp.exp(logits - top)
                 total = jnp.sum(powers, axis=-1, keepdims=True)
@@ -78,7 +79,6 @@ def gradients(causal: bool, bias, query, key, value, query_ids, key_ids, found, 
         # A single group is no array of its own: what is turned over or filled up would be so anew
         # where it is read.
         is_single = _is_whole(size, query)
-        filler = 0 if is_single else FILLER
 
         def one_group(group: _Group):
             keys, values, *rows = group.others
@@ -106,7 +106,8 @@ def gradients(causal: bool, bias, query, key, value, query_ids, key_ids, found, 
             (*dkeys, dbias), dquery = lax.scan(one_block, (*zeros, dbias), blocks)
             if is_single:
                 dkeys = lax.optimization_barrier(dkeys)
-            dkeys = [jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, filler))) for a in dkeys]
+            else:
+                dkeys = [jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, FILLER))) for a in dkeys]
             return _join_queries(dquery, query.shape[1]), *dkeys, dbias
 
         # The mean of a query's slopes, by the weights of its keys.

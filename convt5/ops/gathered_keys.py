@@ -71,11 +71,11 @@ def _piece(
     causal: bool, devices: Devices, alone: Attend, target: int, query, key, value, bias, ids, *rest
 ):
     """Computes the queries of one device; `target` counts those of all."""
+    key_ids, *backward = rest
     if not devices.split_lengths:
         with implementation.over_devices(None):
-            found = alone(causal, query, key, value, bias, ids, *rest)
-        return _bias_summed(devices, *found) if len(rest) > 1 else found
-    key_ids, *backward = rest
+            found = alone(causal, query, key, value, bias, ids, key_ids, *backward)
+        return _bias_summed(devices, *found) if backward else found
     gather = functools.partial(lax.all_gather, axis_name=devices.lengths, axis=1, tiled=True)
     key, value, key_ids = gather(key), gather(value), gather(key_ids)
     piece, source = query.shape[1], key.shape[1]
