@@ -45,6 +45,7 @@ _JOBSET = "https://github.com/kubernetes-sigs/jobset/releases/download/v0.8.1/ma
 _GRACE_SECS = 120
 _USAGE_ERROR = 2
 _NAME = re.compile("[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?")  # Of GKE clusters: the narrowest rule.
+_VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -109,8 +110,12 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         )
     if flags.restarts < 0:
         parser.error(f"--restarts={flags.restarts} must be at least 0")
-    if not all("=" in text for text in flags.env):
-        parser.error("--env must be NAME=VALUE")
+    for text in flags.env:
+        if not _VARIABLE.fullmatch(text):
+            parser.error(
+                f"--env={text} must be NAME=VALUE, where NAME has letters, digits and underscores "
+                "and begins with no digit"
+            )
     if not training and {"run", "manifest"} & set(flags.actions):
         parser.error("flags of convt5.train are needed after --")
     flags.kind, flags.topology = kind, topology
@@ -170,9 +175,9 @@ def manifest(flags: argparse.Namespace, training: Sequence[str]) -> dict[str, An
         "image": flags.image,
         # The first process of the container gets its SIGTERM: no shell before it. GKE tells JAX
         # which host this is.
-        "command": ["python", "-m", "convt5.train", "--multi_host", *training],
+        "command": ["python", "-m", "convt5.train", "--multi_host", *map(_literal, training)],
         "env": [
-            {"name": name, "value": value}
+            {"name": name, "value": _literal(value)}
             for name, _, value in (
                 text.partition("=") for text in ["PYTHONUNBUFFERED=1", *flags.env]
             )
@@ -230,6 +235,11 @@ def manifest(flags: argparse.Namespace, training: Sequence[str]) -> dict[str, An
             "replicatedJobs": [{"name": "slice", "replicas": 1, "template": {"spec": job}}],
         },
     }
+
+
+def _literal(text: str) -> str:
+    """Returns what Kubernetes, which expands $(VAR) in commands and values, makes `text` of."""
+    return text.replace("$", "$$")
 
 
 def _here(name: str) -> str:

@@ -8,7 +8,8 @@
 #   create   asks for the slice (a queued resource) and waits until it is there
 #   install  copies this checkout to all workers, and installs it there
 #   start    starts training on all workers; it goes on when this connection ends
-#   wait     waits until the training or the slice has ended; exit code 3: the slice is gone
+#   wait     waits until the training or the slice has ended; exit code 3: the slice is gone, 1: the
+#            training vanished without an exit code, as when its worker rebooted
 #   logs     copies the output of all workers to logs/NAME/WORKER.log
 #   stop     asks all workers to save at the next step and stop; keep ends with it
 #   delete   gives the slice back
@@ -46,13 +47,17 @@ fi
 (($# >= 3)) || usage "ACTION, NAME and ZONE are needed."
 action=$1 name=$2 zone=$3
 shift 3
-accelerator_type='' runtime_version='' spot='' poll_secs=60 variables=''
+accelerator_type='' runtime_version='' spot='' poll_secs=60 variables='' silent_rounds=10
 while (($#)); do
   case $1 in
     --accelerator_type=*) accelerator_type=${1#*=} ;;
     --runtime_version=*) runtime_version=${1#*=} ;;
     --poll_secs=*) poll_secs=${1#*=} ;;
-    --env=*=*) variables+=$(printf '%q ' "${1#*=}") ;;
+    --env=*)
+      [[ ${1#*=} =~ ^[A-Za-z_][A-Za-z0-9_]*= ]] || usage "$1 must be --env=NAME=VALUE, where NAME \
+has letters, digits and underscores and begins with no digit."
+      variables+=$(printf '%q ' "${1#*=}")
+      ;;
     --spot) spot=--spot ;;
     --)
       shift
@@ -163,37 +168,65 @@ mkdir -p convt5 && tar -xzf convt5.tar.gz -C convt5 && cd convt5
 python3 -m pip install --quiet --user uv && python3 -m uv sync --quiet --extra tpu"
 }
 
+# Fails where a worker could not begin. What runs there holds `lock`, whose end is noticed however it
+# came: a process number may belong to another process after a reboot.
 start() {
   (($#)) || usage "flags of convt5.train are needed after --."
   # A run that was saved because someone asked for it (stop) ends with 130, as after Ctrl-C: the
   # cloud did not interrupt it, and keep does not go on with it.
-  on_all_workers "cd convt5 && rm -f exit_code stopped && ${variables}nohup setsid bash -c \
+  on_all_workers "cd convt5 && exec 9>> lock || exit
+flock -n 9 || { echo 'training runs here already; stop it first' >&2; exit 1; }
+[ -x .venv/bin/python ] || { echo 'convt5 is not installed here; install it first' >&2; exit 1; }
+rm -f exit_code stopped pid
+env ${variables}nohup setsid bash -c \
 '.venv/bin/python -m convt5.train --multi_host \"\$@\" & echo \$! > pid; wait \$!; code=\$?; \
 ((code != 143)) || [[ ! -e stopped ]] || code=130; echo \$code > exit_code' \
-train$flags >> train.log 2>&1 < /dev/null &"
+train$flags >> train.log 2>&1 < /dev/null &
+for _ in \$(seq 100); do [ ! -s pid ] || break; sleep 0.1; done
+[ -s pid ] || { echo 'training did not begin' >&2; exit 1; };"
 }
 
-# The exit code of the first worker's training; nothing while it runs.
-exit_code() {
-  gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=0 \
-    --command='cat convt5/exit_code 2>/dev/null || true' 2>/dev/null || true
+# How the training of the first worker is: its exit code, running, or vanished: no process has the
+# lock, and none left an exit code. Fails where the worker does not answer.
+look() {
+  run gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=0 \
+    --ssh-flag=-oConnectTimeout=30 --ssh-flag=-oServerAliveInterval=30 \
+    --command='if [ -s convt5/exit_code ]; then cat convt5/exit_code
+elif [ -e convt5/lock ] && ! flock -n convt5/lock true; then echo running
+else echo vanished; fi'
 }
 
 wait_for_end() {
   if [[ -n $dry_run ]]; then
     describe
-    run gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=0 \
-      --command='cat convt5/exit_code 2>/dev/null || true'
+    look
     return
   fi
-  local code now
+  local found now vanished=0 silent=0
   # A call that fails (no network, a login that expired) is no reason to give the slice back.
   while now=$(state) && [[ -z $now || $now == ACTIVE ]]; do
-    [[ -n $now ]] || say "gcloud does not say how $name is: $(tail -n 1 "$gcloud_errors")"
-    code=$(exit_code)
-    if [[ -n $code ]]; then
-      say "training ended with exit code $code"
-      return "$code"
+    if [[ -z $now ]]; then
+      say "gcloud does not say how $name is: $(tail -n 1 "$gcloud_errors")"
+    elif found=$(look 2>"$gcloud_errors"); then
+      silent=0
+      case $found in
+        # It may have ended between the two questions, so that one answer does not count.
+        vanished)
+          vanished=$((vanished + 1))
+          say "no training runs on worker 0 of $name, and it left no exit code ($vanished of 2)"
+          ((vanished < 2)) || return 1
+          ;;
+        '' | *[!0-9]*) vanished=0 ;;
+        *)
+          say "training ended with exit code $found"
+          return "$found"
+          ;;
+      esac
+    else
+      silent=$((silent + 1))
+      say "worker 0 of $name does not answer ($silent of $silent_rounds):" \
+        "$(tail -n 1 "$gcloud_errors")"
+      ((silent < silent_rounds)) || return 1
     fi
     sleep "$poll_secs"
   done
@@ -201,12 +234,22 @@ wait_for_end() {
   return 3
 }
 
+# Whether training runs, as where keep is given again after its own machine was switched off.
+is_training() {
+  [[ -z $dry_run && $(look 2>/dev/null) == running ]] || return
+  say "training runs on $name already; waiting for it"
+}
+
 logs() {
   run mkdir -p "logs/$name" || return
   on_all_workers 'cat convt5/train.log' --output-directory="logs/$name"
 }
 
-stop() { on_all_workers "cd convt5 && touch stopped && xargs kill -TERM < pid"; }
+stop() {
+  on_all_workers "cd convt5 || exit
+! flock -n lock true || { echo 'no training runs here' >&2; exit 1; }
+touch stopped && xargs kill -TERM < pid"
+}
 
 delete() {
   run gcloud compute tpus queued-resources delete "$name" --zone="$zone" --force --quiet
@@ -217,7 +260,7 @@ keep() {
   local code failures=0
   while true; do
     code=0
-    { create && install && start "$@" && wait_for_end; } || code=$?
+    { create && { is_training || { install && start "$@"; }; } && wait_for_end; } || code=$?
     # Where the slice is gone so is its log; the run directory has all that matters.
     logs || true
     delete || true

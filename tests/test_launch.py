@@ -121,8 +121,107 @@ class TestTpuVm:
         assert started.wait(300) == 0
         assert (folder / "exit_code").read_text() == found
 
+    @pytest.mark.parametrize("missing", ["convt5", "python", "pid"])
+    def test_start_fails_where_training_cannot_begin(self, tmp_path, missing):
+        script = self.on_workers("start").replace("seq 100", "seq 2")
+        if missing != "convt5":
+            self.python(tmp_path, "exit 0")
+        if missing == "python":
+            (tmp_path / "convt5" / ".venv" / "bin" / "python").chmod(0o644)
+        if missing == "pid":
+            (tmp_path / "convt5" / "train.log").mkdir()
+        assert self.shell(script, tmp_path) != 0
+        assert not (tmp_path / "convt5" / "exit_code").exists()
+
+    def test_start_and_stop_know_whether_training_runs(self, tmp_path):
+        self.python(tmp_path, "touch started; while [ ! -e ended ]; do sleep 0.05; done")
+        start, stop = self.on_workers("start"), self.on_workers("stop")
+        folder = tmp_path / "convt5"
+        assert self.shell(stop, tmp_path) != 0  # Nothing runs, and no stale number is killed.
+        assert self.shell(start, tmp_path) == 0
+        pid = (folder / "pid").read_text()
+        assert self.shell(start, tmp_path) != 0
+        assert (folder / "pid").read_text() == pid
+        (folder / "ended").touch()
+
+    def shell(self, script, folder):
+        """Runs what a worker would run; returns its exit code."""
+        command = ["bash", "-c", script]
+        return subprocess.run(command, cwd=folder, check=False, timeout=300).returncode
+
+    # Runs what the worker would run in a folder, but for the installation.
+    WORKER = """
+case "$*" in
+  *'queued-resources describe'*) ((created > deleted)) && echo ACTIVE || echo NOT_FOUND ;;
+  *'uv sync'*) ;;
+  *'tpu-vm ssh'*)
+    for argument; do
+      case $argument in --command=*) cd worker; exec bash -c "${argument#--command=}" ;; esac
+    done ;;
+esac"""
+
+    def test_training_whose_wrapper_is_killed_is_a_failure_once_it_has_ended(self, tmp_path):
+        self.python(tmp_path / "worker", "sleep 0.2; kill -KILL $PPID; sleep 0.3; touch trained")
+        done, calls = self.act("keep", tmp_path, self.WORKER)
+        assert done.returncode == 1, done.stderr
+        assert (tmp_path / "worker" / "convt5" / "trained").exists()
+        assert calls.count("convt5.train --multi_host") == 3
+        assert done.stderr.count("left no exit code (2 of 2)") == 3
+        assert calls.count("queued-resources delete") == 3
+
+    def test_training_of_a_worker_that_rebooted_is_a_failure_at_the_second_look(self, tmp_path):
+        folder = tmp_path / "worker" / "convt5"
+        folder.mkdir(parents=True)
+        (folder / "lock").touch()
+        (folder / "pid").write_text(f"{os.getpid()}\n")  # Another process has its number now.
+        (tmp_path / "calls").write_text("queued-resources create\n")
+        done, calls = self.act("wait", tmp_path, self.WORKER)
+        assert done.returncode == 1, done.stderr
+        assert calls.count("cat convt5/exit_code") == 2
+
+    def test_a_worker_that_never_answers_is_given_up(self, tmp_path):
+        done, calls = self.act(
+            "wait",
+            tmp_path,
+            """
+case "$*" in
+  *'queued-resources describe'*) echo ACTIVE ;;
+  *) echo 'ERROR: timed out' >&2; exit 255 ;;
+esac""",
+        )
+        assert done.returncode == 1
+        assert "worker 0 of conv does not answer (10 of 10): ERROR: timed out" in done.stderr
+        assert calls.count("cat convt5/exit_code") == 10
+
+    def test_keep_given_again_waits_for_the_training_that_runs(self, tmp_path):
+        done, calls = self.keep(
+            tmp_path,
+            """
+asked=$(grep -c 'cat convt5/exit_code' calls)
+case "$*" in
+  *'queued-resources describe'*) echo ACTIVE ;;
+  *'cat convt5/exit_code'*) if ((asked < 3)); then echo running; else echo 0; fi ;;
+esac""",
+        )
+        assert done.returncode == 0, done.stderr
+        assert "training runs on conv already" in done.stderr
+        assert "convt5.train" not in calls
+        assert "tpu-vm scp" not in calls
+
+    @pytest.mark.parametrize("name", ["", "1A", "A-B", "A B", "ä", "A;id", "$A"])
+    def test_a_variable_whose_name_is_no_name_is_a_usage_error(self, name):
+        done = call("tpu_vm.sh", "--dry_run", "start", "n", "z", f"--env={name}=x", "--", *FLAGS)
+        assert done.returncode == 2
+        assert f"--env={name}=x must be --env=NAME=VALUE" in done.stderr
+        done = call("gke.py", "manifest", *TestGke.ARGUMENTS, f"--env={name}=x", "--", *FLAGS)
+        assert done.returncode == 2
+        assert f"--env={name}=x must be NAME=VALUE" in done.stderr
+
     def keep(self, folder, gcloud):
-        """Runs the action with a stand-in for gcloud; returns it and the calls of gcloud."""
+        return self.act("keep", folder, gcloud)
+
+    def act(self, action, folder, gcloud):
+        """Runs an action with a stand-in for gcloud; returns it and the calls of gcloud."""
         stub = folder / "bin" / "gcloud"
         stub.parent.mkdir()
         stub.write_text(f"""#!/usr/bin/env bash
@@ -133,7 +232,7 @@ deleted=$(grep -c 'queued-resources delete' calls)
 exit 0
 """)
         stub.chmod(0o755)
-        command = ["bash", ROOT / "launch" / "tpu_vm.sh", "keep", *self.ARGUMENTS]
+        command = ["bash", ROOT / "launch" / "tpu_vm.sh", action, *self.ARGUMENTS]
         done = subprocess.run(
             [*command, "--poll_secs=0", "--", *FLAGS],
             cwd=folder,
@@ -369,6 +468,15 @@ class TestGke:
         limit = int(container["resources"]["limits"]["google.com/tpu"])
         assert spec["parallelism"] * limit == spec["completions"] * limit == chips
         assert container["command"][-2:] == FLAGS
+
+    def test_kubernetes_is_asked_to_expand_nothing(self):
+        texts = ["--gin.A=$(HOME)", "--gin.B=$$", "--gin.C='a$b'"]
+        done = call("gke.py", "manifest", *self.ARGUMENTS, "--env=D=$(A)$", "--", *texts)
+        (jobs,) = json.loads(done.stdout)["spec"]["replicatedJobs"]
+        container = jobs["template"]["spec"]["template"]["spec"]["containers"][0]
+        # Kubernetes makes $ of $$, and looks for a variable behind any other $.
+        assert container["command"][-3:] == [text.replace("$", "$$") for text in texts]
+        assert {"name": "D", "value": "$$(A)$$"} in container["env"]
 
     def test_the_schema_refuses_what_the_server_would(self):
         jsonschema = pytest.importorskip("jsonschema")
