@@ -5,6 +5,9 @@ import importlib.util
 import os
 import pathlib
 
+import commands
+
+commands.settle()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
     [

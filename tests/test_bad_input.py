@@ -2,10 +2,10 @@
 
 import os
 import pathlib
-import subprocess
 import sys
 import types
 
+import commands
 import pytest
 
 from convt5 import errors, train
@@ -154,7 +154,7 @@ def test_no_setting_of_a_replaced_model_remains(run_file, capsys):
 
 
 def test_the_command_prints_one_message_and_no_traceback(run_file, rows_folder, tmp_path):
-    done = subprocess.run(
+    done = commands.run(
         [
             sys.executable,
             "-m",
@@ -163,8 +163,6 @@ def test_the_command_prints_one_message_and_no_traceback(run_file, rows_folder, 
             "--gin.RUN_DIR=x",
             "--gin.architecture.StackConfig.kernel_size=0",
         ],
-        capture_output=True,
-        text=True,
         timeout=120,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{rows_folder}"},

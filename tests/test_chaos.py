@@ -3,10 +3,10 @@
 import json
 import os
 import random
-import subprocess
 import sys
 import types
 
+import commands
 import counting_run
 import jax.numpy as jnp
 import pytest
@@ -150,15 +150,12 @@ def test_a_run_killed_three_times_ends_as_one_left_alone(tmp_path):
     settings = tmp_path / "run.gin"
     settings.write_text(counting_run.SETTINGS)
     output = tmp_path / "chaos"
-    done = subprocess.run(
+    done = commands.run(
         [
             *(sys.executable, "-m", "convt5.chaos", f"--gin_file={settings}", "--kills=3"),
             *(f"--output_dir={output}", "--gin.NUM_STEPS=200", "--seed=1"),
         ],
         env=counting_run.environment() | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        check=False,
-        text=True,
         timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -9,6 +9,7 @@ import pathlib
 import subprocess
 import sys
 
+import commands
 import pytest
 
 from convt5 import errors
@@ -47,10 +48,8 @@ def fault(*argv: str) -> str:
 def start(*argv: str, cwd=ROOT) -> subprocess.CompletedProcess:
     """Runs Python with the package importable from any directory."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
+    return commands.run(
         [sys.executable, *argv],
-        capture_output=True,
-        text=True,
         timeout=120,
         cwd=cwd,
         env=environment,
@@ -204,7 +203,7 @@ def test_work_goes_on_when_nobody_reads_standard_error(tmp_path):
     )
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "result"], stderr=writer)
+    done = commands.run([sys.executable, "-c", code, tmp_path / "result"], stderr=writer)
     os.close(writer)
     assert done.returncode == 0
     assert (tmp_path / "result").read_text() == "done"
@@ -234,7 +233,7 @@ def test_texts_are_written_whatever_letters_the_locale_has(tmp_path):
     path = tmp_path / "out"
     code = f"{IMPORT}command_line.run(lambda argv: print('na\\u00efve \\u65e5 \\udcc3'))"
     with path.open("w") as out:
-        done = subprocess.run(
+        done = commands.run(
             [sys.executable, "-c", code],
             stdout=out,
             env=dict(os.environ, PYTHONIOENCODING="ascii"),

@@ -1,9 +1,9 @@
 """Steps are compiled once, on the record, and not again by the next process."""
 
 import os
-import subprocess
 import sys
 
+import commands
 import jax
 import jax.numpy as jnp
 import pytest
@@ -23,11 +23,9 @@ class Device:
 
 def cache_folder(**environment):
     kept = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
-    done = subprocess.run(
+    done = commands.run(
         [sys.executable, "-c", PRINT_CACHE],
         env=kept | environment,
-        capture_output=True,
-        text=True,
         check=True,
     )
     return done.stdout.strip()

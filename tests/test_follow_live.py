@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import commands
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -53,12 +54,11 @@ RUN_DIR = %gin.REQUIRED
 
 
 def start(command, *arguments, folder):
-    return subprocess.Popen(
+    return commands.start(
         [sys.executable, "-m", f"convt5.{command}", *arguments],
         env=os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "XLA_FLAGS": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
     )
 
 

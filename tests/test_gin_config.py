@@ -1,9 +1,9 @@
 """Gin files and bindings are read strictly, resolved completely, and built as gin would."""
 
 import pathlib
-import subprocess
 import sys
 
+import commands
 import gin
 import pytest
 
@@ -166,7 +166,7 @@ def test_looking_for_a_module_imports_nothing():
         "assert _own('averaging', 'EMA') == ['convt5.training.averaging']\n"
         "assert not {'jax', 'numpy', 'convt5.training', 'convt5.vision'} & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    commands.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_a_misspelt_macro_on_the_command_line_is_an_error_that_names_the_right_one(write):

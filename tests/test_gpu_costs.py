@@ -4,9 +4,9 @@ import importlib.util
 import json
 import math
 import pathlib
-import subprocess
 import sys
 
+import commands
 import pytest
 
 from convt5.errors import UserError
@@ -43,13 +43,10 @@ def test_without_the_plugin_the_extra_is_named(monkeypatch):
 
 def told(command: str, *flags: str) -> str:
     """Returns what a command prints, in a process of its own, which then computes on the CPU."""
-    done = subprocess.run(
+    done = commands.run(
         [sys.executable, "-m", f"convt5.{command}", *flags],
         cwd=ROOT,
-        capture_output=True,
-        text=True,
         timeout=600,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -3,9 +3,9 @@
 import os
 import pathlib
 import platform
-import subprocess
 import sys
 
+import commands
 import pytest
 
 from convt5.runtime import host_memory
@@ -31,11 +31,9 @@ print(faults[-1] - faults[-31])
 
 def page_faults(mode: str, **environment: str) -> int:
     kept = {k: v for k, v in os.environ.items() if k not in SETTINGS}
-    done = subprocess.run(
+    done = commands.run(
         [sys.executable, "-c", STEPS, mode],
         env=kept | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""} | environment,
-        capture_output=True,
-        text=True,
         check=True,
     )
     return int(done.stdout)
@@ -71,11 +69,9 @@ def _has_large_pages() -> bool:
 @pytest.mark.skipif(not _has_large_pages(), reason="this system has no transparent huge pages")
 def test_the_heap_is_of_large_pages_and_takes_no_memory_before_it_is_used():
     kept = {k: v for k, v in os.environ.items() if k not in SETTINGS}
-    done = subprocess.run(
+    done = commands.run(
         [sys.executable, "-c", LARGE_PAGES],
         env=kept | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
         check=True,
     )
     large_kib, resident_pages = map(int, done.stdout.split())

@@ -2,10 +2,10 @@
 
 import ast
 import pathlib
-import subprocess
 import sys
 import tomllib
 
+import commands
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -110,14 +110,14 @@ def test_model_step_and_decoding_import_where_tensorflow_does_not():
         "import importlib\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = commands.run([sys.executable, "-c", code], timeout=120)
     assert done.returncode == 0, done.stderr
 
 
 def test_import_convt5_loads_no_framework():
     names = ("jax", "tensorflow", "seqio", "gin")
     code = f"import convt5, sys; print([m for m in {names} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = commands.run([sys.executable, "-c", code])
     assert done.stdout.strip() == "[]", done.stderr
 
 

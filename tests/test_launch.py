@@ -8,10 +8,9 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
-import time
 
+import commands
 import jobset_schema
 import pytest
 
@@ -23,14 +22,10 @@ QUOTED = r"--gin.RUN_DIR=gs://bucket/my\ run"
 
 def call(script, *arguments, env=None):
     program = sys.executable if script.endswith(".py") else "bash"
-    return subprocess.run(
+    return commands.run(
         [program, ROOT / "launch" / script, *arguments],
         cwd=ROOT if env is None else None,
         env=env,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
 
 
@@ -45,7 +40,7 @@ def test_shellcheck_finds_nothing(script):
     shellcheck = shutil.which("shellcheck", path=f"{pathlib.Path(sys.executable).parent}:/usr/bin")
     if shellcheck is None:
         pytest.skip("shellcheck is absent: it comes with the extra dev")
-    done = subprocess.run([shellcheck, script], check=False, capture_output=True, text=True)
+    done = commands.run([shellcheck, script])
     assert done.returncode == 0, done.stdout
 
 
@@ -74,7 +69,7 @@ class TestTpuVm:
         # What the shell of a worker would run, with a stand-in for Python that shows its arguments.
         remote = self.on_workers("start", "--env=WORD=a b")
         self.python(tmp_path, 'printf "<%s>" "$WORD" "$@"\nexit 7')
-        subprocess.run(["bash", "-c", f"{remote} wait"], cwd=tmp_path, check=True, timeout=300)
+        commands.run(["bash", "-c", f"{remote} wait"], cwd=tmp_path, check=True)
         folder = tmp_path / "convt5"
         assert (folder / "exit_code").read_text() == "7\n"
         arguments = ["a b", "-m", "convt5.train", "--multi_host", *FLAGS]
@@ -86,11 +81,9 @@ class TestTpuVm:
         """Returns the shell command that an action runs on the workers."""
         text = shown("tpu_vm.sh", "--dry_run", action, "conv", "zone", *options)
         (line,) = (line for line in text.splitlines() if "--worker=all" in line)
-        return subprocess.run(
+        return commands.run(
             ["bash", "-c", f'set -- {line}; printf %s "${{@: -1}}"'],
             check=True,
-            capture_output=True,
-            text=True,
         ).stdout.removeprefix("--command=")
 
     def python(self, folder, script):
@@ -113,11 +106,11 @@ class TestTpuVm:
         folder = tmp_path / "convt5"
         (folder / "stopped").touch()  # Of the run before.
         start = f"{self.on_workers('start')} wait"
-        started = subprocess.Popen(["bash", "-c", start], cwd=tmp_path)
-        while not ((folder / "ready").exists() and (folder / "pid").exists()):
-            time.sleep(0.02)
+        started = commands.start(["bash", "-c", start], cwd=tmp_path)
+        both = (folder / "ready", folder / "pid")
+        commands.wait_until(lambda: all(path.exists() for path in both))
         stop = self.on_workers("stop") if stopped else "xargs kill -TERM < convt5/pid"
-        subprocess.run(["bash", "-c", stop], cwd=tmp_path, check=True, timeout=300)
+        commands.run(["bash", "-c", stop], cwd=tmp_path, check=True)
         assert started.wait(300) == 0
         assert (folder / "exit_code").read_text() == found
 
@@ -147,7 +140,7 @@ class TestTpuVm:
     def shell(self, script, folder):
         """Runs what a worker would run; returns its exit code."""
         command = ["bash", "-c", script]
-        return subprocess.run(command, cwd=folder, check=False, timeout=300).returncode
+        return commands.run(command, cwd=folder).returncode
 
     # Runs what the worker would run in a folder, but for the installation.
     WORKER = """
@@ -233,14 +226,10 @@ exit 0
 """)
         stub.chmod(0o755)
         command = ["bash", ROOT / "launch" / "tpu_vm.sh", action, *self.ARGUMENTS]
-        done = subprocess.run(
+        done = commands.run(
             [*command, "--poll_secs=0", "--", *FLAGS],
             cwd=folder,
             env=os.environ | {"PATH": f"{stub.parent}:{os.environ['PATH']}"},
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=300,
         )
         return done, (folder / "calls").read_text()
 
@@ -403,12 +392,10 @@ class TestSlurm:
         for name, text in (("srun", srun), ("scontrol", 'echo "$@" > requeued')):
             (folder / name).write_text(f"#!/bin/sh\n{text}\n")
             (folder / name).chmod(0o755)
-        done = subprocess.run(
+        done = commands.run(
             ["bash", ROOT / "launch" / "slurm_job.sh", *FLAGS],
             cwd=folder,
             env=os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"},
-            check=False,
-            timeout=300,
         )
         requeued = folder / "requeued"
         return done.returncode, requeued.read_text() if requeued.exists() else None
@@ -520,7 +507,7 @@ class TestGke:
         ]
         read, write = os.pipe()
         os.close(read)
-        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+        done = commands.run(command, stdout=write)
         os.close(write)
         assert done.stderr == ""
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import commands
 import pytest
 
 LAUNCHER = pathlib.Path(__file__).resolve().parents[1] / "launch" / "local.py"
@@ -35,7 +36,7 @@ def start(tmp_path):
     def call(behaviour, *flags):
         (tmp_path / "behaviour.py").write_text(behaviour)
         started.append(
-            subprocess.Popen(
+            commands.start(
                 [
                     sys.executable,
                     LAUNCHER,
@@ -53,7 +54,6 @@ def start(tmp_path):
                 },
                 stderr=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                text=True,
             )
         )
         return started[-1]
@@ -69,9 +69,15 @@ def finish(process):
     return process.returncode, out, err
 
 
+def is_running(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
 def wait_for(*paths):
-    while not all(path.exists() for path in paths):
-        time.sleep(0.01)
+    commands.wait_until(lambda: all(path.exists() for path in paths))
 
 
 def test_processes_know_their_place_and_speak_with_their_index(start):
@@ -135,10 +141,7 @@ def test_nothing_outlives_a_killed_launcher(start, tmp_path):
     process.kill()
     for index in range(2):
         pid = int((tmp_path / f"pid_{index}").read_text())
-        while pathlib.Path(f"/proc/{pid}/cmdline").is_file() and (
-            "Z" not in pathlib.Path(f"/proc/{pid}/stat").read_text().split()[2]
-        ):
-            time.sleep(0.01)
+        commands.wait_until(lambda pid=pid: not is_running(pid))
 
 
 def test_dry_run_prints_a_command_for_each_process_and_starts_none(start):

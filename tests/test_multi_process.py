@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 
+import commands
 import counting_run
 import jax
 import numpy as np
@@ -35,7 +36,7 @@ def start(settings):
 
     def call(run_dir, *, processes, devices, environment=None, **macros):
         macros |= {"RUN_DIR": run_dir}
-        return subprocess.Popen(
+        return commands.start(
             [
                 *counting_run.launcher(processes, devices),
                 f"--gin_file={settings}",
@@ -44,7 +45,6 @@ def start(settings):
             env=counting_run.environment() | (environment or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
         )
 
     return call
@@ -227,11 +227,10 @@ def test_hosts_with_different_numbers_of_examples_evaluate_as_one(tmp_path):
     assert len(tiny_run.REVIEWS) % 2  # One host has an example more than the other.
     command = counting_run.launcher(2, 1)
     command.insert(-1, "--module=convt5.eval")
-    subprocess.run(
+    commands.run(
         [*command, f"--checkpoint={folder}", f"--output_dir={tmp_path / 'two'}"],
         env=counting_run.environment(),
         check=True,
-        timeout=300,
     )
     assert evaluate.main([f"--checkpoint={folder}", f"--output_dir={tmp_path / 'one'}"]) == 0
     two, one = (
@@ -248,7 +247,7 @@ def test_rows_of_several_processes_are_sampled_as_those_of_one(tmp_path):
     command = counting_run.launcher(2, 1)
     command.insert(-1, "--module=sampling_run")
     file = tmp_path / "tokens.json"
-    subprocess.run([*command, str(file)], env=counting_run.environment(), check=True, timeout=300)
+    commands.run([*command, str(file)], env=counting_run.environment(), check=True)
     assert json.loads(file.read_text()) == sampling_run.sampled()
 
 

@@ -8,8 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
+import commands
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -69,7 +69,7 @@ def launch(tmp_path_factory):
     environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "XLA_FLAGS": ""}
 
     def start(run_dir):
-        return subprocess.Popen(
+        return commands.start(
             [
                 *(sys.executable, "-m", "convt5.train"),
                 *(f"--gin_file={settings}", f"--gin.RUN_DIR={run_dir}"),
@@ -77,7 +77,6 @@ def launch(tmp_path_factory):
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
         )
 
     return start
@@ -91,9 +90,7 @@ def finish(process):
 
 def stop_when(process, condition, *, with_signal=signal.SIGKILL):
     """Sends a signal as soon as the condition holds; fails if the process ended before."""
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.001)
+    commands.wait_until(condition, process)
     process.send_signal(with_signal)
     output, _ = process.communicate(timeout=300)
     return process.returncode, output
@@ -136,9 +133,7 @@ def test_a_run_whose_output_nobody_reads_any_more_saves_when_it_is_stopped(
 ):
     run_dir = tmp_path / "run"
     process = launch(run_dir)
-    while not count_records(run_dir):
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.001)
+    commands.wait_until(lambda: count_records(run_dir) > 0, process)
     process.stdout.close()  # As after `2>&1 | tee log`, which Ctrl-C ends too.
     for _ in range(2 if number == signal.SIGHUP else 1):
         process.send_signal(number)

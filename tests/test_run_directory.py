@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import commands
 import pytest
 
 from convt5 import errors
@@ -20,8 +21,8 @@ with run_directory.hold(sys.argv[1]):
 
 @pytest.fixture
 def holder(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD_FOREVER, tmp_path / "run"], stdout=subprocess.PIPE, text=True
+    process = commands.start(
+        [sys.executable, "-c", HOLD_FOREVER, tmp_path / "run"], stdout=subprocess.PIPE
     )
     assert process.stdout.readline() == "held\n"
     yield process

@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
+import commands
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -685,19 +685,18 @@ def test_a_study_that_is_stopped_goes_on_in_the_middle_of_a_run(tmp_path):
     file, folder = tmp_path / "study.gin", tmp_path / "study"
     file.write_text(STUDY.format(folder=folder))
     command = [sys.executable, "-m", "convt5.sweep", f"--gin_file={file}", "--processes=2"]
-    first = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 600
-    outputs = []
-    while not any("step 1/" in output.read_text() for output in outputs):
-        assert time.monotonic() < deadline
-        outputs = [*folder.glob("runs/*peak=0.001*/output.txt")]
-        time.sleep(0.1)
+    first = commands.start(command, cwd=ROOT, stderr=subprocess.PIPE)
+
+    def outputs():
+        return [*folder.glob("runs/*peak=0.001*/output.txt")]
+
+    commands.wait_until(lambda: any("step 1/" in o.read_text() for o in outputs()), first, secs=600)
     first.send_signal(signal.SIGTERM)
     assert first.communicate(timeout=600)[1].endswith("interrupted\n")
     assert first.returncode == 130
-    (output,) = outputs
+    (output,) = outputs()
     assert "stopped by SIGTERM" in output.read_text()
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    again = commands.run(command, cwd=ROOT, timeout=900)
     assert again.returncode == 0, again.stderr
     assert "continues from the checkpoint" in output.read_text()
     # The other run may have been quicker than the signal, which is then all that is told.

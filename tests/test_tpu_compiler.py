@@ -5,10 +5,10 @@ import importlib.util
 import json
 import math
 import pathlib
-import subprocess
 import sys
 import types
 
+import commands
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,13 +27,10 @@ MODEL = "gin/models/dynamic_tiny.gin"
 
 def inspected(*flags: str) -> dict:
     """What the command says, as JSON."""
-    done = subprocess.run(
+    done = commands.run(
         [sys.executable, "-m", "convt5.inspect", "--json", *flags],
         cwd=ROOT,
-        capture_output=True,
-        text=True,
         timeout=600,
-        check=False,
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return json.loads(done.stdout)
