@@ -21,15 +21,10 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
-from orbax.checkpoint.checkpoint_managers import (
-    AnyPreservationPolicy,
-    EveryNSteps,
-    LatestN,
-    PreservationPolicy,
-)
+from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from convt5 import errors
-from convt5.checkpoints import named_arrays, reading, record
+from convt5.checkpoints import folders, named_arrays, read_back, reading, record
 from convt5.checkpoints.checksums import checksums
 from convt5.checkpoints.reading import EMA
 
@@ -74,6 +69,14 @@ class CheckpointConfig:
         """Returns steps by their value of `best_metric`, the best first."""
         return sorted(values, key=values.__getitem__, reverse=self.best_mode == "max")
 
+    def kept(self, steps: Sequence[int], values: Mapping[int, float]) -> set[int]:
+        """Returns which of some checkpoints are kept, given the values of those measured."""
+        newest = sorted(steps)[-self.keep_last :]
+        best = self.ranked({step: values[step] for step in steps if step in values})
+        every = self.keep_every_steps
+        multiples = [step for step in steps if every and step % every == 0]
+        return {*newest, *best[: self.keep_best], *multiples}
+
     def is_better(self, value: float, than: float) -> bool:
         """Whether one value of `best_metric` is better than another."""
         return value > than if self.best_mode == "max" else value < than
@@ -117,6 +120,16 @@ class Restored(NamedTuple):
     progress: dict[str, Any]
 
 
+class _Unread(NamedTuple):
+    """A checkpoint that was written and not opened again yet, and what it must be read as."""
+
+    step: int
+    about: Mapping[str, Any]
+    data: DataPositions
+    params: read_back.Shapes
+    optimizer: read_back.Shapes
+
+
 ShardsRead = Callable[[int], Sequence[int]]
 """Tells which shards this process reads, given how many there are."""
 
@@ -131,12 +144,14 @@ class Checkpointer:
     """
 
     def __init__(self, directory: epath.PathLike, config: CheckpointConfig, *, model_config: Any):
-        self.directory = epath.Path(directory)
+        self.directory = folders.literal(directory)
         self.config = config
         self._description = record.describe_config(model_config)
         _put_back(self.directory)
         self._values = _values(_measured(self.directory), config.best_metric)
-        self._manager = _manager(self.directory, config, self._values)
+        self._kept = _Kept(self._values, config)
+        self._manager = _manager(self.directory, self._kept)
+        self._unread: _Unread | None = None
 
     def is_due(self, step: int) -> bool:
         return step % self.config.every_steps == 0
@@ -155,6 +170,9 @@ class Checkpointer:
         An error in the background is raised by the next call. A checkpoint that is there already
         is replaced, before this returns; killed meanwhile, the run goes on from the one before.
 
+        The first one of a process is complete when this returns, and was opened again as a later
+        start opens it; until then no older one is deleted.
+
         Args:
             step: updates done; the checkpoint's name.
             state: has the attributes `model`, `opt_state` and `step`; may be donated on return.
@@ -164,7 +182,7 @@ class Checkpointer:
             best_value: that of `best_metric`, which decides what is kept; None where not measured.
 
         Raises:
-            TrainingError: it, or the one before, could not be written.
+            TrainingError: it, or the one before, could not be written, or cannot be read back.
         """
         params, optimizer = _split(state)
         if best_value is not None and math.isfinite(best_value):
@@ -198,9 +216,15 @@ class Checkpointer:
                 ),
                 force=True,
             )
+            self._unread = _Unread(step, about, data, *map(read_back.smallest, (params, optimizer)))
+        if replaces or self._kept.all:
+            self.wait()
+        with self._naming_write_errors():
             if replaces:
-                self._manager.wait_until_finished()
                 _remove_aside(self.directory)
+            if self._kept.all:
+                self._kept.all = False
+                self._delete_old()
 
     def restore(self, abstract_state: Any, *, shards_read: ShardsRead = range) -> Restored | None:
         """Returns the newest checkpoint that can be read; None where none was ever written.
@@ -221,12 +245,20 @@ class Checkpointer:
             return self._restore_newest(abstract_state, shards_read)
 
     def wait(self) -> None:
-        """Returns when everything saved so far is complete on disk."""
+        """Returns when everything saved so far is complete on disk, and the newest can be read.
+
+        Raises:
+            TrainingError: it could not be written, or cannot be read back.
+        """
         with self._naming_write_errors():
             self._manager.wait_until_finished()
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            self._read_back(unread)
 
     def close(self) -> None:
-        self._manager.close()
+        with self._naming_write_errors():
+            self._manager.close()
 
     def reached_preemption(self, step: int) -> bool:
         """Whether the machines of a multi-host run agreed to stop at this step."""
@@ -243,6 +275,28 @@ class Checkpointer:
                 "same command then continues from the last complete checkpoint."
             ) from error
 
+    def _read_back(self, saved: _Unread) -> None:
+        """Opens a checkpoint again as a later start would; one that cannot be is set aside."""
+        folder = self.directory / str(saved.step)
+        parts = {"params": saved.params, "optimizer": saved.optimizer}
+        try:
+            with reading.without_late_read_errors():
+                read_back.check(folder, saved.about, parts)
+                reading.on_all_hosts(lambda: _check_positions(folder, saved.data))
+        except Exception as error:  # Readers fail in many ways on damaged files.
+            with self._naming_write_errors():
+                self._set_aside([saved.step])
+            raise errors.TrainingError(
+                f"the checkpoint of step {saved.step} was written to {self.directory}, but cannot "
+                f"be read back: {reading.first_line(error)}. It is set aside in damaged/, and "
+                "older ones are kept; see to that disk, or choose another run_dir."
+            ) from error
+
+    def _delete_old(self) -> None:
+        steps = self._manager.all_steps()
+        for step in sorted({*steps} - self.config.kept(steps, self._values)):
+            self._manager.delete(step)
+
     def _move_aside(self, step: int) -> None:
         """Keeps a checkpoint, which may be the only one, until that in its place is complete."""
         self._manager.wait_until_finished()
@@ -255,7 +309,7 @@ class Checkpointer:
 
     def _check_room(self, leaves: Mapping[str, Any]) -> None:
         """Finds out in time: the writer takes minutes to notice, and fails in the background."""
-        if "://" in str(self.directory):
+        if folders.is_remote(self.directory):
             return
         self.directory.mkdir(parents=True, exist_ok=True)
         needed = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
@@ -314,7 +368,8 @@ class Checkpointer:
             progress=about["progress"],
         )
 
-    def _set_aside(self, steps: Mapping[int, str]) -> None:
+    def _set_aside(self, steps: Iterable[int]) -> None:
+        steps = list(steps)
         if not steps:
             return
         if jax.process_index() == 0:
@@ -342,18 +397,11 @@ def best_step(directory: epath.PathLike) -> int | None:
     return config.ranked(_values(measured, config.best_metric))[0]
 
 
-def _manager(
-    directory: epath.Path, config: CheckpointConfig, values: Mapping[int, float]
-) -> ocp.CheckpointManager:
-    policies: list[Any] = [LatestN(config.keep_last)]
-    if config.keep_best:
-        policies.append(_Best(values, config))
-    if config.keep_every_steps:
-        policies.append(EveryNSteps(config.keep_every_steps))
+def _manager(directory: epath.Path, kept: "_Kept") -> ocp.CheckpointManager:
     return ocp.CheckpointManager(
         directory,
         options=ocp.CheckpointManagerOptions(
-            preservation_policy=AnyPreservationPolicy(policies),
+            preservation_policy=kept,
             # What a killed process left half-written has a temporary name and is removed here.
             cleanup_tmp_directories=True,
         ),
@@ -392,22 +440,23 @@ def _wait_for_all(what: str) -> None:
         multihost_utils.sync_global_devices(what)
 
 
-class _Best(PreservationPolicy):
-    """Keeps the checkpoints of best value; orbax's own policy forgets values at a restart.
+class _Kept(PreservationPolicy):
+    """Which checkpoints stay; orbax's own policies forget at a restart which were the best.
 
-    Args:
-        values: by step, of the checkpoints that were measured; filled by the `Checkpointer`.
-        config: how many are kept, and what is better.
+    Attributes:
+        all: whether all of them stay, because none that this process wrote was read back yet.
     """
 
     def __init__(self, values: Mapping[int, float], config: CheckpointConfig):
+        """Takes the values of the checkpoints measured; the `Checkpointer` adds to them."""
         self._values = values
         self._config = config
+        self.all = True
 
     def should_preserve(self, checkpoints, *, context):
-        measured = [info.step for info in checkpoints if info.step in self._values]
-        best = self._config.ranked({step: self._values[step] for step in measured})
-        return [info.step in best[: self._config.keep_best] for info in checkpoints]
+        steps = [info.step for info in checkpoints]
+        kept = steps if self.all else self._config.kept(steps, self._values)
+        return [step in kept for step in steps]
 
 
 class _PositionsHandler(ocp.CheckpointHandler):
@@ -443,6 +492,12 @@ def _read_small_files(
     paths = {shard: folder / "data" / f"{name}_{shard}.json" for shard in read}
     by_shard = {shard: _read_position(path) for shard, path in paths.items()}
     return about, DataPositions(count, {s: state for s, state in by_shard.items() if state})
+
+
+def _check_positions(folder: epath.Path, saved: DataPositions) -> None:
+    _, found = _read_small_files(folder, lambda _: list(saved.by_shard))
+    if found != saved:
+        raise ValueError(f"{folder / 'data'} does not hold the positions that were saved")
 
 
 def _read_position(path: epath.Path) -> bytes:

@@ -6,6 +6,7 @@ one that was killed is redone by the same command.
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 import pathlib
 import shutil
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from convt5 import errors, vocabulary_files
+from convt5.checkpoints import folders
 from convt5.configuration import command_line
 
 if TYPE_CHECKING:
@@ -25,6 +27,9 @@ _ONLY_FOR = {
     "mesh_tf": ("operative_config", "optimizer"),
     "pycls": ("num_heads", "image_size", "stem_strides"),
 }
+
+_LONG_NAME = 200
+"""Bytes of a name to which more cannot be added on every file system."""
 
 COMMAND = command_line.Command(
     name="convert",
@@ -251,7 +256,8 @@ def check_destination(output_dir: str) -> pathlib.Path:
             f"output_dir={output_dir} must be a local folder; copy it to the bucket afterwards, "
             "with gcloud storage cp --recursive."
         )
-    destination = pathlib.Path(output_dir).expanduser().resolve()
+    folders.check(output_dir, what="output_dir")
+    destination = pathlib.Path(os.path.realpath(os.path.expanduser(output_dir)))
     if destination.exists() and not destination.is_dir():
         raise errors.UserError(f"output_dir={output_dir} is a file; name a folder to make.")
     parent = next(folder for folder in destination.parents if folder.exists())
@@ -276,10 +282,12 @@ def new_directory(destination: pathlib.Path) -> Iterator[pathlib.Path]:
     """
     from convt5.training import run_directory
 
-    partial = destination.with_name(f".{destination.name}.incomplete")
+    partial = destination.with_name(_incomplete(destination.name))
+    if partial.is_symlink():
+        partial.unlink()  # Nothing is written, or removed, where it leads.
     with run_directory.hold(partial):
         for left_over in partial.iterdir():
-            if left_over.is_dir():
+            if left_over.is_dir() and not left_over.is_symlink():
                 shutil.rmtree(left_over)
             elif left_over.name != "lock":
                 left_over.unlink()
@@ -290,6 +298,13 @@ def new_directory(destination: pathlib.Path) -> Iterator[pathlib.Path]:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+
+
+def _incomplete(name: str) -> str:
+    """Returns the name of a folder until it is complete, which fits where its own does."""
+    if len(os.fsencode(name)) > _LONG_NAME:
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
+    return f".{name}.incomplete"
 
 
 def _read_mesh_tf(conversion: Conversion) -> tuple["Imported", Callable[..., Any], Any]:
@@ -414,10 +429,9 @@ def _beside(prefix: str) -> str | None:
 def _next_step(conversion: Conversion, destination: pathlib.Path) -> str:
     if conversion.target != "run":
         return f"written to {destination}"
-    return (
-        f"written to {destination}\n"
-        f"continue training: python -m convt5.train --gin_file={destination}/config.gin"
-    )
+    from convt5.interchange import run_files
+
+    return f"written to {destination}\ncontinue training: {run_files.train_command(destination)}"
 
 
 if __name__ == "__main__":

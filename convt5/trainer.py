@@ -160,6 +160,7 @@ def train(
         early_stop_evaluations=early_stop_evaluations,
         stall_warning_secs=stall_warning_secs,
     )
+    run_directory.check(run_dir)
     check_model(model, train_data, eval_data, loss, report)
     compilation.enable_persistent_cache()
     plan = make_plan(

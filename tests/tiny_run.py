@@ -56,7 +56,7 @@ architecture.ConvT5Config.decoder = @architecture.StackConfig()
 architecture.StackConfig.num_layers = 1
 architecture.StackConfig.mixing = 'depthwise'
 architecture.StackConfig.kernel_size = 3
-trainer.train.run_dir = '{run_dir}'
+trainer.train.run_dir = {run_dir!r}
 trainer.train.model = %MODEL
 trainer.train.loss = @losses.TextLoss()
 trainer.train.optimizer = @optimizer.AdafactorConfig()
@@ -107,7 +107,7 @@ def write_run(
     checkpointer.close()
     text = GIN.format(
         vocab=VOCAB,
-        run_dir=folder,
+        run_dir=str(folder),
         task=task,
         encoder_length=ENCODER_LENGTH,
         decoder_length=DECODER_LENGTH,

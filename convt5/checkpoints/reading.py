@@ -5,7 +5,6 @@ A checkpoint is one folder named after its step; what is incomplete has another 
 
 import contextlib
 import gc
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
@@ -17,7 +16,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from convt5 import errors
-from convt5.checkpoints import named_arrays, record
+from convt5.checkpoints import folders, named_arrays, record
 from convt5.checkpoints.checksums import mismatched
 
 EMA = "ema"
@@ -32,9 +31,9 @@ def find_checkpoint(path: epath.PathLike, *, step: int | None = None) -> epath.P
     Raises:
         UserError: no checkpoint there, or `path` is one of another step.
     """
-    path = epath.Path(os.path.expanduser(path))
+    path = folders.literal(path)
     if (path / "about").exists():
-        if step is not None and _absolute(path).name != str(step):
+        if step is not None and path.name != str(step):
             raise errors.UserError(
                 f"step={step} chooses among the checkpoints of a run, but {path} is a single one; "
                 "leave out step, or give the run directory."
@@ -132,10 +131,10 @@ def load_named(
         )
         for name, leaf in wanted.items()
     }
-    folder = epath.Path(folder)
+    folder = folders.literal(folder)
     about = _about(folder)
     with _naming_read_errors(folder), without_late_read_errors():
-        return read_arrays(_absolute(folder), part, leaves, about)
+        return read_arrays(folder, part, leaves, about)
 
 
 def load_everything(folder: epath.PathLike) -> dict[str, dict[str, jax.Array]]:
@@ -150,11 +149,6 @@ def load_everything(folder: epath.PathLike) -> dict[str, dict[str, jax.Array]]:
         for part in parts
     }
     return {part: load_named(folder, shapes[part], part=part) for part in parts}
-
-
-def _absolute(folder: epath.Path) -> epath.Path:
-    """Readers take absolute paths only; those of an object store are."""
-    return folder if "://" in str(folder) else folder.expanduser().absolute()
 
 
 def saved_params(folder: epath.PathLike) -> dict[str, jax.ShapeDtypeStruct]:

@@ -98,7 +98,7 @@ def read(
         # What was made of the checkpoint has no reason to name it again.
         names = ("RUN_DIR", *(["VOCABULARY"] if kept else []))
         missing = [name for name in names if gin_files.is_required(statements, name)]
-        bindings = [f"{name}='{os.path.expanduser(checkpoint)}'" for name in missing] + [*bindings]
+        bindings = [f"{name}={os.path.expanduser(checkpoint)!r}" for name in missing] + [*bindings]
     config = gin_config.load(files, bindings, roots=roots, supplied=["config_text"])
     evaluate = EvalConfig(**config.arguments(EvalConfig))
     train: Mapping[str, Any] = {}

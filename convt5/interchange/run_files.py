@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import shlex
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -71,13 +72,23 @@ def write_run(
     (folder / REPORT).write_text(f"{origin}\n{imported.report.text()}")
 
 
+def train_command(run_dir: pathlib.Path) -> str:
+    """Returns the command that goes on with an imported run, as a shell takes it."""
+    return f"python -m convt5.train {shlex.quote(f'--gin_file={run_dir / RUN_FILE}')}"
+
+
+def _comment(text: str) -> str:
+    """Returns a comment of one line, whatever paths are in the text."""
+    return "# " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def model_gin(config: ConvT5Config | ViTConfig, *, origin: str) -> str:
     """Returns the model as a gin file, to be given beside any run file."""
     package, name = "convt5", "architecture.ConvT5Config"
     if isinstance(config, ViTConfig):
         package, name = "convt5.vision", "architecture.ViTConfig"
     lines = [
-        f"# {origin}",
+        _comment(origin),
         "# Give this file beside a run file, whose model it replaces.",
         "from __gin__ import dynamic_registration",
         f"from {package} import architecture",
@@ -107,9 +118,9 @@ def run_gin(imported: Imported, training: Training, *, run_dir: pathlib.Path, or
     limit = imported.config.max_positions or max(_LONGEST.values())
     schedule = type(training.schedule).__name__
     lines = [
-        f"# {origin}",
+        _comment(origin),
         "#",
-        f"#   python -m convt5.train --gin_file={run_dir / RUN_FILE} --gin.NUM_STEPS=...",
+        _comment(f"  {train_command(run_dir)} --gin.NUM_STEPS=..."),
         "#",
         f"# NUM_STEPS counts the {imported.step:,} steps that lie behind. The data is T5's, C4;",
         "# another task is a --gin.data.DataConfig.mixture. Local text, in the model's vocabulary:",
@@ -172,9 +183,9 @@ def vision_run_gin(
     schedule = type(training.schedule).__name__
     parts = ("images", "losses", "placement", "sources", "statistics")
     lines = [
-        f"# {origin}",
+        _comment(origin),
         "#",
-        f"#   python -m convt5.train --gin_file={run_dir / RUN_FILE} --gin.DATA='images/{{split}}'",
+        _comment(f"  {train_command(run_dir)} --gin.DATA='images/{{split}}'"),
         "#",
         "# DATA holds a folder of image files for each class; {split} is train or val.",
         f"include {MODEL_FILE!r}",

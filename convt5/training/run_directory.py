@@ -23,6 +23,7 @@ import jax
 from etils import epath
 
 from convt5 import errors, vocabulary_files
+from convt5.checkpoints import folders
 from convt5.runtime import file_locks, whole_files
 
 _LOCK_FILE = "lock"
@@ -41,12 +42,11 @@ def hold(run_dir: epath.PathLike) -> Iterator[epath.Path]:
         UserError: the folder cannot be written, or a live process uses it.
     """
     check(run_dir)
-    folder = epath.Path(run_dir)
-    if "://" in str(run_dir):
+    folder = folders.literal(run_dir)
+    if folders.is_remote(folder):
         _check_writable(folder)
         yield folder
         return
-    folder = folder.expanduser().absolute()
     is_new = not folder.exists()
     _check_writable(folder)
     if jax.process_index():
@@ -68,9 +68,10 @@ def check(run_dir: epath.PathLike) -> None:
     """Raises `UserError` for what can be no run directory; makes nothing."""
     if not str(run_dir):
         raise errors.UserError("run_dir='' must name a folder; `.` is the working directory.")
-    if "://" in str(run_dir):
+    folders.check(run_dir, what="run_dir")
+    if folders.is_remote(run_dir):
         return
-    folder = pathlib.Path(run_dir).expanduser().absolute()
+    folder = pathlib.Path(folders.literal(run_dir))
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         reason = "may not be written" if nearest.is_dir() else "is a file"
@@ -155,7 +156,7 @@ def _open_lock(folder: epath.Path) -> int:
 def _check_writable(folder: epath.Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if "://" not in str(folder):
+        if not folders.is_remote(folder):
             with tempfile.TemporaryFile(dir=folder):
                 pass
     except OSError as error:

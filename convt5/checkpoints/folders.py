@@ -1,0 +1,102 @@
+"""Names of folders that hold checkpoints: taken literally on a local disk, or refused.
+
+orbax finds its files by patterns that begin with the folder's name, and TensorStore reads some
+characters of a local name as something else; either would write what nobody can read again.
+"""
+
+import glob
+import os
+from collections.abc import Iterator
+
+from etils import epath
+from etils.epath import gpath
+
+from convt5 import errors
+
+_STORES = ("gs", "s3", "az", "hf")
+"""Schemes of object stores; epath also takes local folders such as /gs for them."""
+
+_LONGEST_INSIDE = 200
+"""Bytes of the longest name that a checkpoint adds to its run directory, with room to spare."""
+
+
+class _LocalFolder(gpath.PosixGPath):
+    """A local folder whose own name is literal in patterns."""
+
+    def glob(self, pattern: str) -> Iterator["_LocalFolder"]:
+        for name in glob.glob(os.path.join(glob.escape(os.fspath(self)), pattern)):
+            yield type(self)(name)
+
+
+def literal(path: epath.PathLike) -> epath.Path:
+    """Returns the absolute path of a checkpoint folder, as orbax and TensorStore can use it.
+
+    Raises:
+        UserError: a name that they would take for another.
+    """
+    name = os.fspath(path)
+    check(name)
+    return epath.Path(name) if is_remote(name) else _LocalFolder(_absolute(name))
+
+
+def is_remote(path: epath.PathLike) -> bool:
+    """Whether a path names a folder of an object store, such as gs://bucket/folder."""
+    return "://" in os.fspath(path)
+
+
+def check(path: epath.PathLike, *, what: str = "the checkpoint folder") -> None:
+    """Raises a `UserError` for the name of a folder that checkpoints cannot be kept in.
+
+    Args:
+        path: the folder, which need not exist.
+        what: names the setting in the message, such as `run_dir`.
+    """
+    name = os.fspath(path)
+    if fault := _remote_fault(name) if is_remote(name) else _local_fault(name):
+        raise errors.UserError(f"{what}={name!r} {fault}; choose another folder.")
+
+
+def _remote_fault(name: str) -> str | None:
+    scheme = name.partition("://")[0]
+    if scheme in _STORES:
+        return None
+    return f"must be a local folder, or begin with {', '.join(f'{s}://' for s in _STORES)}"
+
+
+def _local_fault(name: str) -> str | None:
+    if "\0" in name:
+        return "holds a zero character, which no file system takes"
+    folder = _absolute(name)
+    shown = "" if folder == name else f"({folder!r}) "
+    parts = folder.split(os.sep)
+    try:
+        length = len(folder.encode())
+    except UnicodeEncodeError:
+        return f"{shown}holds bytes that are no UTF-8, which checkpoints cannot be read from"
+    if "\\" in folder:
+        return f"{shown}holds a backslash, which checkpoints would be written without"
+    if any(part.endswith("gs:") for part in parts):
+        return f"{shown}has a part that ends in 'gs:', which is taken for Google Cloud Storage"
+    if parts[1] in _STORES:
+        return f"{shown}begins with /{parts[1]}, which is taken for {parts[1]}://"
+    exists = next(p for p in _upwards(folder) if os.path.exists(p))
+    if length + _LONGEST_INSIDE > os.pathconf(exists, "PC_PATH_MAX"):
+        return f"is too long: {length} bytes, to which checkpoints add up to {_LONGEST_INSIDE}"
+    longest = os.pathconf(exists, "PC_NAME_MAX")
+    if any(len(part.encode()) > longest for part in parts):
+        return f"has a part longer than {longest} bytes, the most that this file system takes"
+    return None
+
+
+def _absolute(name: str) -> str:
+    path = os.path.expanduser(name)
+    # TensorStore takes `link/..` for the folder of the link, the system for that of its target.
+    return os.path.realpath(path) if os.pardir in path.split(os.sep) else os.path.abspath(path)
+
+
+def _upwards(folder: str) -> Iterator[str]:
+    """Yields a folder and all above it."""
+    while folder != os.sep:
+        yield folder
+        folder = os.path.dirname(folder)
+    yield folder
