@@ -23,7 +23,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
-from convt5 import errors
+from convt5 import errors, metric_names
 from convt5.checkpoints import folders, named_arrays, read_back, reading, record
 from convt5.checkpoints.checksums import checksums
 from convt5.checkpoints.reading import EMA
@@ -198,6 +198,7 @@ class Checkpointer:
             "best": {
                 "metric": self.config.best_metric,
                 "mode": self.config.best_mode,
+                metric_names.PERCENT: True,
                 "value": self._values.get(step),
             },
         }
@@ -553,7 +554,8 @@ def _measured(directory: epath.Path) -> dict[int, dict[str, Any]]:
 
 
 def _values(measured: Mapping[int, Mapping[str, Any]], metric: str) -> dict[int, float]:
-    return {step: best["value"] for step, best in measured.items() if best["metric"] == metric}
+    found = {step: (best, metric_names.factor(best, metric)) for step, best in measured.items()}
+    return {step: factor * best["value"] for step, (best, factor) in found.items() if factor}
 
 
 def _best(folder: epath.Path) -> dict[str, Any]:

@@ -12,19 +12,13 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from convt5 import errors, figures, markdown
+from convt5 import errors, figures, markdown, metric_names
 from convt5.configuration import command_line
 from convt5.training.run_log import METRICS_FILE, duration, read_metrics
 
 DEFAULT_METRIC = "validation/loss"
 CLOCKS = {"wall": "train_seconds", "processor": "train_cpu_seconds"}
 """What can count as training time; processor seconds suit a machine that others use too."""
-
-_LESS = (
-    *("loss", "nll", "entropy", "perplexity", "bits", "error", "errors", "mse", "mae", "wer"),
-    *("cer", "distance", "invalid", "skipped", "norm", "seconds", "bytes", "wait"),
-)
-"""Words in names of metrics of which less is better; of all others, such as em and f1, more."""
 
 _LINE_STYLES = ("-", "--", ":", "-.")
 _MOST_SHOWN = 120  # Characters of names beside one another in a legend.
@@ -39,7 +33,7 @@ examples:
   python -m convt5.compare runs/t5_tiny runs/dynamic_tiny --output=comparison
 
   # names of your own, and another metric
-  python -m convt5.compare attention=runs/a convolution=runs/b --metric=validation/accuracy
+  python -m convt5.compare attention=runs/a convolution=runs/b --metric=validation/token_accuracy
 
 exit code:
   0 success, 2 a usage error or a directory that holds no run."""
@@ -148,7 +142,7 @@ def markdown_table(
     """
     steps = min((run.last.step for run in runs if run.last), default=0)
     seconds = min((run.seconds for run in runs if run.seconds is not None), default=0.0)
-    better = min if _lower_is_better(metric) else max
+    better = min if metric_names.lower_is_better(metric) else max
     rows = []
     for run in _best_first(runs, metric):
         best = better((point.value for point in run.points), default=None)
@@ -207,7 +201,7 @@ def plot(
         axes.spines[["top", "right"]].set_visible(False)
     if all(run.seconds is None for run in runs):
         by_time.text(0.5, 0.5, "not recorded", ha="center", transform=by_time.transAxes)
-    by_step.set_ylabel(metric.replace("/", " ").replace("_", " "))
+    by_step.set_ylabel(metric_names.words(metric))
     _leave_out_the_start(by_step, runs, metric)
     figure.legend(
         by_time.get_lines(),
@@ -233,7 +227,7 @@ def _label(run: Run) -> str:
 
 def _best_first(runs: Sequence[Run], metric: str) -> list[Run]:
     """Returns the runs by their last values; those that diverged come last."""
-    sign = 1 if _lower_is_better(metric) else -1
+    sign = 1 if metric_names.lower_is_better(metric) else -1
     worst = math.inf  # Of runs that were never finite, which are below those that once were.
     return sorted(
         runs, key=lambda run: (run.diverged, sign * run.last.value if run.last else worst)
@@ -323,15 +317,9 @@ def _time_name(clock: str) -> str:
     return "training time" if clock == "wall" else "processor time"
 
 
-def _lower_is_better(metric: str) -> bool:
-    """Judges by the last part of the name, as tasks can be called anything."""
-    name = metric.rsplit("/", 1)[-1]
-    return "per_second" not in name and any(part in _LESS for part in name.split("_"))
-
-
 def _leave_out_the_start(axes: Any, runs: Sequence[Run], metric: str) -> None:
     """Limits the value axis to what follows the first tenth of each run, where losses fall most."""
-    if not _lower_is_better(metric):
+    if not metric_names.lower_is_better(metric):
         return
     later = [p.value for r in runs for p in r.points if r.last and p.step >= r.last.step / 10]
     if not later:

@@ -11,7 +11,7 @@ from convt5.configuration import checks
 from convt5.modeling.layers import DropoutKey, at_least_float32
 from convt5.modeling.model import ConvT5
 from convt5.ops import linear_cross_entropy
-from convt5.training.train_step import LossSums
+from convt5.training.train_step import CROSS_ENTROPY, LossSums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,10 @@ class TextLoss:
     ) -> LossSums:
         """Returns sums over the batch; `batch` has the names of seqio's EncDecFeatureConverter.
 
-        `decoder_target_bytes`, the bytes of text each target stands for, is optional and adds
-        bits per byte.
+        `cross_entropy` (nats per target token), `token_accuracy` (per cent) and `bits_per_byte`
+        are of the targets themselves, whatever `z_loss` and `label_smoothing` add to what is
+        minimised. `decoder_target_bytes`, the bytes of text each target stands for, is optional
+        and adds bits per byte.
         """
         outputs = model.outputs(
             batch["encoder_input_tokens"],
@@ -72,8 +74,8 @@ class TextLoss:
         )
         weight = jnp.sum(weights)
         metrics = {
-            "cross_entropy": (sums.cross_entropy, weight),
-            "accuracy": (sums.right, weight),
+            CROSS_ENTROPY: (sums.cross_entropy, weight),
+            "token_accuracy": (100 * sums.right, weight),
             "z_loss": (sums.z_term, weight),
         }
         if "decoder_target_bytes" in batch:

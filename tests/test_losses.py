@@ -1,6 +1,7 @@
 """Cross-entropy with label smoothing and z-loss, with logits in memory and without."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,9 +121,10 @@ def outputs_and_table(dtype: DTypeLike = np.float64, batch=2, length=5, embed=6,
 def through_logits(x, table, targets, weights, z_loss, label_smoothing):
     """The sums from logits in memory, differentiated by jax."""
     logits = jnp.einsum("ble,ve->blv", x, table)
-    nll, z_term = direct(logits, targets, z_loss, label_smoothing)
+    smoothed, z_term = direct(logits, targets, z_loss, label_smoothing)
+    nll, _ = direct(logits, targets, z_loss=0.0, label_smoothing=0.0)
     right = jnp.argmax(logits, axis=-1) == targets
-    sums = [jnp.sum(a * weights) for a in (nll + z_term, nll, z_term, right)]
+    sums = [jnp.sum(a * weights) for a in (smoothed + z_term, nll, z_term, right)]
     return sums[0], CrossEntropySums(*sums)
 
 
@@ -302,3 +304,41 @@ def test_targets_that_do_not_fit_the_logits_are_refused(unchecked):
 def test_a_factor_that_is_no_number_is_refused():
     with pytest.raises(UserError, match="z_loss=nan must be at least 0"):
         TextLoss(z_loss=float("nan"))
+
+
+# --- What a run reports ---------------------------------------------------------------------------
+
+
+class OneToken:
+    """A model that gives the target, of 32,128 ids, the probability 0.99."""
+
+    def outputs(self, *_, **__):
+        return jnp.ones((1, 1, 1))
+
+    def output_table(self):
+        return jnp.zeros((32128, 1)).at[7].set(np.log(0.99 / 0.01 * 32127))
+
+
+@pytest.mark.parametrize("normalize_by", ["tokens", "positions"])
+@pytest.mark.parametrize(("z_loss", "label_smoothing"), SETTINGS)
+def test_a_run_reports_the_cross_entropy_beside_what_it_minimises(
+    z_loss, label_smoothing, normalize_by
+):
+    model: Any = OneToken()
+    tokens, ones = jnp.full((1, 1), 7), jnp.ones((1, 1))
+    names = ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
+    batch: dict[str, jax.Array] = {name: tokens for name in (*names, "decoder_target_bytes")}
+    batch |= {"decoder_loss_weights": ones}
+    loss = TextLoss(z_loss=z_loss, label_smoothing=label_smoothing, normalize_by=normalize_by)
+    found = loss(model, batch).reported()
+    nll = -np.log(0.99)
+    for name in ("loss", "cross_entropy", "bits_per_byte"):
+        expected = nll / np.log(2) / 7 if name == "bits_per_byte" else nll
+        np.testing.assert_allclose(found[name], expected, atol=2e-6)
+    assert found["token_accuracy"] == 100
+    log_z = np.log(0.99 / 0.01 * 32127 + 32127)
+    logit = np.log(0.99 / 0.01 * 32127)
+    smoothing = label_smoothing * (logit - logit / 32128)
+    np.testing.assert_allclose(
+        found["objective"], nll + smoothing + z_loss * log_z**2, rtol=1e-5, atol=2e-6
+    )

@@ -121,10 +121,21 @@ def test_plain_lines_show_step_loss_speed_and_time_left(clock):
     out = io.StringIO()
     progress = run_log.Progress(num_steps=200, first_step=0, out=out)
     progress.record(
-        50, {"loss": 3.25, "accuracy": 0.5, "tokens_per_second": 12345, "seconds_per_step": 2.0}
+        50, {"loss": 3.25, "token_accuracy": 50, "tokens_per_second": 12345, "seconds_per_step": 2}
     )
     assert out.getvalue() == (
-        "step 50/200 (25%)  loss 3.2500  accuracy 0.500  12.3k tokens/s  2 s/step  ETA 5m 00s\n"
+        "step 50/200 (25%)  loss 3.2500  token accuracy 50.00  12.3k tokens/s  2 s/step  "
+        "ETA 5m 00s\n"
+    )
+
+
+def test_what_is_minimised_is_shown_where_it_is_not_the_loss(clock):
+    out = io.StringIO()
+    progress = run_log.Progress(num_steps=2, first_step=0, out=out)
+    same, other = {"loss": 1.5, "objective": 1.5}, {"loss": 1.5, "objective": 2.0}
+    progress.record(1, same | {f"validation/{name}": value for name, value in other.items()})
+    assert out.getvalue() == (
+        "step 1/2 (50%)  loss 1.5000  validation loss 1.5000  objective 2.0000\n"
     )
 
 

@@ -14,7 +14,7 @@ from quick import quick
 
 from convt5 import checkpoint, errors, initialization, optimizer, schedule, sharding
 from convt5.batches.prefetching import position, take_apart
-from convt5.checkpoints import reading
+from convt5.checkpoints import reading, record
 from convt5.train import dry_run
 from convt5.trainer import train
 from convt5.training import run_directory, run_log
@@ -431,6 +431,67 @@ def test_a_summary_that_is_none_is_written_anew(run, tmp_path):
     (tmp_path / "run" / "summary.json").write_text("[]")
     assert run(num_steps=4).step == 4
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 4
+
+
+def regularised_loss(model, batch, *, dropout_key=None):
+    """As text: what is minimised is half again the cross-entropy."""
+    sums = token_loss(model, batch, dropout_key=dropout_key)
+    right, weight = sums.metrics["accuracy"]
+    metrics = {"cross_entropy": (sums.loss_sum, weight), "token_accuracy": (100 * right, weight)}
+    return LossSums(1.5 * sums.loss_sum, weight, metrics)
+
+
+def test_what_is_minimised_stands_beside_the_cross_entropy(run, tmp_path):
+    result = run(num_steps=5, loss=regularised_loss)
+    last = records(tmp_path)[-1]
+    for half in ("", "validation/"):
+        assert last[f"{half}objective"] == pytest.approx(1.5 * last[f"{half}cross_entropy"])
+        assert last[f"{half}loss"] == last[f"{half}cross_entropy"]
+    assert result.validation_loss == last["validation/cross_entropy"]
+    assert result.train_loss == last["cross_entropy"]
+
+
+def as_before(record):
+    """Returns a record as runs wrote it when accuracies were shares of 1."""
+    record = dict(record)
+    for half in ("", "validation/"):
+        if f"{half}objective" in record:
+            record[f"{half}loss"] = record.pop(f"{half}objective")
+            record[f"{half}accuracy"] = record.pop(f"{half}token_accuracy") / 100
+    return record
+
+
+def test_a_run_directory_with_earlier_names_of_metrics_goes_on(run, stopped_in, tmp_path):
+    config = checkpoint.CheckpointConfig(
+        every_steps=1, best_metric="validation/token_accuracy", best_mode="max"
+    )
+    settings = {"loss": regularised_loss, "checkpoint": config, "log_every_steps": 4}
+    settings["early_stop_evaluations"] = 9
+    whole = tmp_path / "whole" / "run"
+    run(run_dir=str(whole), **settings)
+    stopped_in(6, **settings)
+    path = tmp_path / "run" / run_log.METRICS_FILE
+    path.write_text("".join(json.dumps(as_before(r)) + "\n" for r in records(tmp_path)))
+    for folder in (tmp_path / "run" / "checkpoints").iterdir():
+        about = record.read(folder)
+        if about["best"]["value"] is not None:
+            about["best"]["value"] /= 100
+            about["progress"]["patience"]["best_value"] /= 100
+        about["best"]["metric"] = "validation/accuracy"
+        about["progress"]["patience"]["metric"] = "validation/accuracy"
+        del about["best"]["percent"], about["progress"]["patience"]["percent"]
+        about["progress"]["window"] = as_before(about["progress"]["window"])
+        (folder / "about" / "metadata").write_text(json.dumps(record.sealed(about)))
+    run(**settings)
+    found, expected = (run_log.read_metrics(folder) for folder in (tmp_path / "run", whole))
+    clocks = {"train_seconds", "train_cpu_seconds", "seconds_per_step", "tokens_per_second"}
+    clocks.add("data_wait_share")
+    by_step = {r["step"]: r for r in found}
+    for wanted in expected:
+        for name in wanted.keys() - clocks:
+            assert by_step[wanted["step"]][name] == pytest.approx(wanted[name], rel=1e-5), name
+    best = checkpoint.best_step(tmp_path / "run" / "checkpoints")
+    assert best == checkpoint.best_step(whole / "checkpoints")
 
 
 def test_more_of_a_metric_can_be_better(run, tmp_path):

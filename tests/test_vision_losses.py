@@ -48,9 +48,10 @@ def model(images, *, train):
     return ViTOutput(jnp.asarray(LOGITS), {"stem/layers/0/norm/mean": jnp.full(3, float(train))})
 
 
-def sums(dropout_key=None, **changes):
+def sums(dropout_key=None, smoothing=0.0, **changes):
     batch = {"images": np.zeros(6), "labels": LABELS, "weights": np.ones(6, np.float32)}
-    return VisionLoss()(model, batch | changes, dropout_key=dropout_key)
+    loss = VisionLoss(label_smoothing=smoothing)
+    return loss(model, batch | changes, dropout_key=dropout_key)
 
 
 def test_rows_of_weight_zero_count_nothing():
@@ -59,8 +60,16 @@ def test_rows_of_weight_zero_count_nothing():
     means = sums(weights=weights).means()
     np.testing.assert_allclose(means["loss"], expected, rtol=1e-5)
     places = np.argsort(np.argsort(-LOGITS, axis=1), axis=1)[np.arange(6), LABELS][:3]
-    np.testing.assert_allclose(means["accuracy"], (places < 1).mean(), rtol=1e-6)
-    np.testing.assert_allclose(means["top_5_accuracy"], (places < 5).mean(), rtol=1e-6)
+    np.testing.assert_allclose(means["accuracy"], 100 * (places < 1).mean(), rtol=1e-6)
+    np.testing.assert_allclose(means["top_5_accuracy"], 100 * (places < 5).mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_reported_loss_leaves_smoothing_out(mixed):
+    labels = {"other_labels": LABELS[::-1].copy(), "label_share": np.full(6, 0.3, np.float32)}
+    batch = labels if mixed else {}
+    plain, smoothed = (sums(smoothing=s, **batch).reported() for s in (0.0, 0.1))
+    assert smoothed["loss"] == plain["loss"] == plain["objective"] != smoothed["objective"]
 
 
 def test_two_labels_share_the_probability():

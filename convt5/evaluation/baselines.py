@@ -15,9 +15,9 @@ SMOOTHING = 0.1
 _MOST_LABELS = 100
 COMMAND = command_line.Command(
     name="evaluation.baselines",
-    summary="Prints what the most frequent label of the training split and naive Bayes on words "
-    "and pairs of words reach on classification tasks: the least that a trained model must do "
-    "better than.",
+    summary="Prints the accuracy, in per cent, that the most frequent label of the training split "
+    "and naive Bayes on words and pairs of words reach on classification tasks: the least that a "
+    "trained model must do better than.",
     examples=[
         (
             "question types",
@@ -123,8 +123,8 @@ def table(named: Sequence[object], split: str) -> str:
             {
                 "task": task.name,
                 "examples": f"{len(test.labels):,}",
-                "most frequent label": f"{majority(train, test):.3f}",
-                "naive Bayes": f"{naive_bayes(train, test):.3f}",
+                "most frequent label": f"{100 * majority(train, test):.1f}",
+                "naive Bayes": f"{100 * naive_bayes(train, test):.1f}",
             }
         )
     return markdown.table(rows)

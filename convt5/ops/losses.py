@@ -23,8 +23,9 @@ class CrossEntropySums(NamedTuple):
     """Sums over all tokens, each times its weight.
 
     Attributes:
-        loss: cross-entropy and z term; the one sum that has gradients.
-        cross_entropy: in nats.
+        loss: what is minimised: the cross-entropy of the smoothed targets, and the z term; the one
+            sum that has gradients.
+        cross_entropy: of the targets themselves in nats, without smoothing and z term.
         z_term: z_loss * logsumexp(logits)^2.
         right: tokens whose target has the largest logit, the first among equals; none whose logits
             are not finite.
@@ -45,7 +46,10 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
 ) -> CrossEntropySums:
-    """Returns the weighted sums of `token_cross_entropy` of the logits x table^T.
+    """Returns weighted sums over tokens whose logits are x table^T.
+
+    `loss` is the sum of both terms of `token_cross_entropy`; `cross_entropy` is its first term
+    without label smoothing.
 
     The logits of all tokens are never held in memory: they come and go by chunks of tokens, or on
     the chip (TPU). The gradients of x and of the table are computed together with the loss, as
@@ -232,16 +236,17 @@ def _one_chunk(settings: _Settings, x, table, targets, weights):
     # A masked sum, unlike a gather, needs no communication of logits where vocab is split.
     is_target = ids == targets[..., None]
     target = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
-    nll = log_z - (1.0 - smoothing) * target
+    nll = log_z - target
+    smoothed = nll
     if smoothing:
-        nll = nll - smoothing * jnp.mean(logits, axis=-1)
+        smoothed = log_z - (1.0 - smoothing) * target - smoothing * jnp.mean(logits, axis=-1)
     z_term = z_loss * log_z**2
     # What argmax finds, by a sum, which processors compute faster.
     same, before = logits == target[..., None], ids < targets[..., None]
     ahead = jnp.sum((logits > target[..., None]) | (same & before), axis=-1)
     # NaN is neither ahead of the target nor behind it: such a token has no prediction.
     right = (ahead == 0) & jnp.isfinite(log_z)
-    sums = [jnp.sum(a * weights) for a in (nll + z_term, nll, z_term, right)]
+    sums = [jnp.sum(a * weights) for a in (smoothed + z_term, nll, z_term, right)]
     if not with_gradients:
         return tuple(sums), ()
     # d logsumexp(l) / dl is the softmax of l.

@@ -8,7 +8,7 @@ import json
 import pathlib
 from typing import Any
 
-from convt5 import errors
+from convt5 import errors, metric_names
 from convt5.sweeps import running
 from convt5.sweeps.study import Study
 from convt5.training.run_directory import replace_text
@@ -98,7 +98,7 @@ def _checked(result: dict[str, Any], where: str) -> dict[str, Any]:
             f"{where} is no result of a run ({fault}); give a file that --export_results has "
             "written, or remove the line."
         )
-    return result
+    return result | {"records": [metric_names.current(record) for record in records]}
 
 
 def _line(study: Study, made: running.Made) -> str:

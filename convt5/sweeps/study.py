@@ -110,7 +110,7 @@ class Study:
         seeds: each point is run once with each of them, all points with the first seed first.
         seed_name: the setting that takes the seed.
         metric: what is compared, as `metrics.jsonl` names it.
-        perfect: the value of the metric at which there is no error, 1 for accuracies, and then
+        perfect: the value of the metric at which there is no error, 100 for accuracies, and then
             `perfect - metric` is compared; None for metrics that are errors themselves.
         rows: axes whose values are compared, at most three: the last is drawn as lines, those
             before it as panels. Distributions are over all other axes and the seeds.

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from convt5 import metric_names
 from convt5.checkpoint import CheckpointConfig
 
 
@@ -27,10 +28,11 @@ class Patience:
         self._evaluations = evaluations
         self._best_step, self._best_value, self._since = 0, math.nan, 0
         # Another metric is waited for anew. Older states do not say of which they are.
-        if state and all(state.get(name, own) == own for name, own in self._of().items()):
+        factor = metric_names.factor(state or {}, config.best_metric)
+        if state and factor and state.get("mode", config.best_mode) == config.best_mode:
             self._best_step, self._best_value, self._since = (
                 state["best_step"],
-                float(state["best_value"]),
+                factor * float(state["best_value"]),
                 state["since"],
             )
 
@@ -56,14 +58,13 @@ class Patience:
         """Returns what a run that continues needs, as JSON values."""
         best = self._best_value
         return {
-            **self._of(),
+            "metric": self._config.best_metric,
+            "mode": self._config.best_mode,
+            metric_names.PERCENT: True,
             "best_step": self._best_step,
             "best_value": best if math.isfinite(best) else str(best),
             "since": self._since,
         }
-
-    def _of(self) -> dict[str, str]:
-        return {"metric": self._config.best_metric, "mode": self._config.best_mode}
 
     def text(self) -> str:
         return (

@@ -19,13 +19,15 @@ from typing import Any, Protocol, TextIO
 from etils import epath
 from tqdm import tqdm
 
-from convt5 import errors
+from convt5 import errors, metric_names
 from convt5.training import run_directory
 
 Record = Mapping[str, float]
 
 METRICS_FILE = "metrics.jsonl"
 _AS_LAST = ("learning_rate", "skipped_updates")
+_JUDGED = ("objective", "loss", "grad_norm")
+_ACCURACIES = ("token_accuracy", "accuracy")
 
 
 class Writer(Protocol):
@@ -112,7 +114,7 @@ def read_metrics(run_dir: epath.PathLike) -> list[dict[str, Any]]:
 
 
 def _read_steps(path: epath.Path) -> list[dict[str, Any]]:
-    records = read_records(path, need=["step"])
+    records = [metric_names.current(record) for record in read_records(path, need=["step"])]
     for number, record in enumerate(records, start=1):
         for name, value in record.items():
             if not isinstance(value, int) if name == "step" else not _is_number(value):
@@ -413,7 +415,7 @@ class Meter:
         if state:
             self._total_seconds = state["total_seconds"]
             self._cpu_seconds = state.get("cpu_seconds", 0.0)
-            self._window = dict(state["window"])
+            self._window = metric_names.current(state["window"])
             self._last = dict(state["last"])
 
     @property
@@ -440,7 +442,7 @@ class Meter:
         self._add("_steps", 1)
         self._add("_tokens", tokens)
         self._add("_data_wait", data_wait)
-        if all(math.isfinite(metrics.get(name, 0.0)) for name in ("loss", "grad_norm")):
+        if all(math.isfinite(metrics.get(name, 0.0)) for name in _JUDGED):
             for name, value in metrics.items():
                 self._add(name, value)
         else:
@@ -517,21 +519,27 @@ def short_number(value: float, unit: str = "") -> str:
 
 def _brief(record: Record) -> str:
     parts = [f"loss {record['loss']:.4f}"] if "loss" in record else []
-    if "accuracy" in record:
-        parts.append(f"accuracy {record['accuracy']:.3f}")
+    # Where nothing is added to the cross-entropy, the two are one but for rounding.
+    if "objective" in record and not math.isclose(
+        record["objective"], record["loss"], rel_tol=1e-4
+    ):
+        parts.append(f"objective {record['objective']:.4f}")
+    parts += [
+        f"{metric_names.words(name)} {record[name]:.2f}" for name in _ACCURACIES if name in record
+    ]
     if "tokens_per_second" in record:
         parts.append(f"{short_number(record['tokens_per_second'])} tokens/s")
     return "  ".join(parts)
 
 
 def _brief_validation(record: Record) -> str:
-    names = ("loss", "accuracy", "bits_per_byte")
-    shown = [
-        f"{name.replace('_', ' ')} {record[f'validation/{name}']:.4f}"
-        for name in names
-        if f"validation/{name}" in record
-    ]
-    return "validation " + "  ".join(shown)
+    found = {
+        name.removeprefix("validation/"): value
+        for name, value in record.items()
+        if name.startswith("validation/")
+    }
+    bits = found.get("bits_per_byte")
+    return f"validation {_brief(found)}" + ("" if bits is None else f"  bits per byte {bits:.4f}")
 
 
 def _line(record: Mapping[str, Any]) -> str:

@@ -65,7 +65,7 @@ class SkipSpikes:
     batch without a target tells nothing of other batches.
 
     Attributes:
-        measure: "grad_norm", before any clipping, or "loss".
+        measure: "grad_norm", before any clipping, or "loss", what is minimised.
         factor: how many times the mean is too much, greater than 1.
         horizon_steps: steps over which the mean reaches back.
         after_steps: no update is left out before so many steps have entered the mean, while

@@ -37,8 +37,12 @@ NONFINITE_INDEX = "nonfinite_index"
 """Metrics that say whether the update is sound; `describe_nonfinite` explains the index."""
 
 
+CROSS_ENTROPY = "cross_entropy"
+"""The metric that a run reports as its loss: what the model achieves, without regularisers."""
+
+
 class LossSums(NamedTuple):
-    """Sums over a batch; the loss is loss_sum / weight_sum.
+    """Sums over a batch; what is minimised is loss_sum / weight_sum.
 
     Attributes:
         loss_sum: what is minimised, summed over the batch.
@@ -54,9 +58,24 @@ class LossSums(NamedTuple):
     statistics: Mapping[str, Array] = {}
 
     def means(self) -> Metrics:
-        """Returns the loss and every metric as means; 0 where the weight is 0."""
+        """Returns what is minimised as `loss`, and every metric, as means.
+
+        A mean is 0 where its weight is 0.
+        """
         means = {name: _mean(*sums) for name, sums in self.metrics.items()}
         return {"loss": _mean(self.loss_sum, self.weight_sum), **means}
+
+    def reported(self) -> Metrics:
+        """Returns the means under the names that a run reports.
+
+        `loss` is the cross-entropy, and `objective` what is minimised, label smoothing and z-loss
+        included. A loss function without the metric `cross_entropy` reports what it minimises as
+        `loss`.
+        """
+        means = self.means()
+        if CROSS_ENTROPY not in means:
+            return means
+        return means | {"loss": means[CROSS_ENTROPY], "objective": means["loss"]}
 
 
 class Loss(Protocol):
@@ -100,10 +119,10 @@ def make_train_step(
         seed_key: with the step number it determines all dropout, so a resumed run repeats it.
 
     Returns:
-        A function from state and batch to the next state and scalar metrics: `loss`, those of the
-        loss, `loss_weight`, `grad_norm`, `param_norm` (before the update), `learning_rate`,
-        `all_finite` and `nonfinite_index`, and with `skip_spikes` also `skipped_updates`. A loss or
-        gradient that was left out counts as finite there. Without
+        A function from state and batch to the next state and scalar metrics: those of
+        `LossSums.reported`, `loss_weight`, `grad_norm`, `param_norm` (before the update),
+        `learning_rate`, `all_finite` and `nonfinite_index`, and with `skip_spikes` also
+        `skipped_updates`. A loss or gradient that was left out counts as finite there. Without
         `all_finite` the state is of no use, and neither is any that comes after it: keeping the
         old one until all of the new one is known takes another copy of it, and a quarter of the
         bytes that a small batch moves.
@@ -131,7 +150,7 @@ def make_train_step(
             sums.loss_sum, state.model, gradients, updated, is_left_out=is_left_out
         )
         metrics = {
-            **sums.means(),
+            **sums.reported(),
             "loss_weight": sums.weight_sum,
             "grad_norm": grad_norm,
             "param_norm": optax.tree.norm(parameters(state.model)),
@@ -155,7 +174,7 @@ def make_train_step(
 def make_eval_step(
     loss: Loss, model_shardings: nnx.Module, batch_sharding: NamedSharding
 ) -> Callable[[nnx.Module, Batch], LossSums]:
-    """Returns the jitted evaluation of one batch, without dropout; add its sums, then `means()`."""
+    """Returns the jitted evaluation of one batch, without dropout; add sums, then `reported()`."""
 
     def eval_step(model: nnx.Module, batch: Batch) -> LossSums:
         with _operators_over(model_shardings):

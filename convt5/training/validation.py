@@ -198,11 +198,11 @@ class Validation:
     def metric_names(self, model: nnx.Module) -> list[str]:
         """Returns the names of what `measure` returns; shapes are enough of a model."""
         batch = self._place(next(self._from_the_start()))
-        means = jax.eval_shape(lambda *args: self._eval_step(*args).means(), model, batch.arrays)
+        means = jax.eval_shape(lambda *args: self._eval_step(*args).reported(), model, batch.arrays)
         return sorted(means)
 
     def measure(self, model: nnx.Module) -> dict[str, float]:
-        """Returns the loss and the other metrics of the loss function, as means over all batches.
+        """Returns the metrics of the loss function as `LossSums.reported`, over all batches.
 
         Raises:
             UserError: there is not one batch.
@@ -217,7 +217,7 @@ class Validation:
             total = _add(total, dispatched)
             dispatched = self._eval_step(model, placed.arrays)
         self._counts = counts.over_all_hosts()
-        means = _add(total, dispatched).means()
+        means = _add(total, dispatched).reported()
         return {name: float(value) for name, value in means.items()}
 
     def _place(self, batch: HostBatch) -> PlacedBatch:

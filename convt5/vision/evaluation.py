@@ -1,4 +1,7 @@
-"""Measures a model on labelled images: top-1, top-5 and loss, and the prediction for each image."""
+"""Measures a model on labelled images: top-1, top-5 and loss, and the prediction for each image.
+
+The loss is the cross-entropy of the labels; beside it stands the objective of the run.
+"""
 
 import contextlib
 import dataclasses
@@ -11,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from convt5 import errors, sharding
+from convt5 import errors, metric_names, sharding
 from convt5.evaluation import checkpoints, hosts
 from convt5.evaluation.progress import Progress
 from convt5.evaluation.results import Outcome
@@ -38,7 +41,7 @@ class ImagePlan:
         checkpoint: where the model is.
         tasks: the images, as one task.
         data: the images of the split, each once.
-        loss: of the run, whose label smoothing the loss has.
+        loss: of the run, which is reported as the objective.
         statistics: how batch statistics are measured anew; None takes those that were saved.
         num_examples: the first ones only; None takes all.
         ema: whether the average over the updates is measured.
@@ -74,6 +77,8 @@ class ImagePlan:
             "num_examples": self.num_examples,
             "reestimate_batches": anew.num_batches if anew else None,
             "label_smoothing": self.loss.label_smoothing,
+            # Results before were shares of 1.
+            "accuracies": metric_names.PERCENT,
             "ema": self.ema,
         }
 
@@ -170,9 +175,12 @@ class ImageEvaluator:
         if not found:
             raise errors.UserError(f"split={self._plan.split!r}: none of its images can be read.")
         metrics = {
-            "loss": float(np.mean([record.pop("loss") for record in found])),
-            "accuracy": float(np.mean([record["rank"] < 1 for record in found])),
-            "top_5_accuracy": float(np.mean([record["rank"] < 5 for record in found])),
+            **{
+                name: float(np.mean([record.pop(name) for record in found]))
+                for name in ("loss", "objective")
+            },
+            "accuracy": 100 * float(np.mean([record["rank"] < 1 for record in found])),
+            "top_5_accuracy": 100 * float(np.mean([record["rank"] < 5 for record in found])),
         }
         counts = {"num_examples": len(found), "skipped_images": len(merged) - len(found)}
         return Outcome(self._task.name, self._plan.split, metrics, counts, found)
@@ -218,9 +226,10 @@ class ImageEvaluator:
         labels = jnp.asarray(batch["labels"])
         log_probs = jax.nn.log_softmax(logits)
         values, classes = jax.lax.top_k(log_probs, min(_SHOWN, logits.shape[-1]))
-        smoothing = self._plan.loss.label_smoothing
+        targets = one_hot(labels, logits)
         return {
-            "loss": soft_cross_entropy(logits, one_hot(labels, logits), smoothing),
+            "loss": soft_cross_entropy(logits, targets, label_smoothing=0.0),
+            "objective": soft_cross_entropy(logits, targets, self._plan.loss.label_smoothing),
             "rank": label_ranks(logits, labels),
             "target_score": jnp.take_along_axis(log_probs, labels[:, None], axis=1)[:, 0],
             "predictions": classes,
@@ -267,6 +276,7 @@ def _record(
         "target_score": float(found["target_score"][row]),
         "rank": int(found["rank"][row]),
         "loss": float(found["loss"][row]),
+        "objective": float(found["objective"][row]),
     }
     if names:
         # A model may have more logits than the images have classes.

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from convt5 import errors
 from convt5.modeling.layers import DropoutKey
-from convt5.training.train_step import LossSums
+from convt5.training.train_step import CROSS_ENTROPY, LossSums
 from convt5.vision.architecture import ViTConfig
 from convt5.vision.model import ViT
 
@@ -49,6 +49,9 @@ class VisionLoss:
     ) -> LossSums:
         """Returns sums over the batch, and the running statistics after it in training.
 
+        `cross_entropy` (nats) leaves label smoothing out; that of a mixed image is shared between
+        its labels. `accuracy` (top-1) and `top_5_accuracy` are per cent.
+
         Args:
             model: the classifier.
             batch: `images` [batch, height, width, channels], `labels` [batch] and `weights`
@@ -66,10 +69,13 @@ class VisionLoss:
             targets = share * targets + (1 - share) * other
         weights = jnp.asarray(batch["weights"], logits.dtype)
         weight = jnp.sum(weights)
-        total = jnp.sum(weights * soft_cross_entropy(logits, targets, self.label_smoothing))
+        total, own = (
+            jnp.sum(weights * soft_cross_entropy(logits, targets, smoothing))
+            for smoothing in (self.label_smoothing, 0.0)
+        )
         ranks = label_ranks(logits, labels)
-        metrics = {
-            name: (jnp.sum(weights * (ranks < limit)), weight)
+        metrics = {CROSS_ENTROPY: (own, weight)} | {
+            name: (100 * jnp.sum(weights * (ranks < limit)), weight)
             for name, limit in (("accuracy", 1), ("top_5_accuracy", 5))
         }
         return LossSums(total, weight, metrics, output.statistics if train else {})

@@ -99,11 +99,12 @@ def _sums_and_columns(settings, interpret, table, x, targets, weights):
     vocab = table.shape[0]
     found = _statistics(x, table, targets, interpret)
     log_z, target, mean, best = (found[:, i] for i in range(4))
-    nll = log_z - (1.0 - smoothing) * target - smoothing * mean
+    nll = log_z - target
+    smoothed = log_z - (1.0 - smoothing) * target - smoothing * mean
     z_term = z_loss * log_z**2
     # Where logits are not finite the best id is the first, whatever they are.
     right = ((best == targets) & jnp.isfinite(log_z)).astype(jnp.float32)
-    totals = tuple(jnp.sum(a * weights) for a in (nll + z_term, nll, z_term, right))
+    totals = tuple(jnp.sum(a * weights) for a in (smoothed + z_term, nll, z_term, right))
     # Of each token: what its softmax, its target and every id of the vocabulary are weighted by.
     softmax_weight = weights * (1.0 + 2.0 * z_loss * log_z)
     columns = [log_z, softmax_weight, weights * (1.0 - smoothing), weights * (smoothing / vocab)]
