@@ -6,6 +6,7 @@ and writes `comparison.md` and `comparison.png`.
 
 import argparse
 import dataclasses
+import json
 import math
 import pathlib
 import statistics
@@ -16,6 +17,7 @@ from convt5 import errors, figures, markdown, metric_names
 from convt5.configuration import command_line
 from convt5.training.run_log import METRICS_FILE, duration, read_metrics
 
+SUMMARY_FILE = "summary.json"
 DEFAULT_METRIC = "validation/loss"
 CLOCKS = {"wall": "train_seconds", "processor": "train_cpu_seconds"}
 """What can count as training time; processor seconds suit a machine that others use too."""
@@ -93,20 +95,53 @@ class Run:
 
 def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse_args(argv)
-    runs = read_runs(arguments.runs, metric=arguments.metric, clock=arguments.clock)
-    table = markdown_table(runs, metric=arguments.metric, clock=arguments.clock)
+    metric = arguments.metric or common_metric(arguments.runs)
+    runs = read_runs(arguments.runs, metric=metric, clock=arguments.clock)
+    table = markdown_table(runs, metric=metric, clock=arguments.clock)
     print(table, end="")
     output = arguments.output
     try:
         output.mkdir(parents=True, exist_ok=True)
         (output / "comparison.md").write_text(table)
-        plot(runs, output / "comparison.png", metric=arguments.metric, clock=arguments.clock)
+        plot(runs, output / "comparison.png", metric=metric, clock=arguments.clock)
     except OSError as error:
         raise errors.UserError(
             f"output={arguments.output} cannot be written ({error.strerror}); give a folder that "
             "can, with --output=DIR."
         ) from error
     print(f"\nwrote {output / 'comparison.md'} and {output / 'comparison.png'}")
+
+
+def common_metric(names: Sequence[str]) -> str:
+    """Returns what runs, given as to `read_runs`, are compared by where nothing is asked for.
+
+    It is the metric that they all chose their best checkpoints by, if they have ended; else the
+    first metric of a task that all recorded; else the validation loss.
+    """
+    folders = [folder for _, folder in _named(names)]
+    chosen = {_chosen_metric(folder) for folder in folders} - {None}
+    recorded = [_recorded(folder) for folder in folders]
+    common = [name for name in recorded[0] if all(name in other for other in recorded)]
+    candidates = [name for name in chosen if len(chosen) == 1 and name in common]
+    candidates += [
+        name
+        for name in common
+        if name.count("/") == 1 and not (name.startswith("validation/") or name.endswith("/loss"))
+    ]
+    return candidates[0] if candidates else DEFAULT_METRIC
+
+
+def _chosen_metric(folder: pathlib.Path) -> str | None:
+    """Returns the metric of the best checkpoint; None for a run that has not ended."""
+    try:
+        return json.loads((folder / SUMMARY_FILE).read_text()).get("metric")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _recorded(folder: pathlib.Path) -> dict[str, None]:
+    """Returns the names of what a run recorded, in order."""
+    return dict.fromkeys(name for record in read_metrics(folder) for name in record)
 
 
 def read_runs(
@@ -153,11 +188,11 @@ def markdown_table(
             row[_time_name(clock)] = duration(run.seconds)
             row["s/step"] = f"{run.seconds / max(run.last.step, 1):.2f}"
         row |= {
-            f"last {metric}": _last_value(run),
-            f"best {metric}": _number(best),
-            f"at step {steps:,}": _number(run.at_step(steps)),
-            f"at {duration(seconds)}": _number(run.at_seconds(seconds)),
-            "bits per byte": _number(run.bits_per_byte),
+            f"last {metric}": _last_value(run, metric),
+            f"best {metric}": _number(metric, best),
+            f"at step {steps:,}": _number(metric, run.at_step(steps)),
+            f"at {duration(seconds)}": _number(metric, run.at_seconds(seconds)),
+            "bits per byte": _number("bits_per_byte", run.bits_per_byte),
         }
         if clock == "wall":
             speed = run.tokens_per_second
@@ -181,7 +216,7 @@ def plot(
     """
     figure_class = figures.figure_class("the plot")
     # The legend stands below: names can be long, and runs many.
-    num_columns = max(1, min(4, _MOST_SHOWN // max(len(_label(run)) for run in runs)))
+    num_columns = max(1, min(4, _MOST_SHOWN // max(len(_label(run, metric)) for run in runs)))
     height = 4.7 + 0.18 * math.ceil(len(runs) / num_columns)
     figure = figure_class(figsize=(11, height), layout="constrained")
     by_step, by_time = figure.subplots(1, 2, sharey=True)
@@ -205,7 +240,7 @@ def plot(
     _leave_out_the_start(by_step, runs, metric)
     figure.legend(
         by_time.get_lines(),
-        [_label(run) for run in ordered],
+        [_label(run, metric) for run in ordered],
         loc="outside lower center",
         ncols=num_columns,
         fontsize=8,
@@ -215,14 +250,14 @@ def plot(
     figure.savefig(path, dpi=150)
 
 
-def _label(run: Run) -> str:
+def _label(run: Run, metric: str) -> str:
     """Returns what a legend shows of a run; long names lose their middle."""
     name = run.name
     if len(name) > _MOST_SHOWN:
         name = f"{name[: _MOST_SHOWN // 2]}...{name[-_MOST_SHOWN // 2 :]}"
     # A dollar begins a formula in Matplotlib, and a first underscore hides the line.
     name = name.replace("$", r"\$")
-    return f"{' ' if name.startswith('_') else ''}{name} ({_last_value(run)})"
+    return f"{' ' if name.startswith('_') else ''}{name} ({_last_value(run, metric)})"
 
 
 def _best_first(runs: Sequence[Run], metric: str) -> list[Run]:
@@ -234,8 +269,8 @@ def _best_first(runs: Sequence[Run], metric: str) -> list[Run]:
     )
 
 
-def _last_value(run: Run) -> str:
-    return "not finite" if run.diverged or run.last is None else _number(run.last.value)
+def _last_value(run: Run, metric: str) -> str:
+    return "not finite" if run.diverged or run.last is None else _number(metric, run.last.value)
 
 
 def _named(names: Sequence[str]) -> list[tuple[str, pathlib.Path]]:
@@ -336,8 +371,8 @@ def _time_unit(seconds: float) -> tuple[str, float]:
     return "seconds", 1.0
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
+def _number(metric: str, value: float | None) -> str:
+    return "" if value is None else metric_names.shown(metric, value)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -363,8 +398,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--metric",
-        default=DEFAULT_METRIC,
-        help=f"a name in {METRICS_FILE} (default: {DEFAULT_METRIC})",
+        help=f"a name in {METRICS_FILE} (default: what the runs chose their best checkpoints by, "
+        f"or a metric of the task they have in common, or {DEFAULT_METRIC})",
     )
     parser.add_argument(
         "--clock",

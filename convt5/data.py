@@ -5,6 +5,7 @@ TensorFlow; it leaves accelerators alone.
 """
 
 import dataclasses
+import functools
 import io
 import json
 import pathlib
@@ -103,7 +104,8 @@ class DataConfig:
             raise errors.UserError(
                 f"mixture={provider.name!r} ranks labels: {ranking[0]!r} holds each text with "
                 "every label, right or wrong, and is for evaluation alone (evaluation.TaskEval, or "
-                "eval --task); name the task that was made without rank=True."
+                "eval --task); name the task that was made without rank=True, or with t5's "
+                "mode='train'."
             )
         return provider
 
@@ -317,10 +319,18 @@ def _registered(name: str) -> seqio.Task | seqio.Mixture:
 
 
 def _holds_every_label(task: seqio.Task) -> bool:
-    return any(
-        getattr(step, "func", step) is classification.one_example_per_label
-        for step in task.preprocessors
-    )
+    return any(map(_makes_every_label, task.preprocessors))
+
+
+def _makes_every_label(step: Any) -> bool:
+    """Whether a preprocessor gives each text with every label, as those of t5 do by default."""
+    function, mode = step, "eval"
+    if isinstance(step, functools.partial):
+        function, mode = step.func, step.keywords.get("mode", mode)
+    if function is classification.one_example_per_label:
+        return True
+    name = f"{function.__module__}.{getattr(function, '__name__', '')}"
+    return name.startswith("t5.data.preprocessors.rank_classification") and mode != "train"
 
 
 def _readable(vocabulary: seqio.Vocabulary) -> seqio.Vocabulary:

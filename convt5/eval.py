@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from convt5 import errors
+from convt5 import errors, metric_names
 from convt5.configuration import command_line
 from convt5.configuration.command_line import Flag
 from convt5.evaluation.flags import EMA_FLAG, PREDICT_FLAGS
@@ -41,7 +41,8 @@ _TASK_FLAGS = (
 COMMAND = command_line.Command(
     name="eval",
     summary="Measures a trained model on seqio tasks, with the metrics of the tasks and the "
-    "loss of their targets, or on labelled images: top-1, top-5 and loss. "
+    "loss of their targets (of the right labels, where labels are ranked), or on labelled images: "
+    "top-1, top-5 and loss. Accuracies are percentages. "
     "Results lie in RUN_DIR/evaluation/TASK/SPLIT: metrics as JSON, "
     "predictions as JSON lines; and in RUN_DIR/evaluation/tensorboard.",
     needs_gin_file=False,
@@ -468,7 +469,9 @@ def _timeout(flags: Any) -> float:
 
 
 def _summary(outcome: "Outcome", step: int | None, path: Any) -> str:
-    metrics = "  ".join(f"{name} {value:.4f}" for name, value in outcome.metrics.items())
+    metrics = "  ".join(
+        f"{name} {metric_names.shown(name, value)}" for name, value in outcome.metrics.items()
+    )
     counts = outcome.counts
     cut = [
         f"{counts[f'truncated_{name}']} {name} cut"

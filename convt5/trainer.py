@@ -7,6 +7,7 @@ batches and the same random numbers as if it had never stopped.
 import contextlib
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from etils import epath
 from flax import nnx
 from jax.sharding import Mesh
 
-from convt5 import errors, sharding, vocabulary_files
+from convt5 import errors, metric_names, sharding, vocabulary_files
 from convt5.batches.data_shards import own_rows
 from convt5.checkpoint import CheckpointConfig, Checkpointer, DataPositions
 from convt5.checkpoints.record import describe_config
@@ -59,10 +60,13 @@ class Result:
         step: updates made.
         num_parameters: of the model.
         train_seconds: time spent in training steps, without compiling and evaluating.
-        train_loss: mean over the steps of the last record.
-        validation_loss: after the last step; None without evaluation data.
+        train_loss: cross-entropy, the mean over the steps of the last record.
+        validation_loss: cross-entropy after the last step; None without evaluation data.
         target_unigram_entropy: of the target tokens of the evaluation data, in nats per token: no
             model that ignores its context has a lower loss on them. None without target tokens.
+        metric: the name of what the best checkpoint is chosen by, such as "trec6/accuracy".
+        metric_value: of it, when last measured; None where it never was.
+        best_value, best_step: the best of its evaluations, and after how many updates.
     """
 
     run_dir: str
@@ -72,6 +76,10 @@ class Result:
     train_loss: float | None = None
     validation_loss: float | None = None
     target_unigram_entropy: float | None = None
+    metric: str | None = None
+    metric_value: float | None = None
+    best_value: float | None = None
+    best_step: int | None = None
 
 
 def train(
@@ -205,6 +213,7 @@ def train(
             num_steps=num_steps,
             last_step=first_step,
             is_first_process=jax.process_index() == 0,
+            metric=checkpoint.best_metric,
         )
         stack.enter_context(contextlib.closing(log))
         _announce(log, plan, folder, step=first_step, num_steps=num_steps)
@@ -251,7 +260,7 @@ def train(
             hosts = checkpointer if jax.process_count() > 1 else None
             with Interruption(hosts) as interruption:
                 loop.run(batches, interruption)
-        result = _result(folder, plan, loop, validation)
+        result = _result(folder, plan, loop, validation, checkpoint)
         log.message(describe(result))
         if report is not None:
             text = report(loop.model, eval_data or train_data)
@@ -288,10 +297,17 @@ def describe(result: Result) -> str:
         ),
         f"  run directory    {result.run_dir}",
     ]
-    if result.train_loss is not None:
-        lines.append(f"  train loss       {result.train_loss:.4f}")
-    if result.validation_loss is not None:
-        lines.append(f"  validation loss  {result.validation_loss:.4f}")
+    figures = {"train/loss": result.train_loss, "validation/loss": result.validation_loss}
+    if result.metric is not None:
+        figures[result.metric] = result.metric_value
+    for metric, value in figures.items():
+        if value is None:
+            continue
+        line = f"  {metric_names.words(metric):<15}  {metric_names.shown(metric, value)}"
+        if metric == result.metric and result.best_value is not None:
+            best = metric_names.shown(metric, result.best_value)
+            line += f"  best {best} after step {result.best_step}"
+        lines.append(line)
     if result.target_unigram_entropy is not None:
         lines.append(
             f"  unigram entropy  {result.target_unigram_entropy:.4f}  of the validation targets: "
@@ -356,11 +372,21 @@ def _announce(
         log.message(f"continues from the checkpoint of step {step}; of {num_steps} steps {left}")
 
 
-def _result(folder: epath.Path, plan: Plan, loop: Loop, validation: Validation | None) -> Result:
-    """Returns how the run ended, from its last record; writes `summary.json`."""
+def _result(
+    folder: epath.Path,
+    plan: Plan,
+    loop: Loop,
+    validation: Validation | None,
+    checkpoint: CheckpointConfig,
+) -> Result:
+    """Returns how the run ended, from its records; writes `summary.json`."""
     path = folder / "summary.json"
+    records = _records(folder)
     # An evaluation after the end of the data is recorded beside the losses of its step.
-    record = _last_record(folder) | (loop.last_record or {})
+    record = (records[-1] if records else {}) | (loop.last_record or {})
+    metric = checkpoint.best_metric
+    measured = {int(r["step"]): r[metric] for r in records if metric in r}
+    ranked = checkpoint.ranked({s: v for s, v in measured.items() if math.isfinite(v)})
     entropy = validation.target_unigram_entropy() if validation else None
     if entropy is None and path.exists():
         # Cut short by a kill, or something else: it is written anew below.
@@ -374,6 +400,10 @@ def _result(folder: epath.Path, plan: Plan, loop: Loop, validation: Validation |
         train_loss=record.get("loss"),
         validation_loss=record.get("validation/loss"),
         target_unigram_entropy=entropy,
+        metric=metric if measured else None,
+        metric_value=measured[max(measured)] if measured else None,
+        best_value=measured[ranked[0]] if ranked else None,
+        best_step=ranked[0] if ranked else None,
     )
     if jax.process_index() == 0:
         with run_directory.writing(folder):
@@ -385,7 +415,9 @@ def _result(folder: epath.Path, plan: Plan, loop: Loop, validation: Validation |
     return result
 
 
-def _last_record(folder: epath.Path) -> dict[str, float]:
-    records = run_log.read_metrics(folder)
+def _records(folder: epath.Path) -> list[dict[str, float]]:
     # NaN and infinities are texts there.
-    return {name: float(value) for name, value in records[-1].items()} if records else {}
+    return [
+        {name: float(value) for name, value in record.items()}
+        for record in run_log.read_metrics(folder)
+    ]

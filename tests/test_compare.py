@@ -84,6 +84,21 @@ def test_higher_accuracy_is_better(tmp_path):
     assert [r["run"] for r in cells(compare.markdown_table(runs, metric=metric))] == ["high", "low"]
 
 
+def test_runs_are_compared_by_the_metric_of_their_task(tmp_path):
+    folders = [str(tmp_path / name) for name in ("a", "b")]
+    for folder in map(pathlib.Path, folders):
+        folder.mkdir()
+        record = {"step": 1, "validation/loss": 1.0, "squad/loss": 2.0, "squad/em": 1.0}
+        (folder / "metrics.jsonl").write_text(json.dumps(record | {"squad/f1": 3.0}) + "\n")
+    assert compare.common_metric(folders) == "squad/em"
+    (tmp_path / "a" / "summary.json").write_text('{"metric": "squad/f1"}')
+    assert compare.common_metric(folders) == "squad/f1"
+    (tmp_path / "b" / "summary.json").write_text('{"metric": "squad/em"}')
+    assert compare.common_metric(folders) == "squad/em"
+    (tmp_path / "b" / "metrics.jsonl").write_text('{"step": 1, "validation/loss": 1.0}\n')
+    assert compare.common_metric(folders) == "validation/loss"
+
+
 @pytest.mark.parametrize(
     ("metric", "lower"),
     [

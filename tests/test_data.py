@@ -1,5 +1,6 @@
 """Batches have seqio's form, and a saved position gives back exactly what followed it."""
 
+import functools
 import os
 import shutil
 
@@ -295,6 +296,12 @@ class TestMistakes:
         ranking = synthetic.listops(rank=True)
         with pytest.raises(errors.UserError, match=r"'listops_rank' holds each text with every la"):
             build(seqio.Mixture("ranked", [(ranking, 1.0)]) if mixed else ranking)
+
+    @pytest.mark.parametrize(("mode", "refused"), [("eval", True), ("train", False)])
+    def test_a_task_that_t5_ranks_is_data_with_its_right_labels_alone(self, mode, refused):
+        preprocessors = pytest.importorskip("t5.data.preprocessors")
+        step = functools.partial(preprocessors.rank_classification_formatter, mode=mode)
+        assert data._makes_every_label(step) == refused
 
     @pytest.mark.parametrize("feature", ["inputs", "targets"])
     def test_a_vocabulary_that_is_gone_is_named(self, feature):

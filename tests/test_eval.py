@@ -326,6 +326,28 @@ def test_the_first_examples_of_a_ranking_are_rows(tmp_path):
     assert counts["truncated_inputs"] == 3
 
 
+def test_the_loss_of_a_ranking_is_that_of_the_right_labels(tmp_path):
+    labels = ["no", "yes", "maybe"]
+    folder = _reviews(tmp_path / "data")
+    answered, ranked = (
+        classification.text_classification(folder, labels, rank=rank, validation_fraction=0)
+        for rank in (False, True)
+    )
+    found = [Evaluator(task, "train", CONFIG).evaluate(Known()) for task in (answered, ranked)]
+    assert found[0].metrics["loss"] == found[1].metrics["loss"] == 1.0
+    for name in ("num_target_tokens", "num_examples"):
+        assert found[0].counts[name] == found[1].counts[name]
+
+    class Sure(Known):
+        """Finds wrong labels unthinkable."""
+
+        def score_tokens(self, sources, targets, **_):
+            right = [*BYTES.encode("yes"), 1]
+            return [TargetScore(-0.5 if t == right else -99.0, len(t)) for t in targets]
+
+    assert Evaluator(ranked, "train", CONFIG).evaluate(Sure()).metrics["loss"] == 0.5 / 4
+
+
 def _reviews(folder):
     rows = [{"text": "a film as long as the whole of its name", "label": "yes"}] * 3
     folder.mkdir()

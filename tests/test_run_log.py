@@ -139,6 +139,17 @@ def test_what_is_minimised_is_shown_where_it_is_not_the_loss(clock):
     )
 
 
+def test_an_evaluation_shows_the_metrics_of_each_task_that_of_the_best_checkpoint_first(clock):
+    out = io.StringIO()
+    progress = run_log.Progress(num_steps=2, first_step=0, out=out, metric="mrpc/f1")
+    found = {"loss": 0.25, "accuracy": 57.4123, "invalid": 0.5, "f1": 66.6667, "macro_f1": 1.0}
+    record = {f"mrpc/{name}": value for name, value in found.items()}
+    progress.record(1, record | {"cogs/exact_match": 50.0, "cogs/exact_match/structural": 0.0})
+    assert out.getvalue() == (
+        "step 1/2 (50%)  mrpc f1 66.67  accuracy 57.41  invalid 0.5000  cogs exact match 50\n"
+    )
+
+
 def test_plain_lines_come_at_intervals_except_evaluations_and_the_last(clock):
     out = io.StringIO()
     progress = run_log.Progress(num_steps=9, first_step=0, out=out, seconds_between_lines=5)

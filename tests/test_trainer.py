@@ -348,6 +348,26 @@ class Distance:
         return {"norm": float(jnp.abs(model.kernel[...]).mean())}
 
 
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_a_run_shows_the_metric_of_its_task_and_its_best_value(run, tmp_path, capsys, mode):
+    config = checkpoint.CheckpointConfig(every_steps=1, best_metric="distance/norm", best_mode=mode)
+    settings = {"task_evals": [Distance()], "eval_every_steps": 1, "checkpoint": config}
+    run(num_steps=5, **settings)
+    result = run(num_steps=10, **settings)
+    values = {r["step"]: r["distance/norm"] for r in records(tmp_path)}
+    best = {"min": min, "max": max}[mode](values, key=lambda step: values[step])
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    for found in (summary, dataclasses.asdict(result)):
+        assert found["metric"] == "distance/norm"
+        assert found["metric_value"] == values[10]
+        assert (found["best_step"], found["best_value"]) == (best, values[best])
+    shown = capsys.readouterr().err
+    assert f"distance norm {values[10]:.4f}" in shown
+    assert (
+        f"  distance norm    {values[10]:.4f}  best {values[best]:.4f} after step {best}" in shown
+    )
+
+
 def test_a_run_stops_when_the_chosen_metric_becomes_no_better(run, tmp_path, capsys):
     settings = {
         "task_evals": [Distance()],

@@ -7,8 +7,8 @@ task's postprocessor, scores as log-probabilities of targets.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import seqio
@@ -27,9 +27,16 @@ from convt5.evaluation.predictor import (
 )
 from convt5.evaluation.results import Outcome
 from convt5.evaluation.settings import EvalConfig, PredictConfig
-from convt5.evaluation.task_data import Example, pretokenized, read_examples, row_numbers
+from convt5.evaluation.task_data import (
+    Example,
+    are_answers,
+    pretokenized,
+    read_examples,
+    row_numbers,
+)
 
 LOSS = "loss"
+Value = TypeVar("Value")
 
 
 class Evaluator:
@@ -82,18 +89,22 @@ class Evaluator:
         self._sources = [_ids(example, "inputs") for example in self.examples]
         self._targets = [target.tokens for target in fitted]
         rows = row_numbers(self.examples)
+        self._are_answers = are_answers(self.examples)
 
         def num_rows(wanted: Iterable[bool]) -> int:
             return len(set(itertools.compress(rows, wanted)))
 
         self._counts = {
             "num_examples": len(set(rows)),
-            "num_target_tokens": sum(map(len, self._targets)),
+            "num_target_tokens": sum(map(len, self._answers(self._targets))),
             "truncated_inputs": num_rows(len(ids) > lengths["inputs"] for ids in self._sources),
             "truncated_targets": num_rows(target.truncated > 0 for target in fitted),
         }
         if not self._counts["num_target_tokens"]:
-            raise errors.UserError(f"task={task.name}: the targets of split={split} are all empty.")
+            raise errors.UserError(
+                f"task={task.name}: the targets of split={split} are all empty, or none of its "
+                "labels is right; correct the data."
+            )
 
     def num_computed(self, predictor: Predictor) -> int:
         """Examples that this host computes for one model, those computed twice counted twice."""
@@ -130,7 +141,8 @@ class Evaluator:
         if self._decodes:
             found = predictor.predict_tokens(sources, numbers=mine, progress=progress)
             predictions = [Prediction(*parts) for parts in merged(found)]
-        total = math.fsum(score.log_prob for score in scores)
+        # Of a task that ranks labels, the loss is that of the right ones.
+        total = math.fsum(score.log_prob for score in self._answers(scores))
         metrics = {LOSS: -total / self._counts["num_target_tokens"]}
         for name, value in self._metrics(scores, predictions).items():
             if name in metrics:
@@ -145,6 +157,10 @@ class Evaluator:
             self._counts,
             self._records(scores, predictions),
         )
+
+    def _answers(self, values: Iterable[Value]) -> Iterator[Value]:
+        """Leaves out what belongs to a wrong label."""
+        return itertools.compress(values, self._are_answers)
 
     def _mine(self, predictor: Predictor) -> list[int]:
         """On a mesh over several hosts all compute the same batches together; else each a share."""

@@ -25,9 +25,9 @@ class Outcome(NamedTuple):
 
     Attributes:
         task, split: what was measured.
-        metrics: by name; `loss` is the cross-entropy of target tokens in nats per token, or
-            that of labels in nats.
-        counts: examples, target tokens, and inputs and targets that were cut.
+        metrics: by name; `loss` is the cross-entropy of target tokens in nats per token (where
+            labels are ranked, of the right ones), or that of labels of images in nats.
+        counts: examples, target tokens that the loss is of, and inputs and targets that were cut.
         records: for each example its texts, predictions and scores, as JSON values.
     """
 

@@ -202,6 +202,13 @@ def row_numbers(examples: Sequence[Example]) -> list[int]:
     return list(range(len(examples)))
 
 
+def are_answers(examples: Sequence[Example]) -> list[bool]:
+    """Returns of each whether its target is an answer: wrong labels that are ranked are none."""
+    if _ranks_labels(examples[0]):
+        return [bool(example["is_correct"]) for example in examples]
+    return [True] * len(examples)
+
+
 def pretokenized(example: Example, feature: str, decode: Callable[[list[int]], str]) -> str:
     """Returns the text of a feature as it was before it became ids, else what they decode to."""
     text = example.get(f"{feature}_pretokenized")

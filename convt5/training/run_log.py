@@ -28,6 +28,7 @@ METRICS_FILE = "metrics.jsonl"
 _AS_LAST = ("learning_rate", "skipped_updates")
 _JUDGED = ("objective", "loss", "grad_norm")
 _ACCURACIES = ("token_accuracy", "accuracy")
+_MOST_OF_A_TASK = 3  # Metrics in a line.
 
 
 class Writer(Protocol):
@@ -257,6 +258,7 @@ class Progress:
         out: where lines and the bar go; standard error by default.
         seconds_between_lines: plain lines that come sooner are left out, except those with an
             evaluation, the first and the last.
+        metric: that which chooses the best checkpoint; it comes first among those of its task.
     """
 
     def __init__(
@@ -266,8 +268,10 @@ class Progress:
         first_step: int,
         out: TextIO | None = None,
         seconds_between_lines: float = 5.0,
+        metric: str = "",
     ):
         self._out = out or sys.stderr
+        self._metric = metric
         self._num_steps = num_steps
         self._interval = seconds_between_lines
         self._last_line = -math.inf
@@ -289,20 +293,18 @@ class Progress:
 
     def record(self, step: int, record: Record) -> None:
         """Shows the metrics of a logged step."""
-        evaluated = any(name.startswith("validation/") for name in record)
+        evaluation = _brief_evaluation(record, self._metric)
         if self._bar is not None:
             self._bar.set_postfix_str(_brief(record))
-            if evaluated:
-                self.message(f"step {step}  {_brief_validation(record)}")
+            if evaluation:
+                self.message(f"step {step}  {evaluation}")
             return
         now = time.monotonic()
-        if now - self._last_line < self._interval and not evaluated and step != self._num_steps:
+        if now - self._last_line < self._interval and not evaluation and step != self._num_steps:
             return
         self._last_line = now
         share = f"{100 * step / self._num_steps:.0f}%"
-        parts = [f"step {step}/{self._num_steps} ({share})", _brief(record)]
-        if evaluated:
-            parts.append(_brief_validation(record))
+        parts = [f"step {step}/{self._num_steps} ({share})", _brief(record), evaluation]
         if record.get("seconds_per_step"):
             left = (self._num_steps - step) * record["seconds_per_step"]
             parts.append(f"{record['seconds_per_step']:.3g} s/step  ETA {duration(left)}")
@@ -375,13 +377,20 @@ class RunLog:
 
 
 def open_run_log(
-    run_dir: epath.PathLike, *, num_steps: int, last_step: int, is_first_process: bool
+    run_dir: epath.PathLike,
+    *,
+    num_steps: int,
+    last_step: int,
+    is_first_process: bool,
+    metric: str = "",
 ) -> RunLog:
     """Returns the log of a run that begins, or continues, after `last_step`.
 
     It shows what is logged; nothing is written before `RunLog.open_files`.
     """
-    progress = Progress(num_steps=num_steps, first_step=last_step) if is_first_process else None
+    progress = None
+    if is_first_process:
+        progress = Progress(num_steps=num_steps, first_step=last_step, metric=metric)
     return RunLog([], progress, run_dir)
 
 
@@ -532,14 +541,32 @@ def _brief(record: Record) -> str:
     return "  ".join(parts)
 
 
-def _brief_validation(record: Record) -> str:
-    found = {
-        name.removeprefix("validation/"): value
-        for name, value in record.items()
-        if name.startswith("validation/")
-    }
-    bits = found.get("bits_per_byte")
-    return f"validation {_brief(found)}" + ("" if bits is None else f"  bits per byte {bits:.4f}")
+def _brief_evaluation(record: Record, metric: str) -> str:
+    """Returns the metrics of an evaluation, those of each task after the validation loss."""
+    groups: dict[str, dict[str, float]] = {}
+    for name, value in record.items():
+        half, _, rest = name.rpartition("/") if name == metric else name.partition("/")
+        if rest:
+            groups.setdefault(half, {})[rest] = value
+    parts = []
+    if found := groups.pop("validation", None):
+        bits = found.get("bits_per_byte")
+        parts = [_brief(found)] + ([] if bits is None else [f"bits per byte {bits:.4f}"])
+        parts[0] = f"validation {parts[0]}"
+    for half, found in groups.items():
+        names = [
+            name
+            for name in found
+            if f"{half}/{name}" == metric or not ("/" in name or name == "loss")
+        ]
+        names.sort(key=lambda name, half=half: f"{half}/{name}" != metric)
+        shown = [
+            f"{name.replace('_', ' ')} {metric_names.shown(name, found[name])}"
+            for name in names[:_MOST_OF_A_TASK]
+        ]
+        if shown:
+            parts.append(f"{half} {'  '.join(shown)}")
+    return "  ".join(parts)
 
 
 def _line(record: Mapping[str, Any]) -> str:
