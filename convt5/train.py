@@ -11,7 +11,7 @@ from typing import Any
 
 from convt5 import errors, gin_config
 from convt5.configuration import command_line
-from convt5.runtime import multi_host
+from convt5.runtime import determinism, multi_host
 
 COMMAND = command_line.Command(
     name="train",
@@ -45,6 +45,7 @@ COMMAND = command_line.Command(
             "files, mesh, batch and model shapes; trains nothing.",
             {"action": "store_true"},
         ),
+        determinism.FLAG,
         *multi_host.FLAGS,
     ],
 )
@@ -53,6 +54,8 @@ COMMAND = command_line.Command(
 def main(argv: Sequence[str]) -> int:
     """Trains with the settings of the command line; returns the exit code."""
     arguments = command_line.parse(COMMAND, argv)
+    if arguments.flags.deterministic:
+        determinism.require()
     with multi_host.joined(arguments.flags):
         return _run(arguments)
 
@@ -72,7 +75,7 @@ def _run(arguments: command_line.Arguments) -> int:
         print(dry_run(settings))
         return 0
     check_vocabulary(settings)
-    trainer.train(**settings, config_text=config.text)
+    trainer.train(**settings, config_text=determinism.record(config.text))
     return 0
 
 

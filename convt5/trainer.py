@@ -22,6 +22,7 @@ from convt5.checkpoint import CheckpointConfig, Checkpointer, DataPositions
 from convt5.checkpoints.record import describe_config
 from convt5.initialization import InitFrom
 from convt5.optimizer import OptimizerConfig
+from convt5.runtime import determinism
 from convt5.schedule import Schedule
 from convt5.training import compilation, run_directory, run_log
 from convt5.training.averaging import Averaging
@@ -367,6 +368,9 @@ def _announce(
         f"{run_log.short_number(plan.num_parameters())} parameters{trained} on "
         f"{plan.mesh.devices.size} x {kind}{f' ({mesh})' if mesh else ''}, run directory {folder}"
     )
+    repeats = determinism.describe(plan.mesh.devices.flat[0].platform)
+    if repeats:
+        log.message(repeats)
     if step:
         left = f"{num_steps - step} to go" if step < num_steps else "none are left to do"
         log.message(f"continues from the checkpoint of step {step}; of {num_steps} steps {left}")

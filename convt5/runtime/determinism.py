@@ -1,0 +1,73 @@
+"""Programs for GPUs that compute the same bits in every run; XLA makes them only when asked.
+
+On GPUs XLA by default adds with atomic operations, in any order, and times several kernels for a
+product to take the fastest. On CPUs and TPUs programs are deterministic anyway.
+"""
+
+import os
+from collections.abc import MutableMapping
+
+from convt5 import errors
+from convt5.configuration.command_line import Flag
+
+FLAG = Flag(
+    "deterministic",
+    "compiles programs for GPUs that compute the same bits in every run, which bit-identical "
+    "resumption needs there; they may be slower. CPUs and TPUs need no flag. Adds "
+    "--xla_gpu_deterministic_ops=true and --xla_gpu_autotune_level=0 to XLA_FLAGS.",
+    {"action": "store_true"},
+)
+_OPS = "--xla_gpu_deterministic_ops"
+_WANTED = {_OPS: "true", "--xla_gpu_autotune_level": "0"}
+_NAMES_OF_TRUE = ("true", "1", "")
+
+
+def require(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Adds to XLA_FLAGS what makes programs for GPUs deterministic.
+
+    JAX reads the variable once, so that this comes before it computes anything.
+
+    Raises:
+        UserError: XLA_FLAGS asks for the opposite, or names a file of flags.
+    """
+    text = environ.get("XLA_FLAGS", "").strip()
+    if text and not text.startswith("-"):
+        raise errors.UserError(
+            f"XLA_FLAGS={text} names a file, to which --deterministic cannot add; write "
+            f"{' and '.join(f'{name}={value}' for name, value in _WANTED.items())} there."
+        )
+    given = _parse(environ)
+    for name, value in _WANTED.items():
+        found = given.get(name, value)
+        if found != value and not (name == _OPS and found in _NAMES_OF_TRUE):
+            raise errors.UserError(
+                f"--deterministic needs {name}={value}, but XLA_FLAGS has {name}={found}; remove "
+                "one of the two."
+            )
+    missing = [f"{name}={value}" for name, value in _WANTED.items() if name not in given]
+    environ["XLA_FLAGS"] = " ".join([*text.split(), *missing])
+
+
+def is_required(environ: MutableMapping[str, str] = os.environ) -> bool:
+    """Whether XLA_FLAGS asks for deterministic programs for GPUs, whoever set it."""
+    return _parse(environ).get(_OPS, "false") in _NAMES_OF_TRUE
+
+
+def describe(platform: str, environ: MutableMapping[str, str] = os.environ) -> str | None:
+    """Returns what the log of a run on this platform says about it; None where nothing is."""
+    if platform != "gpu":
+        return None
+    if is_required(environ):
+        return "programs are deterministic: this run resumes bit for bit"
+    return "without --deterministic a run on GPUs resumes to rounding, not bit for bit"
+
+
+def record(config_text: str, environ: MutableMapping[str, str] = os.environ) -> str:
+    """Returns the settings of a run, with a comment if its programs for GPUs are deterministic."""
+    return f"# {_OPS}\n{config_text}" if is_required(environ) else config_text
+
+
+def _parse(environ: MutableMapping[str, str]) -> dict[str, str]:
+    """Returns the flags of XLA_FLAGS; the last of a name counts."""
+    parts = (flag.partition("=") for flag in environ.get("XLA_FLAGS", "").split())
+    return {name: value for name, _, value in parts}
