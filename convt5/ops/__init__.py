@@ -3,6 +3,9 @@
 Gradients of convolutions, attention and losses are written by hand for reverse mode: `jax.grad` and
 `jax.vjp` take them, and forward mode takes derivatives of those, as Hessian-vector products do. By
 themselves the functions have no derivative in forward mode (`jax.jvp`, `jax.jacfwd`).
+
+Inside `jax.shard_map` all of them work with its default `check_vma=True`: each device computes its
+own shard, and the gradient of a replicated argument is summed over the devices.
 """
 
 from convt5.ops.attention import attend

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from convt5.ops import attention_blocks, gathered_keys, implementation
 from convt5.ops.masking import attention_mask
+from convt5.ops.varying import vary_alike
 
 
 def attend(
@@ -53,7 +54,7 @@ def attend(
         # A bias hides the keys behind, which does not hide them from queries that have no others.
         reads = attention_mask(*ids, causal=True).any(axis=-1)
         ids = jnp.where(reads, ids[0], 0), ids[1]
-    return _attend(causal, query, key, value, distance_bias, *ids)
+    return _attend(causal, *vary_alike(query, key, value, distance_bias, *ids))
 
 
 def _check_shapes(query, key, value, query_ids, key_ids, bias) -> None:
@@ -100,9 +101,9 @@ def _whole(causal, query, key, value, bias, query_ids, key_ids):
     Returns:
         What is found, and what `attention_blocks.gradients` needs beside it.
     """
-    arrays = (query, key, value, query_ids, key_ids)
-    in_blocks = functools.partial(attention_blocks.attend, causal, bias)
-    return implementation.run(in_blocks, _kernels(causal, bias, query, key, value), *arrays)
+    arrays = (bias, query, key, value, query_ids, key_ids)
+    in_blocks = functools.partial(attention_blocks.attend, causal)
+    return implementation.run(in_blocks, _kernels(causal, query, key, value), *arrays)
 
 
 def _forward(causal, *arguments):
@@ -116,16 +117,16 @@ def _backward(causal, residuals, cotangent):
 
 
 def _whole_gradients(causal, query, key, value, bias, query_ids, key_ids, *rest):
-    arrays = (query, key, value, query_ids, key_ids, *rest)
-    in_blocks = functools.partial(attention_blocks.gradients, causal, bias)
-    kernels = _kernels(causal, bias, query, key, value, backward=True)
+    arrays = (bias, query, key, value, query_ids, key_ids, *rest)
+    in_blocks = functools.partial(attention_blocks.gradients, causal)
+    kernels = _kernels(causal, query, key, value, backward=True)
     return implementation.run(in_blocks, kernels, *arrays)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _kernels(causal, bias, query, key, value, *, backward=False) -> implementation.Offer:
+def _kernels(causal, query, key, value, *, backward=False) -> implementation.Offer:
     if not implementation.wanted() or implementation.has_old_tpus():
         return implementation.Offer()
     if not isinstance(query.shape[0], int):
@@ -142,20 +143,21 @@ def _kernels(causal, bias, query, key, value, *, backward=False) -> implementati
     if not kernels.is_supported(settings, _flat(query), _flat(key)):
         return implementation.Offer()
     run = functools.partial(kernels.gradients if backward else kernels.attend, settings)
-    return implementation.Offer(alone=_between_heads(run, heads, bias, backward))
+    return implementation.Offer(alone=_between_heads(run, heads, backward))
 
 
-def _between_heads(run, heads: int, bias, backward: bool) -> implementation.Kernels:
+def _between_heads(run, heads: int, backward: bool) -> implementation.Kernels:
     """Returns `run`, which knows no axis of heads, with the arguments and results of `_attend`."""
-    biases = () if bias is None else (bias,)
 
-    def attend(query, key, value, *ids):
+    def attend(bias, query, key, value, *ids):
+        biases = () if bias is None else (bias,)
         found = _with_heads(run(*map(_flat, (query, key, value)), *ids, *biases), heads)
         # Kernels keep nothing for their gradients.
         return found, jnp.zeros(query.shape[:3], jnp.float32)
 
-    def gradients(query, key, value, query_ids, key_ids, found, log_sums, cotangent):
+    def gradients(bias, query, key, value, query_ids, key_ids, found, log_sums, cotangent):
         del found, log_sums
+        biases = () if bias is None else (bias,)
         given = (*map(_flat, (query, key, value)), query_ids, key_ids, *biases, _flat(cotangent))
         *drows, dbias = (*run(*given), *([] if biases else [None]))
         return (*(_with_heads(a, heads) for a in drows), dbias)

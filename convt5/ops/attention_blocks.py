@@ -15,6 +15,7 @@ from jax import lax
 
 from convt5.ops import implementation
 from convt5.ops.masking import attention_mask
+from convt5.ops.varying import vary_like
 
 BLOCK_BYTES = 2**25
 """Bytes of the logits of one block, at most."""
@@ -103,7 +104,8 @@ def gradients(causal: bool, bias, query, key, value, query_ids, key_ids, found, 
             zeros = [jnp.zeros(group.keys.shape, wide)] * 2
             dbias = None if bias is None else jnp.zeros(group.bias.shape, wide)
             blocks = (_queries(size, group), [_split_queries(size, a) for a in rows])
-            (*dkeys, dbias), dquery = lax.scan(one_block, (*zeros, dbias), blocks)
+            sums = vary_like(group.query, (*zeros, dbias))
+            (*dkeys, dbias), dquery = lax.scan(one_block, sums, blocks)
             if is_single:
                 dkeys = lax.optimization_barrier(dkeys)
             else:
@@ -306,8 +308,8 @@ def _bias_gradient(block: _Queries, group: _Group, dlogits):
     if group.bias is None:
         return None
     expand = functools.partial(_by_distance, *dlogits.shape[2:], block.start)
-    like = jax.ShapeDtypeStruct(group.bias.shape, dlogits.dtype)
-    (found,) = jax.linear_transpose(expand, like)(dlogits.sum(axis=0))
+    bias = group.bias.astype(dlogits.dtype)
+    (found,) = jax.linear_transpose(expand, bias)(dlogits.sum(axis=0))
     return found
 
 

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from convt5.ops import halo, implementation, plain
 from convt5.ops.padding import Padding, pad_widths
 from convt5.ops.taps import Taps
+from convt5.ops.varying import vary_alike
 
 Segments = Int[Array, "batch length"] | None
 
@@ -60,7 +61,9 @@ def depthwise_conv(
         )
     _check_shapes(x, segment_ids)
     where = _taps(kernel.shape[0], dilation, padding, taps_cross_segments)
-    return jnp.zeros_like(x) if x.size == 0 else _static_conv(where, x, kernel, segment_ids)
+    if x.size == 0:
+        return jnp.zeros_like(x)
+    return _static_conv(where, *vary_alike(x, kernel, segment_ids))
 
 
 def lightweight_conv(
@@ -101,7 +104,8 @@ def lightweight_conv(
     if x.size == 0:
         return jnp.zeros_like(x)
     weights = plain.normalize(softmax, tap_dropout_rate, kernel_logits, dropout_key)
-    return _static_conv(where, x, jnp.repeat(weights, group, axis=1), segment_ids)
+    kernel = jnp.repeat(weights, group, axis=1)
+    return _static_conv(where, *vary_alike(x, kernel, segment_ids))
 
 
 def dynamic_conv(
@@ -142,9 +146,8 @@ def dynamic_conv(
         # Drawn for whole rows, before they are taken apart: the same numbers on every mesh.
         weights = plain.normalize(softmax, tap_dropout_rate, kernel_logits, dropout_key)
         return _dynamic_conv(where, False, 0.0, x, weights, segment_ids, None)
-    return _dynamic_conv(
-        where, softmax, tap_dropout_rate, x, kernel_logits, segment_ids, dropout_key
-    )
+    arrays = vary_alike(x, kernel_logits, segment_ids, dropout_key)
+    return _dynamic_conv(where, softmax, tap_dropout_rate, *arrays)
 
 
 def _check_axes(x, name: str, weights, axes: str) -> None:

@@ -7,9 +7,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from convt5.ops import implementation
+from convt5.ops.varying import vary_alike
 
 
-@jax.custom_vjp
 def dense(
     x: Float[Array, "*batch in"], kernel: Float[Array, "in out"]
 ) -> Float[Array, "*batch out"]:
@@ -19,6 +19,11 @@ def dense(
     which XLA on CPU writes dy transposed, and computes what dy comes from a second time as it does
     so: a sixth of a training step. On TPU both are the same.
     """
+    return _dense(*vary_alike(x, kernel))
+
+
+@jax.custom_vjp
+def _dense(x, kernel):
     return jnp.dot(x, kernel)
 
 
@@ -32,7 +37,7 @@ def _backward(residuals, dy):
     return dx.astype(x.dtype), sum_of_products(x, dy).astype(kernel.dtype)
 
 
-dense.defvjp(_forward, _backward)
+_dense.defvjp(_forward, _backward)
 
 
 def sum_of_products(

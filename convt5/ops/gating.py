@@ -4,8 +4,9 @@ import jax
 from jax import lax
 from jaxtyping import Array, Float
 
+from convt5.ops.varying import vary_alike
 
-@jax.custom_vjp
+
 def gate(x: Float[Array, "*shape"], logits: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Returns x * sigmoid(logits) (Dauphin et al. 2017, arXiv 1612.08083, equation 1).
 
@@ -13,6 +14,11 @@ def gate(x: Float[Array, "*shape"], logits: Float[Array, "*shape"]) -> Float[Arr
     input. XLA on TPU would compute it inside of each of them, of three arrays instead of one: 1 %
     of the bytes of a training step with convolutions.
     """
+    return _gate(*vary_alike(x, logits))
+
+
+@jax.custom_vjp
+def _gate(x, logits):
     return x * jax.nn.sigmoid(logits)
 
 
@@ -26,4 +32,4 @@ def _backward(residuals, dy):
     return lax.optimization_barrier((dy * opened, dy * x * (opened * (1 - opened))))
 
 
-gate.defvjp(_forward, _backward)
+_gate.defvjp(_forward, _backward)

@@ -17,7 +17,9 @@ import jax
 from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import Mesh
+from jax.sharding import ManualAxisType, Mesh
+
+from convt5.ops.varying import invariant_types
 
 Choice = Literal["auto", "plain", "kernels", "interpreted kernels"]
 Kernels = Callable[..., Any]
@@ -129,12 +131,19 @@ def run(plain: Callable[..., Any], kernels: Offer, *arrays: Any) -> Any:
     """
     if not wanted() or kernels == Offer():
         return plain(*arrays)
-    if _choice.get() != "auto":
-        return (kernels.shared or kernels.alone or plain)(*arrays)
     traced, shape = jax.make_jaxpr(plain, return_shape=True)(*arrays)
-    others = [None if f is None else jax.make_jaxpr(f)(*arrays) for f in kernels]
+    # Kernels compute what one device holds, and have no rules for types that vary over a mesh.
+    types = invariant_types(arrays)
+    others = [None if f is None else jax.make_jaxpr(f)(*types) for f in kernels]
     programs = [traced if program is None else program for program in (traced, *others)]
-    return _bind(programs, shape, arrays)
+    return _bind(programs, shape, arrays, forced=_forced(kernels))
+
+
+def _forced(kernels: Offer) -> int | None:
+    """Returns which program is computed on any platform, or None where that is chosen by it."""
+    if _choice.get() == "auto":
+        return None
+    return _SHARED if kernels.shared is not None else _KERNELS
 
 
 def one_operation(compute: Callable[..., Any], *arrays: Any) -> Any:
@@ -148,7 +157,7 @@ def one_operation(compute: Callable[..., Any], *arrays: Any) -> Any:
     return _bind([traced], shape, arrays)
 
 
-def _bind(programs: Sequence[core.ClosedJaxpr], shape, arrays):
+def _bind(programs: Sequence[core.ClosedJaxpr], shape, arrays, forced: int | None = None):
     """Makes the choice between programs an operation, whose results have the form of `shape`."""
     consts = [const for program in programs for const in program.consts]
     found = _formulation.bind(
@@ -156,6 +165,7 @@ def _bind(programs: Sequence[core.ClosedJaxpr], shape, arrays):
         *jax.tree.leaves(arrays),
         programs=tuple(program.jaxpr for program in programs),
         num_consts=tuple(len(program.consts) for program in programs),
+        forced=forced,
     )
     return jax.tree.unflatten(jax.tree.structure(shape), found)
 
@@ -202,8 +212,9 @@ _formulation.multiple_results = True
 _PLAIN, _KERNELS, _SHARED = range(3)
 
 
-def _evaluate(which: int, *arguments, programs, num_consts):
+def _evaluate(which: int, *arguments, programs, num_consts, forced):
     """Computes by one of the traced programs; each has its constants before the arrays."""
+    del forced
     which = which if len(programs) > 1 else _PLAIN
     first = sum(num_consts[:which])
     consts = arguments[first : first + num_consts[which]]
@@ -220,6 +231,15 @@ def _lower_for_tpu(context: mlir.LoweringRuleContext, *arguments, **parameters):
         which = _KERNELS if alone else _PLAIN
     else:
         which = _KERNELS if getattr(where, "num_devices", 0) == 1 else _SHARED
+    return _lower(which, context, *arguments, **parameters)
+
+
+def _lower(which: int, context: mlir.LoweringRuleContext, *arguments, **parameters):
+    forced = parameters["forced"]
+    which = which if forced is None else forced
+    if which != _PLAIN:
+        same = [a.update_manual_axis_type(ManualAxisType()) for a in context.avals_in]
+        context = context.replace(avals_in=same)
     lower = mlir.lower_fun(functools.partial(_evaluate, which, **parameters), multiple_results=True)
     return lower(context, *arguments)
 
@@ -245,12 +265,15 @@ def _differentiate(primals, tangents, **parameters):
     return jax.jvp(plain, [primals[i] for i in moving], [tangents[i] for i in moving])
 
 
-_evaluate_plainly = functools.partial(_evaluate, _PLAIN)
-_formulation.def_impl(_evaluate_plainly)
+def _compute(*arguments, **parameters):
+    return _evaluate(parameters["forced"] or _PLAIN, *arguments, **parameters)
+
+
+_formulation.def_impl(_compute)
 _formulation.def_abstract_eval(
-    lambda *arguments, programs, num_consts: [v.aval for v in programs[_PLAIN].outvars]
+    lambda *arguments, programs, **parameters: [v.aval for v in programs[_PLAIN].outvars]
 )
-mlir.register_lowering(_formulation, mlir.lower_fun(_evaluate_plainly, multiple_results=True))
+mlir.register_lowering(_formulation, functools.partial(_lower, _PLAIN))
 mlir.register_lowering(_formulation, _lower_for_tpu, platform="tpu")
 batching.primitive_batchers[_formulation] = _batch
 ad.primitive_jvps[_formulation] = _differentiate

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from convt5.ops import implementation
 from convt5.ops.dense import sum_of_products
+from convt5.ops.varying import vary_alike, vary_like
 
 CHUNK_LOGITS = 2**22
 """Logits of one chunk of tokens where the vocabulary is large beside the channels, at most."""
@@ -77,7 +78,8 @@ def linear_cross_entropy(
     if x.size == 0:
         zero = jnp.zeros((), _accumulated(x))
         return CrossEntropySums(zero, zero, zero, zero)
-    return _loss_alone_has_gradients(_sums(z_loss, label_smoothing, x, table, targets, weights))
+    arrays = vary_alike(x, table, targets, weights)
+    return _loss_alone_has_gradients(_sums(z_loss, label_smoothing, *arrays))
 
 
 def _checked(targets, **of_tokens) -> jax.Array:
@@ -214,7 +216,7 @@ def _one_device(settings: _Settings, x, table, targets, weights):
 
     dtype, table = table.dtype, table.astype(_accumulated(table))  # As its gradient adds up.
     dtable = jnp.zeros_like(table) if settings.with_gradients else None
-    zeros = ((jnp.zeros((), weights.dtype),) * 4, dtable)
+    zeros = vary_like(x, ((jnp.zeros((), weights.dtype),) * 4, dtable))
     chunks = cut(x, embed), cut(targets), cut(weights)
     (sums, dtable), dx = lax.scan(add, zeros, chunks)
     if dx is None:
@@ -282,7 +284,7 @@ def token_cross_entropy(
         ValueError: targets are not one integer for each token.
     """
     targets = _checked(targets, logits=logits)
-    return _cross_entropy(z_loss, label_smoothing, logits, targets)
+    return _cross_entropy(z_loss, label_smoothing, *vary_alike(logits, targets))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from convt5.ops import implementation
+from convt5.ops.varying import vary_like
 
 CHUNK_ELEMENTS = 2**15
 """Elements of x in one chunk on CPU: 128 KiB of float32, well inside a second-level cache."""
@@ -280,7 +281,7 @@ def static_weight_gradient(where: Taps, x, cotangent, segment_ids):
             # Not one array, which would be written once more to put its parts together.
             return [total(tap, found) for tap, found in enumerate(sums)]
 
-        sums = [jnp.zeros((at_once, slots, embed), wide)] * where.count
+        sums = vary_like(x, [jnp.zeros((at_once, slots, embed), wide)] * where.count)
         sums = lax.fori_loop(0, batch // at_once * chunks, body, sums)
         return jnp.stack([jnp.sum(found, axis=(0, 1)) for found in sums])
 
@@ -316,7 +317,7 @@ def dynamic_weight_gradient(where: Taps, x, cotangent, segment_ids, heads):
             start = jnp.minimum(i * rows, length - rows)
             return lax.dynamic_update_slice_in_dim(filled, gradient(start, rows), start, axis=1)
 
-        empty = jnp.zeros((batch, length, where.count, heads), wide)
+        empty = vary_like(x, jnp.zeros((batch, length, where.count, heads), wide))
         return lax.fori_loop(0, -(-length // rows), body, empty)
 
     formulations: Formulations = {
@@ -398,7 +399,7 @@ def _banded_products(where: Taps, x, cotangent, segment_ids, heads):
             filled, jnp.moveaxis(diagonals, (3, 4), (1, 3)), i * rows, axis=1
         )
 
-    empty = jnp.zeros((batch, blocks * rows, phases, taps, heads), wide)
+    empty = vary_like(x, jnp.zeros((batch, blocks * rows, phases, taps, heads), wide))
     filled = lax.fori_loop(0, blocks, body, empty)
     gradient = filled.reshape(batch, blocks * rows * phases, taps, heads)[:, :length]
     if segment_ids is None or where.cross_segments:

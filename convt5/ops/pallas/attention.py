@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from convt5.ops.pallas.conv_blocks import LANES
-from convt5.ops.pallas.products import dot, padded
+from convt5.ops.pallas.products import dot, padded, result
 
 LOGITS = 2**18
 """Logits of one block of queries, at most: 1 MiB in float32."""
@@ -89,7 +89,7 @@ def attend(settings: Settings, query, key, value, query_ids, key_ids, *bias):
         grid=grid,
         in_specs=[specs[name] for name in names],
         out_specs=specs["query"],
-        out_shape=jax.ShapeDtypeStruct(arrays[0].shape, query.dtype),
+        out_shape=result(arrays[0].shape, query.dtype),
         compiler_params=_ORDER,
         cost_estimate=_cost(settings, arrays, arrays[:1], products=2),
         interpret=settings.interpret,
@@ -105,8 +105,8 @@ def gradients(settings: Settings, query, key, value, query_ids, key_ids, *bias_a
     arrays = _prepared(rows, query, key, value, query_ids, key_ids, *bias)
     grid, specs = _layout(settings, rows, arrays)
     names = ["query", "key", "key", "query_ids", "key_ids", *["bias"] * len(bias), "query"]
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays[:3]]
-    shapes += [jax.ShapeDtypeStruct((query.shape[0], *a.shape), a.dtype) for a in arrays[5:]]
+    shapes = [result(a.shape, a.dtype) for a in arrays[:3]]
+    shapes += [result((query.shape[0], *a.shape), a.dtype) for a in arrays[5:]]
     sums = pltpu.VMEM((arrays[1].shape[1], LANES), jnp.float32)
     dquery, dkey, dvalue, *dblocks = pl.pallas_call(
         functools.partial(_backward_kernel, settings),

@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from convt5.ops.pallas import conv_kernels as kernels
 from convt5.ops.pallas.conv_blocks import CHUNK, LANES, Blocks, Window
+from convt5.ops.pallas.products import result
 from convt5.ops.taps import Taps
 
 VMEM_BYTES = 14 * 2**20
@@ -97,7 +98,7 @@ def forward(call: Call, x: jax.Array, weights: jax.Array, ids: jax.Array | None)
             *_segment_input(blocks, ids),
             (weights, _weight_spec(call, blocks.own, blocks.own)),
         ],
-        [(jax.ShapeDtypeStruct(x.shape, x.dtype), blocks.row_spec(blocks.own))],
+        [(result(x.shape, x.dtype), blocks.row_spec(blocks.own))],
         scratch,
     )
     return y
@@ -128,11 +129,11 @@ def backward(
     scratch = [_rows(blocks.inputs, blocks), _rows(blocks.readers, blocks)]
     scratch += [*_segment_scratch(blocks), *_weight_scratch(call, *windows)]
     if call.kind == "static":
-        slopes = jax.ShapeDtypeStruct((call.batch, call.taps, call.embed), jnp.float32)
+        slopes = result((call.batch, call.taps, call.embed), jnp.float32)
         slope_spec = pl.BlockSpec((None, call.taps, blocks.channels), lambda b, c, i: (b, 0, c))
         scratch += [_float32(call.taps, 8, blocks.channels)]
     else:
-        slopes = jax.ShapeDtypeStruct(weights.shape, weights.dtype)
+        slopes = result(weights.shape, weights.dtype)
         slope_spec = _weight_spec(call, blocks.own, blocks.own)
     if call.kind == "shared":
         scratch += [_turned(call, blocks.own), _float32(call.flat, blocks.rows)]
@@ -147,7 +148,7 @@ def backward(
             (weights, _weight_spec(call, *windows)),
         ],
         [
-            (jax.ShapeDtypeStruct(x.shape, x.dtype), blocks.row_spec(blocks.own)),
+            (result(x.shape, x.dtype), blocks.row_spec(blocks.own)),
             (slopes, slope_spec),
         ],
         scratch,

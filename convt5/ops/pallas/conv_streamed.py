@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from convt5.ops.pallas import conv_kernels as kernels
 from convt5.ops.pallas.conv_blocks import CHUNK, LANES, Blocks
+from convt5.ops.pallas.products import result
 
 LOWEST = -3e38
 """Below every finite logit, and finite, so that logits of minus infinity have weight zero."""
@@ -72,7 +73,7 @@ def backward(
         grid=(call.batch, call.embed // LANES, 2 * taps),
         in_specs=[row, row, read, *([segment] if blocks.packed else [])],
         out_specs=[row, written],
-        out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, logits)],
+        out_shape=[result(a.shape, a.dtype) for a in (x, logits)],
         scratch_shapes=[*scratch, pltpu.VMEM((taps, length, LANES), logits.dtype)],
         interpret=call.interpret,
         cost_estimate=pl.CostEstimate(

@@ -7,14 +7,13 @@ computing the logits again, for the gradients. Beside arguments and results noth
 import functools
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from convt5.ops.pallas.conv_blocks import LANES
-from convt5.ops.pallas.products import dot, padded
+from convt5.ops.pallas.products import dot, padded, result
 
 ROWS = 256
 """Rows of the table in a block."""
@@ -126,7 +125,7 @@ def _statistics(x, table, targets, interpret: bool):
         grid=(pl.cdiv(vocab, ROWS),),
         in_specs=[_whole(tokens, embed), _rows(embed), _whole(tokens, LANES)],
         out_specs=_whole(tokens, LANES),
-        out_shape=jax.ShapeDtypeStruct((tokens, LANES), jnp.float32),
+        out_shape=result((tokens, LANES), jnp.float32),
         scratch_shapes=[column] * 5,
         compiler_params=_IN_ORDER,
         cost_estimate=_cost(x, table, products=1, tables=1),
@@ -149,8 +148,8 @@ def _gradients(x, table, columns, dtable, interpret: bool):
         ],
         out_specs=[_whole(tokens, embed), _rows(embed)],
         out_shape=[
-            jax.ShapeDtypeStruct(x.shape, x.dtype),
-            jax.ShapeDtypeStruct(table.shape, table.dtype),
+            result(x.shape, x.dtype),
+            result(table.shape, table.dtype),
         ],
         scratch_shapes=[pltpu.VMEM((tokens, embed), jnp.float32)],
         input_output_aliases={3: 1} if others else {},
@@ -191,8 +190,8 @@ def _statistics_kernel(vocab, x, table, columns, found, top, total, target, summ
         results = (top[...] + jnp.log(total[...]), target[...], summed[...] / vocab, best[...])
         lane = lax.broadcasted_iota(jnp.int32, found.shape, 1)
         y = jnp.zeros(found.shape, jnp.float32)
-        for i, result in enumerate(results):
-            y = jnp.where(lane == i, result, y)
+        for i, column in enumerate(results):
+            y = jnp.where(lane == i, column, y)
         found[...] = y
 
 

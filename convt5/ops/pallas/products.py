@@ -1,7 +1,10 @@
-"""Matrix products inside of kernels, and lengths that fill whole blocks of them."""
+"""What the kernels share: matrix products, lengths that fill whole blocks, types of results."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import ManualAxisType
+from jax.typing import DTypeLike
 
 
 def dot(a, b, contract=(1, 0)):
@@ -19,3 +22,11 @@ def dot(a, b, contract=(1, 0)):
 def padded(length: int, multiple: int) -> int:
     """Returns the least multiple that is not below the length."""
     return -(-length // multiple) * multiple
+
+
+def result(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    """Returns the type of what a kernel computes: it varies over no mesh, as its arguments.
+
+    `implementation.run` traces kernels by the types of one device, also inside of shard_map.
+    """
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=ManualAxisType())
