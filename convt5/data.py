@@ -27,7 +27,12 @@ from convt5.batches.prefetching import (
     take_apart,
 )
 from convt5.configuration import checks
-from convt5.tasks import classification, vocabularies  # pyright: ignore[reportMissingImports]
+from convt5.tasks import (  # pyright: ignore[reportMissingImports]
+    classification,
+    label_checks,
+    row_ends,
+    vocabularies,
+)
 
 __all__ = ["BatchIterator", "DataConfig", "Prefetcher", "unigram_entropy"]
 
@@ -115,6 +120,11 @@ class DataConfig:
         if self.pack:
             checks.check_reads_packed(model, "pack=True puts", "set data.DataConfig.pack = False")
 
+    def check_labels(self) -> None:
+        """Raises `UserError` for a label that `decoder_length` would cut."""
+        for task in seqio.get_subtasks(self.provider()):
+            label_checks.check_lengths(task, self.decoder_length, "decoder_length")
+
     def kept_text(self) -> vocabulary_files.KeptText | None:
         """Returns what the ids of rows stand for; None where no file could say it."""
         features = self.provider().output_features
@@ -137,6 +147,7 @@ class DataConfig:
         provider = self.provider()
         _readable(provider.output_features["inputs"].vocabulary)
         vocabulary = _readable(provider.output_features["targets"].vocabulary)
+        self.check_labels()
         endless = self.num_epochs is None
         # Hosts must agree on the number of batches: each takes its rows from all of finite data.
         shard_info = seqio.ShardInfo(process_index, process_count) if endless else None
@@ -157,7 +168,7 @@ class DataConfig:
         self, provider: seqio.Task | seqio.Mixture, shard_info: seqio.ShardInfo | None
     ) -> tf.data.Dataset:
         lengths = {"inputs": self.encoder_length, "targets": self.decoder_length}
-        examples = provider.get_dataset(
+        examples = row_ends.fitted(provider).get_dataset(
             sequence_length=lengths,
             split=self.split,
             shuffle=self.num_epochs is None if self.shuffle is None else self.shuffle,
@@ -167,7 +178,7 @@ class DataConfig:
             # A cache in memory would become part of each saved position.
             try_in_mem_cache=False,
         )
-        # The task trims its features, so that no length is left to check.
+        # Features fit by now, so that no length is left to check.
         converter = seqio.EncDecFeatureConverter(pack=self.pack, apply_length_check=False)
         return converter(examples, task_feature_lengths=lengths).with_options(pipeline_options())
 

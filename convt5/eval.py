@@ -272,7 +272,14 @@ def _text_plan(
     except errors.UserError as error:
         print(f"vocabularies are not compared: {error}", file=sys.stderr)
     for task in tasks:
-        task_data.check_task(task, split, vocab_size=config.vocab_size, trained=trained)
+        lengths = predict.task_lengths()
+        task_data.check_task(
+            task,
+            split,
+            vocab_size=config.vocab_size,
+            max_length=lengths["targets"],
+            trained=trained,
+        )
     return TextPlan(
         checkpoint=checkpoint,
         tasks=tasks,

@@ -95,6 +95,9 @@ def dry_run(settings: Mapping[str, Any]) -> str:
     values = dict(call.arguments)
     if _vocabulary_is_here(settings):
         check_vocabulary(settings)
+        for data in (values["train_data"], values["eval_data"]):
+            if hasattr(data, "check_labels"):
+                data.check_labels()
         for task in values["task_evals"]:
             if hasattr(task, "check"):
                 task.check(values["model"])

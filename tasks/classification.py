@@ -7,7 +7,6 @@ local files, and `text_classification` for any other: a new task needs no Python
 
 import functools
 import math
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import tensorflow as tf
 
 from convt5 import errors
 
-from . import metrics, vocabularies
+from . import label_checks, metrics, vocabularies
 from .sources import PreparedTfdsSource, shuffle_buffer_size
 from .tables import Example, Path, Row, TableSource
 
@@ -245,8 +244,8 @@ def text_classification(
 
     Raises:
         UserError: a path without files, settings that contradict each other, or labels that the
-            vocabulary cannot tell apart. What is wrong with a row (a field it lacks, nothing in
-            it, an unknown label) is found when it is read.
+            vocabulary cannot tell apart or give back. What is wrong with a row (a field it lacks,
+            nothing in it, an unknown label) is found when it is read.
     """
     text_fields = [text_field] if isinstance(text_field, str) else list(text_field)
     names = _named(labels, name)
@@ -321,7 +320,8 @@ def classification_task(
             where it needs no decoding and no answer is invalid. The name gets "_rank" added.
 
     Raises:
-        UserError: fewer than two labels, the same twice, or two that the vocabulary reads as one.
+        UserError: fewer than two labels, the same twice, two that the vocabulary reads as one, or
+            one that it cannot give back.
     """
     given, labels = labels, [label.strip() for label in labels]
     if len(labels) < 2 or len(set(labels)) < len(labels) or "" in labels:
@@ -329,7 +329,7 @@ def classification_task(
             f"labels={list(given)} of {name} must be two or more different texts, apart from "
             "blanks around them."
         )
-    _check_told_apart(labels, vocabulary, name)
+    label_checks.check_ids(labels, vocabulary, name)
     feature = seqio.Feature(vocabulary=vocabulary, add_eos=True)
     steps = [*preprocessors, functools.partial(to_text, prompt=prompt)]
     if rank:
@@ -416,25 +416,6 @@ def _named(labels: Labels, task: str) -> dict[str, str | None]:
             "once."
         )
     return names
-
-
-def _check_told_apart(labels: Sequence[str], vocabulary: seqio.Vocabulary, task: str) -> None:
-    """Raises `UserError` for labels of the same ids, where the vocabulary is at hand."""
-    path = getattr(vocabulary, "sentencepiece_model_file", None)
-    if path is None and not isinstance(vocabulary, seqio.ByteVocabulary):
-        return
-    if path is not None and not os.path.isfile(path):
-        return  # T5's own, which is downloaded when it is first used.
-    first: dict[tuple[int, ...], str] = {}
-    for label in labels:
-        other = first.setdefault(tuple(vocabulary.encode(label)), label)
-        if other != label:
-            raise errors.UserError(
-                f"labels {other!r} and {label!r} of {task} are the same ids to the vocabulary "
-                f"{path or type(vocabulary).__name__}, which lacks what they differ in; rename "
-                "them, such as labels={'0': 'negative', '1': 'positive'}, or take another "
-                "vocabulary."
-            )
 
 
 def _label(row: Row, field: str, names: Mapping[str, str | None]) -> str | None:

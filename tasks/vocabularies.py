@@ -7,6 +7,7 @@ Padding is id 0, the sentinels are the last ids and descend: the first span of a
 
 import itertools
 import os
+from collections.abc import Sequence
 
 import numpy as np
 import seqio
@@ -140,6 +141,12 @@ def token_bytes(vocabulary: seqio.Vocabulary) -> np.ndarray | None:
         sizes[vocabulary.vocab_size - vocabulary.extra_ids :] = 0
         return sizes
     return None
+
+
+def has_unknown(vocabulary: seqio.Vocabulary, ids: Sequence[int]) -> bool:
+    """Whether ids stand for text that the vocabulary lacks, which nothing gives back."""
+    is_pieces = isinstance(vocabulary, seqio.SentencePieceVocabulary)
+    return is_pieces and vocabulary.unk_id in ids
 
 
 def _check_count(num_sentinels: int) -> None:

@@ -220,12 +220,13 @@ def test_a_vocabulary_of_other_words_is_refused(shared_data):
 
 def labelled(folder, vocabulary):
     """Flags of a task in a file, read with a vocabulary of its own."""
-    rows = [{"text": "good", "label": "yes"}, {"text": "bad", "label": "no"}]
+    # Both vocabularies can write these labels.
+    rows = [{"text": "good", "label": "on"}, {"text": "bad", "label": "no"}]
     (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [
         "--gin_file=gin/tasks/text_classification.gin",
         f"--gin.DATA={folder}",
-        "--gin.LABELS=['no', 'yes']",
+        "--gin.LABELS=['no', 'on']",
         f"--gin.VOCABULARY={vocabulary}",
         "--split=test",
         "--dry_run",

@@ -270,6 +270,10 @@ initialization.InitFrom.path = '{trained}'
     def test_fine_tuning_and_evaluation_take_the_vocabulary_of_the_model(
         self, tmp_path, data, capsys
     ):
+        pieces = word_pieces.trained_model(
+            f"{word_pieces.TEXT} positive negative", vocab_size=60, model_type="bpe"
+        )
+        (data / "words.model").write_bytes(pieces)
         rows = [{"text": text, "label": "positive"} for text in ("the cat", "the dog")] * 4
         for name in ("train", "dev"):
             lines = "".join(json.dumps(row) + "\n" for row in rows)

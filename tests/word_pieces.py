@@ -13,8 +13,7 @@ def trained_model(text: str = TEXT, **options) -> bytes:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([text] * 20),
         model_writer=model,
-        vocab_size=25,
         minloglevel=9,
-        **{"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, **options},
+        **{"vocab_size": 25, "pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, **options},
     )
     return model.getvalue()

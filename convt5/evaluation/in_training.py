@@ -48,8 +48,8 @@ class TaskEval:
         """Checks, without reading an example, that the model can be measured on the task.
 
         Raises:
-            UserError: an unknown task or split, a mixture, a number out of range, or a vocabulary
-                with more ids than the model has rows.
+            UserError: an unknown task or split, a mixture, a number out of range, a label that
+                max_length cuts, or a vocabulary with more ids than the model has rows.
         """
         self._found(model)
         self._predict(model)
@@ -59,7 +59,9 @@ class TaskEval:
         from convt5.evaluation import task_data
 
         task = task_data.find_task(self.task)
-        task_data.check_task(task, self.split, vocab_size=model.vocab_size)
+        task_data.check_task(
+            task, self.split, vocab_size=model.vocab_size, max_length=self.max_length
+        )
         return task
 
     def _predict(self, model: ConvT5Config) -> PredictConfig:

@@ -13,6 +13,7 @@ from etils import epath
 from convt5 import data, errors
 from convt5.evaluation.predictor import TextVocabulary, check_vocabulary_size
 from convt5.evaluation.run_settings import check_readable
+from convt5.tasks import label_checks, row_ends  # pyright: ignore[reportMissingImports]
 from convt5.vocabulary_files import TextFeatures, same_pieces
 
 Example = Mapping[str, Any]
@@ -83,7 +84,12 @@ def check_split(task: seqio.Task, split: str) -> None:
 
 
 def check_task(
-    task: seqio.Task, split: str, *, vocab_size: int, trained: TextFeatures | None = None
+    task: seqio.Task,
+    split: str,
+    *,
+    vocab_size: int,
+    max_length: int | None = None,
+    trained: TextFeatures | None = None,
 ) -> None:
     """Checks, without reading an example, that a model can be evaluated on a task.
 
@@ -91,10 +97,12 @@ def check_task(
         task: the task.
         split: the part of it that will be read.
         vocab_size: rows of the model's token table.
+        max_length: tokens of a target; None where targets are not read.
         trained: the vocabularies that the model was trained with, where they are known.
 
     Raises:
-        UserError: the task lacks the split or a feature, or has another vocabulary.
+        UserError: the task lacks the split or a feature, has another vocabulary, or labels that
+            are too long.
     """
     check_split(task, split)
     for name in ("inputs", "targets"):
@@ -117,6 +125,8 @@ def check_task(
                 "the vocabulary of the model, or evaluate a model of the task's."
             )
         _check_size(task, vocabulary, vocab_size)
+    if max_length is not None:
+        label_checks.check_lengths(task, max_length, "max_length")
 
 
 def read_examples(
@@ -145,7 +155,7 @@ def read_examples(
         TrainingError: the data cannot be read.
     """
     with _naming_lengths(lengths):
-        dataset = task.get_dataset(
+        dataset = row_ends.fitted(task).get_dataset(
             sequence_length=dict(lengths) if needs_lengths(task) else None,
             split=split,
             shuffle=False,

@@ -1,0 +1,89 @@
+"""Labels are known before the first step: each must come back from its ids and fit a row."""
+
+import os
+from collections.abc import Sequence
+
+import seqio
+
+from convt5 import errors
+
+from . import vocabularies
+
+
+def labels_of(task: seqio.Task) -> list[str]:
+    """Returns the labels that the targets of a task are: those that its metrics are given."""
+    for function in task.metric_fns:
+        labels = getattr(function, "keywords", {}).get("labels")
+        if labels is not None:
+            return list(labels)
+    return []
+
+
+def check_ids(labels: Sequence[str], vocabulary: seqio.Vocabulary, task: str) -> None:
+    """Checks that labels have ids of their own which stand for them, with a vocabulary at hand.
+
+    Raises:
+        UserError: two labels of the same ids, or one that no ids can give back.
+    """
+    if not _is_at_hand(vocabulary):
+        return  # T5's own, which is downloaded when it is first used.
+    name = getattr(vocabulary, "sentencepiece_model_file", type(vocabulary).__name__)
+    remedy = (
+        "rename it, such as labels={'0': 'negative', '1': 'positive'}, or take another vocabulary."
+    )
+    first: dict[tuple[int, ...], str] = {}
+    for label in labels:
+        other = first.setdefault(tuple(vocabulary.encode(label)), label)
+        if other != label:
+            raise errors.UserError(
+                f"labels {other!r} and {label!r} of {task} are the same ids to the vocabulary "
+                f"{name}, which lacks what they differ in; {remedy}"
+            )
+    for ids, label in first.items():
+        back = vocabulary.decode(list(ids))
+        if back != label or vocabularies.has_unknown(vocabulary, ids):
+            raise errors.UserError(
+                f"label {label!r} of {task} comes back from the vocabulary {name} as {back!r}, so "
+                f"that no answer can equal it; {remedy}"
+            )
+
+
+def check_lengths(task: seqio.Task, limit: int, setting: str) -> None:
+    """Checks that no label of a task is cut.
+
+    Args:
+        task: with or without labels.
+        limit: tokens of a target, end token included.
+        setting: what the limit is called.
+
+    Raises:
+        UserError: a label that has more.
+    """
+    feature = task.output_features["targets"]
+    if not _is_at_hand(feature.vocabulary):
+        return
+    labels = labels_of(task)
+    ids = {label: list(feature.vocabulary.encode(label)) for label in labels}
+    room = limit - feature.add_eos
+    longest = max((len(found) for found in ids.values()), default=0) + feature.add_eos
+    faults = []
+    for label, found in ids.items():
+        if len(found) <= room:
+            continue
+        cut = feature.vocabulary.decode(found[:room])
+        same = [other for other in labels if other != label and ids[other][:room] == found[:room]]
+        faults.append(
+            f"label {label!r} takes {len(found) + feature.add_eos} tokens, end token included, but "
+            f"{setting}={limit} leaves {cut!r} of it"
+            + (f", as of {same[0]!r}" if same else "")
+            + f"; set {setting} to at least {longest}, or give the label a shorter text "
+            f"(labels={{{label!r}: ...}})."
+        )
+    errors.raise_all(errors.shortened(faults), where=task.name)
+
+
+def _is_at_hand(vocabulary: seqio.Vocabulary) -> bool:
+    path = getattr(vocabulary, "sentencepiece_model_file", None)
+    if path is None:
+        return isinstance(vocabulary, seqio.ByteVocabulary)
+    return os.path.isfile(os.path.expanduser(path))

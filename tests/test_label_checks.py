@@ -1,0 +1,78 @@
+"""A label that answers could never equal is refused before anything is trained or measured."""
+
+import functools
+
+import pytest
+import word_pieces
+from convt5.tasks import label_checks, metrics, vocabularies
+from convt5.tasks.classification import text_classification
+
+from convt5 import data, errors, evaluation
+from convt5.architecture import ConvT5Config, StackConfig
+
+LONG = ["MeanOfTransportation", "MeanOfTransportatives", "Film"]
+
+
+@pytest.fixture
+def words(tmp_path):
+    (tmp_path / "words.model").write_bytes(
+        word_pieces.trained_model(normalization_rule_name="nfkc_cf")
+    )
+    return vocabularies.sentencepiece(str(tmp_path / "words.model"))
+
+
+def task_of(folder, labels, **settings):
+    rows = "".join(f'{{"text": "thing", "label": "{label}"}}\n' for label in labels)
+    (folder / "train.jsonl").write_text(rows)
+    return text_classification(str(folder), labels, validation_fraction=0, **settings)
+
+
+@pytest.mark.parametrize("rank", [False, True])
+def test_labels_are_those_of_the_metrics(tmp_path, rank):
+    task = task_of(tmp_path, LONG, rank=rank)
+    assert label_checks.labels_of(task) == LONG
+    other = task.replace(name="other", metric_fns=[metrics.accuracy])
+    assert label_checks.labels_of(other) == []
+
+
+@pytest.mark.parametrize("limit", [4, 16, 21])
+def test_a_label_that_is_cut_is_refused_with_all_that_mends_it(tmp_path, limit):
+    task = task_of(tmp_path, LONG)
+    config = data.DataConfig(mixture=task, batch_size=2, encoder_length=64, decoder_length=limit)
+    message = (
+        rf"takes 22 tokens, .* decoder_length={limit} leaves .* at least 22.*'MeanOfTransporta"
+    )
+    for check in (
+        config.check_labels,
+        functools.partial(config.build, process_index=0, process_count=1),
+    ):
+        with pytest.raises(errors.UserError, match=message) as raised:
+            check()
+        assert ("as of 'MeanOfTransportation'" in str(raised.value)) == (limit < 21)
+        assert ("'Film'" in str(raised.value)) == (limit < 5)
+    label_checks.check_lengths(task, 22, "decoder_length")
+
+
+@pytest.mark.parametrize("rank", [False, True])
+def test_evaluation_refuses_labels_that_it_would_cut(tmp_path, rank):
+    stack = StackConfig(num_layers=1, mixing="dynamic", kernel_size=3, num_kernels=2)
+    model = ConvT5Config(
+        vocab_size=384, emb_dim=8, mlp_dim=8, num_heads=2, head_dim=4, encoder=stack, decoder=stack
+    )
+    measure = evaluation.TaskEval(
+        task=task_of(tmp_path, LONG, rank=rank), split="train", max_input_length=64, max_length=16
+    )
+    with pytest.raises(errors.UserError, match="max_length=16 leaves"):
+        measure.check(model)
+
+
+@pytest.mark.parametrize(
+    ("label", "back"),
+    [("vim", r" ⁇ im"), ("Cat", "cat"), ("the  cat", "the cat"), ("ﬁ", r" ⁇ i")],
+)
+def test_a_label_that_does_not_come_back_is_refused(tmp_path, words, label, back):
+    message = rf"label '{label}' of .* comes back from .*words\.model as '{back}'"
+    with pytest.raises(errors.UserError, match=message.replace("⁇", ".")):
+        task_of(tmp_path, ["the", label], vocabulary=words)
+    assert task_of(tmp_path, ["the", label])
+    assert task_of(tmp_path, ["the", "cat"], vocabulary=words)
