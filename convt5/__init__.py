@@ -5,6 +5,13 @@ only JAX; data, tasks and evaluation need TensorFlow and seqio.
 """
 
 import importlib
+import sys
+
+if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and sys.path:
+    # `python -m convt5.NAME` is being looked up, and Python looks for modules in the working
+    # directory before all others: a `json.py` there, which may have come with a model, would be
+    # run. The user's own modules are found there all the same.
+    sys.path.append(sys.path.pop(0))
 
 __version__ = "0.1.0"
 

@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> None:
     _check_flags(flags)
     suites = _chosen(flags.suites)
     _check_served(suites, arguments)
-    models = _models(arguments.gin_files, arguments.gin_bindings)
+    models = _models(arguments.gin_files, arguments.gin_bindings, trust=arguments.trust)
     lengths = {suite: _lengths(suite, flags) for suite in suites}
     # Deferred, so that help and usage errors come at once.
     from convt5.benchmarks import machine, report, t5x
@@ -161,7 +161,9 @@ def _run(
     )
 
 
-def _models(files: Sequence[str], bindings: Sequence[str]) -> dict[str, Any]:
+def _models(
+    files: Sequence[str], bindings: Sequence[str], *, trust: Sequence[str] = ()
+) -> dict[str, Any]:
     """Returns the models of the given files, or the variants at one size."""
     from convt5.architecture import ConvT5Config
 
@@ -172,7 +174,7 @@ def _models(files: Sequence[str], bindings: Sequence[str]) -> dict[str, Any]:
         sizes = [*size, *bindings]
         named = {variant: f"gin/models/{variant}_tiny.gin" for variant in VARIANTS}
     models = {
-        name: gin_config.load([file], sizes, roots=["%MODEL"]).macro("MODEL")
+        name: gin_config.load([file], sizes, roots=["%MODEL"], trusted=trust).macro("MODEL")
         for name, file in named.items()
     }
     errors.raise_all(
@@ -211,8 +213,7 @@ def _check_flags(flags: argparse.Namespace) -> None:
 
 def _check_served(suites: Sequence[str], arguments: command_line.Arguments) -> None:
     """Raises `UserError` for flags that none of the suites would heed."""
-    of_models = [f"--gin_file={name}" for name in arguments.gin_files]
-    of_models += [f"--gin.{binding}" for binding in arguments.gin_bindings]
+    of_models = arguments.settings()
     of_models += [] if arguments.flags.t5x is None else [f"--t5x={arguments.flags.t5x}"]
     faults = []
     if of_models and not {"train_step", "decode"} & set(suites):

@@ -135,7 +135,11 @@ def _settings(arguments: command_line.Arguments) -> Mapping[str, Any]:
     unneeded = ["RUN_DIR='unused'"] if gin_files.is_required(statements, "RUN_DIR") else []
     bindings = [*unneeded, *arguments.gin_bindings]
     config = gin_config.load(
-        arguments.gin_files, bindings, roots=["@trainer.train"], supplied=["config_text"]
+        arguments.gin_files,
+        bindings,
+        roots=["@trainer.train"],
+        supplied=["config_text"],
+        trusted=arguments.trust,
     )
     from convt5 import trainer
 

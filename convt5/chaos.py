@@ -158,8 +158,7 @@ def main(argv: Sequence[str]) -> int:
     _check_flags(flags)
     command = [
         *train,
-        *(f"--gin_file={name}" for name in arguments.gin_files),
-        *(f"--gin.{binding}" for binding in arguments.gin_bindings),
+        *arguments.settings(),
     ]
     # Asked to end, the tool must not leave its training behind.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

@@ -115,6 +115,7 @@ COMMAND = command_line.Command(
             "what the ids of a text model stand for, kept beside it: a SentencePiece .model file, "
             "or bytes; by default what is kept beside the checkpoint.",
         ),
+        command_line.TRUST_FLAG,
         command_line.Flag(
             "allow_unmapped",
             "leaves out variables that belong to no known part of the model.",
@@ -152,6 +153,7 @@ class Conversion:
     image_size: int | None = None
     stem_strides: str | None = None
     vocabulary: str | None = None
+    trust: Sequence[str] = ()
     dtype: str | None = None
     step: int | None = None
     encoder_length: int | None = None
@@ -205,6 +207,7 @@ def main(argv: Sequence[str]) -> int:
         )
     for name in ("checkpoint", "operative_config"):
         given[name] = given[name] and os.path.expanduser(given[name])
+    given["trust"] = arguments.trust
     conversion = Conversion(**{name: given[name] for name in names})
     report = convert(conversion)
     print(report)
@@ -373,7 +376,7 @@ def _kept_text(conversion: Conversion, imported: "Imported") -> vocabulary_files
     from convt5.evaluation import run_settings
     from convt5.evaluation.predictor import check_vocabulary_size
 
-    vocabulary = run_settings.load_vocabulary(conversion.vocabulary)
+    vocabulary = run_settings.load_vocabulary(conversion.vocabulary, trust=conversion.trust)
     check_vocabulary_size(vocabulary, limit)
     kept = vocabulary_files.of(vocabulary)
     return None if kept is None else vocabulary_files.KeptText(kept, kept)

@@ -388,6 +388,7 @@ def _settings(arguments: command_line.Arguments) -> tuple["RunSettings", str]:
         arguments.gin_files,
         arguments.gin_bindings,
         needs_data=not flags.task,
+        trust=arguments.trust,
     )
     given = {
         name: value

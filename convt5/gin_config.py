@@ -13,7 +13,7 @@ from typing import Any
 import gin
 
 from convt5 import errors
-from convt5.configuration import gin_checks, gin_files, gin_text, gin_types
+from convt5.configuration import gin_checks, gin_files, gin_text, gin_types, trust
 from convt5.configuration.gin_files import Binding, Import, Location
 from convt5.configuration.gin_names import Resolver
 
@@ -58,6 +58,7 @@ def load(
     roots: Sequence[str] = (),
     supplied: Sequence[str] = (),
     related: Sequence[str] = (),
+    trusted: Sequence[str] = (),
 ) -> Config:
     """Returns the checked configuration of `files` in order, then `bindings`.
 
@@ -69,14 +70,19 @@ def load(
         supplied: parameters of the roots that the program passes itself.
         related: what other programs build from the same files: may be incomplete, but counts as
             reached.
+        trusted: modules that files which came with a model may import and name, beside convt5's;
+            so may what gin files of the user's own import.
 
     Raises:
+        Untrusted: a file that came with a model names what could run code; nothing was imported.
         UserError: listing every fault of the first kind found: files that cannot be read; unknown
             macros; names or parameters that do not exist; values of a wrong type; required
             values that are missing.
     """
     statements = [*gin_files.read_all(files), *map(_command_line_binding, bindings)]
     imports = [s for s in statements if isinstance(s, Import)]
+    trusts = trust.Trust(trusted, imports)
+    trusts.check_imports(imports)
     resolver = Resolver(imports)
     every = [resolver.setting(s) for s in statements if isinstance(s, Binding)]
     root_values = [resolver.value(gin_files.parse_value(r), gin_files.COMMAND_LINE) for r in roots]
@@ -88,7 +94,9 @@ def load(
         [*resolver.faults, *gin_checks.macro_faults(final, every, root_values)],
         where="configuration",
     )
+    errors.raise_all(gin_checks.expansion_faults(final), where="configuration")
     errors.raise_all(gin_checks.import_faults(imports), where="configuration")
+    trusts.check_targets(every)
     errors.raise_all(gin_checks.target_faults(final.values(), root_values), where="configuration")
     errors.raise_all(gin_checks.scope_faults(final.values(), every), where="configuration")
     errors.raise_all(gin_checks.number_faults(final.values()), where="configuration")

@@ -94,7 +94,11 @@ def main(argv: Sequence[str]) -> int:
     from convt5.evaluation import run_settings
 
     settings = run_settings.read_for_text(
-        flags.checkpoint, arguments.gin_files, arguments.gin_bindings, vocabulary=flags.vocabulary
+        flags.checkpoint,
+        arguments.gin_files,
+        arguments.gin_bindings,
+        vocabulary=flags.vocabulary,
+        trust=arguments.trust,
     )
     checkpoint = flags.checkpoint or settings.train.get("run_dir")
     if not checkpoint:

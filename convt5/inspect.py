@@ -128,7 +128,9 @@ def main(argv: Sequence[str]) -> int:
     arguments = command_line.parse(COMMAND, argv)
     flags = arguments.flags
     _check_flags(vars(flags))
-    settings, name = read_settings(arguments.gin_files, arguments.gin_bindings)
+    settings, name = read_settings(
+        arguments.gin_files, arguments.gin_bindings, trust=arguments.trust
+    )
     if isinstance(settings["model"], ViTConfig):
         return _show_vision(settings["model"], name, vars(flags))
     if flags.plot:
@@ -162,7 +164,7 @@ def main(argv: Sequence[str]) -> int:
         sections.append(measured[0])
         values["measured_receptive_field"] = measured[1]
     if flags.pair_with:
-        paired = _paired(subject, flags.pair_with, flags.multiple)
+        paired = _paired(subject, flags.pair_with, flags.multiple, arguments.trust)
         sections.append(paired[0])
         values["equal_cost"] = paired[1]
     examples = decoded_examples(settings, flags.examples) if flags.examples else []
@@ -201,7 +203,9 @@ def _show_vision(config: ViTConfig, name: str, flags: Mapping[str, Any]) -> int:
     return 0
 
 
-def read_settings(files: Sequence[str], bindings: Sequence[str]) -> tuple[dict[str, Any], str]:
+def read_settings(
+    files: Sequence[str], bindings: Sequence[str], *, trust: Sequence[str] = ()
+) -> tuple[dict[str, Any], str]:
     """Returns the arguments of `trainer.train` that are known, and the name of the model.
 
     Gin files that bind nothing of `trainer.train` describe a model alone; the loss, optimizer,
@@ -215,12 +219,12 @@ def read_settings(files: Sequence[str], bindings: Sequence[str]) -> tuple[dict[s
 
         supplied = _unneeded(bound, bindings)
         roots = ["%MODEL", "@trainer.train"]
-        config = gin_config.load(files, [*supplied, *bindings], roots=roots)
+        config = gin_config.load(files, [*supplied, *bindings], roots=roots, trusted=trust)
         settings = config.arguments(trainer.train)
     else:
         macros = ["MODEL", *(binding.partition("=")[0] for binding in _MODEL_ALONE)]
         roots = [f"%{macro}" for macro in macros]
-        config = gin_config.load(files, [*_MODEL_ALONE, *bindings], roots=roots)
+        config = gin_config.load(files, [*_MODEL_ALONE, *bindings], roots=roots, trusted=trust)
         settings = {macro.lower(): config.macro(macro) for macro in macros}
     has_name = any(b.is_macro and b.selector == "MODEL_NAME" for b in bound)
     return settings, config.macro("MODEL_NAME") if has_name else "without a name"
@@ -349,12 +353,12 @@ def _check_plot(plot: pathlib.Path) -> None:
 
 
 def _paired(
-    subject: "Subject", other: str, multiple: int | None
+    subject: "Subject", other: str, multiple: int | None, trust: Sequence[str]
 ) -> tuple[str, dict[str, dict[str, Any]]]:
     """Returns widths that give the model the cost of another, as text and as plain values."""
     from convt5.analysis import pairing
 
-    settings, name = read_settings([other], [])
+    settings, name = read_settings([other], [], trust=trust)
     multiple = multiple or (128 if subject.config.emb_dim >= 256 else 8)
     lengths = {
         "encoder_length": subject.encoder_length,

@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
                 f"--report_only and {flag}: a report alone makes and checks no run; leave out one "
                 "of the two."
             )
-    study = read_study(arguments.gin_files, arguments.gin_bindings)
+    study = read_study(arguments.gin_files, arguments.gin_bindings, arguments.trust)
     from convt5.sweeps import report, running
 
     if flags.dry_run:
@@ -137,8 +137,15 @@ def _import(study: "Study", path: pathlib.Path) -> None:
     print(f"took over the results of {count} runs from {path}", file=sys.stderr)
 
 
-def read_study(files: Sequence[str], bindings: Sequence[str] = ()) -> "Study":
+def read_study(
+    files: Sequence[str], bindings: Sequence[str] = (), trust: Sequence[str] = ()
+) -> "Study":
     """Returns the study that gin files describe.
+
+    Args:
+        files: gin files.
+        bindings: `NAME=VALUE` as given to `--gin.NAME=VALUE`.
+        trust: modules that files which came with a model may name, in the study and in its runs.
 
     Raises:
         UserError: they describe none, or one that cannot be.
@@ -146,8 +153,11 @@ def read_study(files: Sequence[str], bindings: Sequence[str] = ()) -> "Study":
     from convt5 import gin_config
     from convt5.sweeps.study import Study
 
-    config = gin_config.load(files, bindings, roots=["@convt5.sweeps.Study"])
-    return Study(**config.arguments(Study))
+    config = gin_config.load(
+        files, bindings, roots=["@convt5.sweeps.Study"], supplied=["trust"], trusted=trust
+    )
+    # Whom the user trusts, no file says.
+    return Study(**{**config.arguments(Study), "trust": tuple(trust)})
 
 
 def describe(study: "Study") -> str:

@@ -66,6 +66,7 @@ def _run(arguments: command_line.Arguments) -> int:
         arguments.gin_bindings,
         roots=["@trainer.train"],
         supplied=["config_text"],
+        trusted=arguments.trust,
     )
     from convt5 import trainer  # Imports jax, which help and misspelt flags need not wait for.
 

@@ -26,6 +26,10 @@ configuration:
                          (--gin.architecture.ConvT5Config.dropout_rate=0.1,
                          --gin.encoder/architecture.StackConfig.kernel_size=9).
                          Texts need no quotes: --gin.RUN_DIR=/tmp/run. May be repeated.
+  --trust=MODULE         a module, such as my_tasks, that the settings of a run may import.
+                         Files that came with a model may name convt5 alone, as importing
+                         runs code; your own gin files may import anything. May be
+                         repeated, or several with commas.
 """
 
 _EXIT_HELP = """\
@@ -42,6 +46,15 @@ class Flag:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+TRUST_FLAG = Flag(
+    "trust",
+    "a module that the settings of a run may import, such as my_tasks; may be repeated. Of those "
+    "that take gin settings every command has it.",
+    {"action": "append"},
+)
+"""For commands that take no gin settings, but may read those of a run."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command:
     """A command as its help describes it.
@@ -52,7 +65,7 @@ class Command:
         examples: pairs of a comment and the arguments after `python -m convt5.<name>`.
         flags: flags of this command alone.
         needs_gin_file: whether at least one `--gin_file` must be given.
-        reads_gin: whether gin settings are taken at all.
+        reads_gin: whether gin settings are taken at all, and modules trusted for them.
     """
 
     name: str
@@ -92,11 +105,27 @@ class Command:
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """A parsed command line: gin files, gin bindings as NAME=VALUE, and the command's flags."""
+    """A parsed command line.
+
+    Attributes:
+        gin_files: as given.
+        gin_bindings: as NAME=VALUE.
+        trust: modules that files which came with a model may name.
+        flags: of the command alone.
+    """
 
     gin_files: tuple[str, ...]
     gin_bindings: tuple[str, ...]
+    trust: tuple[str, ...]
     flags: argparse.Namespace
+
+    def settings(self) -> list[str]:
+        """Returns the flags that give these settings to another command."""
+        return [
+            *(f"--gin_file={name}" for name in self.gin_files),
+            *(f"--gin.{binding}" for binding in self.gin_bindings),
+            *(f"--trust={module}" for module in self.trust),
+        ]
 
 
 def path(text: str) -> pathlib.Path:
@@ -114,20 +143,25 @@ def parse(command: Command, argv: Sequence[str]) -> Arguments:
     bindings, rest = _split_bindings(command, argv)
     parser = _Parser(command)
     parser.add_argument("--gin_file", action="append", default=[], metavar="FILE")
+    if command.reads_gin:
+        parser.add_argument("--trust", action="append", metavar="MODULE")
     parser.add_argument("-h", "--help", action=_Help, nargs=0, text=command.help)
     for flag in command.flags:
         parser.add_argument(f"--{flag.name}", **flag.options)
     parsed, unknown = parser.parse_known_args(rest)
     if unknown:
         known = ["gin_file", "help", "gin.NAME=VALUE", *(flag.name for flag in command.flags)]
+        known += ["trust"] if command.reads_gin else []
         parser.error(_unknown(unknown[0], known))
-    given = [*(f"--gin_file={name}" for name in parsed.gin_file), *(f"--gin.{b}" for b in bindings)]
-    if given and not command.reads_gin:
-        parser.error(f"{given[0]}: {command.name} takes no gin settings")
+    trusted = getattr(parsed, "trust", None) or ()
+    trust = tuple(name.strip() for names in trusted for name in names.split(","))
+    arguments = Arguments(tuple(parsed.gin_file), bindings, trust, parsed)
+    if not command.reads_gin and (arguments.gin_files or bindings):
+        parser.error(f"{arguments.settings()[0]}: {command.name} takes no gin settings")
     if command.needs_gin_file and not parsed.gin_file:
         example = command.examples[0][1]
         parser.error(f"--gin_file is missing: give at least one, for example {example}.")
-    return Arguments(tuple(parsed.gin_file), bindings, parsed)
+    return arguments
 
 
 def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:

@@ -20,6 +20,8 @@ from convt5.runtime import quiet_imports
 PROGRAM_MACROS = ("MODEL", "MODEL_NAME")
 """Macros that commands read themselves: the model to build, and what to call it."""
 
+_MOST_VALUES = 200_000  # Of all settings, and objects that are built of them.
+
 
 def macro_faults(
     final: Mapping[Any, Setting], every: Sequence[Setting], roots: Sequence[Any]
@@ -79,6 +81,50 @@ def _similar(name: str, candidates: Iterable[str]) -> str:
     for upper, candidate in by_upper.items():
         hint = hint.replace(f" {upper}", f" {candidate}")
     return hint
+
+
+def expansion_faults(final: Mapping[Any, Setting]) -> Iterator[str]:
+    """Macros in macros that stand for more values, or deeper ones, than anyone writes.
+
+    Ten lines can double a list two to the tenth times, or many more.
+    """
+    macros = {s.name: s for s in final.values() if s.target is None}
+    extents: dict[str, tuple[int, int]] = {}
+
+    def extent(value: Any, open_macros: tuple[str, ...]) -> tuple[int, int]:
+        """Returns how many values this stands for, and how deep they lie in one another."""
+        if isinstance(value, Macro):
+            if value.name in open_macros or value.name not in macros:
+                return 1, 1  # Others tell of these.
+            if len(open_macros) > gin_files.MOST_NESTING:
+                return 1, len(open_macros)
+            if value.name not in extents:
+                inner = extent(macros[value.name].value, (*open_macros, value.name))
+                extents[value.name] = inner[0], inner[1] + 1
+            return extents[value.name]
+        if isinstance(value, dict):
+            value = (*value.keys(), *value.values())
+        if not isinstance(value, (list, tuple)):
+            return 1, 1
+        parts = [extent(item, open_macros) for item in value]
+        return 1 + sum(size for size, _ in parts), 1 + max((d for _, d in parts), default=0)
+
+    total = 0
+    for setting in final.values():
+        size, depth = extent(setting.value, (setting.name,) if setting.target is None else ())
+        total += size
+        if depth > gin_files.MOST_NESTING:
+            yield (
+                f"{setting.location}: {setting.name} has more than {gin_files.MOST_NESTING} lists "
+                "and macros in one another; no configuration needs so many."
+            )
+            return
+        if total > _MOST_VALUES:
+            yield (
+                f"{setting.location}: {setting.name} stands for {size:,} values once its macros "
+                f"are replaced, and all settings may have {_MOST_VALUES:,}."
+            )
+            return
 
 
 def import_faults(imports: Iterable[Import]) -> Iterator[str]:
@@ -204,30 +250,48 @@ class Walk:
     """Follows references from the roots: what is built, with which settings, and what lacks."""
 
     def __init__(self, final: Mapping[Any, Setting], supplied: Sequence[str]):
-        self.reached: dict[tuple[tuple[str, ...], Target], None] = {}
+        # What is built, and of how many values, those of its parts counted in.
+        self.reached: dict[tuple[tuple[str, ...], Target], int] = {}
         self.used_macros: set[str] = set()
         self.missing: dict[str, str] = {}
         self._final = final
         self._supplied = supplied
+        self._macros: dict[str, int] = {}  # As `reached`, by name.
         self._open: list[Any] = []  # What is being visited, outermost first.
 
-    def visit(self, value: Any, scope: tuple[str, ...], wanted_by: str) -> None:
-        """Visits what building `value` in `scope` needs; `wanted_by` names the parameter."""
+    def visit(self, value: Any, scope: tuple[str, ...], wanted_by: str) -> int:
+        """Visits what building `value` in `scope` needs; `wanted_by` names the parameter.
+
+        Returns of how many values it is built.
+        """
+        count = 0
         for part in flatten(value):
+            count += 1
             if isinstance(part, Macro):
                 self._enter(part, wanted_by)
-                self._visit_macro(part, scope, wanted_by)
+                count += self._visit_macro(part, scope, wanted_by)
                 self._open.pop()
             elif isinstance(part, ResolvedReference):
                 self._enter((part.target, part.scopes or scope), wanted_by)
-                self._visit_target(part.target, part.scopes or scope, is_root=not wanted_by)
+                count += self._visit_target(part.target, part.scopes or scope, not wanted_by)
                 self._open.pop()
+        if count > _MOST_VALUES:
+            raise errors.UserError(
+                f"configuration: {wanted_by} is built of {count:,} values, those of its parts "
+                f"counted in, and may be of {_MOST_VALUES:,}; nothing needs so many."
+            )
+        return count
 
     def _enter(self, what: Any, wanted_by: str) -> None:
         if what in self._open:
             raise errors.UserError(
                 f"configuration: {wanted_by} leads back to itself, so that it can never be built; "
                 "set it to something else."
+            )
+        if len(self._open) > gin_files.MOST_NESTING:
+            raise errors.UserError(
+                f"configuration: {wanted_by} lies in more than {gin_files.MOST_NESTING} other "
+                "settings; no configuration needs so many in one another."
             )
         self._open.append(what)
 
@@ -254,31 +318,36 @@ class Walk:
                 if name not in (*unscoped, *self._supplied) and gin_types.is_literal(default):
                     yield Setting("", target, name, default, gin_files.Location("default"))
 
-    def _visit_macro(self, macro: Macro, scope: tuple[str, ...], wanted_by: str) -> None:
+    def _visit_macro(self, macro: Macro, scope: tuple[str, ...], wanted_by: str) -> int:
         if macro.name == gin_files.REQUIRED:
             self.missing[wanted_by] = ""
-            return
+            return 0
+        if macro.name in self._macros:
+            return self._macros[macro.name]
         self.used_macros.add(macro.name)
         *_, setting = [s for s in self._final.values() if not s.target and s.name == macro.name]
         if setting.value == Macro(gin_files.REQUIRED):
             self.missing[macro.name] = wanted_by
-        else:
-            # Gin evaluates the value of a macro in a scope of the macro's name.
-            self.visit(setting.value, (macro.name,), wanted_by or macro.name)
+            return 0
+        # Gin evaluates the value of a macro in a scope of the macro's name.
+        count = self.visit(setting.value, (macro.name,), wanted_by or macro.name)
+        self._macros[macro.name] = count
+        return count
 
-    def _visit_target(self, target: Target, scope: tuple[str, ...], *, is_root: bool) -> None:
+    def _visit_target(self, target: Target, scope: tuple[str, ...], is_root: bool) -> int:
         if (scope, target) in self.reached:
-            return
-        self.reached[scope, target] = None
+            return self.reached[scope, target]
+        self.reached[scope, target] = 0
         bound = self.bound(target, scope)
         prefix = f"{'/'.join(scope)}/" if scope else ""
-        for setting in bound.values():
-            self.visit(setting.value, scope, setting.name)
+        count = sum(self.visit(s.value, scope, s.name) for s in bound.values())
+        self.reached[scope, target] = count
         for name, parameter in (parameters(target) or {}).items():
             supplied = is_root and name in self._supplied
             if parameter.default is inspect.Parameter.empty and name not in bound and not supplied:
                 shown = prefix if prefix.rstrip("/") not in self.used_macros else ""
                 self.missing[f"{shown}{target}.{name}"] = ""
+        return count
 
 
 def ineffective(final: Mapping[Any, Setting], walk: Walk) -> Iterator[str]:
@@ -338,18 +407,18 @@ def typed(final: Mapping[Any, Setting]) -> Iterator[gin_types.Typed]:
 
 
 def _resolved(
-    value: Any, location: Location, macros: Mapping[str, Setting]
+    value: Any, location: Location, macros: Mapping[str, Setting], inside: tuple[str, ...] = ()
 ) -> tuple[Any, Location]:
     """Returns a value with its macros replaced, and where it stands: the last macro, if it is one.
 
     Macros that are not known, or lead in a circle, stay; others tell of these.
     """
-    if isinstance(value, Macro) and value.name in macros:
+    if isinstance(value, Macro) and value.name in macros and value.name not in inside:
         setting = macros[value.name]
-        rest = {name: other for name, other in macros.items() if name != value.name}
-        return _resolved(setting.value, setting.location, rest)
+        return _resolved(setting.value, setting.location, macros, (*inside, value.name))
     if isinstance(value, dict):
-        return {k: _resolved(v, location, macros)[0] for k, v in value.items()}, location
+        return {k: _resolved(v, location, macros, inside)[0] for k, v in value.items()}, location
     if isinstance(value, (list, tuple)):
-        return type(value)(_resolved(item, location, macros)[0] for item in value), location
+        items = (_resolved(item, location, macros, inside)[0] for item in value)
+        return type(value)(items), location
     return value, location

@@ -1,10 +1,12 @@
 """Finds and reads gin files: the statements they hold, each with its file and line.
 
 Reading imports no module that a file names, so that mistakes in files are reported at once.
-`gin_config` checks what was read and hands it to gin.
+`gin_config` checks what was read and hands it to gin. What is read may come from anybody, so it is
+bounded: far beyond what anyone writes, and far below what a computer cannot hold.
 """
 
 import dataclasses
+import os
 import pathlib
 import re
 import tokenize
@@ -22,13 +24,40 @@ REQUIRED = "gin.REQUIRED"
 DYNAMIC_REGISTRATION = "__gin__.dynamic_registration"
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 
+MOST_BYTES = 2**20  # Of one file.
+MOST_STATEMENTS = 5_000  # Of all files.
+MOST_INCLUDES = 20  # In one another.
+MOST_NESTING = 40  # Of lists, macros and objects in one another.
+_MOST_FILES = 200
+_LONGEST_NAME = 500
+_MOST_PARTS = 30  # Of a name, its scopes counted in.
+
+_MODEL_FILES = (
+    "config.gin",
+    "convt5.json",
+    "metrics.jsonl",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "sweep.json",
+)
+"""Any of these makes a folder that of a model, and all that lies below it."""
+_BESIDE_MODELS = (*_MODEL_FILES, "cache.json", "checkpoints", "conversion.txt", "summary.json")
+"""Any of these shows that what lies beside it may have come with a model."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Location:
-    """Where a statement stands."""
+    """Where a statement stands.
+
+    Attributes:
+        source: the file, or how else it was given.
+        line: in the file; 0 elsewhere.
+        is_own: whether the user wrote it; False for a file that came with a model.
+    """
 
     source: str
     line: int = 0
+    is_own: bool = True
 
     def __str__(self) -> str:
         return f"{self.source}:{self.line}" if self.line else self.source
@@ -102,15 +131,39 @@ Statement = Import | Binding | Include
 
 @dataclasses.dataclass(frozen=True)
 class GinFile:
-    """One file: how it was named, where it is, and what it says."""
+    """One file: how it was named, where it is, what it says, and whether the user wrote it."""
 
     name: str
     path: pathlib.Path
     statements: tuple[Statement, ...]
+    is_own: bool
 
     @property
     def is_model(self) -> bool:
         return any(isinstance(s, Binding) and s.name == MODEL_MARKER for s in self.statements)
+
+
+def model_folder(folder: pathlib.Path) -> pathlib.Path | None:
+    """Returns the nearest folder of a model that a folder is or lies in, if there is one."""
+    around = (folder, *folder.parents)
+    return next((f for f in around if any(_exists(f / name) for name in _MODEL_FILES)), None)
+
+
+def came_with_model(file: pathlib.Path) -> bool:
+    """Whether a file lies in a run directory or beside an exported model, by any of its names.
+
+    Such a file may be anybody's: models are copied with all that lies around them.
+    """
+    for path in (pathlib.Path(os.path.abspath(file)), file.resolve()):
+        if any(_exists(path.parent / name) for name in _BESIDE_MODELS):
+            return True
+        if model_folder(path.parent) is not None:
+            return True
+    return False
+
+
+def _exists(path: pathlib.Path) -> bool:
+    return os.path.lexists(path)
 
 
 def is_required(statements: Iterable[Any], macro: str) -> bool:
@@ -126,54 +179,116 @@ def read_all(names: Sequence[str]) -> list[Import | Binding]:
     another one includes, so that a run's own settings still come after it and nothing of the
     replaced model remains. Elsewhere later statements override earlier ones, as gin does.
 
+    A file that came with a model, and what such a file includes, has statements whose location is
+    not `is_own`.
+
     Raises:
-        UserError: a file is missing, cannot be parsed, or includes itself; all are listed.
+        UserError: a file is missing, cannot be parsed, includes itself, or is larger than anyone
+            writes; all are listed.
     """
-    faults: list[str] = []
-    files = [file for name in names if (file := _read(name, None, faults))]
+    reader = _Reader()
+    files = [file for name in names if (file := reader.read(name, None))]
     models = [file for file in files if file.is_model]
     if len(models) > 1:
-        faults.append(
+        reader.faults.append(
             f"{' and '.join(file.name for file in models)} are all model files (each binds "
             f"{MODEL_MARKER}), but a run has one model; give one of them."
         )
-    errors.raise_all(faults, where="configuration")
+    errors.raise_all(reader.faults, where="configuration")
     model = models[0] if models else None
-    used: set[pathlib.Path] = set()
-    statements = list(_expand(files, model, (), used, faults))
-    if model and model.path not in used:
-        statements = [*_expand([model], None, (), used, faults), *statements]
-    errors.raise_all(faults, where="configuration")
+    statements = list(reader.expand(files, model, ()))
+    if model and model.path not in reader.used:
+        statements = [*reader.expand([model], None, ()), *statements]
+    errors.raise_all(reader.faults, where="configuration")
     return statements
 
 
-def _expand(
-    files: Iterable[GinFile],
-    model: GinFile | None,
-    parents: tuple[pathlib.Path, ...],
-    used: set[pathlib.Path],
-    faults: list[str],
-) -> Iterator[Import | Binding]:
-    for file in files:
-        if not parents and file is model:
-            continue  # It stands where a run file includes a model, or before all others.
-        used.add(file.path)
-        chain = (*parents, file.path)
-        for statement in file.statements:
-            if not isinstance(statement, Include):
-                yield statement
-                continue
-            included = _read(statement.path, statement.location, faults, beside=file.path.parent)
-            if included is None:
-                continue
-            if included.path in chain:
-                faults.append(f"{statement.location}: {statement.path} includes itself.")
-                continue
-            inside = model
-            if model and included.is_model:
-                # What the chosen model includes itself is part of it.
-                included, inside = model, None
-            yield from _expand([included], inside, chain, used, faults)
+class _Reader:
+    """Reads files and what they include, and counts what it has read."""
+
+    def __init__(self):
+        self.faults: list[str] = []
+        self.used: set[pathlib.Path] = set()
+        self._num_files = 0
+        self._num_statements = 0
+
+    def expand(
+        self, files: Iterable[GinFile], model: GinFile | None, parents: tuple[pathlib.Path, ...]
+    ) -> Iterator[Import | Binding]:
+        for file in files:
+            if not parents and file is model:
+                continue  # It stands where a run file includes a model, or before all others.
+            self.used.add(file.path)
+            chain = (*parents, file.path)
+            for statement in file.statements:
+                if not isinstance(statement, Include):
+                    yield statement
+                    continue
+                included = self.read(statement.path, statement.location, inside=file)
+                if included is None:
+                    continue
+                if included.path in chain:
+                    self.faults.append(f"{statement.location}: {statement.path} includes itself.")
+                    continue
+                if len(chain) > MOST_INCLUDES:
+                    raise _too_many(statement.location, f"{MOST_INCLUDES} files in one another")
+                inside = model
+                if model and included.is_model:
+                    # What the chosen model includes itself is part of it.
+                    included, inside = model, None
+                yield from self.expand([included], inside, chain)
+
+    def read(
+        self, name: str, where: Location | None, inside: GinFile | None = None
+    ) -> GinFile | None:
+        found = _find(name, inside.path.parent if inside else None)
+        prefix = f"{where}: " if where else ""
+        if found is None:
+            self.faults.append(f"{prefix}gin file {name!r} {_missing(name)}")
+            return None
+        self._num_files += 1
+        if self._num_files > _MOST_FILES:
+            raise _too_many(where or name, f"{_MOST_FILES} files")
+        is_own = (inside is None or inside.is_own) and not came_with_model(found)
+        try:
+            statements = tuple(_parse_text(_text(found), name=name, is_own=is_own))
+        except (SyntaxError, tokenize.TokenError, ValueError, RecursionError, MemoryError) as error:
+            self.faults.append(f"{Location(name, _line(error))}: {_reason(error)}")
+            return None
+        except OSError as error:
+            self.faults.append(f"{prefix}gin file {name!r} cannot be read: {error.strerror}.")
+            return None
+        self._num_statements += len(statements)
+        if self._num_statements > MOST_STATEMENTS:
+            raise _too_many(where or name, f"{MOST_STATEMENTS:,} statements")
+        return GinFile(name, found.resolve(), statements, is_own)
+
+
+def _too_many(where: Location | str, what: str) -> errors.UserError:
+    return errors.UserError(
+        f"configuration: {where}: more than {what}, what is included counted in; no configuration "
+        "needs so many."
+    )
+
+
+def _text(path: pathlib.Path) -> str:
+    """Returns what a file holds, unless it is larger than any configuration."""
+    # Some files look ordinary and would make us wait, such as /proc/kmsg.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise TooLargeError(
+            f"the file has more than {MOST_BYTES:,} bytes, and no gin file needs them"
+        )
+    return content.decode("utf-8-sig")  # Some editors begin files with a mark.
+
+
+class TooLargeError(ValueError):
+    """Something that no configuration needs; `lineno` is the line, where it is known."""
+
+    def __init__(self, message: str, lineno: int = 0):
+        super().__init__(message)
+        self.lineno = lineno
 
 
 def roots() -> list[pathlib.Path]:
@@ -188,7 +303,7 @@ def parse_value(text: str) -> Any:
     try:
         # A file in which the value stands alone: trailing words are an error too.
         (binding,) = _parse_text(f"VALUE = {text}\n", name="value")
-    except (SyntaxError, tokenize.TokenError, ValueError) as error:
+    except (SyntaxError, tokenize.TokenError, ValueError, RecursionError, MemoryError) as error:
         raise SyntaxError(_reason(error)) from None
     if not isinstance(binding, Binding):
         raise SyntaxError(f"{text!r} is no value")
@@ -202,39 +317,21 @@ def parse_key(text: str) -> tuple[str, str, str]:
     return binding.scope, binding.selector, binding.parameter
 
 
-def _read(
-    name: str, where: Location | None, faults: list[str], beside: pathlib.Path | None = None
-) -> GinFile | None:
-    path = _find(name, beside)
-    prefix = f"{where}: " if where else ""
-    if path is None:
-        faults.append(f"{prefix}gin file {name!r} {_missing(name)}")
-        return None
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # Some editors begin files with a mark.
-        return GinFile(name, path, tuple(_parse_text(text, name=name)))
-    except (SyntaxError, tokenize.TokenError, ValueError) as error:
-        line = _line(error)
-        faults.append(f"{Location(name, line)}: {_reason(error)}")
-    except OSError as error:
-        faults.append(f"{prefix}gin file {name!r} cannot be read: {error.strerror}.")
-    return None
-
-
 def _find(name: str, beside: pathlib.Path | None) -> pathlib.Path | None:
-    path = pathlib.Path(name).expanduser()
+    """Returns the path by which a file is found, symbolic links as they are."""
+    path = pathlib.Path(os.path.expanduser(name))
     folders = [pathlib.Path.cwd(), *([beside] if beside else []), *roots()[1:]]
     candidates = [path] if path.is_absolute() else [folder / path for folder in folders]
-    return next((p.resolve() for p in candidates if p.is_file()), None)
+    return next((p for p in candidates if os.path.isfile(p)), None)
 
 
 def _missing(name: str) -> str:
     """Says where a file was looked for, and which existing ones have similar names."""
-    path = pathlib.Path(name).expanduser()
-    if path.exists():
+    path = pathlib.Path(os.path.expanduser(name))
+    if os.path.exists(path):
         return "is no file; name a file in it." if path.is_dir() else "is no ordinary file."
     if path.is_absolute():
-        existing = sorted(str(p) for p in path.parent.glob("*.gin"))
+        existing = sorted(map(str, _glob(path.parent, "*.gin")))
         places = "there"
     else:
         existing = sorted(
@@ -273,20 +370,52 @@ class _Values(config_parser.ParserDelegate):
         return Macro(macro_name)
 
 
-def _parse_text(text: str, *, name: str) -> Iterator[Statement]:
+def _parse_text(text: str, *, name: str, is_own: bool = True) -> Iterator[Statement]:
     for statement in config_parser.ConfigParser(text, _Values()):
-        location = Location(name, statement.location.line_num)
+        location = Location(name, statement.location.line_num, is_own)
         if isinstance(statement, config_parser.ImportStatement):
-            yield Import(statement.format(), statement.module, statement.bound_name(), location)
+            found: Statement = Import(
+                statement.format(), statement.module, statement.bound_name(), location
+            )
+            _check_names([found.module, found.name], location.line)
         elif isinstance(statement, config_parser.IncludeStatement):
-            yield Include(statement.filename, location)
+            found = Include(statement.filename, location)
         elif isinstance(statement, config_parser.BindingStatement):
-            yield Binding(
+            found = Binding(
                 statement.scope,
                 statement.selector,
                 statement.arg_name or "",
                 statement.value,
                 location,
+            )
+            _check_names([found.name, *_names(found.value, location.line)], location.line)
+        else:
+            continue  # The head of a block, whose bindings come one by one.
+        yield found
+
+
+def _names(value: Any, line: int, depth: int = 0) -> Iterator[str]:
+    """Yields what a value refers to."""
+    if depth > MOST_NESTING:
+        raise TooLargeError(f"more than {MOST_NESTING} lists in one another", line)
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _names(item, line, depth + 1)
+    elif isinstance(value, Reference):
+        yield "/".join((*value.scopes, value.selector))
+    elif isinstance(value, Macro):
+        yield value.name
+
+
+def _check_names(names: Iterable[str], line: int) -> None:
+    for name in names:
+        if len(name) > _LONGEST_NAME or name.count("/") + name.count(".") > _MOST_PARTS:
+            raise TooLargeError(
+                f"a name of more than {_LONGEST_NAME} letters or {_MOST_PARTS} parts, {name[:40]!r}"
+                "...",
+                line,
             )
 
 
@@ -295,7 +424,7 @@ def _line(error: Exception) -> int:
         return error.lineno or 0
     if isinstance(error, tokenize.TokenError):
         return error.args[1][0]
-    return 0
+    return error.lineno if isinstance(error, TooLargeError) else 0
 
 
 def _reason(error: Exception) -> str:
@@ -303,6 +432,8 @@ def _reason(error: Exception) -> str:
         return "a bracket or a quote is opened and never closed."
     if isinstance(error, UnicodeDecodeError):
         return "the file is no UTF-8 text."
+    if isinstance(error, (RecursionError, MemoryError)):
+        return "lists or signs in one another, too deep to be read."
     if not isinstance(error, SyntaxError):
         return f"{error}."
     line = (error.text or "").strip()

@@ -99,7 +99,9 @@ def main(argv: Sequence[str]) -> int:
     from convt5.evaluation import run_settings
 
     arguments = command_line.parse(COMMAND, argv)
-    settings = run_settings.read(None, arguments.gin_files, arguments.gin_bindings).evaluate
+    settings = run_settings.read(
+        None, arguments.gin_files, arguments.gin_bindings, trust=arguments.trust
+    ).evaluate
     if not settings.tasks:
         raise errors.UserError(
             f"{' '.join(arguments.gin_files)} sets no evaluation.EvalConfig.tasks; give a file of "

@@ -282,6 +282,7 @@ def load_predictor(
     step: int | str = "latest",
     vocabulary: str | None = None,
     ema: bool = False,
+    trust: Sequence[str] = (),
     **settings: Any,
 ) -> Predictor:
     """Returns what `python -m convt5.infer` predicts with: a model with its vocabulary and lengths.
@@ -291,6 +292,8 @@ def load_predictor(
         step: which checkpoint of a run: "latest", "best" or a number.
         vocabulary: a SentencePiece .model file, or "bytes"; None takes the one of the model.
         ema: takes the average over the updates, where the run kept one.
+        trust: modules that the run's settings may import, such as ["my_tasks"]; others than
+            convt5's are refused, as importing runs code.
         **settings: of `PredictConfig`, such as strategy=BeamSearch(beam_size=4); others are those
             of the run.
 
@@ -312,7 +315,7 @@ def load_predictor(
         ],
         where="load_predictor",
     )
-    run = run_settings.read_for_text(str(name), vocabulary=vocabulary)
+    run = run_settings.read_for_text(str(name), vocabulary=vocabulary, trust=trust)
     features = run_settings.text_features(vocabulary or str(name), run)
     model_config = checkpoints.model_config(found[0])
     config = dataclasses.replace(run.predict, **settings)

@@ -13,6 +13,7 @@ from etils import epath
 
 from convt5 import errors, gin_config, vocabulary_files
 from convt5.configuration import gin_files
+from convt5.configuration.trust import Untrusted, named_by_own
 from convt5.evaluation.settings import EvalConfig, PredictConfig
 from convt5.runtime import quiet_imports
 from convt5.training.run_directory import CONFIG_FILE
@@ -67,6 +68,7 @@ def read(
     bindings: Sequence[str] = (),
     *,
     needs_data: bool = True,
+    trust: Sequence[str] = (),
 ) -> RunSettings:
     """Returns the settings of a run and of what is done with it.
 
@@ -77,9 +79,11 @@ def read(
         bindings: `NAME=VALUE` as given to `--gin.NAME=VALUE`.
         needs_data: whether a run whose data is gone is an error. It is left out otherwise, and so
             it is where the settings name tasks to evaluate.
+        trust: modules that the run's settings may import and name, beside convt5's.
 
     Raises:
-        UserError: what `gin_config.load` raises.
+        Untrusted: the run's settings name what could run code, and nobody has trusted it.
+        UserError: what else `gin_config.load` raises.
     """
     statements = gin_files.read_all(files)
     bound = [s for s in statements if isinstance(s, gin_files.Binding)]
@@ -88,7 +92,9 @@ def read(
     trained_on = None
     if own is not None and not is_run:
         if files:
-            trained_on = functools.partial(_data_of_run, str(own))
+            # What the user's own files import is trusted here as well.
+            trusted = (*trust, *named_by_own(statements))
+            trained_on = functools.partial(_data_of_run, str(own), trusted)
         files, is_run = [str(own), *files], True
     roots = ["@convt5.evaluation.PredictConfig", "@convt5.evaluation.EvalConfig"]
     if is_run:
@@ -99,7 +105,7 @@ def read(
         names = ("RUN_DIR", *(["VOCABULARY"] if kept else []))
         missing = [name for name in names if gin_files.is_required(statements, name)]
         bindings = [f"{name}={os.path.expanduser(checkpoint)!r}" for name in missing] + [*bindings]
-    config = gin_config.load(files, bindings, roots=roots, supplied=["config_text"])
+    config = gin_config.load(files, bindings, roots=roots, supplied=["config_text"], trusted=trust)
     evaluate = EvalConfig(**config.arguments(EvalConfig))
     train: Mapping[str, Any] = {}
     if is_run:
@@ -121,6 +127,7 @@ def read_for_text(
     bindings: Sequence[str] = (),
     *,
     vocabulary: str | None = None,
+    trust: Sequence[str] = (),
 ) -> RunSettings:
     """Returns what `read` does, for texts that are given rather than read from the run's data.
 
@@ -130,9 +137,10 @@ def read_for_text(
     kept = vocabulary_files.load(checkpoint) if checkpoint else None
     knows_text = bool(vocabulary or kept)
     try:
-        return read(checkpoint, files, bindings, needs_data=not knows_text)
+        return read(checkpoint, files, bindings, needs_data=not knows_text, trust=trust)
     except errors.UserError as error:
-        if not knows_text or files or bindings:
+        is_refused = isinstance(error, Untrusted) and not (error.missing and vocabulary)
+        if not knows_text or files or bindings or is_refused:
             raise
         print(f"the run's settings are left out: {error}", file=sys.stderr)
         return RunSettings.unknown(kept)
@@ -142,39 +150,55 @@ def _data(train: Mapping[str, Any]) -> Any:
     return train.get("eval_data") or train.get("train_data")
 
 
-def _data_of_run(config_gin: str) -> Any:
+def _data_of_run(config_gin: str, trust: Sequence[str]) -> Any:
     from convt5 import trainer
 
     config = gin_config.load(
-        [config_gin], roots=["@convt5.trainer.train"], supplied=["config_text"]
+        [config_gin],
+        roots=["@convt5.trainer.train"],
+        supplied=["config_text"],
+        trusted=trust,
     )
     return _data(config.arguments(trainer.train))
 
 
 def config_file(checkpoint: epath.PathLike) -> epath.Path | None:
-    """Returns the config.gin of the run that `checkpoint` is or lies in, if there is one."""
-    folder = epath.Path(os.path.expanduser(checkpoint))
-    for candidate in (folder, folder.parent, folder.parent.parent):
-        if (candidate / CONFIG_FILE).exists():
-            return candidate / CONFIG_FILE
-    return None
+    """Returns the config.gin of the run that `checkpoint` is or lies in, if there is one.
+
+    Only RUN, RUN/checkpoints and RUN/checkpoints/STEP belong to RUN: what lies in any other folder
+    above a model, such as /tmp/config.gin, may be anybody's.
+    """
+    folder = epath.Path(os.path.abspath(os.path.expanduser(checkpoint)))
+    run = folder
+    for inside in (folder, folder.parent):
+        if inside.name == "checkpoints" and not (folder / CONFIG_FILE).exists():
+            run = inside.parent
+            break
+    return run / CONFIG_FILE if (run / CONFIG_FILE).exists() else None
 
 
-def load_vocabulary(source: epath.PathLike) -> Any:
+def load_vocabulary(source: epath.PathLike, *, trust: Sequence[str] = ()) -> Any:
     """Returns a vocabulary of inputs: of a model's folder, of a SentencePiece file, or "bytes".
+
+    Args:
+        source: which of them.
+        trust: modules that a run's settings may import, beside convt5's.
 
     Raises:
         UserError: nothing there that names a vocabulary.
     """
-    return text_features(str(source)).inputs
+    return text_features(str(source), trust=trust).inputs
 
 
-def text_features(source: str, settings: RunSettings | None = None) -> TextFeatures:
+def text_features(
+    source: str, settings: RunSettings | None = None, *, trust: Sequence[str] = ()
+) -> TextFeatures:
     """Returns the vocabularies of a model, of a SentencePiece file, or of "bytes".
 
     Args:
         source: which of them.
         settings: of the run, where they have been read.
+        trust: as of `read`, where they have not.
     """
     with quiet_imports.without_tensorflow_chatter():
         from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
@@ -187,7 +211,8 @@ def text_features(source: str, settings: RunSettings | None = None) -> TextFeatu
     found = vocabulary_files.load_features(source)
     if found is None:
         if settings is None:
-            settings = read(source) if config_file(source) else RunSettings.unknown()
+            has_run = config_file(source) is not None
+            settings = read(source, trust=trust) if has_run else RunSettings.unknown()
         found = _features_of_data(settings)
     if found is None:
         raise errors.UserError(

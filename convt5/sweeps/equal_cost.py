@@ -23,6 +23,8 @@ class Described(Protocol):
     def gin_files(self) -> tuple[str, ...]: ...
     @property
     def bindings(self) -> tuple[str, ...]: ...
+    @property
+    def trust(self) -> tuple[str, ...]: ...
 
 
 class Sized(NamedTuple):
@@ -91,7 +93,7 @@ class Pairing:
         by = self.quantity(point.labels)
         if by is None or point.labels[self.axis] == self.reference:
             return {}
-        own, other = (described(p.gin_files, p.bindings) for p in (point, reference))
+        own, other = (described(p.gin_files, p.bindings, p.trust) for p in (point, reference))
         check_models(own.model, other.model)
         found = pair(
             own.model,
@@ -108,7 +110,9 @@ class Pairing:
         }
 
 
-def described(gin_files: Sequence[str], bindings: Sequence[str]) -> Sized:
+def described(
+    gin_files: Sequence[str], bindings: Sequence[str], trust: Sequence[str] = ()
+) -> Sized:
     """Returns the model and the settings of a run.
 
     Raises:
@@ -116,11 +120,14 @@ def described(gin_files: Sequence[str], bindings: Sequence[str]) -> Sized:
     """
     # Neither decides anything here.
     idle = ("trainer.train.run_dir=", "trainer.train.seed=")
-    return _described(tuple(gin_files), tuple(b for b in bindings if not b.startswith(idle)))
+    kept = tuple(b for b in bindings if not b.startswith(idle))
+    return _described(tuple(gin_files), kept, tuple(trust))
 
 
 @functools.cache
-def _described(gin_files: tuple[str, ...], bindings: tuple[str, ...]) -> Sized:
+def _described(
+    gin_files: tuple[str, ...], bindings: tuple[str, ...], trust: tuple[str, ...]
+) -> Sized:
     from convt5 import gin_config, trainer
 
     config = gin_config.load(
@@ -128,6 +135,7 @@ def _described(gin_files: tuple[str, ...], bindings: tuple[str, ...]) -> Sized:
         [*bindings, "trainer.train.run_dir='unused'"],
         roots=["@trainer.train"],
         supplied=["config_text"],
+        trusted=trust,
     )
     settings = config.arguments(trainer.train)
     return Sized(settings["model"], settings)

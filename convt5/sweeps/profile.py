@@ -172,7 +172,7 @@ def _cost(runs: Sequence[Made]) -> Cost:
         cpu_seconds=_mean_last(runs, "train_cpu_seconds"),
     )
     try:
-        run = described(point.gin_files, point.bindings)
+        run = described(point.gin_files, point.bindings, point.trust)
     except errors.UserError as error:
         return taken._replace(fault=str(error))
     if isinstance(run.model, ViTConfig):

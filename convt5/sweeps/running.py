@@ -83,6 +83,7 @@ def _check_configuration(run: Made, name: str) -> None:
             _bindings(run),
             roots=["@trainer.train"],
             supplied=["config_text"],
+            trusted=run.point.trust,
         )
         config.arguments(trainer.train)
     except errors.UserError as error:
@@ -309,6 +310,7 @@ def _run(study: Study, made: Made, launch: Launch) -> Made:
     _write(made, "started")
     arguments = [f"--gin_file={name}" for name in made.point.gin_files]
     arguments += [f"--gin.{binding}" for binding in _bindings(made)]
+    arguments += [f"--trust={module}" for module in made.point.trust]
     log = made.folder / LOG_FILE
     length = log.stat().st_size if log.exists() else 0  # Of what attempts before this one said.
     code = launch(arguments, log)

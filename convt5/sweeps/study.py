@@ -31,12 +31,14 @@ class Point(NamedTuple):
         gin_files: of the run, in order.
         bindings: NAME=VALUE as after `--gin.`.
         first: the run from whose last parameters it starts; None for none.
+        trust: modules that files which came with a model may name; no setting of the run.
     """
 
     labels: dict[str, str]
     gin_files: tuple[str, ...]
     bindings: tuple[str, ...]
     first: "Point | None" = None
+    trust: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -121,6 +123,8 @@ class Study:
         pairing: gives the models of an axis equal costs; None leaves them as they are.
         first_stage: settings of a run before each, from whose last parameters it starts: those of
             the run but for these. Runs whose first stages are equal share one. Empty for none.
+        trust: modules that files which came with a model may name: those of `--trust`, whatever a
+            gin file says.
     """
 
     output_dir: str
@@ -136,6 +140,7 @@ class Study:
     over: str | None = None
     pairing: Pairing | None = None
     first_stage: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    trust: Sequence[str] = ()
 
     def __post_init__(self):
         faults = [
@@ -264,6 +269,7 @@ class Study:
             labels | {SEED: str(seed)},
             tuple(files),
             tuple(f"{name}={_gin_text(value)}" for name, value in settings.items()),
+            trust=tuple(self.trust),
         )
 
 

@@ -1,0 +1,267 @@
+"""What a settings file may name: convt5's own settings, and modules that the user named.
+
+To import a module is to run it, and a reference calls what it names. Files that came with a model
+are therefore data: they may name the settings listed here. A gin file of the user's own may name
+anything, as a program may.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import pathlib
+import re
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from convt5 import errors
+from convt5.configuration import gin_files
+from convt5.configuration.gin_files import Import, Location
+from convt5.configuration.gin_names import ResolvedReference, Setting, Target, flatten
+
+FLAG = "trust"
+
+FUNCTIONS = frozenset(
+    f"convt5.{name}"
+    for name in (
+        "gin_config.folder",
+        "tasks.classification.classification_task",
+        "tasks.classification.paper_task",
+        "tasks.classification.text_classification",
+        "tasks.cogs.cogs",
+        "tasks.cogs.exact_match",
+        "tasks.denoising.prefix_lm",
+        "tasks.denoising.ul2",
+        "tasks.metrics.accuracy",
+        "tasks.metrics.binary_f1",
+        "tasks.metrics.exact_match",
+        "tasks.metrics.exact_match_by_category",
+        "tasks.metrics.invalid",
+        "tasks.metrics.macro_f1",
+        "tasks.metrics.rank_classification",
+        "tasks.metrics.squad",
+        "tasks.pretraining.c4_span_corruption",
+        "tasks.pretraining.pydoc_span_corruption",
+        "tasks.pretraining.span_corruption_task",
+        "tasks.pretraining.text_span_corruption",
+        "tasks.squad.squad",
+        "tasks.synthetic.associative_recall",
+        "tasks.synthetic.gap_copy",
+        "tasks.synthetic.gap_reverse",
+        "tasks.synthetic.listops",
+        "tasks.synthetic.lookback",
+        "tasks.vocabularies.characters",
+        "tasks.vocabularies.named",
+        "tasks.vocabularies.published_t5",
+        "tasks.vocabularies.sentencepiece",
+        "vision.placement.rules",
+    )
+)
+"""Functions that return tasks, vocabularies and other values, and do nothing else."""
+
+CLASSES = frozenset(
+    f"convt5.tasks.{name}"
+    for name in (
+        "sources.EmbeddedTextSource",
+        "sources.PreparedTfdsSource",
+        "sources.TextFilesSource",
+        "tables.TableSource",
+    )
+)
+"""Beside the descriptions: frozen dataclasses and named tuples, which only hold what they get."""
+
+PROGRAMS = frozenset({"convt5.trainer.train"})
+"""What commands call: their arguments may be set, and no file has them called."""
+
+_DEFINED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+"""What knows the module of its definition; other objects were made where they are found."""
+
+
+class Untrusted(errors.UserError):
+    """A file that came with a model names what could run code.
+
+    Args:
+        message: for the user.
+        missing: whether it names nothing but modules that are not here.
+    """
+
+    def __init__(self, message: str, *, missing: bool = False):
+        super().__init__(message)
+        self.missing = missing
+
+
+class Trust:
+    """The modules beside convt5 that may run.
+
+    Args:
+        named: by the user, with `--trust` or `trust=`.
+        imports: of all files; what the user's own files import is trusted too.
+
+    Raises:
+        UserError: a name that can be none of a module.
+    """
+
+    def __init__(self, named: Sequence[str], imports: Iterable[Import]):
+        wrong = [name for name in named if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", name)]
+        if isinstance(named, str) or wrong:
+            raise errors.UserError(
+                f"{FLAG}={named if isinstance(named, str) else wrong[0]!r} must name a module, "
+                f"such as --{FLAG}=my_tasks; in Python it is a list, {FLAG}=['my_tasks']."
+            )
+        self._modules = tuple(dict.fromkeys((*named, *named_by_own(imports))))
+
+    def check_imports(self, imports: Iterable[Import]) -> None:
+        """Raises `Untrusted` for imports that must not be carried out; imports nothing."""
+        refused = [
+            s
+            for s in imports
+            if not (s.location.is_own or is_convt5(s.module) or self._trusts(s.module))
+        ]
+        if refused:
+            modules = list(dict.fromkeys(s.module for s in refused))
+            absent = [m for m in modules if _places(m) is None]
+            lines = "\n".join(errors.shortened([f"- {s.location}: {s.text}" for s in refused]))
+            them = "them" if len(modules) > 1 else "it"
+            message = (
+                "configuration: to import a module is to run it, and settings that come with a "
+                f"model may import convt5 alone:\n{lines}\n"
+                f"If you know what is in {' and '.join(modules)}, name {them}: "
+                f"--{FLAG}={','.join(modules)} ({FLAG}={modules!r} in Python), or import {them} "
+                "in a gin file of your own."
+            )
+            if absent:
+                message += (
+                    f" Here is no module {' and none of '.join(absent)}: install its package, or "
+                    "name the folder that it lies in, PYTHONPATH=FOLDER before the command."
+                )
+            raise Untrusted(message, missing=absent == modules)
+        for statement in imports:
+            if not (statement.location.is_own or is_convt5(statement.module)):
+                self._check_place(statement)
+
+    def check_targets(self, settings: Iterable[Setting]) -> None:
+        """Raises `Untrusted` for names in files that came with a model, and stand for no setting.
+
+        What they name is looked at and not called. Its module has been imported by now.
+        """
+        refused = [
+            fault
+            for setting in settings
+            if not setting.location.is_own
+            for fault in self._refused(setting)
+        ]
+        if refused:
+            raise Untrusted("configuration: " + "\n".join(errors.shortened(refused)))
+
+    def _refused(self, setting: Setting) -> Iterator[str]:
+        if setting.target is not None and not self._may_bind(setting.target):
+            yield self._fault(setting.target, setting.location)
+        for value in flatten(setting.value):
+            if isinstance(value, ResolvedReference) and not self._may_call(value.target):
+                yield self._fault(value.target, setting.location)
+
+    def _fault(self, target: Target, location: Location) -> str:
+        found = _found(target)
+        module = getattr(found, "__module__", None) if isinstance(found, _DEFINED) else None
+        module = module or target.module
+        name = f"{target} ({module})" if module != target.module else str(target)
+        return (
+            f"{location}: {name} is no setting of convt5, and settings that come with a model may "
+            f"name no other code. If you know what it does, name its module: --{FLAG}={module} "
+            f"({FLAG}=[{module!r}] in Python)."
+        )
+
+    def _may_bind(self, target: Target) -> bool:
+        return _full_name(_found(target)) in PROGRAMS or self._may_call(target)
+
+    def _may_call(self, target: Target) -> bool:
+        if is_convt5(target.module) and not self._trusts(target.module):
+            return is_setting(_found(target))
+        found = _found(target, within={name.partition(".")[0] for name in self._modules})
+        if found is None or not isinstance(found, _DEFINED):
+            return found is not None
+        return is_setting(found) or self._trusts(found.__module__ or "", whole_package=True)
+
+    def _trusts(self, module: str, *, whole_package: bool = False) -> bool:
+        """Whether a module is one of the trusted ones or in them.
+
+        With `whole_package`, also what these took from elsewhere in their package.
+        """
+        top = module.partition(".")[0]
+        return any(
+            f"{module}.".startswith(f"{name}.")
+            or (whole_package and not is_convt5(module) and name.partition(".")[0] == top)
+            for name in self._modules
+        )
+
+    def _check_place(self, statement: Import) -> None:
+        """Refuses a module of a trusted name that came with the model as well."""
+        for place in _places(statement.module) or ():
+            if model := gin_files.model_folder(pathlib.Path(place).parent):
+                raise Untrusted(
+                    f"{statement.location}: {statement.text}: the module is found at "
+                    f"{place}, in the folder of a model ({model}), so that it may have come with "
+                    "it. Move it elsewhere if it is yours, and name its folder before the command: "
+                    "PYTHONPATH=FOLDER."
+                )
+
+
+def named_by_own(statements: Iterable[Any]) -> list[str]:
+    """Returns the modules beside convt5's that gin files of the user's own import."""
+    imports = (s for s in statements if isinstance(s, Import))
+    return [s.module for s in imports if s.location.is_own and not is_convt5(s.module)]
+
+
+def is_convt5(module: str) -> bool:
+    """Whether a module is convt5's, or the marker that gin files begin with."""
+    return module.partition(".")[0] == "convt5" or module == gin_files.DYNAMIC_REGISTRATION
+
+
+def _places(module: str) -> list[str] | None:
+    """Returns where the package of a module lies; None if there is none. Nothing is imported."""
+    try:
+        spec = importlib.util.find_spec(module.partition(".")[0])
+    except ValueError:  # It was made in this process, and lies nowhere.
+        return []
+    if spec is None:
+        return None
+    found = [*(spec.submodule_search_locations or ()), spec.origin]
+    return [place for place in found if place]
+
+
+def is_setting(value: Any) -> bool:
+    """Whether this is what gin files set: a description of convt5, or one of the listed names."""
+    if not is_convt5(getattr(value, "__module__", None) or ""):
+        return False
+    if isinstance(value, type):
+        holds = dataclasses.is_dataclass(value) and value.__dataclass_params__.frozen  # pyright: ignore[reportAttributeAccessIssue]
+        holds = holds or (issubclass(value, tuple) and hasattr(value, "_fields"))
+        return holds or _full_name(value) in CLASSES
+    return _full_name(value) in FUNCTIONS
+
+
+def _full_name(value: Any) -> str:
+    """Returns where something was defined, whatever name led to it."""
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+
+
+def _found(target: Target, within: Iterable[str] = ()) -> Any:
+    """Returns what a target names; None for nothing, and for what lies behind another module.
+
+    Modules import others, and `module.os.system` is nothing of the module's own.
+
+    Args:
+        target: the name.
+        within: packages whose modules may be passed through.
+    """
+    value: Any = importlib.import_module(target.module)
+    *passed, last = target.attributes.split(".")
+    for name in passed:
+        value = inspect.getattr_static(value, name, None)
+        is_module = inspect.ismodule(value)
+        if not (isinstance(value, type) or is_module):
+            return None
+        if is_module and value.__name__.partition(".")[0] not in within:
+            return None
+    return getattr(value, last, None)
