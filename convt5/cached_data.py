@@ -21,7 +21,7 @@ from convt5 import errors, vocabulary_files
 from convt5.batches.prefetching import rows_per_host
 from convt5.batches.row_order import Passes
 from convt5.configuration import checks
-from convt5.runtime import file_locks
+from convt5.runtime import file_locks, whole_files
 
 _ABOUT_FILE = "cache.json"
 _VOCABULARY_FILE = "vocabulary.model"
@@ -232,7 +232,7 @@ class Writer:
                 f"output_dir={folder} exists; remove it, or name another folder."
             )
         self._folder = folder
-        self._unfinished = folder.parent / f".{folder.name}.unfinished"
+        self._unfinished = whole_files.unfinished(folder, "unfinished")
         self._splits: dict[str, Any] = {}
         self._about: dict[str, Any] = {}
         self._token_type = _LONG
@@ -240,7 +240,7 @@ class Writer:
             self._unfinished.mkdir(parents=True, exist_ok=True)
             self._take()
             for left in self._unfinished.iterdir():
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+                shutil.rmtree(left) if whole_files.kind(left) == "a folder" else left.unlink()
         except OSError as error:
             raise errors.UserError(
                 f"output_dir={folder} cannot be written ({error.strerror}); name another folder."

@@ -6,7 +6,6 @@ one that was killed is redone by the same command.
 
 import contextlib
 import dataclasses
-import hashlib
 import os
 import pathlib
 import shutil
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from convt5 import errors, vocabulary_files
 from convt5.checkpoints import folders
 from convt5.configuration import command_line
+from convt5.runtime import whole_files
 
 if TYPE_CHECKING:
     from convt5.interchange.mapping import Imported
@@ -27,9 +27,6 @@ _ONLY_FOR = {
     "mesh_tf": ("operative_config", "optimizer"),
     "pycls": ("num_heads", "image_size", "stem_strides"),
 }
-
-_LONG_NAME = 200
-"""Bytes of a name to which more cannot be added on every file system."""
 
 COMMAND = command_line.Command(
     name="convert",
@@ -285,9 +282,7 @@ def new_directory(destination: pathlib.Path) -> Iterator[pathlib.Path]:
     """
     from convt5.training import run_directory
 
-    partial = destination.with_name(_incomplete(destination.name))
-    if partial.is_symlink():
-        partial.unlink()  # Nothing is written, or removed, where it leads.
+    partial = whole_files.unfinished(destination, "incomplete")
     with run_directory.hold(partial):
         for left_over in partial.iterdir():
             if left_over.is_dir() and not left_over.is_symlink():
@@ -301,13 +296,6 @@ def new_directory(destination: pathlib.Path) -> Iterator[pathlib.Path]:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-
-
-def _incomplete(name: str) -> str:
-    """Returns the name of a folder until it is complete, which fits where its own does."""
-    if len(os.fsencode(name)) > _LONG_NAME:
-        name = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
-    return f".{name}.incomplete"
 
 
 def _read_mesh_tf(conversion: Conversion) -> tuple["Imported", Callable[..., Any], Any]:

@@ -451,6 +451,11 @@ def _opened_results(
     from convt5.evaluation.results import Results, closing_results
 
     folder = os.path.expanduser(output_dir or found.run_dir / "evaluation")
+    if output_dir is None and os.path.islink(folder):
+        raise errors.UserError(
+            f"{folder} is a link, and nothing in a run directory is written through links; name "
+            "the folder with --output_dir, or remove the link."
+        )
     described = plan.described()
     with closing_results(None if jax.process_index() else Results(folder, described)) as results:
         yield results

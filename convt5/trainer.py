@@ -415,7 +415,7 @@ def _result(
                 name: run_log.json_number(value) if isinstance(value, float) else value
                 for name, value in dataclasses.asdict(result).items()
             }
-            path.write_text(json.dumps(values, indent=2) + "\n")
+            run_directory.replace_text(path, json.dumps(values, indent=2) + "\n")
     return result
 
 

@@ -361,3 +361,20 @@ def test_training_continues_from_an_import(capsys, tmp_path):
     assert json.loads((out / "summary.json").read_text())["step"] == 9
     assert find_checkpoint(out).name == "9"
     assert jax.tree.leaves(convt5.load_model(out))
+
+
+def test_a_name_as_long_as_can_be_is_that_of_an_export(tmp_path):
+    destination = tmp_path / ("x" * 255)
+    with convert.new_directory(destination) as folder:
+        (folder / "file").write_text("")
+    assert [path.name for path in tmp_path.iterdir()] == [destination.name]
+
+
+def test_nothing_is_removed_or_written_behind_a_link_in_the_way_of_a_conversion(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep me")
+    (tmp_path / ".run.incomplete").symlink_to(tmp_path / "mine")
+    with convert.new_directory(tmp_path / "run") as folder:
+        (folder / "file").write_text("")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+    assert (tmp_path / "run" / "file").is_file()

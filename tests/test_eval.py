@@ -584,3 +584,28 @@ def test_results_of_other_settings_count_as_absent(tmp_path):
     assert results.write(outcome, None).name == "model.json"
     assert results.exists("tiny_reviews", "validation", None)
     assert not Results(tmp_path, {"max_length": 7}).exists("tiny_reviews", "validation", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("t/validation/step_1.json", os.mkdir),
+        ("t/validation/step_1.jsonl", os.mkfifo),
+        ("t/validation", lambda path: path.symlink_to("/")),
+        ("t", lambda path: path.write_text("")),
+        ("tensorboard", lambda path: path.symlink_to("nowhere")),
+    ],
+)
+def test_what_is_in_the_way_of_results_is_found_before_anything_is_measured(tmp_path, name, make):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    make(path)
+    with pytest.raises(UserError, match=rf"{name} is a \w+, where a .*--output_dir"):
+        Results(tmp_path, {}).exists("t", "validation", 1)
+
+
+def test_nothing_is_written_where_the_results_of_a_run_are_a_link(run_dir, tmp_path):
+    run = shutil.copytree(run_dir, tmp_path / "run")
+    (run / "evaluation").symlink_to(tmp_path)
+    with pytest.raises(UserError, match=r"evaluation is a link, .*--output_dir"):
+        evaluation.main([f"--checkpoint={run}", "--step=20"])

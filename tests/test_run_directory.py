@@ -8,6 +8,7 @@ import commands
 import pytest
 
 from convt5 import errors
+from convt5.runtime import whole_files
 from convt5.training import run_directory
 
 HOLD_FOREVER = """
@@ -99,7 +100,7 @@ def test_a_new_folder_is_removed_if_nothing_was_written_before_an_error(tmp_path
 def test_a_lock_that_is_no_file_is_named(tmp_path):
     (tmp_path / "run" / "lock").mkdir(parents=True)
     with (
-        pytest.raises(errors.UserError, match="run/lock must be a file that can be written"),
+        pytest.raises(errors.UserError, match="run/lock is a folder where a file must be"),
         run_directory.hold(tmp_path / "run"),
     ):
         pass
@@ -127,3 +128,94 @@ def test_settings_are_written_and_changes_reported(tmp_path):
     assert "first 5 steps" in run_directory.write_config(tmp_path, "a = 2\n", step=5)
     assert (tmp_path / "config.before_step_5.gin").read_text() == "a = 1\n"
     assert (tmp_path / "config.gin").read_text() == "a = 2\n"
+
+
+FILES = ["lock", "config.gin", "metrics.jsonl", "summary.json", "config.before_step_3.gin"]
+FOLDERS = ["checkpoints", "checkpoints/5", "damaged", "replaced/7", "vocabulary", "tensorboard"]
+WRONG = {
+    "link": lambda path, target: path.symlink_to(target),
+    "dangling link": lambda path, target: path.symlink_to(target / "nowhere"),
+    "pipe": lambda path, target: os.mkfifo(path),
+    "folder": lambda path, target: path.mkdir(),
+    "file": lambda path, target: path.write_text("mine"),
+}
+
+
+IN_THE_WAY = [
+    (name, wrong)
+    for names, right in (([*FILES, "vocabulary/inputs.model"], "file"), (FOLDERS, "folder"))
+    for name in names
+    for wrong in WRONG
+    if wrong != right
+]
+
+
+@pytest.mark.parametrize(("name", "wrong"), IN_THE_WAY)
+def test_what_is_in_the_way_is_found_before_anything_begins(tmp_path, name, wrong):
+    path, target = tmp_path / "run" / name, tmp_path / "target"
+    path.parent.mkdir(parents=True)
+    target.mkdir()
+    WRONG[wrong](path, target)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(errors.UserError, match=rf"{name} is a {wrong.split()[-1]} where a f"):
+        run_directory.check(tmp_path / "run")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("wrong", ["dangling link", "pipe", "file"])
+def test_a_run_directory_that_is_something_else_is_refused(tmp_path, wrong):
+    WRONG[wrong](tmp_path / "run", tmp_path)
+    with pytest.raises(errors.UserError, match=rf"run is a {wrong.split()[-1]}.*choose another"):
+        run_directory.check(tmp_path / "run")
+
+
+def test_a_run_directory_may_itself_be_a_link(tmp_path):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "far")
+    with run_directory.hold(tmp_path / "run"):
+        assert (tmp_path / "far" / "lock").is_file()
+
+
+@pytest.mark.parametrize("make", [os.symlink, os.link])
+def test_no_file_is_written_through_a_link(tmp_path, make):
+    (tmp_path / "mine").write_text("mine")
+    make(tmp_path / "mine", tmp_path / "lock")
+    make(tmp_path / "mine", tmp_path / "config.gin")
+    with pytest.raises(errors.UserError, match="lock"), run_directory.hold(tmp_path):
+        pass
+    run_directory.write_config(tmp_path, "a = 1\n", step=0)
+    assert (tmp_path / "config.gin").read_text() == "a = 1\n"
+    assert not (tmp_path / "config.gin").is_symlink()
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_files_that_are_written_have_names_that_nobody_foresees(tmp_path, monkeypatch):
+    path = tmp_path / ("x" * 255)
+    with whole_files.replacing(path) as first, whole_files.replacing(path) as second:
+        assert first != second
+        assert path.name not in first.name
+    monkeypatch.setattr(whole_files.secrets, "token_hex", lambda count: "0" * 16)
+    (tmp_path / f".{'0' * 16}.partial").symlink_to(tmp_path / "mine")
+    with pytest.raises(FileExistsError), whole_files.replacing(path):
+        pass
+    assert not (tmp_path / "mine").exists()
+
+
+def test_what_a_kill_leaves_half_written_is_removed_by_the_next_start(tmp_path):
+    left, other = tmp_path / f".{'0a' * 8}.partial", tmp_path / ".my.partial"
+    left.write_text("")
+    other.write_text("")
+    with run_directory.hold(tmp_path):
+        assert (left.exists(), other.exists()) == (False, True)
+
+
+def write_half(path):
+    with whole_files.replacing(path) as partial:
+        partial.write_text("half")
+        raise errors.UserError("wrong")
+
+
+def test_a_failure_leaves_nothing_half_written(tmp_path):
+    with pytest.raises(errors.UserError):
+        write_half(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []

@@ -174,7 +174,7 @@ def data(tmp_path, words):
 def gin_file(folder, name, *, rows, model, extra=""):
     settings = tiny_run.GIN.format(
         vocab=tiny_run.VOCAB,
-        run_dir=folder / name,
+        run_dir=str(folder / name),
         task="classification.text_classification()",
         encoder_length=20,
         decoder_length=8,

@@ -15,7 +15,7 @@ from etils import epath
 
 from convt5 import errors
 from convt5.checkpoints.record import differences
-from convt5.runtime import file_locks
+from convt5.runtime import file_locks, whole_files
 from convt5.training.run_directory import replace_text
 from convt5.training.run_log import TensorBoard
 
@@ -56,8 +56,14 @@ class Results:
         return self.folder / _file_name(task) / _file_name(split) / f"{name}.json"
 
     def exists(self, task: str, split: str, step: int | None) -> bool:
-        """Whether there are results of the same settings; a damaged file is none."""
-        found = read_object(self.path(task, split, step))
+        """Whether there are results of the same settings; a damaged file is none.
+
+        Raises:
+            UserError: `write` could not write them.
+        """
+        path = self.path(task, split, step)
+        self._check_writable(path)
+        found = read_object(path)
         return found is not None and found.get("settings") == self._settings
 
     def write(self, outcome: Outcome, step: int | None) -> epath.Path:
@@ -88,6 +94,28 @@ class Results:
         if step is not None:
             self._write_tensorboard(outcome, step)
         return path
+
+    def _check_writable(self, path: epath.Path) -> None:
+        """Finds out before anything is measured, which may take hours."""
+        if "://" in str(path):
+            return
+        folders = [self.folder / "tensorboard", path.parent, path.parent.parent]
+        wanted = [(p, "a folder") for p in folders]
+        wanted += [(p, "a file") for p in (path, path.with_suffix(".jsonl"))]
+        faults = [
+            f"{p} is {found}, where {want} must be"
+            for p, want in wanted
+            if (found := whole_files.kind(p)) not in (None, want)
+        ]
+        places = [path.parent, *path.parent.parents]
+        nearest = next(p for p in places if os.path.lexists(p))
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+            faults.append(f"{nearest} is no folder that can be written")
+        if faults:
+            raise errors.UserError(
+                f"output_dir={str(self.folder)!r} must be a folder that can be written, but "
+                f"{'; '.join(faults)}; remove that, or choose another with --output_dir."
+            )
 
     def close(self) -> None:
         if self._tensorboard is not None:

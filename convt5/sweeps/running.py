@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, TextIO, get_args
 from tqdm import tqdm
 
 from convt5 import errors
+from convt5.runtime import whole_files
 from convt5.sweeps.study import Point, Study
 from convt5.training import interruption
 from convt5.training.run_directory import replace_text
@@ -208,7 +209,7 @@ class _Trainers:
         """Returns the exit code of `python -m convt5.train` with these arguments."""
         cores = self._cores.get()
         try:
-            with log.open("ab") as file:
+            with open(log, "ab", opener=whole_files.not_followed) as file:
                 process = self._start(arguments, file)
             if cores:
                 os.sched_setaffinity(process.pid, cores)

@@ -29,6 +29,10 @@ from convt5.runtime import file_locks, whole_files
 _LOCK_FILE = "lock"
 CONFIG_FILE = "config.gin"
 
+_FILES = (_LOCK_FILE, CONFIG_FILE, "metrics.jsonl", "summary.json", "wandb_id")
+_OF_STEPS = ("checkpoints", "damaged", "replaced")
+_FOLDERS = (*_OF_STEPS, vocabulary_files.FOLDER, "tensorboard")
+
 
 @contextlib.contextmanager
 def hold(run_dir: epath.PathLike) -> Iterator[epath.Path]:
@@ -55,6 +59,7 @@ def hold(run_dir: epath.PathLike) -> Iterator[epath.Path]:
     lock = _open_lock(folder)
     try:
         _lock(lock, folder)
+        whole_files.remove_left_overs(folder)
         yield folder
     except errors.UserError:
         if is_new:
@@ -72,10 +77,35 @@ def check(run_dir: epath.PathLike) -> None:
     if folders.is_remote(run_dir):
         return
     folder = pathlib.Path(folders.literal(run_dir))
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        reason = "may not be written" if nearest.is_dir() else "is a file"
-        raise _unwritable(folder, f" {nearest} {reason}")
+    nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not nearest.is_dir():
+        found = whole_files.kind(nearest)
+        raise _unwritable(folder, f" {nearest} is {found}{' to none' * nearest.is_symlink()}")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise _unwritable(folder, f" {nearest} may not be written")
+    if nearest == folder and (faults := list(_in_the_way(folder))):
+        raise errors.UserError(
+            f"run_dir={str(folder)!r} cannot be used: {'; '.join(errors.shortened(faults))}. In a "
+            "run directory nothing is written through links, and nothing takes the place of "
+            "something else: remove that, or choose another run_dir."
+        )
+
+
+def _in_the_way(folder: pathlib.Path) -> Iterator[str]:
+    """Yields what lies under the names that a run writes, and is not what it writes there."""
+    kept = folder / vocabulary_files.FOLDER
+    steps = [path for name in _OF_STEPS for path in _children(folder / name)]
+    files = [*[folder / name for name in _FILES], *folder.glob("config.before_step_*.gin")]
+    for path in [*files, *_children(kept)]:
+        if (found := whole_files.kind(path)) not in (None, "a file"):
+            yield f"{path} is {found} where a file must be"
+    for path in [*[folder / name for name in _FOLDERS], *steps]:
+        if (found := whole_files.kind(path)) not in (None, "a folder"):
+            yield f"{path} is {found} where a folder must be"
+
+
+def _children(folder: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(folder.iterdir()) if whole_files.kind(folder) == "a folder" else []
 
 
 @contextlib.contextmanager
@@ -145,7 +175,7 @@ def _open_lock(folder: epath.Path) -> int:
     path = folder / _LOCK_FILE
     try:
         # Colleagues of a shared folder may hold it too, as far as the process allows.
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        return whole_files.not_followed(os.fspath(path), os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise errors.UserError(
             f"{path} must be a file that can be written, but: {error.strerror}; remove it, or "

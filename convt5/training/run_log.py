@@ -20,6 +20,7 @@ from etils import epath
 from tqdm import tqdm
 
 from convt5 import errors, metric_names
+from convt5.runtime import whole_files
 from convt5.training import run_directory
 
 Record = Mapping[str, float]
@@ -60,7 +61,7 @@ class JsonLines:
         self._last = _line(kept[-1]) if kept else ""
         if self._is_local:
             run_directory.replace_text(self._path, self._text)
-            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+            self._file = whole_files.not_followed(str(self._path), os.O_WRONLY | os.O_APPEND)
 
     def write(self, step: int, record: Record) -> None:
         """Adds a record; to that of the same step, where it was the last."""
@@ -87,7 +88,7 @@ class JsonLines:
             return
         run_directory.replace_text(self._path, self._path.read_text().removesuffix(last) + line)
         os.close(self._file)
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        self._file = whole_files.not_followed(str(self._path), os.O_WRONLY | os.O_APPEND)
 
     def sync(self) -> None:
         if not self._is_local:
@@ -174,7 +175,9 @@ class TensorBoard:
         from tensorboardX.proto import event_pb2
 
         epath.Path(folder).mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        # The last part keeps links from being laid there: this file is opened by its name alone.
+        unique = f"{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex}"
+        name = f"events.out.tfevents.{unique}"
         self._file = record_writer.RecordWriter(os.path.join(os.fspath(folder), name))
         self._made: Any = event_pb2  # What it holds is made when it is imported.
         self._add(0, file_version="brain.Event:2")
@@ -220,7 +223,7 @@ class WeightsAndBiases:
             ) from error
         id_file = epath.Path(run_dir) / "wandb_id"
         if not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex)
+            run_directory.replace_text(id_file, uuid.uuid4().hex)
         self._run = wandb.init(
             project=project,
             id=id_file.read_text(),
