@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from convt5 import errors, gin_config
+from convt5 import errors, gin_config, task_format
 from convt5.configuration import command_line, gin_files
 from convt5.runtime import quiet_imports
 
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> None:
     made_from = {name: dataclasses.asdict(c) for name, c in configs.items() if c is not None}
     for config in made_from.values():
         config["mixture"] = getattr(config["mixture"], "name", config["mixture"])
-    about = writer.finish(made_from=made_from)
+    about = writer.finish(made_from=made_from, tasks=task_format.of_data(configs["train"]))
     rows = ", ".join(f"{split['rows']:,} of {name}" for name, split in about["splits"].items())
     seconds = time.perf_counter() - started
     print(

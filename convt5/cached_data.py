@@ -12,12 +12,12 @@ import os
 import pathlib
 import shutil
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from convt5 import errors, vocabulary_files
+from convt5 import errors, task_format, vocabulary_files
 from convt5.batches.prefetching import rows_per_host
 from convt5.batches.row_order import Passes
 from convt5.configuration import checks
@@ -94,6 +94,10 @@ class CachedDataConfig:
         return vocabulary_files.KeptText(
             kept, kept, encoder_length=self.encoder_length, decoder_length=self.decoder_length
         )
+
+    def task_formats(self) -> tuple[task_format.TaskFormat, ...]:
+        """Returns how the tasks that the cache was made from write their inputs."""
+        return task_format.from_json(self._about.get("tasks", []))
 
     @property
     def vocab_size(self) -> int:
@@ -312,11 +316,19 @@ class Writer:
             (self._unfinished / _VOCABULARY_FILE).write_bytes(kept.model)
         self._about["vocabulary"] = {kept.kind: kept.num_sentinels}
 
-    def finish(self, *, made_from: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Completes the cache, made with the settings `made_from`; returns what it holds."""
+    def finish(
+        self, *, made_from: Mapping[str, Any], tasks: Sequence[task_format.TaskFormat] = ()
+    ) -> Mapping[str, Any]:
+        """Completes the cache; returns what it holds.
+
+        Args:
+            made_from: settings that it was made with.
+            tasks: how the tasks in it write their inputs.
+        """
         about = {
             "version": _VERSION,
             **self._about,
+            "tasks": task_format.as_json(tasks),
             "splits": self._splits,
             "made_from": dict(made_from),
         }
@@ -402,6 +414,7 @@ def _check_about(about: Any) -> None:
     counts = [about["version"], about["vocab_size"]]
     if about["vocabulary"] is not None:
         counts += about["vocabulary"].values()
+    task_format.from_json(about.get("tasks", []))
     for split in about["splits"].values():
         counts.append(split["rows"])
         _ = split["fingerprint"], split["features"]["encoder_input_tokens"]

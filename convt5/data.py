@@ -27,8 +27,10 @@ from convt5.batches.prefetching import (
     take_apart,
 )
 from convt5.configuration import checks
+from convt5.task_format import TaskFormat
 from convt5.tasks import (  # pyright: ignore[reportMissingImports]
     classification,
+    formats,
     label_checks,
     row_ends,
     vocabularies,
@@ -136,6 +138,10 @@ class DataConfig:
         return vocabulary_files.KeptText(
             inputs, targets, features["inputs"].add_eos, self.encoder_length, self.decoder_length
         )
+
+    def task_formats(self) -> tuple[TaskFormat, ...]:
+        """Returns how each task writes its inputs."""
+        return formats.of(self.provider())
 
     def build(self, *, process_index: int, process_count: int) -> "BatchIterator":
         """Returns this host's rows of each batch; hosts of endless data read different examples.

@@ -1,6 +1,7 @@
 """Entry point of `python -m convt5.infer`: predictions of texts, as JSON lines or in a dialogue."""
 
 import contextlib
+import dataclasses
 import io
 import os
 import sys
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 from convt5 import errors
 from convt5.configuration import command_line
 from convt5.configuration.command_line import Flag
-from convt5.evaluation.flags import EMA_FLAG, PREDICT_FLAGS
+from convt5.evaluation.flags import EMA_FLAG, INFER_FLAGS
 
 if TYPE_CHECKING:
     from convt5.evaluation.inputs import Inputs
     from convt5.evaluation.predictor import Predictor
     from convt5.evaluation.results import ResumableLines
+    from convt5.evaluation.run_settings import RunSettings
+    from convt5.task_format import TaskFormat
     from convt5.vocabulary_files import TextFeatures
 
 _CHUNK_BATCHES = 8
@@ -24,8 +27,11 @@ _CHUNK_BATCHES = 8
 COMMAND = command_line.Command(
     name="infer",
     summary="Predicts from texts: lines of a file or of standard input, or a split of a task. "
-    "Each becomes a JSON line with input, predictions and scores. In a terminal without --input "
-    "it asks for texts. The same command continues an output file that was interrupted.",
+    "Inputs are written as in training, with the prefix and the fields of the task that the run "
+    "keeps (--raw sends them as they are). Each becomes a JSON line with input, predictions and "
+    "scores, and of a task with labels the likeliest label and the probability of each. In a "
+    "terminal without --input it asks for texts. The same command continues an output file that "
+    "was interrupted.",
     needs_gin_file=False,
     examples=[
         (
@@ -36,6 +42,10 @@ COMMAND = command_line.Command(
             "the field review of JSON lines, four predictions each",
             "--checkpoint=runs/a --input=reviews.jsonl --field=review --output=out.jsonl "
             "--strategy=beam --beam_size=4 --length_penalty=0.6",
+        ),
+        (
+            "JSON lines with the fields of the task, such as premise and hypothesis",
+            "--checkpoint=runs/mnli --input=pairs.jsonl --output=labels.jsonl",
         ),
         ("a dialogue in the terminal, sampled", "--checkpoint=runs/a --strategy=sampling"),
         ("a split of a task", "--checkpoint=runs/a --task=trec6 --split=test --output=test.jsonl"),
@@ -67,8 +77,9 @@ COMMAND = command_line.Command(
         ),
         Flag(
             "field",
-            "of JSON lines; by default inputs, input, text or sentence. Standard input is read as "
-            "JSON if it is given.",
+            "of JSON lines, which holds the text; by default the fields of the task, or inputs, "
+            "input, text or sentence. Standard input is read as JSON if it is given, or if the "
+            "task has several fields.",
         ),
         Flag("task", "predicts from this registered seqio task instead."),
         Flag("split", "of the task, validation."),
@@ -76,7 +87,7 @@ COMMAND = command_line.Command(
         Flag("output", "JSONL file; by default standard output."),
         Flag("interactive", "asks for texts.", {"action": "store_true"}),
         EMA_FLAG,
-        *PREDICT_FLAGS,
+        *INFER_FLAGS,
         Flag(
             "dry_run",
             "checks the checkpoint, the vocabulary and all inputs; predicts nothing.",
@@ -105,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
         raise errors.UserError("the gin files describe no run; give --checkpoint=DIR.")
     checkpoint = os.path.expanduser(checkpoint)
 
-    from convt5 import sharding
+    from convt5 import sharding, task_format
     from convt5.evaluation import checkpoints, stream
     from convt5.evaluation.predictor import Predictor, check_vocabulary_size
     from convt5.evaluation.settings import from_flags
@@ -119,7 +130,14 @@ def main(argv: Sequence[str]) -> int:
     config = from_flags(settings.predict, vars(flags)).completed(
         model_config, settings.trained_lengths()
     )
-    inputs = None if is_dialogue else open_inputs(flags, features, config, model_config.vocab_size)
+    written = _task_format(flags, checkpoint, settings)
+    config = dataclasses.replace(config, strategy=config.strategy_for(written))
+    inputs = None
+    if not is_dialogue:
+        inputs = open_inputs(flags, features, config, model_config.vocab_size, written)
+    if not flags.task:
+        about = run_settings.answers_described(written, config, raw=flags.raw)
+        print(about, file=sys.stderr)
     if flags.dry_run:
         count = "a dialogue" if inputs is None else _counted(inputs)
         print(
@@ -137,6 +155,7 @@ def main(argv: Sequence[str]) -> int:
         "input": inputs.name if inputs else None,
         "field": flags.field,
         **({"ema": True} if flags.ema else {}),
+        **({"format": task_format.as_json([written])} if written and not flags.raw else {}),
         **config.described(),
     }
     with contextlib.ExitStack() as stack:
@@ -153,6 +172,8 @@ def main(argv: Sequence[str]) -> int:
             target_vocabulary=features.targets,
             add_eos=features.add_eos,
             mesh=mesh,
+            format=written,
+            raw=flags.raw,
         )
         if inputs is None:
             _converse(predictor)
@@ -161,15 +182,33 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def open_inputs(flags: Any, features: "TextFeatures", config: Any, vocab_size: int) -> "Inputs":
+def _task_format(flags: Any, checkpoint: str, settings: "RunSettings") -> "TaskFormat | None":
+    """Returns the format of the task that is named, or of the one that the model keeps."""
+    from convt5.evaluation import run_settings, task_data
+
+    if not flags.task:
+        return run_settings.task_format(checkpoint, settings, flags.format, raw=flags.raw)
+    from convt5.tasks import formats  # pyright: ignore[reportMissingImports]
+
+    return formats.of(task_data.find_task(flags.task))[0]
+
+
+def open_inputs(
+    flags: Any,
+    features: "TextFeatures",
+    config: Any,
+    vocab_size: int,
+    written: "TaskFormat | None" = None,
+) -> "Inputs":
     """Returns what the flags name, checked."""
     from convt5.evaluation import inputs
 
+    format = None if flags.raw else written
     if flags.task:
         return _task_inputs(flags, features, config, vocab_size)
     if flags.input and flags.input != inputs.STDIN:
-        return inputs.from_file(flags.input, flags.field)
-    return inputs.from_stream(sys.stdin.buffer, flags.field)
+        return inputs.from_file(flags.input, flags.field, format)
+    return inputs.from_stream(sys.stdin.buffer, flags.field, format)
 
 
 def run(predictor: "Predictor", inputs: "Inputs", output: "ResumableLines | None") -> None:
@@ -257,8 +296,13 @@ def _check_flags(flags: Any, gin_files: Sequence[str]) -> bool:
         ]
     if flags.num_examples is not None and flags.num_examples < 1:
         faults.append(f"--num_examples={flags.num_examples} must be at least 1.")
-    if flags.field and flags.task:
-        faults.append("--field is for --input; leave it out.")
+    faults += [
+        f"--{name} is for texts, and --task writes its own inputs; leave it out."
+        for name in ("field", "raw", "format")
+        if flags.task and getattr(flags, name)
+    ]
+    if flags.raw and flags.format:
+        faults.append("--raw and --format exclude each other; give one of them.")
     is_dialogue = flags.interactive or (not given and sys.stdin.isatty())
     if is_dialogue and flags.output:
         faults.append("--output is for --input and --task; a dialogue is shown and not kept.")
@@ -287,8 +331,13 @@ def _converse(predictor: "Predictor") -> None:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # Lines can be edited and recalled.
         prompt = "> "
-        print("Type a text; Ctrl-D ends.", file=sys.stderr)
-    stream.converse(predictor, lambda: input(prompt), sys.stdout)
+        wanted = " and ".join(predictor.fields) or "a text"
+        print(f"Type {wanted}; Ctrl-D ends.", file=sys.stderr)
+
+    def ask(field: str = "") -> str:
+        return input(f"{field}{prompt}" if prompt else "")
+
+    stream.converse(predictor, ask, sys.stdout, fields=predictor.fields)
 
 
 def _one(found: Sequence[Any], which: str) -> Any:

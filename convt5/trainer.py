@@ -16,7 +16,7 @@ from etils import epath
 from flax import nnx
 from jax.sharding import Mesh
 
-from convt5 import errors, metric_names, sharding, vocabulary_files
+from convt5 import errors, metric_names, sharding, task_format, vocabulary_files
 from convt5.batches.data_shards import own_rows
 from convt5.checkpoint import CheckpointConfig, Checkpointer, DataPositions
 from convt5.checkpoints.record import describe_config
@@ -200,6 +200,7 @@ def train(
         )
     measures = [task.build(model, plan.mesh) for task in task_evals]
     text = kept_text(train_data, eval_data)
+    formats = task_format.of_data(train_data)
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(stall_warning_secs))
         folder = stack.enter_context(run_directory.hold(run_dir))
@@ -257,6 +258,8 @@ def train(
             log.message(changed)
         if text is not None and batches is not None:
             run_directory.write_vocabularies(folder, text)
+        if formats and batches is not None:
+            run_directory.write_task(folder, formats)
         if batches is not None:
             hosts = checkpointer if jax.process_count() > 1 else None
             with Interruption(hosts) as interruption:

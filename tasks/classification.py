@@ -7,16 +7,15 @@ local files, and `text_classification` for any other: a new task needs no Python
 
 import functools
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import seqio
 import tensorflow as tf
 
-from convt5 import errors
+from convt5 import errors, task_format
 
-from . import label_checks, metrics, vocabularies
+from . import formats, label_checks, metrics, vocabularies
 from .sources import PreparedTfdsSource, shuffle_buffer_size
 from .tables import Example, Path, Row, TableSource
 
@@ -29,7 +28,6 @@ VALIDATION_FRACTION = 0.1
 """Of the training examples, held out where a data set has no validation split."""
 
 _HELD_OUT = {"train": "train[:90%]", "validation": "train[90%:]", "test": "test"}
-_FIELD = re.compile(r"\{([^{}]+)\}")
 _TARGET = "label"
 """The field of `classification_task` with the label's text."""
 
@@ -188,7 +186,7 @@ def paper_task(
         return text_classification(
             path,
             task.labels,
-            text_field=_FIELD.findall(task.prompt),
+            text_field=task_format.fields_of(task.prompt),
             prompt=task.prompt,
             vocabulary=vocabulary,
             validation_fraction=validation_fraction,
@@ -252,7 +250,7 @@ def text_classification(
     generated = list(dict.fromkeys(text for text in names.values() if text is not None))
     if prompt is None:
         prompt = " ".join([name, *(f"{field}: {{{field}}}" for field in text_fields)])
-    if set(_FIELD.findall(prompt)) != set(text_fields):
+    if set(task_format.fields_of(prompt)) != set(text_fields):
         raise errors.UserError(
             f"prompt={prompt!r} of {name} must hold each of text_field={text_fields} in braces, "
             "and no other."
@@ -294,6 +292,7 @@ def text_classification(
         prompt=prompt,
         labels=generated,
         rank=rank,
+        strip=True,
     )
 
 
@@ -306,6 +305,7 @@ def classification_task(
     labels: Sequence[str],
     preprocessors: Sequence[Callable[..., tf.data.Dataset]] = (),
     rank: bool = False,
+    strip: bool = False,
 ) -> seqio.Task:
     """Returns a task whose target is the text of a label.
 
@@ -318,6 +318,8 @@ def classification_task(
         preprocessors: give the examples the fields of `prompt`, and the label's text in "label".
         rank: makes an example of each label of each row, to choose the likeliest: for evaluation,
             where it needs no decoding and no answer is invalid. The name gets "_rank" added.
+        strip: whether the source gives fields without the blanks around them, as files are read;
+            predictions then remove them too.
 
     Raises:
         UserError: fewer than two labels, the same twice, two that the vocabulary reads as one, or
@@ -331,7 +333,11 @@ def classification_task(
         )
     label_checks.check_ids(labels, vocabulary, name)
     feature = seqio.Feature(vocabulary=vocabulary, add_eos=True)
-    steps = [*preprocessors, functools.partial(to_text, prompt=prompt)]
+    written = task_format.of_template(name, prompt, strip=strip, labels=tuple(labels))
+    steps = [
+        *preprocessors,
+        functools.partial(formats.write_inputs, format=written, others=_label_as_target),
+    ]
     if rank:
         steps.append(functools.partial(one_example_per_label, labels=labels))
         metric_fns = [functools.partial(metrics.rank_classification, labels=labels)]
@@ -355,18 +361,7 @@ def classification_task(
     )
 
 
-def to_text(dataset: tf.data.Dataset, *, prompt: str) -> tf.data.Dataset:
-    """Turns rows into "inputs", which is the prompt filled in, and "targets", the label."""
-    # Text, field, text, ..., field, text.
-    parts = _FIELD.split(prompt)
-
-    def fill(row: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        filled = [row[part] if i % 2 else part for i, part in enumerate(parts)]
-        return {"inputs": tf.strings.join(filled), "targets": row[_TARGET]}
-
-    return dataset.map(fill, num_parallel_calls=tf.data.AUTOTUNE)
-
-
+@formats.keeps_inputs
 def one_example_per_label(dataset: tf.data.Dataset, *, labels: Sequence[str]) -> tf.data.Dataset:
     """Makes each example several, with every label as target.
 
@@ -385,6 +380,10 @@ def one_example_per_label(dataset: tf.data.Dataset, *, labels: Sequence[str]) ->
         }
 
     return dataset.enumerate().map(expand).unbatch()
+
+
+def _label_as_target(row: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    return {"targets": row[_TARGET]}
 
 
 def _tfds_rows(

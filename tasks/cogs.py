@@ -11,7 +11,9 @@ from typing import Any
 import seqio
 import tensorflow as tf
 
-from . import metrics, vocabularies
+from convt5.task_format import Field, TaskFormat
+
+from . import formats, metrics, vocabularies
 from .sources import shuffle_buffer_size
 from .tables import Example, Path, Row, TableSource
 
@@ -43,12 +45,19 @@ def cogs(
         UserError: a path without files.
     """
     source = TableSource(path, _parse, columns=columns)
+    parts = (prompt, Field("text")) if prompt else (Field("text"),)
+    written = TaskFormat(task=name, parts=parts, strip=True)
     feature = seqio.Feature(vocabulary=vocabulary or vocabularies.characters(), add_eos=True)
     return seqio.Task(
         name,
         source=source,
         preprocessors=[
-            functools.partial(to_text, prompt=prompt),
+            functools.partial(
+                formats.write_inputs,
+                format=written,
+                others=_target_and_category,
+                num_parallel_calls=None,
+            ),
             seqio.preprocessors.tokenize,
             seqio.preprocessors.append_eos_after_trim,
         ],
@@ -56,17 +65,6 @@ def cogs(
         postprocess_fn=_with_category,
         metric_fns=[exact_match],
         shuffle_buffer_size=shuffle_buffer_size(source),
-    )
-
-
-def to_text(dataset: tf.data.Dataset, *, prompt: str = "") -> tf.data.Dataset:
-    """Turns rows into "inputs", "targets" and "category"."""
-    return dataset.map(
-        lambda row: {
-            "inputs": tf.strings.join([prompt, row["text"]]),
-            "targets": row["target"],
-            "category": row["category"],
-        }
     )
 
 
@@ -78,6 +76,10 @@ def exact_match(
     found = {target.category for target in targets}
     groups = {"structural": STRUCTURAL, "lexical": sorted(found - set(STRUCTURAL))}
     return metrics.exact_match_by_category(targets, predictions, groups=groups)
+
+
+def _target_and_category(row: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    return {"targets": row["target"], "category": row["category"]}
 
 
 def _parse(row: Row) -> Example | None:

@@ -3,13 +3,16 @@
 Rajpurkar et al. 2016 (arXiv 1606.05250). Importing this registers the data set of TFDS with seqio.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import seqio
 import tensorflow as tf
 
-from . import metrics, vocabularies
+from convt5 import task_format
+
+from . import formats, metrics, vocabularies
 from .sources import PreparedTfdsSource, shuffle_buffer_size
 from .tables import Example, Path, Row, TableSource
 
@@ -39,17 +42,25 @@ def squad(
     if path is None:
         source = PreparedTfdsSource(TFDS_NAME, data_dir)
         vocabulary = vocabulary or vocabularies.published_t5()
-        steps = [_tfds_rows, to_text]
+        steps = [_tfds_rows]
     else:
         source = TableSource(path, _parse)
         vocabulary = vocabulary or vocabularies.characters()
-        steps = [to_text]
+        steps = []
     feature = seqio.Feature(vocabulary=vocabulary, add_eos=True)
+    # The question comes first, so that it stays when a long context is cut.
+    written = task_format.of_template(
+        name,
+        "question: {question} context: {context}",
+        strip=path is not None,
+        space_punctuation=True,
+    )
     return seqio.Task(
         name,
         source=source,
         preprocessors=[
             *steps,
+            functools.partial(formats.write_inputs, format=written, others=_answers_of_row),
             seqio.preprocessors.tokenize,
             seqio.preprocessors.append_eos_after_trim,
         ],
@@ -60,33 +71,10 @@ def squad(
     )
 
 
-def to_text(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Turns rows into "inputs", "targets" (the first answer) and "answers", as T5 does.
-
-    Blanks are put around punctuation, which `t5.data.preprocessors.squad` does too; the question
-    comes first, so that it stays when a long context is cut.
-    """
-
-    def fill(row: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        answers = _spaced_punctuation(row["answers"])
-        question = _spaced_punctuation(row["question"])
-        context = _spaced_punctuation(row["context"])
-        inputs = tf.strings.join(["question:", question, "context:", context], " ")
-        return {
-            "inputs": _single_blanks(inputs),
-            "targets": answers[0],
-            "answers": answers,
-        }
-
-    return dataset.map(fill, num_parallel_calls=tf.data.AUTOTUNE)
-
-
-def _spaced_punctuation(text: tf.Tensor) -> tf.Tensor:
-    return _single_blanks(tf.strings.regex_replace(text, r"([[:punct:]])", r" \1 "))
-
-
-def _single_blanks(text: tf.Tensor) -> tf.Tensor:
-    return tf.strings.regex_replace(text, r"\s+", " ")
+def _answers_of_row(row: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    """Returns "targets" (the first answer) and "answers", written as inputs are."""
+    answers = task_format.spaced_punctuation(row["answers"], tf.strings.regex_replace)
+    return {"targets": answers[0], "answers": answers}
 
 
 def _tfds_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:

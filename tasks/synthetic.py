@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from convt5 import errors
 
-from . import metrics, vocabularies
+from . import formats, metrics, vocabularies
 from .classification import classification_task
 from .sources import ItemSource, shuffle_buffer_size
 
@@ -294,6 +294,7 @@ def lookback(
     )
 
 
+@formats.keeps_inputs
 def check_lengths(
     dataset: tf.data.Dataset,
     sequence_length: Mapping[str, int] | None,

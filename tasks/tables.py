@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from convt5 import errors
+from convt5 import errors, task_format
 
 from . import local_files
 from .sources import ItemSource
@@ -74,7 +74,7 @@ class Row:
         value = self.value(field)
         if not isinstance(value, str | int | float):
             raise self.error(f"has {value!r} under {field!r}, which is no text.")
-        return str(value).strip()
+        return task_format.field_text(value)
 
     def error(self, fault: str) -> errors.UserError:
         """Returns an error that says where the fault is."""

@@ -47,9 +47,9 @@ def length_bucket(length: int, longest: int) -> int:
     return max(length, min(bucket_size(length, smallest=SMALLEST_LENGTH), longest))
 
 
-def stacked(rows: Sequence[Sequence[int]], length: int) -> np.ndarray:
-    """Returns token ids as [rows, length], 0 where padded."""
-    array = np.zeros((len(rows), length), np.int32)
-    for i, row in enumerate(rows):
+def stacked(values: Sequence[Sequence[int]], length: int, *, rows: int | None = None) -> np.ndarray:
+    """Returns token ids as [rows, length], 0 where padded; by default as many rows as values."""
+    array = np.zeros((len(values) if rows is None else rows, length), np.int32)
+    for i, row in enumerate(values):
         array[i, : len(row)] = row
     return array

@@ -4,6 +4,7 @@ from convt5.configuration.command_line import Flag
 
 LONG_INPUTS = ("truncate", "refuse")
 STRATEGIES = ("greedy", "sampling", "beam")
+RANK = "rank"
 STRATEGY_FLAGS = (
     "beam_size",
     "length_penalty",
@@ -14,8 +15,7 @@ STRATEGY_FLAGS = (
 )
 """Flags that some strategies have and others have not."""
 
-PREDICT_FLAGS = (
-    Flag("strategy", "greedy (the default), sampling or beam.", {"choices": list(STRATEGIES)}),
+_DECODING_FLAGS = (
     Flag("beam_size", "beam: sequences kept at every step, 4.", {"type": int}),
     Flag(
         "length_penalty",
@@ -40,6 +40,33 @@ PREDICT_FLAGS = (
     ),
     Flag("batch_size", "inputs decoded together, 32; changes no result.", {"type": int}),
 )
+
+PREDICT_FLAGS = (
+    Flag("strategy", "greedy (the default), sampling or beam.", {"choices": list(STRATEGIES)}),
+    *_DECODING_FLAGS,
+)
+"""Flags of `eval`."""
+
+INFER_FLAGS = (
+    Flag(
+        "strategy",
+        "rank, among the labels of the task (the default for a task that has labels); or greedy, "
+        "sampling or beam, which generate an answer.",
+        {"choices": [RANK, *STRATEGIES]},
+    ),
+    *_DECODING_FLAGS,
+    Flag(
+        "raw",
+        "sends inputs as they are; by default they are written as in training, with the prefix "
+        "and the fields of the task.",
+        {"action": "store_true"},
+    ),
+    Flag(
+        "format",
+        "of a model trained on several tasks: the task whose inputs are given.",
+    ),
+)
+"""Flags of `infer`."""
 
 EMA_FLAG = Flag(
     "ema",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, NamedTuple
 
 from convt5 import errors
+from convt5.task_format import FieldError, TaskFormat
 
 STDIN = "-"
 
@@ -14,12 +15,12 @@ class Item(NamedTuple):
     """One input.
 
     Attributes:
-        text: what is predicted from.
+        text: what is predicted from: a text, or the texts of a task's fields.
         tokens: its ids, where the task has made them already.
         target: the true answer, where it is known.
     """
 
-    text: str
+    text: str | dict[str, str]
     tokens: list[int] | None = None
     target: str | None = None
 
@@ -38,15 +39,18 @@ class Inputs(NamedTuple):
     read: Callable[[], Iterator[Item]]
 
 
-def from_file(path: str, field: str | None = None) -> Inputs:
-    """Returns the lines of a text file, or a field of each line of a file of JSON lines.
+def from_file(path: str, field: str | None = None, format: TaskFormat | None = None) -> Inputs:
+    """Returns the lines of a text file, or fields of each line of a file of JSON lines.
 
     All of the file is checked at once: a fault in its last line is better known before the first
     is predicted.
 
     Args:
-        path: .jsonl, .ndjson and .json are JSON lines; may end in .gz, .xz or .bz2 after that.
-        field: of JSON objects; by default "inputs" or "input", "text" or "sentence".
+        path: .jsonl, .ndjson and .json are JSON lines; may end in .gz, .xz or .bz2 after that. So
+            is every file for a task with several fields.
+        field: of JSON objects, which holds the text; by default the fields of the task, or
+            "inputs" or "input", "text" or "sentence" where texts are sent as they are.
+        format: how the task writes an input; None sends texts as they are.
 
     Raises:
         UserError: no such file, one that cannot be read, or a line without text; the message has
@@ -62,21 +66,25 @@ def from_file(path: str, field: str | None = None) -> Inputs:
             f"or give {STDIN} for standard input."
         )
     is_json = local_files.is_json_lines(path)
-    parse = _parser(field, is_json=is_json)
+    parse, skips_blank = _parser(field, format, is_json=is_json)
 
     def read() -> Iterator[Item]:
         with local_files.explained(path), local_files.open_bytes(path) as file:
-            yield from _items(file, path, parse, skip_blank=is_json or field is not None)
+            yield from _items(file, path, parse, skip_blank=skips_blank)
 
     return Inputs(path, sum(1 for _ in read()), read)
 
 
-def from_stream(stream: Iterable[bytes], field: str | None = None) -> Inputs:
-    """Returns the lines of a stream, which are read as they come, and once."""
-    parse = _parser(field, is_json=False)
-    skip_blank = field is not None
+def from_stream(
+    stream: Iterable[bytes], field: str | None = None, format: TaskFormat | None = None
+) -> Inputs:
+    """Returns the lines of a stream, which are read as they come, and once.
+
+    They are JSON lines where `field` is given or the task has several fields.
+    """
+    parse, skips_blank = _parser(field, format, is_json=False)
     return Inputs(
-        STDIN, None, lambda: _items(stream, "standard input", parse, skip_blank=skip_blank)
+        STDIN, None, lambda: _items(stream, "standard input", parse, skip_blank=skips_blank)
     )
 
 
@@ -106,35 +114,66 @@ def chunks(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
 _FIELDS = ("inputs", "input", "text", "sentence")
 
 
-def _parser(field: str | None, *, is_json: bool) -> Callable[[str], str]:
-    if field is None and not is_json:
-        return lambda line: line
+def _parser(
+    field: str | None, format: TaskFormat | None, *, is_json: bool
+) -> tuple[Callable[[str], Any], bool]:
+    """Returns what reads a line, and whether lines without anything are none."""
+    several = format if format is not None and len(format.fields) > 1 else None
+    if several and field is not None:
+        raise errors.UserError(
+            f"field={field} names one field, but task={several.task} writes an input from "
+            f"{' and '.join(several.fields)}; leave out --field, or send the texts of one field as "
+            "they are with --raw."
+        )
+    check = format.read if format else _checked_alone
+    if not (several or is_json or field is not None):
+        return check, False
 
-    def parse(line: str) -> str:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise errors.UserError(f"is not JSON ({error})") from None
-        if not isinstance(record, dict):
-            raise errors.UserError(f"is no JSON object but {line[:40]!r}")
-        name = field or next((name for name in _FIELDS if name in record), None)
-        if name is None or name not in record:
-            raise errors.UserError(
-                f"has no field {name or ' or '.join(_FIELDS)!r}, but {sorted(record)}; name the "
-                f"field with --field{errors.suggest(name or '', record)}"
+    def parse(line: str) -> Any:
+        record = _json_object(line, several)
+        if several:
+            return check(record)
+        names = [field] if field else [*(format.fields if format else ())]
+        if not field and (format is None or format.is_plain):
+            names += _FIELDS
+        name = next((name for name in names if name in record), None)
+        if name is None:
+            raise FieldError(
+                f"has no field {' or '.join(dict.fromkeys(names))!r}, but {sorted(record)}; name "
+                f"the field with --field{errors.suggest(names[0], record)}"
             )
-        value: Any = record[name]
-        if not isinstance(value, str):
-            raise errors.UserError(f"has {value!r} in the field {name!r}, which must be text")
-        return value
+        if not isinstance(record[name], str) and format is None:
+            raise FieldError(f"has {record[name]!r} in the field {name!r}, which must be text")
+        return check({format.fields[0] if format and format.fields else "inputs": record[name]})
 
-    return parse
+    return parse, True
+
+
+def _checked_alone(given: Any) -> str:
+    return given if isinstance(given, str) else given["inputs"]
+
+
+def _json_object(line: str, format: TaskFormat | None) -> dict[str, Any]:
+    """Returns the object of a line; `format` is that of a task with several fields."""
+    wanted = (
+        f"; task={format.task} writes an input from {' and '.join(format.fields)}: give JSON "
+        f"lines such as {format.example()}, or send texts as they are with --raw"
+        if format
+        else ""
+    )
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise FieldError(f"is not JSON ({error}){wanted}") from None
+    if not isinstance(record, dict):
+        raise FieldError(f"is no JSON object but {line[:40]!r}{wanted}")
+    return record
 
 
 def _items(
     file: IO[bytes] | Iterable[bytes],
     name: str,
-    parse: Callable[[str], str],
+    parse: Callable[[str], Any],
     *,
     skip_blank: bool,
 ) -> Iterator[Item]:
@@ -144,10 +183,11 @@ def _items(
             decoded = line.decode("utf-8-sig" if number == 1 else "utf-8")
             if skip_blank and not decoded.strip():
                 continue
-            text = parse(decoded.rstrip("\r\n"))
-            if not text.strip():
-                raise errors.UserError("is empty: there is nothing to predict from; leave it out")
-            text.encode()  # JSON can express halves of characters, which no vocabulary has.
+            given = parse(decoded.rstrip("\r\n"))
+            for text in given.values() if isinstance(given, dict) else [given]:
+                if not text.strip():
+                    raise FieldError("is empty: there is nothing to predict from; leave it out")
+                text.encode()  # JSON can express halves of characters, which no vocabulary has.
         except UnicodeError as error:
             # JSON that is well-formed cannot be compressed.
             is_bytes = isinstance(error, UnicodeDecodeError)
@@ -155,6 +195,6 @@ def _items(
             raise errors.UserError(
                 f"{name}, line {number} is not UTF-8 ({error}); convert it{named}."
             ) from None
-        except errors.UserError as error:
+        except FieldError as error:
             raise errors.UserError(f"{name}, line {number} {error}.") from None
-        yield Item(text)
+        yield Item(given)

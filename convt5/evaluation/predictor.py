@@ -3,7 +3,8 @@
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -14,11 +15,15 @@ from jax.sharding import Mesh
 
 from convt5 import errors, samples, sharding
 from convt5.evaluation.batching import PADDING_ROW, Batch, plan_batches, stacked
-from convt5.evaluation.settings import PredictConfig
+from convt5.evaluation.settings import PredictConfig, Rank
 from convt5.generation import decoding
 from convt5.modeling.model import ConvT5
+from convt5.task_format import FieldError, Given, TaskFormat
 
 _SENTINEL = re.compile(r"(<extra_id_\d{1,9}>)")
+
+_CHOICES_PER_ROW = 4
+"""Choices of an input, which are short, beyond which fewer inputs are computed together."""
 
 Progress = Callable[[int], None]
 """Called with the number of examples that have been computed since the last call."""
@@ -33,7 +38,8 @@ class TextVocabulary(samples.TextVocabulary, Protocol):
 class Prediction(NamedTuple):
     """What a model answers to one input; the parts have one entry for each result.
 
-    Results of beam search come best first, those of sampling in the order they were drawn.
+    Results of beam search and labels come best first, those of sampling in the order they were
+    drawn.
 
     Attributes:
         texts: the results.
@@ -41,12 +47,19 @@ class Prediction(NamedTuple):
             length ** length_penalty.
         tokens: their ids, with the end token if it came.
         truncated: tokens of the input that were cut off.
+        probabilities: of each label of the task, in the task's order, where labels are ranked.
     """
 
     texts: tuple[str, ...]
     scores: tuple[float, ...]
     tokens: tuple[tuple[int, ...], ...]
     truncated: int = 0
+    probabilities: Mapping[str, float] | None = None
+
+    @property
+    def label(self) -> str | None:
+        """The likeliest label; None where labels were not ranked."""
+        return None if self.probabilities is None else self.texts[0]
 
 
 class TargetScore(NamedTuple):
@@ -82,9 +95,13 @@ class Predictor:
         target_vocabulary: of targets.
         add_eos: whether inputs and targets end with the end token, as T5's do.
         mesh: devices that the model lies on; None leaves rows wherever the model is.
+        format: how the task that the model was trained on writes its inputs, and its labels; None
+            sends texts as they are.
+        raw: sends texts as they are all the same.
 
     Raises:
-        UserError: a vocabulary with more ids than the model has embeddings.
+        UserError: a vocabulary with more ids than the model has embeddings, or labels that are to
+            be ranked and that are not there, or that the vocabulary cannot tell apart.
     """
 
     def __init__(
@@ -96,8 +113,12 @@ class Predictor:
         target_vocabulary: TextVocabulary | None = None,
         add_eos: bool = True,
         mesh: Mesh | None = None,
+        format: TaskFormat | None = None,
+        raw: bool = False,
     ):
         self.model = model
+        self.format = format
+        self.raw = raw
         self.vocabulary = vocabulary
         self.target_vocabulary = target_vocabulary or vocabulary
         self.config = (config or PredictConfig()).completed(model.config)
@@ -106,6 +127,18 @@ class Predictor:
         self._batch_sharding = sharding.batch_sharding(mesh) if mesh else None
         for each in (self.vocabulary, self.target_vocabulary):
             check_vocabulary_size(each, model.config.vocab_size)
+        self._labels = self._encoded_labels()
+
+    @property
+    def strategy(self) -> Any:
+        """How answers are found: as configured, else by the labels of the task, else greedily."""
+        return self.config.strategy_for(self.format)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields that an input is written from, where there are several."""
+        names = self.format.fields if self.format and not self.raw else ()
+        return names if len(names) > 1 else ()
 
     @property
     def spans_hosts(self) -> bool:
@@ -117,37 +150,98 @@ class Predictor:
     def end_id(self) -> int:
         return end_id(self.target_vocabulary)
 
-    def predict(self, texts: Iterable[str], *, first_number: int = 0) -> list[Prediction]:
+    def predict(
+        self, texts: Iterable[Given], *, raw: bool | None = None, first_number: int = 0
+    ) -> list[Prediction]:
         """Returns a prediction for each text.
 
         Args:
-            texts: sentinels may stand in them as <extra_id_0>, <extra_id_1>, ...
+            texts: inputs as the task of the model has them before it writes them: each a text, or
+                a mapping with its fields. Sent as it is, a text may hold sentinels as
+                <extra_id_0>, <extra_id_1>, ...
+            raw: sends texts as they are, or not; None as the predictor was made.
             first_number: the number of the first text, which sampling depends on.
 
         Raises:
             UserError: one text where several are meant, a text without tokens or one that UTF-8
-                lacks, or a long one that is to be refused.
+                lacks, fields that the task does not have, or a long one that is to be refused.
         """
         _check_several(texts=texts)
-        return self.predict_tokens([self.encode(text) for text in texts], first_number=first_number)
+        sources = self._encoded(texts, raw, first_number)
+        return self.predict_tokens(sources, first_number=first_number)
 
-    def score(self, texts: Sequence[str], targets: Sequence[str]) -> list[TargetScore]:
+    def score(
+        self, texts: Sequence[Given], targets: Sequence[str], *, raw: bool | None = None
+    ) -> list[TargetScore]:
         """Returns what the model thinks of each target as the answer to the text beside it.
 
         Raises:
             UserError: as `predict`, or unequal numbers of texts and targets.
         """
         _check_several(texts=texts, targets=targets)
-        ends = [self.end_id] * self._add_eos
-        return self.score_tokens(
-            [self.encode(text) for text in texts],
-            [[*encode_text(self.target_vocabulary, text), *ends] for text in targets],
-        )
+        ids = [self._with_end(encode_text(self.target_vocabulary, text)) for text in targets]
+        return self.score_tokens(self._encoded(texts, raw), ids)
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the ids of an input, however long."""
+    def encode(self, given: Given, *, raw: bool | None = None) -> list[int]:
+        """Returns the ids of an input, however long.
+
+        Raises:
+            FieldError: fields that the task does not have.
+            UserError: a text that UTF-8 lacks.
+        """
+        raw = self.raw if raw is None else raw
+        format = None if raw else self.format
+        if format is not None:
+            text = format.text(given)
+        elif isinstance(given, str):
+            text = given
+        else:
+            raise FieldError(
+                f"is {given!r}, no text, which alone can be sent as it is: the model keeps no task "
+                "that writes inputs from fields, or raw leaves it out"
+            )
         ends = [end_id(self.vocabulary)] * self._add_eos
-        return [*encode_text(self.vocabulary, text), *ends]
+        if format is None or format.sentinels:
+            return [*encode_text(self.vocabulary, text), *ends]
+        # A task reads what stands in its data as letters, also where that looks like a sentinel.
+        return [*self.vocabulary.encode(_checked_text(text)), *ends]
+
+    def _encoded(
+        self, texts: Iterable[Given], raw: bool | None, first_number: int = 0
+    ) -> list[list[int]]:
+        sources = []
+        for number, given in enumerate(texts, start=first_number + 1):
+            try:
+                sources.append(self.encode(given, raw=raw))
+            except FieldError as error:
+                raise errors.UserError(f"input {number} {error}.") from None
+        return sources
+
+    def _with_end(self, target: Sequence[int]) -> list[int]:
+        return [*target, *[self.end_id] * self._add_eos]
+
+    def _encoded_labels(self) -> list[list[int]]:
+        """Returns the ids of the labels that are ranked, as long as targets are in training."""
+        if not isinstance(self.strategy, Rank):
+            return []
+        labels = self.format.labels if self.format else ()
+        if not labels:
+            raise errors.UserError(
+                "strategy=rank chooses among the labels of the task, but the model keeps no task "
+                "with labels; choose greedy, sampling or beam."
+            )
+        limit = self._lengths["targets"]
+        whole = [self._with_end(self.target_vocabulary.encode(label)) for label in labels]
+        ids = [truncated(tokens, limit, self.end_id).tokens for tokens in whole]
+        for i, one in enumerate(ids):
+            if one in ids[:i]:
+                other = labels[ids.index(one)]
+                raise errors.UserError(
+                    f"labels {other!r} and {labels[i]!r} are the same ids in max_length={limit} "
+                    "tokens of the vocabulary, so that they cannot be ranked; raise max_length, or "
+                    "generate an answer with another strategy than rank."
+                )
+        return ids
 
     def fit(self, tokens: Sequence[int], number: int) -> Fitted:
         """Returns an input that is not too long.
@@ -188,6 +282,8 @@ class Predictor:
         """
         if numbers is None:
             numbers = range(first_number, first_number + len(sources))
+        if self._labels:
+            return self._ranked(sources, numbers, rows, progress)
         fitted = [self.fit(s, n) for s, n in zip(sources, numbers, strict=True)]
         found: list[Prediction | None] = [None] * len(fitted)
         for batch in self._batches([len(f.tokens) for f in fitted], rows):
@@ -197,6 +293,54 @@ class Predictor:
                     found[i] = self._prediction(results, row, fitted[i].truncated)
             _tell(progress, batch)
         return [prediction for prediction in found if prediction is not None]
+
+    def rank_tokens(
+        self,
+        sources: Sequence[Sequence[int]],
+        choices: Sequence[Sequence[Sequence[int]]],
+        *,
+        numbers: Sequence[int] | None = None,
+        rows: int | None = None,
+        progress: Progress | None = None,
+    ) -> list[list[float]]:
+        """Returns the log-probability of each choice of each input, which is read once for all.
+
+        Args:
+            sources: ids with their end token.
+            choices: for each input as many results, each with its end token.
+            numbers: of the inputs, for messages; by default as they come.
+            rows: inputs of a batch, of which there are fewer where choices are many; by default no
+                more than there are inputs.
+            progress: told of each batch of inputs.
+
+        Raises:
+            UserError: a long input that is to be refused.
+        """
+        numbers = range(len(sources)) if numbers is None else numbers
+        fitted = [self.fit(s, n).tokens for s, n in zip(sources, numbers, strict=True)]
+        num_choices = max(map(len, choices), default=1)
+        longest = max((len(ids) for each in choices for ids in each), default=1)
+        rows = rows or min(self.config.batch_size, decoding.bucket_size(len(fitted)))
+        rows = max(1, min(rows, _CHOICES_PER_ROW * self.config.batch_size // num_choices))
+        found: list[list[float]] = [[]] * len(fitted)
+        for batch in self._batches([len(tokens) for tokens in fitted], rows):
+            targets = np.stack(
+                [
+                    stacked([] if i == PADDING_ROW else choices[i], longest, rows=num_choices)
+                    for i in batch.examples
+                ]
+            )
+            scores = decoding.score(
+                self.model,
+                stacked(_rows(fitted, batch), batch.length),
+                targets,
+                batch_sharding=self._batch_sharding,
+            )
+            for row, i in enumerate(batch.examples):
+                if i != PADDING_ROW:
+                    found[i] = [float(x) for x in scores.log_probs[row, : len(choices[i])]]
+            _tell(progress, batch)
+        return found
 
     def score_tokens(
         self,
@@ -245,7 +389,7 @@ class Predictor:
     def _decode(
         self, batch: Batch, fitted: Sequence[Fitted], numbers: Sequence[int]
     ) -> decoding.Found:
-        strategy, max_length = self.config.strategy, self._lengths["targets"]
+        strategy, max_length = self.strategy, self._lengths["targets"]
         is_example = np.array([i != PADDING_ROW for i in batch.examples])
         key = None
         if isinstance(strategy, decoding.Sampling):
@@ -262,6 +406,23 @@ class Predictor:
             end_id=self.end_id,
             batch_sharding=self._batch_sharding,
         )
+
+    def _ranked(
+        self,
+        sources: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        rows: int | None,
+        progress: Progress | None,
+    ) -> list[Prediction]:
+        assert self.format is not None
+        found = self.rank_tokens(
+            sources, [self._labels] * len(sources), numbers=numbers, rows=rows, progress=progress
+        )
+        limit = self._lengths["inputs"]
+        return [
+            _ranking(self.format.labels, self._labels, scores, max(0, len(source) - limit))
+            for source, scores in zip(sources, found, strict=True)
+        ]
 
     def _prediction(self, found: decoding.Found, row: int, cut: int) -> Prediction:
         lengths = np.asarray(found.lengths)[row]
@@ -283,6 +444,8 @@ def load_predictor(
     vocabulary: str | None = None,
     ema: bool = False,
     trust: Sequence[str] = (),
+    raw: bool = False,
+    format: str | None = None,
     **settings: Any,
 ) -> Predictor:
     """Returns what `python -m convt5.infer` predicts with: a model with its vocabulary and lengths.
@@ -294,12 +457,15 @@ def load_predictor(
         ema: takes the average over the updates, where the run kept one.
         trust: modules that the run's settings may import, such as ["my_tasks"]; others than
             convt5's are refused, as importing runs code.
+        raw: sends inputs as they are. By default they are written as in training, with the prefix
+            and the fields of the task that the model was trained on.
+        format: of a model trained on several tasks, the task whose inputs are given.
         **settings: of `PredictConfig`, such as strategy=BeamSearch(beam_size=4); others are those
             of the run.
 
     Raises:
-        UserError: nothing there that can be loaded, no vocabulary, or settings that do not exist or
-            do not fit the model.
+        UserError: nothing there that can be loaded, no vocabulary, a task that is not known, or
+            settings that do not exist or do not fit the model.
     """
     from convt5.evaluation import checkpoints, run_settings
 
@@ -319,6 +485,8 @@ def load_predictor(
     features = run_settings.text_features(vocabulary or str(name), run)
     model_config = checkpoints.model_config(found[0])
     config = dataclasses.replace(run.predict, **settings)
+    chosen = run_settings.task_format(str(name), run, format, raw=raw)
+    print(run_settings.answers_described(chosen, config, raw=raw), file=sys.stderr)
     mesh = sharding.MeshConfig().build()
     return Predictor(
         checkpoints.load(found[0], mesh, ema=ema),
@@ -327,6 +495,8 @@ def load_predictor(
         target_vocabulary=features.targets,
         add_eos=features.add_eos,
         mesh=mesh,
+        format=chosen,
+        raw=raw,
     )
 
 
@@ -345,10 +515,7 @@ def encode_text(vocabulary: TextVocabulary, text: str) -> list[int]:
     Raises:
         UserError: a text with halves of characters, such as bytes that are no UTF-8 are read as.
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise errors.UserError(f"the text {text!r} is not UTF-8 ({error}); correct it.") from None
+    text = _checked_text(text)
     ids: list[int] = []
     first = vocabulary.vocab_size - vocabulary.extra_ids
     # A SentencePiece model with sentinels knows them only where a blank or nothing stands before.
@@ -359,6 +526,14 @@ def encode_text(vocabulary: TextVocabulary, text: str) -> list[int]:
         elif piece:
             ids += vocabulary.encode(piece)
     return ids
+
+
+def _checked_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise errors.UserError(f"the text {text!r} is not UTF-8 ({error}); correct it.") from None
+    return text
 
 
 def decode_text(vocabulary: TextVocabulary, ids: Sequence[int]) -> str:
@@ -409,6 +584,22 @@ def _check_several(**given: object) -> None:
             raise errors.UserError(
                 f"{name}={value!r} is one text, and a list of them is needed; give [{value!r}]."
             )
+
+
+def _ranking(
+    labels: Sequence[str], tokens: Sequence[Sequence[int]], scores: Sequence[float], cut: int
+) -> Prediction:
+    """Returns labels from the likeliest on; of equal ones the first of the task comes first."""
+    order = sorted(range(len(labels)), key=lambda i: -scores[i])
+    shares = np.exp(np.asarray(scores, np.float64) - max(scores))
+    shares /= shares.sum()
+    return Prediction(
+        texts=tuple(labels[i] for i in order),
+        scores=tuple(scores[i] for i in order),
+        tokens=tuple(tuple(tokens[i]) for i in order),
+        truncated=cut,
+        probabilities=dict(zip(labels, shares.tolist(), strict=True)),
+    )
 
 
 def _rows(values: Sequence[Sequence[int]], batch: Batch) -> list[Sequence[int]]:

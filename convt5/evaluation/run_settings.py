@@ -3,6 +3,8 @@
 A run directory holds them in `config.gin`; gin files that describe a run take its place.
 """
 
+import contextlib
+import dataclasses
 import functools
 import os
 import sys
@@ -12,10 +14,12 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from convt5 import errors, gin_config, vocabulary_files
+from convt5 import task_format as formats
 from convt5.configuration import gin_files
 from convt5.configuration.trust import Untrusted, named_by_own
-from convt5.evaluation.settings import EvalConfig, PredictConfig
+from convt5.evaluation.settings import EvalConfig, PredictConfig, Rank
 from convt5.runtime import quiet_imports
+from convt5.task_format import TaskFormat
 from convt5.training.run_directory import CONFIG_FILE
 from convt5.vocabulary_files import BYTES, TextFeatures
 
@@ -260,6 +264,61 @@ def _features_of_data(settings: RunSettings) -> TextFeatures | None:
             remedy="give a copy that is here: --vocabulary=FILE.model",
         )
     return TextFeatures(inputs.vocabulary, targets.vocabulary, inputs.add_eos)
+
+
+def task_format(
+    checkpoint: str, settings: RunSettings, name: str | None = None, *, raw: bool = False
+) -> TaskFormat | None:
+    """Returns how the task that a model was trained on writes its inputs; None without a task.
+
+    Args:
+        checkpoint: the model's folder, which keeps it. That of a run that was begun before it was
+            kept is the one of its data.
+        settings: of the run.
+        name: of the task, where there are several.
+        raw: whether texts are sent as they are, so that no task needs to be named.
+
+    Raises:
+        UserError: a damaged file, no task of that name, or several and no name.
+    """
+    kept = formats.load(checkpoint)
+    found: Sequence[TaskFormat] = kept or ()
+    if kept is None:
+        with contextlib.suppress(errors.UserError):  # The data may be gone.
+            data = settings.trained_on() if settings.trained_on else settings.data
+            found = formats.of_data(data)
+    names = [each.task for each in found]
+    if name is not None:
+        if name not in names:
+            known = f"those that it was trained on: {', '.join(names)}" if names else "none"
+            raise errors.UserError(
+                f"format={name} is no task of {checkpoint}, which keeps {known}."
+                f"{errors.suggest(name, names)}"
+            )
+        return found[names.index(name)]
+    # Tasks that write inputs alike, as objectives of pre-training do, need not be told apart.
+    different = {dataclasses.replace(each, task="") for each in found}
+    if len(different) > 1 and not raw:
+        raise errors.UserError(
+            f"{checkpoint} was trained on several tasks, {', '.join(names)}, which write their "
+            "inputs differently; name one with format, or send inputs as they are with raw."
+        )
+    return next(iter(found)) if len(different) == 1 else None
+
+
+def answers_described(
+    format: TaskFormat | None, config: PredictConfig, *, raw: bool = False
+) -> str:
+    """Returns a line about how inputs are written and answers are found."""
+    inputs = "inputs are sent as they are"
+    if format is None and not raw:
+        inputs += ": the model keeps no task"
+    elif format is not None and not raw:
+        inputs = format.described()
+    strategy = config.strategy_for(format)
+    if isinstance(strategy, Rank) and format is not None:
+        return f"{inputs}; answers are the likeliest of its labels {list(format.labels)}"
+    return f"{inputs}; answers are generated ({type(strategy).__name__})"
 
 
 def check_readable(vocabulary: Any, *, of: str, remedy: str) -> None:

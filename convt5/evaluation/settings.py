@@ -13,12 +13,24 @@ from convt5.architecture import ConvT5Config
 from convt5.configuration import checks
 from convt5.evaluation.flags import LONG_INPUTS, STRATEGY_FLAGS
 from convt5.generation.search import BeamSearch, Greedy, Sampling, Strategy
+from convt5.task_format import TaskFormat
 
 _LENGTHS = {"max_input_length": 512, "max_length": 128}  # Where neither model nor run says more.
-_STRATEGIES: dict[str, type[Strategy]] = {
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """Chooses the likeliest of the task's labels, as rank classification does; generates nothing.
+
+    The probability of a label is the softmax over the log-probabilities of all labels.
+    """
+
+
+_STRATEGIES: dict[str, type[Strategy | Rank]] = {
     "greedy": Greedy,
     "sampling": Sampling,
     "beam": BeamSearch,
+    "rank": Rank,
 }
 
 
@@ -27,7 +39,10 @@ class PredictConfig:
     """How texts become predictions.
 
     Attributes:
-        strategy: how tokens are chosen: `search.Greedy`, `search.Sampling` or `search.BeamSearch`.
+        strategy: how tokens are chosen: `search.Greedy`, `search.Sampling` or `search.BeamSearch`;
+            or `Rank`, among the labels of the task. None ranks where the task has labels, and is
+            greedy otherwise; `eval`, whose tasks say themselves what they rank, then generates
+            greedily.
         max_length: the longest prediction in tokens, end token included; None takes what the model
             was trained with.
         max_input_length: the longest input in tokens, end token included; None likewise.
@@ -38,7 +53,7 @@ class PredictConfig:
         seed: of sampling. What is drawn for an input depends on it and on the input's number.
     """
 
-    strategy: Strategy = Greedy()  # noqa: RUF009  # Frozen.
+    strategy: Strategy | Rank | None = None
     max_length: int | None = None
     max_input_length: int | None = None
     long_inputs: str = "truncate"
@@ -87,6 +102,10 @@ class PredictConfig:
             values[name] = value
         return dataclasses.replace(self, **values)
 
+    def strategy_for(self, format: TaskFormat | None) -> "Strategy | Rank":
+        """Returns the strategy, chosen by what the task's answers are where it is None."""
+        return self.strategy or (Rank() if format and format.labels else Greedy())
+
     def task_lengths(self) -> dict[str, int]:
         """Returns the lengths of completed settings, by the features of a seqio task."""
         if self.max_input_length is None or self.max_length is None:
@@ -95,9 +114,10 @@ class PredictConfig:
 
     def described(self) -> dict[str, Any]:
         """Returns what results depend on, as JSON values."""
-        values = dataclasses.asdict(self)
+        strategy = self.strategy or Greedy()
+        values = dataclasses.asdict(dataclasses.replace(self, strategy=strategy))
         del values["batch_size"]
-        return values | {"strategy": {"name": type(self.strategy).__name__, **values["strategy"]}}
+        return values | {"strategy": {"name": type(strategy).__name__, **values["strategy"]}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +161,7 @@ def from_flags(config: PredictConfig, flags: Mapping[str, Any]) -> PredictConfig
     """
     given = {name: flags[name] for name in STRATEGY_FLAGS if flags[name] is not None}
     chosen = flags["strategy"]
-    strategy = _STRATEGIES[chosen]() if chosen else config.strategy
+    strategy = _STRATEGIES[chosen]() if chosen else config.strategy or Greedy()
     known = {field.name for field in dataclasses.fields(strategy)}
     name = chosen or type(strategy).__name__
     errors.raise_all(
@@ -155,8 +175,8 @@ def from_flags(config: PredictConfig, flags: Mapping[str, Any]) -> PredictConfig
     )
     if chosen:
         strategy = _STRATEGIES[chosen](**given)
-    elif given:
-        strategy = dataclasses.replace(strategy, **given)
+    else:
+        strategy = dataclasses.replace(strategy, **given) if given else config.strategy
     names = ("max_length", "max_input_length", "long_inputs", "batch_size", "seed")
     values = {name: flags[name] for name in names if flags[name] is not None}
     return dataclasses.replace(config, strategy=strategy, **values)

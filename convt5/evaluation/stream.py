@@ -1,7 +1,7 @@
 """Predictions of a stream of inputs in its order, chunk by chunk, and of what a person types."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
 from convt5 import errors
@@ -65,10 +65,14 @@ def predictions(
 def record(index: int, item: Item, prediction: Prediction) -> Record:
     """Returns a line of output."""
     target = {} if item.target is None else {"target": item.target}
+    ranked = {}
+    if prediction.probabilities is not None:
+        ranked = {"label": prediction.label, "probabilities": dict(prediction.probabilities)}
     return {
         "index": index,
         "input": item.text,
         **target,
+        **ranked,
         "predictions": list(prediction.texts),
         "scores": list(prediction.scores),
         "truncated": prediction.truncated,
@@ -76,33 +80,50 @@ def record(index: int, item: Item, prediction: Prediction) -> Record:
 
 
 def converse(
-    predictor: Predictor, ask: Callable[[], str], out: TextIO, *, first_number: int = 0
+    predictor: Predictor,
+    ask: Callable[..., str],
+    out: TextIO,
+    *,
+    fields: Sequence[str] = (),
+    first_number: int = 0,
 ) -> None:
-    """Answers each text that `ask` returns, until it raises `EOFError`.
+    """Answers each input that `ask` returns, until it raises `EOFError`.
 
     Args:
         predictor: used one input at a time.
-        ask: returns a line.
-        out: gets predictions, with scores where there are several.
+        ask: returns a line; called with the name of each of the `fields`.
+        out: gets predictions, with scores where there are several, and labels with their
+            probabilities.
+        fields: of a task that writes an input from several; each is asked for.
         first_number: of the first input; sampling gives the same input another answer each time.
     """
     for number in itertools.count(first_number):
         try:
-            text = ask()
+            given = {field: ask(field) for field in fields} if fields else ask()
         except EOFError:
             return
-        if not text.strip():
+        if not "".join(given.values() if isinstance(given, dict) else given).strip():
             continue
         try:
-            (prediction,) = predictor.predict([text], first_number=number)
+            (prediction,) = predictor.predict([given], first_number=number)
         except errors.UserError as error:
             print(f"error: {error}", file=out, flush=True)
             continue
         if prediction.truncated:
             print(f"({prediction.truncated} tokens of the input were cut)", file=out)
-        for result, score in zip(prediction.texts, prediction.scores, strict=True):
-            line = result if len(prediction.texts) == 1 else f"{score:9.4f}  {result}"
+        for line in _answers(prediction):
             print(line, file=out, flush=True)
+
+
+def _answers(prediction: Prediction) -> list[str]:
+    """Returns lines to show: the likeliest label before the others, or the results."""
+    if prediction.probabilities is not None:
+        shown = [f"{label} {prediction.probabilities[label]:.3f}" for label in prediction.texts]
+        return [f"{shown[0]}  ({', '.join(errors.shortened(shown[1:]))})"]
+    if len(prediction.texts) == 1:
+        return list(prediction.texts)
+    pairs = zip(prediction.texts, prediction.scores, strict=True)
+    return [f"{score:9.4f}  {result}" for result, score in pairs]
 
 
 def check_done(items: Iterable[Item], earlier: Iterable[Record], first: int = 0) -> int:

@@ -6,6 +6,7 @@ replaced/<step>/     one that is being saved anew, until it is; put back after a
 config.gin           the settings, which give the same run again
 metrics.jsonl        one line for each logged step
 summary.json         the result, once the run has ended
+task.json            how its tasks write their inputs
 vocabulary/          what token ids stand for
 tensorboard/
 """
@@ -17,12 +18,12 @@ import pathlib
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 from etils import epath
 
-from convt5 import errors, vocabulary_files
+from convt5 import errors, task_format, vocabulary_files
 from convt5.checkpoints import folders
 from convt5.runtime import file_locks, whole_files
 
@@ -156,6 +157,13 @@ def write_vocabularies(folder: epath.Path, text: vocabulary_files.KeptText) -> N
     if not jax.process_index():
         with writing(folder):
             vocabulary_files.write(folder / vocabulary_files.FOLDER, text)
+
+
+def write_task(folder: epath.Path, formats: Sequence[task_format.TaskFormat]) -> None:
+    """Keeps how the tasks of a run write their inputs, so that predictions are asked likewise."""
+    if not jax.process_index():
+        with writing(folder):
+            task_format.write(folder, formats)
 
 
 def replace_text(path: pathlib.Path | epath.Path, text: str) -> None:

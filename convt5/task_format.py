@@ -1,0 +1,323 @@
+"""How a task writes an input from the fields of a row: one value for training and prediction.
+
+A task's preprocessor writes inputs with `TaskFormat.write`, and so does everything that predicts. A
+run directory keeps the formats of the tasks it was trained on as plain values in `task.json`.
+"""
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from convt5 import errors
+from convt5.runtime import whole_files
+
+FILE = "task.json"
+
+_BRACED = re.compile(r"\{([^{}]+)\}")
+# Patterns that Python's `re` and RE2, which TensorFlow uses, read alike.
+_PUNCTUATION = r"([!-/:-@\[-`{-~])"
+_BLANKS = r"[\t\n\f\r ]+"
+
+
+class Field(NamedTuple):
+    """The place of a field in an input."""
+
+    name: str
+
+
+Part = str | Field
+Given = str | Mapping[str, Any]
+"""What is predicted from: the text of a task with one field, or a value for each field."""
+
+
+class FieldError(errors.UserError):
+    """What is wrong with an input; the sentence begins with where the input stands."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskFormat:
+    """How one task writes its inputs, and what its answers are.
+
+    Attributes:
+        task: its name.
+        parts: texts and fields that make up an input; None where only the task's own code knows.
+        strip: whether blanks around the text of a field are removed.
+        space_punctuation: whether punctuation has blanks around it, and blanks are single, as T5
+            writes SQuAD.
+        sentinels: whether <extra_id_0> in an input stands for a sentinel, as in pre-training.
+        labels: the answers of a classification; none for other tasks.
+        unknown: what makes an input in a way that is not known.
+    """
+
+    task: str
+    parts: tuple[Part, ...] | None
+    strip: bool = False
+    space_punctuation: bool = False
+    sentinels: bool = False
+    labels: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields, in the order of an input, each once."""
+        names = (part.name for part in self.parts or () if isinstance(part, Field))
+        return tuple(dict.fromkeys(names))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a text is sent as it is."""
+        return self.parts is None or (
+            not self.space_punctuation and len(self.parts) == len(self.fields) == 1
+        )
+
+    def write(
+        self,
+        fields: Mapping[str, Any],
+        *,
+        join: Callable[[Sequence[Any]], Any] = "".join,
+        replace: Callable[[Any, str, str], Any] | None = None,
+    ) -> Any:
+        """Returns an input.
+
+        Args:
+            fields: the text of each field.
+            join: joins strings.
+            replace: replaces each match of a pattern in a string. By default both are Python's;
+                a preprocessor passes those of TensorFlow, so that there is one definition.
+        """
+        replace = replace or _replaced
+        edit = self.space_punctuation
+        written = [
+            part
+            if isinstance(part, str)
+            else spaced_punctuation(fields[part.name], replace)
+            if edit
+            else fields[part.name]
+            for part in self.parts or ()
+        ]
+        text = join(written)
+        return single_blanks(text, replace) if edit else text
+
+    def read(self, given: Given) -> str | dict[str, str]:
+        """Returns what was given, checked: a text, or a text for each of several fields.
+
+        Raises:
+            FieldError: a field that is missing, empty or no text, or one text for several fields.
+        """
+        if isinstance(given, str):
+            if len(self.fields) > 1:
+                raise FieldError(
+                    f"is one text, but task={self.task} writes an input from {self._listed()}; "
+                    f"give each of them, such as {self.example()}, or send a text as it is with "
+                    "raw"
+                )
+            return self._text(given, self.fields[0] if self.fields else "inputs")
+        if not isinstance(given, Mapping):
+            raise FieldError(f"is {given!r}, which is neither a text nor a text by field")
+        names = self.fields or ("inputs",)
+        missing = [name for name in names if name not in given]
+        if missing:
+            raise FieldError(
+                f"has no field {missing[0]!r}, but {sorted(map(str, given))}; task={self.task} "
+                f"writes an input from {self._listed()}{errors.suggest(missing[0], given)}"
+            )
+        texts = {name: self._text(given[name], name) for name in names}
+        return texts if len(texts) > 1 else next(iter(texts.values()))
+
+    def text(self, given: Given) -> str:
+        """Returns the input that is made of what was given.
+
+        Raises:
+            FieldError: as `read`.
+        """
+        found = self.read(given)
+        if self.is_plain and isinstance(found, str):
+            return found
+        return self.write({self.fields[0]: found} if isinstance(found, str) else found)
+
+    def template(self) -> str:
+        """Returns how an input reads, fields in braces."""
+        return "".join(
+            part if isinstance(part, str) else f"{{{part.name}}}" for part in self.parts or ()
+        )
+
+    def described(self) -> str:
+        """Returns a sentence for the user about how inputs are written."""
+        if self.parts is None:
+            made = f" ({', '.join(self.unknown)})" if self.unknown else ""
+            return (
+                f"inputs are sent as they are: how task={self.task} writes them is not known, "
+                f"because its preprocessors{made} are its own; write each as the task does"
+            )
+        if self.is_plain:
+            return f"inputs are sent as they are, as task={self.task} writes them"
+        return f"inputs are written as {self.template()!r}, the format of task={self.task}"
+
+    def example(self) -> str:
+        """Returns a JSON object with the fields."""
+        return json.dumps(dict.fromkeys(self.fields, "..."), ensure_ascii=False)
+
+    def _text(self, value: Any, field: str) -> str:
+        if not isinstance(value, str | int | float):
+            raise FieldError(f"has {value!r} in the field {field!r}, which must be text")
+        text = field_text(value) if self.strip else str(value)
+        if not text.strip() and not self.is_plain:
+            raise FieldError(f"has nothing in the field {field!r}; fill it in")
+        return text
+
+    def _listed(self) -> str:
+        noun = "the field" if len(self.fields) < 2 else "the fields"
+        return f"{noun} {' and '.join(map(repr, self.fields or ('inputs',)))}"
+
+
+def of_template(task: str, template: str, **settings: Any) -> TaskFormat:
+    """Returns the format of a template such as "mnli hypothesis: {hypothesis} premise: {premise}".
+
+    Args:
+        task: its name.
+        template: an input with fields in braces.
+        settings: of `TaskFormat`.
+    """
+    pieces = _BRACED.split(template)  # Text, field, text, ..., field, text.
+    parts = (Field(piece) if i % 2 else piece for i, piece in enumerate(pieces))
+    return TaskFormat(task=task, parts=tuple(part for part in parts if part != ""), **settings)
+
+
+def fields_of(template: str) -> list[str]:
+    """Returns the fields of a template, in their order."""
+    return _BRACED.findall(template)
+
+
+def as_it_is(task: str, *, field: str = "inputs", **settings: Any) -> TaskFormat:
+    """Returns the format of a task whose inputs are a field as it is."""
+    return TaskFormat(task=task, parts=(Field(field),), **settings)
+
+
+def unknown(task: str, made_by: Sequence[str]) -> TaskFormat:
+    """Returns what is known of a task whose own code writes the inputs."""
+    return TaskFormat(task=task, parts=None, sentinels=True, unknown=tuple(made_by))
+
+
+def field_text(value: str | float) -> str:
+    """Returns the text of a field of a file: numbers as texts, without surrounding blanks."""
+    return str(value).strip()
+
+
+def spaced_punctuation(text: Any, replace: Callable[[Any, str, str], Any] | None = None) -> Any:
+    """Returns a text with blanks around ASCII punctuation, and single blanks, as T5's SQuAD has."""
+    replace = replace or _replaced
+    return single_blanks(replace(text, _PUNCTUATION, r" \1 "), replace)
+
+
+def single_blanks(text: Any, replace: Callable[[Any, str, str], Any]) -> Any:
+    return replace(text, _BLANKS, " ")
+
+
+def of_data(data: Any) -> tuple[TaskFormat, ...]:
+    """Returns the formats of the tasks of a `data.DataConfig` or of a cache; none of other data."""
+    describe = getattr(data, "task_formats", None)
+    return tuple(describe()) if describe else ()
+
+
+def write(folder: epath.PathLike, formats: Sequence[TaskFormat]) -> None:
+    """Writes `task.json` into a folder."""
+    text = json.dumps({"tasks": as_json(formats)}, indent=2, ensure_ascii=False) + "\n"
+    with whole_files.replacing(epath.Path(folder) / FILE) as partial:
+        partial.write_text(text)
+
+
+def load(model: epath.PathLike) -> tuple[TaskFormat, ...] | None:
+    """Returns what a run, one of its steps or an export keeps; None where it keeps nothing.
+
+    Raises:
+        UserError: a damaged file.
+    """
+    path = epath.Path(os.path.expanduser(model))
+    for folder in (path, path.parent, path.parent.parent):
+        if (folder / FILE).exists():
+            return _read(folder / FILE)
+    return None
+
+
+def as_json(formats: Sequence[TaskFormat]) -> list[dict[str, Any]]:
+    """Returns plain values for `from_json`."""
+    return [_described(each) for each in formats]
+
+
+def from_json(values: Any) -> tuple[TaskFormat, ...]:
+    """Returns formats from the plain values of `as_json`.
+
+    Raises:
+        ValueError, TypeError, KeyError: values of another form.
+    """
+    return tuple(map(_revived, _list(values)))
+
+
+def _read(file: epath.Path) -> tuple[TaskFormat, ...]:
+    try:
+        return from_json(json.loads(file.read_text())["tasks"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise errors.UserError(
+            f"{file}, how the tasks of the run write their inputs, cannot be read ({error!r}); put "
+            "the file back, or remove it and write inputs as the task does."
+        ) from error
+
+
+def _described(one: TaskFormat) -> dict[str, Any]:
+    parts = None
+    if one.parts is not None:
+        parts = [p if isinstance(p, str) else {"field": p.name} for p in one.parts]
+    return {
+        "task": one.task,
+        "input": parts,
+        "strip": one.strip,
+        "space_punctuation": one.space_punctuation,
+        "sentinels": one.sentinels,
+        "answers": "labels" if one.labels else "text",
+        "labels": list(one.labels),
+        **({"unknown": list(one.unknown)} if one.parts is None else {}),
+    }
+
+
+def _revived(values: Mapping[str, Any]) -> TaskFormat:
+    parts = values["input"]
+    labels = _texts(values["labels"])
+    if len(set(labels)) < len(labels) or not all(label.strip() for label in labels):
+        raise ValueError(f"labels={labels!r} are not different texts")
+    return TaskFormat(
+        task=_of_type(values["task"], str),
+        parts=None if parts is None else tuple(map(_part, _list(parts))),
+        **{
+            name: _of_type(values[name], bool)
+            for name in ("strip", "space_punctuation", "sentinels")
+        },
+        labels=labels,
+        unknown=_texts(values.get("unknown", [])),
+    )
+
+
+def _part(value: Any) -> Part:
+    return value if isinstance(value, str) else Field(_of_type(value["field"], str))
+
+
+def _texts(values: Any) -> tuple[str, ...]:
+    return tuple(_of_type(value, str) for value in _list(values))
+
+
+def _list(value: Any) -> list[Any]:
+    return _of_type(value, list)
+
+
+def _of_type(value: Any, kind: type[Any]) -> Any:
+    if isinstance(value, kind):
+        return value
+    raise TypeError(f"{value!r} is no {kind.__name__}")
+
+
+def _replaced(text: str, pattern: str, rewrite: str) -> str:
+    return re.sub(pattern, rewrite, text)

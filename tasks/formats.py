@@ -1,0 +1,84 @@
+"""Writes the inputs of a task by its `TaskFormat`, and finds the format of any seqio task.
+
+Predictions of a run are written as training wrote its inputs where the preprocessors of its task
+include `write_inputs`, or leave inputs as they come.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import seqio
+import tensorflow as tf
+
+from convt5 import task_format
+from convt5.task_format import TaskFormat, of_template
+
+__all__ = ["TaskFormat", "keeps_inputs", "of", "of_template", "write_inputs"]
+
+Row = Mapping[str, tf.Tensor]
+Preprocessor = TypeVar("Preprocessor", bound=Callable[..., tf.data.Dataset])
+
+_KEEP_INPUTS: set[Any] = {
+    seqio.preprocessors.append_eos,
+    seqio.preprocessors.append_eos_after_trim,
+    seqio.preprocessors.print_dataset,
+    seqio.preprocessors.tokenize,
+    seqio.preprocessors.tokenize_and_append_eos,
+}
+_DENOISING = {f"{__package__}.{name}" for name in ("span_corruption", "denoising")}
+
+
+def write_inputs(
+    dataset: tf.data.Dataset,
+    *,
+    format: TaskFormat,
+    others: Callable[[Row], Row] | None = None,
+    num_parallel_calls: int | None = tf.data.AUTOTUNE,
+) -> tf.data.Dataset:
+    """Writes "inputs" from the fields of each row, as a preprocessor of a seqio task.
+
+    Args:
+        dataset: rows with the fields of the format.
+        format: how an input is written; predictions use the same value.
+        others: the other features of an example of a row; None keeps all fields of the row.
+        num_parallel_calls: as of `tf.data.Dataset.map`.
+    """
+
+    def fill(row: Row) -> dict[str, tf.Tensor]:
+        inputs = format.write(row, join=tf.strings.join, replace=tf.strings.regex_replace)
+        return {**(others(row) if others else row), "inputs": inputs}
+
+    return dataset.map(fill, num_parallel_calls=num_parallel_calls)
+
+
+def keeps_inputs(preprocessor: Preprocessor) -> Preprocessor:
+    """Marks a preprocessor that leaves the text of an input as it is."""
+    _KEEP_INPUTS.add(preprocessor)
+    return preprocessor
+
+
+def of(provider: seqio.Task | seqio.Mixture) -> tuple[TaskFormat, ...]:
+    """Returns the format of a task, or of each task of a mixture."""
+    return tuple(map(_of_task, seqio.get_subtasks(provider)))
+
+
+def _of_task(task: seqio.Task) -> TaskFormat:
+    steps = list(task.preprocessors)
+    writers = [i for i, step in enumerate(steps) if _function(step) is write_inputs]
+    after = steps[writers[-1] + 1 :] if writers else steps
+    changing = [step for step in after if _function(step) not in _KEEP_INPUTS]
+    if any(getattr(_function(step), "__module__", None) in _DENOISING for step in changing):
+        return task_format.as_it_is(task.name, sentinels=True)
+    if changing:
+        names = [getattr(_function(step), "__name__", str(step)) for step in changing]
+        return task_format.unknown(task.name, names)
+    if writers:
+        return steps[writers[-1]].keywords["format"]
+    return task_format.as_it_is(task.name)
+
+
+def _function(step: Any) -> Any:
+    while isinstance(step, functools.partial):
+        step = step.func
+    return step
