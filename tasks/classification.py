@@ -16,6 +16,7 @@ import tensorflow as tf
 from convt5 import errors, task_format
 
 from . import formats, label_checks, metrics, vocabularies
+from .local_files import InvalidUtf8
 from .sources import PreparedTfdsSource, shuffle_buffer_size
 from .tables import Example, Path, Row, TableSource
 
@@ -215,6 +216,7 @@ def text_classification(
     columns: Sequence[str] | None = None,
     vocabulary: seqio.Vocabulary | None = None,
     validation_fraction: float = VALIDATION_FRACTION,
+    invalid_utf8: InvalidUtf8 = "refuse",
     rank: bool = False,
     name: str = "text_classification",
 ) -> seqio.Task:
@@ -237,6 +239,8 @@ def text_classification(
         validation_fraction: of the rows of "train" that are held out where there are no files for
             "validation", in [0, 0.5]: every n-th, where n is 1 / validation_fraction rounded. 0
             makes no "validation" split.
+        invalid_utf8: what becomes of bytes that are no UTF-8: "refuse" ends with the file and line,
+            "replace" puts U+FFFD in their place, "skip" leaves out the row.
         rank: see `classification_task`.
         name: of the task; it is registered under the same, if at all.
 
@@ -287,7 +291,13 @@ def text_classification(
 
     return classification_task(
         name,
-        TableSource(path, parse, columns=columns, validation_fraction=validation_fraction),
+        TableSource(
+            path,
+            parse,
+            columns=columns,
+            validation_fraction=validation_fraction,
+            invalid_utf8=invalid_utf8,
+        ),
         vocabulary or vocabularies.characters(),
         prompt=prompt,
         labels=generated,

@@ -13,6 +13,7 @@ import seqio
 from convt5 import errors
 
 from . import vocabularies
+from .local_files import InvalidUtf8
 from .sources import EmbeddedTextSource, PreparedTfdsSource, TextFilesSource
 from .span_corruption import MEAN_SPAN_LENGTH, NOISE_DENSITY, span_corruption
 from .text_files import Separator, TextFiles
@@ -78,12 +79,13 @@ def text_span_corruption(
     noise_density: float = NOISE_DENSITY,
     mean_span_length: float = MEAN_SPAN_LENGTH,
     merge_documents: bool = True,
+    invalid_utf8: InvalidUtf8 = "refuse",
     name: str = "text_span_corruption",
 ) -> seqio.Task:
     """Returns span corruption of local text: plain or .jsonl, .ndjson, .json, also .gz, .xz, .bz2.
 
     Args:
-        path: a path or glob, or several.
+        path: a path, glob or folder, or several.
         vocabulary: from `vocabularies.sentencepiece`; None takes bytes.
         separator: "line", "blank_line", or "auto" to look at the first file.
         text_key: what holds the text of a .jsonl line.
@@ -94,6 +96,8 @@ def text_span_corruption(
         noise_density: share of the tokens that is taken out, in (0, 1).
         mean_span_length: mean tokens of a span, at least 1.
         merge_documents: see `span_corruption_task`.
+        invalid_utf8: what becomes of bytes that are no UTF-8: "refuse" ends with the file and line,
+            "replace" puts U+FFFD in their place, "skip" leaves out the document that holds them.
         name: of the task; it is registered under the same, if at all.
 
     Raises:
@@ -104,7 +108,9 @@ def text_span_corruption(
             f"validation_fraction={validation_fraction} must be in [0, 0.5]; 0.01 holds out one "
             "document of a hundred."
         )
-    files = functools.partial(TextFiles, separator=separator, text_key=text_key)
+    files = functools.partial(
+        TextFiles, separator=separator, text_key=text_key, invalid_utf8=invalid_utf8
+    )
     if validation_path is not None:
         train = files(path=path)
         splits = {"train": (train, "train"), "validation": (files(path=validation_path), "train")}

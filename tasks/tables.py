@@ -7,7 +7,7 @@ epoch has an order of its own.
 import csv
 import dataclasses
 import hashlib
-import io
+import itertools
 import json
 import os
 import pathlib
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
 from convt5 import errors, task_format
 
@@ -121,12 +122,20 @@ def find_splits(path: Path) -> dict[str, list[str]]:
     return {"train": local_files.find(path)}
 
 
-def read_rows(file: str, columns: Sequence[str] | None = None) -> Iterator[Row]:
+def read_rows(
+    file: str,
+    columns: Sequence[str] | None = None,
+    *,
+    invalid_utf8: local_files.InvalidUtf8 = "refuse",
+    tally: local_files.Tally | None = None,
+) -> Iterator[Row]:
     """Yields the rows of a file; empty lines are none.
 
     Args:
         file: .jsonl, .tsv or .csv, and .gz, .xz or .bz2 after that.
         columns: fields of .tsv and .csv files without a header line.
+        invalid_utf8: what becomes of rows with bytes that are no UTF-8, as in `TextFiles`.
+        tally: counts what is met.
 
     Raises:
         UserError: the file cannot be read, or a line is malformed.
@@ -137,16 +146,24 @@ def read_rows(file: str, columns: Sequence[str] | None = None) -> Iterator[Row]:
             f"file {file!r} is of no known kind: its name must end in {', '.join(SUFFIXES)}, and "
             "may then have .gz, .xz or .bz2."
         )
-    with (
-        local_files.explained(file),
-        local_files.open_bytes(file) as raw,
-        io.TextIOWrapper(raw, "utf-8-sig", newline="") as lines,
-    ):
+    tally = local_files.Tally() if tally is None else tally
+    before = tally.documents
+
+    def readable(text: str, line: int) -> str | None:
+        return local_files.readable(text, file, line, invalid_utf8, tally)
+
+    with local_files.explained(file), local_files.open_bytes(file) as raw:
+        lines = local_files.text_lines(raw)
         if suffix == ".jsonl":
-            yield from _json_rows(file, lines)
+            rows = _json_rows(file, lines, readable)
         else:
             cells = _csv_cells(file, lines) if suffix == ".csv" else _tsv_cells(lines)
-            yield from _table_rows(file, cells, columns)
+            rows = _table_rows(file, _readable_cells(cells, readable), columns)
+        for row in rows:
+            tally.documents += 1
+            yield row
+    tally.files += 1
+    tally.empty_files += tally.documents == before
 
 
 class TableSource(ItemSource):
@@ -158,6 +175,7 @@ class TableSource(ItemSource):
         columns: see `read_rows`.
         validation_fraction: of the rows of "train" that become "validation" where there are no
             files for it, in [0, 0.5]: every n-th, where n is 1 / validation_fraction rounded.
+        invalid_utf8: see `read_rows`.
     """
 
     def __init__(
@@ -167,7 +185,9 @@ class TableSource(ItemSource):
         *,
         columns: Sequence[str] | None = None,
         validation_fraction: float = 0.0,
+        invalid_utf8: local_files.InvalidUtf8 = "refuse",
     ):
+        local_files.check_invalid_utf8(invalid_utf8)
         if not 0 <= validation_fraction <= 0.5:
             raise errors.UserError(
                 f"validation_fraction={validation_fraction} must be in [0, 0.5]; 0.1 holds out "
@@ -176,6 +196,8 @@ class TableSource(ItemSource):
         self._files = find_splits(path)
         self._parse = parse
         self._columns = columns
+        self._invalid_utf8: local_files.InvalidUtf8 = invalid_utf8
+        self._tallies: dict[str, local_files.Tally] = {}
         self._holdout_every = None
         if validation_fraction and "train" in self._files and "validation" not in self._files:
             self._holdout_every = round(1 / validation_fraction)
@@ -187,6 +209,8 @@ class TableSource(ItemSource):
         """Returns what identifies the rows, to be compared when a run goes on."""
         files = [(s, [local_files.contents(f) for f in fs]) for s, fs in self._files.items()]
         about = [files, self._columns, self._holdout_every]
+        if self._invalid_utf8 != "refuse":
+            about.append(self._invalid_utf8)
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
 
     def items(self, split: str) -> tuple[tf.data.Dataset, int]:
@@ -195,6 +219,27 @@ class TableSource(ItemSource):
 
     def make_example(self, split: str, item: tf.Tensor) -> dict[str, tf.Tensor]:
         return {name: values[item] for name, values in self._table(split).items()}
+
+    def tally(self, split: str) -> local_files.Tally:
+        """Returns what was met when the files of a split were read, which are read if need be."""
+        self._table(split)
+        return self._tallies[split]
+
+    def check_rows(self, num_rows: int = 20) -> None:
+        """Reads the first rows of each file.
+
+        Raises:
+            UserError: one of them lacks a field, or is otherwise wrong; or no file has a row.
+        """
+        for split, files in self._files.items():
+            found = 0
+            for file in files:
+                rows = read_rows(file, self._columns, invalid_utf8=self._invalid_utf8)
+                for row in itertools.islice(rows, num_rows):
+                    self._parse(row)
+                    found += 1
+            if not found:
+                raise errors.UserError(f"split={split!r} has no row: {files} were read.")
 
     def _table(self, split: str) -> dict[str, Any]:
         """Returns the examples of a split, one tensor a field; files are read once."""
@@ -216,8 +261,12 @@ class TableSource(ItemSource):
 
     def _examples(self, split: str) -> list[Example]:
         files = self._files.get(split, self._files.get("train", []))
-        rows = (row for file in files for row in read_rows(file, self._columns))
+        tally = self._tallies[split] = local_files.Tally()
+        settings = {"invalid_utf8": self._invalid_utf8, "tally": tally}
+        rows = (row for file in files for row in read_rows(file, self._columns, **settings))
         examples = [example for row in rows if (example := self._parse(row)) is not None]
+        if tally.faults():
+            logging.warning("split=%s of %s: %s", split, ", ".join(files), tally.faults())
         every = self._holdout_every
         if every and split in ("train", "validation"):
             held_out = split == "validation"
@@ -230,9 +279,14 @@ def _suffix(file: str) -> str | None:
     return suffix if suffix in SUFFIXES else None
 
 
-def _json_rows(file: str, lines: io.TextIOWrapper) -> Iterator[Row]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
+_Readable = Callable[[str, int], str | None]
+"""A text and its line, as `local_files.readable` gives it back."""
+
+
+def _json_rows(file: str, lines: Iterator[str], readable: _Readable) -> Iterator[Row]:
+    for number, text in enumerate(lines, start=1):
+        line = readable(text, number)
+        if line is None or not line.strip():
             continue
         try:
             values = json.loads(line)
@@ -249,9 +303,9 @@ def _json_rows(file: str, lines: io.TextIOWrapper) -> Iterator[Row]:
         yield Row(file, number, values)
 
 
-def _csv_cells(file: str, lines: io.TextIOWrapper) -> Iterator[tuple[int, list[str]]]:
+def _csv_cells(file: str, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
     csv.field_size_limit(_LONGEST_FIELD)
-    reader = csv.reader(lines, strict=True)
+    reader = csv.reader((f"{line}\n" for line in lines), strict=True)
     try:
         for cells in reader:
             yield reader.line_num, cells
@@ -261,10 +315,22 @@ def _csv_cells(file: str, lines: io.TextIOWrapper) -> Iterator[tuple[int, list[s
         ) from error
 
 
-def _tsv_cells(lines: io.TextIOWrapper) -> Iterator[tuple[int, list[str]]]:
+def _tsv_cells(lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
     for number, line in enumerate(lines, start=1):
-        text = line.rstrip("\r\n")
-        yield number, text.split("\t") if text else []
+        yield number, line.split("\t") if line else []
+
+
+def _readable_cells(
+    cells: Iterator[tuple[int, list[str]]], readable: _Readable
+) -> Iterator[tuple[int, list[str]]]:
+    """Yields rows, of which one with bytes that are no UTF-8 may be replaced or left out."""
+    for number, values in cells:
+        joined = "".join(values)
+        whole = readable(joined, number)
+        if whole == joined:
+            yield number, values
+        elif whole is not None:
+            yield number, [local_files.replaced(value) for value in values]
 
 
 def _table_rows(

@@ -8,12 +8,13 @@ is `$XDG_CACHE_HOME/convt5/text`; it is safe to delete, and renewed when a file 
 import dataclasses
 import hashlib
 import io
+import itertools
 import json
 import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -26,7 +27,8 @@ from . import local_files
 
 Separator = Literal["auto", "line", "blank_line"]
 
-_FORMAT = 1
+_FORMAT = 2
+_TALLY_FILE = "tally.json"
 _NUM_SHARDS = 64
 _SHARD_BYTES = 2**20
 _BLOCK_BYTES = 256 * 2**20
@@ -38,25 +40,30 @@ class TextFiles:
     """Files of text and how documents stand in them.
 
     Attributes:
-        path: a path or glob, or several; `**` matches folders of any depth.
+        path: a path, glob or folder, or several; `**` matches folders of any depth.
         separator: "line": each line is a document. "blank_line": blank lines separate documents.
-            "auto": "blank_line" where a blank line stands inside the first file, else "line".
+            "auto": "blank_line" where a blank line stands inside the first file with text, else
+            "line".
             Without meaning for files of JSON lines: .jsonl, .ndjson and .json.
         text_key: what holds the text of a line of JSON.
         holdout_every: every n-th document goes to "validation" rather than "train"; None keeps
             all in "train".
+        invalid_utf8: what becomes of bytes that are no UTF-8: "refuse" ends with the file and line,
+            "replace" puts U+FFFD in their place, "skip" leaves out the document that holds them.
     """
 
     path: local_files.Paths
     separator: Separator = "auto"
     text_key: str = "text"
     holdout_every: int | None = None
+    invalid_utf8: local_files.InvalidUtf8 = "refuse"
 
     def __post_init__(self):
         if self.separator not in ("auto", "line", "blank_line"):
             raise errors.UserError(
                 f"separator={self.separator!r} must be 'auto', 'line' or 'blank_line'."
             )
+        local_files.check_invalid_utf8(self.invalid_utf8)
         self.matches()
 
     def matches(self) -> list[str]:
@@ -72,7 +79,7 @@ class TextFiles:
 
     def fingerprint(self) -> str:
         """Returns a name of these documents, the same for copies of the files elsewhere."""
-        return self._name([local_files.contents(name) for name in self.matches()])
+        return self._name(1, [local_files.contents(name) for name in self.matches()])
 
     def stored(self) -> dict[str, list[str]]:
         """Returns the TFRecord files of each split, which are written when they do not exist.
@@ -81,12 +88,7 @@ class TextFiles:
             UserError: the files hold no document, or something that is not text; or they cannot be
                 stored.
         """
-        names = self.matches()
-        # Named by the dates of the files, so that no change of their bytes goes unseen.
-        about = [local_files.identity(name) for name in names]
-        # Earlier versions stored these as plain text, under what stands above alone.
-        about += [local_files.suffix(name) for name in names if _was_plain_text(name)]
-        folder = cache_folder() / self._name(about)
+        folder = self._folder()
         try:
             if not folder.exists():
                 self._store(folder)
@@ -100,22 +102,50 @@ class TextFiles:
             for split in ("train", "validation")
         }
 
+    def check(self, num_documents: int = 20) -> None:
+        """Reads the first documents of each file.
+
+        Raises:
+            UserError: something in them is no text, or no file has a document.
+        """
+        reader = self._reader()
+        for name in self.matches():
+            for _ in itertools.islice(reader.read(name), num_documents):
+                pass
+        self._check_not_empty(reader.tally)
+
+    def tally(self) -> local_files.Tally:
+        """Returns what was met when the files were stored, which they are where they were not."""
+        self.stored()
+        return local_files.Tally(**json.loads((self._folder() / _TALLY_FILE).read_text()))
+
     def documents(self) -> Iterator[bytes]:
-        """Yields the documents in the order of the files, as UTF-8 without surrounding blanks."""
-        names = self.matches()
+        """Yields the documents in the order of the files, as UTF-8.
+
+        They are what stands in the files, blanks and tabs at the start and end of lines included.
+        """
+        return self._documents(self._reader())
+
+    def _folder(self) -> pathlib.Path:
+        # Named by the dates of the files, so that no change of their bytes goes unseen.
+        about = [local_files.identity(name) for name in self.matches()]
+        return cache_folder() / self._name(_FORMAT, about)
+
+    def _reader(self) -> "_Reader":
         separator = self.separator
         if separator == "auto":
-            separator = _guess_separator(names[0])
-        for name in names:
-            if local_files.is_json_lines(name):
-                documents = _json_lines(name, self.text_key)
-            else:
-                documents = _lines(name) if separator == "line" else _paragraph_groups(name)
-            with local_files.explained(name):
-                yield from documents
+            separator = _guess_separator(self.matches())
+        return _Reader(self, separator)
 
-    def _name(self, files: Sequence[object]) -> str:
-        about = [_FORMAT, self.separator, self.text_key, self.holdout_every, *files]
+    def _documents(self, reader: "_Reader") -> Iterator[bytes]:
+        for name in self.matches():
+            for document in reader.read(name):
+                yield document.encode()
+
+    def _name(self, format_number: int, files: Sequence[object]) -> str:
+        about = [format_number, self.separator, self.text_key, self.holdout_every, *files]
+        if self.invalid_utf8 != "refuse":
+            about.append(self.invalid_utf8)
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
 
     def _store(self, folder: pathlib.Path) -> None:
@@ -134,25 +164,25 @@ class TextFiles:
 
     def _write(self, folder: pathlib.Path) -> None:
         writers = {split: _ShardWriter(folder / split) for split in ("train", "validation")}
-        count = 0
-        for document in self.documents():
+        reader = self._reader()
+        for count, document in enumerate(self._documents(reader)):
             held_out = self.holdout_every is not None and count % self.holdout_every == 1
             writers["validation" if held_out else "train"].add(document)
-            count += 1
         for writer in writers.values():
             writer.close()
-        if not count:
+        tally = reader.tally
+        self._check_not_empty(tally)
+        (folder / _TALLY_FILE).write_text(json.dumps(dataclasses.asdict(tally)))
+        if tally.faults():
+            logging.warning("text path=%s: %s", self.path, tally.faults())
+
+    def _check_not_empty(self, tally: local_files.Tally) -> None:
+        if not tally.documents:
+            skipped = f" ({tally.faults()})" if tally.skipped else ""
             raise errors.UserError(
                 f"text path={self.path!r} holds no document: {len(self.matches())} files were read "
-                "and all are empty or blank; set it to files with text."
+                f"and all are empty or blank{skipped}; set it to files with text."
             )
-
-
-def _was_plain_text(name: str) -> bool:
-    """Whether a file of JSON was none to earlier versions, by its name."""
-    is_known = ".jsonl" in pathlib.PurePath(name).suffixes
-    is_other = local_files.suffix(name) in (".ndjson", ".json")
-    return is_other or (local_files.is_json_lines(name) and not is_known)
 
 
 def cache_folder() -> pathlib.Path:
@@ -198,62 +228,91 @@ class _ShardWriter:
         self._waiting, self._waiting_bytes = [], 0
 
 
-def _guess_separator(name: str) -> Separator:
-    with local_files.explained(name), local_files.open_bytes(name) as file:
-        start = file.read(_SNIFFED_BYTES)
-    lines = [line.strip() for line in io.BytesIO(start.strip())]
-    separator = "blank_line" if b"" in lines else "line"
-    logging.info("convt5 takes separator=%r from the start of %s", separator, name)
-    return separator
-
-
-def _text_lines(name: str) -> Iterator[bytes]:
-    """Yields lines without surrounding blanks."""
-    with local_files.open_bytes(name) as file:
-        for i, line in enumerate(file):
-            text = line.decode("utf-8-sig" if i == 0 else "utf-8")
-            yield text.strip().encode()
-
-
-def _lines(name: str) -> Iterator[bytes]:
-    return (line for line in _text_lines(name) if line)
-
-
-def _paragraph_groups(name: str) -> Iterator[bytes]:
-    group = []
-    for line in _text_lines(name):
-        if line:
-            group.append(line)
-        elif group:
-            yield b"\n".join(group)
-            group = []
-    if group:
-        yield b"\n".join(group)
-
-
-def _json_lines(name: str, text_key: str) -> Iterator[bytes]:
-    for number, line in enumerate(_text_lines(name), start=1):
-        if not line:
+def _guess_separator(names: Sequence[str]) -> Separator:
+    """Guesses from the start of the first file of plain text that is not empty."""
+    for name in names:
+        if local_files.is_json_lines(name):
             continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise errors.UserError(
-                f"text file {name!r}, line {number} is not JSON ({error}); files of JSON hold "
-                "one object a line."
-            ) from error
-        if not isinstance(row, dict) or not isinstance(row.get(text_key), str):
-            keys = sorted(row) if isinstance(row, dict) else []
-            raise errors.UserError(
-                f"text file {name!r}, line {number} has no string under text_key={text_key!r}; "
-                f"its keys are {keys}; set text_key to the one that holds the text."
-            )
-        try:
-            text = row[text_key].strip().encode()
-        except UnicodeEncodeError as error:
-            raise errors.UserError(
-                f"text file {name!r}, line {number} holds half of a character ({error}); correct "
-                "or remove the line."
-            ) from error
-        if text:
-            yield text
+        with local_files.explained(name), local_files.open_bytes(name) as file:
+            start = file.read(_SNIFFED_BYTES).strip()
+        if start:
+            has_blank = any(not line.strip() for line in io.BytesIO(start))
+            separator = "blank_line" if has_blank else "line"
+            logging.info("convt5 takes separator=%r from the start of %s", separator, name)
+            return separator
+    return "line"
+
+
+class _Reader:
+    """Reads documents of files, and counts what it meets."""
+
+    def __init__(self, files: TextFiles, separator: Separator):
+        self.tally = local_files.Tally()
+        self._files = files
+        self._separator = separator
+
+    def read(self, name: str) -> Iterator[str]:
+        """Yields the documents of a file, none of them blank."""
+        before = self.tally.documents
+        with local_files.explained(name), local_files.open_bytes(name) as file:
+            lines = self._lines(name, file)
+            if local_files.is_json_lines(name):
+                documents = self._texts(name, lines)
+            elif self._separator == "line":
+                documents = (line for _, line in lines if line is not None)
+            else:
+                documents = _paragraph_groups(line for _, line in lines)
+            for document in documents:
+                if document.strip():
+                    self.tally.documents += 1
+                    self.tally.text_bytes += len(document.encode())
+                    yield document
+        self.tally.files += 1
+        self.tally.empty_files += self.tally.documents == before
+
+    def _lines(self, name: str, file: Iterable[bytes]) -> Iterator[tuple[int, str | None]]:
+        """Yields lines with their numbers; None stands for one whose document is left out."""
+        policy = self._files.invalid_utf8
+        for number, line in enumerate(local_files.text_lines(file), start=1):
+            yield number, local_files.readable(line, name, number, policy, self.tally)
+
+    def _texts(self, name: str, lines: Iterable[tuple[int, str | None]]) -> Iterator[str]:
+        for number, line in lines:
+            if line is not None and line.strip():
+                yield _text_of_json(line, f"text file {name!r}, line {number}", self._files)
+
+
+def _paragraph_groups(lines: Iterable[str | None]) -> Iterator[str]:
+    """Yields the lines between blank ones; a group with None in it is left out."""
+    group: list[str | None] = []
+    for line in itertools.chain(lines, [""]):
+        if line is None or line.strip():
+            group.append(line)
+            continue
+        whole = [each for each in group if each is not None]
+        if whole and len(whole) == len(group):
+            yield "\n".join(whole)
+        group = []
+
+
+def _text_of_json(line: str, where: str, files: TextFiles) -> str:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise errors.UserError(
+            f"{where} is not JSON ({error}); files of JSON hold one object a line."
+        ) from error
+    text = row.get(files.text_key) if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        keys = sorted(row) if isinstance(row, dict) else []
+        raise errors.UserError(
+            f"{where} has no string under text_key={files.text_key!r}; its keys are {keys}; set "
+            "text_key to the one that holds the text."
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise errors.UserError(
+            f"{where} holds half of a character ({error}); correct or remove the line."
+        ) from error
+    return text

@@ -3,7 +3,6 @@
 import bz2
 import functools
 import gzip
-import hashlib
 import json
 import lzma
 import os
@@ -11,7 +10,7 @@ import os
 import pytest
 import seqio
 import tensorflow as tf
-from convt5.tasks import local_files, text_files, vocabularies
+from convt5.tasks import local_files, pretraining, tables, text_files, vocabularies
 from convt5.tasks.sources import TextFilesSource
 from convt5.tasks.text_files import TextFiles
 
@@ -46,8 +45,8 @@ def test_blank_lines_separate_documents_in_any_compression(tmp_path, suffix):
 
 
 def test_without_a_blank_line_each_line_is_a_document(tmp_path):
-    path = write(tmp_path / "text.txt", "one\ntwo \r\nthree\n\n")
-    assert list(TextFiles(path=path).documents()) == [b"one", b"two", b"three"]
+    path = write(tmp_path / "text.txt", "one\n\ttwo \r\nthree\n\n")
+    assert list(TextFiles(path=path).documents()) == [b"one", b"\ttwo ", b"three"]
 
 
 def test_the_separator_may_be_set(tmp_path):
@@ -153,9 +152,20 @@ def test_a_path_that_matches_nothing_is_named_with_its_neighbours(tmp_path):
         TextFiles(path=str(tmp_path / "corpsu.txt"))
 
 
-def test_a_folder_is_answered_with_a_glob(tmp_path):
-    with pytest.raises(errors.UserError, match=r"is a folder; set it to .*\*\.txt"):
-        TextFiles(path=str(tmp_path))
+def test_a_folder_stands_for_the_files_in_it_and_below(tmp_path):
+    folder = tmp_path / "corpus"
+    (folder / "deep").mkdir(parents=True)
+    (folder / ".git").mkdir()
+    write(folder / "a.txt", "one\n")
+    write(folder / "deep" / "b.txt.gz", "two\n", ".gz")
+    write(folder / "deep" / "c.jsonl", '{"text": "three"}\n')
+    for hidden in (folder / ".a.txt.swp", folder / ".git" / "config"):
+        hidden.write_bytes(b"\xff")
+    for path in (str(folder), [folder], f"{folder}/"):
+        assert list(TextFiles(path=path).documents()) == [b"one", b"two", b"three"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(errors.UserError, match="is a folder without files"):
+        TextFiles(path=str(tmp_path / "empty"))
 
 
 @pytest.mark.parametrize("text", ["", "\n \n\n"])
@@ -167,7 +177,7 @@ def test_files_without_a_document_are_an_error(tmp_path, text):
 
 def test_bytes_that_are_no_text_are_named(tmp_path):
     (tmp_path / "image.txt").write_bytes(b"\xff\xfe\x00\x01\n")
-    with pytest.raises(errors.UserError, match=r"image\.txt' is not UTF-8"):
+    with pytest.raises(errors.UserError, match=r"image\.txt', line 1 is not UTF-8"):
         TextFiles(path=str(tmp_path / "image.txt")).stored()
 
 
@@ -196,20 +206,6 @@ def test_json_lines_go_by_other_names_too(tmp_path, suffix):
     compression = compression if compression in OPENERS else ""
     path = write(tmp_path / f"rows{suffix}", '{"text": "one"}\n{"text": "two"}\n', compression)
     assert list(TextFiles(path=path).documents()) == [b"one", b"two"]
-
-
-@pytest.mark.parametrize(
-    ("suffix", "expected"), [(".jsonl", b"of an earlier version"), (".json", b"one")]
-)
-def test_json_that_was_stored_as_plain_text_is_stored_anew(tmp_path, cache, suffix, expected):
-    path = write(tmp_path / f"rows{suffix}", '{"text": "one"}\n')
-    about = [1, "auto", "text", None, local_files.identity(path)]
-    earlier = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
-    folder = cache / "convt5" / "text" / earlier
-    folder.mkdir(parents=True)
-    with tf.io.TFRecordWriter(str(folder / "train-00000.tfrecord")) as writer:
-        writer.write(b"of an earlier version")
-    assert read(TextFiles(path=path).stored()["train"]) == [expected]
 
 
 def test_a_json_document_of_several_lines_is_refused(tmp_path):
@@ -313,3 +309,111 @@ def test_other_compressions_are_told_which_are_read(tmp_path):
     (tmp_path / "a.txt.zst").write_bytes(b"\x28\xb5\x2f\xfd\x00\x01")
     with pytest.raises(errors.UserError, match=r"is not UTF-8 .* end in \.gz, \.xz, \.bz2"):
         list(TextFiles(path=str(tmp_path / "a.txt.zst")).documents())
+
+
+LINES = [
+    "def f():",
+    "    return 1",
+    "\tx = 2  ",
+    "a\rb",
+    "page\fbreak",
+    "u\u2028v\u0085w",
+    "nul\0nul",
+    "long " * 100_000,
+]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("suffix", OPENERS)
+@pytest.mark.parametrize("separator", ["line", "blank_line"])
+def test_text_is_what_is_in_the_file(tmp_path, suffix, end, separator):
+    content = f"\ufeff{end}{end.join(LINES)}{end} {end}last".encode()
+    path = tmp_path / f"text.txt{suffix}"
+    with OPENERS[suffix](path, "wb") as file:
+        file.write(content)
+    found = [d.decode() for d in TextFiles(path=path, separator=separator).documents()]
+    assert found == ([*LINES, "last"] if separator == "line" else ["\n".join(LINES), "last"])
+
+
+def test_text_of_json_is_what_is_in_the_file(tmp_path):
+    rows = "".join(json.dumps({"text": line}) + "\r\n" for line in LINES)
+    (tmp_path / "rows.jsonl").write_bytes(f"\ufeff{rows}".encode())
+    found = [d.decode() for d in TextFiles(path=tmp_path / "rows.jsonl").documents()]
+    assert found == LINES
+
+
+LATIN = "eins\nzwei für\ndrei\n\nvier\n".encode("latin1")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"separator": "line"}, ["eins", "zwei f\ufffdr", "drei", "vier"]),
+        ({"separator": "blank_line"}, ["eins\nzwei f\ufffdr\ndrei", "vier"]),
+    ],
+)
+def test_bytes_that_are_no_utf_8_are_refused_replaced_or_skipped(tmp_path, settings, expected):
+    path = tmp_path / "latin.txt"
+    path.write_bytes(LATIN)
+    with pytest.raises(
+        errors.UserError, match=r"latin\.txt', line 2 is not UTF-8 \(byte 0xfc after 'zwei f'\)"
+    ):
+        TextFiles(path=path, **settings).stored()
+    replaced = TextFiles(path=path, invalid_utf8="replace", **settings)
+    skipped = TextFiles(path=path, invalid_utf8="skip", **settings)
+    assert [d.decode() for d in replaced.documents()] == expected
+    assert [d.decode() for d in skipped.documents()] == [d for d in expected if "\ufffd" not in d]
+    assert (replaced.tally().replaced, skipped.tally().skipped) == (1, 1)
+    assert skipped.tally().documents == len(expected) - 1
+    assert replaced.fingerprint() != skipped.fingerprint()
+    with pytest.raises(errors.UserError, match="invalid_utf8='ignore' must be"):
+        pretraining.text_span_corruption(str(path), invalid_utf8="ignore")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.tsv", "rows.csv"])
+def test_rows_of_tables_with_bytes_that_are_no_utf_8_are_dealt_with_alike(tmp_path, name):
+    lines = ["a\tb", "1\tf\xfcr", "2\tx\ry\u0085z"]
+    if name == "rows.jsonl":
+        lines = [json.dumps(dict(zip("ab", line.split("\t"), strict=True)), ensure_ascii=False)
+                 for line in lines[1:]]  # fmt: skip
+    elif name == "rows.csv":
+        lines = [",".join(f'"{cell}"' for cell in line.split("\t")) for line in lines]
+    head, last = "\r\n".join(lines[:-1]), lines[-1]
+    content = head.encode("latin1") + b"\r\n" + f"{last}\r\n".encode()
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+
+    def read(policy):
+        tally = local_files.Tally()
+        rows = tables.read_rows(str(tmp_path / name), invalid_utf8=policy, tally=tally)
+        return [tuple(row.values.values()) for row in rows], tally
+
+    whole = ("2", "x\ry\u0085z")
+    number = 1 if name == "rows.jsonl" else 2
+    with pytest.raises(errors.UserError, match=rf"{name}', line {number} is not UTF-8"):
+        read("refuse")
+    assert read("replace")[0] == [("1", "f\ufffdr"), whole]
+    assert read("skip")[0] == [whole]
+    assert (read("replace")[1].replaced, read("skip")[1].skipped) == (1, 1)
+
+
+def test_empty_files_are_counted(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    write(folder / "a.txt", "")
+    write(folder / "b.txt", " \n\n")
+    write(folder / "c.txt", "one\n  \ntwo\n")
+    write(folder / "d.jsonl", "")
+    files = TextFiles(path=folder)
+    assert list(files.documents()) == [b"one", b"two"]
+    found = files.tally()
+    assert (found.files, found.empty_files, found.documents, found.text_bytes) == (4, 3, 2, 6)
+    assert found.faults() == "3 empty files"
+
+
+def test_the_first_documents_of_each_file_are_checked_without_storing(tmp_path, cache):
+    write(tmp_path / "a.jsonl", '{"text": "one"}\n' * 30 + '{"body": "late"}\n')
+    TextFiles(path=tmp_path / "a.jsonl").check()
+    write(tmp_path / "b.jsonl", '{"body": "one"}\n')
+    with pytest.raises(errors.UserError, match=r"b\.jsonl', line 1 has no string under text_key"):
+        TextFiles(path=str(tmp_path / "*.jsonl")).check()
+    assert not cache.exists()

@@ -183,7 +183,7 @@ def _items(
             decoded = line.decode("utf-8-sig" if number == 1 else "utf-8")
             if skip_blank and not decoded.strip():
                 continue
-            given = parse(decoded.rstrip("\r\n"))
+            given = parse(decoded.removesuffix("\n").removesuffix("\r"))
             for text in given.values() if isinstance(given, dict) else [given]:
                 if not text.strip():
                     raise FieldError("is empty: there is nothing to predict from; leave it out")
