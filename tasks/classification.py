@@ -18,7 +18,7 @@ from convt5 import errors, task_format
 from . import formats, label_checks, metrics, vocabularies
 from .local_files import InvalidUtf8
 from .sources import PreparedTfdsSource, shuffle_buffer_size
-from .tables import Example, Path, Row, TableSource
+from .tables import Example, Layout, Path, Row, TableSource
 
 Labels = Sequence[str | float] | Mapping[Any, str | float | None]
 
@@ -44,6 +44,8 @@ class PaperTask(NamedTuple):
         prompt: the input, with the fields in braces.
         labels: in the order of TFDS where that has numbers; of two, the second is the positive one.
         keep: which examples of TFDS are part of the task; None keeps all.
+        layout: of files that others publish.
+        numbered: whether files may have the numbers of the labels in place of their names.
     """
 
     tfds_name: str
@@ -52,6 +54,17 @@ class PaperTask(NamedTuple):
     prompt: str
     labels: Sequence[str]
     keep: Callable[[Any], tf.Tensor] | None = None
+    layout: Layout = Layout()
+    numbered: bool = False
+
+
+def by_name_or_number(labels: Sequence[str]) -> dict[str, str | None]:
+    """Returns what is generated for a label of a file: its name, or its number from 0.
+
+    Rows without an answer, labelled -1 or -, are left out.
+    """
+    numbers = {str(number): label for number, label in enumerate(labels)}
+    return {**numbers, **{label: label for label in labels}, "-1": None, "-": None}
 
 
 def _numbered(
@@ -106,6 +119,8 @@ PAPER_TASKS = {
         _numbered(_SENTIMENT, text="sentence"),
         "sst2 sentence: {text}",
         _SENTIMENT,
+        layout=Layout(aliases={"text": ["sentence"]}),
+        numbered=True,
     ),
     # Polarity 0 is negative, 4 positive; 2 is neutral and occurs in the test split alone.
     "sentiment140": PaperTask(
@@ -147,6 +162,14 @@ PAPER_TASKS = {
         },
         "mnli hypothesis: {hypothesis} premise: {premise}",
         _INFERENCE,
+        layout=Layout(
+            aliases={
+                "premise": ["sentence1"],
+                "hypothesis": ["sentence2"],
+                "label": ["gold_label"],
+            }
+        ),
+        numbered=True,
     ),
 }
 
@@ -186,10 +209,11 @@ def paper_task(
     if path is not None:
         return text_classification(
             path,
-            task.labels,
+            by_name_or_number(task.labels) if task.numbered else task.labels,
             text_field=task_format.fields_of(task.prompt),
             prompt=task.prompt,
             vocabulary=vocabulary,
+            layout=task.layout,
             validation_fraction=validation_fraction,
             rank=rank,
             name=name,
@@ -214,9 +238,11 @@ def text_classification(
     prompt: str | None = None,
     threshold: float | None = None,
     columns: Sequence[str] | None = None,
+    layout: Layout | None = None,
     vocabulary: seqio.Vocabulary | None = None,
     validation_fraction: float = VALIDATION_FRACTION,
     invalid_utf8: InvalidUtf8 = "refuse",
+    metric_fns: Sequence[metrics.LabelMetric] = (),
     rank: bool = False,
     name: str = "text_classification",
 ) -> seqio.Task:
@@ -235,13 +261,14 @@ def text_classification(
             "mnli hypothesis: {hypothesis} premise: {premise}".
         threshold: where a number stands for the label: the least that means the second of two.
         columns: the fields of .tsv and .csv files that have no header line.
+        layout: how files that others publish differ from these.
         vocabulary: from `vocabularies.sentencepiece`; None takes bytes.
         validation_fraction: of the rows of "train" that are held out where there are no files for
             "validation", in [0, 0.5]: every n-th, where n is 1 / validation_fraction rounded. 0
             makes no "validation" split.
         invalid_utf8: what becomes of bytes that are no UTF-8: "refuse" ends with the file and line,
             "replace" puts U+FFFD in their place, "skip" leaves out the row.
-        rank: see `classification_task`.
+        metric_fns, rank: see `classification_task`.
         name: of the task; it is registered under the same, if at all.
 
     Raises:
@@ -295,12 +322,14 @@ def text_classification(
             path,
             parse,
             columns=columns,
+            layout=layout,
             validation_fraction=validation_fraction,
             invalid_utf8=invalid_utf8,
         ),
         vocabulary or vocabularies.characters(),
         prompt=prompt,
         labels=generated,
+        metric_fns=metric_fns,
         rank=rank,
         strip=True,
     )
@@ -314,6 +343,7 @@ def classification_task(
     prompt: str,
     labels: Sequence[str],
     preprocessors: Sequence[Callable[..., tf.data.Dataset]] = (),
+    metric_fns: Sequence[metrics.LabelMetric] = (),
     rank: bool = False,
     strip: bool = False,
 ) -> seqio.Task:
@@ -326,6 +356,8 @@ def classification_task(
         prompt: the input, with fields of the examples in braces.
         labels: at least two; the second of two is the positive one.
         preprocessors: give the examples the fields of `prompt`, and the label's text in "label".
+        metric_fns: more metrics than accuracy and F1, as functions of targets, predictions and
+            `labels`.
         rank: makes an example of each label of each row, to choose the likeliest: for evaluation,
             where it needs no decoding and no answer is invalid. The name gets "_rank" added.
         strip: whether the source gives fields without the blanks around them, as files are read;
@@ -350,11 +382,13 @@ def classification_task(
     ]
     if rank:
         steps.append(functools.partial(one_example_per_label, labels=labels))
-        metric_fns = [functools.partial(metrics.rank_classification, labels=labels)]
+        measures = [
+            functools.partial(metrics.rank_classification, labels=labels, metric_fns=metric_fns)
+        ]
     else:
-        metric_fns = [
-            functools.partial(metrics.of_labels, labels=labels),
-            functools.partial(metrics.invalid, labels=labels),
+        measures = [
+            functools.partial(function, labels=labels)
+            for function in (metrics.of_labels, metrics.invalid, *metric_fns)
         ]
     return seqio.Task(
         f"{name}_rank" if rank else name,
@@ -366,7 +400,7 @@ def classification_task(
         ],
         output_features={"inputs": feature, "targets": feature},
         postprocess_fn=_ranked_label if rank else _stripped,
-        metric_fns=metric_fns,
+        metric_fns=measures,
         shuffle_buffer_size=shuffle_buffer_size(source),
     )
 

@@ -1,13 +1,17 @@
 """Metrics of downstream tasks, as seqio calls them: targets and predictions in, percentages out.
 
 Names and rules are those of `t5.evaluation.metrics`, so that numbers can be compared; only SQuAD's
-needs that package itself.
+and ROUGE need that package itself.
 """
 
 import collections
-from collections.abc import Mapping, Sequence
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import NamedTuple
 
+import numpy as np
 from absl import logging
 
 from convt5 import errors
@@ -104,8 +108,106 @@ def invalid(
     return {"invalid": 100 * strange / len(targets)}
 
 
+def matthews_corrcoef(
+    targets: Sequence[str], predictions: Sequence[str], *, labels: Sequence[str]
+) -> dict[str, float]:
+    """Returns the correlation of Matthews, for any number of labels (Gorodkin 2004's R_K).
+
+    Predictions that are no label are a class of their own, as for T5. It is 0 where all targets,
+    or all predictions, are one class.
+    """
+    known = set(labels)
+    pairs = [(t, p if p in known else None) for t, p in zip(targets, predictions, strict=True)]
+    total = len(pairs)
+    true, predicted = (collections.Counter(side) for side in zip(*pairs, strict=True))
+    agreeing = total * sum(t == p for t, p in pairs)
+    covariance = agreeing - sum(true[label] * predicted[label] for label in true)
+    spreads = [total**2 - sum(n**2 for n in counts.values()) for counts in (true, predicted)]
+    value = covariance / math.sqrt(math.prod(spreads)) if all(spreads) else 0.0
+    return {"matthews_corrcoef": 100 * value}
+
+
+UNPARSED = -1.0
+"""What a prediction that is no number counts as, as for T5's STS-B, whose scores are 0 to 5."""
+
+
+def number_of(text: str) -> float | None:
+    """Returns the finite number that a text is; None where it is none."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def regression(targets: Sequence[float], predictions: Sequence[str]) -> dict[str, float]:
+    """Returns the correlations of Pearson and Spearman, and how many predictions are no number.
+
+    Those count as `UNPARSED`. A correlation is 0 where all targets, or all predictions, are equal.
+    """
+    numbers = [number_of(text) for text in predictions]
+    values = [UNPARSED if number is None else number for number in numbers]
+    ranks = [_ranks(side) for side in (targets, values)]
+    return {
+        "pearson_corrcoef": 100 * _correlation(targets, values),
+        "spearman_corrcoef": 100 * _correlation(*ranks),
+        "invalid": 100 * sum(number is None for number in numbers) / len(numbers),
+    }
+
+
+def _correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    if len(a) != len(b):
+        raise ValueError(f"{len(a)} targets for {len(b)} predictions")
+    # Not by deviations from a mean, which rounding moves off equal values.
+    if len(set(a)) == 1 or len(set(b)) == 1:
+        return 0.0
+    # Of the same scale: squares of great numbers have no place in a float.
+    scaled = [np.asarray(side, np.float64) / max(map(abs, side)) for side in (a, b)]
+    x, y = (side - side.mean() for side in scaled)
+    norm = math.sqrt(float(x @ x)) * math.sqrt(float(y @ y))
+    return float(np.clip(x @ y / norm, -1, 1)) if norm else 0.0
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Returns the rank of each value, the mean of their ranks for equal ones."""
+    _, places, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return (last - (counts - 1) / 2)[places].tolist()
+
+
+def rouge(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
+    """Returns the F-measures `rouge1`, `rouge2` and `rougeLsum` of summaries.
+
+    T5's are medians of resampled means; the random numbers are the same at every call.
+
+    Raises:
+        UserError: the package t5 is not installed.
+    """
+    with _same_random_numbers():
+        found = _t5_metrics("ROUGE").rouge(targets, predictions)
+    return {name: float(value) for name, value in found.items()}
+
+
+@contextlib.contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    state = np.random.get_state()
+    np.random.seed(0)
+    try:
+        yield
+    finally:
+        np.random.set_state(state)
+
+
+LabelMetric = Callable[..., dict[str, float]]
+"""A function of targets, predictions and `labels`, such as `matthews_corrcoef`."""
+
+
 def rank_classification(
-    targets: Sequence[RankedLabel], scores: Sequence[float], *, labels: Sequence[str]
+    targets: Sequence[RankedLabel],
+    scores: Sequence[float],
+    *,
+    labels: Sequence[str],
+    metric_fns: Sequence[LabelMetric] = (),
 ) -> dict[str, float]:
     """Returns the metrics of choosing the label with the highest log-probability.
 
@@ -116,6 +218,7 @@ def rank_classification(
         targets: every label of every example, in any order.
         scores: log-probability of each, given the input.
         labels: their texts, by number; of two labels the second is the positive one.
+        metric_fns: what is returned beside accuracy and F1.
 
     Raises:
         UserError: no example has all of its labels, or one of those has no right label.
@@ -142,8 +245,11 @@ def rank_classification(
     if max(map(len, right)) > 1:
         hits = sum(choice in numbers for choice, numbers in zip(chosen, right, strict=True))
         return {"accuracy": 100 * hits / len(whole)}
-    truths = [labels[number] for (number,) in right]
-    return of_labels(truths, [labels[choice] for choice in chosen], labels=labels)
+    answers = [labels[number] for (number,) in right], [labels[choice] for choice in chosen]
+    found = of_labels(*answers, labels=labels)
+    for function in metric_fns:
+        found |= function(*answers, labels=labels)
+    return found
 
 
 def of_labels(
@@ -163,14 +269,20 @@ def squad(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[
     Raises:
         UserError: the package t5 is not installed.
     """
+    found = _t5_metrics("the metrics of SQuAD").squad(targets, predictions)
+    return {name: float(value) for name, value in found.items()}
+
+
+def _t5_metrics(what: str) -> ModuleType:
     try:
         from t5.evaluation import metrics as t5_metrics
     except ImportError as error:
+        are = "is that" if what.isupper() else "are those"
         raise errors.UserError(
-            f"the metrics of SQuAD are those of the package t5, which cannot be imported ({error});"
+            f"{what} {are} of the package t5, which cannot be imported ({error});"
             ' `uv sync` installs it; with pip, see "Installing as a package" in README.md.'
         ) from error
-    return {k: float(v) for k, v in t5_metrics.squad(targets, predictions).items()}
+    return t5_metrics
 
 
 def _percent_equal(targets: Sequence[str], predictions: Sequence[str]) -> float:

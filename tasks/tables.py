@@ -12,7 +12,7 @@ import json
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 from absl import logging
@@ -28,7 +28,27 @@ Example = Mapping[str, str | list[str]]
 SUFFIXES = (".jsonl", ".tsv", ".csv")
 _LONGEST_FIELD = 2**31 - 1
 """Characters of a field of CSV, of which Python takes 131,072 where nothing else is said."""
-_SPLIT_NAMES = {"dev": "validation", "valid": "validation", "val": "validation"}
+_SPLIT_NAMES = {
+    **dict.fromkeys(("dev", "valid", "val", "dev_matched", "validation_matched"), "validation"),
+    "dev_mismatched": "validation_mismatched",
+}
+"""Of files; MultiNLI's two halves of what is held out are called as TFDS calls them."""
+
+
+class Layout(NamedTuple):
+    """How published files differ from what a task reads.
+
+    Attributes:
+        columns: fields of .tsv and .csv files without a header line. A first line that holds
+            nothing but these names is one all the same.
+        aliases: for a field, what it is called in other files; the first that is there counts.
+        skips_malformed: leaves out lines with another number of columns, and says how many, as
+            other readers of such files do.
+    """
+
+    columns: Sequence[str] | None = None
+    aliases: Mapping[str, Sequence[str]] = {}
+    skips_malformed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +96,16 @@ class Row:
         if not isinstance(value, str | int | float):
             raise self.error(f"has {value!r} under {field!r}, which is no text.")
         return task_format.field_text(value)
+
+    def renamed(self, aliases: Mapping[str, Sequence[str]]) -> "Row":
+        """Returns the row with fields that it lacks taken from others; see `Layout`."""
+        found = {
+            field: next((name for name in names if name in self.values), None)
+            for field, names in aliases.items()
+            if field not in self.values
+        }
+        more = {field: self.values[name] for field, name in found.items() if name is not None}
+        return dataclasses.replace(self, values={**self.values, **more}) if more else self
 
     def error(self, fault: str) -> errors.UserError:
         """Returns an error that says where the fault is."""
@@ -126,6 +156,7 @@ def read_rows(
     file: str,
     columns: Sequence[str] | None = None,
     *,
+    layout: Layout | None = None,
     invalid_utf8: local_files.InvalidUtf8 = "refuse",
     tally: local_files.Tally | None = None,
 ) -> Iterator[Row]:
@@ -133,13 +164,17 @@ def read_rows(
 
     Args:
         file: .jsonl, .tsv or .csv, and .gz, .xz or .bz2 after that.
-        columns: fields of .tsv and .csv files without a header line.
+        columns: fields of .tsv and .csv files without a header line; None takes those of layout.
+        layout: how the file differs from what is read.
         invalid_utf8: what becomes of rows with bytes that are no UTF-8, as in `TextFiles`.
         tally: counts what is met.
 
     Raises:
         UserError: the file cannot be read, or a line is malformed.
     """
+    layout = layout or Layout()
+    if columns is not None:
+        layout = layout._replace(columns=columns)
     suffix = _suffix(file)
     if suffix is None:
         raise errors.UserError(
@@ -158,10 +193,10 @@ def read_rows(
             rows = _json_rows(file, lines, readable)
         else:
             cells = _csv_cells(file, lines) if suffix == ".csv" else _tsv_cells(lines)
-            rows = _table_rows(file, _readable_cells(cells, readable), columns)
+            rows = _table_rows(file, _readable_cells(cells, readable), layout)
         for row in rows:
             tally.documents += 1
-            yield row
+            yield row.renamed(layout.aliases)
     tally.files += 1
     tally.empty_files += tally.documents == before
 
@@ -173,6 +208,7 @@ class TableSource(ItemSource):
         path: see `find_splits`.
         parse: from a row to an example of strings and lists of strings; None leaves the row out.
         columns: see `read_rows`.
+        layout: see `read_rows`.
         validation_fraction: of the rows of "train" that become "validation" where there are no
             files for it, in [0, 0.5]: every n-th, where n is 1 / validation_fraction rounded.
         invalid_utf8: see `read_rows`.
@@ -184,6 +220,7 @@ class TableSource(ItemSource):
         parse: Callable[[Row], Example | None],
         *,
         columns: Sequence[str] | None = None,
+        layout: Layout | None = None,
         validation_fraction: float = 0.0,
         invalid_utf8: local_files.InvalidUtf8 = "refuse",
     ):
@@ -198,6 +235,7 @@ class TableSource(ItemSource):
         self._columns = columns
         self._invalid_utf8: local_files.InvalidUtf8 = invalid_utf8
         self._tallies: dict[str, local_files.Tally] = {}
+        self._layout = layout
         self._holdout_every = None
         if validation_fraction and "train" in self._files and "validation" not in self._files:
             self._holdout_every = round(1 / validation_fraction)
@@ -262,7 +300,7 @@ class TableSource(ItemSource):
     def _examples(self, split: str) -> list[Example]:
         files = self._files.get(split, self._files.get("train", []))
         tally = self._tallies[split] = local_files.Tally()
-        settings = {"invalid_utf8": self._invalid_utf8, "tally": tally}
+        settings = {"layout": self._layout, "invalid_utf8": self._invalid_utf8, "tally": tally}
         rows = (row for file in files for row in read_rows(file, self._columns, **settings))
         examples = [example for row in rows if (example := self._parse(row)) is not None]
         if tally.faults():
@@ -333,13 +371,13 @@ def _readable_cells(
             yield number, [local_files.replaced(value) for value in values]
 
 
-def _table_rows(
-    file: str, cells: Iterator[tuple[int, list[str]]], columns: Sequence[str] | None
-) -> Iterator[Row]:
+def _table_rows(file: str, cells: Iterator[tuple[int, list[str]]], layout: Layout) -> Iterator[Row]:
+    columns = [] if layout.columns is None else list(layout.columns)
+    is_first, malformed = True, []
     for number, values in cells:
         if not values:
             continue
-        if columns is None:
+        if is_first and (not columns or set(values) <= set(columns)):
             columns = values
             twice = [name for name in columns if name and columns.count(name) > 1]
             if twice:
@@ -348,12 +386,22 @@ def _table_rows(
                     f"{columns}; rename one of them."
                 )
         elif len(values) != len(columns):
+            if layout.skips_malformed:
+                malformed.append(number)
+                continue
             raise errors.UserError(
                 f"file {file!r}, line {number} has {len(values)} columns, not {len(columns)}: "
-                f"{list(columns)}; correct the line, or set columns."
+                f"{columns}; correct the line, or set columns."
             )
         else:
             yield Row(file, number, dict(zip(columns, values, strict=True)))
+        is_first = False
+    if malformed:
+        logging.warning(
+            "file %r: %d lines are left out for another number of columns than %d; the first is "
+            "line %d",
+            *(file, len(malformed), len(columns), malformed[0]),
+        )
 
 
 def _tensor(values: list[Any]) -> Any:

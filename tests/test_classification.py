@@ -8,7 +8,7 @@ import shutil
 import pytest
 import seqio
 import tensorflow_datasets as tfds
-from convt5.tasks import classification, vocabularies
+from convt5.tasks import classification, glue, vocabularies
 from convt5.tasks.classification import PAPER_TASKS, paper_task, text_classification
 
 from convt5 import data, errors, evaluation, gin_config
@@ -374,10 +374,12 @@ class TestBadInput:
 
 
 class TestGinFiles:
+    # Of the others there is no data; test_glue.py reads some.
     NAMES = tuple(
         path.stem
         for path in sorted((ROOT / "gin" / "tasks").glob("*.gin"))
-        if path.stem != "text_classification"
+        if path.stem not in ("text_classification", "summarization", glue.STSB)
+        and path.stem not in glue.CLASSIFICATIONS
     )
 
     def load(self, name, *bindings):

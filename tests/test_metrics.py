@@ -1,6 +1,8 @@
 """Metrics give the percentages of T5's own, and count what is no label as wrong."""
 
+import functools
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -150,3 +152,101 @@ class TestSquad:
         monkeypatch.setitem(sys.modules, "t5.evaluation", None)
         with pytest.raises(errors.UserError, match="package t5"):
             metrics.squad([["x"]], ["x"])
+
+
+# --- Of GLUE and of summaries ---------------------------------------------------------------------
+
+matthews = functools.partial(metrics.matthews_corrcoef, labels=LABELS)
+
+
+@given(SENTIMENTS)
+@settings(max_examples=30, deadline=None)
+def test_the_correlation_of_matthews_is_that_of_t5(pairs):
+    sklearn_metrics = pytest.importorskip("sklearn.metrics")
+    sides = list(zip(*pairs, strict=True))
+    numbers = [[LABELS.index(x) if x in LABELS else -1 for x in side] for side in sides]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # A single class in all.
+        expected = 100 * sklearn_metrics.matthews_corrcoef(*numbers)
+    found = matthews(*sides)
+    assert found == {"matthews_corrcoef": pytest.approx(expected, abs=1e-9)}
+
+
+@pytest.mark.parametrize(
+    ("targets", "predictions", "expected"),
+    [
+        (LABELS, LABELS, 100.0),
+        (LABELS, LABELS[::-1], -100.0),
+        (LABELS, LABELS[:1] * 2, 0.0),
+        (LABELS[:1] * 2, LABELS[:1] * 2, 0.0),
+        (LABELS, ("", ""), 0.0),
+    ],
+    ids=["right", "wrong", "always one label", "one class", "no label"],
+)
+def test_matthews_at_the_edges(targets, predictions, expected):
+    assert matthews(targets, predictions) == {"matthews_corrcoef": expected}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0.0, 0.2, 2.5, 5.0]), st.sampled_from(["0.2", "5.0", "x", ""])),
+        min_size=2,
+    )
+)
+@settings(max_examples=30, deadline=None)
+def test_correlations_are_those_of_t5_but_for_constants(pairs):
+    t5_metrics = pytest.importorskip("t5.evaluation.metrics")
+    postprocessors = pytest.importorskip("t5.data.postprocessors")
+    targets, texts = zip(*pairs, strict=True)
+    numbers = [postprocessors.string_to_float(text) for text in texts]
+    found = metrics.regression(targets, texts)
+    assert found["invalid"] == 100 * sum(text in ("x", "") for text in texts) / len(texts)
+    for name in ("pearson_corrcoef", "spearman_corrcoef"):
+        if len(set(targets)) == 1 or len(set(numbers)) == 1:
+            assert found[name] == 0.0
+        else:
+            assert found[name] == pytest.approx(getattr(t5_metrics, name)(targets, numbers)[name])
+
+
+@pytest.mark.parametrize(
+    ("targets", "predictions", "pearson"),
+    [
+        ([1.0], ["1.0"], 0.0),
+        ([0.1, 0.1, 0.1], ["0.1", "0.2", "0.3"], 0.0),
+        ([1.0, 2.0], ["nan", "inf"], 0.0),
+        ([1.0, 2.0], ["1e300", "-1e300"], -100.0),
+        ([1.0, 2.0], [" 1 ", "2\n"], 100.0),
+    ],
+    ids=["a single row", "constant targets", "not finite", "huge", "blanks"],
+)
+def test_correlations_at_the_edges(targets, predictions, pearson):
+    assert metrics.regression(targets, predictions)["pearson_corrcoef"] == pytest.approx(pearson)
+
+
+def test_rouge_is_that_of_t5_and_the_same_at_every_call():
+    t5_metrics = pytest.importorskip("t5.evaluation.metrics")
+    targets = ["the cat sat on the mat", "dogs bark . cats do not .", "a b c"] * 5
+    predictions = ["the cat lay on a mat", "cats do not . dogs bark .", ""] * 5
+    found = metrics.rouge(targets, predictions)
+    np.random.seed(3)
+    expected = np.random.rand()
+    np.random.seed(3)
+    assert metrics.rouge(targets, predictions) == found
+    assert np.random.rand() == expected  # Random numbers of others go on as they were.
+    assert found == pytest.approx(t5_metrics.rouge(targets, predictions), abs=8)
+    assert found.keys() == {"rouge1", "rouge2", "rougeLsum"}
+
+
+@pytest.mark.parametrize(("prediction", "expected"), [("a b c", 100.0), ("", 0.0), ("x", 0.0)])
+def test_rouge_at_the_edges(prediction, expected):
+    pytest.importorskip("t5.evaluation.metrics")
+    assert set(metrics.rouge(["a b c"], [prediction]).values()) == {expected}
+
+
+def test_more_metrics_stand_beside_those_of_ranked_labels():
+    targets = [RankedLabel(i, label, label == i % 2) for i in range(4) for label in (0, 1)]
+    scores = [-1.0 if target.is_correct else -2.0 for target in targets]
+    found = metrics.rank_classification(
+        targets, scores, labels=LABELS, metric_fns=[metrics.matthews_corrcoef]
+    )
+    assert found["matthews_corrcoef"] == found["accuracy"] == 100.0

@@ -166,7 +166,9 @@ FINETUNE = sorted(
 
 
 # One of each kind of task.
-@pytest.mark.parametrize("name", ["sst2", "cogs", "squad", "text_classification"])
+@pytest.mark.parametrize(
+    "name", ["sst2", "cogs", "squad", "text_classification", "stsb", "summarization"]
+)
 def test_fine_tuning_passes_the_dry_run(name, tmp_path, capsys):
     for split in ("train", "dev"):
         (tmp_path / f"{split}.jsonl").write_text("{}\n")  # No row is read.

@@ -1,0 +1,99 @@
+"""Tasks from local files whose answer is generated: numbers as text, summaries."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import seqio
+import tensorflow as tf
+
+from convt5 import task_format
+
+from . import formats, metrics, vocabularies
+from .sources import shuffle_buffer_size
+from .tables import Example, Layout, Path, Row, TableSource
+
+TARGET = "targets"
+"""The field of rows with the answer."""
+
+
+def generation_task(
+    name: str,
+    source: seqio.DataSource,
+    vocabulary: seqio.Vocabulary | None,
+    *,
+    prompt: str,
+    metric_fns: Sequence[Callable[..., Mapping[str, float]]],
+    postprocess_fn: Callable[..., Any] | None = None,
+) -> seqio.Task:
+    """Returns a task whose target is a text.
+
+    Args:
+        name: appears in logs and results; the task is not registered.
+        source: rows with the fields of `prompt`, and the answer under `TARGET`, without the blanks
+            around them.
+        vocabulary: of inputs and targets; None takes bytes.
+        prompt: the input, with fields in braces.
+        metric_fns: of targets and predictions.
+        postprocess_fn: of both, as seqio has it; None leaves them as they are.
+    """
+    feature = seqio.Feature(vocabulary=vocabulary or vocabularies.characters(), add_eos=True)
+    written = task_format.of_template(name, prompt, strip=True)
+    return seqio.Task(
+        name,
+        source=source,
+        preprocessors=[
+            functools.partial(formats.write_inputs, format=written, others=_answer),
+            seqio.preprocessors.tokenize,
+            seqio.preprocessors.append_eos_after_trim,
+        ],
+        output_features={"inputs": feature, "targets": feature},
+        postprocess_fn=postprocess_fn,
+        metric_fns=list(metric_fns),
+        shuffle_buffer_size=shuffle_buffer_size(source),
+    )
+
+
+def summarization(
+    path: Path,
+    vocabulary: seqio.Vocabulary | None = None,
+    *,
+    document_field: str = "document",
+    summary_field: str = "summary",
+    columns: Sequence[str] | None = None,
+    validation_fraction: float = 0.0,
+    name: str = "summarization",
+) -> seqio.Task:
+    """Returns summaries of documents from local files, measured by ROUGE, as T5 writes them.
+
+    Args:
+        path: files as `classification.text_classification` reads them.
+        vocabulary: from `vocabularies.sentencepiece`; None takes bytes.
+        document_field, summary_field: what holds them in a row; also known are "article" and
+            "highlights", as CNN/Daily Mail has them.
+        columns: the fields of .tsv and .csv files that have no header line.
+        validation_fraction: of the rows of "train" that are held out where there are no files for
+            "validation", in [0, 0.5].
+        name: of the task; it is registered under the same, if at all.
+
+    Raises:
+        UserError: a path without files. What is wrong with a row is found when it is read.
+    """
+
+    def parse(row: Row) -> Example:
+        return {"document": row.text(document_field), TARGET: row.text(summary_field)}
+
+    layout = Layout(aliases={"document": ["article"], "summary": ["highlights"]})
+    return generation_task(
+        name,
+        TableSource(
+            path, parse, columns=columns, layout=layout, validation_fraction=validation_fraction
+        ),
+        vocabulary,
+        prompt="summarize: {document}",
+        metric_fns=[metrics.rouge],
+    )
+
+
+def _answer(row: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    return {"targets": row[TARGET]}
