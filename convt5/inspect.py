@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from convt5 import errors, figures, gin_config
 from convt5.configuration import command_line, gin_files
+from convt5.modeling.placement import TEXT_RULES
 from convt5.vision import costs as vision_costs
 from convt5.vision.architecture import ViTConfig
 
 if TYPE_CHECKING:
     from convt5.analysis.cost_report import Subject
-    from convt5.architecture import ConvT5Config, StackName
+    from convt5.architecture import ConvT5Config
+    from convt5.modeling.description import StackName
     from convt5.tpu.step_report import Step
 
 DEFAULTS = {"encoder_length": 512, "decoder_length": 114, "batch_size": 128}
@@ -265,7 +267,7 @@ def make_subject(name: str, settings: Mapping[str, Any], flags: Mapping[str, Any
         grad_accum_steps=settings.get("grad_accum_steps", 1),
         optimizer=settings.get("optimizer") or optimizer.AdafactorConfig(),
         mesh=mesh.sizes(devices),
-        rules=settings.get("sharding_rules", sharding.TEXT_RULES),
+        rules=settings.get("sharding_rules", TEXT_RULES),
         frozen=settings.get("frozen", ()),
         has_average=settings.get("ema") is not None,
         assumed=() if data else _assumed(flags, settings),

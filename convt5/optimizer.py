@@ -13,17 +13,14 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from convt5 import errors
+from convt5.modeling.mixers import KINDS
 from convt5.schedule import Schedule
 from convt5.tree_paths import matches, named_leaves, pattern_faults
 
 Tree = Any
 Moment = dict[str, Array]
 
-STACKED_TAPS = (
-    r"mixing/kernel$",
-    r"mixing/kernel_logits$",
-    r"mixing/predictor/(kernel|bias)$",
-)
+STACKED_TAPS = tuple(name for kind in KINDS.values() for name in kind.stacked_parameters)
 """The taps of a convolution: one array here, one variable per tap in the original."""
 
 NOT_DECAYED = (r"(^|/)\w*bias(/|$)", r"norm/scale$")

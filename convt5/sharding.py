@@ -121,36 +121,6 @@ def _axis_faults(axes: object) -> list[str]:
     ]
 
 
-# Channels of a convolution are independent, so they stay split over "tensor" from the input
-# projection to the output projection and only the latter communicates; attention heads and the
-# feed-forward layer likewise. "fsdp" takes the other axis, "data" none.
-TEXT_RULES = (
-    Rule(r"token_embedder/embedding$", ("tensor", "fsdp")),
-    Rule(r"position_embedder/embedding$", (None, "fsdp"), optional=True),
-    Rule(r"relative_bias/embedding$", (None, "tensor"), optional=True),
-    Rule(r"norm/(scale|bias)$"),
-    Rule(r"stem/layers/\d+/kernel$", (None, "fsdp", "tensor"), optional=True),
-    Rule(r"stem/output/kernel$", ("tensor", "fsdp"), optional=True),
-    Rule(r"mixing/(input|gate)/kernel$", ("fsdp", "tensor"), optional=True),
-    Rule(r"mixing/(input|gate)/bias$", ("tensor",), optional=True),
-    Rule(r"mixing/kernel$", (None, "tensor"), optional=True),
-    # Kernels shared by groups of channels may be fewer than devices, and are small.
-    Rule(r"mixing/kernel_logits$", optional=True),
-    Rule(r"mixing/predictor/kernel$", (None, ("tensor", "fsdp")), optional=True),
-    Rule(r"mixing/predictor/bias$", optional=True),
-    Rule(r"mixing/conv_bias$", ("tensor",), optional=True),
-    Rule(r"(mixing|cross_attention)/(query|key|value)/kernel$", ("fsdp", "tensor")),
-    Rule(r"(mixing|cross_attention)/(pointwise|output)/kernel$", ("tensor", "fsdp")),
-    Rule(r"mixing/(pointwise|output)/bias$", optional=True),
-    Rule(r"mlp/wi(_[01])?/kernel$", ("fsdp", "tensor")),
-    Rule(r"mlp/wi(_[01])?/bias$", ("tensor",), optional=True),
-    Rule(r"mlp/wo/kernel$", ("tensor", "fsdp")),
-    Rule(r"mlp/wo/bias$", optional=True),
-    Rule(r"output_head/kernel$", ("fsdp", "tensor"), optional=True),
-)
-"""The table of the text models."""
-
-
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Returns the sharding of values that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())

@@ -21,6 +21,7 @@ from convt5.batches.data_shards import own_rows
 from convt5.checkpoint import CheckpointConfig, Checkpointer, DataPositions
 from convt5.checkpoints.record import describe_config
 from convt5.initialization import InitFrom
+from convt5.modeling.placement import TEXT_RULES
 from convt5.optimizer import OptimizerConfig
 from convt5.runtime import determinism
 from convt5.schedule import Schedule
@@ -109,7 +110,7 @@ def train(
     frozen: Sequence[str] = (),
     stall_warning_secs: float | None = 600.0,
     seed: int = 0,
-    sharding_rules: Sequence[sharding.Rule] = sharding.TEXT_RULES,
+    sharding_rules: Sequence[sharding.Rule] = TEXT_RULES,
     wandb_project: str | None = None,
     report: Callable[[nnx.Module, DataConfig], str] | None = None,
     config_text: str | None = None,

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from convt5.analysis import costs
-from convt5.architecture import ConvT5Config, MixingConfig, StackConfig
+from convt5.architecture import ConvT5Config, StackConfig
 from convt5.losses import TextLoss
-from convt5.modeling.blocks import StackInputs
+from convt5.modeling.mixers.base import StackInputs
+from convt5.modeling.mixers.depthwise import Depthwise
 from convt5.ops import depthwise_conv
 from convt5.optimizer import AdafactorConfig, AdamWConfig, SGDConfig
 from convt5.tree_paths import named_leaves
@@ -227,7 +228,7 @@ def measured_reach(layers, length: int) -> costs.Reach:
     def output(x):
         for layer in layers:
             kernel = jnp.ones((layer.kernel_size, 1), x.dtype)
-            x = depthwise_conv(x, kernel, dilation=layer.dilation, padding=layer.padding)
+            x = depthwise_conv(x, kernel, dilation=layer.dilation, padding=layer.tap_padding)
             x = x / layer.kernel_size  # Keeps the product of many taps in range.
         return x[0, middle, 0]
 
@@ -247,8 +248,8 @@ def measured_reach(layers, length: int) -> costs.Reach:
     ids=["window7", "even", "causal", "explicit"],
 )
 def test_receptive_field_is_the_one_measured_by_gradients(layers, length):
-    mixings = [MixingConfig(kind="depthwise", **layer) for layer in layers]
-    assert costs.stack_reaches(mixings, causal=False)[-1] == measured_reach(mixings, length)
+    mixings = [Depthwise(**layer) for layer in layers]
+    assert costs.stack_reaches(mixings)[-1] == measured_reach(mixings, length)
 
 
 def test_wavenet_stack_sees_exactly_4096_tokens():
@@ -258,8 +259,8 @@ def test_wavenet_stack_sees_exactly_4096_tokens():
         kernel_size=2,
         dilation=[2**i for i in range(12)],
     )
-    mixings = stack.layers(default_padding="CAUSAL")
-    reaches = costs.stack_reaches(mixings, causal=True)
+    mixings = stack.layers(causal=True)
+    reaches = costs.stack_reaches(mixings)
     assert [reach.size for reach in reaches] == [2**i for i in range(1, 13)]
     assert reaches[-1] == measured_reach(mixings, 8200) == costs.Reach(4095, 0)
 
@@ -290,8 +291,8 @@ def test_receptive_field_of_the_real_stack_is_the_one_measured_by_gradients(stac
 
 def test_attention_reads_the_whole_sequence_from_its_layer_upwards():
     stack = StackConfig(num_layers=3, kernel_size=3, attention_layers=(1,))
-    encoder = costs.stack_reaches(stack.layers(), causal=False)
-    decoder = costs.stack_reaches(stack.layers(default_padding="CAUSAL"), causal=True)
+    encoder = costs.stack_reaches(stack.layers())
+    decoder = costs.stack_reaches(stack.layers(causal=True))
     assert [reach.size for reach in encoder] == [3, None, None]
     assert decoder[-1] == costs.Reach(None, 0)
     assert [str(reach) for reach in (*encoder[:2], decoder[-1])] == [

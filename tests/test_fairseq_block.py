@@ -1,6 +1,7 @@
 """Convolution blocks equal those of fairseq (Wu et al. 2019), forward and gradient, in float64."""
 
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,11 @@ import numpy as np
 import pytest
 from quick import quick
 
-from convt5.architecture import MixingConfig
 from convt5.modeling.blocks import Residual
 from convt5.modeling.layers import Dense, Mlp, Norm
-from convt5.modeling.mixing import Convolution
+from convt5.modeling.mixers import KINDS
+from convt5.modeling.mixers.base import StackInputs
+from convt5.modeling.mixers.convolution import Convolution
 from convt5.tree_paths import named_leaves
 
 CASES = [
@@ -44,8 +46,7 @@ class Block:
     def __init__(self, case):
         key = jax.random.key(0)
         emb, channels = case["embed_dim"], case["conv_dim"]
-        config = MixingConfig(
-            kind=case["conv_type"],
+        config = KINDS[case["conv_type"]](
             kernel_size=case["K"],
             num_kernels=case["heads"],
             padding=(case["padding_l"], case["K"] - 1 - case["padding_l"]),
@@ -53,7 +54,15 @@ class Block:
             projection_bias=True,
             normalize_taps=case["softmax"],
         )
-        conv = Convolution(config, channels, key=key)
+        sizes = SimpleNamespace(
+            emb_dim=channels,
+            num_heads=1,
+            head_dim=1,
+            dropout_rate=0.0,
+            dtype="float32",
+            taps_cross_segments=False,
+        )
+        conv = config.build(sizes, key=key)
         # fairseq's convolution may have other channels than the residual stream.
         conv.input = Dense(emb, channels, key=key, use_bias=True)
         conv.gate = Dense(emb, channels, key=key, use_bias=True) if case["glu"] else None
@@ -65,7 +74,7 @@ class Block:
         self.residual = Residual(order=order, dropout_rate=0.0)
 
     def __call__(self, parts, x, segment_ids):
-        x = self.residual(x, lambda y: parts["conv"](y, segment_ids), parts["norm1"])
+        x = self.residual(x, lambda y: parts["conv"](y, StackInputs(segment_ids)), parts["norm1"])
         return self.residual(x, parts["mlp"], parts["norm2"])
 
 

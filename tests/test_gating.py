@@ -1,5 +1,7 @@
 """Gated linear units: values and gradients are those of JAX, and are computed once."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +11,10 @@ from hypothesis import strategies as st
 from jax.sharding import SingleDeviceSharding
 from second_derivatives import hessian_products
 
-from convt5.architecture import MixingConfig
-from convt5.modeling import mixing
 from convt5.modeling.layers import Norm
-from convt5.modeling.mixing import Convolution
+from convt5.modeling.mixers import convolution as convolution_mixer
+from convt5.modeling.mixers.base import StackInputs
+from convt5.modeling.mixers.depthwise import Depthwise
 from convt5.ops.gating import gate
 from convt5.tpu import topology
 
@@ -63,13 +65,23 @@ def test_second_derivatives_are_those_of_the_plain_product(x64):
 @pytest.mark.tpu
 def test_gradients_of_a_block_access_fewer_bytes_than_with_the_plain_product(compiler, monkeypatch):
     chip = SingleDeviceSharding(topology.load("v5p:1x1x1").devices[0])
-    config = MixingConfig(kind="depthwise", kernel_size=7)
+    config = Depthwise(kernel_size=7)
 
     def placed(tree):
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=chip), tree)
 
     def make(key):
-        return Norm(768), Convolution(config, 768, key=key)
+        return Norm(768), config.build(
+            SimpleNamespace(
+                emb_dim=768,
+                num_heads=1,
+                head_dim=1,
+                dropout_rate=0.0,
+                dtype="float32",
+                taps_cross_segments=False,
+            ),
+            key=key,
+        )
 
     parts = placed(jax.eval_shape(make, jax.random.key(0)))
     x = placed(jax.ShapeDtypeStruct((8, 512, 768), jnp.bfloat16))
@@ -78,11 +90,11 @@ def test_gradients_of_a_block_access_fewer_bytes_than_with_the_plain_product(com
     def accessed():
         def slope(parts, x, dy, ids):
             norm, convolution = parts
-            return jnp.sum((x + convolution(norm(x), ids)) * dy, dtype=jnp.float32)
+            return jnp.sum((x + convolution(norm(x), StackInputs(ids))) * dy, dtype=jnp.float32)
 
         compiled = jax.jit(jax.grad(slope, (0, 1))).lower(parts, x, x, ids).compile()
         return compiled.cost_analysis()["bytes accessed"]
 
     once = accessed()
-    monkeypatch.setattr(mixing, "gate", plain_gate)
+    monkeypatch.setattr(convolution_mixer, "gate", plain_gate)
     assert once < accessed()

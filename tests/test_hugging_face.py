@@ -16,7 +16,7 @@ from convt5.generation.decoding import BeamSearch, Greedy, decode
 from convt5.interchange import hugging_face
 from convt5.interchange.mapping import Imported, build_model, take_apart
 from convt5.losses import TextLoss
-from convt5.modeling.mixing import relative_position_bucket
+from convt5.modeling.attention import relative_position_bucket
 from convt5.tree_paths import named_leaves
 
 VERSIONS = ["v1_0", "v1_1"]

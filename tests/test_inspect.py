@@ -14,8 +14,9 @@ import pytest
 from convt5 import inspect
 from convt5.analysis import cost_report, costs
 from convt5.errors import UserError
+from convt5.modeling.placement import TEXT_RULES
 from convt5.optimizer import AdamWConfig
-from convt5.sharding import TEXT_RULES, Rule
+from convt5.sharding import Rule
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 

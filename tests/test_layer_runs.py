@@ -23,9 +23,11 @@ from test_train_step import (
 from convt5.architecture import ConvT5Config, StackConfig
 from convt5.errors import UserError
 from convt5.losses import TextLoss
-from convt5.modeling.blocks import Stack, StackInputs
+from convt5.modeling.blocks import Stack
+from convt5.modeling.mixers.base import StackInputs
+from convt5.modeling.placement import TEXT_RULES
 from convt5.schedule import InverseSqrt
-from convt5.sharding import TEXT_RULES, batch_sharding
+from convt5.sharding import batch_sharding
 from convt5.tpu import collectives
 from convt5.training.train_state import abstract_state, new_state, state_shardings
 from convt5.training.train_step import differentiated

@@ -16,7 +16,7 @@ from convt5.checkpoints import record
 from convt5.errors import UserError
 from convt5.interchange import portable
 from convt5.losses import TextLoss
-from convt5.modeling.mixing import relative_position_bucket
+from convt5.modeling.attention import relative_position_bucket
 from convt5.modeling.model import ConvT5
 
 VOCAB = 32

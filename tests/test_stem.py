@@ -19,10 +19,11 @@ from convt5.generation.decoding import Greedy, decode, score
 from convt5.interchange import hugging_face, portable, run_files
 from convt5.losses import TextLoss
 from convt5.modeling.model import ConvT5
+from convt5.modeling.placement import TEXT_RULES
 from convt5.modeling.stem import TextStem, shortened
 from convt5.optimizer import AdafactorConfig
 from convt5.schedule import Constant
-from convt5.sharding import TEXT_RULES, MeshConfig, token_sharding
+from convt5.sharding import MeshConfig, token_sharding
 from convt5.training.train_state import abstract_state, init_state, state_shardings
 from convt5.training.train_step import make_train_step
 from convt5.tree_paths import named_leaves
@@ -391,4 +392,4 @@ def test_wrong_settings_are_named(changes, message):
 
 def test_a_stack_alone_is_unchanged_by_the_field_of_a_stem():
     plain = StackConfig(num_layers=3, mixing="depthwise", kernel_size=(2, 3, 3))
-    assert costs.stack_reaches(plain.layers(), causal=False)[-1] == costs.Reach(3, 2)
+    assert costs.stack_reaches(plain.layers())[-1] == costs.Reach(3, 2)

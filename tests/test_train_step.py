@@ -16,9 +16,10 @@ from test_model import VOCAB, tiny_config
 
 from convt5.architecture import StackConfig
 from convt5.losses import TextLoss
+from convt5.modeling.placement import TEXT_RULES
 from convt5.optimizer import AdafactorConfig, SGDConfig
 from convt5.schedule import Constant, InverseSqrt
-from convt5.sharding import TEXT_RULES, MeshConfig, Rule, batch_sharding, token_sharding
+from convt5.sharding import MeshConfig, Rule, batch_sharding, token_sharding
 from convt5.training.train_state import abstract_state, init_state, new_state, state_shardings
 from convt5.training.train_step import (
     LossSums,

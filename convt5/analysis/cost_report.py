@@ -13,6 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from convt5 import schedule, sharding
 from convt5.analysis import costs
 from convt5.architecture import ConvT5Config
+from convt5.modeling.mixers.convolution import ConvolutionConfig
+from convt5.modeling.placement import TEXT_RULES
 from convt5.optimizer import OptimizerConfig
 from convt5.training.run_log import short_number
 from convt5.training.train_state import (
@@ -71,7 +73,7 @@ class Subject:
     grad_accum_steps: int
     optimizer: OptimizerConfig
     mesh: tuple[int, ...]
-    rules: Sequence[sharding.Rule] = sharding.TEXT_RULES
+    rules: Sequence[sharding.Rule] = TEXT_RULES
     frozen: Sequence[str] = ()
     has_average: bool = False
     assumed: tuple[str, ...] = ()
@@ -354,7 +356,7 @@ def _layer_section(cost: costs.ModelCost) -> str:
 def _layer_row(layer: costs.LayerCost) -> tuple[str, ...]:
     mixing, size = layer.mixing, layer.reach.size
     taps = ("-", "-", "-")
-    if mixing.kind != "attention":
+    if isinstance(mixing, ConvolutionConfig):
         kernels = "1/channel" if mixing.num_kernels is None else str(mixing.num_kernels)
         taps = (str(mixing.kernel_size), str(mixing.dilation), kernels)
     return (
@@ -485,14 +487,13 @@ def _stem_json(part: costs.StemCost) -> dict[str, Any]:
 
 def _layer_json(layer: costs.LayerCost) -> dict[str, Any]:
     mixing = layer.mixing
-    attends = mixing.kind == "attention"
     return {
         "stack": layer.stack,
         "layer": layer.index,
         "mixing": mixing.kind,
-        "kernel_size": None if attends else mixing.kernel_size,
-        "dilation": None if attends else mixing.dilation,
-        "num_kernels": None if attends else mixing.num_kernels,
+        "kernel_size": getattr(mixing, "kernel_size", None),
+        "dilation": getattr(mixing, "dilation", None),
+        "num_kernels": getattr(mixing, "num_kernels", None),
         "receptive_field": _reach_json(layer.reach),
         "parameters": layer.parameters,
         "forward_flops_per_token": layer.flops_per_token,

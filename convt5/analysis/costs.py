@@ -1,10 +1,11 @@
 """What a model costs, in closed form: parameters, FLOPs, memory, receptive fields.
 
-Computed from `architecture.ConvT5Config` and sequence lengths alone, before anything is built;
+Computed from `architecture.ModelDescription` and sequence lengths alone, before anything is built;
 `inspect` prints it and comparisons at equal cost pair models by it. Lengths are in tokens.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -12,8 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from convt5 import schedule
-from convt5.architecture import ConvT5Config, MixingConfig, StackName, StemLayer
+from convt5.modeling import attention
+from convt5.modeling.description import ModelDescription, StackName, StemLayer
+from convt5.modeling.mixers.base import MixerConfig, Reach
+from convt5.modeling.model import ConvT5
 from convt5.optimizer import OptimizerConfig
+from convt5.tree_paths import named_leaves
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -22,28 +27,6 @@ TRAINING_FACTOR = 3
 operands, and the gradient of each is one more product of the same size."""
 
 FLOAT32_BYTES = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Reach:
-    """Positions read to the left and to the right of an output position; None for all of them."""
-
-    left: int | None
-    right: int | None
-
-    @property
-    def size(self) -> int | None:
-        """The receptive field in tokens, the position itself included; None for everything."""
-        return None if self.left is None or self.right is None else self.left + 1 + self.right
-
-    def then(self, above: "Reach") -> "Reach":
-        """Returns the reach of a layer with reach `above` on top of this one."""
-        return Reach(_sum(self.left, above.left), _sum(self.right, above.right))
-
-    def __str__(self) -> str:
-        left = "start" if self.left is None else f"{-self.left}"
-        right = "end" if self.right is None else f"{self.right:+}" if self.right else "0"
-        return f"{left} .. {right}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +46,7 @@ class LayerCost:
 
     stack: StackName
     index: int
-    mixing: MixingConfig
+    mixing: MixerConfig
     reach: Reach
     parameters: int
     flops_per_token: float
@@ -187,7 +170,7 @@ class TrainingMemory:
         return sum(dataclasses.astuple(self))
 
 
-def model_cost(config: ConvT5Config, *, encoder_length: int, decoder_length: int) -> ModelCost:
+def model_cost(config: ModelDescription, *, encoder_length: int, decoder_length: int) -> ModelCost:
     """Returns the costs of a model at given lengths."""
     shapes = parameter_shapes(config)
     positions = config.encoder_positions(encoder_length)
@@ -209,7 +192,7 @@ def model_cost(config: ConvT5Config, *, encoder_length: int, decoder_length: int
 
 
 def training_memory(
-    config: ConvT5Config,
+    config: ModelDescription,
     optimizer: OptimizerConfig,
     *,
     rows: int,
@@ -241,9 +224,8 @@ def num_parameters(shapes: Mapping[str, Sequence[int]]) -> int:
 
 
 def stack_reaches(
-    layers: Sequence[MixingConfig],
+    layers: Sequence[MixerConfig],
     *,
-    causal: bool,
     stride: int = 1,
     below: Reach = Reach(0, 0),  # noqa: B008
 ) -> tuple[Reach, ...]:
@@ -253,133 +235,36 @@ def stack_reaches(
 
     Args:
         layers: bottom first.
-        causal: attention reads the past alone.
         stride: tokens for each position of these layers.
         below: what the lowest of them reads at its own position.
     """
     reaches = []
     for mixing in layers:
-        if _attends(mixing):
-            own = Reach(None, 0 if causal else None)
-        else:
-            left, right = mixing.reach
-            own = Reach(left * stride, right * stride)
-        below = below.then(own)
+        below = below.then(mixing.reach.strided(stride))
         reaches.append(below)
     return tuple(reaches)
 
 
-def parameter_shapes(config: ConvT5Config) -> Shapes:
-    """Returns the shape of every parameter by its name in the model."""
-    emb, vocab = config.emb_dim, config.vocab_size
-    shapes: Shapes = {"token_embedder/embedding": (vocab, emb)}
-    if config.positions == "learned":
-        assert config.max_positions is not None
-        shapes["position_embedder/embedding"] = (config.max_positions, emb)
-    shapes |= _under("stem", _stem_shapes(config))
-    for stack in ("encoder", "decoder"):
-        layers = _mixings(config, stack)
-        if config.positions == "relative" and any(map(_attends, layers)):
-            buckets = (config.relative_buckets, config.num_heads)
-            shapes[f"{stack}/relative_bias/embedding"] = buckets
-        for i, mixing in enumerate(layers):
-            layer = _layer_shapes(config, mixing, decoder=stack == "decoder")
-            shapes |= _under(f"{stack}/layers/{i}", layer)
-        if config.layer_order != "post":
-            shapes |= _under(f"{stack}/final_norm", _norm_shapes(config))
-    if not config.tie_output:
-        shapes["output_head/kernel"] = (emb, vocab)
-    return shapes
+@functools.lru_cache(maxsize=256)
+def parameter_shapes(config: ModelDescription) -> Shapes:
+    """Returns the shape of every parameter by its name in the model; allocates nothing."""
+    model = jax.eval_shape(lambda: ConvT5(config, key=jax.random.key(0)))
+    return {name: tuple(leaf.shape) for name, leaf in named_leaves(model)}
 
 
-def _stem_shapes(config: ConvT5Config) -> Shapes:
-    if config.stem is None:
-        return {}
-    shapes: Shapes = {}
-    layers = config.stem.layers(config.emb_dim)
-    norms = {"none": (), "rms": ("scale",), "layer": ("scale", "bias")}[config.stem.norm]
-    for i, layer in enumerate(layers):
-        shapes[f"layers/{i}/kernel"] = (layer.kernel_size, layer.in_dim, layer.out_dim)
-        shapes |= {f"layers/{i}/norm/{name}": (layer.out_dim,) for name in norms}
-    if config.stem.projection:
-        shapes["output/kernel"] = (layers[-1].out_dim, config.emb_dim)
-    return shapes
-
-
-def _layer_shapes(config: ConvT5Config, mixing: MixingConfig, *, decoder: bool) -> Shapes:
-    mix = _attention_shapes(config) if _attends(mixing) else _convolution_shapes(config, mixing)
-    shapes = _under("mixing_norm", _norm_shapes(config)) | _under("mixing", mix)
-    if decoder:
-        shapes |= _under("cross_norm", _norm_shapes(config))
-        shapes |= _under("cross_attention", _attention_shapes(config))
-    return shapes | _under("mlp_norm", _norm_shapes(config)) | _under("mlp", _mlp_shapes(config))
-
-
-def _convolution_shapes(config: ConvT5Config, mixing: MixingConfig) -> Shapes:
-    emb, taps = config.emb_dim, mixing.kernel_size
-    kernels = mixing.num_kernels or emb
-    shapes: Shapes = {}
-    for name in _dense_names(mixing):
-        shapes |= _under(name, _dense_shapes(emb, emb, bias=mixing.projection_bias))
-    if mixing.kind == "depthwise":
-        shapes["kernel"] = (taps, emb)
-    elif mixing.kind == "lightweight":
-        shapes["kernel_logits"] = (taps, kernels)
-    else:
-        shapes["predictor/kernel"] = (taps, emb, kernels)
-        if mixing.predictor_bias:
-            shapes["predictor/bias"] = (taps, kernels)
-    if mixing.conv_bias:
-        shapes["conv_bias"] = (emb,)
-    return shapes
-
-
-def _dense_names(mixing: MixingConfig) -> tuple[str, ...]:
-    """The dense layers of a convolution block, in order."""
-    present = {
-        "input": mixing.input_projection != "none",
-        "gate": mixing.input_projection == "gated",
-        "pointwise": mixing.pointwise,
-        "output": mixing.output_projection,
-    }
-    return tuple(name for name, is_present in present.items() if is_present)
-
-
-def _attention_shapes(config: ConvT5Config) -> Shapes:
-    emb, inner = config.emb_dim, _inner(config)
-    shapes = {f"{name}/kernel": (emb, inner) for name in ("query", "key", "value")}
-    return {**shapes, "output/kernel": (inner, emb)}
-
-
-def _mlp_shapes(config: ConvT5Config) -> Shapes:
-    emb, mlp, bias = config.emb_dim, config.mlp_dim, config.mlp_bias
-    shapes: Shapes = {}
-    for name in ("wi_0", "wi_1") if config.mlp == "gated_gelu" else ("wi",):
-        shapes |= _under(name, _dense_shapes(emb, mlp, bias=bias))
-    return shapes | _under("wo", _dense_shapes(mlp, emb, bias=bias))
-
-
-def _dense_shapes(in_dim: int, out_dim: int, *, bias: bool) -> Shapes:
-    return {"kernel": (in_dim, out_dim), **({"bias": (out_dim,)} if bias else {})}
-
-
-def _norm_shapes(config: ConvT5Config) -> Shapes:
-    names = ("scale", "bias") if config.norm == "layer" else ("scale",)
-    return {name: (config.emb_dim,) for name in names}
-
-
-def _under(prefix: str, shapes: Shapes) -> Shapes:
-    return {f"{prefix}/{name}": shape for name, shape in shapes.items()}
-
-
-def _stem_costs(config: ConvT5Config) -> tuple[StemCost, ...]:
+def _stem_costs(config: ModelDescription) -> tuple[StemCost, ...]:
     if config.stem is None:
         return ()
     width = jnp.dtype(config.dtype).itemsize
-    shapes, costs, stride, reach = _stem_shapes(config), [], 1, Reach(0, 0)
+    shapes = {
+        name.removeprefix("stem/"): shape
+        for name, shape in parameter_shapes(config).items()
+        if name.startswith("stem/")
+    }
+    costs, stride, reach = [], 1, Reach(0, 0)
     for i, layer in enumerate(config.stem.layers(config.emb_dim)):
         left, right = layer.reach
-        reach = reach.then(Reach(left * stride, right * stride))
+        reach = reach.then(Reach(left, right).strided(stride))
         stride *= layer.stride
         own = {name: shape for name, shape in shapes.items() if name.startswith(f"layers/{i}/")}
         inputs = layer.kernel_size * layer.in_dim
@@ -412,7 +297,7 @@ def _stem_costs(config: ConvT5Config) -> tuple[StemCost, ...]:
 
 
 def _stack_costs(
-    config: ConvT5Config,
+    config: ModelDescription,
     stack: StackName,
     shapes: Shapes,
     *,
@@ -426,7 +311,6 @@ def _stack_costs(
     stem = _stem_costs(config) if not is_decoder else ()
     reaches = stack_reaches(
         layers,
-        causal=is_decoder,
         stride=stem[-1].stride if stem else 1,
         below=stem[-1].reach if stem else Reach(0, 0),
     )
@@ -447,96 +331,39 @@ def _stack_costs(
 
 
 def _layer_flops(
-    config: ConvT5Config, mixing: MixingConfig, *, length: int, source: int | None
+    config: ModelDescription, mixing: MixerConfig, *, length: int, source: int | None
 ) -> float:
     """Forward FLOPs per token of a layer; `source` is the encoder's length, for a decoder."""
     matrices = 3 if config.mlp == "gated_gelu" else 2
     flops = 2.0 * matrices * config.emb_dim * config.mlp_dim
-    if _attends(mixing):
-        flops += _attention_flops(config, queries=length, keys=length) / length
-    else:
-        flops += _convolution_flops(config, mixing)
+    flops += mixing.flops(config, length)
     if source is not None:
-        flops += _attention_flops(config, queries=length, keys=source) / length
+        flops += attention.flops(config, queries=length, keys=source) / length
     return flops
-
-
-def _convolution_flops(config: ConvT5Config, mixing: MixingConfig) -> float:
-    emb, taps = config.emb_dim, mixing.kernel_size
-    flops = 2 * len(_dense_names(mixing)) * emb * emb + 2 * taps * emb
-    if mixing.kind == "dynamic":
-        flops += 2 * taps * emb * (mixing.num_kernels or emb)
-    return flops
-
-
-def _attention_flops(config: ConvT5Config, *, queries: int, keys: int) -> float:
-    """For the whole sequence: queries and outputs, keys and values, the two products."""
-    inner = _inner(config)
-    return 4 * config.emb_dim * inner * (queries + keys) + 4 * queries * keys * inner
 
 
 def _layer_activations(
-    config: ConvT5Config, mixing: MixingConfig, *, length: int, source: int | None
+    config: ModelDescription, mixing: MixerConfig, *, length: int, source: int | None
 ) -> float:
     """Bytes per token of what the backward pass of a layer reads besides its parameters."""
     width = jnp.dtype(config.dtype).itemsize
     # The feed-forward layers: what their norm and they read, and what the product wo reads.
     gated = config.mlp == "gated_gelu"
     kept = width * (2 * config.emb_dim + (3 if gated else 1) * config.mlp_dim)
-    if _attends(mixing):
-        kept += _attention_activations(config, queries=length, keys=length) / length
-    else:
-        kept += _convolution_activations(config, mixing)
+    kept += mixing.activation_bytes(config, length)
     if source is not None:
-        kept += _attention_activations(config, queries=length, keys=source) / length
+        kept += attention.activation_bytes(config, queries=length, keys=source) / length
     return kept
 
 
-def _convolution_activations(config: ConvT5Config, mixing: MixingConfig) -> float:
-    width = jnp.dtype(config.dtype).itemsize
-    # Read by the norm, by the block's first products, by the taps.
-    vectors = 3
-    vectors += 2 if mixing.input_projection == "gated" else 0  # Both factors of the gate.
-    vectors += mixing.pointwise + mixing.output_projection
-    kept = width * vectors * config.emb_dim
-    if mixing.kind == "dynamic":
-        # Softmax weights of every position.
-        kept += FLOAT32_BYTES * mixing.kernel_size * (mixing.num_kernels or config.emb_dim)
-    return kept
-
-
-def _attention_activations(config: ConvT5Config, *, queries: int, keys: int) -> float:
-    """For the whole sequence: norm and query input, q, k, v, their result, float32 weights."""
-    width = jnp.dtype(config.dtype).itemsize
-    vectors = 2 * config.emb_dim * queries + 2 * _inner(config) * (queries + keys)
-    weight_bytes = FLOAT32_BYTES + (width if width < FLOAT32_BYTES else 0)
-    return width * vectors + weight_bytes * config.num_heads * queries * keys
-
-
-def _decoding_bytes(config: ConvT5Config, *, encoder_length: int, decoder_length: int) -> int:
+def _decoding_bytes(config: ModelDescription, *, encoder_length: int, decoder_length: int) -> int:
     """Bytes that decoding keeps for one row: taps' inputs, or keys and values, and memory's."""
-    width = jnp.dtype(config.dtype).itemsize
-    total = 0
-    for mixing in config.decoder_layers:
-        if _attends(mixing):
-            total += 2 * decoder_length * _inner(config)
-        else:
-            total += (mixing.reach[0] + 1) * config.emb_dim
-        total += 2 * encoder_length * _inner(config)
-    return width * total
+    memory = attention.cache_size(config, encoder_length)
+    numbers = sum(
+        mixing.state_size(config, decoder_length) + memory for mixing in config.decoder_layers
+    )
+    return jnp.dtype(config.dtype).itemsize * numbers
 
 
-def _mixings(config: ConvT5Config, stack: str) -> tuple[MixingConfig, ...]:
+def _mixings(config: ModelDescription, stack: str) -> tuple[MixerConfig, ...]:
     return config.encoder_layers if stack == "encoder" else config.decoder_layers
-
-
-def _attends(mixing: MixingConfig) -> bool:
-    return mixing.kind == "attention"
-
-
-def _inner(config: ConvT5Config) -> int:
-    return config.num_heads * config.head_dim
-
-
-def _sum(a: int | None, b: int | None) -> int | None:
-    return None if a is None or b is None else a + b

@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Int
 
 from convt5 import figures
 from convt5.analysis import costs
-from convt5.analysis.costs import Reach
-from convt5.architecture import StackName
-from convt5.modeling.blocks import Stack, StackInputs
+from convt5.modeling.blocks import Stack
+from convt5.modeling.description import StackName
+from convt5.modeling.mixers.base import Reach, StackInputs
 from convt5.modeling.model import ConvT5
 from convt5.modeling.stem import shortened
 

@@ -2,10 +2,11 @@
 
 import dataclasses
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from convt5 import errors
+from convt5.configuration import rules
 
 MOST_LAYERS = 1000
 MOST_STEPS = 2**31
@@ -31,21 +32,6 @@ def _plain(value: Any) -> Any:
     return tuple(map(_plain, value)) if isinstance(value, Sequence) else value
 
 
-def bool_faults(description: object, names: Iterable[str], *, where: str = "") -> list[str]:
-    """Returns a line for each attribute that is neither True nor False; texts would be true."""
-    values = {name: getattr(description, name) for name in names}
-    return [
-        f"{where}{name}={value!r} must be True or False."
-        for name, value in values.items()
-        if not isinstance(value, bool)
-    ]
-
-
-def is_positive_int(value: object) -> bool:
-    """Whether a value is an integer of at least 1; True is none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def layer_faults(count: int, *, where: str = "") -> list[str]:
     """Returns a line for more layers than anyone builds: each is an object, made one by one."""
     if count <= MOST_LAYERS:
@@ -68,7 +54,7 @@ def count_faults(
     return [
         f"{name}={value!r} must be an integer of at least 1{alternative}."
         for name, value in values.items()
-        if not (is_positive_int(value) or (value is None and none is not None))
+        if rules.count(value) and not (value is None and none is not None)
     ]
 
 
@@ -95,19 +81,6 @@ def step_faults(description: object, names: Iterable[str]) -> list[str]:
 def fits_64_bits(number: int) -> bool:
     """Whether this can be a seed: a key of jax is made of 64 bits."""
     return -(2**63) <= number < 2**63
-
-
-def choice_faults(description: object, choices: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each attribute that is none of the values of its `Literal`."""
-    found = []
-    for name, literal in choices.items():
-        value, allowed = getattr(description, name), get_args(literal)
-        if value not in allowed:
-            found.append(
-                f"{name}={value!r} must be one of {', '.join(allowed)}."
-                f"{errors.suggest(str(value), allowed)}"
-            )
-    return found
 
 
 def check_reads_text(model: object, what: str = "the data are") -> None:

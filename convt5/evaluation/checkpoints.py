@@ -16,6 +16,7 @@ from convt5.architecture import ConvT5Config
 from convt5.checkpoints import reading
 from convt5.evaluation.results import read_object
 from convt5.modeling.model import ConvT5
+from convt5.modeling.placement import TEXT_RULES
 from convt5.training.run_directory import CONFIG_FILE
 from convt5.vision import placement
 from convt5.vision.architecture import ViTConfig
@@ -134,7 +135,7 @@ def _has_ended(run_dir: epath.Path, step: int) -> bool:
 
 
 def load(found: Found, mesh: Mesh, **settings: Any) -> ConvT5:
-    """Returns the model, placed on a mesh by `sharding.TEXT_RULES`; `settings` as `load_model`.
+    """Returns the model, placed on a mesh by `placement.TEXT_RULES`; `settings` as `load_model`.
 
     Raises:
         UserError: it is no text model.
@@ -203,7 +204,7 @@ def model_config(found: Found) -> Any:
 def shardings(model: Any, mesh: Mesh) -> Any:
     """Returns where the arrays of a model, or of its shapes, live."""
     is_vision = isinstance(model.config, ViTConfig)
-    rules = placement.rules() if is_vision else sharding.TEXT_RULES
+    rules = placement.rules() if is_vision else TEXT_RULES
     return sharding.tree_shardings(model, model, mesh, rules)
 
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from convt5 import errors
-from convt5.architecture import ConvT5Config
 from convt5.configuration import checks
 from convt5.evaluation.flags import LONG_INPUTS, STRATEGY_FLAGS
 from convt5.generation.search import BeamSearch, Greedy, Sampling, Strategy
+from convt5.modeling.description import ModelDescription
 from convt5.task_format import TaskFormat
 
 _LENGTHS = {"max_input_length": 512, "max_length": 128}  # Where neither model nor run says more.
@@ -75,7 +75,7 @@ class PredictConfig:
         errors.raise_all(found, where="PredictConfig")
 
     def completed(
-        self, model: ConvT5Config, trained_with: Mapping[str, int | None] | None = None
+        self, model: ModelDescription, trained_with: Mapping[str, int | None] | None = None
     ) -> "PredictConfig":
         """Returns the settings with every length known.
 

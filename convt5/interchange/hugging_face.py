@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from convt5 import errors
-from convt5.architecture import ConvT5Config, MlpKind, StackConfig
+from convt5.architecture import ConvT5Config, StackConfig
 from convt5.interchange import safetensors_files
 from convt5.interchange.mapping import Imported, Source, check, take_apart
+from convt5.modeling.layers import MlpKind
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from convt5 import errors
-from convt5.architecture import ConvT5Config, MixingConfig
+from convt5.architecture import ConvT5Config
 from convt5.interchange.mapping import Arrays, Imported, Shape, Source, check
 from convt5.interchange.mesh_tf_architecture import NORMS, STACKS, TAPS, infer_architecture
 from convt5.interchange.operative_config import OperativeConfig
 from convt5.interchange.tf_checkpoint import STEP, Checkpoint
 from convt5.losses import TextLoss
+from convt5.modeling.mixers.convolution import ConvolutionConfig
 from convt5.optimizer import AdafactorConfig
 from convt5.schedule import Constant, InverseSqrt, Schedule
 
@@ -206,7 +207,7 @@ def parameter_table(config: ConvT5Config, variables: Mapping[str, Shape]) -> lis
         table.append(_same("output_head/kernel", "decoder/logits/kernel"))
     for stack in STACKS:
         mixings = config.encoder_layers if stack == "encoder" else config.decoder_layers
-        if config.positions == "relative" and any(m.kind == "attention" for m in mixings):
+        if config.positions == "relative" and any(mixing.reads_distances for mixing in mixings):
             bias = f"{stack}/block_000/layer_000/SelfAttention/relative_attention_bias"
             path = f"{stack}/relative_bias/embedding"
             table.append(Source(path=path, names=(bias,), transposed=True))
@@ -215,10 +216,10 @@ def parameter_table(config: ConvT5Config, variables: Mapping[str, Shape]) -> lis
         for index, mixing in enumerate(mixings):
             block, layer = f"{stack}/block_{index:03d}", f"{stack}/layers/{index}"
             table += _norm(f"{layer}/mixing_norm", f"{block}/layer_000", variables)
-            if mixing.kind == "attention":
-                table += _attention(f"{layer}/mixing", f"{block}/layer_000/SelfAttention")
-            else:
+            if isinstance(mixing, ConvolutionConfig):
                 table += _convolution(f"{layer}/mixing", f"{block}/layer_000", mixing)
+            else:
+                table += _attention(f"{layer}/mixing", f"{block}/layer_000/SelfAttention")
             last = f"{block}/layer_001"
             if stack == "decoder":
                 table += _norm(f"{layer}/cross_norm", last, variables)
@@ -247,7 +248,7 @@ def _attention(path: str, owner: str) -> list[Source]:
     return [_same(f"{path}/{name}/kernel", f"{owner}/{short}") for short, name in ours.items()]
 
 
-def _convolution(path: str, sublayer: str, mixing: MixingConfig) -> list[Source]:
+def _convolution(path: str, sublayer: str, mixing: ConvolutionConfig) -> list[Source]:
     separable = mixing.kind == "depthwise"
     owner = f"{sublayer}/{'SeparableConv1DLayer' if separable else 'LocalConvAttnBlock'}"
     stem = next(stem for stem, kind in TAPS.items() if kind == mixing.kind)

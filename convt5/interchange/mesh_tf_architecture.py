@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from convt5 import errors
-from convt5.architecture import ConvT5Config, MixingKind, StackConfig
+from convt5.architecture import ConvT5Config, StackConfig
 from convt5.interchange.mapping import Shape
 from convt5.interchange.operative_config import OperativeConfig
 from convt5.ops.padding import pad_widths
@@ -18,7 +18,7 @@ from convt5.ops.padding import pad_widths
 StackName = Literal["encoder", "decoder"]
 STACKS: tuple[StackName, ...] = ("encoder", "decoder")
 NORMS = ("rms_norm", "layer_norm")
-TAPS: dict[str, MixingKind] = {
+TAPS: dict[str, str] = {
     "lightwt_depthwise_dense": "lightweight",
     "dyn_conv_depthwise_dense": "dynamic",
     "separable_conv1d/depthwise_conv_hack/depthwise_dense": "depthwise",
@@ -48,7 +48,7 @@ class Architecture:
 class _Layer:
     """What the names and shapes of one block say about its mixing."""
 
-    kind: MixingKind
+    kind: str
     owner: str
     kernel_size: int = 1
     parts: tuple[bool, ...] = ()
@@ -209,7 +209,7 @@ def _layer(variables: Mapping[str, Shape], sublayer: str, owner: str) -> _Layer:
     here = f"{sublayer}/{owner}"
     if owner == "SelfAttention":
         return _Layer(kind="attention", owner=owner)
-    stems: dict[str, MixingKind] = {
+    stems: dict[str, str] = {
         stem: kind
         for stem, kind in TAPS.items()
         if (kind == "depthwise") == (owner == "SeparableConv1DLayer")
@@ -261,18 +261,17 @@ def _stack(
     linear, gated, pointwise, output, dense_bias, predictor_bias, conv_bias = convolutions[0].parts
     kinds = [layer.kind for layer in layers]
     sizes = [layer.kernel_size for layer in layers]
-    return StackConfig(
-        num_layers=len(layers),
-        mixing=_one_or_all(kinds),
-        kernel_size=_one_or_all(sizes),
-        padding=_padding(convolutions, stack, operative, notes),
-        input_projection="gated" if gated else "linear" if linear else "none",
-        pointwise=pointwise,
-        output_projection=output,
-        projection_bias=dense_bias,
-        predictor_bias=predictor_bias,
-        conv_bias=conv_bias,
-    )
+    settings = {
+        "kernel_size": _one_or_all(sizes),
+        "padding": _padding(convolutions, stack, operative, notes),
+        "input_projection": "gated" if gated else "linear" if linear else "none",
+        "pointwise": pointwise,
+        "output_projection": output,
+        "projection_bias": dense_bias,
+        "predictor_bias": predictor_bias,
+        "conv_bias": conv_bias,
+    }
+    return StackConfig(num_layers=len(layers), mixing=_one_or_all(kinds), **settings)
 
 
 def _padding(

@@ -10,19 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from convt5.architecture import ConvT5Config, LayerOrder, MixingConfig, Remat
 from convt5.modeling import gathering
+from convt5.modeling.attention import Attention, AttentionState, RelativeBias
+from convt5.modeling.description import LayerOrder, ModelDescription, Remat
 from convt5.modeling.layers import DropoutKey, Mlp, Norm, dropout, split_key
-from convt5.modeling.mixing import (
-    Attention,
-    AttentionState,
-    Convolution,
-    ConvolutionState,
-    RelativeBias,
-)
+from convt5.modeling.mixers.base import MixerConfig, Position, StackInputs, State
 
 T = TypeVar("T")
-MixingState = ConvolutionState | AttentionState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,28 +40,10 @@ class Residual:
         return x + norm(y) if self.order == "branch" else norm(x + y)
 
 
-class StackInputs(NamedTuple):
-    """What every layer of a stack is told about its sequence, computed once.
-
-    Attributes:
-        segment_ids: packed examples, 0 is padding.
-        readable: where convolution taps may read; None for everywhere.
-        distance_bias: self-attention's bias by distance; None without one.
-        memory: the encoder's output, for a decoder.
-        memory_segment_ids: the packed examples of the memory.
-    """
-
-    segment_ids: Int[Array, "batch length"]
-    readable: Bool[Array, "batch length"] | None = None
-    distance_bias: Float[Array, "heads distances"] | None = None
-    memory: Float[Array, "batch source embed"] | None = None
-    memory_segment_ids: Int[Array, "batch source"] | None = None
-
-
 class LayerState(NamedTuple):
     """What one decoder layer remembers while decoding."""
 
-    mixing: MixingState
+    mixing: State
     memory: AttentionState
 
 
@@ -76,14 +52,10 @@ class EncoderLayer(nnx.Module):
 
     gathers_itself = True
 
-    def __init__(self, config: ConvT5Config, mixing: MixingConfig, *, key: PRNGKeyArray):
+    def __init__(self, config: ModelDescription, mixing: MixerConfig, *, key: PRNGKeyArray):
         mixing_key, mlp_key = jax.random.split(key)
         self.mixing_norm = _norm(config)
-        self.mixing: Attention | Convolution = (
-            Attention(config, key=mixing_key)
-            if mixing.kind == "attention"
-            else Convolution(mixing, config.emb_dim, key=mixing_key)
-        )
+        self.mixing = mixing.build(config, key=mixing_key)
         self.mlp_norm = _norm(config)
         self.mlp = Mlp(
             config.emb_dim,
@@ -94,8 +66,6 @@ class EncoderLayer(nnx.Module):
             key=mlp_key,
         )
         self.residual = Residual(order=config.layer_order, dropout_rate=config.dropout_rate)
-        self.taps_cross_segments = config.taps_cross_segments
-        self.causal = False
 
     def __call__(
         self,
@@ -112,23 +82,7 @@ class EncoderLayer(nnx.Module):
         branch_key, residual_key = split_key(dropout_key, 2)
 
         def mix(y):
-            if isinstance(self.mixing, Attention):
-                return self.mixing(
-                    y,
-                    y,
-                    inputs.segment_ids,
-                    inputs.segment_ids,
-                    causal=self.causal,
-                    distance_bias=inputs.distance_bias,
-                    dropout_key=branch_key,
-                )
-            return self.mixing(
-                y,
-                inputs.segment_ids,
-                readable=inputs.readable,
-                taps_cross_segments=self.taps_cross_segments,
-                dropout_key=branch_key,
-            )
+            return self.mixing(y, inputs, dropout_key=branch_key)
 
         return self.residual(x, mix, self.mixing_norm, dropout_key=residual_key)
 
@@ -145,10 +99,9 @@ class EncoderLayer(nnx.Module):
 class DecoderLayer(EncoderLayer):
     """An encoder layer with attention to the encoder's output between its two parts."""
 
-    def __init__(self, config: ConvT5Config, mixing: MixingConfig, *, key: PRNGKeyArray):
+    def __init__(self, config: ModelDescription, mixing: MixerConfig, *, key: PRNGKeyArray):
         own_key, cross_key = jax.random.split(key)
         super().__init__(config, mixing, key=own_key)
-        self.causal = True
         self.cross_norm = _norm(config)
         self.cross_attention = Attention(config, key=cross_key)
 
@@ -164,7 +117,7 @@ class DecoderLayer(EncoderLayer):
         x = self._mix(x, inputs, dropout_key=mixing_key)
         x = self.residual(
             x,
-            lambda y: self.cross_attention(
+            lambda y: self.cross_attention.attend(
                 y, memory, inputs.segment_ids, memory_ids, dropout_key=branch_key
             ),
             self.cross_norm,
@@ -178,34 +131,22 @@ class DecoderLayer(EncoderLayer):
         """Returns the state before the first of at most `length` steps, see `Stack.init_state`."""
         batch, _, emb_dim = memory.shape
         rows = batch * copies
-        if isinstance(self.mixing, Attention):
-            mixing = self.mixing.init_state(rows, length, memory.dtype)
-        else:
-            mixing = self.mixing.init_state(rows, emb_dim, memory.dtype)
+        mixing = self.mixing.init_state(rows, length, emb_dim, memory.dtype)
         return LayerState(mixing, self.cross_attention.memory_state(memory))
 
     def step(
         self,
         x: Float[Array, "rows 1 embed"],
         state: LayerState,
-        position: Int[Array, " rows"],
+        position: Position,
         *,
         memory_mask: Bool[Array, "batch 1 source"],
-        bias: Float[Array, "rows heads 1 length"] | None,
-        readable: Bool[Array, "rows 1"] | None,
     ) -> tuple[Float[Array, "rows 1 embed"], LayerState]:
         """Runs one position and returns the state that includes it."""
-        mixed: list[MixingState] = []
+        mixed: list[State] = []
 
         def mix(y):
-            if isinstance(self.mixing, Attention) and isinstance(state.mixing, AttentionState):
-                y, after = self.mixing.step(y, state.mixing, position, bias=bias)
-            elif isinstance(self.mixing, Convolution) and isinstance(
-                state.mixing, ConvolutionState
-            ):
-                y, after = self.mixing.step(y, state.mixing, position, readable=readable)
-            else:
-                raise TypeError(f"{type(state.mixing).__name__} is the state of another mixing")
+            y, after = self.mixing.step(y, state.mixing, position)
             mixed.append(after)
             return y
 
@@ -221,7 +162,7 @@ class DecoderLayer(EncoderLayer):
 class Stack(nnx.Module):
     """The layers of an encoder or a decoder, with the norm that ends them."""
 
-    def __init__(self, config: ConvT5Config, *, decoder: bool, key: PRNGKeyArray):
+    def __init__(self, config: ModelDescription, *, decoder: bool, key: PRNGKeyArray):
         mixings = config.decoder_layers if decoder else config.encoder_layers
         key, bias_key = jax.random.split(key)
         keys = jax.random.split(key, len(mixings))
@@ -232,10 +173,16 @@ class Stack(nnx.Module):
                 for i, mixing in enumerate(mixings)
             ]
         )
-        attends = any(mixing.kind == "attention" for mixing in mixings)
+        reads_distances = any(mixing.reads_distances for mixing in mixings)
         self.relative_bias = (
-            RelativeBias(config, bidirectional=not decoder, key=bias_key)
-            if attends and config.positions == "relative"
+            RelativeBias(
+                buckets=config.relative_buckets,
+                heads=config.num_heads,
+                max_distance=config.relative_max_distance,
+                bidirectional=not decoder,
+                key=bias_key,
+            )
+            if reads_distances and config.positions == "relative"
             else None
         )
         # After "post" every layer ends in a norm already.
@@ -282,23 +229,24 @@ class Stack(nnx.Module):
         self,
         x: Float[Array, "rows 1 embed"],
         states: tuple[LayerState, ...],
-        position: Int[Array, " rows"],
+        index: Int[Array, " rows"],
         *,
         memory_mask: Bool[Array, "batch 1 source"],
         readable: Bool[Array, "rows 1"] | None,
     ) -> tuple[Float[Array, "rows 1 embed"], tuple[LayerState, ...]]:
-        """Runs one position of every row through the stack."""
+        """Runs one position of every row, `index`, through the stack."""
         bias = None
         if self.relative_bias is not None:
-            length = next(
-                s.mixing.keys.shape[-1] for s in states if isinstance(s.mixing, AttentionState)
+            rooms = (
+                layer.mixing.room(state.mixing)
+                for layer, state in zip(self.layers, states, strict=True)
             )
-            bias = self.relative_bias(position[:, None], jnp.arange(length))
+            length = next(room for room in rooms if room is not None)
+            bias = self.relative_bias(index[:, None], jnp.arange(length))
+        position = Position(index, readable=readable, bias=bias)
         after = []
         for layer, state in zip(self.layers, states, strict=True):
-            x, state = layer.step(
-                x, state, position, memory_mask=memory_mask, bias=bias, readable=readable
-            )
+            x, state = layer.step(x, state, position, memory_mask=memory_mask)
             after.append(state)
         return self._finish(x), tuple(after)
 
@@ -371,5 +319,5 @@ def _given(value: T | None) -> T:
     return value
 
 
-def _norm(config: ConvT5Config) -> Norm:
+def _norm(config: ModelDescription) -> Norm:
     return Norm(config.emb_dim, kind=config.norm, epsilon=config.norm_epsilon)

@@ -4,16 +4,19 @@ Modules compute in the dtype of their input and hold float32 parameters; they ke
 state (`dropout_key=None` means deterministic) and change nothing when called.
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from convt5 import errors
-from convt5.architecture import MlpKind, NormKind
 from convt5.ops.dense import dense
 
 DropoutKey = PRNGKeyArray | None
+NormKind = Literal["rms", "layer"]
+MlpKind = Literal["relu", "gated_gelu"]
 
 
 class Dense(nnx.Module):

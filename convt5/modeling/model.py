@@ -14,8 +14,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from convt5 import errors
-from convt5.architecture import ConvT5Config
-from convt5.modeling.blocks import LayerState, Stack, StackInputs
+from convt5.modeling.blocks import LayerState, Stack
+from convt5.modeling.description import ModelDescription
 from convt5.modeling.layers import (
     Dense,
     DropoutKey,
@@ -24,6 +24,7 @@ from convt5.modeling.layers import (
     check_dtype,
     split_key,
 )
+from convt5.modeling.mixers.base import StackInputs
 from convt5.modeling.stem import StemOutput, TextStem, shortened
 
 HostOrDevice = jax.Array | np.ndarray
@@ -47,7 +48,7 @@ class DecoderState(NamedTuple):
 class ConvT5(nnx.Module):
     """The model; `python -m convt5.inspect` lists its parameters by path."""
 
-    def __init__(self, config: ConvT5Config, *, key: PRNGKeyArray):
+    def __init__(self, config: ModelDescription, *, key: PRNGKeyArray):
         check_dtype(config.dtype)
         keys = jax.random.split(key, 5)
         self.token_embedder = Embed(config.vocab_size, config.emb_dim, key=keys[0])

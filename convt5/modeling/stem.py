@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from convt5.architecture import ConvT5Config, StemActivation, StemLayer
+from convt5.modeling.description import ModelDescription, StemActivation, StemLayer
 from convt5.modeling.layers import Dense, Norm, at_least_float32, truncated_normal
 
 
@@ -33,7 +33,7 @@ class StemConvolution(nnx.Module):
     read zero in other segments, at padding and outside of the row; outputs of padding are zero.
     """
 
-    def __init__(self, config: ConvT5Config, layer: StemLayer, *, key: PRNGKeyArray):
+    def __init__(self, config: ModelDescription, layer: StemLayer, *, key: PRNGKeyArray):
         assert config.stem is not None
         shape = (layer.kernel_size, layer.in_dim, layer.out_dim)
         init = truncated_normal((layer.kernel_size * layer.in_dim) ** -0.5)
@@ -84,7 +84,7 @@ class StemConvolution(nnx.Module):
 class TextStem(nnx.Module):
     """The convolutions of `TextStemConfig`, and a dense layer to the residual stream."""
 
-    def __init__(self, config: ConvT5Config, *, key: PRNGKeyArray):
+    def __init__(self, config: ModelDescription, *, key: PRNGKeyArray):
         assert config.stem is not None
         layers = config.stem.layers(config.emb_dim)
         keys = jax.random.split(key, len(layers) + 1)

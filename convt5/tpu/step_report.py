@@ -21,6 +21,7 @@ from convt5.analysis.cost_report import aligned, device_bytes, short_bytes
 from convt5.architecture import ConvT5Config
 from convt5.evaluation.progress import elapsed
 from convt5.gpu import target as gpu_target
+from convt5.modeling.placement import TEXT_RULES
 from convt5.ops import implementation
 from convt5.optimizer import OptimizerConfig
 from convt5.schedule import Schedule
@@ -68,7 +69,7 @@ class Step:
     skip_spikes: SkipSpikes | None = None
     frozen: Sequence[str] = ()
     seed: int = 0
-    sharding_rules: Sequence[sharding.Rule] = sharding.TEXT_RULES
+    sharding_rules: Sequence[sharding.Rule] = TEXT_RULES
 
     @property
     def rows(self) -> int:

@@ -14,6 +14,7 @@ from jaxtyping import PRNGKeyArray
 from convt5 import errors, sharding
 from convt5.batches import data_shards as shards
 from convt5.configuration import checks
+from convt5.modeling.placement import TEXT_RULES
 from convt5.optimizer import OptimizerConfig
 from convt5.schedule import Schedule
 from convt5.training.averaging import Averaging
@@ -101,7 +102,7 @@ def make_plan(
     skip_spikes: SkipSpikes | None = None,
     frozen: Sequence[str] = (),
     seed: int = 0,
-    sharding_rules: Sequence[sharding.Rule] = sharding.TEXT_RULES,
+    sharding_rules: Sequence[sharding.Rule] = TEXT_RULES,
     devices: Sequence[Any] | None = None,
 ) -> Plan:
     """Checks that model, batch and devices fit together; arguments as those of `trainer.train`.

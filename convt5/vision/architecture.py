@@ -1,165 +1,17 @@
-"""What a Vision Transformer is made of: its stem, blocks and head, without arrays.
-
-`vision.model` builds modules from these values, `vision.costs` counts from them, gin files set
-them. Everything is checked here, before anything is allocated.
-"""
+"""The Vision Transformers that gin files describe: `ViTConfig`."""
 
 import dataclasses
-import math
-from collections.abc import Sequence
-from typing import Literal
 
-from convt5 import errors
-from convt5.configuration import checks
+from jaxtyping import PRNGKeyArray
 
-StemKind = Literal["patchify", "conv"]
-Pooling = Literal["token", "mean"]
-
-_COUNTS = ("image_size", "in_channels", "num_layers", "emb_dim", "mlp_dim", "num_heads")
+from convt5.vision import model
+from convt5.vision.description import ViTDescription
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ViTConfig:
-    """A Vision Transformer: ViT_P with a patchify stem, ViT_C with a stack of small convolutions.
+class ViTConfig(ViTDescription):
+    __doc__ = ViTDescription.__doc__
 
-    Pre-norm transformer blocks with biases and exact GELU, learned positions, one linear head
-    (Xiao et al. 2021, arXiv 2106.14881). ViT_C has one block fewer than ViT_P at equal cost.
-
-    Attributes:
-        image_size: height and width of the images in pixels.
-        stem: "patchify" is one convolution of `patch_size` with that stride and a bias; "conv" is
-            3x3 convolutions without bias, padded by 1 on all sides, each followed by batch norm
-            and ReLU, and a last 1x1 convolution with bias and neither.
-        patch_size: pixels of a patch along each axis; patchify only.
-        stem_channels: output channels of each convolution of a conv stem; the last is `emb_dim`.
-        stem_strides: the stride of each.
-        num_layers: transformer blocks.
-        emb_dim, mlp_dim: channels of the residual stream and inside the feed-forward layers.
-        num_heads: attention heads, each of emb_dim / num_heads channels.
-        num_classes: the length of the logits.
-        pooling: "token" classifies by a learned token in front of the patches, "mean" by the mean
-            of all patches after the last norm.
-        in_channels: of the images: 3 for colour, 1 for grey.
-        dtype: of activations ("bfloat16", "float32"); parameters are float32, and softmax, norms
-            and logits are computed in at least float32.
-        norm_epsilon: of the layer norms.
-        batch_norm_epsilon: of the batch norms.
-        batch_norm_momentum: the share of the newest batch in the running statistics, in (0, 1].
-    """
-
-    image_size: int
-    stem: StemKind
-    patch_size: int | None = None
-    stem_channels: Sequence[int] = ()
-    stem_strides: Sequence[int] = ()
-    num_layers: int
-    emb_dim: int
-    mlp_dim: int
-    num_heads: int
-    num_classes: int
-    pooling: Pooling = "token"
-    in_channels: int = 3
-    dtype: str = "bfloat16"
-    norm_epsilon: float = 1e-6
-    batch_norm_epsilon: float = 1e-5
-    batch_norm_momentum: float = 0.1
-
-    def __post_init__(self):
-        checks.make_plain(self)
-        errors.raise_all(self._faults(), where="ViTConfig")
-
-    def build(self, key):
+    def build(self, key: PRNGKeyArray) -> model.ViT:
         """Builds the model; under `jax.eval_shape` nothing is allocated."""
-        from convt5.vision.model import ViT  # The description must import without jax.
-
-        return ViT(self, key=key)
-
-    @property
-    def stride(self) -> int:
-        """Pixels between neighbouring patches along each axis."""
-        return self.patch_size or math.prod(self.stem_strides)
-
-    @property
-    def grid_size(self) -> int:
-        """Patches along each axis."""
-        return self.image_size // self.stride
-
-    @property
-    def num_tokens(self) -> int:
-        """The length of the sequence that the blocks see."""
-        return self.grid_size**2 + (self.pooling == "token")
-
-    def _faults(self) -> list[str]:
-        found = checks.count_faults(self, (*_COUNTS, "num_classes"))
-        found = found or checks.layer_faults(self.num_layers)
-        found += checks.choice_faults(self, {"stem": StemKind, "pooling": Pooling})
-        if self.dtype not in ("bfloat16", "float32", "float64"):
-            found.append(f"dtype={self.dtype!r} must be bfloat16, float32 or float64.")
-        momentum = self.batch_norm_momentum
-        if not (isinstance(momentum, int | float) and 0 < momentum <= 1):
-            found.append(f"batch_norm_momentum={momentum!r} must be in (0, 1].")
-        for name in ("norm_epsilon", "batch_norm_epsilon"):
-            value = getattr(self, name)
-            if not (isinstance(value, int | float) and 0 < value < math.inf):
-                found.append(f"{name}={value!r} must be positive and finite.")
-        found += [
-            f"{name}={getattr(self, name)!r} must list one integer for each convolution."
-            for name in ("stem_channels", "stem_strides")
-            if not isinstance(getattr(self, name), tuple)
-        ]
-        if found:
-            return found
-        found = self._patchify_faults() if self.stem == "patchify" else self._conv_faults()
-        if self.emb_dim % self.num_heads:
-            found.append(
-                f"num_heads={self.num_heads} must divide emb_dim={self.emb_dim}: every head takes "
-                "equally many channels."
-            )
-        if not found and self.image_size % self.stride:
-            nearest = max(1, round(self.image_size / self.stride)) * self.stride
-            found.append(
-                f"image_size={self.image_size} must be a multiple of the stem's stride of "
-                f"{self.stride} pixels; resize the images to {nearest}, or choose another stem."
-            )
-        return found
-
-    def _patchify_faults(self) -> list[str]:
-        found = [
-            f"{name}={getattr(self, name)} is for stem='conv'; remove it, or choose that stem."
-            for name in ("stem_channels", "stem_strides")
-            if getattr(self, name)
-        ]
-        if not checks.is_positive_int(self.patch_size):
-            found.append(
-                f"patch_size={self.patch_size!r} must be the pixels of a patch, at least 1, when "
-                "stem='patchify'."
-            )
-        return found
-
-    def _conv_faults(self) -> list[str]:
-        found = []
-        if self.patch_size is not None:
-            found.append(
-                f"patch_size={self.patch_size} is for stem='patchify'; remove it: the stride of a "
-                "convolution stem is the product of stem_strides."
-            )
-        for name in ("stem_channels", "stem_strides"):
-            values = getattr(self, name)
-            if not values or not all(map(checks.is_positive_int, values)):
-                found.append(
-                    f"{name}={values} must be integers of at least 1, one for each convolution of "
-                    "the stem."
-                )
-        if found:
-            return found
-        if len(self.stem_channels) != len(self.stem_strides):
-            found.append(
-                f"stem_channels names {len(self.stem_channels)} convolutions and stem_strides "
-                f"{len(self.stem_strides)}; give both one value for each."
-            )
-        if self.stem_channels[-1] != self.emb_dim:
-            found.append(
-                f"stem_channels ends with {self.stem_channels[-1]}, but must end with emb_dim="
-                f"{self.emb_dim}, the width that the blocks read."
-            )
-        return found
+        return model.ViT(self, key=key)

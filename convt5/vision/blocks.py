@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from convt5.modeling.layers import Dense, Norm, at_least_float32
-from convt5.vision.architecture import ViTConfig
+from convt5.vision.description import ViTDescription
 
 
 class QueryKeyValue(nnx.Module):
@@ -33,7 +33,7 @@ class QueryKeyValue(nnx.Module):
 class Attention(nnx.Module):
     """Self-attention of all tokens, scaled by 1 / sqrt(head width), softmax in at least float32."""
 
-    def __init__(self, config: ViTConfig, *, key: PRNGKeyArray):
+    def __init__(self, config: ViTDescription, *, key: PRNGKeyArray):
         input_key, output_key = jax.random.split(key)
         dim = config.emb_dim
         self.input = QueryKeyValue(dim, key=input_key)
@@ -58,7 +58,7 @@ class Attention(nnx.Module):
 class Mlp(nnx.Module):
     """fc2(GELU(fc1(x))) with the exact GELU."""
 
-    def __init__(self, config: ViTConfig, *, key: PRNGKeyArray):
+    def __init__(self, config: ViTDescription, *, key: PRNGKeyArray):
         keys = jax.random.split(key, 4)
         self.wi = _dense(config.emb_dim, config.mlp_dim, key=keys[0], bias_key=keys[1])
         self.wo = _dense(config.mlp_dim, config.emb_dim, key=keys[2], bias_key=keys[3])
@@ -70,7 +70,7 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ViTConfig, *, key: PRNGKeyArray):
+    def __init__(self, config: ViTDescription, *, key: PRNGKeyArray):
         attention_key, mlp_key = jax.random.split(key)
         self.attention_norm = norm(config)
         self.attention = Attention(config, key=attention_key)
@@ -85,7 +85,7 @@ class Block(nnx.Module):
 class Encoder(nnx.Module):
     """The blocks, and the norm that ends them."""
 
-    def __init__(self, config: ViTConfig, *, key: PRNGKeyArray):
+    def __init__(self, config: ViTDescription, *, key: PRNGKeyArray):
         keys = jax.random.split(key, config.num_layers)
         # Any: a list of modules has no element type.
         self.layers: Any = nnx.List([Block(config, key=key) for key in keys])
@@ -97,7 +97,7 @@ class Encoder(nnx.Module):
         return self.final_norm(x)
 
 
-def norm(config: ViTConfig) -> Norm:
+def norm(config: ViTDescription) -> Norm:
     """Returns the layer norm of a model."""
     return Norm(config.emb_dim, kind="layer", epsilon=config.norm_epsilon)
 

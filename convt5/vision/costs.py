@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from convt5.vision.architecture import ViTConfig
+from convt5.vision.description import ViTDescription
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class ViTCost:
         return self.stem + self.embeddings + blocks + self.head
 
 
-def model_cost(config: ViTConfig) -> ViTCost:
+def model_cost(config: ViTDescription) -> ViTCost:
     """Returns what a model costs."""
     rows = config.num_tokens + (config.pooling == "token")
     return ViTCost(
@@ -64,7 +64,7 @@ def model_cost(config: ViTConfig) -> ViTCost:
     )
 
 
-def patch_field(config: ViTConfig) -> int:
+def patch_field(config: ViTDescription) -> int:
     """Returns the height and width of the pixels that one patch is made from."""
     if config.stem == "patchify":
         return config.stride
@@ -75,7 +75,7 @@ def patch_field(config: ViTConfig) -> int:
     return field
 
 
-def as_json(config: ViTConfig) -> dict[str, Any]:
+def as_json(config: ViTDescription) -> dict[str, Any]:
     """Returns what a model costs as values for JSON."""
     cost = model_cost(config)
     return {
@@ -87,7 +87,7 @@ def as_json(config: ViTConfig) -> dict[str, Any]:
     }
 
 
-def as_text(config: ViTConfig) -> str:
+def as_text(config: ViTDescription) -> str:
     """Returns what a model costs as a table for people."""
     cost = model_cost(config)
     rows = [("", "parameters", "multiply-adds")]
@@ -118,12 +118,12 @@ def _parts(cost: ViTCost) -> Mapping[str, Cost]:
     return {name: getattr(cost, name) for name in names}
 
 
-def _patchify(config: ViTConfig) -> Cost:
+def _patchify(config: ViTDescription) -> Cost:
     inputs = config.in_channels * config.stride**2
     return _dense(inputs, config.emb_dim, positions=config.grid_size**2)
 
 
-def _convolutions(config: ViTConfig) -> Cost:
+def _convolutions(config: ViTDescription) -> Cost:
     total = Cost(parameters=0, multiply_adds=0)
     size, channels = config.image_size, config.in_channels
     *layers, last = zip(config.stem_channels, config.stem_strides, strict=True)
@@ -135,7 +135,7 @@ def _convolutions(config: ViTConfig) -> Cost:
     return total + _dense(channels, last[0], positions=size**2)
 
 
-def _block(config: ViTConfig) -> Cost:
+def _block(config: ViTDescription) -> Cost:
     dim, length = config.emb_dim, config.num_tokens
     products = Cost(parameters=0, multiply_adds=2 * length**2 * dim)
     attention = _dense(dim, 3 * dim, positions=length) + _dense(dim, dim, positions=length)

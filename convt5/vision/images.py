@@ -15,8 +15,8 @@ from convt5 import errors
 from convt5.batches.prefetching import rows_per_host
 from convt5.batches.row_order import Passes, RowsOfBatch
 from convt5.configuration import checks
-from convt5.vision.architecture import ViTConfig
 from convt5.vision.augmentation import Augmentation, resized
+from convt5.vision.description import ViTDescription
 from convt5.vision.sources import CorruptImage, ImageSet, ImageSource, OnCorrupt
 
 ChannelOrder = Literal["rgb", "bgr"]
@@ -94,7 +94,7 @@ class ImageDataConfig:
 
     def check_model(self, model: Any) -> None:
         """Raises `UserError` unless a model reads such images and has a logit for every label."""
-        if not isinstance(model, ViTConfig):
+        if not isinstance(model, ViTDescription):
             raise errors.UserError(
                 f"configuration: the data are images, and model={type(model).__name__} reads none; "
                 "give a model of images, such as --gin_file=gin/models/vit_c_tiny.gin, or a run "

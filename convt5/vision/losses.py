@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from convt5 import errors
 from convt5.modeling.layers import DropoutKey
 from convt5.training.train_step import CROSS_ENTROPY, LossSums
-from convt5.vision.architecture import ViTConfig
+from convt5.vision.description import ViTDescription
 from convt5.vision.model import ViT
 
 Logits = Float[Array, "batch classes"]
@@ -38,7 +38,7 @@ class VisionLoss:
 
     def check_model(self, model: object) -> None:
         """Raises `UserError` for the description of a model that reads no images."""
-        if not isinstance(model, ViTConfig):
+        if not isinstance(model, ViTDescription):
             raise errors.UserError(
                 f"configuration: loss=VisionLoss is one of images, and model={type(model).__name__}"
                 " reads none; give @losses.TextLoss() of convt5, or a model of images."

@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from convt5 import errors
 from convt5.modeling.layers import Dense, at_least_float32, check_dtype
-from convt5.vision.architecture import ViTConfig
 from convt5.vision.blocks import Encoder
+from convt5.vision.description import ViTDescription
 from convt5.vision.stems import ConvolutionStem, PatchifyStem
 
 Images = Float[jax.Array | np.ndarray, "batch height width channels"]
@@ -39,7 +39,7 @@ class ViTOutput(NamedTuple):
 class ViT(nnx.Module):
     """The model; as a tree it holds parameters and, in a convolution stem, running statistics."""
 
-    def __init__(self, config: ViTConfig, *, key: PRNGKeyArray):
+    def __init__(self, config: ViTDescription, *, key: PRNGKeyArray):
         check_dtype(config.dtype)
         stem_key, position_key, encoder_key, head_key = jax.random.split(key, 4)
         stem = PatchifyStem if config.stem == "patchify" else ConvolutionStem

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from convt5 import errors
 from convt5.modeling.layers import add_vector, as_row, at_least_float32
-from convt5.vision.architecture import ViTConfig
+from convt5.vision.description import ViTDescription
 
 
 class BatchStatistics(NamedTuple):
@@ -127,7 +127,7 @@ class BatchNorm(nnx.Module):
 class PatchifyStem(nnx.Module):
     """One convolution whose kernel and stride are a patch."""
 
-    def __init__(self, config: ViTConfig, *, key: PRNGKeyArray):
+    def __init__(self, config: ViTDescription, *, key: PRNGKeyArray):
         size = config.stride
         fan_in = config.in_channels * size**2
         self.patchify = Convolution2D(
@@ -152,7 +152,7 @@ class ConvolutionLayer(nnx.Module):
     """3x3 convolution, batch norm, ReLU."""
 
     def __init__(
-        self, config: ViTConfig, in_dim: int, out_dim: int, *, stride: int, key: PRNGKeyArray
+        self, config: ViTDescription, in_dim: int, out_dim: int, *, stride: int, key: PRNGKeyArray
     ):
         self.convolution = Convolution2D(
             in_dim,
@@ -179,7 +179,7 @@ class ConvolutionLayer(nnx.Module):
 class ConvolutionStem(nnx.Module):
     """The early convolutions of arXiv 2106.14881, and a 1x1 convolution to the residual stream."""
 
-    def __init__(self, config: ViTConfig, *, key: PRNGKeyArray):
+    def __init__(self, config: ViTDescription, *, key: PRNGKeyArray):
         inputs = (config.in_channels, *config.stem_channels[:-1])
         keys = jax.random.split(key, len(inputs))
         # Any: a list of modules has no element type.

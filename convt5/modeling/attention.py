@@ -1,181 +1,23 @@
-"""What takes self-attention's place: convolution blocks, and attention itself for the baseline.
+"""T5 attention, its cache while decoding, its relative positions, and what it costs.
 
-`Convolution` and `Attention` are called on whole sequences in training and stepped one position
-at a time in decoding; both give the same numbers. The state of a convolution is its last
-(K - 1) * dilation inputs, so it does not grow with the length of the output.
+Decoder layers attend to the encoder with it, whatever mixes their own sequence; as a mixing kind
+it stands in `mixers.attention`.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from convt5.architecture import ConvT5Config, MixingConfig
-from convt5.modeling.layers import Dense, DropoutKey, add_vector, at_least_float32, truncated_normal
-from convt5.ops import attend, depthwise_conv, dynamic_conv, lightweight_conv
-from convt5.ops.gating import gate
+from convt5.modeling.layers import Dense, DropoutKey, at_least_float32
+from convt5.modeling.sizes import ModelSizes, Size
+from convt5.ops import attend
+from convt5.sharding import Rule
 
-Size = Any
-"""An int, or a symbolic size: exported programs leave the batch free, and that type is private."""
-
-
-class TapPredictor(nnx.Module):
-    """The linear map from the features of a position to the tap logits of its kernels."""
-
-    def __init__(
-        self,
-        kernel_size: int,
-        emb_dim: int,
-        num_kernels: int,
-        *,
-        use_bias: bool,
-        key: PRNGKeyArray,
-    ):
-        # Taps lead, as K separate matrices: Adafactor's statistics are kept per tap (optimizer).
-        init = truncated_normal((kernel_size * emb_dim) ** -0.5)
-        self.kernel = nnx.Param(init(key, (kernel_size, emb_dim, num_kernels), jnp.float32))
-        self.bias = (
-            nnx.Param(jnp.zeros((kernel_size, num_kernels), jnp.float32)) if use_bias else None
-        )
-
-    def __call__(
-        self, x: Float[Array, "batch length embed"]
-    ) -> Float[Array, "batch length kernel heads"]:
-        logits = jnp.einsum("ble,keh->blkh", x, self.kernel[...].astype(x.dtype))
-        if self.bias is not None:
-            logits = logits + self.bias[...].astype(x.dtype)[None, None]
-        return logits
-
-
-class ConvolutionState(NamedTuple):
-    """A ring buffer of the last inputs of the taps; slot t mod size holds the input of step t."""
-
-    inputs: Float[Array, "batch slots embed"]
-
-
-class Convolution(nnx.Module):
-    """The convolution block: X1 = (X W^I) * sigmoid(X W^S); X2 = conv(X1); X3 = X2 W^O.
-
-    Tay et al. 2021, arXiv 2105.03322, section 3, after Wu et al. 2019, arXiv 1901.10430. Each part
-    can be left out, see `architecture.MixingConfig`. Dynamic kernels are predicted from X1.
-    """
-
-    def __init__(self, config: MixingConfig, emb_dim: int, *, key: PRNGKeyArray):
-        keys = jax.random.split(key, 5)
-        dense = lambda key: Dense(  # noqa: E731
-            emb_dim, emb_dim, key=key, use_bias=config.projection_bias
-        )
-        taps, num_kernels = config.kernel_size, config.num_kernels or emb_dim
-        self.input = dense(keys[0]) if config.input_projection != "none" else None
-        self.gate = dense(keys[1]) if config.input_projection == "gated" else None
-        tap_init = truncated_normal(taps**-0.5)
-        if config.kind == "depthwise":
-            self.kernel = nnx.Param(tap_init(keys[2], (taps, emb_dim), jnp.float32))
-        elif config.kind == "lightweight":
-            self.kernel_logits = nnx.Param(tap_init(keys[2], (taps, num_kernels), jnp.float32))
-        else:
-            self.predictor = TapPredictor(
-                taps, emb_dim, num_kernels, use_bias=config.predictor_bias, key=keys[2]
-            )
-        self.conv_bias = nnx.Param(jnp.zeros((emb_dim,), jnp.float32)) if config.conv_bias else None
-        self.pointwise = dense(keys[3]) if config.pointwise else None
-        self.output = dense(keys[4]) if config.output_projection else None
-        self.config = config
-
-    def __call__(
-        self,
-        x: Float[Array, "batch length embed"],
-        segment_ids: Int[Array, "batch length"],
-        *,
-        readable: Bool[Array, "batch length"] | None = None,
-        taps_cross_segments: bool = False,
-        dropout_key: DropoutKey = None,
-    ) -> Float[Array, "batch length embed"]:
-        """Mixes a whole sequence; taps read zero at padding and wherever not `readable`."""
-        config = self.config
-        gated = self._gated(x)
-        where = {
-            "dilation": config.dilation,
-            "padding": config.padding,
-            "segment_ids": segment_ids,
-            "taps_cross_segments": taps_cross_segments,
-        }
-        inputs = gated if readable is None else gated * readable[..., None].astype(gated.dtype)
-        weights = {
-            "softmax": config.normalize_taps,
-            "tap_dropout_rate": config.tap_dropout_rate,
-            "dropout_key": dropout_key,
-        }
-        if config.kind == "depthwise":
-            y = depthwise_conv(inputs, self.kernel[...], **where)
-        elif config.kind == "lightweight":
-            y = lightweight_conv(inputs, self.kernel_logits[...], **where, **weights)
-        else:
-            y = dynamic_conv(inputs, self.predictor(gated), **where, **weights)
-        return self._project(y)
-
-    def init_state(self, batch: Size, emb_dim: int, dtype: jnp.dtype) -> ConvolutionState:
-        """Returns the state before the first position: everything earlier reads as zero."""
-        left, _ = self.config.reach
-        return ConvolutionState(jnp.zeros((batch, left + 1, emb_dim), dtype))
-
-    def step(
-        self,
-        x: Float[Array, "batch 1 embed"],
-        state: ConvolutionState,
-        position: Int[Array, " batch"],
-        *,
-        readable: Bool[Array, "batch 1"] | None = None,
-    ) -> tuple[Float[Array, "batch 1 embed"], ConvolutionState]:
-        """Mixes the next position of a causal convolution; `position` counts from 0."""
-        config = self.config
-        slots = state.inputs.shape[1]
-        gated = self._gated(x)
-        # batch embed
-        newest = gated[:, 0] if readable is None else gated[:, 0] * readable.astype(x.dtype)
-        rows = jnp.arange(x.shape[0])
-        inputs = state.inputs.at[rows, position % slots].set(newest)
-        offsets = config.dilation * jnp.arange(1 - config.kernel_size, 1)
-        taken = (position[:, None] + offsets[None]) % slots
-        # batch kernel embed
-        read = jnp.take_along_axis(inputs, taken[..., None], axis=1)
-        weights = self._step_weights(gated)
-        y = jnp.sum(read.astype(weights.dtype) * weights, axis=1, keepdims=True)
-        return self._project(y.astype(x.dtype)), ConvolutionState(inputs)
-
-    def _gated(
-        self, x: Float[Array, "batch length embed"]
-    ) -> Float[Array, "batch length channels"]:
-        y = x if self.input is None else self.input(x)
-        return y if self.gate is None else gate(y, self.gate(x))
-
-    def _step_weights(
-        self, gated: Float[Array, "batch 1 channels"]
-    ) -> Float[Array, "rows kernel channels"]:
-        """The weight of every tap and channel at one position; one row serves all if static."""
-        wide = at_least_float32(gated.dtype)
-        if self.config.kind == "depthwise":
-            return self.kernel[...].astype(wide)[None]
-        if self.config.kind == "lightweight":
-            logits = self.kernel_logits[...][None]
-        else:
-            logits = self.predictor(gated)[:, 0]
-        # rows kernel heads
-        weights = logits.astype(wide)
-        if self.config.normalize_taps:
-            weights = jax.nn.softmax(weights, axis=1)
-        return jnp.repeat(weights, gated.shape[-1] // weights.shape[-1], axis=-1)
-
-    def _project(
-        self, y: Float[Array, "batch length channels"]
-    ) -> Float[Array, "batch length embed"]:
-        if self.conv_bias is not None:
-            y = add_vector(y, self.conv_bias[...])
-        y = y if self.pointwise is None else self.pointwise(y)
-        return y if self.output is None else self.output(y)
+FLOAT32_BYTES = 4
 
 
 class AttentionState(NamedTuple):
@@ -192,8 +34,8 @@ class AttentionState(NamedTuple):
 class Attention(nnx.Module):
     """T5 attention: no 1/sqrt(head_dim) factor (the initial query scale holds it), no biases."""
 
-    def __init__(self, config: ConvT5Config, *, key: PRNGKeyArray):
-        emb, heads, head_dim = config.emb_dim, config.num_heads, config.head_dim
+    def __init__(self, sizes: ModelSizes, *, key: PRNGKeyArray):
+        emb, heads, head_dim = sizes.emb_dim, sizes.num_heads, sizes.head_dim
         keys = jax.random.split(key, 4)
         normal = jax.nn.initializers.normal
         inner = heads * head_dim
@@ -202,9 +44,9 @@ class Attention(nnx.Module):
         self.value = Dense(emb, inner, key=keys[2], init=normal(emb**-0.5))
         self.output = Dense(inner, emb, key=keys[3], init=normal(inner**-0.5))
         self.num_heads = heads
-        self.dropout_rate = config.dropout_rate
+        self.dropout_rate = sizes.dropout_rate
 
-    def __call__(
+    def attend(
         self,
         x: Float[Array, "rows target embed"],
         memory: Float[Array, "batch source embed"],
@@ -247,7 +89,7 @@ class Attention(nnx.Module):
         keys, values = self._keys_and_values(memory)
         return AttentionState(keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3))
 
-    def init_state(self, batch: Size, length: int, dtype: jnp.dtype) -> AttentionState:
+    def empty_cache(self, batch: Size, length: int, dtype: jnp.dtype) -> AttentionState:
         """Returns an empty cache for `length` positions of self-attention."""
         head_dim = self.key.kernel[...].shape[1] // self.num_heads
         is_single = isinstance(batch, int) and batch == 1
@@ -255,7 +97,7 @@ class Attention(nnx.Module):
         keys = jnp.zeros((*rows, self.num_heads, head_dim, length), dtype)
         return AttentionState(keys, keys.swapaxes(-2, -1))
 
-    def step(
+    def append(
         self,
         x: Float[Array, "batch 1 embed"],
         state: AttentionState,
@@ -339,13 +181,19 @@ def _per_row(x: Array, memory: Array) -> Size:
 class RelativeBias(nnx.Module):
     """T5's learned bias per head and bucket of relative position (Raffel et al. 2020)."""
 
-    def __init__(self, config: ConvT5Config, *, bidirectional: bool, key: PRNGKeyArray):
+    def __init__(
+        self,
+        *,
+        buckets: int,
+        heads: int,
+        max_distance: int,
+        bidirectional: bool,
+        key: PRNGKeyArray,
+    ):
         init = jax.nn.initializers.glorot_uniform()
-        self.embedding = nnx.Param(
-            init(key, (config.relative_buckets, config.num_heads), jnp.float32)
-        )
+        self.embedding = nnx.Param(init(key, (buckets, heads), jnp.float32))
         self.bidirectional = bidirectional
-        self.max_distance = config.relative_max_distance
+        self.max_distance = max_distance
 
     def __call__(
         self, query_positions: Int[Array, "rows target"], key_positions: Int[Array, " source"]
@@ -407,3 +255,34 @@ def relative_position_bucket(
     ratio = ratio / math.log(max_distance / exact) * (num_buckets - exact)
     logarithmic = jnp.minimum(exact + ratio.astype(jnp.int32), num_buckets - 1)
     return offset + jnp.where(distance < exact, distance, logarithmic)
+
+
+def sharding_rules(name: str) -> tuple[Rule, ...]:
+    """Returns where the parameters of an attention live that has this name in its layer."""
+    return (
+        Rule(rf"{name}/(query|key|value)/kernel$", ("fsdp", "tensor"), optional=True),
+        Rule(rf"{name}/output/kernel$", ("tensor", "fsdp"), optional=True),
+    )
+
+
+def flops(sizes: ModelSizes, *, queries: int, keys: int) -> int | float:
+    """Returns the forward FLOPs of whole sequences: projections, and the two products."""
+    inner = sizes.num_heads * sizes.head_dim
+    return 4 * sizes.emb_dim * inner * (queries + keys) + 4 * queries * keys * inner
+
+
+def activation_bytes(sizes: ModelSizes, *, queries: int, keys: int) -> int | float:
+    """Returns the bytes that the backward pass reads, of whole sequences.
+
+    The norm's and the queries' input, q, k, v, their result, and float32 weights.
+    """
+    width = jnp.dtype(sizes.dtype).itemsize
+    inner = sizes.num_heads * sizes.head_dim
+    vectors = 2 * sizes.emb_dim * queries + 2 * inner * (queries + keys)
+    weight_bytes = FLOAT32_BYTES + (width if width < FLOAT32_BYTES else 0)
+    return width * vectors + weight_bytes * sizes.num_heads * queries * keys
+
+
+def cache_size(sizes: ModelSizes, length: int) -> int:
+    """Returns how many numbers the keys and values of `length` positions are."""
+    return 2 * length * sizes.num_heads * sizes.head_dim

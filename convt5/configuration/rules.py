@@ -1,0 +1,98 @@
+"""Validity rules that are declared with the fields of a frozen description.
+
+`ruled` gives a field its default and its rule; `faults` lists every broken rule of a description as
+one sentence with the setting, the value found and the rule. Rules that join several fields stay
+ordinary code of their description.
+"""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any, get_args
+
+from convt5 import errors
+
+Rule = Callable[[object], str]
+"""Returns what a value must be, as the end of a sentence, or "" for a valid one."""
+
+
+def ruled(rule: Rule, default: Any = dataclasses.MISSING, *, per_layer: bool = False) -> Any:
+    """Returns a dataclass field that `faults` checks.
+
+    Args:
+        rule: what its values must be.
+        default: of the field; without one it is required.
+        per_layer: whether a stack may give one value for each of its layers.
+    """
+    return dataclasses.field(default=default, metadata={"rule": rule, "per_layer": per_layer})
+
+
+def is_per_layer(field: dataclasses.Field) -> bool:
+    """Whether a stack may give this field one value for each of its layers."""
+    return field.metadata.get("per_layer", False)
+
+
+def faults(description: Any, where: str = "") -> list[str]:
+    """Returns a sentence for every field whose rule is broken; `where` precedes its name."""
+    return [
+        fault
+        for field in dataclasses.fields(description)
+        for fault in field_faults(field, getattr(description, field.name), where)
+    ]
+
+
+def field_faults(field: dataclasses.Field, value: object, where: str = "") -> list[str]:
+    """Returns a sentence if `value` breaks the rule of a field."""
+    broken = field.metadata["rule"](value) if "rule" in field.metadata else ""
+    return [f"{where}{field.name}={value!r} {broken}"] if broken else []
+
+
+def count(value: object) -> str:
+    """An integer of at least 1; True is none."""
+    return "" if _is_count(value) else "must be an integer of at least 1."
+
+
+def count_or(meaning: str) -> Rule:
+    """An integer of at least 1, or None, which stands for `meaning`."""
+
+    def rule(value: object) -> str:
+        if value is None or _is_count(value):
+            return ""
+        return f"must be an integer of at least 1, or None for {meaning}."
+
+    return rule
+
+
+def switch(value: object) -> str:
+    """True or False: other values, such as texts, would count as true."""
+    return "" if isinstance(value, bool) else "must be True or False."
+
+
+def share(value: object) -> str:
+    """A number in [0, 1)."""
+    is_share = isinstance(value, numbers.Real) and 0 <= float(value) < 1
+    return "" if is_share else "must be in [0, 1)."
+
+
+def positive(value: object) -> str:
+    """A finite number above 0."""
+    is_positive = isinstance(value, numbers.Real) and 0 < float(value) < math.inf
+    return "" if is_positive else "must be positive."
+
+
+def choice(*allowed: Any) -> Rule:
+    """One of some values, or of those of a `typing.Literal`."""
+    values = get_args(allowed[0]) or allowed
+
+    def rule(value: object) -> str:
+        if isinstance(value, str) and value in values:
+            return ""
+        near = errors.suggest(str(value), values)
+        return f"must be one of {', '.join(values)}.{near}"
+
+    return rule
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,162 @@
+"""What every mixing kind is: a frozen description, and the module that it builds.
+
+A kind is one file of this folder and one line of the registry `mixers.KINDS`. Descriptions answer
+everything that is asked of a kind before anything is built: the rules of its settings, its
+receptive field, its FLOPs and bytes, and where its parameters live on a mesh.
+"""
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from convt5.configuration import rules
+from convt5.modeling.layers import DropoutKey
+from convt5.modeling.sizes import ModelSizes, Size
+from convt5.sharding import Rule
+
+State = Any
+"""The arrays that a mixer keeps while decoding."""
+
+
+class Reach(NamedTuple):
+    """Positions read to the left and to the right of an output position; None for all of them."""
+
+    left: int | None
+    right: int | None
+
+    @property
+    def size(self) -> int | None:
+        """The receptive field in tokens, the position itself included; None for everything."""
+        return None if self.left is None or self.right is None else self.left + 1 + self.right
+
+    def then(self, above: "Reach") -> "Reach":
+        """Returns the reach of a layer with reach `above` on top of this one."""
+        return Reach(_sum(self.left, above.left), _sum(self.right, above.right))
+
+    def strided(self, stride: int) -> "Reach":
+        """Returns this reach in tokens, where each position stands for `stride` of them."""
+        return Reach(
+            None if self.left is None else self.left * stride,
+            None if self.right is None else self.right * stride,
+        )
+
+    def __str__(self) -> str:
+        left = "start" if self.left is None else f"{-self.left}"
+        right = "end" if self.right is None else f"{self.right:+}" if self.right else "0"
+        return f"{left} .. {right}"
+
+
+class StackInputs(NamedTuple):
+    """What every layer of a stack is told about its sequence, computed once.
+
+    Attributes:
+        segment_ids: packed examples, 0 is padding.
+        readable: where convolution taps may read; None for everywhere.
+        distance_bias: self-attention's bias by distance; None without one.
+        memory: the encoder's output, for a decoder.
+        memory_segment_ids: the packed examples of the memory.
+    """
+
+    segment_ids: Int[Array, "batch length"]
+    readable: Bool[Array, "batch length"] | None = None
+    distance_bias: Float[Array, "heads distances"] | None = None
+    memory: Float[Array, "batch source embed"] | None = None
+    memory_segment_ids: Int[Array, "batch source"] | None = None
+
+
+class Position(NamedTuple):
+    """What a mixer is told about one position while decoding.
+
+    Attributes:
+        index: of the position in each row, from 0.
+        readable: whether convolution taps may read it; None for everywhere.
+        bias: of attention, for the positions that its state has room for; None without one.
+    """
+
+    index: Int[Array, " batch"]
+    readable: Bool[Array, "batch 1"] | None = None
+    bias: Float[Array, "rows heads 1 length"] | None = None
+
+
+class Mixer(nnx.Module):
+    """A module in the place of self-attention; its parameters are named by its attributes."""
+
+    def __call__(
+        self,
+        x: Float[Array, "batch length embed"],
+        inputs: StackInputs,
+        *,
+        dropout_key: DropoutKey = None,
+    ) -> Float[Array, "batch length embed"]:
+        """Mixes a whole sequence."""
+        raise NotImplementedError
+
+    def init_state(self, batch: Size, length: int, emb_dim: int, dtype: jnp.dtype) -> State:
+        """Returns the state before the first of at most `length` positions."""
+        raise NotImplementedError
+
+    def step(
+        self, x: Float[Array, "batch 1 embed"], state: State, position: Position
+    ) -> tuple[Float[Array, "batch 1 embed"], State]:
+        """Mixes the next position; gives the numbers that a call gives for it."""
+        raise NotImplementedError
+
+    def room(self, state: State) -> int | None:
+        """Returns how many positions a state has room for that grows with the output."""
+        return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixerConfig:
+    """How one layer mixes along the sequence. Kinds add their settings as fields.
+
+    Attributes:
+        causal: whether an output may read its own and earlier positions only, as in a decoder.
+    """
+
+    causal: bool = False
+
+    kind: ClassVar[str]
+    """The name of the kind in gin files."""
+
+    reads_distances: ClassVar[bool] = False
+    """Whether relative positions, where the model has them, are a bias of this kind."""
+
+    sharding_rules: ClassVar[tuple[Rule, ...]] = ()
+    """Where the parameters live, by patterns of the names behind `mixing/`."""
+
+    stacked_parameters: ClassVar[tuple[str, ...]] = ()
+    """Patterns of the names, behind `mixing/`, of arrays that hold one parameter for each index of
+    their first axis; `AdafactorConfig.stacked` says what that means."""
+
+    @property
+    def reach(self) -> Reach:
+        """Positions read to the left and to the right of the output position."""
+        raise NotImplementedError
+
+    def build(self, sizes: ModelSizes, *, key: PRNGKeyArray) -> Mixer:
+        """Returns the module with random parameters."""
+        raise NotImplementedError
+
+    def flops(self, sizes: ModelSizes, length: int) -> int | float:
+        """Returns the forward FLOPs for each token of a row of `length` tokens."""
+        raise NotImplementedError
+
+    def activation_bytes(self, sizes: ModelSizes, length: int) -> int | float:
+        """Returns the bytes that the backward pass reads, for each token of such a row."""
+        raise NotImplementedError
+
+    def state_size(self, sizes: ModelSizes, length: int) -> int:
+        """Returns how many numbers decoding keeps for a row of `length` tokens."""
+        raise NotImplementedError
+
+    def faults(self, where: str, *, emb_dim: int) -> list[str]:
+        """Returns every broken rule as one sentence; `where` names the layer."""
+        return rules.faults(self, f"{where}.")
+
+
+def _sum(a: int | None, b: int | None) -> int | None:
+    return None if a is None or b is None else a + b

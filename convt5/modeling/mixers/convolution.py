@@ -1,0 +1,261 @@
+"""The convolution block that depthwise, lightweight and dynamic convolutions share."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from convt5.configuration import rules
+from convt5.configuration.rules import ruled
+from convt5.modeling.layers import Dense, DropoutKey, add_vector, at_least_float32, truncated_normal
+from convt5.modeling.mixers import base
+from convt5.modeling.mixers.base import MixerConfig, Position, Reach
+from convt5.modeling.sizes import ModelSizes, Size
+from convt5.ops.gating import gate
+from convt5.ops.padding import Padding, pad_widths
+from convt5.sharding import Rule
+
+InputProjection = Literal["gated", "linear", "none"]
+
+
+def _padding(value: object) -> str:
+    is_padding = value is None or isinstance(value, str | tuple)
+    return "" if is_padding else "must be 'CENTERED', 'CAUSAL' or (left, right) positions."
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvolutionConfig(MixerConfig):
+    """The settings of every convolution block.
+
+    Attributes:
+        kernel_size: taps K.
+        dilation: distance between taps; 1 means adjacent.
+        num_kernels: kernels H shared by groups of emb_dim / H neighbouring channels; None gives
+            each channel its own. Depthwise has one per channel always.
+        padding: "CENTERED", "CAUSAL" or explicit (left, right) positions; None is causal in a
+            decoder and centered in an encoder.
+        input_projection: "gated" is (X W^I) * sigmoid(X W^S), the gated linear unit of the paper;
+            "linear" is X W^I; "none" feeds X itself.
+        pointwise: a dense layer directly after the taps, as in a depthwise-separable convolution.
+        output_projection: the dense layer W^O that ends the convolution block.
+        projection_bias: biases in the dense layers above.
+        predictor_bias: a bias in the dense layer that predicts dynamic kernels.
+        conv_bias: a bias added to the sum over the taps.
+        normalize_taps: the softmax over the taps of lightweight and dynamic convolutions; without
+            it the (predicted) numbers themselves are the taps.
+        tap_dropout_rate: dropout of the normalised taps (DropConnect of Wu et al. 2019,
+            arXiv 1901.10430), in [0, 1).
+    """
+
+    kernel_size: int = ruled(rules.count, default=7, per_layer=True)
+    dilation: int = ruled(rules.count, default=1, per_layer=True)
+    num_kernels: int | None = ruled(
+        rules.count_or("one kernel per channel"), default=None, per_layer=True
+    )
+    padding: Padding | None = ruled(_padding, default=None)
+    input_projection: InputProjection = ruled(rules.choice(InputProjection), default="gated")
+    pointwise: bool = ruled(rules.switch, default=False)
+    output_projection: bool = ruled(rules.switch, default=True)
+    projection_bias: bool = ruled(rules.switch, default=False)
+    predictor_bias: bool = ruled(rules.switch, default=False)
+    conv_bias: bool = ruled(rules.switch, default=False)
+    normalize_taps: bool = ruled(rules.switch, default=True)
+    tap_dropout_rate: float = ruled(rules.share, default=0.0)
+
+    sharding_rules = (
+        Rule(r"mixing/(input|gate)/kernel$", ("fsdp", "tensor"), optional=True),
+        Rule(r"mixing/(input|gate)/bias$", ("tensor",), optional=True),
+        Rule(r"mixing/conv_bias$", ("tensor",), optional=True),
+        Rule(r"mixing/(pointwise|output)/kernel$", ("tensor", "fsdp"), optional=True),
+        Rule(r"mixing/(pointwise|output)/bias$", optional=True),
+    )
+
+    @property
+    def tap_padding(self) -> Padding:
+        """Where the taps lie, also where `padding` leaves it to the stack."""
+        return self.padding or ("CAUSAL" if self.causal else "CENTERED")
+
+    @property
+    def reach(self) -> Reach:
+        return Reach(*pad_widths(self.kernel_size, self.dilation, self.tap_padding))
+
+    @property
+    def dense_layers(self) -> tuple[str, ...]:
+        """The dense layers of the block, in order."""
+        present = {
+            "input": self.input_projection != "none",
+            "gate": self.input_projection == "gated",
+            "pointwise": self.pointwise,
+            "output": self.output_projection,
+        }
+        return tuple(name for name, is_present in present.items() if is_present)
+
+    def flops(self, sizes: ModelSizes, length: int) -> int | float:
+        emb = sizes.emb_dim
+        return 2 * len(self.dense_layers) * emb * emb + 2 * self.kernel_size * emb
+
+    def activation_bytes(self, sizes: ModelSizes, length: int) -> int | float:
+        # Read by the norm, by the block's first products, by the taps.
+        vectors = 3
+        vectors += 2 if self.input_projection == "gated" else 0  # Both factors of the gate.
+        vectors += self.pointwise + self.output_projection
+        return jnp.dtype(sizes.dtype).itemsize * vectors * sizes.emb_dim
+
+    def state_size(self, sizes: ModelSizes, length: int) -> int:
+        return (pad_widths(self.kernel_size, self.dilation, "CAUSAL")[0] + 1) * sizes.emb_dim
+
+    def faults(self, where: str, *, emb_dim: int) -> list[str]:
+        if found := super().faults(where, emb_dim=emb_dim):
+            return found
+        try:
+            pad_widths(self.kernel_size, self.dilation, self.tap_padding)
+        except ValueError as error:
+            return [f"{where}: {error}"]
+        if self.num_kernels and emb_dim % self.num_kernels:
+            return [
+                f"{where}.num_kernels={self.num_kernels} must divide emb_dim={emb_dim}: each "
+                "kernel serves emb_dim / num_kernels neighbouring channels."
+            ]
+        return []
+
+
+class ConvolutionState(NamedTuple):
+    """A ring buffer of the last inputs of the taps; slot t mod size holds the input of step t."""
+
+    inputs: Float[Array, "batch slots embed"]
+
+
+class Convolution(base.Mixer):
+    """The convolution block: X1 = (X W^I) * sigmoid(X W^S); X2 = conv(X1); X3 = X2 W^O.
+
+    Tay et al. 2021, arXiv 2105.03322, section 3, after Wu et al. 2019, arXiv 1901.10430. Each part
+    can be left out, see `ConvolutionConfig`. Decoding keeps the last (K - 1) * dilation inputs, so
+    its state does not grow with the length of the output.
+    """
+
+    def __init__(self, config: ConvolutionConfig, sizes: ModelSizes, *, key: PRNGKeyArray):
+        keys = jax.random.split(key, 5)
+        emb_dim = sizes.emb_dim
+
+        def dense(name: str, key: PRNGKeyArray) -> Dense | None:
+            if name not in config.dense_layers:
+                return None
+            return Dense(emb_dim, emb_dim, key=key, use_bias=config.projection_bias)
+
+        self.input = dense("input", keys[0])
+        self.gate = dense("gate", keys[1])
+        self.init_taps(config, emb_dim, key=keys[2])
+        self.conv_bias = nnx.Param(jnp.zeros((emb_dim,), jnp.float32)) if config.conv_bias else None
+        self.pointwise = dense("pointwise", keys[3])
+        self.output = dense("output", keys[4])
+        self.config = config
+        self.taps_cross_segments = sizes.taps_cross_segments
+
+    def init_taps(self, config: Any, emb_dim: int, *, key: PRNGKeyArray) -> None:
+        """Makes the parameters of the taps."""
+        raise NotImplementedError
+
+    def convolve(
+        self,
+        inputs: Float[Array, "batch length channels"],
+        gated: Float[Array, "batch length channels"],
+        where: Mapping[str, Any],
+        *,
+        dropout_key: DropoutKey,
+    ) -> Float[Array, "batch length channels"]:
+        """Applies the taps.
+
+        Args:
+            inputs: what the taps read.
+            gated: the same before what must not be read became zero; it predicts kernels.
+            where: arguments of the operator that say which positions it reads.
+            dropout_key: None for deterministic.
+        """
+        raise NotImplementedError
+
+    def step_taps(
+        self, gated: Float[Array, "batch 1 channels"]
+    ) -> Float[Array, "rows kernel channels"]:
+        """Returns the weight of every tap and channel at one position; one row serves all rows."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        x: Float[Array, "batch length embed"],
+        inputs: base.StackInputs,
+        *,
+        dropout_key: DropoutKey = None,
+    ) -> Float[Array, "batch length embed"]:
+        """Mixes a whole sequence; taps read zero at padding and wherever not `readable`."""
+        config, readable = self.config, inputs.readable
+        gated = self._gated(x)
+        where = {
+            "dilation": config.dilation,
+            "padding": config.tap_padding,
+            "segment_ids": inputs.segment_ids,
+            "taps_cross_segments": self.taps_cross_segments,
+        }
+        read = gated if readable is None else gated * readable[..., None].astype(gated.dtype)
+        return self._project(self.convolve(read, gated, where, dropout_key=dropout_key))
+
+    def init_state(
+        self, batch: Size, length: int, emb_dim: int, dtype: jnp.dtype
+    ) -> ConvolutionState:
+        """Returns the state before the first position: everything earlier reads as zero."""
+        left, _ = pad_widths(self.config.kernel_size, self.config.dilation, "CAUSAL")
+        return ConvolutionState(jnp.zeros((batch, left + 1, emb_dim), dtype))
+
+    def step(
+        self, x: Float[Array, "batch 1 embed"], state: ConvolutionState, position: Position
+    ) -> tuple[Float[Array, "batch 1 embed"], ConvolutionState]:
+        """Mixes the next position of a causal convolution."""
+        config, index, readable = self.config, position.index, position.readable
+        slots = state.inputs.shape[1]
+        gated = self._gated(x)
+        # batch embed
+        newest = gated[:, 0] if readable is None else gated[:, 0] * readable.astype(x.dtype)
+        rows = jnp.arange(x.shape[0])
+        inputs = state.inputs.at[rows, index % slots].set(newest)
+        offsets = config.dilation * jnp.arange(1 - config.kernel_size, 1)
+        taken = (index[:, None] + offsets[None]) % slots
+        # batch kernel embed
+        read = jnp.take_along_axis(inputs, taken[..., None], axis=1)
+        taps = self.step_taps(gated)
+        y = jnp.sum(read.astype(taps.dtype) * taps, axis=1, keepdims=True)
+        return self._project(y.astype(x.dtype)), ConvolutionState(inputs)
+
+    def _gated(
+        self, x: Float[Array, "batch length embed"]
+    ) -> Float[Array, "batch length channels"]:
+        y = x if self.input is None else self.input(x)
+        return y if self.gate is None else gate(y, self.gate(x))
+
+    def _project(
+        self, y: Float[Array, "batch length channels"]
+    ) -> Float[Array, "batch length embed"]:
+        if self.conv_bias is not None:
+            y = add_vector(y, self.conv_bias[...])
+        y = y if self.pointwise is None else self.pointwise(y)
+        return y if self.output is None else self.output(y)
+
+
+def tap_initializer(kernel_size: int) -> jax.nn.initializers.Initializer:
+    """Returns the initialisation of static taps: truncated normal of scale 1/sqrt(K)."""
+    return truncated_normal(kernel_size**-0.5)
+
+
+def channel_taps(
+    logits: Float[Array, "rows kernel heads"],
+    inputs: Float[Array, "batch 1 channels"],
+    *,
+    softmax: bool,
+) -> Float[Array, "rows kernel channels"]:
+    """Returns the taps of every channel of `inputs`, which groups of them share, in float32."""
+    taps = logits.astype(at_least_float32(inputs.dtype))
+    if softmax:
+        taps = jax.nn.softmax(taps, axis=1)
+    return jnp.repeat(taps, inputs.shape[-1] // taps.shape[-1], axis=-1)

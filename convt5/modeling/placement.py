@@ -1,0 +1,27 @@
+"""Where the parameters of a text model live: a table of rules for `sharding`."""
+
+from convt5.modeling import attention
+from convt5.modeling.mixers import KINDS
+from convt5.sharding import Rule
+
+# Channels of a convolution are independent, so they stay split over "tensor" from the input
+# projection to the output projection and only the latter communicates; attention heads and the
+# feed-forward layer likewise. "fsdp" takes the other axis, "data" none.
+_MIXER_RULES = dict.fromkeys(rule for kind in KINDS.values() for rule in kind.sharding_rules)
+
+TEXT_RULES = (
+    Rule(r"token_embedder/embedding$", ("tensor", "fsdp")),
+    Rule(r"position_embedder/embedding$", (None, "fsdp"), optional=True),
+    Rule(r"relative_bias/embedding$", (None, "tensor"), optional=True),
+    Rule(r"norm/(scale|bias)$"),
+    Rule(r"stem/layers/\d+/kernel$", (None, "fsdp", "tensor"), optional=True),
+    Rule(r"stem/output/kernel$", ("tensor", "fsdp"), optional=True),
+    *_MIXER_RULES,
+    *attention.sharding_rules("cross_attention"),
+    Rule(r"mlp/wi(_[01])?/kernel$", ("fsdp", "tensor")),
+    Rule(r"mlp/wi(_[01])?/bias$", ("tensor",), optional=True),
+    Rule(r"mlp/wo/kernel$", ("tensor", "fsdp")),
+    Rule(r"mlp/wo/bias$", optional=True),
+    Rule(r"output_head/kernel$", ("fsdp", "tensor"), optional=True),
+)
+"""The table of the text models; each mixing kind brings the rules of its own parameters."""
