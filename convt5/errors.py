@@ -5,13 +5,39 @@ Every command line prints a `UserError` as its message alone and exits with `exi
 
 import difflib
 import errno
+import itertools
+import re
 from collections.abc import Iterable, Sequence
+
+_MOST_FAULTS = 30  # That one message lists.
+_LONGEST_MESSAGE = 10_000
+_MOST_CANDIDATES = 300
+_LONGEST_NAME = 200
+_CONTROL = re.compile(
+    # But for tabulators and line feeds: what moves a terminal's cursor, changes its title or asks
+    # it to answer; what turns the direction of a line; and bytes of names that are no text.
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    """Returns a text in which characters that would control a terminal are written out: `\\x1b`.
+
+    Names of files, settings, records and predictions may hold anything, and a terminal obeys.
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class UserError(ValueError):
     """A setting, file or input that is wrong; the message says which, why, and what to change."""
 
     exit_code = 2
+
+    def __init__(self, message: object = "", *more: object):
+        text = printable(str(message))
+        if len(text) > _LONGEST_MESSAGE:
+            text = f"{text[:_LONGEST_MESSAGE]}..."
+        super().__init__(text, *more)
 
 
 class TrainingError(UserError):
@@ -43,7 +69,10 @@ def _means_full_disk(error: OSError) -> bool:
 
 def suggest(name: str, candidates: Iterable[str], *, limit: int = 3) -> str:
     """Returns ` Did you mean a, b or c?` for the candidates nearest to `name`, or ``""``."""
-    nearest = difflib.get_close_matches(name, list(candidates), n=limit, cutoff=0.6)
+    candidates = list(itertools.islice(candidates, _MOST_CANDIDATES + 1))
+    if len(candidates) > _MOST_CANDIDATES or len(name) > _LONGEST_NAME:
+        return ""  # Comparing them takes longer than anyone waits.
+    nearest = difflib.get_close_matches(name, candidates, n=limit, cutoff=0.6)
     if not nearest:
         return ""
     *rest, last = nearest
@@ -58,10 +87,11 @@ def shortened(lines: Sequence[str], *, limit: int = 8) -> list[str]:
 
 def raise_all(faults: Iterable[str], *, where: str) -> None:
     """Raises one `UserError` that lists every fault found in `where`; does nothing without any."""
-    faults = list(faults)
+    # To say what was meant can take a while for each.
+    faults = list(itertools.islice(faults, _MOST_FAULTS + 1))
     if len(faults) == 1:
         raise UserError(f"{where}: {faults[0]}")
     if faults:
-        raise UserError(
-            f"{where} has {len(faults)} faults:\n" + "\n".join(f"- {f}" for f in faults)
-        )
+        count = len(faults) if len(faults) <= _MOST_FAULTS else f"more than {_MOST_FAULTS}"
+        lines = "\n".join(f"- {fault}" for fault in faults[:_MOST_FAULTS])
+        raise UserError(f"{where} has {count} faults:\n{lines}")

@@ -5,6 +5,7 @@ itself ignores misspelt macros and scopes that nobody enters; here they are erro
 """
 
 import copy
+import itertools
 import posixpath
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -91,7 +92,7 @@ def load(
     ]
     final = {setting.key: setting for setting in every}
     errors.raise_all(
-        [*resolver.faults, *gin_checks.macro_faults(final, every, root_values)],
+        itertools.chain(resolver.faults, gin_checks.macro_faults(final, every, root_values)),
         where="configuration",
     )
     errors.raise_all(gin_checks.expansion_faults(final), where="configuration")

@@ -27,10 +27,11 @@ def macro_faults(
     final: Mapping[Any, Setting], every: Sequence[Setting], roots: Sequence[Any]
 ) -> Iterator[str]:
     defined = {setting.name for setting in final.values() if setting.target is None}
+    known = defined | {gin_files.REQUIRED}
     used = _used_macros(every, roots)
     for setting in final.values():
         for value in flatten(setting.value):
-            if isinstance(value, Macro) and value.name not in (*defined, gin_files.REQUIRED):
+            if isinstance(value, Macro) and value.name not in known:
                 yield (
                     f"{setting.location}: {setting.name} uses %{value.name}, a macro that is not "
                     f"defined; define it or correct the name.{_similar(value.name, defined)}"
@@ -40,7 +41,7 @@ def macro_faults(
             others = sorted(used - {"MODEL", "MODEL_NAME"})
             hint = _similar(setting.name, used)
             if not hint and others:
-                hint = f" Macros in use: {', '.join(others)}."
+                hint = f" Macros in use: {', '.join(errors.shortened(others))}."
             yield (
                 f"{setting.location}: macro {setting.name}={setting.value!r} is not used by "
                 f"anything; correct the name or remove it.{hint}"

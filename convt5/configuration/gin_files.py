@@ -6,6 +6,7 @@ bounded: far beyond what anyone writes, and far below what a computer cannot hol
 """
 
 import dataclasses
+import itertools
 import os
 import pathlib
 import re
@@ -30,6 +31,7 @@ MOST_INCLUDES = 20  # In one another.
 MOST_NESTING = 40  # Of lists, macros and objects in one another.
 _MOST_FILES = 200
 _LONGEST_NAME = 500
+_LONGEST_SHOWN = 200
 _MOST_PARTS = 30  # Of a name, its scopes counted in.
 
 _MODEL_FILES = (
@@ -251,7 +253,8 @@ class _Reader:
             raise _too_many(where or name, f"{_MOST_FILES} files")
         is_own = (inside is None or inside.is_own) and not came_with_model(found)
         try:
-            statements = tuple(_parse_text(_text(found), name=name, is_own=is_own))
+            parsed = _parse_text(_text(found), name=name, is_own=is_own)
+            statements = tuple(itertools.islice(parsed, MOST_STATEMENTS + 1))
         except (SyntaxError, tokenize.TokenError, ValueError, RecursionError, MemoryError) as error:
             self.faults.append(f"{Location(name, _line(error))}: {_reason(error)}")
             return None
@@ -437,6 +440,7 @@ def _reason(error: Exception) -> str:
     if not isinstance(error, SyntaxError):
         return f"{error}."
     line = (error.text or "").strip()
+    line = f"{line[:_LONGEST_SHOWN]}..." if len(line) > _LONGEST_SHOWN else line
     shown = f" in {line!r}" if line else ""
     return (
         f"cannot read this as gin{shown}: {_plain(error.msg)} A line is NAME = VALUE; "
