@@ -234,9 +234,8 @@ def convert(conversion: Conversion) -> str:
     with new_directory(destination) as folder:
         if text is not None:
             vocabulary_files.write(folder / vocabulary_files.FOLDER, text)
-            if conversion.target == "hf" and text.inputs.kind == "sentencepiece":
-                # transformers adds the sentinels itself.
-                (folder / vocabulary_files.HUGGING_FACE_FILE).write_bytes(text.inputs.model)
+            if conversion.target == "hf":
+                vocabulary_files.write_for_hugging_face(folder, text)
         if conversion.target == "run":
             from convt5.interchange import run_files
 

@@ -1,7 +1,6 @@
 """Readable samples of span corruption: the corrupted text, the model's filling, and the truth.
 
-The trainer prints them at the end of a run. Any vocabulary will do that follows T5's sentinels:
-the highest ids, descending from the last one.
+The trainer prints them at the end of a run. Any vocabulary will do: `sentinels` knows its own.
 """
 
 import dataclasses
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from convt5 import sentinels
 from convt5.configuration import checks
 from convt5.generation import decoding
 from convt5.modeling.model import ConvT5, HostOrDevice
@@ -139,18 +139,17 @@ def fill_spans(model: ConvT5, examples: Sequence[SpanExample], *, end_id: int) -
 def render(ids: np.ndarray, vocabulary: TextVocabulary) -> str:
     """Returns ids as one line of text up to the end token, with sentinels as <1>, <2>, ..."""
     kept = _until_end(ids, _end_id(vocabulary))
-    first_sentinel = vocabulary.vocab_size - vocabulary.extra_ids
+    numbers = sentinels.numbers_of(vocabulary)
     pieces, before, run = [], [], []
     for token in [*kept, None]:
-        if token is not None and token < first_sentinel:
+        if token is not None and token < vocabulary.vocab_size and token not in numbers:
             run.append(token)
             continue
         pieces.append(_continued(before, run, vocabulary))
         before, run = before + run, []
         if token is not None:
             # A table may have more rows than the vocabulary has ids; they stand for nothing.
-            number = vocabulary.vocab_size - token
-            pieces.append(f"<{number}>" if number > 0 else "<?>")
+            pieces.append(f"<{numbers[token] + 1}>" if token in numbers else "<?>")
     return "".join(pieces).replace("\n", "\\n")
 
 

@@ -6,7 +6,8 @@ vocabulary/about.json     the kind of both vocabularies, and the lengths of rows
 vocabulary/inputs.model   SentencePiece as the model was trained with it; none for bytes
 vocabulary/targets.model  where targets have another
 
-A folder of Hugging Face has its vocabulary in spiece.model.
+A folder of Hugging Face has its vocabulary in spiece.model, or says in tokenizer_config.json that
+it is bytes, as those of byte-level T5s do.
 """
 
 import hashlib
@@ -18,12 +19,15 @@ from typing import Any, Literal, NamedTuple
 
 from etils import epath
 
-from convt5 import errors
+from convt5 import errors, sentinels
 from convt5.runtime import quiet_imports, whole_files
 
 FOLDER = "vocabulary"
 HUGGING_FACE_FILE = "spiece.model"
-"""Where transformers keeps the vocabulary of a T5, whose sentinels are not in it."""
+"""Where transformers keeps the vocabulary of a T5, whose sentinels are seldom in it."""
+
+_TOKENIZER_FILE = "tokenizer_config.json"
+_BYTE_TOKENIZER = "ByT5Tokenizer"
 
 T5_SENTINELS = 100
 
@@ -43,7 +47,8 @@ class KeptVocabulary(NamedTuple):
 
     Attributes:
         kind: what it is made of.
-        num_sentinels: ids that stand for spans, its last ones.
+        num_sentinels: ids that stand for spans: its last ones, or pieces of the model. Bytes with
+            0 have those of published byte-level T5s, as `sentinels` says.
         model: the file of a SentencePiece model, byte for byte.
     """
 
@@ -94,18 +99,19 @@ def of(vocabulary: Any) -> KeptVocabulary | None:
 
         from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
 
-    num_sentinels = int(vocabulary.extra_ids or 0)
     if isinstance(vocabulary, seqio.ByteVocabulary):
+        num_sentinels = int(vocabulary.extra_ids or 0)
         same = vocabularies.characters(num_sentinels) == vocabulary
         return KeptVocabulary("characters", num_sentinels) if same else None
     if not isinstance(vocabulary, seqio.SentencePieceVocabulary):
         return None
-    file = vocabulary.sentencepiece_model_file
+    file, own = vocabulary.sentencepiece_model_file, sentinels.ids_of(vocabulary)
+    num_sentinels = len(own)
     try:
         again = vocabularies.sentencepiece(file, num_sentinels)
     except errors.UserError:
         return None
-    if again != vocabulary or again.extra_ids != num_sentinels:
+    if again.sp_model != vocabulary.sp_model or sentinels.ids_of(again) != own:
         return None  # It has options that no file says.
     with tf.io.gfile.GFile(file, "rb") as opened:
         return KeptVocabulary("sentencepiece", num_sentinels, opened.read())
@@ -155,8 +161,32 @@ def load(model: epath.PathLike) -> KeptText | None:
     exported = _of_hugging_face(model)
     if exported is None:
         return None
-    kept = KeptVocabulary("sentencepiece", T5_SENTINELS, exported.read_bytes())
+    if exported.name != HUGGING_FACE_FILE:
+        kept = KeptVocabulary("characters", 0)
+    else:
+        pieces = exported.read_bytes()
+        kept = KeptVocabulary("sentencepiece", _num_sentinels(exported, pieces), pieces)
     return KeptText(kept, kept)
+
+
+def write_for_hugging_face(folder: epath.PathLike, text: KeptText) -> None:
+    """Writes the vocabulary as transformers reads it, into an existing folder.
+
+    Only vocabularies of which it has a tokenizer are written: SentencePiece, and the bytes of
+    byte-level T5s, whose sentinels transformers leaves to its users.
+    """
+    folder, kept = epath.Path(folder), text.inputs
+    if text.targets != kept:
+        return
+    about: dict[str, Any] = {"tokenizer_class": _BYTE_TOKENIZER, "extra_ids": 125}
+    if kept.kind == "sentencepiece":
+        (folder / HUGGING_FACE_FILE).write_bytes(kept.model)
+        own = len(_own_sentinels(kept.model))
+        about = {"tokenizer_class": "T5Tokenizer", "extra_ids": 0 if own else kept.num_sentinels}
+    elif kept.num_sentinels:
+        return
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / _TOKENIZER_FILE).write_text(json.dumps(about | special, indent=2) + "\n")
 
 
 def load_features(model: epath.PathLike) -> TextFeatures | None:
@@ -201,8 +231,33 @@ def _folder(model: epath.PathLike) -> epath.Path | None:
 
 
 def _of_hugging_face(model: epath.PathLike) -> epath.Path | None:
-    file = epath.Path(os.path.expanduser(model)) / HUGGING_FACE_FILE
-    return file if file.exists() else None
+    """Returns the file that says what the vocabulary of a folder of transformers is."""
+    folder = epath.Path(os.path.expanduser(model))
+    if (folder / HUGGING_FACE_FILE).exists():
+        return folder / HUGGING_FACE_FILE
+    for name in (_TOKENIZER_FILE, "config.json"):
+        if _settings(folder / name).get("tokenizer_class") == _BYTE_TOKENIZER:
+            return folder / name
+    return None
+
+
+def _settings(file: epath.Path) -> dict[str, Any]:
+    """Returns what a file of settings says; nothing for one that cannot be read."""
+    try:
+        settings = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def _num_sentinels(file: epath.Path, model: bytes) -> int:
+    """Returns how many sentinels a SentencePiece model of transformers has, or gets there."""
+    try:
+        own = len(_own_sentinels(model))
+    except RuntimeError:  # It is damaged, which is told where it is read.
+        own = 0
+    given = _settings(file.parent / _TOKENIZER_FILE).get("extra_ids")
+    return own or (given if type(given) is int and given > 0 else T5_SENTINELS)
 
 
 def _read(folder: epath.Path) -> KeptText:
@@ -244,11 +299,20 @@ def _count(value: Any, *, none: bool = False) -> Any:
 
 def _pieces(model: bytes) -> list[str]:
     """Returns the pieces of a SentencePiece model without sentinels at their end."""
-    import sentencepiece
-
-    processor: Any = sentencepiece.SentencePieceProcessor()
-    processor.LoadFromSerializedProto(model)
+    processor = _processor(model)
     pieces = [processor.IdToPiece(i) for i in range(processor.GetPieceSize())]
     while pieces and SENTINEL_PIECE.fullmatch(pieces[-1]):
         pieces.pop()
     return pieces
+
+
+def _own_sentinels(model: bytes) -> tuple[int, ...]:
+    return sentinels.own_pieces(_processor(model))
+
+
+def _processor(model: bytes) -> Any:
+    import sentencepiece
+
+    processor: Any = sentencepiece.SentencePieceProcessor()
+    processor.LoadFromSerializedProto(model)
+    return processor

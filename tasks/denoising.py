@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import seqio
 import tensorflow as tf
 
-from convt5 import errors
+from convt5 import errors, sentinels
 
 from . import pretraining
 from .span_corruption import check_lengths_given, segment_sizes, span_corruption, split_documents
@@ -160,13 +160,14 @@ def fitted_span_corruption(
     check_lengths_given(sequence_length)
     vocabulary = output_features["targets"].vocabulary
     mode_ids = vocabulary.encode(mode) if mode else []
+    num_sentinels = len(sentinels.ids_of(vocabulary))
     sizes = functools.partial(
         segment_sizes, noise_density=noise_density, mean_span_length=mean_span_length
     )
 
     def is_too_long(inputs_length: int) -> bool:
         size = sizes(inputs_length)
-        return size.targets > sequence_length["targets"] or size.spans > vocabulary.extra_ids
+        return size.targets > sequence_length["targets"] or size.spans > num_sentinels
 
     lengths = range(_SHORTEST_INPUTS, sequence_length["inputs"] - len(mode_ids) + 1)
     num_fitting = bisect.bisect_left(lengths, True, key=is_too_long)
@@ -174,7 +175,7 @@ def fitted_span_corruption(
         raise errors.UserError(
             f"encoder_length={sequence_length['inputs']} and decoder_length="
             f"{sequence_length['targets']} hold no corrupted text with noise_density="
-            f"{noise_density} and a vocabulary of {vocabulary.extra_ids} sentinels; raise them."
+            f"{noise_density} and a vocabulary of {num_sentinels} sentinels; raise them."
         )
     corrupted = span_corruption(
         dataset,

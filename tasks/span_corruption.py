@@ -6,14 +6,15 @@ sentinel, and the target is the spans, each after its sentinel. The same seed gi
 """
 
 import bisect
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import seqio
 import tensorflow as tf
 
-from convt5 import errors
+from convt5 import errors, sentinels
 
 NOISE_DENSITY = 0.15
 MEAN_SPAN_LENGTH = 3.0
@@ -94,12 +95,14 @@ def span_corruption(
     )
     _check_fit(sizes, sequence_length, vocabulary)
     segments = split_documents(dataset, sizes.text, merge_documents=merge_documents)
+    ids = sentinels.ids_of(vocabulary)
 
     def corrupt_segment(tokens: tf.Tensor, seed: tf.Tensor) -> dict[str, tf.Tensor]:
         return corrupt(
             tokens,
             seed,
-            first_sentinel=vocabulary.vocab_size - 1,
+            first_sentinel=ids[0],
+            sentinel_ids=ids,
             noise_density=noise_density,
             mean_span_length=mean_span_length,
         )
@@ -122,10 +125,15 @@ def corrupt(
     seed: tf.Tensor,
     *,
     first_sentinel: int,
+    sentinel_ids: Sequence[int] = (),
     noise_density: float = NOISE_DENSITY,
     mean_span_length: float = MEAN_SPAN_LENGTH,
 ) -> dict[str, tf.Tensor]:
-    """Returns "inputs" and "targets" of one segment, without end tokens; `seed` holds two ints."""
+    """Returns "inputs" and "targets" of one segment, without end tokens; `seed` holds two ints.
+
+    Sentinels count down from `first_sentinel`, unless `sentinel_ids` names each in its order.
+    """
+    sentinel = functools.partial(_sentinel_id, first=first_sentinel, ids=sentinel_ids)
     seeds = tf.unstack(tf.random.split(seed, 6))
     noise = random_spans(
         tf.size(tokens),
@@ -135,8 +143,8 @@ def corrupt(
         mean_span_length=mean_span_length,
     )
     return {
-        "inputs": _sentinel_per_span(tokens, noise, first_sentinel),
-        "targets": _sentinel_per_span(tokens, tf.logical_not(noise), first_sentinel),
+        "inputs": _sentinel_per_span(tokens, noise, sentinel),
+        "targets": _sentinel_per_span(tokens, tf.logical_not(noise), sentinel),
     }
 
 
@@ -173,13 +181,22 @@ def _random_parts(total: tf.Tensor, num_parts: tf.Tensor, seed: tf.Tensor) -> tf
     return tf.math.segment_sum(tf.ones_like(part), part)
 
 
-def _sentinel_per_span(tokens: tf.Tensor, mask: tf.Tensor, first_sentinel: int) -> tf.Tensor:
-    """Replaces each run of masked tokens by the next sentinel, counting down."""
+def _sentinel_id(numbers: tf.Tensor, *, first: int, ids: Sequence[int]) -> tf.Tensor:
+    """Returns the ids of sentinels that are counted from 0; -1, of which none is taken, is any."""
+    if not ids or tuple(ids) == tuple(range(first, first - len(ids), -1)):
+        return first - numbers
+    return tf.gather(tf.constant(ids, numbers.dtype), tf.clip_by_value(numbers, 0, len(ids) - 1))
+
+
+def _sentinel_per_span(
+    tokens: tf.Tensor, mask: tf.Tensor, sentinel: Callable[[tf.Tensor], tf.Tensor]
+) -> tf.Tensor:
+    """Replaces each run of masked tokens by the next sentinel."""
     follows = tf.pad(mask[:-1], [[1, 0]])
     starts = tf.logical_and(mask, tf.logical_not(follows))
-    sentinels = first_sentinel + 1 - tf.cumsum(tf.cast(starts, tokens.dtype))
+    marks = sentinel(tf.cumsum(tf.cast(starts, tokens.dtype)) - 1)
     return tf.boolean_mask(
-        tf.where(starts, sentinels, tokens), tf.logical_not(tf.logical_and(mask, follows))
+        tf.where(starts, marks, tokens), tf.logical_not(tf.logical_and(mask, follows))
     )
 
 
@@ -222,12 +239,13 @@ def _check_fit(
             f"encoder_length={sequence_length['inputs']}: they take {sizes.targets} tokens; set "
             f"decoder_length to at least {sizes.targets}, or lower encoder_length."
         )
-    if sizes.spans > vocabulary.extra_ids:
+    num_sentinels = len(sentinels.ids_of(vocabulary))
+    if sizes.spans > num_sentinels:
         faults.append(
-            f"the vocabulary has {vocabulary.extra_ids} sentinels, but encoder_length="
+            f"the vocabulary has {num_sentinels} sentinels, but encoder_length="
             f"{sequence_length['inputs']} takes out {sizes.spans} spans and each needs its own; "
-            f"set num_sentinels of the vocabulary to at least {sizes.spans}, or lower "
-            "encoder_length."
+            f"set num_sentinels of the vocabulary to at least {sizes.spans}, raise "
+            "mean_span_length (20 in byte-level T5s), or lower encoder_length."
         )
     errors.raise_all(faults, where="span corruption")
 

@@ -1,11 +1,9 @@
 """Vocabularies with T5's sentinels, checked when they are named rather than when text is read.
 
-Padding is id 0, the sentinels are the last ids and descend: the first span of a text is marked by
-`vocab_size - 1`. Gin files name `vocabularies.named`, `vocabularies.sentencepiece` and
-`vocabularies.characters`.
+Padding is id 0; `convt5.sentinels` knows which ids are sentinels. Gin files name
+`vocabularies.named`, `vocabularies.sentencepiece` and `vocabularies.characters`.
 """
 
-import itertools
 import os
 from collections.abc import Sequence
 
@@ -14,7 +12,7 @@ import seqio
 import tensorflow as tf
 from google.protobuf import message
 
-from convt5 import errors, vocabulary_files
+from convt5 import errors, sentinels, vocabulary_files
 
 DEFAULT_NUM_SENTINELS = vocabulary_files.T5_SENTINELS
 T5_VOCABULARY = "gs://t5-data/vocabs/cc_all.32000/sentencepiece.model"
@@ -22,7 +20,7 @@ T5_VOCABULARY = "gs://t5-data/vocabs/cc_all.32000/sentencepiece.model"
 
 
 class _OwnSentinels(seqio.SentencePieceVocabulary):
-    """A SentencePiece model whose last pieces are sentinels already."""
+    """A SentencePiece model that holds its sentinels as pieces."""
 
     def __init__(self, path: str, num_sentinels: int):
         super().__init__(path, extra_ids=0)
@@ -72,7 +70,7 @@ def sentencepiece(
 ) -> seqio.SentencePieceVocabulary:
     """Returns the SentencePiece model at `path` with sentinels after its last piece.
 
-    A model that ends in `extra_id` pieces keeps those as its sentinels.
+    A model that holds `extra_id` pieces keeps those as its sentinels, wherever they stand.
 
     Raises:
         UserError: no file at `path`, no SentencePiece model in it, one that does not keep id 0 for
@@ -88,21 +86,19 @@ def sentencepiece(
         )
     vocabulary = seqio.SentencePieceVocabulary(path, extra_ids=0)
     try:
-        pieces = _pieces(vocabulary)
+        _ = vocabulary.tokenizer
     except (tf.errors.OpError, OSError, RuntimeError, message.DecodeError) as error:
         raise errors.UserError(
             f"vocabulary path={path!r} cannot be read as a SentencePiece model ({error}); "
             "set it to a .model file made by sentencepiece."
         ) from error
     _check_special_pieces(vocabulary, path)
-    own = len(
-        list(itertools.takewhile(vocabulary_files.SENTINEL_PIECE.fullmatch, reversed(pieces)))
-    )
+    own = len(sentinels.ids_of(vocabulary))
     if not own:
         return seqio.SentencePieceVocabulary(path, extra_ids=num_sentinels)
     if own < num_sentinels:
         raise errors.UserError(
-            f"vocabulary path={path!r} ends in {own} sentinel pieces, fewer than "
+            f"vocabulary path={path!r} holds {own} sentinel pieces, fewer than "
             f"num_sentinels={num_sentinels}; lower num_sentinels, or use a model without them."
         )
     return _OwnSentinels(path, own)
@@ -110,6 +106,9 @@ def sentencepiece(
 
 def characters(num_sentinels: int = DEFAULT_NUM_SENTINELS) -> seqio.ByteVocabulary:
     """Returns the vocabulary of the 256 bytes of UTF-8, which needs no file.
+
+    With `num_sentinels=0` it is that of published byte-level T5s, whose sentinels are bytes that
+    UTF-8 does not use, from id 258 down.
 
     Raises:
         UserError: fewer sentinels than none.
@@ -132,13 +131,13 @@ def token_bytes(vocabulary: seqio.Vocabulary) -> np.ndarray | None:
     if isinstance(vocabulary, seqio.ByteVocabulary):
         sizes = np.zeros(vocabulary.vocab_size, np.int32)
         sizes[vocabulary.vocab_size - vocabulary.extra_ids - 256 :] = 1
-        sizes[vocabulary.vocab_size - vocabulary.extra_ids :] = 0
+        sizes[list(sentinels.ids_of(vocabulary))] = 0
         return sizes
     if isinstance(vocabulary, seqio.SentencePieceVocabulary):
         sizes = np.array(
             [_piece_bytes(vocabulary, i) for i in range(vocabulary.vocab_size)], np.int32
         )
-        sizes[vocabulary.vocab_size - vocabulary.extra_ids :] = 0
+        sizes[list(sentinels.ids_of(vocabulary))] = 0
         return sizes
     return None
 
@@ -164,11 +163,6 @@ def _piece_bytes(vocabulary: seqio.SentencePieceVocabulary, token: int) -> int:
     if model.IsByte(token) or model.IsUnknown(token):
         return 1
     return len(model.IdToPiece(token).replace("▁", " ").encode())
-
-
-def _pieces(vocabulary: seqio.SentencePieceVocabulary) -> list[str]:
-    model = vocabulary.tokenizer
-    return [model.IdToPiece(i) for i in range(model.GetPieceSize())]
 
 
 def _check_special_pieces(vocabulary: seqio.SentencePieceVocabulary, path: str) -> None:

@@ -65,7 +65,7 @@ def test_too_few_own_sentinels_are_an_error(tmp_path, model_path):
     model = seqio.SentencePieceVocabulary(model_path, extra_ids=5).sp_model
     path = tmp_path / "five.model"
     path.write_bytes(model)
-    with pytest.raises(errors.UserError, match=r"ends in 5 sentinel pieces.* num_sentinels=100"):
+    with pytest.raises(errors.UserError, match=r"holds 5 sentinel pieces.* num_sentinels=100"):
         vocabularies.sentencepiece(str(path))
 
 

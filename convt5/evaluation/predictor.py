@@ -13,14 +13,14 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh
 
-from convt5 import errors, samples, sharding
+from convt5 import errors, samples, sentinels, sharding
 from convt5.evaluation.batching import PADDING_ROW, Batch, plan_batches, stacked
 from convt5.evaluation.settings import PredictConfig, Rank
 from convt5.generation import decoding
 from convt5.modeling.model import ConvT5
 from convt5.task_format import FieldError, Given, TaskFormat
 
-_SENTINEL = re.compile(r"(<extra_id_\d{1,9}>)")
+_SENTINEL = re.compile(f"({sentinels.MARK.pattern.replace('(', '(?:')})")
 
 _CHOICES_PER_ROW = 4
 """Choices of an input, which are short, beyond which fewer inputs are computed together."""
@@ -517,12 +517,12 @@ def encode_text(vocabulary: TextVocabulary, text: str) -> list[int]:
     """
     text = _checked_text(text)
     ids: list[int] = []
-    first = vocabulary.vocab_size - vocabulary.extra_ids
+    known = sentinels.ids_of(vocabulary) if sentinels.MARK.search(text) else ()
     # A SentencePiece model with sentinels knows them only where a blank or nothing stands before.
     for piece in _SENTINEL.split(text):
-        number = int(piece[10:-1]) if _SENTINEL.fullmatch(piece) else None
-        if number is not None and vocabulary.vocab_size - 1 - number >= first:
-            ids.append(vocabulary.vocab_size - 1 - number)
+        mark = sentinels.MARK.fullmatch(piece)
+        if mark and int(mark[1]) < len(known):
+            ids.append(known[int(mark[1])])
         elif piece:
             ids += vocabulary.encode(piece)
     return ids
@@ -560,14 +560,14 @@ def end_id(vocabulary: TextVocabulary) -> int:
 
 
 def _decoded_pieces(vocabulary: TextVocabulary, ids: Sequence[int], gap: str) -> Iterator[str]:
-    first = vocabulary.vocab_size - vocabulary.extra_ids
+    numbers = sentinels.numbers_of(vocabulary)
     run: list[int] = []
     for token in ids:
-        if token < first:
+        if token not in numbers:
             run.append(token)
             continue
         yield samples.decoded(run, vocabulary)
-        yield f"{gap}<extra_id_{vocabulary.vocab_size - 1 - token}>{gap}"
+        yield f"{gap}{sentinels.mark(numbers[token])}{gap}"
         run = []
     yield samples.decoded(run, vocabulary)
 

@@ -1,0 +1,136 @@
+"""Sentinels are those of the vocabulary, wherever it has them, in every part that meets them."""
+
+import json
+
+import numpy as np
+import pytest
+import seqio
+import tensorflow as tf
+import word_pieces
+from convt5.tasks import vocabularies
+from convt5.tasks.span_corruption import span_corruption
+
+import convt5
+from convt5 import samples, sentinels, vocabulary_files
+from convt5.evaluation import predictor
+
+MARKS = [f"<extra_id_{i}>" for i in range(4)]
+
+
+def pieces_with(marks, **options):
+    return word_pieces.trained_model(
+        user_defined_symbols=marks, vocab_size=24 + len(marks), **options
+    )
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory):
+    """Vocabularies by name."""
+    folder = tmp_path_factory.mktemp("vocabularies")
+
+    def file(name, content):
+        (folder / name).write_bytes(content)
+        return str(folder / name)
+
+    plain = file("plain.model", word_pieces.trained_model())
+    mixed = pieces_with(MARKS[::2] + MARKS[1::2])
+    counting_up = file("up.model", pieces_with(MARKS))
+    return {
+        "t5": vocabularies.sentencepiece(plain, 4),
+        "up": vocabularies.sentencepiece(counting_up, 4),
+        "up_of_seqio": seqio.SentencePieceVocabulary(counting_up, extra_ids=0),
+        "mixed": vocabularies.sentencepiece(file("mixed.model", mixed), 4),
+        "added": vocabularies.sentencepiece(
+            file("added.model", seqio.SentencePieceVocabulary(plain, extra_ids=4).sp_model), 4
+        ),
+        "reversed": seqio.SentencePieceVocabulary(plain, 4, reverse_extra_ids=False),
+        "bytes": vocabularies.characters(4),
+        "byt5": seqio.ByteVocabulary(),
+    }
+
+
+EXPECTED = {
+    "t5": range(28, 24, -1),
+    "up": range(3, 7),
+    "up_of_seqio": range(3, 7),
+    "mixed": [3, 5, 4, 6],
+    "added": range(28, 24, -1),
+    "reversed": range(25, 29),
+    "bytes": range(262, 258, -1),
+    "byt5": range(258, 247, -1),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_each_vocabulary_has_its_own_sentinels(vocabulary, name):
+    assert sentinels.ids_of(vocabulary[name]) == tuple(EXPECTED[name])
+    assert sentinels.numbers_of(vocabulary[name]) == {id: i for i, id in enumerate(EXPECTED[name])}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_marks_in_text_become_sentinels_and_come_back(vocabulary, name):
+    own, first = vocabulary[name], tuple(EXPECTED[name])
+    ids = predictor.encode_text(own, "<extra_id_0> cat <extra_id_3>")
+    assert (ids[0], ids[-1]) == (first[0], first[3])
+    assert predictor.decode_text(own, ids).split() == ["<extra_id_0>", "cat", "<extra_id_3>"]
+    assert "<1>" in samples.render(np.array(ids), own)
+    assert "<4>" in samples.render(np.array(ids), own)
+    absent = f"<extra_id_{len(first)}>"
+    assert not set(predictor.encode_text(own, absent)) & set(first)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_span_corruption_takes_the_sentinels_of_the_vocabulary(vocabulary, name):
+    own, ids = vocabulary[name], tuple(EXPECTED[name])
+    text = own.encode("the cat sat on the mat and the dog lay")
+    feature = seqio.Feature(own, add_eos=True)
+    lengths = {"inputs": 18, "targets": 12}
+    (example, *_) = span_corruption(
+        tf.data.Dataset.from_tensor_slices({"targets": [text]}),
+        lengths,
+        {"inputs": feature, "targets": feature},
+        mean_span_length=1.0,
+    ).as_numpy_iterator()
+    for half in ("inputs", "targets"):
+        marks = [i for i in example[half].tolist() if i in ids]
+        assert marks == list(ids[: len(marks)])
+        assert len(marks) >= 2
+
+
+def test_bytes_that_utf_8_never_has_mark_the_spans_of_byte_level_t5s(vocabulary):
+    own, numbers = vocabulary["byt5"], sentinels.numbers_of(vocabulary["byt5"])
+    every = "".join(map(chr, (*range(0xD800), *range(0xE000, 0x110000, 97))))
+    assert not set(own.encode(every)) & set(numbers)
+    assert predictor.decode_text(own, own.encode("naïve 日本 🎉")) == "naïve 日本 🎉"
+    assert vocabularies.token_bytes(own)[list(numbers)].sum() == 0
+
+
+@pytest.mark.parametrize("name", [name for name in EXPECTED if name != "reversed"])
+def test_a_kept_vocabulary_keeps_its_sentinels(vocabulary, name, tmp_path):
+    kept = vocabulary_files.of(vocabulary[name])
+    vocabulary_files.write(tmp_path / "vocabulary", vocabulary_files.KeptText(kept, kept))
+    found = convt5.load_vocabulary(tmp_path)
+    assert sentinels.ids_of(found) == tuple(EXPECTED[name])
+    assert found.encode("the cat") == vocabulary[name].encode("the cat")
+
+
+@pytest.mark.parametrize("name", ["t5", "up", "added", "byt5"])
+def test_folders_of_hugging_face_keep_them_both_ways(vocabulary, name, tmp_path):
+    kept = vocabulary_files.of(vocabulary[name])
+    text = vocabulary_files.KeptText(kept, kept)
+    vocabulary_files.write_for_hugging_face(tmp_path, text)
+    assert vocabulary_files.load(tmp_path) == text
+    assert sentinels.ids_of(convt5.load_vocabulary(tmp_path)) == tuple(EXPECTED[name])
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_a_published_byte_level_t5_brings_its_vocabulary(tmp_path, file):
+    (tmp_path / file).write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
+    found = convt5.load_vocabulary(tmp_path)
+    assert (found.vocab_size, sentinels.ids_of(found)[0]) == (259, 258)
+
+
+def test_what_transformers_has_no_tokenizer_of_is_not_written(vocabulary, tmp_path):
+    kept = vocabulary_files.of(vocabulary["bytes"])
+    vocabulary_files.write_for_hugging_face(tmp_path, vocabulary_files.KeptText(kept, kept))
+    assert not list(tmp_path.iterdir())
