@@ -8,7 +8,7 @@ import copy
 import itertools
 import posixpath
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import gin
@@ -39,13 +39,27 @@ class Config:
         # Gin builds references when they are copied.
         return _unwrapped(lambda: copy.deepcopy(gin.query_parameter(f"{name}/gin.macro.value")))
 
-    def arguments(self, function: Callable[..., Any]) -> dict[str, Any]:
+    def arguments(
+        self,
+        function: Callable[..., Any],
+        *,
+        only: Container[str] | None = None,
+        leave_out: Container[str] = (),
+    ) -> dict[str, Any]:
         """Returns the bound arguments of `function`, with references built.
 
         Calling with these, and not through gin, leaves the function's own errors as they are.
+
+        Args:
+            function: a configurable.
+            only: parameters that are built; None for all.
+            leave_out: parameters that are not.
         """
         self._activate()
-        return _unwrapped(lambda: gin.get_bindings(function))
+        bound = gin.get_bindings(function, resolve_references=False)
+        names = [n for n in bound if (only is None or n in only) and n not in leave_out]
+        # Gin builds references when they are copied.
+        return _unwrapped(lambda: copy.deepcopy({name: bound[name] for name in names}))
 
     def _activate(self) -> None:
         gin.clear_config()

@@ -217,12 +217,12 @@ def read_settings(
     bound = [s for s in statements if isinstance(s, gin_files.Binding)]
     is_run = any(f".{b.selector}".endswith(".trainer.train") for b in bound)
     if is_run:
-        from convt5 import trainer
+        from convt5.configuration import moved_runs
 
         supplied = _unneeded(bound, bindings)
         roots = ["%MODEL", "@trainer.train"]
         config = gin_config.load(files, [*supplied, *bindings], roots=roots, trusted=trust)
-        settings = config.arguments(trainer.train)
+        settings: dict[str, Any] = _arguments(config, moved_runs.folder_of(files))
     else:
         macros = ["MODEL", *(binding.partition("=")[0] for binding in _MODEL_ALONE)]
         roots = [f"%{macro}" for macro in macros]
@@ -230,6 +230,23 @@ def read_settings(
         settings = {macro.lower(): config.macro(macro) for macro in macros}
     has_name = any(b.is_macro and b.selector == "MODEL_NAME" for b in bound)
     return settings, config.macro("MODEL_NAME") if has_name else "without a name"
+
+
+def _arguments(config: gin_config.Config, run_dir: str | None) -> dict[str, Any]:
+    """Returns the arguments of `trainer.train`; of a run whose data is gone, its lengths alone."""
+    from convt5 import trainer, vocabulary_files
+    from convt5.configuration.moved_runs import DATA_ARGUMENTS
+
+    settings = config.arguments(trainer.train, leave_out=DATA_ARGUMENTS)
+    with vocabulary_files.of_run(run_dir):
+        try:
+            return settings | config.arguments(trainer.train, only=DATA_ARGUMENTS)
+        except errors.UserError as error:
+            kept = vocabulary_files.load(run_dir) if run_dir else None
+            if kept is None:
+                raise
+            print(f"the run's data is left out: {error}", file=sys.stderr)
+            return {**settings, "train_data": kept}
 
 
 def make_subject(name: str, settings: Mapping[str, Any], flags: Mapping[str, Any]) -> "Subject":

@@ -237,11 +237,13 @@ def load(model: epath.PathLike) -> tuple[TaskFormat, ...] | None:
     Raises:
         UserError: a damaged file.
     """
-    path = epath.Path(os.path.expanduser(model))
-    for folder in (path, path.parent, path.parent.parent):
-        if (folder / FILE).exists():
-            return _read(folder / FILE)
-    return None
+    folder = epath.Path(os.path.expanduser(model))
+    # What lies in any other folder above a model may be anybody's.
+    for inside in (folder, folder.parent):
+        if inside.name == "checkpoints" and not (folder / FILE).exists():
+            folder = inside.parent
+            break
+    return _read(folder / FILE) if (folder / FILE).exists() else None
 
 
 def as_json(formats: Sequence[TaskFormat]) -> list[dict[str, Any]]:

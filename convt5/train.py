@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from convt5 import errors, gin_config
+from convt5 import errors, gin_config, vocabulary_files
 from convt5.configuration import command_line
 from convt5.runtime import determinism, multi_host
 
@@ -68,9 +68,27 @@ def _run(arguments: command_line.Arguments) -> int:
         supplied=["config_text"],
         trusted=arguments.trust,
     )
-    from convt5 import trainer  # Imports jax, which help and misspelt flags need not wait for.
+    # These import jax, which help and misspelt flags need not wait for.
+    from convt5 import trainer
+    from convt5.configuration import moved_runs
 
-    settings = config.arguments(trainer.train)
+    run_dir = moved_runs.run_dir(
+        config, arguments.gin_files, arguments.gin_bindings, arguments.trust
+    )
+    settings: dict[str, Any] = config.arguments(trainer.train, leave_out=moved_runs.DATA_ARGUMENTS)
+    if run_dir:
+        settings["run_dir"] = os.path.expanduser(run_dir)
+    try:
+        with vocabulary_files.of_run(settings.get("run_dir")):
+            settings |= config.arguments(trainer.train, only=moved_runs.DATA_ARGUMENTS)
+    except errors.UserError as error:
+        steps = _steps(settings["run_dir"]) if run_dir else []
+        if not steps:
+            raise
+        if steps[-1] < settings["num_steps"]:
+            raise moved_runs.data_is_gone(error, settings["run_dir"]) from None
+        print(f"{steps[-1]} steps done\n  run directory    {settings['run_dir']}")
+        return 0
     check_lengths(settings)
     if arguments.flags.dry_run:
         print(dry_run(settings))
@@ -124,7 +142,8 @@ def dry_run(settings: Mapping[str, Any]) -> str:
     planned = plan.make_plan(**_accepted(plan.make_plan, values))
     if values["statistics"] is not None:
         values["statistics"].build(planned)
-    if values["init_from"] is not None:
+    # A run that goes on has its own parameters, and needs no others.
+    if values["init_from"] is not None and not _steps(values["run_dir"]):
         values["init_from"].check(planned.abstract.model)
         if _vocabulary_is_here(settings):
             text = trainer.kept_text(values["train_data"], values["eval_data"])
@@ -141,6 +160,15 @@ def dry_run(settings: Mapping[str, Any]) -> str:
             f"  run directory  {values['run_dir']}",
         ]
     )
+
+
+def _steps(run_dir: str) -> list[int]:
+    """Returns the steps of which a run has checkpoints."""
+    from etils import epath
+
+    from convt5.checkpoints.reading import steps_in
+
+    return steps_in(epath.Path(run_dir).expanduser() / "checkpoints")
 
 
 def check_lengths(settings: Mapping[str, Any]) -> None:

@@ -10,11 +10,13 @@ A folder of Hugging Face has its vocabulary in spiece.model, or says in tokenize
 it is bytes, as those of byte-level T5s do.
 """
 
+import contextlib
+import contextvars
 import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from etils import epath
@@ -35,6 +37,8 @@ BYTES = "bytes"
 """What settings and flags call the vocabulary of the bytes of UTF-8, which needs no file."""
 
 Kind = Literal["sentencepiece", "characters"]
+
+_run: contextvars.ContextVar[str | None] = contextvars.ContextVar("run", default=None)
 
 _ABOUT_FILE = "about.json"
 _LENGTHS = ("encoder_length", "decoder_length")
@@ -81,6 +85,25 @@ class KeptText(NamedTuple):
     add_eos: bool = True
     encoder_length: int | None = None
     decoder_length: int | None = None
+
+
+@contextlib.contextmanager
+def of_run(run_dir: epath.PathLike | None) -> Iterator[None]:
+    """Within it a vocabulary that its settings name and that is gone is the one the run keeps."""
+    token = _run.set(None if run_dir is None else os.fspath(run_dir))
+    try:
+        yield
+    finally:
+        _run.reset(token)
+
+
+def kept_by_run() -> Any:
+    """Returns the vocabulary that the run of `of_run` keeps; None where it keeps none, or two."""
+    run_dir = _run.get()
+    if run_dir is None or not (epath.Path(run_dir) / FOLDER / _ABOUT_FILE).exists():
+        return None
+    found = load_features(run_dir)
+    return found.inputs if found is not None and found.inputs is found.targets else None
 
 
 class TextFeatures(NamedTuple):

@@ -34,6 +34,8 @@ class _OwnSentinels(seqio.SentencePieceVocabulary):
 def named(source: str, num_sentinels: int = DEFAULT_NUM_SENTINELS) -> seqio.Vocabulary:
     """Returns the vocabulary that a setting names.
 
+    Where the settings of a run name one that is gone, it is the one that the run keeps.
+
     Args:
         source: a SentencePiece .model file; the folder of a model, which keeps its vocabulary; or
             "bytes".
@@ -56,6 +58,8 @@ def named(source: str, num_sentinels: int = DEFAULT_NUM_SENTINELS) -> seqio.Voca
             )
         return found.inputs
     if "://" not in path and not os.path.isfile(path):
+        if kept := vocabulary_files.kept_by_run():
+            return kept
         has = "keeps no vocabulary" if os.path.isdir(path) else "is not there"
         raise errors.UserError(
             f"vocabulary: {source!r} {has} (working directory {os.getcwd()!r}); set it to a "
@@ -80,6 +84,8 @@ def sentencepiece(
     _check_count(num_sentinels)
     path = os.path.expanduser(path)
     if "://" not in path and not os.path.isfile(path):
+        if kept := vocabulary_files.kept_by_run():
+            return kept
         raise errors.UserError(
             f"vocabulary path={path!r} names no file (working directory {os.getcwd()!r}); set it "
             "to a SentencePiece .model file."

@@ -16,6 +16,7 @@ from etils import epath
 from convt5 import errors, gin_config, vocabulary_files
 from convt5 import task_format as formats
 from convt5.configuration import gin_files
+from convt5.configuration.moved_runs import DATA_ARGUMENTS, data_is_gone
 from convt5.configuration.trust import Untrusted, named_by_own
 from convt5.evaluation.settings import EvalConfig, PredictConfig, Rank
 from convt5.runtime import quiet_imports
@@ -71,7 +72,7 @@ def read(
     files: Sequence[str] = (),
     bindings: Sequence[str] = (),
     *,
-    needs_data: bool = True,
+    needs_data: bool | None = True,
     trust: Sequence[str] = (),
 ) -> RunSettings:
     """Returns the settings of a run and of what is done with it.
@@ -81,8 +82,8 @@ def read(
             these describe a run themselves.
         files: gin files.
         bindings: `NAME=VALUE` as given to `--gin.NAME=VALUE`.
-        needs_data: whether a run whose data is gone is an error. It is left out otherwise, and so
-            it is where the settings name tasks to evaluate.
+        needs_data: whether a run whose data is gone is an error, unless the settings name tasks to
+            evaluate; the data is left out otherwise. None leaves it out in any case.
         trust: modules that the run's settings may import and name, beside convt5's.
 
     Raises:
@@ -110,19 +111,41 @@ def read(
         missing = [name for name in names if gin_files.is_required(statements, name)]
         bindings = [f"{name}={os.path.expanduser(checkpoint)!r}" for name in missing] + [*bindings]
     config = gin_config.load(files, bindings, roots=roots, supplied=["config_text"], trusted=trust)
-    evaluate = EvalConfig(**config.arguments(EvalConfig))
-    train: Mapping[str, Any] = {}
-    if is_run:
-        from convt5 import trainer
+    run_dir = str(own.parent) if own is not None else None
+    train: dict[str, Any] = {}
+    with vocabulary_files.of_run(run_dir):
+        tasks = _built(config, EvalConfig, ("tasks",), run_dir, needs_data)
+        evaluate = EvalConfig(**tasks)
+        if is_run:
+            from convt5 import trainer
 
-        try:
-            train = config.arguments(trainer.train)
-        except errors.UserError as error:
-            if needs_data and not evaluate.tasks:
-                raise
-            print(f"the settings of training are left out: {error}", file=sys.stderr)
+            # Tasks that are named take the place of the run's data.
+            needed = needs_data and not evaluate.tasks
+            train = _built(config, trainer.train, DATA_ARGUMENTS, run_dir, needed)
     predict = PredictConfig(**config.arguments(PredictConfig))
     return RunSettings(train, predict, evaluate, trained_on, kept)
+
+
+def _built(
+    config: gin_config.Config,
+    function: Callable[..., Any],
+    with_data: Sequence[str],
+    run_dir: str | None,
+    needs_data: bool | None,
+) -> dict[str, Any]:
+    """Returns the arguments of a configurable; those `with_data` are left out as `read` says."""
+    settings = config.arguments(function, leave_out=with_data)
+    if needs_data is not None:
+        try:
+            settings |= config.arguments(function, only=with_data)
+        except errors.UserError as error:
+            if needs_data:
+                raise data_is_gone(error, run_dir) if run_dir else error from None
+            print(
+                f"the settings of {function.__name__} are left out that need data: {error}",
+                file=sys.stderr,
+            )
+    return settings
 
 
 def read_for_text(
@@ -140,8 +163,11 @@ def read_for_text(
     """
     kept = vocabulary_files.load(checkpoint) if checkpoint else None
     knows_text = bool(vocabulary or kept)
+    # A run that keeps its vocabulary, its lengths and the format of its task needs no data.
+    knows_all = kept and kept.encoder_length and formats.load(checkpoint or "") is not None
+    needs_data = None if knows_all and not files else not knows_text
     try:
-        return read(checkpoint, files, bindings, needs_data=not knows_text, trust=trust)
+        return read(checkpoint, files, bindings, needs_data=needs_data, trust=trust)
     except errors.UserError as error:
         is_refused = isinstance(error, Untrusted) and not (error.missing and vocabulary)
         if not knows_text or files or bindings or is_refused:
@@ -163,7 +189,8 @@ def _data_of_run(config_gin: str, trust: Sequence[str]) -> Any:
         supplied=["config_text"],
         trusted=trust,
     )
-    return _data(config.arguments(trainer.train))
+    with vocabulary_files.of_run(os.path.dirname(config_gin)):
+        return _data(config.arguments(trainer.train, only=DATA_ARGUMENTS))
 
 
 def config_file(checkpoint: epath.PathLike) -> epath.Path | None:

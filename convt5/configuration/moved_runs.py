@@ -1,0 +1,84 @@
+"""Where a run lies whose settings come from its own folder: there, wherever that was moved to."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from convt5 import errors, gin_config
+from convt5.configuration import gin_files
+from convt5.training.run_directory import CONFIG_FILE
+
+TRAIN = "@convt5.trainer.train"
+DATA_ARGUMENTS = ("train_data", "eval_data", "task_evals", "statistics")
+"""Arguments of `trainer.train` for which data must be there when they are built."""
+
+
+def folder_of(files: Sequence[str]) -> str | None:
+    """Returns the run directory whose config.gin is among the gin files, if one is."""
+    for file in files:
+        folder, name = os.path.split(os.path.abspath(os.path.expanduser(file)))
+        if name == CONFIG_FILE and os.path.isdir(os.path.join(folder, "checkpoints")):
+            return folder
+    return None
+
+
+def run_dir(
+    config: gin_config.Config,
+    files: Sequence[str],
+    bindings: Sequence[str],
+    trusted: Sequence[str] = (),
+) -> str | None:
+    """Returns the run directory that the settings name; None where none is named.
+
+    A run that was moved, or is continued from another working directory, is at the config.gin that
+    is given, unless other settings than those in it name a folder.
+
+    Args:
+        config: of all files and bindings.
+        files: gin files, in order.
+        bindings: of the command line.
+        trusted: as of `gin_config.load`.
+    """
+    from convt5 import trainer
+
+    named = config.arguments(trainer.train, only=("run_dir",)).get("run_dir")
+    folder = folder_of(files)
+    if named is None or folder is None or _same(named, folder) or _is_set(files, bindings):
+        return named
+    own = gin_config.load(
+        [os.path.join(folder, CONFIG_FILE)],
+        roots=[TRAIN],
+        supplied=["config_text"],
+        trusted=trusted,
+    )
+    if own.arguments(trainer.train, only=("run_dir",)).get("run_dir") != named:
+        return named
+    print(
+        f"run_dir is {folder}, where {CONFIG_FILE} lies; it names {named!r}, from where the run "
+        "was moved. --gin.RUN_DIR=FOLDER names another.",
+        file=sys.stderr,
+    )
+    return folder
+
+
+def data_is_gone(error: errors.UserError, folder: str) -> errors.UserError:
+    """Returns what to tell where a run is whole but for the data that it was made with."""
+    return errors.UserError(
+        f"the data of the run {folder} cannot be read: {error} Name where it is now, such as "
+        "--gin.DATA=FOLDER, or other data."
+    )
+
+
+def _is_set(files: Sequence[str], bindings: Sequence[str]) -> bool:
+    """Whether the command line, or a gin file beside the config.gin, names a run directory."""
+    names = [binding.partition("=")[0].strip() for binding in bindings]
+    others = [file for file in files if folder_of([file]) is None]
+    for statement in gin_files.read_all(others):
+        if isinstance(statement, gin_files.Binding):
+            names.append(statement.parameter if statement.parameter else statement.selector)
+    return any(name == "RUN_DIR" or name.rpartition(".")[2] == "run_dir" for name in names)
+
+
+def _same(named: str, folder: str) -> bool:
+    path = os.path.expanduser(named)
+    return "://" in named or os.path.realpath(path) == os.path.realpath(folder)
