@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from convt5 import errors, task_format, vocabulary_files
 from convt5.batches.prefetching import rows_per_host
 from convt5.batches.row_order import Passes
 from convt5.configuration import checks
-from convt5.runtime import file_locks, whole_files
+from convt5.runtime import file_locks, foreign_files, whole_files
 
 _ABOUT_FILE = "cache.json"
 _VOCABULARY_FILE = "vocabulary.model"
@@ -29,6 +30,7 @@ _SIZES_FILE = "token_bytes.npy"
 _VERSION = 1
 # What the decoder reads are its targets once more.
 _COUNTED = ("encoder_input_tokens", "decoder_target_tokens")
+_FEATURE = re.compile(r"\w+", re.ASCII)
 _SHORT, _LONG = _DTYPES = ("<u2", "<u4")
 
 
@@ -89,7 +91,12 @@ class CachedDataConfig:
             return None
         ((kind, num_sentinels),) = about.items()
         file = _folder(self.path) / _VOCABULARY_FILE
-        model = file.read_bytes() if kind == "sentencepiece" else b""
+        model = b""
+        if kind == "sentencepiece":
+            try:
+                model = vocabulary_files.read_model(file)
+            except (OSError, ValueError) as error:
+                raise foreign_files.unreadable(file, error, "make the cache anew.") from None
         kept = vocabulary_files.KeptVocabulary(kind, num_sentinels, model)
         return vocabulary_files.KeptText(
             kept, kept, encoder_length=self.encoder_length, decoder_length=self.decoder_length
@@ -197,26 +204,29 @@ def read_about(path: str) -> Mapping[str, Any]:
         UserError: there is none, or none that this version reads.
     """
     file = _folder(path) / _ABOUT_FILE
-    try:
-        about = json.loads(file.read_text())
-    except FileNotFoundError:
+    if not file.exists():
         raise errors.UserError(
             f"path={path} holds no cache: there is no {_ABOUT_FILE}; make one with python -m "
             "convt5.cache --gin_file=... --output_dir=DIR."
-        ) from None
+        )
+    try:
+        about = foreign_files.parse_json(
+            foreign_files.read_bytes(file, foreign_files.MOST_JSON_BYTES)
+        )
     except (OSError, ValueError) as error:
-        raise errors.UserError(f"{file} cannot be read ({error}); make the cache anew.") from None
+        raise foreign_files.unreadable(file, error, "make the cache anew.") from None
     version = about.get("version") if isinstance(about, dict) else None
     if version not in (None, _VERSION):
         raise errors.UserError(
-            f"{file} is of version {version}, and this is version {_VERSION}; make the cache anew."
+            f"{file} is of version {errors.clipped(version)}, and this is version {_VERSION}; make "
+            "the cache anew."
         )
     try:
         _check_about(about)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise errors.UserError(
-            f"{file} does not describe a cache ({type(error).__name__}: {error}); make the cache "
-            "anew."
+            f"{file} does not describe a cache ({errors.clipped(error, limit=200)}); make the "
+            "cache anew."
         ) from None
     return about
 
@@ -413,24 +423,38 @@ def _check_about(about: Any) -> None:
     """Raises what reading it would raise if a value is not there or not what `Writer` writes."""
     counts = [about["version"], about["vocab_size"]]
     if about["vocabulary"] is not None:
-        counts += about["vocabulary"].values()
+        ((kind, num_sentinels),) = about["vocabulary"].items()
+        counts.append(num_sentinels)
+        if kind not in ("sentencepiece", "characters"):
+            raise ValueError(f"{kind!r} is no kind of vocabulary")
     task_format.from_json(about.get("tasks", []))
-    for split in about["splits"].values():
+    for name, split in about["splits"].items():
         counts.append(split["rows"])
-        _ = split["fingerprint"], split["features"]["encoder_input_tokens"]
-        _ = split["features"]["decoder_input_tokens"]
-        for feature in split["features"].values():
+        _ = split["features"]["encoder_input_tokens"], split["features"]["decoder_input_tokens"]
+        if not isinstance(split["fingerprint"], str) or not split["rows"]:
+            raise ValueError(f"the split {name!r} has no rows, or no fingerprint of them")
+        for feature_name, feature in split["features"].items():
+            if not _FEATURE.fullmatch(feature_name):  # It is the name of a file.
+                raise ValueError(f"{feature_name!r} is no name of a feature")
             counts.append(feature["length"])
             if feature["dtype"] not in _DTYPES:
                 raise ValueError(f"{feature['dtype']!r} is none of {_DTYPES}")
+            if not 0 < feature["length"] <= vocabulary_files.MOST_TOKENS:
+                raise ValueError(f"{feature_name!r} has {feature['length']} tokens in a row")
     for count in counts:
-        if not isinstance(count, int) or count < 0:
+        if type(count) is not int or count < 0:
             raise ValueError(f"{count!r} is no count")
 
 
 def _token_bytes(folder: pathlib.Path) -> np.ndarray | None:
     file = folder / _SIZES_FILE
-    return np.load(file, allow_pickle=False) if file.exists() else None
+    if not file.exists():
+        return None
+    remedy = "make the cache anew."
+    sizes = foreign_files.read_npy(file, remedy=remedy)
+    if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or (len(sizes) and sizes.min() < 0):
+        raise foreign_files.unreadable(file, f"it holds {sizes.dtype} {sizes.shape}", remedy)
+    return sizes
 
 
 def _vocabulary(folder: pathlib.Path, about: Mapping[str, Any]) -> Any:

@@ -27,6 +27,7 @@ from convt5 import errors, metric_names
 from convt5.checkpoints import folders, named_arrays, read_back, reading, record
 from convt5.checkpoints.checksums import checksums
 from convt5.checkpoints.reading import EMA
+from convt5.runtime import foreign_files
 
 BestMode = Literal["min", "max"]
 
@@ -502,7 +503,7 @@ def _check_positions(folder: epath.Path, saved: DataPositions) -> None:
 
 
 def _read_position(path: epath.Path) -> bytes:
-    record = json.loads(path.read_text())
+    record = foreign_files.parse_json(path.read_bytes(), kind=dict)
     content = base64.b64decode(record["base64"])
     if hashlib.sha256(content).hexdigest() != record["sha256"]:
         raise ValueError(f"{path} does not match its checksum")

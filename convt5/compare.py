@@ -6,7 +6,6 @@ and writes `comparison.md` and `comparison.png`.
 
 import argparse
 import dataclasses
-import json
 import math
 import pathlib
 import statistics
@@ -15,6 +14,7 @@ from typing import Any, NoReturn
 
 from convt5 import errors, figures, markdown, metric_names
 from convt5.configuration import command_line
+from convt5.runtime import foreign_files
 from convt5.training.run_log import METRICS_FILE, duration, read_metrics
 
 SUMMARY_FILE = "summary.json"
@@ -133,10 +133,8 @@ def common_metric(names: Sequence[str]) -> str:
 
 def _chosen_metric(folder: pathlib.Path) -> str | None:
     """Returns the metric of the best checkpoint; None for a run that has not ended."""
-    try:
-        return json.loads((folder / SUMMARY_FILE).read_text()).get("metric")
-    except (OSError, ValueError, AttributeError):
-        return None
+    metric = (foreign_files.find_json(folder / SUMMARY_FILE) or {}).get("metric")
+    return metric if isinstance(metric, str) else None
 
 
 def _recorded(folder: pathlib.Path) -> dict[str, None]:

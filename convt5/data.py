@@ -27,6 +27,7 @@ from convt5.batches.prefetching import (
     take_apart,
 )
 from convt5.configuration import checks
+from convt5.runtime import foreign_files
 from convt5.task_format import TaskFormat
 from convt5.tasks import (  # pyright: ignore[reportMissingImports]
     classification,
@@ -295,6 +296,14 @@ class BatchIterator:
                         f"the data position in the checkpoint holds {name!r}, which is no plain "
                         "file name; start a new run_dir."
                     )
+            try:
+                unpacked = sum(member.file_size for member in archive.infolist())
+                foreign_files.check_expansion(unpacked, len(snapshot))
+            except foreign_files.TooLargeError as error:
+                raise errors.UserError(
+                    f"the data position in the checkpoint is damaged ({error}); start a new "
+                    "run_dir."
+                ) from None
             archive.extractall(folder)
             # A used dataset object would go on with the random numbers of its last iterator.
             self._iterator = iter(self._make_batches())

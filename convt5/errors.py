@@ -79,6 +79,15 @@ def suggest(name: str, candidates: Iterable[str], *, limit: int = 3) -> str:
     return f" Did you mean {', '.join(rest) + ' or ' if rest else ''}{last}?"
 
 
+def clipped(value: object, *, limit: int = 60) -> str:
+    """Returns how a value is written, cut where it is long: files may hold megabytes of one."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a nested {type(value).__name__}"
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
 def shortened(lines: Sequence[str], *, limit: int = 8) -> list[str]:
     """Returns the first lines, and one that counts the others."""
     more = [f"... and {len(lines) - limit} more"] if len(lines) > limit else []

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from convt5 import errors
-from convt5.runtime import whole_files
+from convt5.runtime import foreign_files, whole_files
 
 FILE = "task.json"
 
@@ -262,11 +262,13 @@ def from_json(values: Any) -> tuple[TaskFormat, ...]:
 
 def _read(file: epath.Path) -> tuple[TaskFormat, ...]:
     try:
-        return from_json(json.loads(file.read_text())["tasks"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        content = foreign_files.read_bytes(file, foreign_files.MOST_JSON_BYTES)
+        return from_json(foreign_files.parse_json(content, kind=dict)["tasks"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise errors.UserError(
-            f"{file}, how the tasks of the run write their inputs, cannot be read ({error!r}); put "
-            "the file back, or remove it and write inputs as the task does."
+            f"{file}, how the tasks of the run write their inputs, cannot be read "
+            f"({errors.clipped(error, limit=300)}); "
+            "put the file back, or remove it and write inputs as the task does."
         ) from error
 
 

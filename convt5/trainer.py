@@ -23,7 +23,7 @@ from convt5.checkpoints.record import describe_config
 from convt5.initialization import InitFrom
 from convt5.modeling.placement import TEXT_RULES
 from convt5.optimizer import OptimizerConfig
-from convt5.runtime import determinism
+from convt5.runtime import determinism, foreign_files
 from convt5.schedule import Schedule
 from convt5.training import compilation, run_directory, run_log
 from convt5.training.averaging import Averaging
@@ -398,8 +398,7 @@ def _result(
     entropy = validation.target_unigram_entropy() if validation else None
     if entropy is None and path.exists():
         # Cut short by a kill, or something else: it is written anew below.
-        with contextlib.suppress(ValueError, AttributeError, OSError):
-            entropy = json.loads(path.read_text()).get("target_unigram_entropy")
+        entropy = (foreign_files.find_json(path) or {}).get("target_unigram_entropy")
     result = Result(
         run_dir=str(folder),
         step=loop.step,

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 from etils import epath
 
 from convt5 import errors, sentinels
-from convt5.runtime import quiet_imports, whole_files
+from convt5.runtime import foreign_files, quiet_imports, whole_files
 
 FOLDER = "vocabulary"
 HUGGING_FACE_FILE = "spiece.model"
@@ -32,6 +32,12 @@ _TOKENIZER_FILE = "tokenizer_config.json"
 _BYTE_TOKENIZER = "ByT5Tokenizer"
 
 T5_SENTINELS = 100
+
+MOST_MODEL_BYTES = 2**27
+"""Of a SentencePiece model; those of a million pieces take 20 MB."""
+
+MOST_TOKENS = 2**24
+"""Of a row or of the sentinels, where a file tells their number and memory is taken for it."""
 
 BYTES = "bytes"
 """What settings and flags call the vocabulary of the bytes of UTF-8, which needs no file."""
@@ -187,7 +193,11 @@ def load(model: epath.PathLike) -> KeptText | None:
     if exported.name != HUGGING_FACE_FILE:
         kept = KeptVocabulary("characters", 0)
     else:
-        pieces = exported.read_bytes()
+        try:
+            pieces = read_model(exported)
+        except (OSError, ValueError) as error:
+            remedy = "put the file back, or name the vocabulary (--vocabulary=FILE.model)."
+            raise foreign_files.unreadable(exported, error, remedy) from None
         kept = KeptVocabulary("sentencepiece", _num_sentinels(exported, pieces), pieces)
     return KeptText(kept, kept)
 
@@ -259,18 +269,10 @@ def _of_hugging_face(model: epath.PathLike) -> epath.Path | None:
     if (folder / HUGGING_FACE_FILE).exists():
         return folder / HUGGING_FACE_FILE
     for name in (_TOKENIZER_FILE, "config.json"):
-        if _settings(folder / name).get("tokenizer_class") == _BYTE_TOKENIZER:
+        settings = foreign_files.find_json(folder / name) or {}
+        if settings.get("tokenizer_class") == _BYTE_TOKENIZER:
             return folder / name
     return None
-
-
-def _settings(file: epath.Path) -> dict[str, Any]:
-    """Returns what a file of settings says; nothing for one that cannot be read."""
-    try:
-        settings = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return settings if isinstance(settings, dict) else {}
 
 
 def _num_sentinels(file: epath.Path, model: bytes) -> int:
@@ -279,22 +281,26 @@ def _num_sentinels(file: epath.Path, model: bytes) -> int:
         own = len(_own_sentinels(model))
     except RuntimeError:  # It is damaged, which is told where it is read.
         own = 0
-    given = _settings(file.parent / _TOKENIZER_FILE).get("extra_ids")
-    return own or (given if type(given) is int and given > 0 else T5_SENTINELS)
+    given = (foreign_files.find_json(file.parent / _TOKENIZER_FILE) or {}).get("extra_ids")
+    if type(given) is not int or not 0 < given <= MOST_TOKENS:
+        given = T5_SENTINELS
+    return own or given
 
 
 def _read(folder: epath.Path) -> KeptText:
     try:
-        about = json.loads((folder / _ABOUT_FILE).read_text())
+        content = foreign_files.read_bytes(folder / _ABOUT_FILE, foreign_files.MOST_JSON_BYTES)
+        about = foreign_files.parse_json(content, kind=dict)
         inputs = targets = _read_vocabulary(about["inputs"], folder / "inputs.model")
         if "targets" in about:
             targets = _read_vocabulary(about["targets"], folder / "targets.model")
         lengths = {name: _count(about[name], none=True) for name in _LENGTHS}
         if not isinstance(about["add_eos"], bool):
-            raise ValueError(f"add_eos={about['add_eos']!r}")
+            raise ValueError(f"add_eos={errors.clipped(about['add_eos'])}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise errors.UserError(
-            f"{folder}, the vocabularies of the model, cannot be read ({error!r}); put its files "
+            f"{folder}, the vocabularies of the model, cannot be read "
+            f"({errors.clipped(error, limit=300)}); put its files "
             "back, or remove the folder and name the vocabulary (--vocabulary=FILE.model)."
         ) from error
     return KeptText(inputs, targets, about["add_eos"], **lengths)
@@ -310,14 +316,19 @@ def _read_vocabulary(about: Mapping[str, Any], file: epath.Path) -> KeptVocabula
     if kind == "characters":
         return KeptVocabulary("characters", num_sentinels)
     if kind == "sentencepiece":
-        return KeptVocabulary("sentencepiece", num_sentinels, file.read_bytes())
-    raise ValueError(f"{kind!r} is no kind of vocabulary")
+        return KeptVocabulary("sentencepiece", num_sentinels, read_model(file))
+    raise ValueError(f"{errors.clipped(kind)} is no kind of vocabulary")
+
+
+def read_model(file: epath.PathLike) -> bytes:
+    """Returns a SentencePiece model as it is; raises `ValueError` for a file that is too large."""
+    return foreign_files.read_bytes(file, MOST_MODEL_BYTES)
 
 
 def _count(value: Any, *, none: bool = False) -> Any:
-    if (value is None and none) or (type(value) is int and value >= 0):
+    if (value is None and none) or (type(value) is int and 0 <= value <= MOST_TOKENS):
         return value
-    raise ValueError(f"{value!r} is no count")
+    raise ValueError(f"{errors.clipped(value)} is no count up to {MOST_TOKENS:,}")
 
 
 def _pieces(model: bytes) -> list[str]:

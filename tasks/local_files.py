@@ -7,6 +7,7 @@ import dataclasses
 import glob
 import gzip
 import hashlib
+import io
 import lzma
 import os
 import pathlib
@@ -17,6 +18,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from convt5 import errors
+from convt5.runtime import foreign_files
 
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 """What opens a file whose name ends so."""
@@ -228,12 +230,16 @@ def is_json_lines(name: str) -> bool:
 
 
 def open_bytes(name: str) -> Any:
-    """Opens a file to read its bytes, decompressed as its name says."""
-    opener = OPENERS.get(pathlib.PurePath(name).suffix.lower(), open)
-    if "://" not in name:
-        return opener(name, "rb")
-    raw = tf.io.gfile.GFile(name, "rb")
-    return raw if opener is open else opener(raw, "rb")
+    """Opens a file to read its bytes, decompressed as its name says.
+
+    What it unpacks to is bounded, as `foreign_files.Unpacked` says.
+    """
+    opener = OPENERS.get(pathlib.PurePath(name).suffix.lower())
+    file = tf.io.gfile.GFile(name, "rb") if "://" in name else name
+    if opener is None:
+        return file if "://" in name else open(name, "rb")
+    _, stored, _ = identity(name)
+    return io.BufferedReader(foreign_files.Unpacked(opener(file, "rb"), stored), _BLOCK_BYTES)
 
 
 @contextlib.contextmanager
@@ -241,7 +247,10 @@ def explained(name: str) -> Iterator[None]:
     """Turns what goes wrong with the bytes of a file into the user's error."""
     try:
         yield
-    except (EOFError, lzma.LZMAError, zlib.error, OSError, tf.errors.OpError) as error:
+    except (
+        *(EOFError, lzma.LZMAError, zlib.error, OSError),
+        *(tf.errors.OpError, foreign_files.TooLargeError),
+    ) as error:
         raise errors.UserError(
             f"text file {name!r} cannot be read ({error}); is it complete?"
         ) from error

@@ -90,6 +90,12 @@ def sentencepiece(
             f"vocabulary path={path!r} names no file (working directory {os.getcwd()!r}); set it "
             "to a SentencePiece .model file."
         )
+    if "://" not in path and os.path.getsize(path) > vocabulary_files.MOST_MODEL_BYTES:
+        raise errors.UserError(
+            f"vocabulary path={path!r} has {os.path.getsize(path):,} bytes, more than the "
+            f"{vocabulary_files.MOST_MODEL_BYTES:,} of any SentencePiece model; set it to a .model "
+            "file made by sentencepiece."
+        )
     vocabulary = seqio.SentencePieceVocabulary(path, extra_ids=0)
     try:
         _ = vocabulary.tokenizer

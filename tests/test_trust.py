@@ -10,11 +10,11 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 import types
 from collections.abc import Callable
 
+import commands
 import jax
 import pytest
 import tiny_run
@@ -372,11 +372,9 @@ def test_the_working_directory_hides_no_module(tmp_path):
     for name in ("jax", "gin", "json", "etils", "numpy", "readline"):
         (tmp_path / f"{name}.py").write_text(EVIL.format(sprung=str(sprung)))
     (tmp_path / "my_own.py").write_text("")
-    ran = subprocess.run(
+    ran = commands.run(
         [sys.executable, "-m", "convt5.train", "--gin_file=a.gin"],
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
         env={name: v for name, v in os.environ.items() if name != "PYTHONSAFEPATH"},
     )
     assert ran.returncode == 2, ran.stderr

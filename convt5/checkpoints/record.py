@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from etils import epath
 
 from convt5 import errors
+from convt5.runtime import foreign_files
 
 FORMAT = 1
+_MOST_BYTES = 2**26
 _SEAL = "sha256"  # Of everything else in the file.
 
 
@@ -31,7 +33,8 @@ def read(folder: epath.PathLike) -> dict[str, Any]:
         UserError: another version wrote it. Damaged files raise in many ways.
     """
     folder = epath.Path(folder)
-    about = json.loads((folder / "about" / "metadata").read_text())
+    path = folder / "about" / "metadata"
+    about = foreign_files.parse_json(foreign_files.read_bytes(path, _MOST_BYTES), kind=dict)
     seal = about.pop(_SEAL, None)  # Versions before had none.
     if seal is not None and seal != _seal(about):
         raise ValueError(f"{folder / 'about'} does not match its checksum")

@@ -1,11 +1,11 @@
 """Where `infer` reads: lines of text, fields of JSON lines, standard input, or a task's split."""
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, NamedTuple
 
 from convt5 import errors
+from convt5.runtime import foreign_files
 from convt5.task_format import FieldError, TaskFormat
 
 STDIN = "-"
@@ -162,8 +162,8 @@ def _json_object(line: str, format: TaskFormat | None) -> dict[str, Any]:
         else ""
     )
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        record = foreign_files.parse_json(line)
+    except ValueError as error:
         raise FieldError(f"is not JSON ({error}){wanted}") from None
     if not isinstance(record, dict):
         raise FieldError(f"is no JSON object but {line[:40]!r}{wanted}")

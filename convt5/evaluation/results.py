@@ -15,7 +15,7 @@ from etils import epath
 
 from convt5 import errors
 from convt5.checkpoints.record import differences
-from convt5.runtime import file_locks, whole_files
+from convt5.runtime import file_locks, foreign_files, whole_files
 from convt5.training.run_directory import replace_text
 from convt5.training.run_log import TensorBoard
 
@@ -248,15 +248,14 @@ def closing_results(results: Results | None) -> Iterator[Results | None]:
 
 def read_object(path: epath.Path) -> dict[str, Any] | None:
     """Returns the JSON object in a file; None where there is no file, or no such object in it."""
-    return _object(path.read_bytes()) if path.exists() else None
+    return foreign_files.find_json(path)
 
 
 def _object(text: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        return foreign_files.parse_json(text, kind=dict)
+    except ValueError:
         return None
-    return found if isinstance(found, dict) else None
 
 
 def _file_name(name: str) -> str:

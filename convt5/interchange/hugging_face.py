@@ -14,8 +14,9 @@ import numpy as np
 from convt5 import errors
 from convt5.architecture import ConvT5Config, StackConfig
 from convt5.interchange import safetensors_files
-from convt5.interchange.mapping import Imported, Source, check, take_apart
+from convt5.interchange.mapping import Imported, Source, check, check_layers, take_apart
 from convt5.modeling.layers import MlpKind
+from convt5.runtime import foreign_files
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -33,11 +34,7 @@ _SIZES = ("vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers")
 
 def is_directory(path: str | pathlib.Path) -> bool:
     """Whether a folder holds a model of transformers."""
-    try:
-        settings = json.loads((pathlib.Path(path) / CONFIG).read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(settings, dict) and "model_type" in settings
+    return "model_type" in (foreign_files.find_json(pathlib.Path(path) / CONFIG) or {})
 
 
 def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imported:
@@ -50,6 +47,7 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
     settings = _read_settings(folder)
     config = architecture(settings, where=str(folder / CONFIG))
     files = safetensors_files.open_all(folder)
+    check_layers(config, files.shapes, where=str(folder))
     table = parameter_table(config)
     copies = dict(_COPIES)
     if config.tie_output:
@@ -96,13 +94,27 @@ def architecture(settings: Mapping[str, Any], *, where: str = CONFIG) -> ConvT5C
     faults = [f"{name} is missing." for name in _SIZES if name not in settings]
     kind = settings.get("model_type")
     if kind != "t5":
-        faults.append(f"model_type={kind!r} is an unknown architecture; only 't5' can be read.")
+        faults.append(
+            f"model_type={errors.clipped(kind)} is an unknown architecture; only 't5' can be read."
+        )
     mlp = settings.get("feed_forward_proj", "relu")
     if not isinstance(mlp, str) or mlp not in _MLP:
-        faults.append(f"feed_forward_proj={mlp!r} is unknown; known are {', '.join(_MLP)}.")
+        faults.append(
+            f"feed_forward_proj={errors.clipped(mlp)} is unknown; known are {', '.join(_MLP)}."
+        )
     start = settings.get("decoder_start_token_id", 0)
     if start not in (0, None) or settings.get("pad_token_id", 0) not in (0, None):
         faults.append("decoder_start_token_id and pad_token_id must be 0, as in T5.")
+    faults += [
+        f"{name}={errors.clipped(settings[name])} must be true or false."
+        for name in ("tie_word_embeddings", "scale_decoder_outputs")
+        if not isinstance(settings.get(name, True), bool)
+    ]
+    faults += [
+        f"{name}={settings[name]} must be a number."
+        for name in ("layer_norm_epsilon", "dropout_rate")
+        if isinstance(settings.get(name), bool)
+    ]
     errors.raise_all(faults, where=where)
     layers = settings["num_layers"]
     decoder_layers = settings.get("num_decoder_layers")
@@ -119,10 +131,8 @@ def architecture(settings: Mapping[str, Any], *, where: str = CONFIG) -> ConvT5C
         norm_epsilon=settings.get("layer_norm_epsilon", 1e-6),
         mlp=_MLP[mlp],
         # transformers 5 always writes that the output is tied, and false here if it is not.
-        tie_output=bool(
-            settings.get("tie_word_embeddings", True)
-            and settings.get("scale_decoder_outputs", True)
-        ),
+        tie_output=settings.get("tie_word_embeddings", True)
+        and settings.get("scale_decoder_outputs", True),
         positions="relative",
         relative_buckets=settings.get("relative_attention_num_buckets", 32),
         relative_max_distance=settings.get("relative_attention_max_distance", 128),
@@ -229,16 +239,10 @@ def _scale(path: str, name: str) -> Source:
 
 
 def _read_settings(folder: pathlib.Path) -> dict[str, Any]:
-    try:
-        settings = json.loads((folder / CONFIG).read_text())
-    except (OSError, ValueError) as error:
-        raise errors.UserError(
-            f"{folder / CONFIG} cannot be read ({error}); pass the folder of a T5 that holds "
-            "config.json and model.safetensors."
-        ) from None
-    if not isinstance(settings, dict):
-        raise errors.UserError(f"{folder / CONFIG} holds no settings; copy it again.")
-    return settings
+    return foreign_files.read_json(
+        folder / CONFIG,
+        remedy="pass the folder of a T5 that holds config.json and model.safetensors.",
+    )
 
 
 def _check_copies(files, skipped: list[tuple[str, str]], *, where: str) -> None:

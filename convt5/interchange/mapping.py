@@ -163,6 +163,17 @@ class Imported(NamedTuple):
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
 
+def check_layers(config: Any, found: Mapping[str, Shape], *, where: str) -> None:
+    """Raises `UserError` for more layers than arrays, before the shapes of all layers are made."""
+    stacks = [config.encoder, config.decoder] if hasattr(config, "encoder") else [config]
+    layers = sum(stack.num_layers for stack in stacks)
+    if layers > len(found):
+        raise errors.UserError(
+            f"{where}: the model is described with {layers} layers, but there are {len(found)} "
+            "arrays, of which each layer needs several; copy the model again."
+        )
+
+
 def check(
     sources: Sequence[Source],
     config: ModelConfig,

@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from convt5 import errors
+from convt5.runtime import foreign_files
 
 _STATEMENT = re.compile(
     r"^(?P<scope>(?:[\w.-]+/)*)(?P<selector>[A-Za-z_][\w.]*)\s*=\s*(?P<value>.+)$", re.DOTALL
 )
 Number = float | None
+
+_MOST_BYTES = 2**20
 
 _COMMENT = re.compile(r"""^((?:[^'"#]|'[^']*'|"[^"]*")*)#.*$""")
 
@@ -51,8 +54,8 @@ class OperativeConfig:
             UserError: it cannot be read, or is no gin file.
         """
         try:
-            text = pathlib.Path(path).read_text()
-        except (OSError, UnicodeDecodeError) as error:
+            text = foreign_files.read_bytes(path, _MOST_BYTES).decode()
+        except (OSError, ValueError) as error:
             raise errors.UserError(
                 f"operative_config={path} cannot be read ({error}); pass the gin file that was "
                 "written beside the checkpoint."
@@ -144,25 +147,23 @@ class OperativeConfig:
             return self._value(self._macros[text[1:]], depth=depth + 1)
         try:
             return ast.literal_eval(text)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
             return text
 
 
 def _statements(text: str) -> Iterator[str]:
     """Yields statements: comments removed, continued lines and open brackets joined."""
-    pending = ""
+    parts: list[str] = []
+    depth = 0
     for line in text.splitlines():
         commented = _COMMENT.match(line)
-        line = (commented[1] if commented else line).rstrip()
-        if not line.strip() and not pending:
-            continue
-        pending = f"{pending} {line.strip()}".strip()
-        if pending.endswith("\\"):
-            pending = pending[:-1].rstrip()
-            continue
-        if sum(map(pending.count, "([{")) <= sum(map(pending.count, ")]}")):
-            if pending:
-                yield pending
-            pending = ""
-    if pending:
-        yield pending
+        part = (commented[1] if commented else line).strip()
+        is_continued = part.endswith("\\")
+        if part := part.removesuffix("\\").rstrip():
+            parts.append(part)
+            depth += sum(map(part.count, "([{")) - sum(map(part.count, ")]}"))
+        if parts and depth <= 0 and not is_continued:
+            yield " ".join(parts)
+            parts, depth = [], 0
+    if parts:
+        yield " ".join(parts)

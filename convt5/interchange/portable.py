@@ -16,15 +16,14 @@ import numpy as np
 from convt5 import errors
 from convt5.architecture import ConvT5Config, StackConfig, TextStemConfig
 from convt5.interchange import safetensors_files
-from convt5.interchange.mapping import Imported, Source, check, parameter_shapes
+from convt5.interchange.mapping import Imported, Source, check, check_layers, parameter_shapes
+from convt5.runtime import foreign_files
 from convt5.vision.architecture import ViTConfig
 
 Description = ConvT5Config | ViTConfig
 
 DESCRIPTION = "convt5.json"
 FORMAT = 1
-
-_DESCRIPTION = "the description of the model"
 
 
 def is_directory(path: str | pathlib.Path) -> bool:
@@ -52,21 +51,18 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
         UserError: files missing or damaged, or arrays that do not fit the description.
     """
     folder = pathlib.Path(path)
-    try:
-        about = json.loads((folder / DESCRIPTION).read_text())
-        if about["format"] != FORMAT:
-            raise ValueError(f"format {about['format']}, this version reads {FORMAT}")
-        config, step = revive(about["model"]), about.get("step", 0)
-        if type(step) is not int or step < 0:
-            raise ValueError(f"step={step!r} must be an integer of at least 0")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, errors.UserError):
-            raise
-        raise errors.UserError(
-            f"{folder / DESCRIPTION} cannot be read ({error}); pass a folder written by "
-            "convt5.convert --to=safetensors."
-        ) from None
+    remedy = "pass a folder written by convt5.convert --to=safetensors."
+    about = foreign_files.read_json(folder / DESCRIPTION, remedy=remedy)
+    form, step = about.get("format"), about.get("step", 0)
+    if form != FORMAT:
+        why = f"format {errors.clipped(form)}, this version reads {FORMAT}"
+        raise foreign_files.unreadable(folder / DESCRIPTION, why, remedy)
+    if type(step) is not int or not 0 <= step < 2**63:
+        why = f"step={errors.clipped(step)} must be an integer of at least 0"
+        raise foreign_files.unreadable(folder / DESCRIPTION, why, remedy)
+    config = revive(about.get("model"), where=str(folder / DESCRIPTION))
     files = safetensors_files.open_all(folder)
+    check_layers(config, files.shapes, where=str(folder))
     table = [Source(path=name, names=(name,)) for name in parameter_shapes(config)]
     report = check(
         table, config, files.shapes, skipped={}, allow_unmapped=allow_unmapped, where=str(folder)
@@ -86,16 +82,29 @@ def describe(config: Description) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
-def revive(settings: Mapping[str, Any]) -> Any:
+def revive(settings: Any, *, where: str = "the description of the model") -> Any:
     """Returns the `ConvT5Config` or `ViTConfig` that `describe` described.
 
+    Args:
+        settings: as it is in a file.
+        where: names the file in messages.
+
     Raises:
-        UserError: settings that this version does not know, or that are wrong.
+        UserError: settings that this version does not know, or that are missing or wrong.
     """
+    try:
+        return _revived(settings, where)
+    except TypeError as error:  # A setting is missing, or a list is not of what it must be of.
+        raise errors.UserError(f"{where}: {error}; copy the model again.") from None
+
+
+def _revived(settings: Any, where: str) -> Description:
     if not isinstance(settings, Mapping):
-        raise errors.UserError(f"{_DESCRIPTION} is {settings!r}; it must map settings to values.")
+        raise errors.UserError(
+            f"{where}: the model is {errors.clipped(settings)}; it must map settings to values."
+        )
     if "image_size" in settings:  # Only images have one.
-        errors.raise_all(_unknown(settings, ViTConfig), where=_DESCRIPTION)
+        errors.raise_all(_unknown(settings, ViTConfig), where=where)
         return ViTConfig(**settings)
     stacks = {field.name for field in dataclasses.fields(StackConfig)}
     faults = _unknown(settings, ConvT5Config)
@@ -109,8 +118,8 @@ def revive(settings: Mapping[str, Any]) -> Any:
     if isinstance(stem, Mapping):
         faults += _unknown(stem, TextStemConfig, inside="stem.")
     elif stem is not None:
-        faults.append(f"stem={stem!r} must hold the settings of a stem, or be null.")
-    errors.raise_all(faults, where=_DESCRIPTION)
+        faults.append(f"stem={errors.clipped(stem)} must hold the settings of a stem, or be null.")
+    errors.raise_all(errors.shortened(faults), where=where)
     sides = {side: StackConfig(**_tuples(settings[side])) for side in ("encoder", "decoder")}
     built_stem = {} if stem is None else {"stem": TextStemConfig(**_tuples(stem))}
     return ConvT5Config(**{**settings, **sides, **built_stem})
@@ -119,7 +128,7 @@ def revive(settings: Mapping[str, Any]) -> Any:
 def _unknown(settings: Mapping[str, Any], described: type[Any], inside: str = "") -> list[str]:
     known = {field.name for field in dataclasses.fields(described)}
     return [
-        f"setting {inside + name!r} is unknown.{errors.suggest(name, known)}"
+        f"setting {errors.clipped(inside + name)} is unknown.{errors.suggest(name, known)}"
         for name in settings.keys() - known
     ]
 

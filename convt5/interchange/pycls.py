@@ -10,7 +10,6 @@ import importlib
 import math
 import pathlib
 import re
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ import numpy as np
 from convt5 import errors
 from convt5.interchange import safetensors_files
 from convt5.interchange.mapping import Arrays, Imported, Shape, Source, check, parameter_shapes
+from convt5.runtime import foreign_files
 from convt5.vision.architecture import ViTConfig
 
 HEAD_DIM = 64
@@ -58,15 +58,17 @@ class Rearranged(Source):
 
 
 class Stored(NamedTuple):
-    """Arrays of a file by name.
+    """Arrays of a file by name, which are read when they are asked for.
 
     Attributes:
-        arrays: in float32.
+        shapes: of the arrays.
+        read: returns one of them in float32.
         skipped: what else is in the file, and why it is left out.
         notes: what the user should know.
     """
 
-    arrays: Arrays
+    shapes: Mapping[str, Shape]
+    read: Callable[[str], np.ndarray]
     skipped: dict[str, str]
     notes: list[str]
 
@@ -92,8 +94,8 @@ def read_model(
         UserError: a file that cannot be read, or arrays that make no such model.
     """
     where = str(path)
-    stored = read_arrays(pathlib.Path(path))
-    found = {name: array.shape for name, array in stored.arrays.items()}
+    stored = open_arrays(pathlib.Path(path))
+    found = stored.shapes
     config = architecture(
         found, num_heads=num_heads, image_size=image_size, stem_strides=stem_strides, where=where
     )
@@ -108,7 +110,7 @@ def read_model(
     )
     report.skipped = list(skipped.items())
     report.notes = [*stored.notes, *_notes(config, num_heads, stem_strides)]
-    params = {source.path: source.assemble(stored.arrays.__getitem__) for source in table}
+    params = {source.path: source.assemble(stored.read) for source in table}
     return Imported(config=config, params=params, sources=tuple(table), report=report)
 
 
@@ -174,8 +176,8 @@ def parameter_table(config: ViTConfig) -> list[Source]:
     return [_source(path, name, shapes[path]) for path, name in _names(config)]
 
 
-def read_arrays(path: pathlib.Path) -> Stored:
-    """Reads all arrays of a file, without their prefix.
+def open_arrays(path: pathlib.Path) -> Stored:
+    """Opens a file whose arrays have their names without their prefix.
 
     Raises:
         UserError: not a file of a known kind, damaged, or one that needs torch where it is absent.
@@ -188,31 +190,34 @@ def read_arrays(path: pathlib.Path) -> Stored:
         raise errors.UserError(f"checkpoint={path} does not exist; correct the path.")
     notes: list[str] = []
     if path.suffix == ".npz":
-        arrays = _read_npz(path)
+        shapes, read = _read_npz(path)
     elif path.suffix == ".safetensors":
         files = safetensors_files.Files([path])
-        arrays = {name: files.read(name) for name in files.shapes}
+        shapes, read = files.shapes, files.read
     else:
         arrays = _read_torch(path, notes)
+        shapes, read = {name: a.shape for name, a in arrays.items()}, arrays.__getitem__
     skipped = {}
-    if any(name.startswith(_PREFIX) for name in arrays):
+    if any(name.startswith(_PREFIX) for name in shapes):
         skipped = {
             name: f"no parameter: its name does not begin with {_PREFIX}"
-            for name in arrays
+            for name in shapes
             if not name.startswith(_PREFIX)
         }
-    faults = [
-        f"variable {name} is stored as {array.dtype}; expected numbers."
-        for name, array in arrays.items()
-        if name not in skipped and np.asarray(array).dtype.kind not in "fiu"
-    ]
-    errors.raise_all(errors.shortened(faults), where=str(path))
-    kept = {
-        name.removeprefix(_PREFIX).removeprefix("module."): np.asarray(array, np.float32)
-        for name, array in arrays.items()
-        if name not in skipped
-    }
-    return Stored(kept, skipped, notes)
+    names: dict[str, str] = {}
+    for name in [name for name in shapes if name not in skipped]:
+        short = name.removeprefix(_PREFIX).removeprefix("module.")
+        if short in names:
+            raise errors.UserError(
+                f"{path}: {name} and {names[short]} are both {short}; remove one of them."
+            )
+        names[short] = name
+    return Stored(
+        {short: tuple(shapes[name]) for short, name in names.items()},
+        lambda short: np.asarray(read(names[short]), np.float32),
+        skipped,
+        notes,
+    )
 
 
 def _names(config: ViTConfig) -> Iterator[tuple[str, str]]:
@@ -336,14 +341,9 @@ def _notes(
     return notes
 
 
-def _read_npz(path: pathlib.Path) -> Arrays:
-    try:
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise errors.UserError(
-            f"{path} cannot be read ({error}); it may be truncated: copy it again."
-        ) from None
+def _read_npz(path: pathlib.Path) -> tuple[dict[str, Shape], Callable[[str], np.ndarray]]:
+    file = foreign_files.Npz(path, remedy="it may be truncated: copy it again.")
+    return {name: file.header(name).shape for name in file.names}, file.read
 
 
 def _read_torch(path: pathlib.Path, notes: list[str]) -> Arrays:
@@ -369,4 +369,11 @@ def _read_torch(path: pathlib.Path, notes: list[str]) -> Arrays:
         raise errors.UserError(
             f"{path} holds no state of a model: expected arrays by name, or these in model_state."
         )
-    return {name: value.detach().float().numpy() for name, value in held.items()}
+    arrays = {name: value.detach().float().numpy() for name, value in held.items()}
+    try:  # A view repeats what is stored as often as it says.
+        foreign_files.check_expansion(
+            sum(array.nbytes for array in arrays.values()), path.stat().st_size
+        )
+    except ValueError as error:
+        raise foreign_files.unreadable(path, error, "it is no checkpoint of a model.") from None
+    return arrays

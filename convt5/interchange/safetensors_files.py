@@ -1,6 +1,5 @@
 """Arrays in safetensors files, one file or shards with an index; read one array at a time."""
 
-import json
 import pathlib
 from collections.abc import Mapping
 
@@ -8,10 +7,12 @@ import numpy as np
 
 from convt5 import errors
 from convt5.interchange.mapping import Shape
+from convt5.runtime import foreign_files
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+_REMEDY = "it may be truncated: copy it again."
 _FLOATS = ("F32", "BF16", "F16")
 
 
@@ -35,6 +36,9 @@ class Files:
             except self._damage as error:
                 raise _damaged(path, error) from None
             for name in names:
+                if name in self._owners:
+                    other = self._owners[name][1]
+                    faults.append(f"{name} is in {other.name} and in {path.name}.")
                 piece = reader.get_slice(name)
                 self._owners[name] = (reader, path)
                 self.shapes[name] = tuple(piece.get_shape())
@@ -44,7 +48,7 @@ class Files:
                         f"{', '.join(_FLOATS)}."
                     )
             self._readers.append(reader)
-        errors.raise_all(faults, where=str(paths[0].parent))
+        errors.raise_all(errors.shortened(faults), where=str(paths[0].parent))
 
     def read(self, name: str) -> np.ndarray:
         """Returns an array in float32."""
@@ -68,18 +72,28 @@ def open_all(folder: pathlib.Path) -> Files:
             f"{folder} holds neither {WHOLE} nor {INDEX}; only safetensors are read: convert "
             "other files with transformers' save_pretrained first."
         )
-    try:
-        shards = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise _damaged(folder / INDEX, error) from None
-    for shard in shards:
-        if not isinstance(shard, str) or pathlib.PurePath(shard).name != shard:
+    by_name = foreign_files.read_json(folder / INDEX, remedy=_REMEDY).get("weight_map")
+    if not isinstance(by_name, dict) or not by_name:
+        raise errors.UserError(
+            f"{folder / INDEX} must have in weight_map the file of each array, not "
+            f"{errors.clipped(by_name)}; copy it again."
+        )
+    for shard in by_name.values():
+        if not isinstance(shard, str) or not _is_plain_name(shard):
             raise errors.UserError(
-                f"{folder / INDEX} names the file {shard!r}; it must be one in the same folder."
+                f"{folder / INDEX} names the file {errors.clipped(shard)}; it must be one in the "
+                "same folder."
             )
+    shards = sorted(set(by_name.values()))
     if absent := [shard for shard in shards if not (folder / shard).is_file()]:
-        raise errors.UserError(f"{folder} lacks {', '.join(absent)}, which {INDEX} names.")
+        raise errors.UserError(
+            f"{folder} lacks {', '.join(errors.shortened(absent))}, which {INDEX} names."
+        )
     return Files([folder / shard for shard in shards])
+
+
+def _is_plain_name(name: str) -> bool:
+    return pathlib.PurePath(name).name == name and "\0" not in name and len(name) < 256
 
 
 def write(
@@ -93,4 +107,4 @@ def write(
 
 
 def _damaged(path: pathlib.Path, error: Exception) -> errors.UserError:
-    return errors.UserError(f"{path} cannot be read ({error}); it may be truncated: copy it again.")
+    return foreign_files.unreadable(path, error, _REMEDY)

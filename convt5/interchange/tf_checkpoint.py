@@ -1,7 +1,9 @@
 """TensorFlow 1 checkpoints: variables by name, read one at a time; needs TensorFlow."""
 
+import functools
 import pathlib
 import re
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +34,7 @@ class Checkpoint:
         self._errors = (tf.errors.OpError, ValueError, RuntimeError, LookupError)
         self.prefix = find_prefix(path)
         self._check_files()
+        self._check_index(tf)
         try:
             self._reader = tf.train.load_checkpoint(self.prefix)
             self.shapes: dict[str, Shape] = {
@@ -79,7 +82,7 @@ class Checkpoint:
             return 0
         try:
             return int(self._reader.get_tensor(STEP))
-        except self._errors as error:
+        except (TypeError, *self._errors) as error:
             raise self._damaged(error, STEP) from None
 
     def variables(self) -> dict[str, Shape]:
@@ -109,6 +112,23 @@ class Checkpoint:
                 f"{' and others' if len(absent) > 5 else ''}: the index is there, its data is not; "
                 "copy all files of the checkpoint again."
             )
+
+    def _check_index(self, tf: Any) -> None:
+        """Raises `UserError` for an index that would end the process, or take memory at will."""
+        from convt5.interchange import tf_index
+
+        def shard_bytes(index: int, count: int) -> int | None:
+            name = f"{self.prefix}.data-{index:05d}-of-{count:05d}"
+            return tf.io.gfile.stat(name).length if tf.io.gfile.exists(name) else None
+
+        try:
+            with tf.io.gfile.GFile(f"{self.prefix}.index", "rb") as file:
+                content = file.read(tf_index.MOST_BYTES + 1)
+            if len(content) > tf_index.MOST_BYTES:
+                raise ValueError(f"the index has more than {tf_index.MOST_BYTES:,} bytes")
+            tf_index.check(content, functools.cache(shard_bytes))
+        except (ValueError, *self._errors) as error:
+            raise self._damaged(error) from None
 
     def _damaged(self, error: Exception, name: str | None = None) -> errors.UserError:
         return errors.UserError(

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, TextIO, get_args
 from tqdm import tqdm
 
 from convt5 import errors
-from convt5.runtime import whole_files
+from convt5.runtime import foreign_files, whole_files
 from convt5.sweeps.study import Point, Study
 from convt5.training import interruption
 from convt5.training.run_directory import replace_text
@@ -363,9 +363,10 @@ def read_about(folder: pathlib.Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        about = json.loads(path.read_bytes())
+        content = foreign_files.read_bytes(path, foreign_files.MOST_JSON_BYTES)
+        about = foreign_files.parse_json(content)
         fault = about_fault(about)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         about, fault = None, str(error)
     if fault:
         raise errors.UserError(

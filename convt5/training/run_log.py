@@ -20,7 +20,7 @@ from etils import epath
 from tqdm import tqdm
 
 from convt5 import errors, metric_names
-from convt5.runtime import whole_files
+from convt5.runtime import foreign_files, whole_files
 from convt5.training import run_directory
 
 Record = Mapping[str, float]
@@ -145,17 +145,24 @@ def read_records(path: epath.PathLike, *, need: Sequence[str] = ()) -> list[dict
     path = epath.Path(path)
     if not path.exists():
         return []
-    # A line is complete only with its newline, which is what follows the last split.
-    lines = path.read_bytes().split(b"\n")[:-1]
-    return [_record(line, need, path, number) for number, line in enumerate(lines, start=1)]
+    try:
+        with path.open("rb") as file:
+            return [
+                _record(line, need, path, number)
+                for number, line in enumerate(foreign_files.lines(file), start=1)
+                if line.endswith(b"\n")  # Without it a line is not complete.
+            ]
+    except (OSError, foreign_files.TooLargeError) as error:
+        remedy = "put back a good copy of the file."
+        raise foreign_files.unreadable(path, error, remedy) from error
 
 
 def _record(line: bytes, need: Sequence[str], path: epath.Path, number: int) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = foreign_files.parse_json(line, kind=dict)
         for key in need:
             record[key]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError) as error:
         raise errors.UserError(
             f"{path}, line {number} is damaged ({error}); it must be a record as JSON: remove the "
             "line, or put back a good copy of the file."

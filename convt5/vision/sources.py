@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from convt5 import errors
-from convt5.runtime import quiet_imports
+from convt5.runtime import foreign_files, quiet_imports
 
 OnCorrupt = Literal["refuse", "skip"]
 
@@ -96,18 +96,14 @@ class Npz:
     def open(self, split: str) -> ImageSet:
         """Returns the images of a file."""
         path = pathlib.Path(self.path.replace(_SPLIT, split)).expanduser()
-        try:
-            with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-                images, labels = file["images"], file["labels"]
-        except Exception as error:  # NumPy, zip files and compression have many kinds.
-            raise errors.UserError(
-                f"path={path} cannot be read ({error}); expected a .npz file with the arrays "
-                "images and labels."
-            ) from None
-        if images.ndim == 3:
-            images = images[..., None]
-        errors.raise_all(_array_faults(images, labels), where=str(path))
-        return in_memory(images, labels)
+        remedy = "expected a .npz file with the arrays images and labels."
+        with foreign_files.Npz(path, remedy=remedy) as file:
+            told = [file.header(name).stand_in() for name in ("images", "labels")]
+            if told[0].ndim == 3:
+                told[0] = told[0][..., None]
+            errors.raise_all(_array_faults(*told), where=str(path))
+            images, labels = file.read("images"), file.read("labels")
+        return in_memory(images.reshape(told[0].shape), labels)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -284,7 +280,8 @@ def _image_files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def in_memory(images: np.ndarray, labels: np.ndarray) -> ImageSet:
     """Returns arrays as a set of images."""
-    digest = hashlib.sha256(images.tobytes() + labels.astype(np.int64).tobytes())
+    digest = hashlib.sha256(np.ascontiguousarray(images).data)
+    digest.update(labels.astype(np.int64).tobytes())
     return ImageSet(
         size=len(labels),
         labels=(int(labels.min()), int(labels.max())),

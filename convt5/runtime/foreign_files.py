@@ -1,0 +1,314 @@
+"""Small JSON, lines of text and NumPy arrays from files that anybody may have made.
+
+What a file says of itself is compared with its size before memory is taken for it, and whatever is
+wrong is a `ValueError` that says why, or a `UserError` that names the file as well.
+"""
+
+import io
+import json
+import math
+import os
+import zipfile
+from collections.abc import Iterator
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+from etils import epath
+
+from convt5 import errors
+
+MOST_JSON_BYTES = 2**23
+"""Of a file of settings: Python takes up to 25 times as much to hold it."""
+
+MOST_LINE_BYTES = 2**26
+"""Of a line of text, and so of an example: 64 MiB."""
+
+# What compresses better than to a hundredth is no data of anyone's; small files may.
+_MOST_RATIO = 100
+_ALWAYS_ALLOWED = 2**26
+_NUMBERS = "biuf"
+_PIECE = 2**20
+_SHOWN = 300
+
+
+class TooLargeError(ValueError):
+    """A file that holds, or would unpack to, more than is read."""
+
+
+def parse_json(text: str | bytes, *, kind: type = object) -> Any:
+    """Returns the value of JSON; raises `ValueError` for all else, and for another kind of value.
+
+    Nesting that Python cannot hold, numbers of thousands of digits and keys that are there twice
+    are refused too.
+    """
+    try:
+        found = json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(found, kind):
+        raise ValueError(f"it holds {type(found).__name__}, not {kind.__name__}")
+    return found
+
+
+def read_json(path: epath.PathLike, *, remedy: str, most_bytes: int = MOST_JSON_BYTES) -> Any:
+    """Returns the JSON object of a small file.
+
+    Args:
+        path: local or remote.
+        remedy: what to do about a file that cannot be read, the end of the message.
+        most_bytes: of it that are read.
+
+    Raises:
+        UserError: no such file, no regular one, a longer one, or no JSON object in it.
+    """
+    try:
+        return parse_json(read_bytes(path, most_bytes), kind=dict)
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error, remedy) from error
+
+
+def find_json(path: epath.PathLike) -> dict[str, Any] | None:
+    """Returns the JSON object of a small file; None where there is none that can be read."""
+    try:
+        return parse_json(read_bytes(path, MOST_JSON_BYTES), kind=dict)
+    except (OSError, ValueError):
+        return None
+
+
+def read_bytes(path: epath.PathLike, most: int) -> bytes:
+    """Returns what a small file holds; raises `TooLargeError` if that is more than `most` bytes."""
+    check_regular(path)
+    with epath.Path(path).open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise TooLargeError(f"it has more than {most:,} bytes")
+    return content
+
+
+def unreadable(path: epath.PathLike, why: BaseException | str, remedy: str) -> errors.UserError:
+    """Returns the error of a file that cannot be read."""
+    if isinstance(why, OSError):
+        why = why.strerror or str(why)
+    shown = " ".join(str(why).split())  # It may repeat what the file holds.
+    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+    return errors.UserError(f"{os.fspath(path)} cannot be read ({shown}); {remedy}")
+
+
+def check_regular(path: epath.PathLike) -> None:
+    """Raises `ValueError` for what is there and no regular file: to open a pipe waits for ever."""
+    local = os.fspath(path)
+    if "://" not in local and os.path.exists(local) and not os.path.isfile(local):
+        raise ValueError("it is no regular file")
+
+
+def lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Yields the lines of a file; raises `TooLargeError` for one that has no end within 64 MiB."""
+    number, rest = 1, b""
+    while piece := file.read(_PIECE):
+        *whole, rest = (rest + piece).split(b"\n")
+        for line in whole:
+            yield line + b"\n"
+        number += len(whole)
+        if len(rest) > MOST_LINE_BYTES:
+            raise TooLargeError(f"line {number} has more than {MOST_LINE_BYTES:,} bytes")
+    if rest:
+        yield rest
+
+
+class Unpacked(io.RawIOBase):
+    """A compressed file as it is read, refused once it is no text of anyone's.
+
+    Args:
+        file: what unpacks it.
+        stored: its own size in bytes.
+
+    Raises:
+        TooLargeError: it unpacks to far more than its size, or to a line without an end.
+    """
+
+    def __init__(self, file: IO[bytes], stored: int):
+        self._file, self._stored = file, stored
+        self._count = self._in_line = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        piece = self._file.read(len(buffer))
+        buffer[: len(piece)] = piece
+        self._count += len(piece)
+        check_expansion(self._count, self._stored)
+        end = piece.rfind(b"\n")
+        self._in_line = len(piece) - end - 1 + (self._in_line if end < 0 else 0)
+        if self._in_line > MOST_LINE_BYTES:
+            raise TooLargeError(f"a line in it has more than {MOST_LINE_BYTES:,} bytes")
+        return len(piece)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class Header(NamedTuple):
+    """What an array in a file says of itself, which its size bears out."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    is_fortran: bool
+
+    def stand_in(self) -> np.ndarray:
+        """Returns an array of this shape and type that takes no memory."""
+        return np.broadcast_to(np.zeros((), self.dtype), self.shape)
+
+
+class Npz:
+    """A .npz file of numbers: each array is checked when asked for, and read only then.
+
+    Attributes:
+        names: of its arrays.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, remedy: str):
+        """Opens the file.
+
+        Raises:
+            UserError: no such file, none of zip, one that unpacks to far more than its size, or
+                with members that are encrypted or there twice.
+        """
+        self._path, self._remedy = path, remedy
+        try:
+            check_regular(path)
+            self._archive = zipfile.ZipFile(path)
+            self._members = _members(self._archive, os.path.getsize(path))
+        except Exception as error:  # NumPy, zip files and compression have many kinds.
+            raise unreadable(path, error, remedy) from None
+        self.names = [name.removesuffix(".npy") for name in self._members]
+
+    def __enter__(self) -> "Npz":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._archive.close()
+
+    def header(self, name: str) -> Header:
+        """Returns shape and type of an array.
+
+        Raises:
+            UserError: there is none of this name, it holds no numbers, or its shape is not that of
+                what is stored.
+        """
+        try:
+            with self._open(name) as stream:
+                return _read_header(stream, self._members[f"{name}.npy"].file_size)
+        except Exception as error:
+            raise self._unreadable(name, error) from None
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns an array.
+
+        Raises:
+            UserError: what `header` raises, or a damaged file.
+        """
+        try:
+            with self._open(name) as stream:
+                header = _read_header(stream, self._members[f"{name}.npy"].file_size)
+                return _read_numbers(stream, header)
+        except Exception as error:
+            raise self._unreadable(name, error) from None
+
+    def _open(self, name: str) -> IO[bytes]:
+        if f"{name}.npy" not in self._members:
+            raise ValueError("there is no such array")
+        return self._archive.open(self._members[f"{name}.npy"])
+
+    def _unreadable(self, name: str, error: Exception) -> errors.UserError:
+        why = str(error) or type(error).__name__
+        return unreadable(self._path, f"array {name!r}: {why}", self._remedy)
+
+
+def read_npy(path: str | os.PathLike[str], *, remedy: str) -> np.ndarray:
+    """Returns the array of numbers in a .npy file.
+
+    Raises:
+        UserError: there is no such file, it holds no numbers, or its size is not that of the shape
+            it tells.
+    """
+    try:
+        check_regular(path)
+        with open(path, "rb") as stream:
+            return _read_numbers(stream, _read_header(stream, os.path.getsize(path)))
+    except Exception as error:  # NumPy has many kinds.
+        raise unreadable(path, error, remedy) from None
+
+
+def check_expansion(unpacked: int, stored: int) -> None:
+    """Raises `TooLargeError` where a file would unpack to far more bytes than it has."""
+    if unpacked > max(_ALWAYS_ALLOWED, _MOST_RATIO * stored):
+        raise TooLargeError(
+            f"its {stored:,} bytes unpack to {unpacked:,} or more, over {_MOST_RATIO} times as many"
+        )
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} is there twice")
+    return found
+
+
+def _members(archive: zipfile.ZipFile, stored: int) -> dict[str, zipfile.ZipInfo]:
+    found: dict[str, zipfile.ZipInfo] = {}
+    for member in archive.infolist():
+        if member.filename in found:
+            raise ValueError(f"{member.filename!r} is there twice")
+        if member.flag_bits & 1:
+            raise ValueError(f"{member.filename!r} is encrypted")
+        found[member.filename] = member
+    check_expansion(sum(member.file_size for member in found.values()), stored)
+    return found
+
+
+def _read_header(stream: IO[bytes], size: int) -> Header:
+    """Reads the header of an array that takes `size` bytes with it."""
+    version = np.lib.format.read_magic(stream)
+    readers = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    if version not in readers:
+        raise ValueError(f"format {version} is none of {', '.join(map(str, readers))}")
+    try:
+        shape, is_fortran, dtype = readers[version](stream)
+    except ValueError:
+        raise
+    except Exception as error:  # The header is Python text, which has many kinds of faults.
+        raise ValueError(f"its header is damaged: {type(error).__name__}") from None
+    if dtype.hasobject:
+        raise ValueError("it holds objects of Python, a pickle, which is never loaded")
+    if dtype.kind not in _NUMBERS or dtype.subdtype is not None:
+        raise ValueError(f"it is stored as {dtype}; expected numbers")
+    if any(length < 0 for length in shape):
+        raise ValueError(f"its shape {shape} is negative")
+    expected = math.prod(shape) * dtype.itemsize
+    if stream.tell() + expected != size:
+        raise ValueError(
+            f"its shape {shape} takes {expected:,} bytes, but {size - stream.tell():,} are there"
+        )
+    return Header(shape, dtype, is_fortran)
+
+
+def _read_numbers(stream: IO[bytes], header: Header) -> np.ndarray:
+    shape = header.shape[::-1] if header.is_fortran else header.shape
+    array = np.empty(shape, header.dtype)
+    content = array.reshape(-1).view(np.uint8).data
+    at = 0
+    while at < len(content):
+        piece = stream.read(min(_PIECE, len(content) - at))
+        if not piece:
+            raise EOFError(f"{len(content) - at:,} bytes are missing")
+        content[at : at + len(piece)] = piece
+        at += len(piece)
+    stream.read(1)  # Only at their end are checksums of zip files compared.
+    return array.T if header.is_fortran else array
