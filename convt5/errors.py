@@ -6,6 +6,7 @@ Every command line prints a `UserError` as its message alone and exits with `exi
 import difflib
 import errno
 import itertools
+import os
 import re
 from collections.abc import Iterable, Sequence
 
@@ -46,25 +47,55 @@ class TrainingError(UserError):
     exit_code = 1
 
 
-def of_full_disk(error: BaseException) -> TrainingError | None:
+def of_full_disk(error: BaseException | None) -> TrainingError | None:
     """Returns what to tell of an error that came from a disk or quota without room, else None.
 
     Any write can meet it, and none of them can do more about it than say so.
     """
-    if not isinstance(error, OSError) or not _means_full_disk(error):
+    if error is None or not _means_full_disk(error):
         return None
-    where = f" to {error.filename}" if error.filename else ""
+    file = getattr(error, "filename", None)
+    reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[-1][:300]
     return TrainingError(
-        f"nothing more can be written{where}: {error.strerror or error}. Make room on that disk "
-        "(`df -h` shows them), then give the same command again; what was saved before is whole."
+        f"nothing more can be written{f' to {file}' if file else ''}: {reason}. Make room on that "
+        "disk (`df -h` shows them), then give the same command again; what was saved before is "
+        "whole."
     )
 
 
-def _means_full_disk(error: OSError) -> bool:
-    if error.errno is None:
-        # numpy knows no number for it.
-        return "requested and" in str(error) and str(error).endswith("written")
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+def of_files(error: BaseException) -> UserError | None:
+    """Returns what to tell of an error that the file system gave for a path, else None.
+
+    A path that does not exist is not among them: what looks for one knows better what to say.
+    """
+    if full := of_full_disk(error):
+        return full
+    if not isinstance(error, OSError) or error.filename is None or error.errno not in _OF_PATHS:
+        return None
+    return UserError(
+        f"{os.fsdecode(error.filename)!r}: {error.strerror}; {_OF_PATHS[error.errno]}."
+    )
+
+
+_OF_PATHS = {
+    errno.ENAMETOOLONG: "choose a shorter name, which may have to leave room for an ending",
+    errno.ELOOP: "remove the links that lead to themselves, or choose another path",
+    errno.EACCES: "change its permissions, or choose another path",
+    errno.EPERM: "change its permissions, or choose another path",
+    errno.EROFS: "choose a path that can be written",
+    errno.ENOTDIR: "a part of the path is no folder; choose another",
+    errno.EISDIR: "it must be a file; choose another path",
+}
+
+
+def _means_full_disk(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    text = str(error)
+    if isinstance(error, OSError) and "requested and" in text and text.endswith("written"):
+        return True  # As numpy says it.
+    # Writers that are not Python's have errors of their own.
+    return any(os.strerror(number) in text for number in (errno.ENOSPC, errno.EDQUOT))
 
 
 def suggest(name: str, candidates: Iterable[str], *, limit: int = 3) -> str:

@@ -14,7 +14,7 @@ import pytest
 
 from convt5 import errors
 from convt5.configuration import command_line
-from convt5.runtime import standard_error
+from convt5.runtime import absent_accelerators, standard_streams, xla_flags
 
 IMPORT = "from convt5.configuration import command_line\n"
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -215,7 +215,7 @@ def test_other_faults_of_standard_error_are_told():
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        standard_error.Unheard(Full()).write("x")
+        standard_streams.Unheard(Full()).write("x")
 
 
 @pytest.mark.parametrize("raised", ["1 / 0", "open('absent')"])
@@ -277,3 +277,99 @@ def test_train_runs_as_a_module_from_any_directory(tmp_path):
         "error: configuration: --gin.NUM_STEP: macro NUM_STEP=3 is not used by anything; correct "
         "the name or remove it. Did you mean NUM_STEPS?\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_code", "words"),
+    [
+        (errno.ENAMETOOLONG, 2, "choose a shorter name"),
+        (errno.EACCES, 2, "change its permissions"),
+        (errno.EROFS, 2, "a path that can be written"),
+        (errno.EDQUOT, 1, "Make room"),
+    ],
+)
+def test_what_the_file_system_says_of_a_path_is_the_users(number, exit_code, words):
+    told = errors.of_files(OSError(number, os.strerror(number), "runs/a"))
+    assert told is not None
+    assert told.exit_code == exit_code
+    assert "runs/a" in str(told)
+    assert words in str(told)
+
+
+def test_a_full_disk_is_known_from_writers_that_are_not_pythons():
+    told = errors.of_full_disk(RuntimeError("IoError: No space left on device (os error 28)"))
+    assert "IoError: No space left on device" in str(told)
+
+
+def test_an_error_about_a_full_disk_exits_with_1_whoever_tells_it():
+    code = (
+        f"import errno\nfrom convt5 import errors\n{IMPORT}"
+        "def main(argv):\n"
+        "    try: raise OSError(errno.ENOSPC, 'No space left on device')\n"
+        "    except OSError as error: raise errors.UserError('output=x is full') from error\n"
+        "command_line.run(main)"
+    )
+    done = start("-c", code)
+    assert (done.returncode, done.stderr) == (1, "error: output=x is full\n")
+
+
+def test_help_that_cannot_be_written_is_told():
+    code = f"{IMPORT}command_line.run(lambda argv: command_line.parse(convert.COMMAND, ['-h']))"
+    with open("/dev/full", "w") as full:
+        done = commands.run(
+            [sys.executable, "-c", f"from convt5 import convert\n{code}"], stdout=full
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: nothing more can be written")
+    assert "Traceback" not in done.stderr
+
+
+def test_closed_streams_lead_nowhere_and_into_no_file(tmp_path):
+    code = (
+        f"import os, sys\n{IMPORT}"
+        "def main(argv):\n"
+        "    with open(argv[0], 'w') as file:\n"
+        "        file.write('mine')\n"
+        "        print('out'); print('err', file=sys.stderr); os.write(2, b'native')\n"
+        "    return len(sys.stdin.read())\n"
+        "command_line.run(main)"
+    )
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
+    done = commands.run([*command, tmp_path / "file"])
+    assert done.returncode == 0
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--nonsense", "Unknown flag in XLA_FLAGS: --nonsense"),
+        ("nonsense", "Could not open file"),
+        ("--xla_cpu_enable_fast_math=maybe", "interpret value maybe for flag xla_cpu_enable"),
+    ],
+)
+def test_flags_that_xla_cannot_read_are_told_before_it_ends_the_process(flags, words):
+    with pytest.raises(errors.UserError, match=words) as caught:
+        xla_flags.check(os.environ | {"XLA_FLAGS": flags})
+    assert str(caught.value).startswith(f"XLA_FLAGS={flags!r} cannot be read")
+
+
+def test_flags_that_the_project_sets_are_not_tried(monkeypatch):
+    monkeypatch.setattr(xla_flags.subprocess, "run", None)
+    xla_flags.check({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
+    xla_flags.check({"XLA_FLAGS": ""})
+    xla_flags.check({})
+
+
+def test_a_platform_that_is_not_there_is_told(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "foo")
+    source = "raise RuntimeError(\"Unable to initialize backend 'foo'. (set JAX_PLATFORMS='')\")"
+    error = None
+    try:
+        exec(compile(source, "/lib/jax/_src/xla_bridge.py", "exec"))
+    except RuntimeError as raised:
+        error = raised
+    told = str(absent_accelerators.of_devices(error))
+    assert "with JAX_PLATFORMS='foo'" in told
+    assert "Unable to initialize backend 'foo'. Set" in told
+    assert absent_accelerators.of_devices(RuntimeError("Unable to initialize")) is None

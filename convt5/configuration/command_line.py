@@ -4,6 +4,7 @@ Nothing heavy is imported here, so that help and usage errors come at once.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import io
 import os
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from convt5 import errors
-from convt5.runtime import absent_accelerators, host_memory, standard_error
+from convt5.runtime import absent_accelerators, host_memory, standard_streams, xla_flags
 
 _GIN_HELP = """\
 configuration:
@@ -167,35 +168,62 @@ def parse(command: Command, argv: Sequence[str]) -> Arguments:
 def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Calls `main(arguments)` and exits: with its result, or with one message and no traceback.
 
-    A `UserError` is printed as its message, and its `exit_code` is the exit code; so is a full
-    disk. Any other exception is a defect and keeps its traceback.
+    A `UserError` is printed as its message, and its `exit_code` is the exit code; so is what the
+    file system says of a path, and devices that JAX cannot use. Any other exception is a defect and
+    keeps its traceback.
     """
-    absent_accelerators.leave_out()
-    host_memory.keep_freed()
-    standard_error.may_be_closed()
+    standard_streams.open_all()
+    standard_streams.stderr_may_be_closed()
     _print_any_text()
     try:
-        code = main(sys.argv[1:])
+        code = _result(main)
         sys.stdout.flush()
-    except errors.UserError as error:
-        # A run that was asked to stop has made no error.
-        prefix = "" if error.exit_code >= 128 else "error: "
-        print(f"{prefix}{error}", file=sys.stderr)
-        code = error.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        _tell("interrupted")
         code = 130
     except BrokenPipeError:
-        # The reader of a pipe such as `| head` has enough; flushing again would raise again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of a pipe such as `| head` has enough.
         code = 0
-    except OSError as error:
-        full = errors.of_full_disk(error)
-        if full is None:
+    except Exception as error:
+        known = _known(error)
+        if known is None:
             raise
-        print(f"error: {full}", file=sys.stderr)
-        code = full.exit_code
+        # A run that was asked to stop has made no error.
+        _tell(str(known) if known.exit_code >= 128 else f"error: {known}")
+        code = 1 if errors.of_full_disk(known.__cause__) else known.exit_code
+    _drop_what_cannot_be_written()
     raise SystemExit(code)
+
+
+def _result(main: Callable[[Sequence[str]], int | None]) -> int | str | None:
+    xla_flags.check()
+    absent_accelerators.leave_out()
+    host_memory.keep_freed()
+    try:
+        return main(sys.argv[1:])
+    except SystemExit as ended:  # Of --help.
+        return ended.code
+
+
+def _known(error: Exception) -> errors.UserError | None:
+    """Returns an error as the user's, where it is one."""
+    if isinstance(error, errors.UserError):
+        return error
+    return errors.of_files(error) or absent_accelerators.of_devices(error)
+
+
+def _tell(text: str) -> None:
+    with contextlib.suppress(OSError):  # The exit code tells it as well.
+        print(text, file=sys.stderr)
+        sys.stderr.flush()
+
+
+def _drop_what_cannot_be_written() -> None:
+    """Keeps Python from writing again, as it ends, what standard output has refused."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_any_text() -> None:

@@ -6,6 +6,9 @@ import importlib.util
 import os
 import pathlib
 import sys
+import traceback
+
+from convt5 import errors
 
 _NVIDIA = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 """Of the driver, of containers, and of Windows' Linux; jax looks for the same."""
@@ -15,6 +18,7 @@ _PCI = "/sys/bus/pci/devices"
 _GOOGLE = "0x1ae0"
 """Of TPUs, and of some network cards in Google's clouds, which are taken for TPUs here."""
 
+_LOOKS_FOR_DEVICES = os.path.join("jax", "_src", "xla_bridge.py")
 _FORCED = ("JAX_FORCE_TPU_INIT", "TPU_LIBRARY_PATH")
 
 
@@ -37,6 +41,23 @@ def leave_out() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     if "jax" in sys.modules:  # It read the variable as it was imported.
         sys.modules["jax"].config.update("jax_platforms", "cpu")
+
+
+def of_devices(error: BaseException) -> errors.UserError | None:
+    """Returns what to tell of an error of JAX that looked for devices, else None."""
+    frames = traceback.walk_tb(error.__traceback__)
+    if not any(frame.f_code.co_filename.endswith(_LOOKS_FOR_DEVICES) for frame, _ in frames):
+        return None
+    if not isinstance(error, RuntimeError | AssertionError):
+        return None
+    names = [name for name in ("JAX_PLATFORMS", "XLA_FLAGS") if os.environ.get(name)]
+    asked = " and ".join(f"{name}={os.environ[name]!r}" for name in names)
+    reason = str(error).strip().partition("\n")[0].partition(" (set JAX_PLATFORMS")[0][:300]
+    return errors.UserError(
+        f"JAX finds no devices that it can use{f' with {asked}' if asked else ''}: "
+        f"{reason.rstrip('.') or 'the library of that platform is not installed'}. Set "
+        "JAX_PLATFORMS=cpu to compute on the CPU; unset what is set to take what is here."
+    )
 
 
 def _may_have_tpus() -> bool:

@@ -109,7 +109,8 @@ def joined(flags: argparse.Namespace) -> Iterator[None]:
 
 
 def _leave(error: BaseException) -> None:
-    error = errors.of_full_disk(error) or error
+    if not isinstance(error, errors.UserError):
+        error = errors.of_files(error) or error
     if isinstance(error, errors.UserError):
         print(f"error: {error}", file=sys.stderr)
     else:

@@ -1,4 +1,4 @@
-"""Standard error whose reader may leave: what nobody reads is dropped, and the work goes on.
+"""Standard streams that may be closed: what nobody reads is dropped, and the work goes on.
 
 Ctrl-C ends `tee` as well as the run that it reads, `... 2>&1 | tee log`, and the run has still its
 state to save; so has one whose terminal was closed. Results go to standard output, where commands
@@ -45,6 +45,22 @@ class Unheard:
         os.close(nowhere)
 
 
-def may_be_closed() -> None:
+def open_all() -> None:
+    """Leads streams that were closed (`>&-`) to nowhere.
+
+    Otherwise the next file that is opened takes their number, and what native code has to tell is
+    written into it.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # Takes the lowest number that is free.
+    sys.stdin = sys.stdin or os.fdopen(0, "r", closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
+def stderr_may_be_closed() -> None:
     """Has the process go on when nobody reads its standard error any more."""
     sys.stderr = Unheard(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue]
