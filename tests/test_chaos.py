@@ -6,12 +6,14 @@ import random
 import sys
 import types
 
+import chaos
 import commands
 import counting_run
 import jax.numpy as jnp
 import pytest
+import run_equality
 
-from convt5 import chaos, checkpoint, errors, run_equality
+from convt5 import checkpoint, errors
 from convt5.configuration import command_line
 
 
@@ -152,7 +154,7 @@ def test_a_run_killed_three_times_ends_as_one_left_alone(tmp_path):
     output = tmp_path / "chaos"
     done = commands.run(
         [
-            *(sys.executable, "-m", "convt5.chaos", f"--gin_file={settings}", "--kills=3"),
+            *(sys.executable, chaos.__file__, f"--gin_file={settings}", "--kills=3"),
             *(f"--output_dir={output}", "--gin.NUM_STEPS=200", "--seed=1"),
         ],
         env=counting_run.environment() | {"JAX_PLATFORMS": "cpu"},

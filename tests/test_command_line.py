@@ -20,7 +20,7 @@ IMPORT = "from convt5.configuration import command_line\n"
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 COMMANDS = [
-    *["train", "eval", "infer", "inspect", "bench", "convert", "sweep", "cache", "chaos"],
+    *["train", "eval", "infer", "inspect", "bench", "convert", "sweep", "cache"],
     "evaluation.baselines",
 ]
 COMMAND = command_line.Command(
@@ -140,7 +140,6 @@ def test_help_wins_over_missing_files(capsys):
         "convert",
         "sweep",
         "cache",
-        "chaos",
         "evaluation.baselines",
     ],
 )

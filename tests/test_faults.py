@@ -19,10 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import run_equality
 from flax import nnx
 from quick import quick
 
-from convt5 import checkpoint, errors, optimizer, run_equality, schedule, sharding
+from convt5 import checkpoint, errors, optimizer, schedule, sharding
 from convt5.checkpoints import reading
 from convt5.trainer import train
 from convt5.training import run_log, spikes, watchdog

@@ -7,10 +7,11 @@ import pathlib
 import sys
 
 import commands
+import gpu_operator_costs as operator_costs
 import pytest
 
 from convt5.errors import UserError
-from convt5.gpu import operator_costs, target
+from convt5.gpu import target
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 needs_plugin = pytest.mark.skipif(
@@ -41,10 +42,10 @@ def test_without_the_plugin_the_extra_is_named(monkeypatch):
         target.load("h100:1")
 
 
-def told(command: str, *flags: str) -> str:
+def told(*command: str) -> str:
     """Returns what a command prints, in a process of its own, which then computes on the CPU."""
     done = commands.run(
-        [sys.executable, "-m", f"convt5.{command}", *flags],
+        [sys.executable, *command],
         cwd=ROOT,
         timeout=600,
     )
@@ -57,7 +58,7 @@ def told(command: str, *flags: str) -> str:
 def test_parameters_in_parts_are_gathered_and_gradients_scattered():
     report = json.loads(
         told(
-            "inspect",
+            *("-m", "convt5.inspect"),
             "--gin_file=gin/models/dynamic_tiny.gin",
             *("--topology=h100:4", "--json", "--gin.sharding.MeshConfig.fsdp=4"),
             *("--batch_size=16", "--encoder_length=64", "--decoder_length=32"),
@@ -81,7 +82,7 @@ def test_no_products_of_taps_are_written(gpu):
     flags = (f"--topology={gpu}:1", "--taps", "7", "--dilations", "1")
     header, _, *lines = (
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in told("gpu.operator_costs", *flags).splitlines()
+        for line in told("docs/tools/gpu_operator_costs.py", *flags).splitlines()
     )
     found = [dict(zip(header, line, strict=True)) for line in lines]
     assert [row["operator"] for row in found] == [kind for kind, _ in operator_costs.KINDS]

@@ -1,10 +1,10 @@
 """Gradients of base models are compiled once, told beside T5X's, and drawn under the roofs."""
 
+import gradient_costs
 import pytest
+from gradient_costs import PEER, Program
 
 from convt5.errors import UserError
-from convt5.tpu import gradient_costs
-from convt5.tpu.gradient_costs import PEER, Program
 
 
 def report(scale: float):

@@ -1,9 +1,9 @@
 """The table of operators refuses what no convolution has before anything is compiled."""
 
 import pytest
+import tpu_operator_costs as operator_costs
 
 from convt5.errors import UserError
-from convt5.tpu import operator_costs
 
 
 @pytest.mark.parametrize(

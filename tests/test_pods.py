@@ -2,11 +2,12 @@
 
 import dataclasses
 
+import kept_programs
+import pods
 import pytest
+from pods import Program, Programs, longest, summary
 
 from convt5.errors import UserError
-from convt5.tpu import kept_programs, pods
-from convt5.tpu.pods import Program, Programs, longest, summary
 
 
 @pytest.mark.parametrize("first", [pods.SHORTEST, 2**17, pods.LONGEST])

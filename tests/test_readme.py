@@ -25,8 +25,8 @@ def test_ci_runs_the_test_command_of_the_readme():
 
 
 def test_the_map_names_every_module_and_nothing_else():
-    written = runpy.run_path(str(ROOT / "docs" / "code_map.py"))["page"]()
-    assert (ROOT / "docs" / "code.md").read_text() == written, "run docs/code_map.py"
+    written = runpy.run_path(str(ROOT / "docs" / "tools" / "code_map.py"))["page"]()
+    assert (ROOT / "docs" / "code.md").read_text() == written, "run docs/tools/code_map.py"
 
 
 def test_the_map_of_the_readme_names_every_folder():

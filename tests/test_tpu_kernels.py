@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+import tpu_operator_costs as operator_costs
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from quick import quick
 from second_derivatives import hessian_products
@@ -25,7 +26,7 @@ from convt5.ops.padding import pad_widths
 from convt5.ops.pallas import conv_calls, conv_streamed
 from convt5.ops.pallas import convolution as tpu_kernels
 from convt5.ops.taps import Taps
-from convt5.tpu import operator_costs, topology
+from convt5.tpu import topology
 
 CONVOLUTIONS = {
     "depthwise": depthwise_conv,

@@ -47,9 +47,9 @@ TRAPS = {
     "os.system.command = 'touch {sprung}'\n",
     "call in a list": "import pathlib\ntrainer.train.frozen = [@pathlib.Path.touch()]\n"
     "pathlib.Path.touch.self = '{sprung}'\n",
-    "call behind a module of ours": "from convt5 import chaos\n"
-    "data.DataConfig.split = @chaos.subprocess.getoutput()\n"
-    "chaos.subprocess.getoutput.cmd = 'touch {sprung}'\n",
+    "call behind a module of ours": "from convt5 import inspect\n"
+    "data.DataConfig.split = @inspect.os.system()\n"
+    "inspect.os.system.command = 'touch {sprung}'\n",
     "call behind two modules": "from convt5.training import run_log\n"
     "data.DataConfig.split = @run_log.os.system()\n"
     "run_log.os.system.command = 'touch {sprung}'\n",

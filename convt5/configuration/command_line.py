@@ -61,7 +61,7 @@ class Command:
     """A command as its help describes it.
 
     Attributes:
-        name: run as `python -m convt5.<name>`.
+        name: run as `python -m convt5.<name>`, or as `python <name>` if it is a file.
         summary: one or two sentences.
         examples: pairs of a comment and the arguments after `python -m convt5.<name>`.
         flags: flags of this command alone.
@@ -78,7 +78,8 @@ class Command:
 
     @property
     def program(self) -> str:
-        return f"python -m convt5.{self.name}"
+        is_file = self.name.endswith(".py")
+        return f"python {self.name}" if is_file else f"python -m convt5.{self.name}"
 
     def help(self) -> str:
         """Returns the text of `--help`."""

@@ -1,4 +1,4 @@
-"""Entry point of `python -m convt5.chaos`: kills a run again and again, and checks how it ends.
+"""Kills a run again and again, and checks how it ends: `python docs/tools/chaos.py`.
 
 The run is a real one, of the real command. It is killed without warning at random moments, among
 them while it writes checkpoints and while it evaluates, and must end as a run left alone does.
@@ -30,8 +30,10 @@ MOMENTS = ("any", "saving", "evaluating", "starting")
 """When a process is killed: at any time of training, while a checkpoint is half written, during an
 evaluation, and before the first step after a restart."""
 
+_RUN_EQUALITY = pathlib.Path(__file__).with_name("run_equality.py")
+
 COMMAND = command_line.Command(
-    name="chaos",
+    name="docs/tools/chaos.py",
     summary="Kills a training run with SIGKILL at random moments, restarts it with the same "
     "command each time, and checks that its parameters, optimizer state and records equal bit for "
     "bit those of a run never killed. The configuration must have a macro RUN_DIR.",
@@ -280,12 +282,8 @@ def kill(process: subprocess.Popen) -> None:
 
 def compare(run: Run, reference: Run) -> list[str]:
     """Returns how the runs differ, from a process of its own, so that this one needs no JAX."""
-    code = (
-        "import sys, json; from convt5 import run_equality; "
-        "print(json.dumps(run_equality.differences(*sys.argv[1:])))"
-    )
     done = subprocess.run(
-        [sys.executable, "-c", code, run.folder, reference.folder],
+        [sys.executable, _RUN_EQUALITY, run.folder, reference.folder],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         check=True,
         stdout=subprocess.PIPE,

@@ -1,6 +1,6 @@
 """Loss and gradients on one TPU chip, by its compiler: a table and rooflines of performance.md.
 
-`python -m convt5.tpu.gradient_costs --t5x=CHECKOUT` compiles base models of ours, and T5X's T5 of
+`python docs/tools/gradient_costs.py --t5x=CHECKOUT` compiles base models of ours, and T5X's T5 of
 the same size, at several lengths of equal tokens; half an hour in all. What was compiled is kept:
 given again, the command goes on behind it; with --report_only it tells and draws what there is.
 """
@@ -18,13 +18,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
+from kept_programs import KeptPrograms, Report, write_tables
 
 from convt5 import errors, figures, gin_config, inspect, markdown
 from convt5.benchmarks import t5x
 from convt5.benchmarks.sides import TARGETS
 from convt5.configuration import command_line
 from convt5.tpu import step_report, topology
-from convt5.tpu.kept_programs import KeptPrograms, Report, write_tables
 
 TOKENS = 4096
 """Encoder tokens of all rows together; the decoder has a fourth as many."""
@@ -204,7 +204,7 @@ def draw(reports: Mapping[Program, Report], path: pathlib.Path) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m convt5.tpu.gradient_costs")
+    parser = argparse.ArgumentParser(prog="python docs/tools/gradient_costs.py")
     parser.add_argument(
         "--t5x", type=command_line.path, help="a checkout of T5X, which then is a row"
     )

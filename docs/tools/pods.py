@@ -1,6 +1,6 @@
 """What training costs on TPU pods that are not here, by their compiler: tables of docs/scale.md.
 
-`python -m convt5.tpu.pods` compiles an update of each model for each slice, and looks for the
+`python docs/tools/pods.py` compiles an update of each model for each slice, and looks for the
 longest rows that fit; hours in all. What was compiled is kept, by default beside the page that
 shows it: given again, the command goes on behind it; with --report_only it prints what there is.
 """
@@ -13,12 +13,13 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from kept_programs import KeptPrograms, Report, write_tables
+
 from convt5 import inspect
 from convt5.analysis.cost_report import short_bytes
 from convt5.benchmarks.sides import TARGETS
 from convt5.configuration import command_line
 from convt5.tpu import step_report, topology
-from convt5.tpu.kept_programs import KeptPrograms, Report, write_tables
 
 FSDP: Mapping[str, Mapping[str, int]] = {
     "base": {"v5e": 1, "v5p": 1},
@@ -212,7 +213,7 @@ def _row(size: str, slice_: str, variant: str, *cells: str) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m convt5.tpu.pods")
+    parser = argparse.ArgumentParser(prog="python docs/tools/pods.py")
     parser.add_argument(
         "--output", type=command_line.path, default=OUTPUT, help="the folder of what was compiled"
     )

@@ -1,6 +1,6 @@
 """What the compiler of GPUs makes of the convolutions: bytes moved against the least possible.
 
-`python -m convt5.gpu.operator_costs` prints the table of docs/performance.md.
+`python docs/tools/gpu_operator_costs.py` prints the table of docs/performance.md.
 """
 
 import argparse
@@ -8,12 +8,12 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tpu_operator_costs import KINDS, Case, add_case_flags, check_case_flags, measure
 from tqdm import tqdm
 
 from convt5 import markdown
 from convt5.configuration import command_line
 from convt5.gpu import target
-from convt5.tpu.operator_costs import KINDS, Case, add_case_flags, check_case_flags, measure
 
 
 def rows(device: Any, taps: Sequence[int], dilations: Sequence[int]) -> Iterator[dict[str, str]]:
@@ -40,7 +40,7 @@ def rows(device: Any, taps: Sequence[int], dilations: Sequence[int]) -> Iterator
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m convt5.gpu.operator_costs")
+    parser = argparse.ArgumentParser(prog="python docs/tools/gpu_operator_costs.py")
     parser.add_argument("--topology", default="h100:1", help="a name of convt5.gpu.target")
     add_case_flags(parser)
     settings = parser.parse_args(argv)

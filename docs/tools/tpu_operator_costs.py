@@ -1,6 +1,6 @@
 """What the TPU compiler makes of the convolutions: bytes moved against the least possible.
 
-`python -m convt5.tpu.operator_costs` prints the table of docs/performance.md.
+`python docs/tools/tpu_operator_costs.py` prints the table of docs/performance.md.
 """
 
 import argparse
@@ -172,7 +172,7 @@ def check_case_flags(settings: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m convt5.tpu.operator_costs")
+    parser = argparse.ArgumentParser(prog="python docs/tools/tpu_operator_costs.py")
     parser.add_argument("--topology", default="v5e:2x2", help="a name of convt5.tpu.topology")
     add_case_flags(parser)
     settings = parser.parse_args(argv)

@@ -1,14 +1,14 @@
-"""Writes docs/code.md, the first line of every module: `uv run python docs/code_map.py`."""
+"""Writes docs/code.md, the first line of every module: `uv run python docs/tools/code_map.py`."""
 
 import ast
 import pathlib
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "code.md"
 
 INTRODUCTION = """# Map of the code
 
-The first line of every module, folder by folder; written by `uv run python docs/code_map.py`.
+The first line of every module, folder by folder; written by `uv run python docs/tools/code_map.py`.
 Imports between modules point one way, which `tests/test_imports.py` checks.
 """
 

@@ -1,5 +1,10 @@
-"""Whether two finished runs are the same run: arrays bit for bit, records value for value."""
+"""Whether two finished runs are the same run: arrays bit for bit, records value for value.
 
+`python docs/tools/run_equality.py RUN RUN` prints how they differ, as a JSON list.
+"""
+
+import json
+import sys
 from typing import Any
 
 import numpy as np
@@ -75,3 +80,7 @@ def _flat(folder: epath.Path) -> dict[str, Any]:
 
 def _repeated(steps: list[int]) -> set[int]:
     return {step for step in steps if steps.count(step) > 1}
+
+
+if __name__ == "__main__":
+    print(json.dumps(differences(*sys.argv[1:3])))
