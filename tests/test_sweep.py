@@ -209,6 +209,28 @@ def test_results_go_on_on_another_machine_and_report_the_same(tmp_path):
     assert not any(made.is_done for made in running.states(third))
 
 
+def test_results_under_earlier_names_of_metrics_are_taken_over(tmp_path):
+    """Those of text, kept while accuracies were shares of 1, are in docs/."""
+    here, there = (
+        study(tmp_path / name, metric=metric, perfect=perfect)
+        for name, metric, perfect in (
+            ("here", "validation/accuracy", 1.0),
+            ("there", "validation/token_accuracy", 100.0),
+        )
+    )
+    file = tmp_path / "study.jsonl"
+    running.run_all(here, launch=Trainer())
+    archive.write(here, file)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        for record in line["records"]:
+            record |= {"validation/loss": 1.0, "validation/cross_entropy": 1.0}
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert archive.read(there, file) == len(lines)
+    found, expected = ([r.error for r in analysis.results(s)] for s in (there, here))
+    assert found == pytest.approx([100 * error for error in expected])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -52,9 +52,10 @@ def read(study: Study, path: pathlib.Path) -> int:
         )
     here = {made.point.name: made for made in running.runs(study)}
     taken = []
-    for number, result in enumerate(_results(path), start=1):
+    for number, line in enumerate(_results(path), start=1):
         where = f"{path}, line {number}"
-        made = here.get(_checked(result, where)["run"])
+        result = _checked(line, where)
+        made = here.get(result["run"])
         if made is None or made.status is not None:
             continue
         where = f"{where}: the run {result['run']}"
@@ -83,7 +84,7 @@ def _results(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _checked(result: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns a line of the file, if it is a result."""
+    """Returns a line of the file under today's names of metrics, if it is a result."""
     about, records = result["about"], result["records"]
     fault = running.about_fault(about)
     if fault is None and about["status"] == "started":

@@ -219,10 +219,14 @@ def _metric(study: Study, found: Best | None) -> str:
     seeds = [_value(study, error) for error in found.finite_errors]
     if not seeds:
         return found.diverged
-    spread = f"{min(seeds):.3f}..{max(seeds):.3f}" if len(seeds) > 1 else f"{seeds[0]:.3f}"
+    decimals = 1 if study.perfect is not None and study.perfect > 1 else 3  # Of percentages, one.
+    least, greatest, mean = (
+        f"{value:.{decimals}f}" for value in (min(seeds), max(seeds), _value(study, found.mean))
+    )
+    spread = f"{least}..{greatest}" if len(seeds) > 1 else least
     if found.diverged:
         return f"{found.diverged} ({spread})"
-    return f"{_value(study, found.mean):.3f}" + (f" ({spread})" if len(seeds) > 1 else "")
+    return mean + (f" ({spread})" if len(seeds) > 1 else "")
 
 
 def _seconds(value: float | None) -> str:
