@@ -349,26 +349,7 @@ class Checkpointer:
 
     def _restore_step(self, step: int, abstract_state: Any, shards_read: ShardsRead) -> Restored:
         folder = self.directory / str(step)
-        about, data = reading.on_all_hosts(lambda: _read_small_files(folder, shards_read))
-        params, optimizer = _split(abstract_state)
-        where = f"the checkpoint of step {step} in {self.directory}"
-        record.check_shapes(about["params"], record.shapes(params), what="parameters", where=where)
-        _check_ema(about["optimizer"], optimizer, where=where)
-        record.check_shapes(
-            about["optimizer"], record.shapes(optimizer), what="optimizer state", where=where
-        )
-        restored = {
-            part: named_arrays.nested(reading.read_arrays(folder, part, leaves, about))
-            for part, leaves in (("params", params), ("optimizer", optimizer))
-        }
-        for line in record.differences(about["model"], self._description):
-            warnings.warn(f"the model's settings differ from {where}: {line}", stacklevel=3)
-        return Restored(
-            step=step,
-            state=_join(abstract_state, restored["params"], restored["optimizer"]),
-            data=data,
-            progress=about["progress"],
-        )
+        return _read(folder, abstract_state, shards_read, description=self._description)
 
     def _set_aside(self, steps: Iterable[int]) -> None:
         steps = list(steps)
@@ -384,6 +365,48 @@ class Checkpointer:
                 (self.directory / str(step)).rename(target)
         _wait_for_all("damaged checkpoints are set aside")
         self._manager.reload()
+
+
+def read_state(folder: epath.Path, abstract_state: Any, *, model_config: Any) -> Restored:
+    """Returns the state in a checkpoint of another run, whose data and progress are left out.
+
+    Args:
+        folder: one step of a run.
+        abstract_state: shapes, dtypes and shardings of the state.
+        model_config: the dataclass that the model is built from; differences are told.
+
+    Raises:
+        UserError: another architecture or optimizer wrote it.
+    """
+    description = record.describe_config(model_config)
+    with reading.without_late_read_errors():
+        restored = _read(folder, abstract_state, lambda _: [], description=description)
+    return restored._replace(data=DataPositions(), progress={})
+
+
+def _read(
+    folder: epath.Path, abstract_state: Any, shards_read: ShardsRead, *, description: Any
+) -> Restored:
+    about, data = reading.on_all_hosts(lambda: _read_small_files(folder, shards_read))
+    params, optimizer = _split(abstract_state)
+    where = f"the checkpoint of step {folder.name} in {folder.parent}"
+    record.check_shapes(about["params"], record.shapes(params), what="parameters", where=where)
+    _check_ema(about["optimizer"], optimizer, where=where)
+    record.check_shapes(
+        about["optimizer"], record.shapes(optimizer), what="optimizer state", where=where
+    )
+    restored = {
+        part: named_arrays.nested(reading.read_arrays(folder, part, leaves, about))
+        for part, leaves in (("params", params), ("optimizer", optimizer))
+    }
+    for line in record.differences(about["model"], description):
+        warnings.warn(f"the model's settings differ from {where}: {line}", stacklevel=4)
+    return Restored(
+        step=int(folder.name),
+        state=_join(abstract_state, restored["params"], restored["optimizer"]),
+        data=data,
+        progress=about["progress"],
+    )
 
 
 def best_step(directory: epath.PathLike) -> int | None:

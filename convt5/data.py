@@ -4,14 +4,14 @@ Gin files bind `data.DataConfig` in the scopes `train/` and `eval/`. This is the
 TensorFlow; it leaves accelerators alone.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 import io
 import json
-import pathlib
-import tempfile
+import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import seqio
 import tensorflow as tf
 
 from convt5 import errors, vocabulary_files
+from convt5.batches.mixing import MixedStream, TaskStream
 from convt5.batches.prefetching import (
     Prefetcher,
     check_settings,
@@ -26,23 +27,21 @@ from convt5.batches.prefetching import (
     rows_per_host,
     take_apart,
 )
+from convt5.batches.rows import Batch, RowLayout
+from convt5.batches.task_blocks import TaskBlocks
 from convt5.configuration import checks
-from convt5.runtime import foreign_files
 from convt5.task_format import TaskFormat
 from convt5.tasks import (  # pyright: ignore[reportMissingImports]
     classification,
     formats,
     label_checks,
-    row_ends,
     vocabularies,
 )
 
 __all__ = ["BatchIterator", "DataConfig", "Prefetcher", "unigram_entropy"]
 
-tf.config.set_visible_devices([], "GPU")
-tf.config.set_visible_devices([], "TPU")
-
-_SETTINGS_FILE = "settings.json"
+# Of tf.data's own positions, which runs had before.
+_ARCHIVE = b"PK"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,10 +55,13 @@ class DataConfig:
         encoder_length: tokens of an encoder row, end token included.
         decoder_length: tokens of a decoder row, end token included.
         pack: several short examples share a row; taps and attention do not cross between them.
-        shuffle: None shuffles endless data only.
+        shuffle: False keeps the order of the data; None shuffles, as True does.
         seed: of the order, and of everything random in the task.
-        num_epochs: passes over the data; None never ends. The last batch of finite data is filled
-            up with empty rows of weight 0.
+        num_epochs: passes over the data, over each task of a mixture; None never ends. The last
+            batch of finite data is filled up with empty rows of weight 0.
+        use_cached: reads tasks from where seqio cached them; those that can only be read so always
+            are.
+        cache_dirs: folders where seqio's caches lie, besides those that are known to seqio.
     """
 
     mixture: Any
@@ -71,6 +73,8 @@ class DataConfig:
     shuffle: bool | None = None
     seed: int = 0
     num_epochs: int | None = None
+    use_cached: bool = False
+    cache_dirs: Sequence[str] = ()
 
     def __post_init__(self):
         errors.raise_all(
@@ -157,45 +161,67 @@ class DataConfig:
         self.check_labels()
         endless = self.num_epochs is None
         # Hosts must agree on the number of batches: each takes its rows from all of finite data.
-        shard_info = seqio.ShardInfo(process_index, process_count) if endless else None
+        share = seqio.ShardInfo(process_index, process_count) if endless else None
         first = 0 if endless else process_index * rows
-
-        def make_batches() -> tf.data.Dataset:
-            examples = self._examples(provider, shard_info)
-            return examples.batch(rows if endless else self.batch_size, drop_remainder=endless)
-
         return BatchIterator(
-            make_batches,
+            self._examples(provider, share if share and share.num_shards > 1 else None),
+            RowLayout(self.encoder_length, self.decoder_length, self.pack),
+            batch_size=rows if endless else self.batch_size,
             row_slice=slice(first, first + rows),
             vocabulary=vocabulary,
             settings=self._settings(provider) | {"process_count": process_count},
         )
 
     def _examples(
-        self, provider: seqio.Task | seqio.Mixture, shard_info: seqio.ShardInfo | None
-    ) -> tf.data.Dataset:
-        lengths = {"inputs": self.encoder_length, "targets": self.decoder_length}
-        examples = row_ends.fitted(provider).get_dataset(
-            sequence_length=lengths,
-            split=self.split,
-            shuffle=self.num_epochs is None if self.shuffle is None else self.shuffle,
-            seed=self.seed,
-            shard_info=shard_info if shard_info and shard_info.num_shards > 1 else None,
-            num_epochs=self.num_epochs,
-            # A cache in memory would become part of each saved position.
-            try_in_mem_cache=False,
+        self, provider: seqio.Task | seqio.Mixture, share: seqio.ShardInfo | None
+    ) -> MixedStream:
+        tasks = [t for t in seqio.get_subtasks(provider) if self.split in t.splits]
+        rates = _rates(provider, tasks)
+        executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="convt5-blocks")
+        streams = {}
+        for task, rate in zip(tasks, rates, strict=True):
+            if not rate:
+                continue
+            blocks = TaskBlocks(
+                task,
+                self.split,
+                {"inputs": self.encoder_length, "targets": self.decoder_length},
+                shuffle=self.shuffle is not False,
+                seed=self.seed,
+                share=share,
+                cached=self._is_cached(task),
+            )
+            streams[task.name] = TaskStream(blocks.make, executor, self.num_epochs)
+        return MixedStream(streams, [rate for rate in rates if rate], self.seed)
+
+    def _is_cached(self, task: seqio.Task) -> bool:
+        """Whether a task is read from where seqio cached it."""
+        wanted = task.requires_caching or (self.use_cached and task.supports_caching)
+        if not wanted:
+            return False
+        seqio.add_global_cache_dirs(
+            [name for name in self.cache_dirs if name not in seqio.get_global_cache_dirs()]
         )
-        # Features fit by now, so that no length is left to check.
-        converter = seqio.EncDecFeatureConverter(pack=self.pack, apply_length_check=False)
-        return converter(examples, task_feature_lengths=lengths).with_options(pipeline_options())
+        if task.cache_dir:
+            return True
+        why = "can only be" if task.requires_caching else "is to be"
+        raise errors.UserError(
+            f"task {task.name!r} {why} read from a cache of seqio, and none is in "
+            f"cache_dirs={list(seqio.get_global_cache_dirs())}; make it with python -m "
+            f"seqio.scripts.cache_tasks_main --tasks={task.name} --output_cache_dir=DIR "
+            "--module_import=MODULE, and set data.DataConfig.cache_dirs = ['DIR'], or leave "
+            "use_cached unset and CacheDatasetPlaceholder out of the task."
+        )
 
     def _settings(self, provider: seqio.Task | seqio.Mixture) -> dict[str, Any]:
         """What must be equal for a saved position to mean the same batches."""
         settings = dataclasses.asdict(dataclasses.replace(self, mixture=provider.name))
+        settings["shuffle"] = self.shuffle is not False
+        settings.pop("cache_dirs")
         fingerprints = [
             getattr(task.source, "fingerprint", None) for task in seqio.get_subtasks(provider)
         ]
-        contents = [fingerprint() for fingerprint in fingerprints if fingerprint]
+        contents = list(dict.fromkeys(each() for each in fingerprints if each))
         text = self.kept_text()
         return {
             **settings,
@@ -214,41 +240,36 @@ class BatchIterator:
 
     def __init__(
         self,
-        make_batches: Callable[[], tf.data.Dataset],
+        examples: MixedStream,
+        layout: RowLayout,
         *,
+        batch_size: int,
         row_slice: slice,
         vocabulary: seqio.Vocabulary,
         settings: Mapping[str, Any],
     ):
         self.vocabulary = vocabulary
         self.token_bytes = vocabularies.token_bytes(vocabulary)
-        self._make_batches = make_batches
+        self._examples = examples
+        self._layout = layout
+        self._batch_size = batch_size
         self._row_slice = row_slice
-        self._settings = dict(settings)
-        self._iterator = iter(make_batches())
+        self._settings = json.loads(json.dumps(settings))
         self._at_the_start = True
+        self._examples_per_batch = batch_size
 
-    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> dict[str, np.ndarray]:
-        """Returns arrays of [rows, length].
+    def __next__(self) -> Batch:
+        """Returns int32 arrays of [rows, length].
 
         Raises:
             UserError: there is not a single batch.
             TrainingError: the data cannot be read.
         """
         try:
-            batch = next(self._iterator)
-        except StopIteration:
-            if not self._at_the_start:
-                raise
-            raise errors.UserError(
-                f"mixture={self._settings['mixture']!r} gives no batch of "
-                f"batch_size={self._settings['batch_size']} from split="
-                f"{self._settings['split']!r}: it holds no example, or fewer than hosts read; "
-                "check the data, or use fewer hosts."
-            ) from None
+            batch = self._next_batch()
         except tf.errors.OpError as error:
             raise errors.TrainingError(
                 f"mixture={self._settings['mixture']!r}, split={self._settings['split']!r}: its "
@@ -256,21 +277,22 @@ class BatchIterator:
                 "put it back, or, where it lies in a cache that is made anew, remove its whole "
                 "folder; the same command then continues from the last checkpoint."
             ) from error
+        if batch is None and self._at_the_start:
+            raise errors.UserError(
+                f"mixture={self._settings['mixture']!r} gives no batch of "
+                f"batch_size={self._settings['batch_size']} from split="
+                f"{self._settings['split']!r}: it holds no example, or fewer than hosts read; "
+                "check the data, or use fewer hosts."
+            )
+        if batch is None:
+            raise StopIteration
         self._at_the_start = False
-        return {name: self._host_rows(rows.numpy()) for name, rows in batch.items()}
+        return {name: rows[self._row_slice] for name, rows in batch.items()}
 
     def get_state(self) -> bytes:
-        """Returns the position; its size follows from the buffers, not from the batches so far."""
-        buffer = io.BytesIO()
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
-        ):
-            tf.train.Checkpoint(iterator=self._iterator).write(f"{folder}/position")
-            archive.writestr(_SETTINGS_FILE, json.dumps(self._settings))
-            for path in sorted(pathlib.Path(folder).iterdir()):
-                archive.write(path, path.name)
-        return position(buffer.getvalue())
+        """Returns the position: a few numbers, and the settings that they belong to."""
+        state = {"examples": self._examples.get_state(), "settings": self._settings}
+        return position(json.dumps(state, separators=(",", ":")).encode())
 
     def set_state(self, state: bytes) -> None:
         """Goes to a position, after which the batches are those that followed when it was saved.
@@ -279,44 +301,92 @@ class BatchIterator:
             UserError: the position belongs to other data settings.
         """
         snapshot, skip = take_apart(state)
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            zipfile.ZipFile(io.BytesIO(snapshot)) as archive,
-        ):
-            own = json.loads(json.dumps(self._settings))
-            saved = json.loads(archive.read(_SETTINGS_FILE))
-            # Earlier versions noted the folders and dates of files, which other machines lack.
-            saved.pop("text", None)
-            for name in {"content", "vocabularies"} - saved.keys():
-                own.pop(name, None)
-            check_settings(own, saved, item="example")
-            for name in archive.namelist():
-                if pathlib.PurePath(name).name != name:
-                    raise errors.UserError(
-                        f"the data position in the checkpoint holds {name!r}, which is no plain "
-                        "file name; start a new run_dir."
-                    )
-            try:
-                unpacked = sum(member.file_size for member in archive.infolist())
-                foreign_files.check_expansion(unpacked, len(snapshot))
-            except foreign_files.TooLargeError as error:
-                raise errors.UserError(
-                    f"the data position in the checkpoint is damaged ({error}); start a new "
-                    "run_dir."
-                ) from None
-            archive.extractall(folder)
-            # A used dataset object would go on with the random numbers of its last iterator.
-            self._iterator = iter(self._make_batches())
-            tf.train.Checkpoint(iterator=self._iterator).read(f"{folder}/position")
+        if snapshot.startswith(_ARCHIVE):
+            return self._go_on_from_archive(snapshot)
+        saved = json.loads(snapshot)
+        check_settings(self._settings, saved["settings"], item="example")
+        self._examples.set_state(saved["examples"])
         self._at_the_start = False
         for _ in range(skip):
-            next(self._iterator)
+            next(self)
 
-    def _host_rows(self, rows: np.ndarray) -> np.ndarray:
-        wanted = self._row_slice
-        mine = rows[wanted]
-        missing = wanted.stop - wanted.start - len(mine)
-        return np.pad(mine, [(0, missing), (0, 0)]) if missing else mine
+    def _go_on_from_archive(self, snapshot: bytes) -> None:
+        """Begins a pass with an order of its own, where a position of tf.data was saved before.
+
+        Raises:
+            UserError: the settings changed, or the number of passes would.
+        """
+        with zipfile.ZipFile(io.BytesIO(snapshot)) as archive:
+            saved = json.loads(archive.read("settings.json"))
+        new = {"shuffle", "use_cached", "content"}
+        compared = [
+            {k: v for k, v in each.items() if k not in new} for each in (self._settings, saved)
+        ]
+        check_settings(*compared, item="example")
+        if self._settings["num_epochs"] is not None:
+            raise errors.UserError(
+                "the run's position in its data was saved by an earlier version, and num_epochs="
+                f"{self._settings['num_epochs']} passes cannot be counted from there; set "
+                "trainer.train.continue_from to this run and give another run_dir."
+            )
+        warnings.warn(
+            "the position in the data was saved by an earlier version: training goes on with a "
+            "new pass over the data, in another order than it would have had",
+            stacklevel=3,
+        )
+
+    def _next_batch(self) -> Batch | None:
+        """Returns the next rows, of which only the last batch of finite data has fewer."""
+        wanted = self._examples_per_batch
+        while True:
+            examples = self._examples.peek(wanted)
+            ends = self._layout.row_ends(examples)
+            is_last_open = self._layout.pack and len(ends) <= self._batch_size
+            if examples.count < wanted or not (is_last_open or len(ends) < self._batch_size):
+                break
+            wanted *= 2
+        ends = ends[: self._batch_size]
+        if not len(ends):
+            return None
+        taken = int(ends[-1])
+        self._examples.advance(taken)
+        # A packed row is full when the next example does not fit.
+        self._examples_per_batch = taken + taken // 8 + 1 if self._layout.pack else wanted
+        return self._layout.batch(examples.part(0, taken), ends, self._batch_size)
+
+
+def _rates(provider: seqio.Task | seqio.Mixture, tasks: Sequence[seqio.Task]) -> list[float]:
+    """Returns the share of each task, relative to the others."""
+    if isinstance(provider, seqio.Task):
+        return [1.0]
+    _check_sampling(provider)
+    rates = []
+    for task in tasks:
+        try:
+            rates.append(float(provider.get_rate(task)))
+        except (AssertionError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise errors.UserError(
+                f"mixture={provider.name!r}: the rate of task {task.name!r} cannot be computed "
+                f"({error}): the number of its examples is not known; write the rate of this task "
+                "as a number, or give its source num_input_examples."
+            ) from error
+    if not all(0 <= rate < float("inf") for rate in rates) or not sum(rates):
+        shown = ", ".join(f"{t.name}: {r}" for t, r in zip(tasks, rates, strict=True))
+        raise errors.UserError(
+            f"mixture={provider.name!r} has the rates {shown}; they must be at least 0 and "
+            "finite, and one of them more."
+        )
+    return rates
+
+
+def _check_sampling(mixture: seqio.Mixture) -> None:
+    """Raises `UserError` for a mixture that draws from its tasks in a way of its own."""
+    sample = mixture._sample_fn
+    if getattr(sample, "func", sample) != tf.data.Dataset.sample_from_datasets:
+        raise errors.UserError(
+            f"mixture={mixture.name!r} has a sample_fn of its own, and tasks are drawn by their "
+            "rates here; leave sample_fn out, and write the rates as numbers."
+        )
 
 
 def unigram_entropy(batches: Iterator[Mapping[str, np.ndarray]], num_batches: int) -> float:
@@ -370,14 +440,3 @@ def _readable(vocabulary: seqio.Vocabulary) -> seqio.Vocabulary:
             "@vocabularies.sentencepiece() with vocabularies.sentencepiece.path set."
         ) from error
     return vocabulary
-
-
-def pipeline_options() -> tf.data.Options:
-    """Returns those of every dataset: always the same order, and an end that waits for nothing."""
-    options = tf.data.Options()
-    options.deterministic = True
-    options.threading.max_intra_op_parallelism = 1
-    # The tuner's thread misses the call to end now and then (seen with TensorFlow 2.21); dropping
-    # the iterator, at an evaluation or the end of the process, then waits for it up to a minute.
-    options.autotune.enabled = False
-    return options

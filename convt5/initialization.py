@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
-from convt5 import errors, loading, vocabulary_files
+from convt5 import checkpoint, errors, loading, vocabulary_files
 from convt5.checkpoints import reading
 from convt5.tree_paths import matches, named_leaves, pattern_faults
 
@@ -50,7 +51,7 @@ class Report(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InitFrom:
-    """Parameters of another model that a run starts from; its optimizer starts anew.
+    """What a run takes over of another one: its parameters, or all of its training state.
 
     Patterns are regular expressions that are searched for in names such as
     `encoder/layers/0/mlp/wi/kernel`. Whatever is included and not excluded must exist on both
@@ -63,6 +64,9 @@ class InitFrom:
         exclude: patterns of those to leave freshly initialised.
         resize: patterns of tables that may have another number of rows, such as
             `position_embedder` for longer sequences: the first rows are taken over.
+        continue_training: goes on at the step of the checkpoint with its optimizer and its place
+            in the schedule, and reads other data, another objective, batch size or length from its
+            start. `trainer.train.num_steps` counts the updates before it too.
     """
 
     path: str
@@ -70,9 +74,15 @@ class InitFrom:
     include: Sequence[str] = (".*",)
     exclude: Sequence[str] = ()
     resize: Sequence[str] = ()
+    continue_training: bool = False
 
     def __post_init__(self):
         faults = pattern_faults(include=self.include, exclude=self.exclude, resize=self.resize)
+        if self.continue_training and (list(self.include) != [".*"] or self.exclude or self.resize):
+            faults.append(
+                "continue_training=True takes over everything; leave out include, exclude and "
+                "resize, or continue_training."
+            )
         if not self.include:
             faults.append("include=[] takes over nothing; name something, or leave out init_from.")
         errors.raise_all(faults, where="InitFrom")
@@ -80,6 +90,32 @@ class InitFrom:
     def check(self, model: Any) -> None:
         """Raises `UserError` where `apply` would; shapes are enough of a model."""
         self._fitted({name: leaf.shape for name, leaf in named_leaves(model)})
+
+    def check_num_steps(self, num_steps: int) -> None:
+        """Raises `UserError` if training that goes on has no update left to make."""
+        step = int(self._checkpoint().name) if self.continue_training else -1
+        if step >= num_steps:
+            raise errors.UserError(
+                f"num_steps={num_steps} counts all updates, and InitFrom.continue_training goes on "
+                f"after the {step} of {self.path}; set num_steps to more, such as "
+                f"{step + num_steps} for {num_steps} updates."
+            )
+
+    def state(self, abstract_state: Any, *, model_config: Any) -> checkpoint.Restored:
+        """Returns the state that training goes on from; nothing of its data.
+
+        Raises:
+            UserError: there is none, or it is of another architecture or optimizer.
+        """
+        return checkpoint.read_state(self._checkpoint(), abstract_state, model_config=model_config)
+
+    def _checkpoint(self) -> epath.Path:
+        if loading.is_exported(self.path):
+            raise errors.UserError(
+                f"InitFrom: {self.path} is an exported model, which has no optimizer to go on "
+                "with; give the run directory, or leave continue_training unset."
+            )
+        return reading.find_checkpoint(self.path, step=self.step)
 
     def check_vocabulary(self, text: vocabulary_files.KeptText | None) -> None:
         """Raises `UserError` if token embeddings would be taken over for ids of other texts.

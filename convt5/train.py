@@ -145,6 +145,7 @@ def dry_run(settings: Mapping[str, Any]) -> str:
     # A run that goes on has its own parameters, and needs no others.
     if values["init_from"] is not None and not _steps(values["run_dir"]):
         values["init_from"].check(planned.abstract.model)
+        values["init_from"].check_num_steps(values["num_steps"])
         if _vocabulary_is_here(settings):
             text = trainer.kept_text(values["train_data"], values["eval_data"])
             values["init_from"].check_vocabulary(text)

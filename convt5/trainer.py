@@ -140,7 +140,8 @@ def train(
         data_shards: how many shards train_data is read in; each gives an equal block of every
             batch. Batches depend on this number alone, however many hosts read them. None takes
             that of the run's first start, when it was the number of its hosts.
-        init_from: parameters that a new run starts from; without effect on one that continues.
+        init_from: parameters, or all of the training state, that a new run takes over from
+            another; without effect on one that continues.
         log_every_steps: steps between records.
         grad_accum_steps: microbatches that each batch is cut into, to save memory.
         ema: keeps an average of the model over its updates, such as `averaging.EMA`, saved with it
@@ -210,6 +211,12 @@ def train(
         rows = own_rows(plan.batch_sharding, train_data.batch_size)
         with watchdog.phase("reading the last checkpoint"):
             restored = checkpointer.restore(plan.abstract, shards_read=rows.shards)
+        is_new = restored is None
+        if is_new and init_from is not None:
+            init_from.check_vocabulary(text)
+            if init_from.continue_training:
+                init_from.check_num_steps(num_steps)
+                restored = init_from.state(plan.abstract, model_config=model)
         first_step = restored.step if restored else 0
         log = run_log.open_run_log(
             folder,
@@ -219,10 +226,8 @@ def train(
             metric=checkpoint.best_metric,
         )
         stack.enter_context(contextlib.closing(log))
-        _announce(log, plan, folder, step=first_step, num_steps=num_steps)
-        # Everything that may be refused comes before the first file is written.
-        if restored is None and init_from is not None:
-            init_from.check_vocabulary(text)
+        source = str(init_from.path) if is_new and init_from is not None else None
+        _announce(log, plan, folder, step=first_step, num_steps=num_steps, source=source)
         loop = Loop(
             plan,
             intervals,
@@ -363,7 +368,13 @@ def _check_validation_metric(
 
 
 def _announce(
-    log: run_log.RunLog, plan: Plan, folder: epath.Path, *, step: int, num_steps: int
+    log: run_log.RunLog,
+    plan: Plan,
+    folder: epath.Path,
+    *,
+    step: int,
+    num_steps: int,
+    source: str | None,
 ) -> None:
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items() if size > 1)
     kind = plan.mesh.devices.flat[0].device_kind
@@ -377,7 +388,10 @@ def _announce(
         log.message(repeats)
     if step:
         left = f"{num_steps - step} to go" if step < num_steps else "none are left to do"
-        log.message(f"continues from the checkpoint of step {step}; of {num_steps} steps {left}")
+        of = f" of {source}, with other data from its start" if source else ""
+        log.message(
+            f"continues from the checkpoint of step {step}{of}; of {num_steps} steps {left}"
+        )
 
 
 def _result(

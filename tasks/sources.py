@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import seqio
 import tensorflow as tf
 
@@ -16,11 +17,15 @@ from convt5 import errors
 from .text_files import TextFiles
 
 _OPEN_FILES = 16
+_PIECE_BYTES = 2**16
 _TFDS_ERRORS = (AssertionError, KeyError, ValueError, FileNotFoundError)
 
 
 class TextFilesSource(seqio.DataSource):
-    """Documents of local files; a split is a `TextFiles` and the part of it that is meant."""
+    """Documents of local files; a split is a `TextFiles` and the part of it that is meant.
+
+    A document of more than 64 KiB comes in several pieces, which follow each other.
+    """
 
     def __init__(self, splits: Mapping[str, tuple[TextFiles, str]]):
         self._files = dict(splits)
@@ -66,7 +71,8 @@ class TextFilesSource(seqio.DataSource):
         def read(name: tf.Tensor) -> tf.data.Dataset:
             # A saved position holds names of files, which may lie in another folder by now.
             name = tf.strings.regex_replace(name, ".*/", "")
-            return tf.data.TFRecordDataset(tf.strings.join([folder, name], os.sep))
+            documents = tf.data.TFRecordDataset(tf.strings.join([folder, name], os.sep))
+            return documents.map(_in_pieces).unbatch()
 
         return shards.interleave(
             read,
@@ -193,6 +199,10 @@ class ItemSource(seqio.DataSource):
     def list_shards(self, split: str) -> Sequence[str]:
         return [split]
 
+    def num_input_examples(self, split: str) -> int | None:
+        known = int(self.items(split)[0].cardinality())
+        return known if known >= 0 else None
+
     def get_dataset(
         self,
         split: str = "train",
@@ -229,6 +239,33 @@ def shuffle_buffer_size(source: seqio.DataSource) -> int | None:
     Examples that wait to be shuffled are a part of each saved position.
     """
     return None if source.performs_internal_shuffling else seqio.SHUFFLE_BUFFER_SIZE
+
+
+def pieces(document: bytes, most: int = _PIECE_BYTES) -> list[bytes]:
+    """Cuts text after blanks into parts of `most` bytes at most, which joined are the text.
+
+    Where there is no blank it is cut between two characters.
+    """
+    found, start = [], 0
+    while len(document) - start > most:
+        end = 1 + max(document.rfind(blank, start, start + most) for blank in (b" ", b"\n"))
+        if end <= start:
+            end = start + most
+            while end > start + 1 and document[end] & 0xC0 == 0x80:  # Within a character.
+                end -= 1
+        found.append(document[start:end])
+        start = end
+    return [*found, document[start:]]
+
+
+def _in_pieces(document: tf.Tensor) -> tf.Tensor:
+    def cut() -> tf.Tensor:
+        parts = tf.numpy_function(
+            lambda text: np.array(pieces(text), object), [document], tf.string
+        )
+        return tf.ensure_shape(parts, [None])
+
+    return tf.cond(tf.strings.length(document) > _PIECE_BYTES, cut, lambda: document[None])
 
 
 def _shared(dataset: tf.data.Dataset, shard_info: seqio.ShardInfo | None) -> tf.data.Dataset:

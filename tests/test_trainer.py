@@ -543,6 +543,46 @@ def test_a_new_run_starts_from_the_parameters_of_another(run, tmp_path):
     assert first["fine"] < first["scratch"]
 
 
+class LaterData(RandomData):
+    """Other data, which happens to begin with what the first run reads after four steps."""
+
+    def build(self, *, process_index, process_count):
+        batches = RandomBatches(self)
+        batches.count = 4
+        return batches
+
+
+def test_a_run_goes_on_with_other_data_where_another_stopped(run, tmp_path):
+    settings = {"schedule": schedule.InverseSqrt(warmup_steps=2)}
+    run(num_steps=4, **settings)
+    source = initialization.InitFrom(path=str(tmp_path / "run"), continue_training=True)
+    fine = {
+        "run_dir": str(tmp_path / "fine"),
+        "train_data": LaterData(),
+        "init_from": source,
+        **settings,
+    }
+    run(num_steps=6, **fine)
+    run(num_steps=6, **settings)  # The run itself goes on as well.
+    found, expected = (
+        run_log.read_records(tmp_path / name / "metrics.jsonl") for name in ("fine", "run")
+    )
+    assert [record["step"] for record in found] == [5, 6]
+    for ours, theirs in zip(found, expected[4:], strict=True):
+        for name in ("learning_rate", "loss", "grad_norm", "param_norm"):
+            assert ours[name] == theirs[name]
+    wider = {"train_data": RandomData(batch_size=16, shift=2), "run_dir": str(tmp_path / "wider")}
+    run(num_steps=7, **fine | wider)
+    fine |= {"run_dir": str(tmp_path / "none")}
+    with pytest.raises(errors.UserError, match=r"num_steps=4 counts all updates, .* after the 6 "):
+        run(num_steps=4, **fine)
+    with pytest.raises(errors.UserError, match="was made by another optimizer"):
+        run(num_steps=7, **fine | {"optimizer": optimizer.AdafactorConfig()})
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(errors.UserError, match="continue_training=True takes over everything"):
+        dataclasses.replace(source, exclude=["kernel"])
+
+
 @dataclasses.dataclass(frozen=True)
 class Counting:
     """A task that counts its evaluations, to see that none is made twice."""

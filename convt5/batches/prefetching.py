@@ -70,8 +70,10 @@ def check_settings(own: Mapping[str, Any], saved: Mapping[str, Any], *, item: st
         changes = ", ".join(f"{n}: {saved.get(n)!r} -> {own.get(n)!r}" for n in names)
         raise errors.UserError(
             f"the run's data changed since its checkpoint ({changes}), so that it cannot go on "
-            f"at the same {item}; set it back, or start a new run_dir, which can take over the "
-            "parameters (trainer.train.init_from)."
+            f"at the same {item}; set it back, or go on with other data in a new run_dir: "
+            "trainer.train.init_from = @initialization.InitFrom(), initialization.InitFrom.path = "
+            "this run, and initialization.InitFrom.continue_training = True to keep the optimizer, "
+            "the step and the schedule as well as the parameters."
         )
 
 

@@ -10,7 +10,8 @@ import seqio
 import tensorflow as tf
 from etils import epath
 
-from convt5 import data, errors
+from convt5 import errors
+from convt5.batches import task_blocks
 from convt5.evaluation.predictor import TextVocabulary, check_vocabulary_size
 from convt5.evaluation.run_settings import check_readable
 from convt5.tasks import label_checks, row_ends  # pyright: ignore[reportMissingImports]
@@ -163,7 +164,7 @@ def read_examples(
             num_epochs=1,
             try_in_mem_cache=False,
         )
-    dataset = dataset.with_options(data.pipeline_options())
+    dataset = dataset.with_options(task_blocks.options())
     if _ranks_labels(dataset.element_spec):
         dataset = _of_rows(dataset, num_examples, every_nth)
     else:

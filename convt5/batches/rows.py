@@ -1,0 +1,174 @@
+"""From examples of any length to rows of one length: padding, cutting and packing, in NumPy.
+
+Packing numbers the examples of a row itself, so that inputs and targets belong together whatever
+they hold: a feature may be empty, or hold the id of padding. Nothing here knows TensorFlow.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+Batch = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ragged:
+    """Sequences of tokens, stored one after the other.
+
+    Attributes:
+        values: int32 [tokens].
+        lengths: int64 [sequences], tokens of each.
+    """
+
+    values: np.ndarray
+    lengths: np.ndarray
+
+    def take(self, numbers: np.ndarray) -> "Ragged":
+        """Returns the sequences of these numbers, in their order."""
+        starts = np.cumsum(self.lengths) - self.lengths
+        lengths = self.lengths[numbers]
+        new_starts = np.cumsum(lengths) - lengths
+        shifts = np.repeat(starts[numbers] - new_starts, lengths)
+        return Ragged(self.values[shifts + np.arange(len(shifts))], lengths)
+
+    def part(self, first: int, last: int) -> "Ragged":
+        """Returns the sequences from `first` up to, but without, `last`."""
+        begin = int(self.lengths[:first].sum())
+        end = begin + int(self.lengths[first:last].sum())
+        return Ragged(self.values[begin:end], self.lengths[first:last])
+
+    def cut(self, length: int) -> "Ragged":
+        """Returns the sequences, each of them cut to `length` tokens at most."""
+        if not len(self.lengths) or self.lengths.max() <= length:
+            return self
+        kept = _places(self.lengths) < length
+        return Ragged(self.values[kept], np.minimum(self.lengths, length))
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """Pairs of inputs and targets; both hold equally many."""
+
+    inputs: Ragged
+    targets: Ragged
+
+    @property
+    def count(self) -> int:
+        return len(self.inputs.lengths)
+
+    def take(self, numbers: np.ndarray) -> "Examples":
+        """Returns the examples of these numbers, in their order."""
+        return Examples(self.inputs.take(numbers), self.targets.take(numbers))
+
+    def part(self, first: int, last: int) -> "Examples":
+        """Returns the examples from `first` up to, but without, `last`."""
+        return Examples(self.inputs.part(first, last), self.targets.part(first, last))
+
+
+def joined(parts: Sequence[Examples]) -> Examples:
+    """Returns the examples of all parts, in order."""
+
+    def one(sequences: Sequence[Ragged]) -> Ragged:
+        values = [np.zeros(0, np.int32), *(s.values for s in sequences)]
+        lengths = [np.zeros(0, np.int64), *(s.lengths for s in sequences)]
+        return Ragged(np.concatenate(values), np.concatenate(lengths))
+
+    return Examples(one([p.inputs for p in parts]), one([p.targets for p in parts]))
+
+
+@dataclasses.dataclass(frozen=True)
+class RowLayout:
+    """How examples become rows.
+
+    Attributes:
+        encoder_length: tokens of an encoder row; longer inputs are cut.
+        decoder_length: tokens of a decoder row; longer targets are cut.
+        pack: examples that fit share a row, in their order.
+    """
+
+    encoder_length: int
+    decoder_length: int
+    pack: bool
+
+    def row_ends(self, examples: Examples) -> np.ndarray:
+        """Returns how many examples lie in all rows up to each; the last row may have room left."""
+        if not self.pack:
+            return np.arange(1, examples.count + 1)
+        inputs = np.minimum(examples.inputs.lengths, self.encoder_length).tolist()
+        targets = np.minimum(examples.targets.lengths, self.decoder_length).tolist()
+        ends: list[int] = []
+        first = encoder_tokens = decoder_tokens = 0
+        for number, (source, target) in enumerate(zip(inputs, targets, strict=True)):
+            encoder_tokens += source
+            decoder_tokens += target
+            is_full = (
+                encoder_tokens > self.encoder_length
+                or decoder_tokens > self.decoder_length
+                or number - first >= self.encoder_length  # Of examples without a token.
+            )
+            if is_full:
+                ends.append(number)
+                first, encoder_tokens, decoder_tokens = number, source, target
+        return np.array([*ends, *([examples.count] if examples.count else [])], np.int64)
+
+    def batch(self, examples: Examples, row_ends: np.ndarray, num_rows: int) -> Batch:
+        """Returns int32 arrays [num_rows, length] named as by seqio's EncDecFeatureConverter.
+
+        Args:
+            examples: those of all rows.
+            row_ends: from `row_ends`; empty rows follow where there are fewer than `num_rows`.
+            num_rows: rows of the batch.
+        """
+        per_row = np.zeros(num_rows, np.int64)
+        per_row[: len(row_ends)] = np.diff(row_ends, prepend=0)
+        encoder = _side(examples.inputs.cut(self.encoder_length), per_row, self.encoder_length)
+        decoder = _side(examples.targets.cut(self.decoder_length), per_row, self.decoder_length)
+        read = np.zeros_like(decoder.tokens)
+        read[:, 1:] = decoder.tokens[:, :-1]
+        if self.pack:
+            read[decoder.positions == 0] = 0  # Each example begins with the id of padding.
+        batch = {
+            "encoder_input_tokens": encoder.tokens,
+            "decoder_target_tokens": decoder.tokens,
+            "decoder_input_tokens": read,
+            "decoder_loss_weights": (decoder.tokens != 0).astype(np.int32),
+        }
+        if self.pack:
+            for name, side in (("encoder", encoder), ("decoder", decoder)):
+                batch[f"{name}_segment_ids"] = side.segment_ids
+                batch[f"{name}_positions"] = side.positions
+        return batch
+
+
+@dataclasses.dataclass(frozen=True)
+class _Side:
+    """Arrays [rows, length] of encoder or decoder; all are 0 where there is no token."""
+
+    tokens: np.ndarray
+    segment_ids: np.ndarray
+    positions: np.ndarray
+
+
+def _side(sequences: Ragged, per_row: np.ndarray, length: int) -> _Side:
+    """Lays `per_row` sequences beside each other in each row."""
+    row_of = np.repeat(np.arange(len(per_row)), per_row)
+    tokens_per_row = np.bincount(row_of, sequences.lengths, len(per_row)).astype(np.int64)
+    is_token = np.arange(length) < tokens_per_row[:, None]
+
+    def filled(values: np.ndarray) -> np.ndarray:
+        array = np.zeros(is_token.shape, np.int32)
+        array[is_token] = values
+        return array
+
+    numbers = np.arange(len(row_of)) - np.repeat(np.cumsum(per_row) - per_row, per_row)
+    return _Side(
+        tokens=filled(sequences.values),
+        segment_ids=filled(np.repeat(numbers + 1, sequences.lengths)),
+        positions=filled(_places(sequences.lengths)),
+    )
+
+
+def _places(lengths: np.ndarray) -> np.ndarray:
+    """Returns of each token which one of its sequence it is, from 0."""
+    return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)

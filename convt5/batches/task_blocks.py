@@ -1,0 +1,395 @@
+"""The blocks of a seqio task: source examples are read, preprocessed and shuffled block by block.
+
+A task is a function from source examples to examples. TensorFlow traces it once; it is then called
+with the examples of each block and a seed that follows from the block.
+"""
+
+import contextlib
+import copy
+import functools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import seqio
+import tensorflow as tf
+
+from convt5 import errors
+from convt5.batches.mixing import Block, BlockPlace, seeds
+from convt5.batches.rows import Examples, Ragged
+from convt5.tasks import row_ends  # pyright: ignore[reportMissingImports]
+
+tf.config.set_visible_devices([], "GPU")
+tf.config.set_visible_devices([], "TPU")
+
+FEATURES = ("inputs", "targets")
+
+# Of a block: the most examples and the least bytes. Text that is joined to fill rows is so block by
+# block: half a row stays empty, which is under 0.5 % of 128 rows.
+_MOST_EXAMPLES = 8192
+_LEAST_BYTES = 2**20
+_ROWS, _BYTES_PER_TOKEN = 128, 4
+# Examples are read in windows of about so many bytes, judged by the first of them.
+_WINDOW_BYTES, _WIDEST_WINDOW, _JUDGED = 2**16, 256, 32
+# Sources that do not shuffle their examples are shuffled wholly where that many are known.
+_SHUFFLED_WHOLLY, _SHUFFLED = 100_000, 1_000
+_RAGGED_BATCH = 512
+# Their seeds are fixed when they are traced.
+_STATEFUL_RANDOM_OPS = frozenset(
+    {
+        "Multinomial",
+        "ParameterizedTruncatedNormal",
+        "RandomGamma",
+        "RandomPoissonV2",
+        "RandomShuffle",
+        "RandomStandardNormal",
+        "RandomUniform",
+        "RandomUniformInt",
+        "ShuffleAndRepeatDatasetV2",
+        "ShuffleDatasetV2",
+        "ShuffleDatasetV3",
+        "TruncatedNormal",
+    }
+)
+_building = threading.RLock()
+
+
+class TaskBlocks:
+    """Makes the blocks of one split of a task, for one host's share of its examples.
+
+    Args:
+        task: any seqio task.
+        split: of the task.
+        lengths: tokens of "inputs" and "targets".
+        shuffle: whether each epoch has an order of its own, or that of the source.
+        seed: of the order, and of everything random in the task.
+        share: which part of the examples is read; None reads all.
+        cached: whether the examples are those that seqio cached.
+
+    Raises:
+        UserError: the task cannot be read so.
+    """
+
+    def __init__(
+        self,
+        task: seqio.Task,
+        split: str,
+        lengths: Mapping[str, int],
+        *,
+        shuffle: bool,
+        seed: int,
+        share: seqio.ShardInfo | None,
+        cached: bool,
+    ):
+        self._task = task
+        self._split = split
+        self._shuffle = shuffle
+        self._seed = seed
+        self._share = share
+        self._source = task._get_cached_source(split) if cached else task.source
+        longest = _ROWS * _BYTES_PER_TOKEN * max(lengths.values())
+        self._block_bytes = max(_LEAST_BYTES, longest)
+        self._windows = _Windows(self._open)
+        self._preprocess = _preprocessing(
+            task, self._open(0).element_spec, tuple(sorted(lengths.items())), cached
+        )
+
+    def make(self, place: BlockPlace) -> Block:
+        """Reads and makes a block; the same again wherever it is made.
+
+        Raises:
+            TrainingError: the data cannot be read.
+        """
+        windows, num_read, num_bytes = [], 0, 0
+        for window in self._windows.after(place.epoch, place.first):
+            windows.append(window.examples)
+            num_read += window.count
+            num_bytes += window.num_bytes
+            if num_bytes >= self._block_bytes or num_read >= _MOST_EXAMPLES:
+                break
+        if not windows:
+            return Block(_NONE, 0)
+        self._windows.went_on(place.epoch, place.first + num_read)
+        random = seeds(self._seed, place.epoch, place.number, self._share_index())
+        block_seed, order_seed = random.generate_state(2).tolist()
+        found = self._preprocess(_concatenated(windows), block_seed % (2**31 - 2**16))
+        if self._shuffle:
+            found = found.take(np.random.default_rng(order_seed).permutation(found.count))
+        return Block(found, num_read)
+
+    def _share_index(self) -> int:
+        return self._share.index if self._share else 0
+
+    def _open(self, epoch: int) -> tf.data.Dataset:
+        """Returns the source examples of an epoch, in its order."""
+        source, share = self._source, self._share
+        seed = int(seeds(self._seed, epoch).generate_state(1)[0]) % 2**31
+        of_source = share
+        if share and not source.supports_arbitrary_sharding:
+            is_cut = len(source.list_shards(self._split)) >= share.num_shards
+            of_source = share if is_cut else None
+        with _building:
+            dataset = source.get_dataset(
+                split=self._split, shuffle=self._shuffle, seed=seed, shard_info=of_source
+            )
+            if share and of_source is None:
+                dataset = dataset.shard(share.num_shards, share.index)
+            if self._shuffle and not source.performs_internal_shuffling:
+                dataset = dataset.shuffle(self._num_shuffled(dataset), seed=seed)
+        return dataset
+
+    def _num_shuffled(self, dataset: tf.data.Dataset) -> int:
+        known = int(dataset.cardinality())
+        if known < 0:
+            known = self._source.num_input_examples(self._split) or 0
+        if 0 < known <= _SHUFFLED_WHOLLY:
+            return known
+        return max(self._task.shuffle_buffer_size or 0, _SHUFFLED)
+
+
+class _Window(NamedTuple):
+    """A few source examples; `num_bytes` is about what they take."""
+
+    examples: tf.data.Dataset
+    count: int
+    num_bytes: int
+
+
+class _Windows:
+    """Source examples in windows, read on where they were left."""
+
+    def __init__(self, open_epoch: Any):
+        self._open_epoch = open_epoch
+        self._at = (-1, -1)
+        self._iterator: Iterator[Any] = iter(())
+
+    def after(self, epoch: int, first: int) -> Iterator[_Window]:
+        """Yields the windows from an example on; those before it are read again if need be."""
+        if self._at != (epoch, first):
+            examples = self._open_epoch(epoch).skip(first)
+            self._iterator = iter(_in_windows(examples, self._width))
+        self._at = (-1, -1)
+        for examples, count, num_bytes in self._iterator:
+            yield _Window(examples, int(count), int(num_bytes))
+
+    def went_on(self, epoch: int, first: int) -> None:
+        """Says where the next example is."""
+        self._at = (epoch, first)
+
+    @functools.cached_property
+    def _width(self) -> int:
+        """How many examples a window has; blocks depend on it, so that it follows from the data."""
+        sizes = self._open_epoch(0).take(_JUDGED).map(_num_bytes)
+        mean = np.mean([_WINDOW_BYTES / _WIDEST_WINDOW, *sizes.as_numpy_iterator()])
+        return max(1, int(_WINDOW_BYTES / mean))
+
+
+def _in_windows(examples: tf.data.Dataset, width: int) -> tf.data.Dataset:
+    def counted(example: Any) -> tuple[Any, tf.Tensor]:
+        return example, _num_bytes(example)
+
+    def window(examples: Any, sizes: tf.data.Dataset) -> tuple[Any, tf.Tensor, tf.Tensor]:
+        zero = tf.zeros([], tf.int64)
+        count, total = sizes.reduce((zero, zero), lambda sums, n: (sums[0] + 1, sums[1] + n))
+        return tf.data.Dataset.zip(examples), count, total
+
+    return examples.map(counted).window(width).map(window).with_options(options())
+
+
+def _num_bytes(example: Any) -> tf.Tensor:
+    parts = [tf.zeros([], tf.int64)]
+    for value in tf.nest.flatten(example, expand_composites=True):
+        if value.dtype == tf.string:
+            parts.append(tf.cast(tf.reduce_sum(tf.strings.length(value)), tf.int64))
+        else:
+            parts.append(tf.cast(tf.size(value) * value.dtype.size, tf.int64))
+    return tf.add_n(parts)
+
+
+def _concatenated(parts: list[tf.data.Dataset]) -> tf.data.Dataset:
+    while len(parts) > 1:
+        pairs = [parts[i : i + 2] for i in range(0, len(parts), 2)]
+        parts = [pair[0].concatenate(pair[1]) if len(pair) > 1 else pair[0] for pair in pairs]
+    return parts[0]
+
+
+@functools.lru_cache(maxsize=256)
+def _of_spec(task: seqio.Task, spec: str, lengths: tuple[tuple[str, int], ...], cached: bool):
+    """One for the shards and splits of a task, which are traced once."""
+    del spec
+    return _Preprocessing(task, dict(lengths), cached)
+
+
+def _preprocessing(
+    task: seqio.Task, spec: Any, lengths: tuple[tuple[str, int], ...], cached: bool
+) -> "_Preprocessing":
+    found = _of_spec(task, repr(spec), lengths, cached)
+    found.trace(spec)
+    return found
+
+
+class _Preprocessing:
+    """The preprocessors of a task as one function of source examples and a seed."""
+
+    def __init__(self, task: seqio.Task, lengths: Mapping[str, int], cached: bool):
+        self._lengths = dict(lengths)
+        self._task = row_ends.fitted(task)
+        if cached:
+            steps = self._task.preprocessors
+            places = [isinstance(s, seqio.CacheDatasetPlaceholder) for s in steps]
+            _set(self._task, steps=steps[places.index(True) + 1 :])
+        self._function: Any = None
+        self._is_traced = False
+
+    def trace(self, spec: Any) -> None:
+        """Traces the preprocessors once.
+
+        Tasks that cannot be traced so are built anew for each block: their random numbers are not
+        drawn by `seqio.map_over_dataset`, or they look at examples while they are built.
+
+        Raises:
+            UserError: a preprocessor says so.
+        """
+        with _building:
+            if self._is_traced:
+                return
+            function = tf.function(self._gathered, autograph=False)
+            examples = tf.data.DatasetSpec(spec)
+            try:
+                traced = function.get_concrete_function(examples, tf.TensorSpec([], tf.int64))
+                self._function = None if _draws_statefully(traced) else traced
+            except errors.UserError:
+                raise
+            except Exception:  # The same again, where it is no matter of tracing, by `_build`.
+                self._build(_no_examples(spec), seed=0)
+            self._is_traced = True
+
+    def __call__(self, examples: tf.data.Dataset, seed: int) -> Examples:
+        if self._function is not None:
+            found = self._function(examples, tf.constant(seed, tf.int64))
+        else:
+            with _globally_seeded(seed):
+                built = self._build(examples, seed=seed).with_options(options(in_order=True))
+                found = _gather(built)
+        return Examples(
+            *(Ragged(found[name][0].numpy(), found[name][1].numpy()) for name in FEATURES)
+        )
+
+    def _gathered(self, examples: tf.data.Dataset, seed: tf.Tensor) -> Any:
+        with _random_numbers_from(seed):
+            return _gather(self._build(examples, seed=0))
+
+    def _build(self, examples: tf.data.Dataset, *, seed: int) -> tf.data.Dataset:
+        def read(split, shuffle_files, seed=None):
+            del split, shuffle_files, seed
+            return examples
+
+        # `Task.replace` would make a plain task of a subclass.
+        task = copy.copy(self._task)
+        source = seqio.FunctionDataSource(read, splits=["block"], caching_permitted=False)
+        vars(task).update(_source=source)
+        return task.get_dataset(
+            self._lengths,
+            "block",
+            shuffle=False,
+            seed=seed,
+            num_epochs=1,
+            try_in_mem_cache=False,
+        )
+
+
+def _set(task: seqio.Task, *, steps: Sequence[Any]) -> None:
+    """Gives a task the steps after its cache alone."""
+    vars(task).update(
+        _preprocessor_constructor_args=steps,
+        preprocessors=steps,
+        _cache_step_idx=None,
+        _cache_dataset_placerholder=None,
+    )
+
+
+def _gather(examples: tf.data.Dataset) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
+    """Returns the tokens of all examples, one after the other, and how many each has."""
+    tokens = examples.map(lambda x: {name: tf.cast(x[name], tf.int32) for name in FEATURES})
+    none = {name: (tf.zeros([0], tf.int32), tf.zeros([0], tf.int64)) for name in FEATURES}
+
+    def add(sums: Any, batch: Any) -> Any:
+        found = {}
+        for name, (values, lengths) in sums.items():
+            rows = batch[name]
+            if not isinstance(rows, tf.RaggedTensor):  # All of one length.
+                rows = tf.RaggedTensor.from_tensor(rows)
+            found[name] = (
+                tf.concat([values, rows.flat_values], 0),
+                tf.concat([lengths, rows.row_lengths()], 0),
+            )
+        return found
+
+    return tokens.ragged_batch(_RAGGED_BATCH).reduce(none, add)
+
+
+@contextlib.contextmanager
+def _random_numbers_from(seed: tf.Tensor) -> Iterator[None]:
+    """Adds a seed that is known when a block is made to the seeds that seqio gives out.
+
+    `seqio.map_over_dataset` takes the random numbers of each example from `tf.data.Dataset.random`,
+    whose seed may be a tensor; seqio itself can count in plain integers only.
+    """
+    datasets: Any = tf.data.Dataset
+    random = datasets.random
+
+    def seeded(own=None, **settings):
+        return random(seed if own is None else seed + own, **settings)
+
+    datasets.random = staticmethod(seeded)
+    try:
+        yield
+    finally:
+        datasets.random = random
+
+
+@contextlib.contextmanager
+def _globally_seeded(seed: int) -> Iterator[None]:
+    """Sets TensorFlow's own seed, which is a part of every other, and puts it back."""
+    with _building:
+        before, _ = tf.compat.v1.random.get_seed(0)
+        tf.random.set_seed(seed)
+        try:
+            yield
+        finally:
+            tf.random.set_seed(before)
+
+
+def _draws_statefully(traced: Any) -> bool:
+    graph = traced.graph.as_graph_def()
+    nodes = [graph.node, *(function.node_def for function in graph.library.function)]
+    return any(node.op in _STATEFUL_RANDOM_OPS for part in nodes for node in part)
+
+
+def _no_examples(spec: Any) -> tf.data.Dataset:
+    def none():
+        return iter(())
+
+    return tf.data.Dataset.from_generator(none, output_signature=spec)
+
+
+def options(*, in_order: bool = False) -> tf.data.Options:
+    """Returns those of every dataset: always the same order, and an end that waits for nothing.
+
+    Args:
+        in_order: one thread, so that stateful random numbers are drawn in the same order too.
+    """
+    options = tf.data.Options()
+    options.deterministic = True
+    options.threading.max_intra_op_parallelism = 1
+    if in_order:
+        options.threading.private_threadpool_size = 1
+    # The tuner's thread misses the call to end now and then (seen with TensorFlow 2.21); dropping
+    # the iterator, at an evaluation or the end of the process, then waits for it up to a minute.
+    options.autotune.enabled = False
+    return options
+
+
+_EMPTY = Ragged(np.zeros(0, np.int32), np.zeros(0, np.int64))
+_NONE = Examples(_EMPTY, _EMPTY)

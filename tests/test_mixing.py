@@ -1,0 +1,122 @@
+"""Streams of examples: each block is made from its place alone, and a position is a few numbers."""
+
+import concurrent.futures
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from convt5 import errors
+from convt5.batches.mixing import Block, MixedStream, TaskStream
+from convt5.batches.rows import Examples, Ragged
+
+
+class Now(concurrent.futures.Executor):
+    """Makes blocks at once."""
+
+    def submit(self, fn, /, *args, **kwargs):
+        future = concurrent.futures.Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def stream(size, *, block=3, epochs=None, task=0, empty=()):
+    """Source example n becomes the example (task, epoch, n); those of `empty` become none."""
+
+    def make(place):
+        numbers = range(place.first, min(place.first + block, size))
+        kept = [n for n in numbers if n not in empty]
+        rows = np.array([(task, place.epoch, n) for n in kept], np.int32).reshape(-1)
+        tokens = Ragged(rows, np.full(len(kept), 3))
+        return Block(Examples(tokens, tokens), len(numbers))
+
+    return TaskStream(make, Now(), epochs)
+
+
+def take(source, count):
+    found = source.peek(count)
+    source.advance(found.count)
+    return [tuple(row) for row in found.inputs.values.reshape(-1, 3).tolist()]
+
+
+def mixed(sizes, rates, *, epochs=None, seed=0):
+    streams = {f"t{i}": stream(n, epochs=epochs, task=i) for i, n in enumerate(sizes)}
+    return MixedStream(streams, rates, seed)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    size=st.integers(1, 9),
+    block=st.integers(1, 4),
+    asked=st.lists(st.integers(0, 7), max_size=6),
+)
+def test_a_task_gives_each_example_once_an_epoch(size, block, asked):
+    source = stream(size, block=block)
+    found = [row for count in asked for row in take(source, count)]
+    every = [(0, epoch, n) for epoch in range(50) for n in range(size)]
+    assert found == every[: sum(asked)]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    epochs=st.integers(1, 3),
+    asked=st.integers(1, 7),
+    seed=st.integers(-5, 2**40),
+)
+def test_a_mixture_read_a_number_of_times_gives_every_example_of_every_task(
+    sizes, epochs, asked, seed
+):
+    source = mixed(sizes, [1.0, 5.0, 0.1][: len(sizes)], epochs=epochs, seed=seed)
+    found = []
+    while rows := take(source, asked):
+        found += rows
+    every = [(t, e, n) for t, size in enumerate(sizes) for e in range(epochs) for n in range(size)]
+    assert sorted(found) == every
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    epochs=st.sampled_from([None, 1, 2]),
+    before=st.integers(0, 25),
+    asked=st.integers(1, 6),
+)
+def test_a_position_gives_back_what_followed_however_much_is_asked_at_once(epochs, before, asked):
+    source = mixed([4, 11], [1.0, 2.0], epochs=epochs)
+    take(source, before)
+    state = json.loads(json.dumps(source.get_state()))
+    expected = take(source, 12)
+    other = mixed([4, 11], [1.0, 2.0], epochs=epochs)
+    other.set_state(state)
+    found = []
+    while len(found) < len(expected):
+        found += take(other, min(asked, len(expected) - len(found)))
+    assert found == expected
+
+
+def test_tasks_are_drawn_by_their_rates():
+    source = mixed([7, 7, 7], [1.0, 3.0, 0.0])
+    tasks = np.array(take(source, 9000))[:, 0]
+    counts = np.bincount(tasks, minlength=3) / len(tasks)
+    np.testing.assert_allclose(counts, [0.25, 0.75, 0.0], atol=0.02)
+
+
+def test_blocks_and_epochs_without_examples_are_passed_over_or_end_the_data():
+    assert take(stream(5, block=1, empty=(0, 2, 3)), 3) == [(0, 0, 1), (0, 0, 4), (0, 1, 1)]
+    for epochs in (None, 3):
+        assert take(stream(2, empty=(0, 1), epochs=epochs), 4) == []
+    with pytest.raises(errors.UserError, match="'t1' of the mixture gives no example"):
+        mixed([3, 0], [1.0, 1.0]).peek(20)
+
+
+def test_the_next_block_is_made_while_one_is_read():
+    source = stream(9)
+    made = []
+    make = source._make
+    source._make = lambda place: made.append(place.number) or make(place)
+    take(source, 1)
+    assert made == [0]
+    take(source, 1)
+    assert made == [0, 1]
