@@ -4,6 +4,7 @@ Gin files bind `cached_data.CachedDataConfig` in the scopes `train/` and `eval/`
 folder with `cache.json`, the vocabulary, and for each split a file of plain numbers per feature.
 """
 
+import base64
 import dataclasses
 import functools
 import hashlib
@@ -12,9 +13,10 @@ import os
 import pathlib
 import re
 import shutil
+import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +27,8 @@ from convt5.configuration import checks
 from convt5.runtime import file_locks, foreign_files, whole_files
 
 _ABOUT_FILE = "cache.json"
+_PROGRESS_FILE = "progress.json"
+_SECONDS_BETWEEN_NOTES = 10.0
 _VOCABULARY_FILE = "vocabulary.model"
 _SIZES_FILE = "token_bytes.npy"
 _VERSION = 1
@@ -42,7 +46,7 @@ class CachedDataConfig:
         path: folder of the cache.
         split: "train" or "validation".
         batch_size: rows over all hosts.
-        shuffle: None shuffles endless data only; every pass then has an order of its own.
+        shuffle: False keeps the order of the rows; None shuffles, as True does, every pass anew.
         seed: of the order.
         num_epochs: passes over the rows; None never ends. The last batch of finite data is filled
             up with empty rows of weight 0.
@@ -231,15 +235,33 @@ def read_about(path: str) -> Mapping[str, Any]:
     return about
 
 
+class Written(NamedTuple):
+    """What there is of a split so far.
+
+    Attributes:
+        num_read: rows that were read, empty ones included.
+        state: the position of their reader after these; None where it has not begun.
+        is_complete: whether nothing is missing.
+    """
+
+    num_read: int = 0
+    state: bytes | None = None
+    is_complete: bool = False
+
+
 class Writer:
-    """Writes a cache; it exists once `finish` was called, and not before."""
+    """Writes a cache; it exists once `finish` was called, and not before.
 
-    def __init__(self, folder: pathlib.Path):
-        """Begins beside `folder`, which must not exist.
+    Args:
+        folder: of the cache, which must not exist. It is begun beside it.
+        identity: what the cache is made of. One that was begun of the same, by a process that was
+            killed, is gone on with; None begins anew.
 
-        Raises:
-            UserError: it exists, or cannot be written.
-        """
+    Raises:
+        UserError: it exists, or cannot be written.
+    """
+
+    def __init__(self, folder: pathlib.Path, *, identity: str | None = None):
         folder = _folder(folder)
         if folder.exists():
             raise errors.UserError(
@@ -247,58 +269,111 @@ class Writer:
             )
         self._folder = folder
         self._unfinished = whole_files.unfinished(folder, "unfinished")
-        self._splits: dict[str, Any] = {}
         self._about: dict[str, Any] = {}
         self._token_type = _LONG
         try:
             self._unfinished.mkdir(parents=True, exist_ok=True)
             self._take()
-            for left in self._unfinished.iterdir():
-                shutil.rmtree(left) if whole_files.kind(left) == "a folder" else left.unlink()
+            self._progress = self._begun(identity)
+            if not self._progress["splits"]:
+                for left in self._unfinished.iterdir():
+                    is_folder = whole_files.kind(left) == "a folder"
+                    shutil.rmtree(left) if is_folder else left.unlink()
         except OSError as error:
             raise errors.UserError(
                 f"output_dir={folder} cannot be written ({error.strerror}); name another folder."
             ) from None
 
-    def write(self, split: str, batches: Iterable[Mapping[str, np.ndarray]]) -> Iterator[int]:
+    def written(self, split: str) -> Written:
+        """Returns what there is of a split, from a process that was killed."""
+        found = self._progress["splits"].get(split)
+        if found is None:
+            return Written()
+        state = base64.b64decode(found["state"]) if found["state"] else None
+        return Written(found["num_read"], state, found["is_complete"])
+
+    def write(
+        self,
+        split: str,
+        batches: Iterable[Mapping[str, np.ndarray]],
+        *,
+        get_state: Callable[[], bytes] | None = None,
+    ) -> Iterator[int]:
         """Writes the rows of a split, leaving empty ones out; yields the tokens of each batch.
 
         Args:
             split: its name.
-            batches: integers [rows, length].
+            batches: integers [rows, length]; those after what `written` says.
+            get_state: returns the position of their reader, which is noted now and then.
         """
         folder = self._unfinished / split
-        folder.mkdir()
-        digest, rows, features, files = hashlib.sha256(), 0, {}, {}
+        folder.mkdir(exist_ok=True)
+        begun = {"rows": 0, "num_read": 0, "features": {}, "digest": "", "state": None}
+        found = self._progress["splits"].get(split, begun | {"is_complete": False})
+        files = {name: _opened_to_append(folder, name, found) for name in found["features"]}
+        noted = time.monotonic()
         try:
             for batch in batches:
-                full = np.asarray(batch["encoder_input_tokens"]).any(axis=1)
-                for name, values in batch.items():
-                    kept = np.asarray(values)[full]
-                    if name not in files:
-                        length = kept.shape[1]
-                        # Segments and positions are counted within the row.
-                        counts = _SHORT if length <= 2**16 else _LONG
-                        dtype = self._token_type if name.endswith("tokens") else counts
-                        features[name] = {"dtype": dtype, "length": length}
-                        files[name] = (folder / f"{name}.bin").open("wb")
-                    stored = kept.astype(features[name]["dtype"]).tobytes()
-                    digest.update(stored)
-                    files[name].write(stored)
-                rows += int(full.sum())
-                yield sum(int((batch[name] != 0).sum()) for name in _COUNTED if name in batch)
+                yield self._append(folder, found, files, batch)
+                if get_state is not None and time.monotonic() - noted > _SECONDS_BETWEEN_NOTES:
+                    found["state"] = base64.b64encode(get_state()).decode()
+                    self._note(split, found, files)
+                    noted = time.monotonic()
         finally:
             for file in files.values():
                 file.close()
-        if not rows:
+        if not found["rows"]:
             raise errors.UserError(
                 f"split={split!r} gives no row; check the data that the gin files name."
             )
-        self._splits[split] = {
-            "rows": rows,
-            "features": features,
-            "fingerprint": digest.hexdigest()[:32],
-        }
+        self._note(split, found | {"is_complete": True}, {})
+
+    def _append(
+        self,
+        folder: pathlib.Path,
+        found: dict[str, Any],
+        files: dict[str, Any],
+        batch: Mapping[str, np.ndarray],
+    ) -> int:
+        """Writes a batch; returns its tokens."""
+        counted = [np.asarray(batch[name]) for name in _COUNTED if name in batch]
+        full = np.any([tokens.any(axis=1) for tokens in counted], axis=0)
+        digest = hashlib.sha256(found["digest"].encode())
+        for name, values in batch.items():
+            kept = np.asarray(values)[full]
+            if name not in files:
+                length = kept.shape[1]
+                # Segments and positions are counted within the row.
+                counts = _SHORT if length <= 2**16 else _LONG
+                dtype = self._token_type if name.endswith("tokens") else counts
+                found["features"][name] = {"dtype": dtype, "length": length}
+                files[name] = (folder / f"{name}.bin").open("wb")
+            stored = kept.astype(found["features"][name]["dtype"]).tobytes()
+            digest.update(stored)
+            files[name].write(stored)
+        found["digest"] = digest.hexdigest()
+        found["rows"] += int(full.sum())
+        found["num_read"] += len(full)
+        return sum(int((tokens != 0).sum()) for tokens in counted)
+
+    def _note(self, split: str, found: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+        """Notes how far a split is written, so that a later process can go on from there."""
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        self._progress["splits"][split] = dict(found)
+        note = self._unfinished / f".{_PROGRESS_FILE}"
+        note.write_text(json.dumps(self._progress))
+        note.replace(self._unfinished / _PROGRESS_FILE)
+
+    def _begun(self, identity: str | None) -> dict[str, Any]:
+        """Returns what was noted of a cache of the same data."""
+        new = {"identity": identity, "splits": {}}
+        try:
+            found = json.loads((self._unfinished / _PROGRESS_FILE).read_text())
+        except (OSError, ValueError):
+            return new
+        return found if identity is not None and found.get("identity") == identity else new
 
     def vocabulary(
         self, vocabulary: Any, token_bytes: np.ndarray | None, *, of_inputs: Any = None
@@ -335,15 +410,24 @@ class Writer:
             made_from: settings that it was made with.
             tasks: how the tasks in it write their inputs.
         """
+        splits = {
+            split: {
+                "rows": found["rows"],
+                "features": found["features"],
+                "fingerprint": found["digest"][:32],
+            }
+            for split, found in self._progress["splits"].items()
+        }
         about = {
             "version": _VERSION,
             **self._about,
             "tasks": task_format.as_json(tasks),
-            "splits": self._splits,
+            "splits": splits,
             "made_from": dict(made_from),
         }
         text = json.dumps(about, indent=2, default=str) + "\n"
         (self._unfinished / _ABOUT_FILE).write_text(text)
+        (self._unfinished / _PROGRESS_FILE).unlink(missing_ok=True)
         try:
             self._unfinished.rename(self._folder)
         except OSError as error:
@@ -362,6 +446,15 @@ class Writer:
                 f"output_dir={self._folder} is being made by another process; wait for it to end, "
                 "or name another folder."
             )
+
+
+def _opened_to_append(folder: pathlib.Path, name: str, found: Mapping[str, Any]) -> Any:
+    """Opens a file after what was noted of it; what a killed process wrote later is cut off."""
+    feature = found["features"][name]
+    file = (folder / f"{name}.bin").open("r+b")
+    file.truncate(found["rows"] * feature["length"] * np.dtype(feature["dtype"]).itemsize)
+    file.seek(0, os.SEEK_END)
+    return file
 
 
 class _Rows:

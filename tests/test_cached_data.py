@@ -53,7 +53,7 @@ def built(folder, *, hosts=(0, 1), **changes):
 
 
 def test_rows_come_back_as_they_were_written_and_the_last_batch_is_filled_up(folder):
-    batches = list(built(folder, num_epochs=1))
+    batches = list(built(folder, num_epochs=1, shuffle=False))
     assert len(batches) == 3
     for name, values in made().items():
         found = np.concatenate([batch[name] for batch in batches])
@@ -113,6 +113,22 @@ def test_packed_rows_are_known_as_such_and_refused_where_a_stem_would_mix_them(f
         step_settings = settings | {"train_data": data_config}
         step = inspect.make_step(inspect.make_subject(name, step_settings, {}), step_settings)
         assert step.packed == (data_config is packed)
+
+
+def test_rows_that_are_read_once_are_shuffled_too(folder):
+    found, in_order = (
+        np.concatenate([b["encoder_input_tokens"] for b in built(folder, num_epochs=1, **how)])
+        for how in ({}, {"shuffle": False})
+    )
+    assert not np.array_equal(found, in_order)
+    np.testing.assert_array_equal(np.sort(found, axis=0), np.sort(in_order, axis=0))
+
+
+def test_a_row_of_targets_alone_is_kept(tmp_path):
+    rows = made() | {"encoder_input_tokens": np.zeros((ROWS, LENGTH), np.int32)}
+    writer = cached_data.Writer(tmp_path / "cache")
+    writer.vocabulary(vocabularies.characters(), None)
+    assert list(writer.write("train", [rows])) == [ROWS * 4]
 
 
 def test_a_position_of_other_rows_is_refused(folder, tmp_path):
@@ -219,7 +235,7 @@ def test_the_command_keeps_what_the_pipeline_gives(tmp_path, capsys):
     cache.main([*settings, "--rows=64", f"--output_dir={output}"])
     assert "pretrain_cached.gin" in capsys.readouterr().out
     about = json.loads((output / "cache.json").read_text())
-    found = CachedDataConfig(path=str(output), batch_size=32, num_epochs=1)
+    found = CachedDataConfig(path=str(output), batch_size=32, num_epochs=1, shuffle=False)
     assert about["splits"]["train"]["rows"] == 64
     assert isinstance(found.vocabulary, seqio.ByteVocabulary)
     made_from = about["made_from"]["train"]

@@ -368,6 +368,13 @@ def test_a_mixture_read_once_gives_every_row_of_every_task():
     assert np.bincount(rows[:, 0], minlength=5)[3:].tolist() == [5, 40]
 
 
+@pytest.fixture
+def no_caches():
+    yield
+    seqio.set_global_cache_dirs([])
+
+
+@pytest.mark.usefixtures("no_caches")
 def test_a_task_is_read_from_where_seqio_cached_it(tmp_path):
     def first_only(dataset):
         raise AssertionError("this was done when the cache was made")

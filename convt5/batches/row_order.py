@@ -80,7 +80,7 @@ class Passes:
 
     Args:
         size: rows of the data.
-        config: how they are read; `shuffle=None` shuffles endless data only.
+        config: how they are read; only `shuffle=False` keeps the order of the data.
         row_slice: this host's part of each batch; hosts agree on how many batches there are.
         settings: what must be equal for a saved position to mean the same batches.
         item: what a row is, for messages.
@@ -95,9 +95,7 @@ class Passes:
         settings: Mapping[str, Any],
         item: str,
     ):
-        endless = config.num_epochs is None
-        shuffle = endless if config.shuffle is None else config.shuffle
-        self._order = RowOrder(size, shuffle, config.seed)
+        self._order = RowOrder(size, config.shuffle is not False, config.seed)
         self._total = np.inf if config.num_epochs is None else config.num_epochs * size
         self._batch_size = config.batch_size
         self._row_slice = row_slice

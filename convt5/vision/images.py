@@ -43,7 +43,7 @@ class ImageDataConfig:
         augmentation: what is done to images at random; None for nothing.
         on_corrupt: a file that is no image ends the run ("refuse") or is replaced by a row of
             weight 0, counted and warned about ("skip").
-        shuffle: None shuffles endless data only.
+        shuffle: False keeps the order of the data; None shuffles, as True does.
         seed: of everything random.
         num_epochs: passes over the data; None never ends. The last batch of finite data is filled
             up with rows of weight 0.
