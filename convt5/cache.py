@@ -4,17 +4,22 @@ Tokenising, corrupting and packing are done here; `cached_data` reads the rows a
 """
 
 import argparse
+import contextlib
 import dataclasses
+import functools
+import hashlib
+import json
 import os
 import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from convt5 import errors, gin_config, task_format
+from convt5.batches.block_workers import BlockWorkers
 from convt5.configuration import command_line, gin_files
 from convt5.runtime import quiet_imports
 
@@ -29,8 +34,9 @@ COMMAND = command_line.Command(
             "--gin.VOCABULARY=corpus/spm.model --epochs=2 --output_dir=corpus/cache",
         ),
         (
-            "the first million rows of C4",
-            "--gin_file=gin/runs/pretrain_c4.gin --rows=1000000 --output_dir=c4_cache",
+            "the first million rows of C4, by 16 processes; killed, the same command goes on",
+            "--gin_file=gin/runs/pretrain_c4.gin --rows=1000000 --processes=16 "
+            "--output_dir=c4_cache",
         ),
     ],
     flags=[
@@ -38,6 +44,11 @@ COMMAND = command_line.Command(
         command_line.Flag(
             "epochs",
             "passes over the training data, 1; each corrupts it anew.",
+            {"type": int, "default": 1},
+        ),
+        command_line.Flag(
+            "processes",
+            "that tokenise and corrupt side by side, 1; the rows are the same.",
             {"type": int, "default": 1},
         ),
         command_line.Flag(
@@ -50,7 +61,7 @@ COMMAND = command_line.Command(
 def main(argv: Sequence[str]) -> None:
     arguments = command_line.parse(COMMAND, argv)
     flags = arguments.flags
-    for name in ("epochs", "rows"):
+    for name in ("epochs", "rows", "processes"):
         if getattr(flags, name) is not None and getattr(flags, name) < 1:
             raise errors.UserError(f"{name}={getattr(flags, name)} must be at least 1.")
     with quiet_imports.without_tensorflow_chatter():
@@ -67,25 +78,15 @@ def main(argv: Sequence[str]) -> None:
             )
     check_num_batches(settings.get("eval_num_batches"), configs["validation"])
     output_dir = os.path.expanduser(flags.output_dir)
-    writer = cached_data.Writer(pathlib.Path(output_dir))
+    wanted = {
+        split: _wanted(split, config, flags, settings)
+        for split, config in configs.items()
+        if config is not None
+    }
+    writer = cached_data.Writer(pathlib.Path(output_dir), identity=_identity(wanted, flags))
     started, tokens = time.perf_counter(), 0
-    for split, config in configs.items():
-        if config is None:
-            continue
-        batches, most = _batches(split, config, flags, settings)
-        if split == "train":
-            of_inputs = config.provider().output_features["inputs"].vocabulary
-            writer.vocabulary(batches.vocabulary, batches.token_bytes, of_inputs=of_inputs)
-        with tqdm(
-            total=most,
-            desc=split,
-            unit=" rows",
-            unit_scale=True,
-            file=sys.stderr,
-            disable=None,
-        ) as progress:
-            for found in writer.write(split, _first_rows(batches, most, progress.update)):
-                tokens += found
+    for split, config in wanted.items():
+        tokens += _write(writer, split, config, flags, argv)
     made_from = {name: dataclasses.asdict(c) for name, c in configs.items() if c is not None}
     for config in made_from.values():
         config["mixture"] = getattr(config["mixture"], "name", config["mixture"])
@@ -100,17 +101,101 @@ def main(argv: Sequence[str]) -> None:
     )
 
 
-def _batches(
+class _Wanted(NamedTuple):
+    """What is read of a split: everything of `config`, or `most` rows of it."""
+
+    config: Any
+    most: int | None
+
+
+def _wanted(
     split: str, config: Any, flags: argparse.Namespace, settings: Mapping[str, Any]
-) -> tuple[Any, int | None]:
-    """Returns one host's batches of everything, and how many rows are wanted at most."""
+) -> _Wanted:
     if split == "train":
         config = dataclasses.replace(config, num_epochs=flags.epochs, shuffle=True)
-        most = flags.rows
-    else:
-        num_batches = settings.get("eval_num_batches")
-        most = num_batches and num_batches * config.batch_size
-    return config.build(process_index=0, process_count=1), most
+        return _Wanted(config, flags.rows)
+    num_batches = settings.get("eval_num_batches")
+    return _Wanted(config, num_batches and num_batches * config.batch_size)
+
+
+def _identity(wanted: Mapping[str, _Wanted], flags: argparse.Namespace) -> str:
+    """Returns what must be equal for a cache that was begun to be gone on with."""
+    about = {split: [each.config.identity(), each.most] for split, each in wanted.items()}
+    return hashlib.sha256(json.dumps([about, flags.epochs]).encode()).hexdigest()
+
+
+def _write(
+    writer: Any, split: str, wanted: _Wanted, flags: argparse.Namespace, argv: Sequence[str]
+) -> int:
+    """Writes what is missing of a split; returns its tokens."""
+    written, tokens = writer.written(split), 0
+    with contextlib.ExitStack() as stack:
+        maker = None
+        if flags.processes > 1 and not written.is_complete:
+            load = functools.partial(load_blocks, list(argv), split)
+            maker = stack.enter_context(BlockWorkers(flags.processes, load)).maker
+        batches = wanted.config.build(process_index=0, process_count=1, maker=maker)
+        if split == "train":
+            of_inputs = wanted.config.provider().output_features["inputs"].vocabulary
+            writer.vocabulary(batches.vocabulary, batches.token_bytes, of_inputs=of_inputs)
+        if written.is_complete:
+            return 0
+        left = wanted.most
+        if written.state is not None:
+            batches.set_state(written.state)
+            left = None if left is None else left - written.num_read
+            print(f"{split}: goes on after {written.num_read:,} rows that are there", flush=True)
+        progress = stack.enter_context(
+            tqdm(
+                total=wanted.most,
+                initial=written.num_read,
+                desc=split,
+                unit=" rows",
+                unit_scale=True,
+                file=sys.stderr,
+                disable=None,
+            )
+        )
+        tell = _Estimate(progress, wanted, batches)
+        rows = _first_rows(batches, left, tell)
+        for found in writer.write(split, rows, get_state=batches.get_state):
+            tokens += found
+    return tokens
+
+
+class _Estimate:
+    """Tells a progress bar how many rows were made, and of how many, by what was read of the data.
+
+    Args:
+        progress: the bar.
+        wanted: what is made.
+        batches: where it comes from.
+    """
+
+    def __init__(self, progress: Any, wanted: _Wanted, batches: Any):
+        self._progress = progress
+        self._most, self._epochs = wanted.most, wanted.config.num_epochs
+        self._batches = batches
+        self._counts = wanted.config.num_examples() if not progress.disable else None
+
+    def __call__(self, num_rows: int) -> None:
+        self._progress.update(num_rows)
+        if self._counts is None or self._epochs is None:
+            return
+        read = self._batches.num_read()
+        done = sum(epoch * self._counts[name] + first for name, (epoch, first) in read.items())
+        if done:
+            total = int(self._progress.n * self._epochs * sum(self._counts.values()) / done)
+            total = max(total, self._progress.n)
+            self._progress.total = total if self._most is None else min(total, self._most)
+
+
+def load_blocks(argv: list[str], split: str) -> Any:
+    """Returns the blocks of a split, in another process of the same command."""
+    arguments = command_line.parse(COMMAND, argv)
+    settings = _settings(arguments)
+    data = {"train": settings["train_data"], "validation": settings.get("eval_data")}
+    return _wanted(split, data[split], arguments.flags, settings).config.task_blocks()
 
 
 def _first_rows(

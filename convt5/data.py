@@ -11,7 +11,7 @@ import io
 import json
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import seqio
 import tensorflow as tf
 
 from convt5 import errors, vocabulary_files
-from convt5.batches.mixing import MixedStream, TaskStream
+from convt5.batches.mixing import MakeBlock, MixedStream, TaskStream
 from convt5.batches.prefetching import (
     Prefetcher,
     check_settings,
@@ -148,8 +148,20 @@ class DataConfig:
         """Returns how each task writes its inputs."""
         return formats.of(self.provider())
 
-    def build(self, *, process_index: int, process_count: int) -> "BatchIterator":
+    def build(
+        self,
+        *,
+        process_index: int,
+        process_count: int,
+        maker: Callable[[str], MakeBlock] | None = None,
+    ) -> "BatchIterator":
         """Returns this host's rows of each batch; hosts of endless data read different examples.
+
+        Args:
+            process_index: of the host, or shard.
+            process_count: of hosts, or shards.
+            maker: what makes the blocks of a task, given its name, such as `BlockWorkers.maker`;
+                None makes them here.
 
         Raises:
             UserError: the data cannot be read as configured.
@@ -164,7 +176,7 @@ class DataConfig:
         share = seqio.ShardInfo(process_index, process_count) if endless else None
         first = 0 if endless else process_index * rows
         return BatchIterator(
-            self._examples(provider, share if share and share.num_shards > 1 else None),
+            self._examples(provider, share if share and share.num_shards > 1 else None, maker),
             RowLayout(self.encoder_length, self.decoder_length, self.pack),
             batch_size=rows if endless else self.batch_size,
             row_slice=slice(first, first + rows),
@@ -172,27 +184,55 @@ class DataConfig:
             settings=self._settings(provider) | {"process_count": process_count},
         )
 
-    def _examples(
-        self, provider: seqio.Task | seqio.Mixture, share: seqio.ShardInfo | None
-    ) -> MixedStream:
-        tasks = [t for t in seqio.get_subtasks(provider) if self.split in t.splits]
-        rates = _rates(provider, tasks)
-        executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="convt5-blocks")
-        streams = {}
-        for task, rate in zip(tasks, rates, strict=True):
-            if not rate:
-                continue
-            blocks = TaskBlocks(
+    def task_blocks(self, share: seqio.ShardInfo | None = None) -> dict[str, TaskBlocks]:
+        """Returns what makes the blocks of each task, by its name.
+
+        Raises:
+            UserError: a task cannot be read as configured.
+        """
+        lengths = {"inputs": self.encoder_length, "targets": self.decoder_length}
+        return {
+            task.name: TaskBlocks(
                 task,
                 self.split,
-                {"inputs": self.encoder_length, "targets": self.decoder_length},
+                lengths,
                 shuffle=self.shuffle is not False,
                 seed=self.seed,
                 share=share,
                 cached=self._is_cached(task),
             )
-            streams[task.name] = TaskStream(blocks.make, executor, self.num_epochs)
-        return MixedStream(streams, [rate for rate in rates if rate], self.seed)
+            for task in self._rates(self.provider())
+        }
+
+    def _examples(
+        self,
+        provider: seqio.Task | seqio.Mixture,
+        share: seqio.ShardInfo | None,
+        maker: Callable[[str], MakeBlock] | None,
+    ) -> MixedStream:
+        rates = self._rates(provider)
+        if maker is None:
+            blocks = self.task_blocks(share)
+            makers = {name: own.make for name, own in blocks.items()}
+        else:
+            makers = {task.name: maker(task.name) for task in rates}
+        executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="convt5-blocks")
+        streams = {
+            name: TaskStream(make, executor, self.num_epochs) for name, make in makers.items()
+        }
+        return MixedStream(streams, list(rates.values()), self.seed)
+
+    def _rates(self, provider: seqio.Task | seqio.Mixture) -> dict[seqio.Task, float]:
+        """Returns the tasks that are read, and the share of each relative to the others."""
+        tasks = [task for task in seqio.get_subtasks(provider) if self.split in task.splits]
+        rates = _rates(provider, tasks)
+        return {task: rate for task, rate in zip(tasks, rates, strict=True) if rate}
+
+    def num_examples(self) -> dict[str, int] | None:
+        """Returns how many source examples each task has in an epoch; None where one cannot say."""
+        counts = {t.name: t.num_input_examples(self.split) for t in self._rates(self.provider())}
+        known = {name: count for name, count in counts.items() if count}
+        return known if len(known) == len(counts) else None
 
     def _is_cached(self, task: seqio.Task) -> bool:
         """Whether a task is read from where seqio cached it."""
@@ -212,6 +252,10 @@ class DataConfig:
             "--module_import=MODULE, and set data.DataConfig.cache_dirs = ['DIR'], or leave "
             "use_cached unset and CacheDatasetPlaceholder out of the task."
         )
+
+    def identity(self) -> dict[str, Any]:
+        """Returns what the rows follow from: settings, and what identifies data and vocabulary."""
+        return json.loads(json.dumps(self._settings(self.provider())))
 
     def _settings(self, provider: seqio.Task | seqio.Mixture) -> dict[str, Any]:
         """What must be equal for a saved position to mean the same batches."""
@@ -288,6 +332,11 @@ class BatchIterator:
             raise StopIteration
         self._at_the_start = False
         return {name: rows[self._row_slice] for name, rows in batch.items()}
+
+    def num_read(self) -> dict[str, tuple[int, int]]:
+        """Returns, for each task, epochs and source examples of the next that lie behind."""
+        tasks = self._examples.get_state()["tasks"]
+        return {name: (epoch, first) for name, (epoch, _, first, _) in tasks.items()}
 
     def get_state(self) -> bytes:
         """Returns the position: a few numbers, and the settings that they belong to."""

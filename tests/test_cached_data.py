@@ -1,8 +1,12 @@
 """Caches: the same rows as were made, in an order that can be resumed, and damage that is named."""
 
+import gc
 import itertools
 import json
 import pathlib
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -193,6 +197,54 @@ def test_an_unfinished_cache_is_none(tmp_path):
     assert built(tmp_path / "cache").token_bytes is None
 
 
+def test_a_cache_that_a_killed_process_began_is_gone_on_with(tmp_path, monkeypatch):
+    rows = made(rows=20)
+    parts = [{name: values[i : i + 4] for name, values in rows.items()} for i in range(0, 20, 4)]
+
+    def write(to, identity="same", *, stop_after=9):
+        writer = cached_data.Writer(tmp_path / to, identity=identity)
+        writer.vocabulary(vocabularies.characters(), None)
+        there = writer.written("train")
+        first = there.num_read // 4
+        taken = iter(range(first + 1, 6))
+        state = {"now": b""}
+
+        def batches():
+            for number in taken:
+                state["now"] = bytes([number])
+                yield parts[number - 1]
+
+        writing = writer.write("train", batches(), get_state=lambda: state["now"])
+        for _ in zip(range(stop_after), writing, strict=False):
+            pass
+        return writer, there
+
+    monkeypatch.setattr(cached_data, "_SECONDS_BETWEEN_NOTES", 0.0)
+    whole, _ = write("whole")
+    about = whole.finish(made_from={})
+    # Killed after the third batch was written and the second was noted.
+    writer, _ = write("cache", stop_after=3)
+    del writer
+    gc.collect()
+    writer, there = write("cache")
+    assert (there.num_read, there.state, there.is_complete) == (8, bytes([2]), False)
+    assert writer.written("train").is_complete
+    assert writer.finish(made_from={}) == about
+    for name in rows:
+        found, expected = (
+            (tmp_path / cache / "train" / f"{name}.bin").read_bytes()
+            for cache in ("cache", "whole")
+        )
+        assert found == expected
+    assert not (tmp_path / "cache" / "progress.json").exists()
+    # What was begun of other data is begun anew.
+    for identity in ("same", "other"):
+        writer, there = write("third", identity, stop_after=3)
+        assert there.num_read == 0
+        del writer
+        gc.collect()
+
+
 def test_a_cache_that_another_has_made_meanwhile_is_kept(tmp_path):
     writer = cached_data.Writer(tmp_path / "cache")
     writer.vocabulary(vocabularies.characters(), None)
@@ -307,6 +359,37 @@ def test_batches_are_cut_to_the_rows_that_are_wanted(most, sizes):
     for name, values in rows.items():
         kept = np.concatenate([batch[name] for batch in found])
         np.testing.assert_array_equal(kept, values[:most])
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_makes_the_same_rows_and_goes_on_when_killed(tmp_path):
+    text = "".join(f"text number {i * i} of some that are told apart\n" for i in range(40000))
+    (tmp_path / "text.txt").write_text(text)
+    settings = [
+        "--gin_file=gin/runs/pretrain_text.gin",
+        f"--gin.TEXT={tmp_path}/text.txt",
+        "--gin.VOCABULARY=unused",
+        "--gin.pretraining.text_span_corruption.vocabulary=@vocabularies.characters()",
+        "--gin.data.DataConfig.batch_size=8",
+        "--gin.data.DataConfig.encoder_length=64",
+        "--gin.trainer.train.eval_num_batches=2",
+    ]
+    cache.main([*settings, f"--output_dir={tmp_path}/one"])
+    command = [
+        *(sys.executable, "-m", "convt5.cache", *settings, "--processes=2"),
+        f"--output_dir={tmp_path}/two",
+    ]
+    unfinished = tmp_path / ".two.unfinished" / "train" / "encoder_input_tokens.bin"
+    process = subprocess.Popen(command)
+    while not (unfinished.exists() and unfinished.stat().st_size):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    subprocess.run(command, check=True)
+    one, two = (json.loads((tmp_path / n / "cache.json").read_text()) for n in ("one", "two"))
+    assert one["splits"] == two["splits"]
+    assert one["splits"]["train"]["rows"] > 20000
 
 
 @pytest.mark.slow

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import seqio
 import tensorflow as tf
-from convt5.tasks import pretraining, synthetic, text_files
+from convt5.tasks import pretraining, sources, synthetic, text_files
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from convt5 import data, errors
 from convt5.batches import prefetching, task_blocks
@@ -198,6 +200,36 @@ def test_a_run_goes_on_where_its_text_was_copied_to(task, tmp_path, monkeypatch)
     resumed = build(task_of(copied))
     resumed.set_state(state)
     assert_equal_batches(take(resumed, 30), expected)
+
+
+@settings(deadline=None)
+@given(
+    text=st.text(st.sampled_from("ab é\n🙂"), min_size=1, max_size=60),
+    most=st.integers(4, 12),
+)
+def test_pieces_of_a_long_document_are_its_text(text, most):
+    document = text.encode()
+    found = sources.pieces(document, most)
+    assert b"".join(found) == document
+    assert max(map(len, found)) <= most
+    for piece in found:
+        piece.decode()  # No character is cut.
+    for piece in found[:-1]:
+        assert piece[-1:] in b" \n" or not {*b" \n"} & {*piece}
+
+
+def test_a_long_document_has_the_tokens_that_it_has_as_a_whole(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = " ".join(f"word{i}" for i in range(20))
+    (tmp_path / "text.txt").write_text(text)
+    monkeypatch.setattr(sources, "_PIECE_BYTES", 16)
+    task = pretraining.text_span_corruption(
+        str(tmp_path / "text.txt"), validation_fraction=0.0, separator="line"
+    )
+    pieces = list(task.source.get_dataset("train", shuffle=False).as_numpy_iterator())
+    assert len(pieces) > 5
+    assert b"".join(piece["text"] for piece in pieces).decode() == text
+    assert task.num_input_examples("train") == 1
 
 
 def test_finite_data_ends_with_a_batch_filled_up_with_weight_zero():

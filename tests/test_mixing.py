@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convt5 import errors
+from convt5.batches import block_workers
 from convt5.batches.mixing import Block, MixedStream, TaskStream
 from convt5.batches.rows import Examples, Ragged
 
@@ -109,6 +110,40 @@ def test_blocks_and_epochs_without_examples_are_passed_over_or_end_the_data():
         assert take(stream(2, empty=(0, 1), epochs=epochs), 4) == []
     with pytest.raises(errors.UserError, match="'t1' of the mixture gives no example"):
         mixed([3, 0], [1.0, 1.0]).peek(20)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
+def test_blocks_that_processes_make_are_those_of_one(monkeypatch, num_processes):
+    class Blocks:
+        """Of 1, 2 and 3 of ten examples in turn."""
+
+        def __init__(self):
+            self.num_made = 0
+
+        def pass_over(self, place):
+            return min(1 + place.number % 3, 10 - place.first)
+
+        def make(self, place):
+            self.num_made += 1
+            numbers = range(place.first, place.first + self.pass_over(place))
+            rows = np.array([(0, place.epoch, n) for n in numbers], np.int32).reshape(-1)
+            tokens = Ragged(rows, np.full(len(numbers), 3))
+            return Block(Examples(tokens, tokens), len(numbers))
+
+    own = [block_workers._Found(Blocks()) for _ in range(num_processes)]
+
+    class Pool(Now):
+        def __init__(self, blocks):
+            self.blocks = blocks
+
+        def submit(self, fn, /, task, epoch, number):
+            return super().submit(self.blocks.make, epoch, number)
+
+    requests = block_workers._Requests([Pool(blocks) for blocks in own], "t")
+    source = TaskStream(requests.make, Now(), 2)
+    expected = [(0, epoch, n) for epoch in range(2) for n in range(10)]
+    assert take(source, 30) == expected
+    assert sum(blocks._blocks.num_made for blocks in own) < 20
 
 
 def test_the_next_block_is_made_while_one_is_read():

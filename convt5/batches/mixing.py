@@ -30,6 +30,12 @@ class BlockPlace(NamedTuple):
     number: int = 0
     first: int = 0
 
+    def after(self, num_read: int) -> "BlockPlace":
+        """Returns where the next block begins; one that read nothing was beyond the epoch's end."""
+        if not num_read:
+            return BlockPlace(self.epoch + 1)
+        return BlockPlace(self.epoch, self.number + 1, self.first + num_read)
+
 
 class Block(NamedTuple):
     """Examples that are made together.
@@ -42,6 +48,9 @@ class Block(NamedTuple):
     examples: Examples
     num_read: int
 
+
+NO_BLOCK = Block(joined([]), 0)
+"""What is beyond the end of an epoch."""
 
 MakeBlock = Callable[[BlockPlace], Block]
 
@@ -91,7 +100,7 @@ class TaskStream:
             self._taken += taken
             count -= taken
             if self._taken == block.examples.count:
-                self._go_to(_after(self._place, block))
+                self._go_to(self._place.after(block.num_read))
         self._look_ahead()
 
     def get_state(self) -> list[int]:
@@ -123,7 +132,7 @@ class TaskStream:
             if not block.num_read and in_epoch == 0:
                 return  # A pass without a single example: so would be the next.
             yield block.examples.part(skipped, block.examples.count)
-            place, skipped = _after(place, block), 0
+            place, skipped = place.after(block.num_read), 0
 
     def _look_ahead(self) -> None:
         """Has the next block made while this one is read; the end of an epoch is none."""
@@ -133,25 +142,19 @@ class TaskStream:
         block = request.result()
         if 2 * self._taken < block.examples.count:
             return
-        place = _after(self._place, block)
+        place = self._place.after(block.num_read)
         for _ in range(2):
             if self._is_over(place):
                 return
             request = self._request(place)
             if not request.done() or request.exception() or request.result().num_read:
                 return
-            place = _after(place, request.result())
+            place = place.after(request.result().num_read)
 
     def _request(self, place: BlockPlace) -> "Future[Block]":
         if place not in self._requests:
             self._requests[place] = self._executor.submit(self._make, place)
         return self._requests[place]
-
-
-def _after(place: BlockPlace, block: Block) -> BlockPlace:
-    if not block.num_read:
-        return BlockPlace(place.epoch + 1)
-    return BlockPlace(place.epoch, place.number + 1, place.first + block.num_read)
 
 
 class MixedStream:

@@ -16,7 +16,7 @@ import seqio
 import tensorflow as tf
 
 from convt5 import errors
-from convt5.batches.mixing import Block, BlockPlace, seeds
+from convt5.batches.mixing import NO_BLOCK, Block, BlockPlace, seeds
 from convt5.batches.rows import Examples, Ragged
 from convt5.tasks import row_ends  # pyright: ignore[reportMissingImports]
 
@@ -101,6 +101,21 @@ class TaskBlocks:
         Raises:
             TrainingError: the data cannot be read.
         """
+        windows, num_read = self._read(place)
+        if not windows:
+            return NO_BLOCK
+        random = seeds(self._seed, place.epoch, place.number, self._share_index())
+        block_seed, order_seed = random.generate_state(2).tolist()
+        found = self._preprocess(_concatenated(windows), block_seed % (2**31 - 2**16))
+        if self._shuffle:
+            found = found.take(np.random.default_rng(order_seed).permutation(found.count))
+        return Block(found, num_read)
+
+    def pass_over(self, place: BlockPlace) -> int:
+        """Reads a block without making it; returns how many source examples it has."""
+        return self._read(place)[1]
+
+    def _read(self, place: BlockPlace) -> tuple[list[tf.data.Dataset], int]:
         windows, num_read, num_bytes = [], 0, 0
         for window in self._windows.after(place.epoch, place.first):
             windows.append(window.examples)
@@ -108,15 +123,8 @@ class TaskBlocks:
             num_bytes += window.num_bytes
             if num_bytes >= self._block_bytes or num_read >= _MOST_EXAMPLES:
                 break
-        if not windows:
-            return Block(_NONE, 0)
         self._windows.went_on(place.epoch, place.first + num_read)
-        random = seeds(self._seed, place.epoch, place.number, self._share_index())
-        block_seed, order_seed = random.generate_state(2).tolist()
-        found = self._preprocess(_concatenated(windows), block_seed % (2**31 - 2**16))
-        if self._shuffle:
-            found = found.take(np.random.default_rng(order_seed).permutation(found.count))
-        return Block(found, num_read)
+        return windows, num_read
 
     def _share_index(self) -> int:
         return self._share.index if self._share else 0
@@ -318,12 +326,12 @@ def _gather(examples: tf.data.Dataset) -> dict[str, tuple[tf.Tensor, tf.Tensor]]
         found = {}
         for name, (values, lengths) in sums.items():
             rows = batch[name]
-            if not isinstance(rows, tf.RaggedTensor):  # All of one length.
-                rows = tf.RaggedTensor.from_tensor(rows)
-            found[name] = (
-                tf.concat([values, rows.flat_values], 0),
-                tf.concat([lengths, rows.row_lengths()], 0),
-            )
+            if isinstance(rows, tf.RaggedTensor):
+                tokens, counts = rows.flat_values, rows.row_lengths()
+            else:  # All are of one length.
+                tokens = tf.reshape(rows, [-1])
+                counts = tf.fill(tf.shape(rows)[:1], tf.shape(rows, tf.int64)[1])
+            found[name] = tf.concat([values, tokens], 0), tf.concat([lengths, counts], 0)
         return found
 
     return tokens.ragged_batch(_RAGGED_BATCH).reduce(none, add)
@@ -389,7 +397,3 @@ def options(*, in_order: bool = False) -> tf.data.Options:
     # the iterator, at an evaluation or the end of the process, then waits for it up to a minute.
     options.autotune.enabled = False
     return options
-
-
-_EMPTY = Ragged(np.zeros(0, np.int32), np.zeros(0, np.int64))
-_NONE = Examples(_EMPTY, _EMPTY)

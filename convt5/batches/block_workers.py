@@ -1,0 +1,107 @@
+"""Blocks that several processes make side by side: the same as one process would make.
+
+`python -m convt5.cache --processes=N` uses it. Each process reads the whole source, which is quick,
+and makes every N-th block.
+"""
+
+import concurrent.futures
+import multiprocessing
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from convt5.batches.mixing import NO_BLOCK, Block, BlockPlace, MakeBlock
+
+if TYPE_CHECKING:
+    from convt5.batches.task_blocks import TaskBlocks
+
+_BLOCKS_AHEAD = 2  # Of each process.
+
+Load = Callable[[], Mapping[str, "TaskBlocks"]]
+"""Returns the blocks of each task; it runs in every process, and can be pickled."""
+
+
+class BlockWorkers:
+    """Processes that make blocks, until the end of a `with` statement.
+
+    Args:
+        num_processes: how many.
+        load: what they make.
+    """
+
+    def __init__(self, num_processes: int, load: Load):
+        # A fork of a process that runs TensorFlow may stand still.
+        context = multiprocessing.get_context("spawn")
+        self._pools = [
+            concurrent.futures.ProcessPoolExecutor(
+                1, mp_context=context, initializer=_begin, initargs=(load,)
+            )
+            for _ in range(num_processes)
+        ]
+
+    def maker(self, task: str) -> MakeBlock:
+        """Returns what makes the blocks of a task, in the order in which they are asked for."""
+        return _Requests(self._pools, task).make
+
+    def __enter__(self) -> "BlockWorkers":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _Requests:
+    """Blocks of one task that were asked for, some of them ahead of their use."""
+
+    def __init__(self, pools: list[concurrent.futures.ProcessPoolExecutor], task: str):
+        self._pools = pools
+        self._task = task
+        self._made: dict[tuple[int, int], concurrent.futures.Future[Block]] = {}
+
+    def make(self, place: BlockPlace) -> Block:
+        last = place.number + _BLOCKS_AHEAD * len(self._pools)
+        for number in range(place.number, last):
+            if (place.epoch, number) not in self._made:
+                pool = self._pools[number % len(self._pools)]
+                request = pool.submit(_make, self._task, place.epoch, number)
+                self._made[place.epoch, number] = request
+        self._made = {at: made for at, made in self._made.items() if at >= place[:2]}
+        return self._made[place[:2]].result()
+
+
+class _Found:
+    """The blocks of a task by their number: those before it are read and not made."""
+
+    def __init__(self, blocks: "TaskBlocks"):
+        self._blocks = blocks
+        self._place = BlockPlace()
+
+    def make(self, epoch: int, number: int) -> Block:
+        if self._place.epoch != epoch or self._place.number > number:
+            self._place = BlockPlace(epoch)
+        while self._place.number < number:
+            num_read = self._blocks.pass_over(self._place)
+            if not num_read:
+                return NO_BLOCK
+            self._place = self._place.after(num_read)
+        block = self._blocks.make(self._place)
+        if block.num_read:
+            self._place = self._place.after(block.num_read)
+        return block
+
+
+_found: dict[str, _Found] = {}
+
+
+def _begin(load: Load) -> None:
+    _found.update({name: _Found(blocks) for name, blocks in load().items()})
+
+
+def _make(task: str, epoch: int, number: int) -> Block:
+    return _found[task].make(epoch, number)
