@@ -5,6 +5,7 @@ TensorFlow; it leaves accelerators alone.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import io
@@ -42,6 +43,7 @@ __all__ = ["BatchIterator", "DataConfig", "Prefetcher", "unigram_entropy"]
 
 # Of tf.data's own positions, which runs had before.
 _ARCHIVE = b"PK"
+_MOST_SETTINGS_BYTES = 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -352,9 +354,12 @@ class BatchIterator:
         snapshot, skip = take_apart(state)
         if snapshot.startswith(_ARCHIVE):
             return self._go_on_from_archive(snapshot)
-        saved = json.loads(snapshot)
-        check_settings(self._settings, saved["settings"], item="example")
-        self._examples.set_state(saved["examples"])
+        with _naming_damage():
+            saved = json.loads(snapshot)
+            settings, examples = saved["settings"], saved["examples"]
+        check_settings(self._settings, settings, item="example")
+        with _naming_damage():
+            self._examples.set_state(examples)
         self._at_the_start = False
         for _ in range(skip):
             next(self)
@@ -365,18 +370,22 @@ class BatchIterator:
         Raises:
             UserError: the settings changed, or the number of passes would.
         """
-        with zipfile.ZipFile(io.BytesIO(snapshot)) as archive:
-            saved = json.loads(archive.read("settings.json"))
-        new = {"shuffle", "use_cached", "content"}
-        compared = [
-            {k: v for k, v in each.items() if k not in new} for each in (self._settings, saved)
-        ]
-        check_settings(*compared, item="example")
+        with _naming_damage(), zipfile.ZipFile(io.BytesIO(snapshot)) as archive:
+            member = archive.getinfo("settings.json")
+            if member.file_size > _MOST_SETTINGS_BYTES:
+                raise ValueError(f"{member.file_size} bytes of settings")
+            saved = dict(json.loads(archive.read(member)))
+            saved.pop("text", None)  # Folders and dates of files, which other machines lack.
+            if "content" in saved:
+                saved["content"] = list(dict.fromkeys(saved["content"]))
+        saved["shuffle"] = self._settings["shuffle"]
+        check_settings({name: self._settings.get(name) for name in saved}, saved, item="example")
         if self._settings["num_epochs"] is not None:
             raise errors.UserError(
                 "the run's position in its data was saved by an earlier version, and num_epochs="
-                f"{self._settings['num_epochs']} passes cannot be counted from there; set "
-                "trainer.train.continue_from to this run and give another run_dir."
+                f"{self._settings['num_epochs']} passes cannot be counted from there; start a new "
+                "run_dir with initialization.InitFrom.path = this run and "
+                "initialization.InitFrom.continue_training = True."
             )
         warnings.warn(
             "the position in the data was saved by an earlier version: training goes on with a "
@@ -402,6 +411,17 @@ class BatchIterator:
         # A packed row is full when the next example does not fit.
         self._examples_per_batch = taken + taken // 8 + 1 if self._layout.pack else wanted
         return self._layout.batch(examples.part(0, taken), ends, self._batch_size)
+
+
+@contextlib.contextmanager
+def _naming_damage() -> Iterator[None]:
+    try:
+        yield
+    except (zipfile.BadZipFile, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise errors.UserError(
+            f"the data position in the checkpoint is damaged ({type(error).__name__}: {error}); "
+            "start a new run_dir."
+        ) from None
 
 
 def _rates(provider: seqio.Task | seqio.Mixture, tasks: Sequence[seqio.Task]) -> list[float]:

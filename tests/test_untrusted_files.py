@@ -109,16 +109,34 @@ def test_an_index_names_files_of_its_own_folder_only(tmp_path, name):
         safetensors_files.open_all(folder)
 
 
-@pytest.mark.parametrize("name", ["../position", "/position", "a/position"])
-def test_a_position_unpacks_into_its_own_folder_only(name):
+def archived(**members):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(f"{name}.json", content)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "snapshot",
+    [
+        b"",
+        b"[]",
+        b'{"settings": {}, "examples": 3}',
+        b'{"settings": {}, "examples": {"count": "a", "tasks": {"t": ["a", 1, 2, 3]}}}',
+        b"PK",
+        archived(other="{}"),
+        archived(settings="3"),
+        archived(settings=" " * 2**21 + "{}"),
+    ],
+)
+def test_a_position_that_is_none_is_named_and_never_unpacked(snapshot):
     pytest.importorskip("tensorflow")
     from convt5 import data
+    from convt5.batches.mixing import MixedStream, TaskStream
 
     iterator = object.__new__(data.BatchIterator)
     iterator._settings = {}
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr(data._SETTINGS_FILE, "{}")
-        archive.writestr(name, b"content")
-    with pytest.raises(errors.UserError, match="no plain file name"):
-        iterator.set_state(position(buffer.getvalue()))
+    iterator._examples = MixedStream({"t": TaskStream(None, None, None)}, [1.0], 0)
+    with pytest.raises(errors.UserError, match="position in the checkpoint is damaged"):
+        iterator.set_state(position(snapshot))

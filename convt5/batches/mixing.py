@@ -109,7 +109,7 @@ class TaskStream:
 
     def set_state(self, state: Sequence[int]) -> None:
         """Goes to a position."""
-        epoch, number, first, taken = state
+        epoch, number, first, taken = map(int, state)
         self._go_to(BlockPlace(epoch, number, first))
         self._taken = taken
 
@@ -208,7 +208,7 @@ class MixedStream:
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Goes to a position."""
-        self._count = state["count"]
+        self._count = int(state["count"])
         for name, stream in self._streams.items():
             stream.set_state(state["tasks"][name])
 
