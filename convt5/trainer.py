@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from convt5 import errors, metric_names, sharding, task_format, vocabulary_files
 from convt5.batches.data_shards import own_rows
-from convt5.checkpoint import CheckpointConfig, Checkpointer, DataPositions
+from convt5.checkpoint import CheckpointConfig, Checkpointer, DataPositions, Restored
 from convt5.checkpoints.record import describe_config
 from convt5.initialization import InitFrom
 from convt5.modeling.placement import TEXT_RULES
@@ -242,6 +242,7 @@ def train(
         )
         batches = None
         if not loop.is_complete:
+            _check_batch_size(restored, plan.batch_size)
             if validation is not None:
                 with watchdog.phase("reading the first evaluation data"):
                     validation.prepare()
@@ -259,22 +260,24 @@ def train(
             wandb_project=wandb_project,
             config={"model": describe_config(model)},
         )
-        changed = run_directory.write_config(folder, config_text, step=first_step)
-        if changed:
-            log.message(changed)
-        if text is not None and batches is not None:
-            run_directory.write_vocabularies(folder, text)
-        if formats and batches is not None:
-            run_directory.write_task(folder, formats)
+
+        def write_settings() -> None:
+            changed = run_directory.write_config(folder, config_text, step=first_step)
+            if changed:
+                log.message(changed)
+            if text is not None:
+                run_directory.write_vocabularies(folder, text)
+            if formats:
+                run_directory.write_task(folder, formats)
+
         if batches is not None:
             hosts = checkpointer if jax.process_count() > 1 else None
             with Interruption(hosts) as interruption:
-                loop.run(batches, interruption)
+                loop.run(batches, interruption, before_first=write_settings)
         result = _result(folder, plan, loop, validation, checkpoint)
         log.message(describe(result))
         if report is not None:
-            text = report(loop.model, eval_data or train_data)
-            log.message(f"\n{text}")
+            log.message(f"\n{report(loop.model, eval_data or train_data)}")
         return result
 
 
@@ -352,6 +355,17 @@ def check_measures(
         raise errors.UserError(
             f"early_stop_evaluations={intervals.early_stop_evaluations} waits for "
             f"{checkpoint.best_metric!r}, but nothing is evaluated; set eval_data or task_evals."
+        )
+
+
+def _check_batch_size(restored: Restored | None, batch_size: int) -> None:
+    """Raises `UserError` for a run that would go on with other batches, before data is read."""
+    before = restored.progress.get("batch_size", batch_size) if restored else batch_size
+    if before != batch_size:
+        raise errors.UserError(
+            f"batch_size={batch_size} of train_data differs from the {before} of the checkpoint, "
+            "whose position in the data counts such batches; set it back, or start a new run_dir "
+            "with init_from."
         )
 
 

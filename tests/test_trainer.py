@@ -244,6 +244,30 @@ def test_a_finished_run_is_left_as_it_is(run, tmp_path, capsys):
     assert "of 10 steps none are left to do" in capsys.readouterr().err
 
 
+def test_a_call_that_trains_nothing_leaves_the_settings_as_they_are(run, tmp_path):
+    path = tmp_path / "run" / "config.gin"
+    run(config_text="a = 1\n")
+    run(config_text="a = 2\n")
+    ended = RandomData(num_batches=10)
+    run(config_text="a = 3\n", num_steps=20, train_data=ended)
+    assert path.read_text() == "a = 1\n"
+    assert not list(path.parent.glob("config.before*"))
+    run(config_text="a = 4\n", num_steps=12)
+    assert path.read_text() == "a = 4\n"
+    assert (tmp_path / "run" / "config.before_step_10.gin").read_text() == "a = 1\n"
+
+
+def test_another_batch_size_is_refused_before_data_is_read(run, monkeypatch):
+    run(num_steps=4)
+
+    def refuse(*args, **settings):
+        raise AssertionError("data was read")
+
+    monkeypatch.setattr(RandomData, "build", refuse)
+    with pytest.raises(errors.UserError, match=r"batch_size=16 .* differs from the 8 of"):
+        run(train_data=RandomData(batch_size=16))
+
+
 def test_a_finished_run_goes_on_when_more_steps_are_asked_for(run, tmp_path):
     run(num_steps=6)
     run(num_steps=10)

@@ -173,9 +173,21 @@ class Loop:
         is_made = self.step >= self._intervals.num_steps
         return is_made and not self._meter.num_steps and not self._lacks_evaluation()
 
-    def run(self, batches: Batches, interruption: Interruption) -> None:
+    def run(
+        self,
+        batches: Batches,
+        interruption: Interruption,
+        *,
+        before_first: Callable[[], None] = lambda: None,
+    ) -> None:
         """Makes the updates that are missing, until `num_steps`, the end of the data or an
         early stop.
+
+        Args:
+            batches: of the run.
+            interruption: asks to stop.
+            before_first: is called before the first update, if there is any: a call that trains
+                nothing leaves the settings of the run as they are.
 
         Raises:
             TrainingError: a step was not finite.
@@ -193,6 +205,8 @@ class Loop:
             except StopIteration:
                 break
             waited = max(0.0, time.perf_counter() - asked)
+            if self._compiled is None:
+                before_first()
             metrics = self._update(batch)
             self._read_pending()
             self._pending = _Pending(self.step, metrics, batch.num_tokens, waited)
@@ -351,6 +365,7 @@ class Loop:
         progress = self._meter.state() | {
             "patience": self._patience.state(),
             "measured_step": self._measured_step,
+            "batch_size": self._plan.batch_size,
         }
         if self._state.spikes is not None:
             progress["spikes"] = self._state.spikes.state()

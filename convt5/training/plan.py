@@ -36,6 +36,7 @@ class Plan(NamedTuple):
 
     Attributes:
         model: what `init_state` builds.
+        batch_size: rows of a training batch, over all devices and hosts.
         updates: the optimizer.
         mesh: the devices.
         abstract: shapes and shardings of the state.
@@ -47,6 +48,7 @@ class Plan(NamedTuple):
     """
 
     model: ModelConfig
+    batch_size: int
     updates: optax.GradientTransformation
     mesh: Mesh
     abstract: TrainState
@@ -147,6 +149,7 @@ def make_plan(
     init_key, dropout_key = jax.random.split(_seed_key(seed))
     return Plan(
         model=model,
+        batch_size=batch_size,
         updates=updates,
         mesh=device_mesh,
         abstract=jax.tree.map(

@@ -30,7 +30,7 @@ from convt5.runtime import file_locks, whole_files
 _LOCK_FILE = "lock"
 CONFIG_FILE = "config.gin"
 
-_FILES = (_LOCK_FILE, CONFIG_FILE, "metrics.jsonl", "summary.json", "wandb_id")
+_FILES = (_LOCK_FILE, CONFIG_FILE, "metrics.jsonl", "summary.json", "task.json", "wandb_id")
 _OF_STEPS = ("checkpoints", "damaged", "replaced")
 _FOLDERS = (*_OF_STEPS, vocabulary_files.FOLDER, "tensorboard")
 
