@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from convt5 import errors, gin_config
 from convt5.configuration import command_line
+from convt5.runtime import terminal
 
 SUITES = ("ops", "train_step", "decode", "data", "formulations")
 VARIANTS = ("t5", "depthwise", "lightweight", "dynamic")
@@ -98,7 +99,7 @@ def main(argv: Sequence[str]) -> None:
     records = [machine.describe()]
     with (
         open(folder / "records.jsonl", "w") as file,
-        tqdm(unit=" measurements", file=sys.stderr, disable=None) as progress,
+        tqdm(unit=" measurements", file=terminal.unchanged(sys.stderr), disable=None) as progress,
     ):
         print(json.dumps(records[0]), file=file, flush=True)
         for suite in suites:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from convt5 import errors, gin_config, task_format
 from convt5.batches.block_workers import BlockWorkers
 from convt5.configuration import command_line, gin_files
-from convt5.runtime import quiet_imports
+from convt5.runtime import quiet_imports, terminal
 
 COMMAND = command_line.Command(
     name="cache",
@@ -149,10 +149,10 @@ def _write(
             tqdm(
                 total=wanted.most,
                 initial=written.num_read,
-                desc=split,
+                desc=errors.printable(split),
                 unit=" rows",
                 unit_scale=True,
-                file=sys.stderr,
+                file=terminal.unchanged(sys.stderr),
                 disable=None,
             )
         )

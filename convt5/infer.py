@@ -6,12 +6,13 @@ import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from convt5 import errors
 from convt5.configuration import command_line
 from convt5.configuration.command_line import Flag
 from convt5.evaluation.flags import EMA_FLAG, INFER_FLAGS
+from convt5.runtime import terminal
 
 if TYPE_CHECKING:
     from convt5.evaluation.inputs import Inputs
@@ -217,6 +218,7 @@ def run(predictor: "Predictor", inputs: "Inputs", output: "ResumableLines | None
     from convt5.evaluation.progress import Progress
     from convt5.evaluation.results import json_line
 
+    out = _results()
     num_done = output.num_done if output else 0
     # What comes one by one is answered as soon as a batch is full.
     batches = 1 if inputs.total is None else _CHUNK_BATCHES
@@ -236,8 +238,8 @@ def run(predictor: "Predictor", inputs: "Inputs", output: "ResumableLines | None
             if output:
                 output.write(records)
             else:
-                sys.stdout.write("".join(map(json_line, records)))
-                sys.stdout.flush()
+                out.write("".join(map(json_line, records)))
+                out.flush()
     if cut:
         print(
             f"{cut} inputs were longer than max_input_length="
@@ -335,9 +337,14 @@ def _converse(predictor: "Predictor") -> None:
         print(f"Type {wanted}; Ctrl-D ends.", file=sys.stderr)
 
     def ask(field: str = "") -> str:
-        return input(f"{field}{prompt}" if prompt else "")
+        return input(f"{errors.printable(field)}{prompt}" if prompt else "")
 
-    stream.converse(predictor, ask, sys.stdout, fields=predictor.fields)
+    stream.converse(predictor, ask, _results(), fields=predictor.fields)
+
+
+def _results() -> TextIO:
+    """Where predictions go: files and pipes get them as they are, a terminal is not controlled."""
+    return sys.stdout if sys.stdout.isatty() else terminal.unchanged(sys.stdout)
 
 
 def _one(found: Sequence[Any], which: str) -> Any:

@@ -3,14 +3,15 @@
 import re
 from collections.abc import Mapping, Sequence
 
+from convt5.errors import printable
+
 _NUMBER = re.compile(r"[-+]?\.?\d")
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> str:
     """Returns a table of rows with the same keys, its header; columns of numbers to the right."""
+    rows = [{_cell(name): _cell(value) for name, value in row.items()} for row in rows]
     names = list(rows[0])
-    # A bar would begin another cell.
-    rows = [{name: row[name].replace("|", r"\|") for name in names} for row in rows]
     widths = {name: max(len(name), 3, *(len(row[name]) for row in rows)) for name in names}
     # Most of a column decides: a number can be missing, or said not to be finite.
     right = {n for n in names if sum(bool(_NUMBER.match(row[n])) for row in rows) * 2 > len(rows)}
@@ -24,3 +25,8 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
 
     rule = {name: "-" * (widths[name] - 1) + (":" if name in right else "-") for name in names}
     return "\n".join([line({name: name for name in names}), line(rule), *map(line, rows)])
+
+
+def _cell(text: str) -> str:
+    """Returns a text that stays in its cell: a bar would begin another, a line end another row."""
+    return printable(text).replace("|", r"\|").replace("\n", r"\n")

@@ -366,6 +366,31 @@ def test_what_is_listed_exists(name):
     assert trust._full_name(found) == name
 
 
+@pytest.mark.parametrize(
+    ("name", "is_setting"),
+    [
+        ("tasks.pretraining.text_span_corruption", True),
+        ("tasks.denoising.ul2", True),
+        ("tasks.vocabularies.characters", True),
+        ("tasks.metrics.accuracy", True),
+        ("tasks.local_files.open_bytes", False),
+        ("tasks.pretraining.seqio", False),
+        ("architecture.StackConfig", True),
+        ("generation.search.BeamSearch", True),
+        ("trainer.train", False),
+        ("loading.load_model", False),
+        ("checkpoint.Checkpointer", False),
+        ("training.run_log.WeightsAndBiases", False),
+        ("runtime.whole_files.replacing", False),
+        ("sweeps.running.run_all", False),
+        ("configuration.command_line.run", False),
+    ],
+)
+def test_descriptions_and_tasks_are_settings_and_what_does_something_is_none(name, is_setting):
+    module, _, last = f"convt5.{name}".rpartition(".")
+    assert trust.is_setting(trust._found(Target(module, last))) == is_setting
+
+
 def test_the_working_directory_hides_no_module(tmp_path):
     """What lies in the current folder comes last where a command looks for modules."""
     sprung = tmp_path / "sprung"

@@ -15,7 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from convt5 import errors
-from convt5.runtime import absent_accelerators, host_memory, standard_streams, xla_flags
+from convt5.runtime import (
+    absent_accelerators,
+    host_memory,
+    standard_streams,
+    terminal,
+    xla_flags,
+)
 
 _GIN_HELP = """\
 configuration:
@@ -176,6 +182,7 @@ def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     standard_streams.open_all()
     standard_streams.stderr_may_be_closed()
     _print_any_text()
+    terminal.protect()
     try:
         code = _result(main)
         sys.stdout.flush()

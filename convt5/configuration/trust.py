@@ -22,43 +22,8 @@ from convt5.configuration.gin_names import ResolvedReference, Setting, Target, f
 
 FLAG = "trust"
 
-FUNCTIONS = frozenset(
-    f"convt5.{name}"
-    for name in (
-        "gin_config.folder",
-        "tasks.classification.classification_task",
-        "tasks.classification.paper_task",
-        "tasks.classification.text_classification",
-        "tasks.cogs.cogs",
-        "tasks.cogs.exact_match",
-        "tasks.denoising.prefix_lm",
-        "tasks.denoising.ul2",
-        "tasks.metrics.accuracy",
-        "tasks.metrics.binary_f1",
-        "tasks.metrics.exact_match",
-        "tasks.metrics.exact_match_by_category",
-        "tasks.metrics.invalid",
-        "tasks.metrics.macro_f1",
-        "tasks.metrics.rank_classification",
-        "tasks.metrics.squad",
-        "tasks.pretraining.c4_span_corruption",
-        "tasks.pretraining.pydoc_span_corruption",
-        "tasks.pretraining.span_corruption_task",
-        "tasks.pretraining.text_span_corruption",
-        "tasks.squad.squad",
-        "tasks.synthetic.associative_recall",
-        "tasks.synthetic.gap_copy",
-        "tasks.synthetic.gap_reverse",
-        "tasks.synthetic.listops",
-        "tasks.synthetic.lookback",
-        "tasks.vocabularies.characters",
-        "tasks.vocabularies.named",
-        "tasks.vocabularies.published_t5",
-        "tasks.vocabularies.sentencepiece",
-        "vision.placement.rules",
-    )
-)
-"""Functions that return tasks, vocabularies and other values, and do nothing else."""
+FUNCTIONS = frozenset({"convt5.gin_config.folder", "convt5.vision.placement.rules"})
+"""Beside those of `convt5.tasks` that `_makes_task` knows."""
 
 CLASSES = frozenset(
     f"convt5.tasks.{name}"
@@ -238,7 +203,18 @@ def is_setting(value: Any) -> bool:
         holds = dataclasses.is_dataclass(value) and value.__dataclass_params__.frozen  # pyright: ignore[reportAttributeAccessIssue]
         holds = holds or (issubclass(value, tuple) and hasattr(value, "_fields"))
         return holds or _full_name(value) in CLASSES
-    return _full_name(value) in FUNCTIONS
+    return _full_name(value) in FUNCTIONS or _makes_task(value)
+
+
+def _makes_task(value: Any) -> bool:
+    """Whether this is a function that returns a task, a mixture or a vocabulary, or is a metric."""
+    is_public = isinstance(value, types.FunctionType) and not value.__name__.startswith("_")
+    if not (is_public and value.__module__.startswith("convt5.tasks.")):
+        return False
+    returned = value.__annotations__.get("return")
+    bases = returned.__mro__ if isinstance(returned, type) else ()
+    is_seqio = {base.__name__ for base in bases if base.__module__.startswith("seqio.")}
+    return bool(is_seqio & {"Task", "Mixture", "Vocabulary"}) or returned == dict[str, float]
 
 
 def _full_name(value: Any) -> str:

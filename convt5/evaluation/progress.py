@@ -10,6 +10,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from convt5.errors import printable
+from convt5.runtime import terminal
 from convt5.training.run_log import duration, short_number, show_line
 
 
@@ -44,10 +46,10 @@ class Progress:
             self._bar = tqdm(
                 total=total,
                 initial=done,
-                desc=label or None,
+                desc=printable(label) or None,
                 unit=" examples",
                 dynamic_ncols=True,
-                file=self._out,
+                file=terminal.unchanged(self._out),
                 leave=False,
             )
 
@@ -99,7 +101,7 @@ def elapsed(what: str, *, out: TextIO | None = None) -> Iterator[None]:
         what: goes on, such as "compiling for v5e:4x4".
         out: standard error by default.
     """
-    stream = out or sys.stderr
+    stream = terminal.unchanged(out or sys.stderr)
     if not stream.isatty():
         yield
         return
@@ -107,7 +109,7 @@ def elapsed(what: str, *, out: TextIO | None = None) -> Iterator[None]:
 
     def show() -> None:
         while True:
-            text = f"{what}: {duration(time.monotonic() - started)}"
+            text = f"{printable(what)}: {duration(time.monotonic() - started)}"
             print(f"\r{text}", end="", file=stream, flush=True)
             if ended.wait(1.0):
                 print(f"\r{' ' * len(text)}\r", end="", file=stream, flush=True)

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, TextIO, get_args
 from tqdm import tqdm
 
 from convt5 import errors
-from convt5.runtime import foreign_files, whole_files
+from convt5.runtime import foreign_files, terminal, whole_files
 from convt5.sweeps.study import Point, Study
 from convt5.training import interruption
 from convt5.training.run_directory import replace_text
@@ -449,7 +449,11 @@ class _Progress:
         self._bar = None
         if self._out.isatty():
             self._bar = tqdm(
-                total=total, initial=self._done, unit=" runs", dynamic_ncols=True, file=self._out
+                total=total,
+                initial=self._done,
+                unit=" runs",
+                dynamic_ncols=True,
+                file=terminal.unchanged(self._out),
             )
         show_line(f"{total} runs, {missing} of them to be made", out=self._out, above=self._bar)
 

@@ -20,7 +20,8 @@ from etils import epath
 from tqdm import tqdm
 
 from convt5 import errors, metric_names
-from convt5.runtime import foreign_files, whole_files
+from convt5.errors import printable
+from convt5.runtime import foreign_files, terminal, whole_files
 from convt5.training import run_directory
 
 Record = Mapping[str, float]
@@ -256,7 +257,7 @@ def show_line(text: str, *, out: TextIO, above: tqdm | None) -> None:
     if above is None:
         print(text, file=out, flush=True)
     else:
-        above.write(text, file=out)
+        above.write(printable(text), file=terminal.unchanged(out))
 
 
 class Progress:
@@ -292,7 +293,7 @@ class Progress:
                 initial=first_step,
                 unit="step",
                 dynamic_ncols=True,
-                file=self._out,
+                file=terminal.unchanged(self._out),
                 smoothing=0.05,
             )
 
@@ -305,7 +306,7 @@ class Progress:
         """Shows the metrics of a logged step."""
         evaluation = _brief_evaluation(record, self._metric)
         if self._bar is not None:
-            self._bar.set_postfix_str(_brief(record))
+            self._bar.set_postfix_str(printable(_brief(record)))
             if evaluation:
                 self.message(f"step {step}  {evaluation}")
             return

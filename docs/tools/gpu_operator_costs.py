@@ -5,6 +5,7 @@
 
 import argparse
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from tqdm import tqdm
 from convt5 import markdown
 from convt5.configuration import command_line
 from convt5.gpu import target
+from convt5.runtime import terminal
 
 
 def rows(device: Any, taps: Sequence[int], dilations: Sequence[int]) -> Iterator[dict[str, str]]:
@@ -48,7 +50,9 @@ def main(argv: Sequence[str]) -> None:
     device = target.load(settings.topology).devices[0]
     found = rows(device, settings.taps, settings.dilations)
     count = len(KINDS) * len(settings.taps) * len(settings.dilations)
-    print(markdown.table(list(tqdm(found, total=count, unit=" operators", disable=None))))
+    bar = terminal.unchanged(sys.stderr)
+    counted = tqdm(found, total=count, unit=" operators", file=bar, disable=None)
+    print(markdown.table(list(counted)))
 
 
 if __name__ == "__main__":
