@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from convt5 import errors, vocabulary_files
+from convt5 import errors, task_format, vocabulary_files
 from convt5.checkpoints import folders
 from convt5.configuration import command_line
 from convt5.runtime import whole_files
@@ -231,7 +231,10 @@ def convert(conversion: Conversion) -> str:
         imported = imported._replace(config=config)
     origin = f"Imported from {conversion.checkpoint} ({conversion.source}) by convt5.convert."
     text = _kept_text(conversion, imported)
+    formats = task_format.load(conversion.checkpoint)
     with new_directory(destination) as folder:
+        if formats:
+            task_format.write(folder, formats)
         if text is not None:
             vocabulary_files.write(folder / vocabulary_files.FOLDER, text)
             if conversion.target == "hf":

@@ -8,7 +8,7 @@ import tiny_run
 from convt5.tasks import vocabularies
 
 import convt5
-from convt5 import errors, infer, inspect, task_format, train, vocabulary_files
+from convt5 import convert, errors, infer, inspect, task_format, train, vocabulary_files
 from convt5 import eval as convt5_eval
 from convt5.checkpoints.reading import steps_in
 from convt5.vocabulary_files import KeptText
@@ -82,6 +82,15 @@ def test_it_answers_as_before(made, moved, tmp_path, capsys):
     assert "inputs are written as 'sst2 sentence: {text}'" in captured.err
     assert "left out" not in captured.err
     assert task_format.load(moved) == task_format.load(moved / "checkpoints" / "2")
+
+
+def test_what_is_made_of_it_is_asked_alike(made, moved, tmp_path):
+    export = tmp_path / "export"
+    argv = [f"--checkpoint={moved}", f"--output_dir={export}", "--to=safetensors"]
+    assert convert.main(argv) == 0
+    lengths = {"max_input_length": 40, "max_length": 10}
+    found = convt5.load_predictor(export, **lengths).predict(["good", "bad"])
+    assert [p.label for p in found] == [p.label for p in made[1]]
 
 
 def test_its_data_is_all_that_an_evaluation_needs(moved, tmp_path, capsys):
