@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from convt5 import errors, metric_names, sharding, task_format, vocabulary_files
 from convt5.batches.data_shards import own_rows
+from convt5.batches.protocols import DataConfig
 from convt5.checkpoint import CheckpointConfig, Checkpointer, DataPositions, Restored
 from convt5.checkpoints.record import describe_config
 from convt5.initialization import InitFrom
@@ -34,7 +35,7 @@ from convt5.training.spikes import SkipSpikes
 from convt5.training.train_batches import TrainBatches
 from convt5.training.train_state import ModelConfig
 from convt5.training.train_step import Loss
-from convt5.training.validation import DataConfig, Validation, check_num_batches
+from convt5.training.validation import Validation, check_num_batches
 from convt5.training.watchdog import Watchdog
 
 

@@ -8,7 +8,7 @@ exactly on more or fewer hosts. The trainer, the validation loss and checkpoints
 import io
 import zipfile
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -16,27 +16,7 @@ from jax.sharding import NamedSharding
 
 from convt5 import errors
 from convt5.batches.prefetching import position, take_apart
-
-
-class ShardReader(Protocol):
-    """Batches of one shard with a position; `data.BatchIterator` is one."""
-
-    token_bytes: np.ndarray | None
-
-    def __next__(self) -> dict[str, np.ndarray]: ...
-
-    def get_state(self) -> bytes: ...
-
-    def set_state(self, state: bytes) -> None: ...
-
-
-class DataConfig(Protocol):
-    """A description that builds the batches of one shard; `data.DataConfig` is one."""
-
-    @property
-    def batch_size(self) -> int: ...
-
-    def build(self, *, process_index: int, process_count: int) -> ShardReader: ...
+from convt5.batches.protocols import DataConfig
 
 
 class HostRows(NamedTuple):

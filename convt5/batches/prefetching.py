@@ -10,9 +10,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from convt5 import errors
+from convt5.batches.protocols import BatchReader
 
 Placed = TypeVar("Placed")
 
@@ -24,14 +25,6 @@ _STOP_SECONDS = 10.0
 _POSITION = struct.Struct("<8sQ")
 _MAGIC = b"convt5-1"
 _PLACES = ("path", "data_dir")
-
-
-class HostIterator(Protocol):
-    """Batches with a position, which `position` made; `data.BatchIterator` is one."""
-
-    def __next__(self) -> dict[str, Any]: ...
-
-    def get_state(self) -> bytes: ...
 
 
 def position(snapshot: bytes, skip: int = 0) -> bytes:
@@ -110,7 +103,7 @@ class Prefetcher(Generic[Placed]):
 
     def __init__(
         self,
-        iterator: HostIterator,
+        iterator: BatchReader,
         place: Callable[[dict[str, Any]], Placed],
         depth: int = 2,
     ):
@@ -162,7 +155,7 @@ class _Failure(NamedTuple):
 class _Feed:
     """What the background thread and the consumer share."""
 
-    def __init__(self, iterator: HostIterator, place: Callable[[Any], Any], depth: int):
+    def __init__(self, iterator: BatchReader, place: Callable[[Any], Any], depth: int):
         self.ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
         self._iterator = iterator
         self._place = place

@@ -13,6 +13,7 @@ from jaxtyping import PRNGKeyArray
 
 from convt5 import errors, sharding
 from convt5.batches import data_shards as shards
+from convt5.batches.protocols import DataConfig
 from convt5.configuration import checks
 from convt5.modeling.placement import TEXT_RULES
 from convt5.optimizer import OptimizerConfig
@@ -28,7 +29,6 @@ from convt5.training.train_state import (
     state_shardings,
 )
 from convt5.training.train_step import Loss, make_eval_step, make_train_step
-from convt5.training.validation import DataConfig
 
 
 class Plan(NamedTuple):

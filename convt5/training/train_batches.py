@@ -5,9 +5,10 @@ import functools
 from convt5 import errors
 from convt5.batches.data_shards import ShardedBatches, joined
 from convt5.batches.prefetching import Prefetcher
+from convt5.batches.protocols import DataConfig
 from convt5.checkpoint import DataPositions
 from convt5.training.plan import Plan
-from convt5.training.validation import DataConfig, PlacedBatch, place_batch
+from convt5.training.validation import PlacedBatch, place_batch
 
 _PREFETCHED = 2  # Batches made ready while a step runs.
 

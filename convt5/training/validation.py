@@ -5,7 +5,7 @@ The trainer measures it now and then; the unigram entropy of the targets puts th
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,42 +15,12 @@ from jax.sharding import NamedSharding
 
 from convt5 import errors
 from convt5.batches import data_shards
+from convt5.batches.protocols import DataConfig
 from convt5.training.train_step import LossSums
 
 _COUNTED_TOKENS = ("encoder_input_tokens", "decoder_target_tokens")
 
 HostBatch = Mapping[str, np.ndarray]
-
-
-class BatchIterator(Protocol):
-    """Host batches with a position that can be saved and set, such as `data.BatchIterator`.
-
-    `token_bytes` holds the bytes of text that each token id stands for; None where that has no
-    meaning.
-    """
-
-    token_bytes: np.ndarray | None
-
-    def __next__(self) -> dict[str, np.ndarray]: ...
-
-    def get_state(self) -> bytes: ...
-
-    def set_state(self, state: bytes) -> None: ...
-
-
-class DataConfig(Protocol):
-    """A description that builds batches, such as `data.DataConfig`.
-
-    `batch_size` counts rows over all hosts; `num_epochs` is None for batches without end.
-    """
-
-    @property
-    def batch_size(self) -> int: ...
-
-    @property
-    def num_epochs(self) -> int | None: ...
-
-    def build(self, *, process_index: int, process_count: int) -> BatchIterator: ...
 
 
 class PlacedBatch(NamedTuple):
