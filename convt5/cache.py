@@ -85,8 +85,9 @@ def main(argv: Sequence[str]) -> None:
     }
     writer = cached_data.Writer(pathlib.Path(output_dir), identity=_identity(wanted, flags))
     started, tokens = time.perf_counter(), 0
-    for split, config in wanted.items():
-        tokens += _write(writer, split, config, flags, argv)
+    for split, of_split in wanted.items():
+        print(of_split.config.describe())
+        tokens += _write(writer, split, of_split, flags, argv)
     made_from = {name: dataclasses.asdict(c) for name, c in configs.items() if c is not None}
     for config in made_from.values():
         config["mixture"] = getattr(config["mixture"], "name", config["mixture"])

@@ -19,7 +19,7 @@ import numpy as np
 import seqio
 import tensorflow as tf
 
-from convt5 import errors, vocabulary_files
+from convt5 import data_report, errors, vocabulary_files
 from convt5.batches.mixing import MakeBlock, MixedStream, TaskStream
 from convt5.batches.prefetching import (
     Prefetcher,
@@ -134,6 +134,31 @@ class DataConfig:
         for task in seqio.get_subtasks(self.provider()):
             label_checks.check_lengths(task, self.decoder_length, "decoder_length")
 
+    def check_rows(self) -> None:
+        """Reads the first rows of each local file.
+
+        Raises:
+            UserError: one of them lacks a field, or is otherwise wrong.
+        """
+        for task in seqio.get_subtasks(self.provider()):
+            check = getattr(task.source, "check_rows", None)
+            if check:
+                check()
+            elif isinstance(task.source, seqio.FileDataSource):
+                data_report.check_reads(task, self)
+
+    def describe(self) -> str:
+        """Returns what the data is: documents, tokens, rows, what is cut, and padding, by task.
+
+        Raises:
+            UserError: it cannot be read as configured.
+        """
+        title = (
+            f"data {self.split}: rows of {self.encoder_length} + {self.decoder_length} tokens"
+            f"{', packed' if self.pack else ''}"
+        )
+        return data_report.describe(title, data_report.measure(self))
+
     def kept_text(self) -> vocabulary_files.KeptText | None:
         """Returns what the ids of rows stand for; None where no file could say it."""
         features = self.provider().output_features
@@ -201,7 +226,7 @@ class DataConfig:
                 shuffle=self.shuffle is not False,
                 seed=self.seed,
                 share=share,
-                cached=self._is_cached(task),
+                cached=self.is_cached(task),
             )
             for task in self._rates(self.provider())
         }
@@ -236,7 +261,7 @@ class DataConfig:
         known = {name: count for name, count in counts.items() if count}
         return known if len(known) == len(counts) else None
 
-    def _is_cached(self, task: seqio.Task) -> bool:
+    def is_cached(self, task: seqio.Task) -> bool:
         """Whether a task is read from where seqio cached it."""
         wanted = task.requires_caching or (self.use_cached and task.supports_caching)
         if not wanted:

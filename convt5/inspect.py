@@ -70,7 +70,9 @@ COMMAND = command_line.Command(
     ],
     flags=[
         command_line.Flag(
-            "examples", "decoded training examples to show; needs TensorFlow.", {"type": int}
+            "examples",
+            "decoded training examples to show, and how much data there is; needs TensorFlow.",
+            {"type": int},
         ),
         command_line.Flag(
             "encoder_length",
@@ -170,6 +172,9 @@ def main(argv: Sequence[str]) -> int:
         sections.append(paired[0])
         values["equal_cost"] = paired[1]
     examples = decoded_examples(settings, flags.examples) if flags.examples else []
+    describe_data = getattr(settings.get("train_data"), "describe", None)
+    if examples and describe_data is not None:
+        sections.append(values.setdefault("data", describe_data()))
     if flags.json:
         json.dump({**values, "examples": examples}, sys.stdout, indent=2)
         print()

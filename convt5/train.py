@@ -34,7 +34,7 @@ COMMAND = command_line.Command(
             "--gin.VOCABULARY=corpus/spm.model --gin.RUN_DIR=runs/corpus",
         ),
         (
-            "is anything missing or inconsistent? Nothing is compiled, no example is read",
+            "is anything missing or inconsistent? Nothing is compiled, few rows are read",
             "--gin_file=gin/runs/pretrain_c4.gin --gin.RUN_DIR=/tmp/c4 --dry_run",
         ),
     ],
@@ -42,7 +42,7 @@ COMMAND = command_line.Command(
         command_line.Flag(
             "dry_run",
             "checks everything that can be checked before compiling: missing settings, "
-            "files, mesh, batch and model shapes; trains nothing.",
+            "files and their first rows, mesh, batch and model shapes; trains nothing.",
             {"action": "store_true"},
         ),
         determinism.FLAG,
@@ -122,7 +122,9 @@ def dry_run(settings: Mapping[str, Any]) -> str:
                 task.check(values["model"])
     for data in (values["train_data"], values["eval_data"]):
         if hasattr(data, "provider"):
-            data.provider()  # Finds the mixture; reads no example.
+            data.provider()
+        if hasattr(data, "check_rows"):
+            data.check_rows()
     parts = ("train_data", "eval_data", "loss", "report")
     trainer.check_model(values["model"], *(values[part] for part in parts))
     values["batch_size"] = values["train_data"].batch_size

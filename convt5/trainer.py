@@ -256,6 +256,9 @@ def train(
                     positions=restored.data if restored else DataPositions(),
                 )
             stack.enter_context(contextlib.closing(batches))
+        if batches is not None and jax.process_index() == 0:
+            with watchdog.phase("measuring the data"):
+                _tell_of_data(log, train_data, measures)
         log.open_files(
             last_step=first_step,
             wandb_project=wandb_project,
@@ -380,6 +383,14 @@ def _check_validation_metric(
     names = validation.metric_names(plan.abstract.model)
     if metric not in names:
         raise errors.UserError(checkpoint.unmeasured([f"validation/{name}" for name in names]))
+
+
+def _tell_of_data(log: run_log.RunLog, data: DataConfig, measures: Sequence[TaskMeasure]) -> None:
+    """Shows the block about the data, as far as it and the measures can say something of it."""
+    for part in (data, *measures):
+        describe_part = getattr(part, "describe", None)
+        if describe_part is not None:
+            log.message(describe_part())
 
 
 def _announce(

@@ -48,6 +48,15 @@ class TextFilesSource(seqio.DataSource):
     def num_input_examples(self, split: str) -> int:
         return sum(_num_records(name) for name in self.list_shards(split))
 
+    def check_rows(self) -> None:
+        """Reads the first documents of each file, and stores nothing.
+
+        Raises:
+            UserError: something in them is no text.
+        """
+        for files in {id(files): files for files, _ in self._files.values()}.values():
+            files.check()
+
     def list_shards(self, split: str) -> Sequence[str]:
         files, part = self._files[split]
         shards = files.stored()[part]

@@ -7,7 +7,7 @@ import word_pieces
 from convt5.tasks import label_checks, metrics, vocabularies
 from convt5.tasks.classification import text_classification
 
-from convt5 import data, errors, evaluation
+from convt5 import data, errors, evaluation, train
 from convt5.architecture import ConvT5Config, StackConfig
 
 LONG = ["MeanOfTransportation", "MeanOfTransportatives", "Film"]
@@ -76,3 +76,29 @@ def test_a_label_that_does_not_come_back_is_refused(tmp_path, words, label, back
         task_of(tmp_path, ["the", label], vocabulary=words)
     assert task_of(tmp_path, ["the", label])
     assert task_of(tmp_path, ["the", "cat"], vocabulary=words)
+
+
+@pytest.mark.parametrize(
+    ("binding", "message"),
+    [
+        ("TEXT_FIELD='body'", r"dev\.jsonl', line 1 has no field 'body'"),
+        ("LABELS=['good', 'worse']", r"line 1 has the unknown label 'bad'"),
+        ("LABELS=['bad', 'MeanOfTransportation']", r"decoder_length=16 leaves"),
+    ],
+)
+def test_a_dry_run_reads_the_first_rows_of_each_file(tmp_path, binding, message):
+    for name, label in (("train", "good"), ("dev", "bad")):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "a", "label": "{label}"}}\n')
+    command = [
+        "--gin_file=gin/finetune/text_classification.gin",
+        f"--gin.DATA={tmp_path}",
+        "--gin.LABELS=['good', 'bad']",
+        "--gin.VOCABULARY=bytes",
+        "--gin.trainer.train.init_from=None",
+        f"--gin.RUN_DIR={tmp_path}/run",
+        f"--gin.{binding}",
+        "--dry_run",
+    ]
+    with pytest.raises(errors.UserError, match=message):
+        train.main(command)
+    assert not (tmp_path / "run").exists()

@@ -106,6 +106,15 @@ class Evaluator:
                 "labels is right; correct the data."
             )
 
+    def describe(self) -> str:
+        """Returns how many examples the task has, and how many are cut."""
+        counts = self._counts
+        return (
+            f"{self.task.name}, {self.split}: {counts['num_examples']:,} examples, "
+            f"{counts['num_target_tokens']:,} target tokens; cut: {counts['truncated_inputs']:,} "
+            f"inputs, {counts['truncated_targets']:,} targets"
+        )
+
     def num_computed(self, predictor: Predictor) -> int:
         """Examples that this host computes for one model, those computed twice counted twice."""
         return len(self._mine(predictor)) * (1 + self._decodes)

@@ -85,6 +85,10 @@ class TaskMeasure:
         self._evaluator = evaluator
         self._mesh = mesh
 
+    def describe(self) -> str:
+        """Returns what is measured, and how much of it is cut."""
+        return f"data of {self.name}: {self._evaluator.describe()}"
+
     def measure(self, model: Any) -> dict[str, float]:
         """Returns the metrics by name; all hosts must call, and get the same."""
         predictor = self._evaluator.predictor(model, self._mesh)

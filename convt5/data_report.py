@@ -1,0 +1,259 @@
+"""What the data of a run is, told at its start: documents, tokens, rows, what is cut, padding.
+
+Each task is measured on its first source examples, a bounded number of them, so that a start takes
+a moment whatever the data is. Numbers of the whole data follow from how many source examples there
+are, where the source can count them.
+"""
+
+import copy
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import seqio
+import tensorflow as tf
+
+from convt5 import errors, sentinels
+from convt5.tasks import row_ends, vocabularies  # pyright: ignore[reportMissingImports]
+
+_MOST_DOCUMENTS, _MOST_BYTES = 100, 2**16
+_LONGEST_TEXT = 2**20
+"""Bytes of a source example that are read; only its beginning is, where it has more."""
+_MOST_EXAMPLES = 1000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskReport:
+    """What one task holds, measured on its first source examples.
+
+    Attributes:
+        name: of the task.
+        documents: source examples of an epoch; None where the source cannot count them.
+        text_bytes, tokens, rows: of an epoch; None without `documents`. Tokens are those of inputs
+            and targets before they are cut; rows are unpacked, or packed where the data is.
+        measured_documents, measured_rows: what the rest is measured on; rows are unpacked.
+        tokens_per_word, bytes_per_token: None where ids stand for no text.
+        cut_inputs, cut_targets: shares of examples that are longer than a row.
+        unknown_targets: share of targets with text that the vocabulary cannot give back.
+        padding_inputs, padding_targets: shares of rows that hold nothing.
+    """
+
+    name: str
+    documents: int | None
+    text_bytes: int | None
+    tokens: int | None
+    rows: int | None
+    measured_documents: int
+    measured_rows: int
+    tokens_per_word: float | None
+    bytes_per_token: float | None
+    cut_inputs: float
+    cut_targets: float
+    unknown_targets: float
+    padding_inputs: float
+    padding_targets: float
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the data was measured."""
+        return self.documents == self.measured_documents
+
+    def as_text(self) -> str:
+        """Returns two lines."""
+        about = "" if self.is_whole else "about "
+        counts = f"{_count(self.documents)} documents"
+        if self.documents is not None:
+            counts += (
+                f", {about}{_count(self.text_bytes)} bytes, {about}{_count(self.tokens)} tokens, "
+                f"{about}{_count(self.rows)} rows"
+            )
+        ratios = [
+            *([f"{self.tokens_per_word:.2f} tokens a word"] if self.tokens_per_word else []),
+            *([f"{self.bytes_per_token:.2f} bytes a token"] if self.bytes_per_token else []),
+            f"cut: {self.cut_inputs:.1%} of inputs, {self.cut_targets:.1%} of targets",
+            *(
+                [f"targets with unknown pieces: {self.unknown_targets:.1%}"]
+                if self.unknown_targets
+                else []
+            ),
+            f"padding: {self.padding_inputs:.0%} of inputs, {self.padding_targets:.0%} of targets",
+        ]
+        measured = "" if self.is_whole else f" (of the first {self.measured_documents} documents)"
+        return f"  {self.name}: {counts}\n    {'; '.join(ratios)}{measured}"
+
+
+def describe(title: str, reports: Sequence[TaskReport]) -> str:
+    """Returns the block that is shown at a start."""
+    return "\n".join([title, *(report.as_text() for report in reports)])
+
+
+def measure(config: Any) -> list[TaskReport]:
+    """Returns what each task of a `data.DataConfig` holds.
+
+    Raises:
+        UserError: a task that cannot be read, or without an example.
+        TrainingError: the data cannot be read.
+    """
+    provider = config.provider()
+    tasks = [task for task in seqio.get_subtasks(provider) if config.split in task.splits]
+    return [_measured(task, config) for task in tasks]
+
+
+def check_reads(task: seqio.Task, config: Any) -> None:
+    """Reads the first examples of a task.
+
+    Raises:
+        UserError: they cannot be read.
+    """
+    lengths = {"inputs": config.encoder_length, "targets": config.decoder_length}
+    try:
+        _Sample(task, config, lengths, is_cached=config.is_cached(task))
+    except (tf.errors.OpError, OSError) as error:
+        raise errors.UserError(
+            f"task {task.name!r}, split={config.split!r}: its first rows cannot be read: "
+            f"{getattr(error, 'message', str(error)).strip()}."
+        ) from error
+
+
+def _measured(task: seqio.Task, config: Any) -> TaskReport:
+    lengths = {"inputs": config.encoder_length, "targets": config.decoder_length}
+    is_cached = config.is_cached(task)
+    try:
+        found = _Sample(task, config, lengths, is_cached=is_cached)
+    except tf.errors.OpError as error:
+        raise errors.TrainingError(
+            f"task {task.name!r}, split={config.split!r}: its data cannot be read: "
+            f"{error.message.strip()}."
+        ) from error
+    if not found.examples:
+        raise errors.UserError(
+            f"task {task.name!r}, split={config.split!r}, gives no example of its first "
+            f"{found.num_documents} source examples; check the data."
+        )
+    documents = None if is_cached else task.num_input_examples(config.split)
+    if found.is_whole:
+        documents = found.num_documents
+    times = (documents or 0) / max(found.num_documents, 1)
+    ids = {name: [example[name] for example in found.examples] for name in lengths}
+    sizes = {name: np.array([len(each) for each in ids[name]]) for name in lengths}
+    kept = {name: np.minimum(sizes[name], limit) for name, limit in lengths.items()}
+    num_rows = _num_packed(kept, lengths) if config.pack else len(found.examples)
+    padding = {name: 1 - kept[name].sum() / (num_rows * lengths[name]) for name in lengths}
+    cut = {name: float((sizes[name] > lengths[name]).mean()) for name in lengths}
+    targets = task.output_features["targets"].vocabulary
+    unknown = [vocabularies.has_unknown(targets, each.tolist()) for each in ids["targets"]]
+
+    def whole(value: float) -> int | None:
+        return round(value * times) if documents else None
+
+    return TaskReport(
+        name=task.name,
+        documents=documents,
+        text_bytes=whole(found.num_bytes),
+        tokens=whole(sum(int(each.sum()) for each in sizes.values())),
+        rows=whole(num_rows),
+        measured_documents=found.num_documents,
+        measured_rows=len(found.examples),
+        **_ratios(task, ids),
+        cut_inputs=cut["inputs"],
+        cut_targets=cut["targets"],
+        unknown_targets=float(np.mean(unknown)),
+        padding_inputs=float(padding["inputs"]),
+        padding_targets=float(padding["targets"]),
+    )
+
+
+class _Sample:
+    """The first source examples of a task, and the examples that become of them."""
+
+    def __init__(
+        self, task: seqio.Task, config: Any, lengths: Mapping[str, int], *, is_cached: bool
+    ):
+        self.num_documents = self.num_bytes = 0
+        self.is_whole = False
+        arguments = {"split": config.split, "shuffle": False}
+        sampled = row_ends.uncut(task)
+        if not is_cached:
+            source = task.source.get_dataset(**arguments, seed=config.seed)
+            self._count(source)
+            sampled = copy.copy(sampled)
+            sampled._source = copy.copy(task.source)
+            sampled._source.get_dataset = functools.partial(_first, source, self.num_documents)
+        dataset = sampled.get_dataset(
+            sequence_length=dict(lengths),
+            **arguments,
+            seed=config.seed,
+            num_epochs=1,
+            use_cached=is_cached,
+            trim_output_features=False,
+            try_in_mem_cache=False,
+        )
+        taken = itertools.islice(dataset.as_numpy_iterator(), _MOST_EXAMPLES)
+        self.examples: list[Any] = list(taken)
+
+    def _count(self, source: tf.data.Dataset) -> None:
+        for example in source.take(_MOST_DOCUMENTS + 1).map(_num_bytes):
+            if self.num_documents == _MOST_DOCUMENTS or self.num_bytes > _MOST_BYTES:
+                return
+            self.num_documents += 1
+            self.num_bytes += int(example)
+        self.is_whole = True
+
+
+def _first(source: tf.data.Dataset, count: int, *_: Any, **__: Any) -> tf.data.Dataset:
+    return source.take(count).map(_shortened)
+
+
+def _num_bytes(example: Any) -> tf.Tensor:
+    values = [value for value in tf.nest.flatten(example) if value.dtype == tf.string]
+    sizes = [tf.reduce_sum(tf.strings.length(value)) for value in values]
+    return tf.add_n(sizes) if sizes else tf.constant(0)
+
+
+def _shortened(example: Any) -> Any:
+    def shorten(value: Any) -> Any:
+        is_text = isinstance(value, tf.Tensor) and value.dtype == tf.string
+        return tf.strings.substr(value, 0, _LONGEST_TEXT) if is_text else value
+
+    if isinstance(example, dict):
+        return {name: shorten(value) for name, value in example.items()}
+    return shorten(example)
+
+
+def _num_packed(kept: Mapping[str, np.ndarray], lengths: Mapping[str, int]) -> int:
+    """Returns how many rows examples fill that follow each other while they fit."""
+    rows, used = 1, dict.fromkeys(lengths, 0)
+    for i in range(len(kept["inputs"])):
+        if any(used[name] + kept[name][i] > limit for name, limit in lengths.items()):
+            rows, used = rows + 1, dict.fromkeys(lengths, 0)
+        for name in lengths:
+            used[name] += int(kept[name][i])
+    return rows
+
+
+def _ratios(task: seqio.Task, ids: Mapping[str, Sequence[np.ndarray]]) -> dict[str, float | None]:
+    """Returns how many tokens a word takes, and how many bytes of text a token stands for."""
+    num_tokens = num_words = 0
+    num_bytes: int | None = 0
+    for name, rows in ids.items():
+        vocabulary = task.output_features[name].vocabulary
+        sizes = vocabularies.token_bytes(vocabulary)
+        if sizes is None:
+            return {"tokens_per_word": None, "bytes_per_token": None}
+        marks = {*sentinels.ids_of(vocabulary), 0, vocabulary.eos_id}
+        for row in rows:
+            text = [i for i in row.tolist() if i not in marks]
+            num_tokens += len(text)
+            num_bytes += int(sizes[text].sum())
+            num_words += len(vocabulary.decode(text).split())
+    return {
+        "tokens_per_word": num_tokens / num_words if num_words else None,
+        "bytes_per_token": num_bytes / num_tokens if num_tokens else None,
+    }
+
+
+def _count(value: int | None) -> str:
+    return "an unknown number of" if value is None else f"{value:,}"
