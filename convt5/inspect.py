@@ -17,10 +17,10 @@ from convt5.vision import costs as vision_costs
 from convt5.vision.architecture import ViTConfig
 
 if TYPE_CHECKING:
+    from convt5.analysis.compiled_step import Step
     from convt5.analysis.cost_report import Subject
     from convt5.architecture import ConvT5Config
     from convt5.modeling.description import StackName
-    from convt5.tpu.step_report import Step
 
 DEFAULTS = {"encoder_length": 512, "decoder_length": 114, "batch_size": 128}
 """Of T5's pre-training; used where the gin files describe a model and no data."""
@@ -141,7 +141,7 @@ def main(argv: Sequence[str]) -> int:
         _check_plot(flags.plot)
     topology = None
     if flags.topology:
-        from convt5.tpu import topology as topologies
+        from convt5.analysis import topology as topologies
 
         topology = topologies.load(flags.topology)
         flags.devices = len(topology.devices)
@@ -157,10 +157,10 @@ def main(argv: Sequence[str]) -> int:
     report = make_report(subject)
     sections, values = [report.as_text()], report.as_json()
     if topology is not None:
-        from convt5.tpu import step_report
+        from convt5.analysis import compiled_step
 
         step = make_step(subject, settings, gradients_only=flags.gradients_only)
-        compiled = step_report.make_report(step, topology)
+        compiled = compiled_step.make_report(step, topology)
         sections.append(compiled.as_text())
         values["compiled_step"] = compiled.as_json()
     if flags.measure:
@@ -301,7 +301,7 @@ def make_step(
 ) -> "Step":
     """Returns the training step that `trainer.train` would run for these settings."""
     from convt5 import sharding
-    from convt5.tpu.step_report import Step
+    from convt5.analysis.compiled_step import Step
 
     return Step(
         name=subject.name,

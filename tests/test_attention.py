@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from second_derivatives import hessian_products
 
+from convt5.analysis import collectives
 from convt5.ops import attend, attention_blocks, implementation
 from convt5.ops.implementation import Devices
 from convt5.ops.masking import attention_mask
-from convt5.tpu import collectives
 
 BATCH, HEADS, HEAD_DIM = 2, 3, 4
 

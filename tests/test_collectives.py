@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from convt5.tpu import collectives
-from convt5.tpu.collectives import Group, parse, traffic, varying_axes
+from convt5.analysis import collectives
+from convt5.analysis.collectives import Group, parse, traffic, varying_axes
 
 MESH = {"data": 2, "fsdp": 4, "tensor": 1}
 ROWS = "{{0,1,2,3},{4,5,6,7}}"

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from jax.sharding import SingleDeviceSharding
 from second_derivatives import hessian_products
 
+from convt5.analysis import topology
 from convt5.modeling.layers import Norm
 from convt5.modeling.mixers import convolution as convolution_mixer
 from convt5.modeling.mixers.base import StackInputs
 from convt5.modeling.mixers.depthwise import Depthwise
 from convt5.ops.gating import gate
-from convt5.tpu import topology
 
 
 def plain_gate(x, logits):

@@ -10,8 +10,8 @@ import commands
 import gpu_operator_costs as operator_costs
 import pytest
 
+from convt5.analysis import gpu_target as target
 from convt5.errors import UserError
-from convt5.gpu import target
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 needs_plugin = pytest.mark.skipif(

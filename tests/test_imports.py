@@ -57,8 +57,6 @@ CIRCLES = {
     "convt5.evaluation.predictor",
     "convt5.evaluation.run_settings",
     "convt5.evaluation.task_data",
-    "convt5.gpu.target",
-    "convt5.tpu.topology",
 }
 
 # From the ground up: a module may import only what stands on its own floor or below.

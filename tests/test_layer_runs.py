@@ -20,6 +20,7 @@ from test_train_step import (
     text_config,
 )
 
+from convt5.analysis import collectives
 from convt5.architecture import ConvT5Config, StackConfig
 from convt5.errors import UserError
 from convt5.losses import TextLoss
@@ -28,7 +29,6 @@ from convt5.modeling.mixers.base import StackInputs
 from convt5.modeling.placement import TEXT_RULES
 from convt5.schedule import InverseSqrt
 from convt5.sharding import batch_sharding
-from convt5.tpu import collectives
 from convt5.training.train_state import abstract_state, new_state, state_shardings
 from convt5.training.train_step import differentiated
 from convt5.tree_paths import named_leaves

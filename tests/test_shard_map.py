@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from quick import quick
 
+from convt5.analysis import topology
 from convt5.ops import (
     attend,
     attention_blocks,
@@ -26,7 +27,6 @@ from convt5.ops import (
 )
 from convt5.ops.dense import dense
 from convt5.ops.gating import gate
-from convt5.tpu import topology
 
 BATCH, LENGTH, HEADS, VOCAB = 8, 12, 4, 16
 AXES = ("data", "tensor")

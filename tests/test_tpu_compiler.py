@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from convt5 import inspect
+from convt5.analysis import compiled_step, topology
+from convt5.analysis import gpu_target as target
+from convt5.analysis.collectives import Traffic
 from convt5.errors import UserError
-from convt5.gpu import target
 from convt5.ops import attend
-from convt5.tpu import step_report, topology
-from convt5.tpu.collectives import Traffic
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODEL = "gin/models/dynamic_tiny.gin"
@@ -149,7 +149,7 @@ def test_scanned_layers_cost_what_they_cost_one_by_one(compiler):
         )
         flags = {"devices": 1, "batch_size": 4, "encoder_length": 64, "decoder_length": 32}
         step = inspect.make_step(inspect.make_subject(name, settings, flags), settings)
-        report = step_report.make_report(step, topology.load("v5e:1x1"))
+        report = compiled_step.make_report(step, topology.load("v5e:1x1"))
         assert report.loops_counted
         return report.flops, report.bytes_accessed
 
@@ -166,7 +166,7 @@ FROZEN = {
 }
 
 
-def scanned_step(frozen) -> step_report.Step:
+def scanned_step(frozen) -> compiled_step.Step:
     settings, name = inspect.read_settings(
         [str(ROOT / MODEL)],
         ["architecture.StackConfig.num_layers=4", "architecture.ConvT5Config.scan_layers=True"],
@@ -184,10 +184,10 @@ def test_layers_are_counted_by_one_and_two_where_all_are_frozen_alike(name, monk
     def compile_few(step, plan, topology, waiting):
         compiled.append((step.model.encoder.num_layers, plan.num_parameters() - plan.num_trained()))
 
-    monkeypatch.setattr(step_report, "_compile", compile_few)
-    monkeypatch.setattr(step_report, "_cost", lambda _: np.array([10.0, 10.0]) * len(compiled))
+    monkeypatch.setattr(compiled_step, "_compile", compile_few)
+    monkeypatch.setattr(compiled_step, "_cost", lambda _: np.array([10.0, 10.0]) * len(compiled))
     here = types.SimpleNamespace(devices=jax.devices()[:1])
-    cost = step_report._cost_of_all_layers(step, here)
+    cost = compiled_step._cost_of_all_layers(step, here)
     if name in ("two of four", "the last"):
         assert cost is None
         return
@@ -294,18 +294,18 @@ def test_without_libtpu_the_extra_is_named(monkeypatch):
         topology.load("v5e:2x2")
 
 
-def example_report(**memory: int) -> step_report.StepReport:
+def example_report(**memory: int) -> compiled_step.StepReport:
     settings, name = inspect.read_settings([str(ROOT / MODEL)], [])
     subject = inspect.make_subject(name, settings, {"devices": 4})
     devices = (types.SimpleNamespace(device_kind="TPU v5 lite"),) * 4
     parts = {"arguments": 7, "results": 1, "temporaries": 3, "code": 2, "available": 16}
-    return step_report.StepReport(
+    return compiled_step.StepReport(
         step=inspect.make_step(subject, settings),
         topology=topology.Topology("v5e:2x2", topology.CHIPS["v5e"], devices),
         mesh={"data": 4, "fsdp": 1, "tensor": 1},
         flops=394e12,
         bytes_accessed=819e9,
-        memory=step_report.Memory(parameters=4, optimizer=2, average=0, **(parts | memory)),
+        memory=compiled_step.Memory(parameters=4, optimizer=2, average=0, **(parts | memory)),
         traffic=(
             Traffic(kind="all-reduce", axes=("data",), count=3, payload_bytes=6e9, sent_bytes=9e9),
         ),
@@ -336,11 +336,11 @@ def test_what_gpus_cannot_hold_is_refused_where_their_compiler_lets_it_pass():
         alias_size_in_bytes=40 * 2**30,
         temp_size_in_bytes=19 * 2**30,
     )
-    step_report._check_fits(memory, report.step, gpus)
+    compiled_step._check_fits(memory, report.step, gpus)
     memory.temp_size_in_bytes *= 2
-    step_report._check_fits(memory, report.step, report.topology)  # Its own compiler refuses.
-    with pytest.raises(step_report.DoesNotFit, match=r"a device of h100:4: it needs 84.8 GB of 64"):
-        step_report._check_fits(memory, report.step, gpus)
+    compiled_step._check_fits(memory, report.step, report.topology)  # Its own compiler refuses.
+    with pytest.raises(compiled_step.DoesNotFit, match=r"of h100:4: it needs 84.8 GB of 64"):
+        compiled_step._check_fits(memory, report.step, gpus)
 
 
 def test_text_says_where_the_compiler_counts_too_little():
@@ -358,7 +358,7 @@ def test_text_says_where_the_compiler_counts_too_little():
 )
 def test_a_step_that_does_not_fit_is_said_to_by_how_much(message):
     report = example_report()
-    error = step_report._explained(RuntimeError(message), report.step, report.topology)
+    error = compiled_step._explained(RuntimeError(message), report.step, report.topology)
     assert isinstance(error, UserError)
     assert "needs 21.5 GB of 16.9 GB, 4.56 GB too much; lower batch_size=128" in str(error)
 
@@ -369,4 +369,4 @@ def test_a_kernel_that_does_not_fit_the_chip_is_no_step_that_does_not():
         "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem while allocating on stack for "
         "%custom-call.1. Scoped allocation with size 16.06M and limit 16.00M exceeded."
     )
-    assert step_report._explained(error, report.step, report.topology) is error
+    assert compiled_step._explained(error, report.step, report.topology) is error

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from quick import quick
 from second_derivatives import hessian_products
 
+from convt5.analysis import topology
 from convt5.ops import (
     depthwise_conv,
     dynamic_conv,
@@ -26,7 +27,6 @@ from convt5.ops.padding import pad_widths
 from convt5.ops.pallas import conv_calls, conv_streamed
 from convt5.ops.pallas import convolution as tpu_kernels
 from convt5.ops.taps import Taps
-from convt5.tpu import topology
 
 CONVOLUTIONS = {
     "depthwise": depthwise_conv,

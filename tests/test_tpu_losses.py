@@ -15,7 +15,7 @@ BATCH, LENGTH, EMBED, VOCAB = 8, 128, 768, 32128
 
 
 def compiled(name, choice, *, x=(BATCH, LENGTH, EMBED), vocab=VOCAB, dtype=jnp.bfloat16):
-    from convt5.tpu import topology
+    from convt5.analysis import topology
 
     sharding = SingleDeviceSharding(topology.load(name).devices[0])
     shapes = [

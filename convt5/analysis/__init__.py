@@ -1,1 +1,1 @@
-"""What a model costs and how far it sees, known before anything runs."""
+"""What a model costs and how far it sees, before anything runs: by formula and by compiler."""

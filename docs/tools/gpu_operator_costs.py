@@ -13,8 +13,8 @@ from tpu_operator_costs import KINDS, Case, add_case_flags, check_case_flags, me
 from tqdm import tqdm
 
 from convt5 import markdown
+from convt5.analysis import gpu_target as target
 from convt5.configuration import command_line
-from convt5.gpu import target
 from convt5.runtime import terminal
 
 
@@ -43,7 +43,7 @@ def rows(device: Any, taps: Sequence[int], dilations: Sequence[int]) -> Iterator
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python docs/tools/gpu_operator_costs.py")
-    parser.add_argument("--topology", default="h100:1", help="a name of convt5.gpu.target")
+    parser.add_argument("--topology", default="h100:1", help="a name of convt5.analysis.gpu_target")
     add_case_flags(parser)
     settings = parser.parse_args(argv)
     check_case_flags(settings)

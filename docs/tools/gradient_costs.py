@@ -21,10 +21,10 @@ from jax.sharding import SingleDeviceSharding
 from kept_programs import KeptPrograms, Report, write_tables
 
 from convt5 import errors, figures, gin_config, inspect, markdown
+from convt5.analysis import compiled_step, topology
 from convt5.benchmarks import t5x
 from convt5.benchmarks.sides import TARGETS
 from convt5.configuration import command_line
-from convt5.tpu import step_report, topology
 
 TOKENS = 4096
 """Encoder tokens of all rows together; the decoder has a fourth as many."""
@@ -47,7 +47,7 @@ class Program:
 
     Attributes:
         model: a file of gin/models, or `PEER`.
-        slice: a name of `convt5.tpu.topology`.
+        slice: a name of `convt5.analysis.topology`.
         length: encoder tokens of a row.
     """
 
@@ -74,7 +74,7 @@ class Program:
         step = inspect.make_step(subject, settings, gradients_only=True)
         slice_ = topology.load(self.slice)
         began = time.process_time()
-        report = step_report.make_report(step, slice_)
+        report = compiled_step.make_report(step, slice_)
         found = report.flops, report.bytes_accessed, report.memory.temporaries
         return _summary(slice_, *found, began=began)
 

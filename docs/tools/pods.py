@@ -16,10 +16,10 @@ from typing import Any
 from kept_programs import KeptPrograms, Report, write_tables
 
 from convt5 import inspect
+from convt5.analysis import compiled_step, topology
 from convt5.analysis.cost_report import short_bytes
 from convt5.benchmarks.sides import TARGETS
 from convt5.configuration import command_line
-from convt5.tpu import step_report, topology
 
 FSDP: Mapping[str, Mapping[str, int]] = {
     "base": {"v5e": 1, "v5p": 1},
@@ -83,8 +83,8 @@ class Program:
         }
         step = inspect.make_step(inspect.make_subject(name, settings, flags), settings)
         try:
-            report = step_report.make_report(step, slice_, count_loops=count_loops)
-        except step_report.DoesNotFit as error:
+            report = compiled_step.make_report(step, slice_, count_loops=count_loops)
+        except compiled_step.DoesNotFit as error:
             return {"needed": error.needed}
         return summary(report.as_json())
 
@@ -114,7 +114,7 @@ class Programs(KeptPrograms[Program]):
         super().__init__(folder / _FILE, Program)
 
     def compiled(self, program: Program, *, count_loops: bool) -> Report:
-        """Returns the report; `count_loops` as in `step_report.make_report`."""
+        """Returns the report; `count_loops` as in `compiled_step.make_report`."""
         make = functools.partial(program.compiled, count_loops=count_loops)
         return self.report(program, make)
 

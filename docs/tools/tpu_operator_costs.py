@@ -16,9 +16,9 @@ from jax.sharding import SingleDeviceSharding
 from jax.stages import Compiled
 
 from convt5 import errors
+from convt5.analysis import topology
 from convt5.configuration import command_line
 from convt5.ops import Padding, depthwise_conv, dynamic_conv, implementation, lightweight_conv
-from convt5.tpu import topology
 
 CONVOLUTIONS = {
     "depthwise": depthwise_conv,
@@ -173,7 +173,7 @@ def check_case_flags(settings: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python docs/tools/tpu_operator_costs.py")
-    parser.add_argument("--topology", default="v5e:2x2", help="a name of convt5.tpu.topology")
+    parser.add_argument("--topology", default="v5e:2x2", help="a name of convt5.analysis.topology")
     add_case_flags(parser)
     settings = parser.parse_args(argv)
     check_case_flags(settings)

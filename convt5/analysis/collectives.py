@@ -1,6 +1,6 @@
 """The collectives of a compiled program: how often, how many bytes, along which mesh axes.
 
-Read from the text of the optimised HLO that XLA's compilers print; `step_report` sums them up.
+Read from the text of the optimised HLO that XLA's compilers print; `compiled_step` sums them up.
 """
 
 import dataclasses

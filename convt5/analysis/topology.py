@@ -1,8 +1,8 @@
 """TPU slices by name, such as v5e:4x4: devices to compile for, where no TPU is, and chip facts.
 
-Names of GPUs, such as h100:8, go to `convt5.gpu.target`.
+Names of GPUs, such as h100:8, go to `gpu_target`.
 
-The compiler comes with libtpu (the extra `tpu`) and needs no TPU; `step_report` compiles with it.
+The compiler comes with libtpu (the extra `tpu`) and needs no TPU; `compiled_step` compiles with it.
 """
 
 import dataclasses
@@ -11,13 +11,12 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
 
 import jax
 
 from convt5 import errors
-from convt5.ops.implementation import Choice
-from convt5.training import compilation
+from convt5.analysis import gpu_target
+from convt5.analysis.chips import Chip, Topology
 
 _GIB = 2**30
 
@@ -32,31 +31,6 @@ _LIBTPU_ENVIRONMENT = {
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_STDERR_LOG_LEVEL": "3",
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chip:
-    """A generation of chips; figures are those of one jax device.
-
-    Attributes:
-        pod: chips along each dimension of the largest slice.
-        hbm_bytes: memory that the compiler lets a program use.
-        hbm_bandwidth: bytes per second.
-        ici_bandwidth: bytes per second sent to other chips, over all links together, one way.
-        cores_per_chip: jax devices of a chip.
-        implementation: of operators; see `convt5.ops.implementation`.
-        config: how libtpu names the way that jax uses the chip on Cloud TPUs.
-        platform: what the chip is.
-    """
-
-    pod: tuple[int, ...]
-    hbm_bytes: int
-    hbm_bandwidth: float
-    ici_bandwidth: float
-    cores_per_chip: int = 1
-    implementation: Choice = "auto"
-    config: str = "default"
-    platform: Literal["TPU", "GPU"] = "TPU"
 
 
 # Memory is what libtpu 0.0.42 says is available when a program asks for too much. Bandwidths are
@@ -108,26 +82,6 @@ class TopologyName:
         return f"{self.generation}:{'x'.join(map(str, self.shape))}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Topology:
-    """A slice of TPUs, or GPUs.
-
-    Attributes:
-        name: such as v5e:4x4.
-        chip: of its generation.
-        devices: jax devices that programs can be compiled for, but not run on.
-    """
-
-    name: str
-    chip: Chip
-    devices: tuple[Any, ...]
-
-    @property
-    def peak_flops(self) -> float | None:
-        """The peak operations per second of one device in bfloat16."""
-        return compilation.peak_flops(self.devices[:1])
-
-
 def parse(name: str) -> TopologyName:
     """Returns what a name such as v5e:4x4 or v5p:2x2x1 says.
 
@@ -157,11 +111,8 @@ def load(name: str) -> Topology:
     Raises:
         UserError: a name that `parse` refuses, or libtpu is not installed.
     """
-    # Deferred: it describes GPUs in terms of this module.
-    from convt5.gpu import target
-
-    if name.partition(":")[0] in target.CHIPS:
-        return target.load(name)
+    if name.partition(":")[0] in gpu_target.CHIPS:
+        return gpu_target.load(name)
     parsed = parse(name)
     if importlib.util.find_spec("libtpu") is None:
         raise errors.UserError(

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from convt5 import errors
-from convt5.tpu.topology import Chip, Topology
+from convt5.analysis.chips import Chip, Topology
 
 # What CUDA tells of a device (cudaGetDeviceProperties), in the words of XLA's GpuTargetConfigProto;
 # bandwidths and clocks are those of NVIDIA's data sheets for A100 80GB SXM and H100 SXM.

@@ -16,17 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from convt5 import errors, sharding
-from convt5.analysis import costs
+from convt5.analysis import collectives, costs, gpu_target
 from convt5.analysis.cost_report import aligned, device_bytes, short_bytes
+from convt5.analysis.topology import Topology
 from convt5.architecture import ConvT5Config
 from convt5.evaluation.progress import elapsed
-from convt5.gpu import target as gpu_target
 from convt5.modeling.placement import TEXT_RULES
 from convt5.ops import implementation
 from convt5.optimizer import OptimizerConfig
 from convt5.schedule import Schedule
-from convt5.tpu import collectives
-from convt5.tpu.topology import Topology
 from convt5.training import compilation
 from convt5.training.averaging import Averaging
 from convt5.training.plan import Plan, make_plan

@@ -1,1 +1,0 @@
-"""What the compiler of GPUs makes of programs, where no GPU is."""

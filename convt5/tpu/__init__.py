@@ -1,1 +1,0 @@
-"""Planning for TPUs with the real compiler, on machines that have none; used by `inspect`."""
