@@ -121,6 +121,8 @@ class CachedDataConfig:
         if self.pack:
             remedy = "make it anew with data.DataConfig.pack = False"
             checks.check_reads_packed(model, f"the cache {self.path} has", remedy)
+        _token_bytes(_folder(self.path))
+        self._rows()
 
     def build(self, *, process_index: int, process_count: int) -> "CachedBatches":
         """Returns this host's rows of each batch, equal however many hosts there are.
@@ -130,6 +132,15 @@ class CachedDataConfig:
         """
         rows = rows_per_host(self.batch_size, process_count)
         return CachedBatches(self, slice(process_index * rows, (process_index + 1) * rows))
+
+    def _rows(self) -> dict[str, "_Rows"]:
+        """Returns the rows of each feature, whose files must have the size that is told."""
+        split = self._about["splits"][self.split]
+        folder = _folder(self.path) / self.split
+        return {
+            name: _Rows(folder / f"{name}.bin", feature, split["rows"])
+            for name, feature in split["features"].items()
+        }
 
     def _length(self, feature: str) -> int:
         return self._about["splits"][self.split]["features"][feature]["length"]
@@ -158,10 +169,7 @@ class CachedBatches:
         split = about["splits"][config.split]
         self.token_bytes = _token_bytes(folder)
         self._config = config
-        self._features = {
-            name: _Rows(folder / config.split / f"{name}.bin", feature, split["rows"])
-            for name, feature in split["features"].items()
-        }
+        self._features = config._rows()
         self._passes = Passes(
             split["rows"],
             config=config,

@@ -4,10 +4,10 @@ import gc
 import itertools
 import json
 import pathlib
-import subprocess
 import sys
 import time
 
+import commands
 import numpy as np
 import pytest
 import seqio
@@ -380,13 +380,13 @@ def test_any_number_of_processes_makes_the_same_rows_and_goes_on_when_killed(tmp
         f"--output_dir={tmp_path}/two",
     ]
     unfinished = tmp_path / ".two.unfinished" / "train" / "encoder_input_tokens.bin"
-    process = subprocess.Popen(command)
+    process = commands.start(command)
     while not (unfinished.exists() and unfinished.stat().st_size):
         assert process.poll() is None
         time.sleep(0.01)
     process.kill()
     process.wait()
-    subprocess.run(command, check=True)
+    commands.run(command, check=True)
     one, two = (json.loads((tmp_path / n / "cache.json").read_text()) for n in ("one", "two"))
     assert one["splits"] == two["splits"]
     assert one["splits"]["train"]["rows"] > 20000

@@ -254,6 +254,7 @@ def test_rows_that_are_not_there_are_refused(name, value, tmp_path):
     (tmp_path / "cache.json").write_text(json.dumps(changed(ABOUT, path, value)))
     config = cached_data.CachedDataConfig(path=str(tmp_path), batch_size=1)
     refused(lambda _: config.build(process_index=0, process_count=1), tmp_path)
+    refused(lambda _: config.check_model(hugging_face.architecture(T5)), tmp_path)
 
 
 KEPT = {"add_eos": True, "encoder_length": 8, "decoder_length": None, "inputs": {"characters": 3}}
@@ -401,7 +402,8 @@ def test_an_archive_of_a_megabyte_that_unpacks_to_more_than_a_hundred_is_refused
     archive(path, images=npy("'|u1'", f"({size // 4}, 2, 2)", bytes(size)))
     assert path.stat().st_size < 2**20
     tracemalloc.start()
-    for read in (lambda _: sources.Npz(path=str(path)).open("train"), pycls.read_model):
+    source = sources.Npz(path=str(path))
+    for read in (lambda _: source.check("train"), lambda _: source.open("train"), pycls.read_model):
         assert "unpack to" in refused(read, path)
     assert tracemalloc.get_traced_memory()[1] < 2**24
     tracemalloc.stop()

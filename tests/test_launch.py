@@ -17,6 +17,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SCRIPTS = sorted((ROOT / "launch").glob("*.sh"))
 FLAGS = ["--gin_file=a.gin", "--gin.RUN_DIR=gs://bucket/my run"]
+NO_NAMES = ["", "1A", "A-B", "A B", "ä", "A;id", "$A"]
 QUOTED = r"--gin.RUN_DIR=gs://bucket/my\ run"
 
 
@@ -201,7 +202,7 @@ esac""",
         assert "convt5.train" not in calls
         assert "tpu-vm scp" not in calls
 
-    @pytest.mark.parametrize("name", ["", "1A", "A-B", "A B", "ä", "A;id", "$A"])
+    @pytest.mark.parametrize("name", NO_NAMES)
     def test_a_variable_whose_name_is_no_name_is_a_usage_error(self, name):
         done = call("tpu_vm.sh", "--dry_run", "start", "n", "z", f"--env={name}=x", "--", *FLAGS)
         assert done.returncode == 2

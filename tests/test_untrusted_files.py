@@ -98,7 +98,10 @@ def test_a_pickle_in_a_cache_of_rows_is_refused(trap, tmp_path):
         cached_data._token_bytes(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/hostname", "a/b.safetensors", 7])
+OUTSIDE = ["../outside.safetensors", "/etc/hostname", "a/b.safetensors", 7]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
 def test_an_index_names_files_of_its_own_folder_only(tmp_path, name):
     folder = tmp_path / "model"
     folder.mkdir()
@@ -117,19 +120,19 @@ def archived(**members):
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize(
-    "snapshot",
-    [
-        b"",
-        b"[]",
-        b'{"settings": {}, "examples": 3}',
-        b'{"settings": {}, "examples": {"count": "a", "tasks": {"t": ["a", 1, 2, 3]}}}',
-        b"PK",
-        archived(other="{}"),
-        archived(settings="3"),
-        archived(settings=" " * 2**21 + "{}"),
-    ],
-)
+POSITIONS = [
+    b"",
+    b"[]",
+    b'{"settings": {}, "examples": 3}',
+    b'{"settings": {}, "examples": {"count": "a", "tasks": {"t": ["a", 1, 2, 3]}}}',
+    b"PK",
+    archived(other="{}"),
+    archived(settings="3"),
+    archived(settings=" " * 2**21 + "{}"),
+]
+
+
+@pytest.mark.parametrize("snapshot", POSITIONS)
 def test_a_position_that_is_none_is_named_and_never_unpacked(snapshot):
     pytest.importorskip("tensorflow")
     from convt5 import data

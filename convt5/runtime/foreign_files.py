@@ -165,6 +165,7 @@ class Npz:
     """A .npz file of numbers: each array is checked when asked for, and read only then.
 
     Attributes:
+        path: of the file.
         names: of its arrays.
     """
 
@@ -175,7 +176,7 @@ class Npz:
             UserError: no such file, none of zip, one that unpacks to far more than its size, or
                 with members that are encrypted or there twice.
         """
-        self._path, self._remedy = path, remedy
+        self.path, self._remedy = path, remedy
         try:
             check_regular(path)
             self._archive = zipfile.ZipFile(path)
@@ -223,7 +224,7 @@ class Npz:
 
     def _unreadable(self, name: str, error: Exception) -> errors.UserError:
         why = str(error) or type(error).__name__
-        return unreadable(self._path, f"array {name!r}: {why}", self._remedy)
+        return unreadable(self.path, f"array {name!r}: {why}", self._remedy)
 
 
 def read_npy(path: str | os.PathLike[str], *, remedy: str) -> np.ndarray:

@@ -93,7 +93,10 @@ class ImageDataConfig:
         errors.raise_all(faults, where="ImageDataConfig")
 
     def check_model(self, model: Any) -> None:
-        """Raises `UserError` unless a model reads such images and has a logit for every label."""
+        """Raises `UserError` unless a model reads such images and has a logit for every label.
+
+        A source that can be looked at before it is read is: what is not here yet may still come.
+        """
         if not isinstance(model, ViTDescription):
             raise errors.UserError(
                 f"configuration: the data are images, and model={type(model).__name__} reads none; "
@@ -113,6 +116,9 @@ class ImageDataConfig:
                 "to the same."
             )
         errors.raise_all(faults, where="configuration")
+        check = getattr(self.source, "check", None)
+        if check is not None:
+            check(self.split)
 
     def build(self, *, process_index: int, process_count: int) -> "ImageBatches":
         """Returns this host's rows of each batch.

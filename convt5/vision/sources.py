@@ -12,7 +12,7 @@ import io
 import os
 import pathlib
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 from PIL import Image
@@ -93,17 +93,31 @@ class Npz:
 
     path: str
 
+    _REMEDY: ClassVar[str] = "expected a .npz file with the arrays images and labels."
+
     def open(self, split: str) -> ImageSet:
         """Returns the images of a file."""
-        path = pathlib.Path(self.path.replace(_SPLIT, split)).expanduser()
-        remedy = "expected a .npz file with the arrays images and labels."
-        with foreign_files.Npz(path, remedy=remedy) as file:
-            told = [file.header(name).stand_in() for name in ("images", "labels")]
-            if told[0].ndim == 3:
-                told[0] = told[0][..., None]
-            errors.raise_all(_array_faults(*told), where=str(path))
+        with foreign_files.Npz(self._file(split), remedy=self._REMEDY) as file:
+            shape = self._checked(file)
             images, labels = file.read("images"), file.read("labels")
-        return in_memory(images.reshape(told[0].shape), labels)
+        return in_memory(images.reshape(shape), labels)
+
+    def check(self, split: str) -> None:
+        """Raises `UserError` for a file that is here and cannot be opened; reads no array."""
+        if self._file(split).exists():
+            with foreign_files.Npz(self._file(split), remedy=self._REMEDY) as file:
+                self._checked(file)
+
+    def _file(self, split: str) -> pathlib.Path:
+        return pathlib.Path(self.path.replace(_SPLIT, split)).expanduser()
+
+    def _checked(self, file: foreign_files.Npz) -> tuple[int, ...]:
+        """Returns the shape [N, H, W, C] of the images in a file, by what it says of them."""
+        images, labels = [file.header(name).stand_in() for name in ("images", "labels")]
+        if images.ndim == 3:
+            images = images[..., None]
+        errors.raise_all(_array_faults(images, labels), where=str(file.path))
+        return images.shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

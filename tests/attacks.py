@@ -1,0 +1,72 @@
+"""Counts the attacks that the tests try, from the lists that they are made of.
+
+`uv run python tests/attacks.py` prints the table of docs/reliability.md.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """A kind of attack, the test file that tries it, and how many cases its lists make."""
+
+    kind: str
+    module: str
+    count: Callable[[ModuleType], int]
+
+
+ROWS = [
+    Row(
+        "Settings beside a model that import or call something, at every way in",
+        "test_trust",
+        lambda m: len(m.TRAPS) + len(m.ENTRANCES),
+    ),
+    Row(
+        "Gin files that explode: macros, objects and includes that double, megabytes, devices",
+        "test_gin_files",
+        lambda m: len(m.BOMBS),
+    ),
+    Row(
+        "Links, pipes, folders and files in the way inside a run directory",
+        "test_run_directory",
+        lambda m: len(m.IN_THE_WAY),
+    ),
+    Row(
+        "Names of run directories: brackets, stars, quotes, control characters, too long",
+        "test_folders",
+        lambda m: len(m.NAMES) + len(m.REFUSED),
+    ),
+    Row(
+        "Names in an index that lead out of its folder, and positions in data that are none",
+        "test_untrusted_files",
+        lambda m: len(m.OUTSIDE) + len(m.POSITIONS),
+    ),
+    Row(
+        "Names of variables that are none, for TPU VMs and Kubernetes",
+        "test_launch",
+        lambda m: 2 * len(m.NO_NAMES),
+    ),
+]
+
+
+def counts() -> Iterator[tuple[str, str, int]]:
+    """Yields each kind of attack with its test file and the number of its cases."""
+    for row in ROWS:
+        yield row.kind, row.module, row.count(importlib.import_module(row.module))
+    for kind, count in importlib.import_module("test_foreign_files").ATTACKS.items():
+        yield kind, "test_foreign_files", count
+
+
+def table() -> str:
+    """Returns the table in Markdown."""
+    found = list(counts())
+    lines = ["| what is offered | cases | tests |", "| --- | ---: | --- |"]
+    lines += [f"| {kind} | {count:,} | `tests/{module}.py` |" for kind, module, count in found]
+    return "\n".join([*lines, f"| together | {sum(count for *_, count in found):,} | |"])
+
+
+if __name__ == "__main__":
+    importlib.import_module("conftest")  # Settings that must hold before JAX is imported.
+    print(table())
