@@ -94,7 +94,13 @@ def test_a_line_for_each_image_holds_its_label_and_the_likeliest_classes(run_dir
     model = convt5.load_model(run_dir)
     source = Npz(path=str(run_dir.parent / "stripes" / "validation.npz"))
     data = ImageDataConfig(
-        source=source, batch_size=5, image_size=8, in_channels=1, num_classes=6, num_epochs=1
+        source=source,
+        batch_size=5,
+        image_size=8,
+        in_channels=1,
+        num_classes=6,
+        num_epochs=1,
+        shuffle=False,
     )
     batch = next(data.build(process_index=0, process_count=1))
     log_probs = np.asarray(jax.nn.log_softmax(model(batch["images"]).logits))
