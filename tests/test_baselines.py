@@ -86,7 +86,7 @@ def task(folder, **settings):
 def test_tasks_of_the_same_texts_share_a_row(tmp_path):
     both = [task(tmp_path), task(tmp_path, rank=True)]
     *_, row = baselines.table(both, "test").splitlines()
-    assert [cell.strip() for cell in row.split("|")[2:-1]] == ["3", "0.333", "1.000"]
+    assert [cell.strip() for cell in row.split("|")[2:-1]] == ["3", "33.3", "100.0"]
     assert len(baselines.table(both, "test").splitlines()) == 3
 
 

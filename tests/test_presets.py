@@ -1,6 +1,7 @@
 """Every file of gin/ describes something that can be built, of the size that its header states."""
 
 import functools
+import json
 import math
 import pathlib
 import re
@@ -165,13 +166,21 @@ FINETUNE = sorted(
 )
 
 
-# One of each kind of task.
+# One of each kind of task, with a row of its data.
 @pytest.mark.parametrize(
-    "name", ["sst2", "cogs", "squad", "text_classification", "stsb", "summarization"]
+    ("name", "row"),
+    [
+        ("sst2", {"text": "x", "label": "positive"}),
+        ("cogs", {"text": "x", "target": "y", "category": "z"}),
+        ("squad", {"context": "x", "question": "y", "answers": ["x"]}),
+        ("text_classification", {"text": "x", "label": "bad"}),
+        ("stsb", {"sentence1": "x", "sentence2": "y", "label": 2.5}),
+        ("summarization", {"document": "x", "summary": "y"}),
+    ],
 )
-def test_fine_tuning_passes_the_dry_run(name, tmp_path, capsys):
+def test_fine_tuning_passes_the_dry_run(name, row, tmp_path, capsys):
     for split in ("train", "dev"):
-        (tmp_path / f"{split}.jsonl").write_text("{}\n")  # No row is read.
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
     task = next(m for m in re.findall(r"(\w+\.\w+)\.path = %DATA", gin_task(name)))
     bindings = [
         f"RUN_DIR={tmp_path}/run",
