@@ -18,6 +18,7 @@ import commands
 import jax
 import pytest
 import tiny_run
+from convt5.tasks import sources
 
 import convt5
 from convt5 import bench, cache, convert, errors, eval, gin_config, infer, inspect, sweep, train
@@ -25,6 +26,7 @@ from convt5.configuration import gin_files, trust
 from convt5.configuration.gin_names import Resolver, Target
 from convt5.interchange import portable
 from convt5.tree_paths import named_leaves
+from convt5.vision import sources as images
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TASK = "trust_reviews"
@@ -424,3 +426,26 @@ def test_the_settings_of_a_results_file_are_compared_and_never_read_as_gin(place
     (place.folder / "results.jsonl").write_text(json.dumps(line) + "\n")
     arguments = ["--gin_file=study.gin", "--import_results=results.jsonl", "--report_only"]
     assert "run of other settings" in refused(place, use(sweep.main, *arguments))
+
+
+@pytest.mark.parametrize("name", ["huggingface:mnist/x:1.0.0", "kaggle:mnist:1.0.0", "a:b"])
+def test_a_data_set_of_tfds_is_not_one_whose_code_is_downloaded(name):
+    with pytest.raises(errors.UserError, match="would download and run"):
+        sources.PreparedTfdsSource(name, None)
+    with pytest.raises(errors.UserError, match="would download and run"):
+        images.Tfds(name=name).open("train")
+
+
+@pytest.mark.parametrize("key", ["type", "pythonClassName", "t\\u0079pe"])
+def test_a_data_set_of_tfds_names_no_module_to_import(place, key):
+    folder = place.folder / "data" / "mnist" / "3.0.1"
+    folder.mkdir(parents=True)
+    name = "tensorflow_datasets.core.features.features_dict.FeaturesDict"
+    (folder / "features.json").write_text(
+        f'{{"type": "{name}", "content": {{"{key}": "evil.Feature"}}}}'
+    )
+    for read in (
+        lambda _: sources.PreparedTfdsSource("mnist:3.0.1", str(place.folder / "data")),
+        lambda _: images.Tfds(name="mnist", data_dir=str(place.folder / "data")).open("train"),
+    ):
+        assert "evil.Feature" in refused(place, read)

@@ -28,7 +28,8 @@ def check(environ: Mapping[str, str] = os.environ) -> None:
     if all(map(_KNOWN.fullmatch, text.split())):
         return
     tried = subprocess.run(
-        [sys.executable, "-c", _READ_THEM],
+        # -P: what lies in the working directory is none of the modules.
+        [sys.executable, "-P", "-c", _READ_THEM],
         env={**environ, "TF_CPP_MIN_LOG_LEVEL": "0"},  # Its complaints are log lines.
         stdin=subprocess.DEVNULL,
         capture_output=True,
