@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from convt5 import errors, gin_config, vocabulary_files
+from convt5 import errors, gin_config
 from convt5.configuration import command_line
 from convt5.runtime import determinism, multi_host
 
@@ -69,7 +69,7 @@ def _run(arguments: command_line.Arguments) -> int:
         trusted=arguments.trust,
     )
     # These import jax, which help and misspelt flags need not wait for.
-    from convt5 import trainer
+    from convt5 import trainer, vocabulary_files
     from convt5.configuration import moved_runs
 
     run_dir = moved_runs.run_dir(

@@ -103,7 +103,7 @@ def train(imported: Imported, settings, rows, moments=None) -> tuple[TrainState,
     losses, rates = [], []
     for batch in rows:
         state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
+        losses.append(float(metrics["objective"]))
         rates.append(float(metrics["learning_rate"]))
     return state, {"loss": np.asarray(losses), "learning_rate": np.asarray(rates)}
 
