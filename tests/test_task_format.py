@@ -37,12 +37,22 @@ ROWS = {
     "squad": {"context": TRICKY, "question": "Who (is)?", "answers": ["film"]},
     "cogs": {"text": TRICKY, "target": "who ( x )", "category": "plain"},
 }
+PAIR_OF_SENTENCES = {"sentence1": TRICKY, "sentence2": "b"}
+QUESTION = {"question": TRICKY, "sentence": "b"}
+ROWS |= {
+    **dict.fromkeys(["mrpc", "rte", "wnli", "stsb"], PAIR_OF_SENTENCES),
+    "cola": {"sentence": TRICKY},
+    "qnli": QUESTION,
+    "qqp": {"question1": TRICKY, "question2": "b"},
+    "summarization": {"document": TRICKY, "summary": "b"},
+}
 LABELS = {
     "civil_comments_spans": ["toxic"],
     "listops": ["3"],
     "text_classification": ["good"],
     "wiki_toxicity": ["toxic"],
 }
+WITHOUT_LABELS = ("cogs", "squad", "stsb", "summarization")
 OTHERS = {"text_classification": ["LABELS=['bad', 'good']"]}
 
 
@@ -80,7 +90,7 @@ class TestTasks:
     )
     def test_a_row_of_a_file_is_asked_as_it_was_trained(self, model, tmp_path, name):
         paper = classification.PAPER_TASKS.get(name)
-        (label, *_) = paper.labels if paper else LABELS.get(name, [""])
+        (label, *_) = paper.labels if paper else LABELS.get(name, ["0"])
         row = {**ROWS.get(name, {"text": TRICKY}), "label": label}
         for split in ("train", "dev"):
             (tmp_path / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
@@ -95,7 +105,7 @@ class TestTasks:
             assert asked.encode(row) == example["inputs"].tolist()
             if len(format.fields) == 1:
                 assert asked.encode(row[format.fields[0]]) == example["inputs"].tolist()
-            assert bool(format.labels) == (name not in ("cogs", "squad"))
+            assert bool(format.labels) == (name not in WITHOUT_LABELS)
             assert task_format.from_json(task_format.as_json([format])) == (format,)
 
     @pytest.mark.parametrize("name", [*classification.PAPER_TASKS, "squad"])
