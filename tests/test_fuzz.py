@@ -37,7 +37,7 @@ def place(tmp_path, monkeypatch):
         raise fuzzing.Accepted
 
     monkeypatch.setattr(machine, "describe", accept)
-    monkeypatch.setattr(cache, "_batches", accept)
+    monkeypatch.setattr(cache, "_write", accept)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "work"
     folder.mkdir()

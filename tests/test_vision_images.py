@@ -56,7 +56,7 @@ def numbers(batch) -> list[int]:
 
 
 def test_finite_data_gives_every_image_once_in_order():
-    batches = list(build(num_epochs=1))
+    batches = list(build(num_epochs=1, shuffle=False))
     seen = [n for batch in batches for n in np.extract(batch["weights"], numbers(batch))]
     assert seen == list(range(23))
     assert [len(batch["labels"]) for batch in batches] == [6, 6, 6, 6]
@@ -255,7 +255,7 @@ def test_a_folder_has_a_class_in_each_of_its_folders(folder):
     opened = Folder(path=str(folder), channels=1).open("train")
     assert opened.class_names == ("cat", "dog")
     source = Folder(path=str(folder), channels=1)
-    batch = next(build(source=source, batch_size=4, num_epochs=1))
+    batch = next(build(source=source, batch_size=4, num_epochs=1, shuffle=False))
     assert numbers(batch) == [0, 10, 20, 30]
     assert batch["labels"].tolist() == [0, 0, 1, 1]
 
@@ -349,14 +349,14 @@ class PartlyCorrupt(Numbered):
 
 
 def test_a_batch_that_is_corrupt_throughout_repeats_the_next_image_and_weighs_nothing():
-    batches = build(source=PartlyCorrupt(), num_epochs=1, on_corrupt="skip")
+    batches = build(source=PartlyCorrupt(), num_epochs=1, shuffle=False, on_corrupt="skip")
     with pytest.warns(UserWarning, match="skipped"):
         found = list(batches)
     assert [batch["weights"].sum() for batch in found] == [6, 0, 5, 5]
     assert numbers(found[1]) == [13] * 6
     assert batches.num_skipped == 7
     # A run that continues there sees the same.
-    again = build(source=PartlyCorrupt(), num_epochs=1, on_corrupt="skip")
+    again = build(source=PartlyCorrupt(), num_epochs=1, shuffle=False, on_corrupt="skip")
     again.skip()
     with pytest.warns(UserWarning, match="skipped"):
         jax.tree.map(np.testing.assert_array_equal, next(again), found[1])
@@ -366,15 +366,15 @@ def test_a_corrupt_file_is_named_or_skipped_and_counted(folder):
     (folder / "cat" / "2.png").write_bytes(b"no image")
     source = Folder(path=str(folder), channels=1)
     with pytest.raises(UserError, match=r"cat/2\.png cannot be read as an image"):
-        next(build(source=source, batch_size=4, num_epochs=1))
-    batches = build(source=source, batch_size=4, num_epochs=1, on_corrupt="skip")
+        next(build(source=source, batch_size=4, num_epochs=1, shuffle=False))
+    batches = build(source=source, batch_size=4, num_epochs=1, shuffle=False, on_corrupt="skip")
     with pytest.warns(UserWarning, match=r"skipped \(1 so far\): .*cat/2\.png"):
         batch = next(batches)
     assert batch["weights"].tolist() == [1, 0, 1, 1]
     assert batches.num_skipped == 1
     for path in folder.rglob("*.[pP][nN][gG]"):
         path.write_bytes(b"no image")
-    unread = build(source=source, batch_size=4, num_epochs=1, on_corrupt="skip")
+    unread = build(source=source, batch_size=4, num_epochs=1, shuffle=False, on_corrupt="skip")
     with (
         pytest.warns(UserWarning, match="skipped"),
         pytest.raises(UserError, match="none of the 4 images"),
@@ -404,6 +404,7 @@ def test_tfds_gives_the_images_of_its_data_sets(name, channels, classes):
             num_classes=classes,
             image_size=16,
             num_epochs=1,
+            shuffle=False,
         )
         batches = list(found)
     assert [batch["weights"].sum() for batch in batches] == [4, 2]
