@@ -227,12 +227,13 @@ def test_hosts_with_different_numbers_of_examples_evaluate_as_one(tmp_path):
     assert len(tiny_run.REVIEWS) % 2  # One host has an example more than the other.
     command = counting_run.launcher(2, 1)
     command.insert(-1, "--module=convt5.eval")
+    flags = [f"--checkpoint={folder}", "--trust=tiny_reviews"]
     commands.run(
-        [*command, f"--checkpoint={folder}", f"--output_dir={tmp_path / 'two'}"],
+        [*command, *flags, f"--output_dir={tmp_path / 'two'}"],
         env=counting_run.environment(),
         check=True,
     )
-    assert evaluate.main([f"--checkpoint={folder}", f"--output_dir={tmp_path / 'one'}"]) == 0
+    assert evaluate.main([*flags, f"--output_dir={tmp_path / 'one'}"]) == 0
     two, one = (
         json.loads(next((tmp_path / n).rglob("step_10.json")).read_text()) for n in ("two", "one")
     )
