@@ -76,6 +76,8 @@ def test_logs_that_began_before_are_written_out_too(monkeypatch):
     monkeypatch.setattr(sys, "stderr", err)
     handler = logging.StreamHandler()
     logger = logging.getLogger("convt5_test_terminal")
+    # pytest sends the logs that it captures to other processes, which take no such text.
+    monkeypatch.setattr(logger, "propagate", False)
     logger.addHandler(handler)
     terminal.protect()
     logger.error(EVIL)
