@@ -23,11 +23,12 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
-from convt5 import errors, metric_names
+from convt5 import errors
 from convt5.checkpoints import folders, named_arrays, read_back, reading, record
 from convt5.checkpoints.checksums import checksums
 from convt5.checkpoints.reading import EMA
-from convt5.runtime import foreign_files
+from convt5.runtime import foreign_files, whole_files
+from convt5.training import metric_names
 
 BestMode = Literal["min", "max"]
 
@@ -189,19 +190,9 @@ class Checkpointer:
         if best_value is not None and math.isfinite(best_value):
             self._values[step] = best_value
         about = {
-            "format": record.FORMAT,
-            "params": record.shapes(params),
-            "optimizer": record.shapes(optimizer),
-            "checksums": {"params": checksums(params), "optimizer": checksums(optimizer)},
-            "model": self._description,
+            **self._about(params, optimizer, value=self._values.get(step)),
             "data_shards": data.num_shards,
             "progress": dict(progress or {}),
-            "best": {
-                "metric": self.config.best_metric,
-                "mode": self.config.best_mode,
-                metric_names.PERCENT: True,
-                "value": self._values.get(step),
-            },
         }
         with self._naming_write_errors():
             self._check_room(params | optimizer)
@@ -227,6 +218,24 @@ class Checkpointer:
             if self._kept.all:
                 self._kept.all = False
                 self._delete_old()
+
+    def _about(
+        self, params: Mapping[str, Any], optimizer: Mapping[str, Any], *, value: float | None
+    ) -> dict[str, Any]:
+        """Returns what is recorded of the arrays and of their value of `best_metric`."""
+        return {
+            "format": record.FORMAT,
+            "params": record.shapes(params),
+            "optimizer": record.shapes(optimizer),
+            "checksums": {"params": checksums(params), "optimizer": checksums(optimizer)},
+            "model": self._description,
+            "best": {
+                "metric": self.config.best_metric,
+                "mode": self.config.best_mode,
+                metric_names.PERCENT: True,
+                "value": value,
+            },
+        }
 
     def restore(self, abstract_state: Any, *, shards_read: ShardsRead = range) -> Restored | None:
         """Returns the newest checkpoint that can be read; None where none was ever written.
@@ -311,7 +320,7 @@ class Checkpointer:
 
     def _check_room(self, leaves: Mapping[str, Any]) -> None:
         """Finds out in time: the writer takes minutes to notice, and fails in the background."""
-        if folders.is_remote(self.directory):
+        if whole_files.is_remote(self.directory):
             return
         self.directory.mkdir(parents=True, exist_ok=True)
         needed = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())

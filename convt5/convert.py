@@ -253,7 +253,7 @@ def convert(conversion: Conversion) -> str:
 
 def check_destination(output_dir: str) -> pathlib.Path:
     """Returns the absolute destination without links; raises `UserError` if something is there."""
-    if "://" in output_dir:
+    if whole_files.is_remote(output_dir):
         raise errors.UserError(
             f"output_dir={output_dir} must be a local folder; copy it to the bucket afterwards, "
             "with gcloud storage cp --recursive."

@@ -19,7 +19,8 @@ import numpy as np
 import seqio
 import tensorflow as tf
 
-from convt5 import data_report, errors, vocabulary_files
+from convt5 import errors, vocabulary_files
+from convt5.batches import data_report
 from convt5.batches.mixing import MakeBlock, MixedStream, TaskStream
 from convt5.batches.prefetching import (
     Prefetcher,
@@ -423,7 +424,7 @@ class BatchIterator:
         wanted = self._examples_per_batch
         while True:
             examples = self._examples.peek(wanted)
-            ends = self._layout.row_ends(examples)
+            ends = self._layout.row_ends(examples.inputs.lengths, examples.targets.lengths)
             is_last_open = self._layout.pack and len(ends) <= self._batch_size
             if examples.count < wanted or not (is_last_open or len(ends) < self._batch_size):
                 break

@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from convt5 import errors, metric_names
+from convt5 import errors
 from convt5.configuration import command_line
 from convt5.configuration.command_line import Flag
 from convt5.evaluation.flags import EMA_FLAG, PREDICT_FLAGS
 from convt5.runtime import multi_host
+from convt5.training import metric_names
 
 if TYPE_CHECKING:
     from convt5.evaluation import checkpoints

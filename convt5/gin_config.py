@@ -5,6 +5,7 @@ itself ignores misspelt macros and scopes that nobody enters; here they are erro
 """
 
 import copy
+import functools
 import itertools
 import posixpath
 import sys
@@ -100,30 +101,28 @@ def load(
     trusts.check_imports(imports)
     resolver = Resolver(imports)
     every = [resolver.setting(s) for s in statements if isinstance(s, Binding)]
-    root_values = [resolver.value(gin_files.parse_value(r), gin_files.COMMAND_LINE) for r in roots]
-    related_values = [
-        resolver.value(gin_files.parse_value(r), gin_files.COMMAND_LINE) for r in related
-    ]
-    final = {setting.key: setting for setting in every}
-    errors.raise_all(
-        itertools.chain(resolver.faults, gin_checks.macro_faults(final, every, root_values)),
-        where="configuration",
+    root_values, related_values = (
+        [resolver.value(gin_files.parse_value(text), gin_files.COMMAND_LINE) for text in texts]
+        for texts in (roots, related)
     )
-    errors.raise_all(gin_checks.expansion_faults(final), where="configuration")
-    errors.raise_all(gin_checks.import_faults(imports), where="configuration")
+    final = {setting.key: setting for setting in every}
+    refuse = functools.partial(errors.raise_all, where="configuration")
+    refuse(itertools.chain(resolver.faults, gin_checks.macro_faults(final, every, root_values)))
+    refuse(gin_checks.expansion_faults(final))
+    refuse(gin_checks.import_faults(imports))
     trusts.check_targets(every)
-    errors.raise_all(gin_checks.target_faults(final.values(), root_values), where="configuration")
-    errors.raise_all(gin_checks.scope_faults(final.values(), every), where="configuration")
-    errors.raise_all(gin_checks.number_faults(final.values()), where="configuration")
+    refuse(gin_checks.target_faults(final.values(), root_values))
+    refuse(gin_checks.scope_faults(final.values(), every))
+    refuse(gin_checks.number_faults(final.values()))
     walk = gin_checks.Walk(final, supplied)
     for value in root_values:
         walk.visit(value, (), wanted_by="")
-    errors.raise_all(gin_types.faults(gin_checks.typed(final)), where="configuration")
+    refuse(gin_types.faults(gin_checks.typed(final)))
     reached = gin_checks.Walk(final, supplied)
     for value in (*root_values, *related_values):
         reached.visit(value, (), wanted_by="")
     if roots:
-        errors.raise_all(gin_checks.ineffective(final, reached), where="configuration")
+        refuse(gin_checks.ineffective(final, reached))
     if walk.missing:
         raise errors.UserError(gin_checks.missing_message(walk.missing))
     kept = gin_checks.without_unused_macros(final, root_values)

@@ -189,9 +189,7 @@ def _task_format(flags: Any, checkpoint: str, settings: "RunSettings") -> "TaskF
 
     if not flags.task:
         return run_settings.task_format(checkpoint, settings, flags.format, raw=flags.raw)
-    from convt5.tasks import formats  # pyright: ignore[reportMissingImports]
-
-    return formats.of(task_data.find_task(flags.task))[0]
+    return task_data.find_format(flags.task)
 
 
 def open_inputs(

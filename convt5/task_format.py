@@ -6,7 +6,6 @@ run directory keeps the formats of the tasks it was trained on as plain values i
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from convt5 import errors
+from convt5.checkpoints import folders
 from convt5.runtime import foreign_files, whole_files
 
 FILE = "task.json"
@@ -237,13 +237,8 @@ def load(model: epath.PathLike) -> tuple[TaskFormat, ...] | None:
     Raises:
         UserError: a damaged file.
     """
-    folder = epath.Path(os.path.expanduser(model))
-    # What lies in any other folder above a model may be anybody's.
-    for inside in (folder, folder.parent):
-        if inside.name == "checkpoints" and not (folder / FILE).exists():
-            folder = inside.parent
-            break
-    return _read(folder / FILE) if (folder / FILE).exists() else None
+    folder = folders.run_folder(model, FILE)
+    return None if folder is None else _read(folder / FILE)
 
 
 def as_json(formats: Sequence[TaskFormat]) -> list[dict[str, Any]]:

@@ -73,7 +73,7 @@ def _run(arguments: command_line.Arguments) -> int:
     from convt5.configuration import moved_runs
 
     run_dir = moved_runs.run_dir(
-        config, arguments.gin_files, arguments.gin_bindings, arguments.trust
+        trainer.train, config, arguments.gin_files, arguments.gin_bindings, arguments.trust
     )
     settings: dict[str, Any] = config.arguments(trainer.train, leave_out=moved_runs.DATA_ARGUMENTS)
     if run_dir:
@@ -112,19 +112,7 @@ def dry_run(settings: Mapping[str, Any]) -> str:
     call = inspect.signature(trainer.train).bind(**settings)
     call.apply_defaults()
     values = dict(call.arguments)
-    if _vocabulary_is_here(settings):
-        check_vocabulary(settings)
-        for data in (values["train_data"], values["eval_data"]):
-            if hasattr(data, "check_labels"):
-                data.check_labels()
-        for task in values["task_evals"]:
-            if hasattr(task, "check"):
-                task.check(values["model"])
-    for data in (values["train_data"], values["eval_data"]):
-        if hasattr(data, "provider"):
-            data.provider()
-        if hasattr(data, "check_rows"):
-            data.check_rows()
+    _check_data(settings, values)
     parts = ("train_data", "eval_data", "loss", "report")
     trainer.check_model(values["model"], *(values[part] for part in parts))
     values["batch_size"] = values["train_data"].batch_size
@@ -163,6 +151,29 @@ def dry_run(settings: Mapping[str, Any]) -> str:
             f"  run directory  {values['run_dir']}",
         ]
     )
+
+
+def _check_data(settings: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Checks vocabulary, labels, tasks and the first rows of files, of data that has such.
+
+    Args:
+        settings: of the run.
+        values: the same with defaults.
+    """
+    both = (values["train_data"], values["eval_data"])
+    if _vocabulary_is_here(settings):
+        check_vocabulary(settings)
+        for data in both:
+            if hasattr(data, "check_labels"):
+                data.check_labels()
+        for task in values["task_evals"]:
+            if hasattr(task, "check"):
+                task.check(values["model"])
+    for data in both:
+        if hasattr(data, "provider"):
+            data.provider()
+        if hasattr(data, "check_rows"):
+            data.check_rows()
 
 
 def _steps(run_dir: str) -> list[int]:

@@ -16,7 +16,7 @@ from etils import epath
 from flax import nnx
 from jax.sharding import Mesh
 
-from convt5 import errors, metric_names, sharding, task_format, vocabulary_files
+from convt5 import errors, sharding, task_format, vocabulary_files
 from convt5.batches.data_shards import own_rows
 from convt5.batches.protocols import DataConfig
 from convt5.checkpoint import CheckpointConfig, Checkpointer, DataPositions, Restored
@@ -26,7 +26,7 @@ from convt5.modeling.placement import TEXT_RULES
 from convt5.optimizer import OptimizerConfig
 from convt5.runtime import determinism, foreign_files
 from convt5.schedule import Schedule
-from convt5.training import compilation, run_directory, run_log
+from convt5.training import compilation, metric_names, run_directory, run_log
 from convt5.training.averaging import Averaging
 from convt5.training.interruption import Interruption
 from convt5.training.loop import Estimate, Intervals, Loop, TaskMeasure

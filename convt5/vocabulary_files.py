@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 from etils import epath
 
 from convt5 import errors, sentinels
+from convt5.checkpoints import folders
 from convt5.runtime import foreign_files, quiet_imports, whole_files
 
 FOLDER = "vocabulary"
@@ -254,13 +255,12 @@ def revived(kept: KeptVocabulary, file: epath.PathLike | None) -> Any:
 
 
 def _folder(model: epath.PathLike) -> epath.Path | None:
+    """Returns where the vocabulary of a model is kept; None where it is kept in no such way."""
     path = epath.Path(os.path.expanduser(model))
-    for candidate in (path, path.parent, path.parent.parent):
-        if (candidate / FOLDER / _ABOUT_FILE).exists():
-            return candidate / FOLDER
-        if candidate == path and _of_hugging_face(path):
-            return None  # Its own is nearer than what the folders around it keep.
-    return None
+    if not (path / FOLDER / _ABOUT_FILE).exists() and _of_hugging_face(path):
+        return None  # Its own is nearer than what the run around it keeps.
+    run = folders.run_folder(model, f"{FOLDER}/{_ABOUT_FILE}")
+    return None if run is None else run / FOLDER
 
 
 def _of_hugging_face(model: epath.PathLike) -> epath.Path | None:

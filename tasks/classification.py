@@ -335,6 +335,18 @@ def text_classification(
     )
 
 
+def _measures(
+    labels: Sequence[str], metric_fns: Sequence[metrics.LabelMetric], *, rank: bool
+) -> list[Callable[..., Any]]:
+    """Returns the metrics of a task, as seqio calls them."""
+    if rank:
+        return [
+            functools.partial(metrics.rank_classification, labels=labels, metric_fns=metric_fns)
+        ]
+    functions = (metrics.of_labels, metrics.invalid, *metric_fns)
+    return [functools.partial(function, labels=labels) for function in functions]
+
+
 def classification_task(
     name: str,
     source: seqio.DataSource,
@@ -382,14 +394,6 @@ def classification_task(
     ]
     if rank:
         steps.append(functools.partial(one_example_per_label, labels=labels))
-        measures = [
-            functools.partial(metrics.rank_classification, labels=labels, metric_fns=metric_fns)
-        ]
-    else:
-        measures = [
-            functools.partial(function, labels=labels)
-            for function in (metrics.of_labels, metrics.invalid, *metric_fns)
-        ]
     return seqio.Task(
         f"{name}_rank" if rank else name,
         source=source,
@@ -400,7 +404,7 @@ def classification_task(
         ],
         output_features={"inputs": feature, "targets": feature},
         postprocess_fn=_ranked_label if rank else _stripped,
-        metric_fns=measures,
+        metric_fns=_measures(labels, metric_fns, rank=rank),
         shuffle_buffer_size=shuffle_buffer_size(source),
     )
 

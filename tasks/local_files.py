@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from convt5 import errors
 from convt5.runtime import foreign_files
+from convt5.runtime.whole_files import is_remote
 
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 """What opens a file whose name ends so."""
@@ -51,7 +52,7 @@ def find(paths: Paths) -> list[str]:
     found: dict[str, str] = {}
     for pattern in patterns:
         for name in _matches(os.fspath(pattern)):
-            found.setdefault(name if "://" in name else os.path.abspath(name), name)
+            found.setdefault(name if is_remote(name) else os.path.abspath(name), name)
     return list(found.values())
 
 
@@ -59,11 +60,12 @@ def _matches(pattern: str) -> list[str]:
     pattern = os.path.expanduser(pattern)
     if os.path.isfile(pattern):
         return [pattern]
-    is_remote = "://" in pattern
-    is_folder = tf.io.gfile.isdir if is_remote else os.path.isdir
+    is_folder = tf.io.gfile.isdir if is_remote(pattern) else os.path.isdir
     if is_folder(pattern):
         return _files_below(pattern)
-    matched = tf.io.gfile.glob(pattern) if is_remote else glob.glob(pattern, recursive=True)
+    matched = (
+        tf.io.gfile.glob(pattern) if is_remote(pattern) else glob.glob(pattern, recursive=True)
+    )
     names = [name for name in matched if not is_folder(name)]
     if not os.path.basename(pattern).startswith("."):
         names = [name for name in names if not os.path.basename(name).startswith(".")]
@@ -78,7 +80,7 @@ def _matches(pattern: str) -> list[str]:
 
 
 def _files_below(folder: str) -> list[str]:
-    walk = tf.io.gfile.walk if "://" in folder else os.walk
+    walk = tf.io.gfile.walk if is_remote(folder) else os.walk
     found = []
     for parent, folders, names in walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -180,7 +182,7 @@ def replaced(text: str) -> str:
 
 def identity(name: str) -> tuple[str, int, int]:
     """Returns a file's full name, its size and when it last changed: other for each copy."""
-    if "://" in name:
+    if is_remote(name):
         stat = tf.io.gfile.stat(name)
         return name, stat.length, stat.mtime_nsec
     stat = os.stat(name)
@@ -194,7 +196,7 @@ def contents(name: str) -> tuple[str, int, str | int]:
     blocks that are spread evenly over a larger file. Remote files are not read; when they last
     changed stands for their bytes.
     """
-    if "://" in name:
+    if is_remote(name):
         _, size, changed = identity(name)
         return os.path.basename(name), size, changed
     digest = hashlib.sha256()
@@ -235,9 +237,9 @@ def open_bytes(name: str) -> Any:
     What it unpacks to is bounded, as `foreign_files.Unpacked` says.
     """
     opener = OPENERS.get(pathlib.PurePath(name).suffix.lower())
-    file = tf.io.gfile.GFile(name, "rb") if "://" in name else name
+    file = tf.io.gfile.GFile(name, "rb") if is_remote(name) else name
     if opener is None:
-        return file if "://" in name else open(name, "rb")
+        return file if is_remote(name) else open(name, "rb")
     _, stored, _ = identity(name)
     return io.BufferedReader(foreign_files.Unpacked(opener(file, "rb"), stored), _BLOCK_BYTES)
 

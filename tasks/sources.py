@@ -15,7 +15,7 @@ import seqio
 import tensorflow as tf
 
 from convt5 import errors
-from convt5.configuration import checks
+from convt5.runtime import foreign_files
 
 from .text_files import TextFiles
 
@@ -123,7 +123,7 @@ class PreparedTfdsSource(seqio.TfdsDataSource):
             raise errors.UserError(
                 f"tfds_name={tfds_name!r} has no version; set it to one such as 'c4/en:3.1.0'."
             )
-        checks.check_prepared(tfds_name, data_dir, setting="tfds_name")
+        foreign_files.check_tfds(tfds_name, data_dir, setting="tfds_name")
         self._tfds_name = tfds_name
         self._fields = tuple(fields)
         self._names = dict(splits or {"train": "train", "validation": "validation"})

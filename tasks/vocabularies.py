@@ -13,6 +13,7 @@ import tensorflow as tf
 from google.protobuf import message
 
 from convt5 import errors, sentinels, vocabulary_files
+from convt5.runtime.whole_files import is_remote
 
 DEFAULT_NUM_SENTINELS = vocabulary_files.T5_SENTINELS
 T5_VOCABULARY = "gs://t5-data/vocabs/cc_all.32000/sentencepiece.model"
@@ -57,7 +58,7 @@ def named(source: str, num_sentinels: int = DEFAULT_NUM_SENTINELS) -> seqio.Voca
                 f"name the file of one of them in its folder {vocabulary_files.FOLDER!r}."
             )
         return found.inputs
-    if "://" not in path and not os.path.isfile(path):
+    if not is_remote(path) and not os.path.isfile(path):
         if kept := vocabulary_files.kept_by_run():
             return kept
         has = "keeps no vocabulary" if os.path.isdir(path) else "is not there"
@@ -83,14 +84,14 @@ def sentencepiece(
     """
     _check_count(num_sentinels)
     path = os.path.expanduser(path)
-    if "://" not in path and not os.path.isfile(path):
+    if not is_remote(path) and not os.path.isfile(path):
         if kept := vocabulary_files.kept_by_run():
             return kept
         raise errors.UserError(
             f"vocabulary path={path!r} names no file (working directory {os.getcwd()!r}); set it "
             "to a SentencePiece .model file."
         )
-    if "://" not in path and os.path.getsize(path) > vocabulary_files.MOST_MODEL_BYTES:
+    if not is_remote(path) and os.path.getsize(path) > vocabulary_files.MOST_MODEL_BYTES:
         raise errors.UserError(
             f"vocabulary path={path!r} has {os.path.getsize(path):,} bytes, more than the "
             f"{vocabulary_files.MOST_MODEL_BYTES:,} of any SentencePiece model; set it to a .model "

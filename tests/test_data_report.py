@@ -9,7 +9,8 @@ import tensorflow as tf
 import word_pieces
 from convt5.tasks import pretraining, vocabularies
 
-from convt5 import data, data_report, errors
+from convt5 import data, errors
+from convt5.batches import data_report
 
 TEXTS = ["the cat sat", "on the mat", "the dog lay on the log", "vim"] * 3
 

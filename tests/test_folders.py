@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from quick import quick
 
 from convt5 import checkpoint, errors, optimizer, schedule
@@ -210,3 +211,29 @@ def test_a_process_that_saves_once_still_keeps_no_more_than_asked(tmp_path):
         save(writer, step)
         writer.close()
     assert reading.steps_in(tmp_path / "checkpoints") == [3]
+
+
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        ("run", "run"),
+        ("run/checkpoints", "run"),
+        ("run/checkpoints/5", "run"),
+        ("run/checkpoints/5/params", None),
+        ("run/exports", None),
+        ("run/exports/one", None),
+        ("", None),
+    ],
+)
+def test_what_a_run_keeps_belongs_to_its_checkpoints_alone(model, found, tmp_path):
+    for folder in ("run/checkpoints/5/params", "run/exports/one"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "run" / "kept.json").write_text("{}")
+    assert folders.run_folder(tmp_path / model, "kept.json") == (found and tmp_path / found)
+
+
+def test_a_run_in_an_object_store_is_found(monkeypatch):
+    kept = "gs://bucket/run/kept.json"
+    monkeypatch.setattr(type(epath.Path(kept)), "exists", lambda path: str(path) == kept)
+    for model in ("gs://bucket/run", "gs://bucket/run/checkpoints/5"):
+        assert str(folders.run_folder(model, "kept.json")) == "gs://bucket/run"

@@ -5,9 +5,10 @@ import functools
 import pytest
 import seqio
 import tensorflow as tf
-from convt5.tasks import row_ends, vocabularies
+from convt5.tasks import vocabularies
 
 from convt5 import data
+from convt5.batches import row_ends
 
 EOS, LENGTHS = 1, {"inputs": 8, "targets": 4}
 TEXTS = ["", "a", "abc", "abcd", "abcdefghijk"]

@@ -32,7 +32,7 @@ def lists(sequences):
 def laid_out(rows, *, pack):
     examples = examples_of(rows)
     layout = RowLayout(ENCODER, DECODER, pack)
-    ends = layout.row_ends(examples)
+    ends = layout.row_ends(examples.inputs.lengths, examples.targets.lengths)
     return layout.batch(examples, ends, len(ends) + 1), ends
 
 

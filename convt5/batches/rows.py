@@ -91,12 +91,17 @@ class RowLayout:
     decoder_length: int
     pack: bool
 
-    def row_ends(self, examples: Examples) -> np.ndarray:
-        """Returns how many examples lie in all rows up to each; the last row may have room left."""
+    def row_ends(self, input_lengths: np.ndarray, target_lengths: np.ndarray) -> np.ndarray:
+        """Returns how many examples lie in all rows up to each; the last row may have room left.
+
+        Args:
+            input_lengths, target_lengths: integers [examples], tokens before they are cut.
+        """
+        count = len(input_lengths)
         if not self.pack:
-            return np.arange(1, examples.count + 1)
-        inputs = np.minimum(examples.inputs.lengths, self.encoder_length).tolist()
-        targets = np.minimum(examples.targets.lengths, self.decoder_length).tolist()
+            return np.arange(1, count + 1)
+        inputs = np.minimum(input_lengths, self.encoder_length).tolist()
+        targets = np.minimum(target_lengths, self.decoder_length).tolist()
         ends: list[int] = []
         first = encoder_tokens = decoder_tokens = 0
         for number, (source, target) in enumerate(zip(inputs, targets, strict=True)):
@@ -110,7 +115,7 @@ class RowLayout:
             if is_full:
                 ends.append(number)
                 first, encoder_tokens, decoder_tokens = number, source, target
-        return np.array([*ends, *([examples.count] if examples.count else [])], np.int64)
+        return np.array([*ends, *([count] if count else [])], np.int64)
 
     def batch(self, examples: Examples, row_ends: np.ndarray, num_rows: int) -> Batch:
         """Returns int32 arrays [num_rows, length] named as by seqio's EncDecFeatureConverter.

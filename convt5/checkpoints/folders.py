@@ -12,6 +12,7 @@ from etils import epath
 from etils.epath import gpath
 
 from convt5 import errors
+from convt5.runtime.whole_files import is_remote
 
 _STORES = ("gs", "s3", "az", "hf")
 """Schemes of object stores; epath also takes local folders such as /gs for them."""
@@ -39,9 +40,20 @@ def literal(path: epath.PathLike) -> epath.Path:
     return epath.Path(name) if is_remote(name) else _LocalFolder(_absolute(name))
 
 
-def is_remote(path: epath.PathLike) -> bool:
-    """Whether a path names a folder of an object store, such as gs://bucket/folder."""
-    return "://" in os.fspath(path)
+def run_folder(model: epath.PathLike, kept: str) -> epath.Path | None:
+    """Returns the folder of the file `kept` of the run or model that `model` is or lies in.
+
+    Only RUN, RUN/checkpoints and RUN/checkpoints/STEP belong to RUN: what lies in any other folder
+    above a model, such as /tmp/config.gin, may be anybody's.
+    """
+    name = os.fspath(model)
+    folder = epath.Path(name if is_remote(name) else os.path.abspath(os.path.expanduser(name)))
+    run = folder
+    for inside in (folder, folder.parent):
+        if inside.name == "checkpoints" and not (folder / kept).exists():
+            run = inside.parent
+            break
+    return run if (run / kept).exists() else None
 
 
 def check(path: epath.PathLike, *, what: str = "the checkpoint folder") -> None:

@@ -1,12 +1,7 @@
 """Rules that descriptions of every model share: plain values, counts, one of a few."""
 
-import contextlib
 import dataclasses
-import json
 import numbers
-import os
-import pathlib
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,7 +10,6 @@ from convt5.configuration import rules
 
 MOST_LAYERS = 1000
 MOST_STEPS = 2**31
-_TFDS_CLASS = ("type", "pythonClassName", "python_class_name")
 
 
 def make_plain(description: Any) -> None:
@@ -119,43 +113,3 @@ def check_reads_packed(model: object, what: str, remedy: str) -> None:
             "examples that begin inside of its windows would be read differently than alone; "
             f"{remedy}, or set the strides of architecture.TextStemConfig to 1."
         )
-
-
-def check_prepared(name: str, data_dir: str | None, *, setting: str) -> None:
-    """Raises `UserError` for a data set of TFDS whose reading would run code from elsewhere.
-
-    TFDS downloads and runs what prepares a data set of others, `namespace:name`, and it imports the
-    modules that a prepared one names for its features.
-
-    Args:
-        name: of the data set.
-        data_dir: where it lies; None is TFDS's own place.
-        setting: what the name was given as.
-    """
-    if re.match(r"[^/:=]*:[^\d*:]", name):
-        raise errors.UserError(
-            f"{setting}={name!r} names a data set of another community, whose code TFDS would "
-            "download and run; name one of TFDS, such as 'c4/en:3.1.0'."
-        )
-    folder = pathlib.Path(os.path.expanduser(data_dir or "."), re.split("[/:]", name)[0])
-    if data_dir is None or not folder.is_dir():
-        return
-    for file in sorted(folder.rglob("features.json")):
-        wrong = [n for n in _feature_classes(file) if not n.startswith("tensorflow_datasets.")]
-        if wrong:
-            raise errors.UserError(
-                f"{file} names {wrong[0]!r} for a feature, which TFDS would import; data sets may "
-                "have features of tensorflow_datasets alone."
-            )
-
-
-def _feature_classes(file: pathlib.Path) -> list[str]:
-    found: list[str] = []
-
-    def note(value: dict[str, Any]) -> dict[str, Any]:
-        found.extend(v for k, v in value.items() if k in _TFDS_CLASS and isinstance(v, str))
-        return value
-
-    with contextlib.suppress(ValueError, RecursionError):  # TFDS says so itself.
-        json.loads(file.read_bytes(), object_hook=note)
-    return found

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from convt5 import errors, gin_config
 from convt5.configuration import gin_files
@@ -23,6 +24,7 @@ def folder_of(files: Sequence[str]) -> str | None:
 
 
 def run_dir(
+    train: Callable[..., Any],
     config: gin_config.Config,
     files: Sequence[str],
     bindings: Sequence[str],
@@ -34,14 +36,13 @@ def run_dir(
     is given, unless other settings than those in it name a folder.
 
     Args:
+        train: `trainer.train`.
         config: of all files and bindings.
         files: gin files, in order.
         bindings: of the command line.
         trusted: as of `gin_config.load`.
     """
-    from convt5 import trainer
-
-    named = config.arguments(trainer.train, only=("run_dir",)).get("run_dir")
+    named = config.arguments(train, only=("run_dir",)).get("run_dir")
     folder = folder_of(files)
     if named is None or folder is None or _same(named, folder) or _is_set(files, bindings):
         return named
@@ -51,7 +52,7 @@ def run_dir(
         supplied=["config_text"],
         trusted=trusted,
     )
-    if own.arguments(trainer.train, only=("run_dir",)).get("run_dir") != named:
+    if own.arguments(train, only=("run_dir",)).get("run_dir") != named:
         return named
     print(
         f"run_dir is {folder}, where {CONFIG_FILE} lies; it names {named!r}, from where the run "

@@ -5,7 +5,6 @@ are therefore data: they may name the settings listed here. A gin file of the us
 anything, as a program may.
 """
 
-import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -200,7 +199,8 @@ def is_setting(value: Any) -> bool:
     if not is_convt5(getattr(value, "__module__", None) or ""):
         return False
     if isinstance(value, type):
-        holds = dataclasses.is_dataclass(value) and value.__dataclass_params__.frozen  # pyright: ignore[reportAttributeAccessIssue]
+        parameters = inspect.getattr_static(value, "__dataclass_params__", None)
+        holds = parameters is not None and parameters.frozen
         holds = holds or (issubclass(value, tuple) and hasattr(value, "_fields"))
         return holds or _full_name(value) in CLASSES
     return _full_name(value) in FUNCTIONS or _makes_task(value)

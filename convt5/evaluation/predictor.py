@@ -473,14 +473,7 @@ def load_predictor(
     found = checkpoints.select(name, str(step))
     if len(found) != 1:
         raise errors.UserError(f"step={step} must name one checkpoint.")
-    known = {field.name for field in dataclasses.fields(PredictConfig)}
-    errors.raise_all(
-        [
-            f"{setting} is no setting of PredictConfig.{errors.suggest(setting, known)}"
-            for setting in settings.keys() - known
-        ],
-        where="load_predictor",
-    )
+    _check_known(settings)
     run = run_settings.read_for_text(str(name), vocabulary=vocabulary, trust=trust)
     features = run_settings.text_features(vocabulary or str(name), run)
     model_config = checkpoints.model_config(found[0])
@@ -507,6 +500,17 @@ def check_vocabulary_size(vocabulary: TextVocabulary, vocab_size: int) -> None:
             f"the vocabulary has {vocabulary.vocab_size} ids, sentinels included, but the model's "
             f"vocab_size={vocab_size}; use the vocabulary that the model was trained with."
         )
+
+
+def _check_known(settings: Mapping[str, Any]) -> None:
+    known = {field.name for field in dataclasses.fields(PredictConfig)}
+    errors.raise_all(
+        [
+            f"{setting} is no setting of PredictConfig.{errors.suggest(setting, known)}"
+            for setting in settings.keys() - known
+        ],
+        where="load_predictor",
+    )
 
 
 def encode_text(vocabulary: TextVocabulary, text: str) -> list[int]:

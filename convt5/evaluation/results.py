@@ -97,7 +97,7 @@ class Results:
 
     def _check_writable(self, path: epath.Path) -> None:
         """Finds out before anything is measured, which may take hours."""
-        if "://" in str(path):
+        if whole_files.is_remote(path):
             return
         folders = [self.folder / "tensorboard", path.parent, path.parent.parent]
         wanted = [(p, "a folder") for p in folders]

@@ -15,6 +15,7 @@ from etils import epath
 
 from convt5 import errors, gin_config, vocabulary_files
 from convt5 import task_format as formats
+from convt5.checkpoints import folders
 from convt5.configuration import gin_files
 from convt5.configuration.moved_runs import DATA_ARGUMENTS, data_is_gone
 from convt5.configuration.trust import Untrusted, named_by_own
@@ -194,18 +195,9 @@ def _data_of_run(config_gin: str, trust: Sequence[str]) -> Any:
 
 
 def config_file(checkpoint: epath.PathLike) -> epath.Path | None:
-    """Returns the config.gin of the run that `checkpoint` is or lies in, if there is one.
-
-    Only RUN, RUN/checkpoints and RUN/checkpoints/STEP belong to RUN: what lies in any other folder
-    above a model, such as /tmp/config.gin, may be anybody's.
-    """
-    folder = epath.Path(os.path.abspath(os.path.expanduser(checkpoint)))
-    run = folder
-    for inside in (folder, folder.parent):
-        if inside.name == "checkpoints" and not (folder / CONFIG_FILE).exists():
-            run = inside.parent
-            break
-    return run / CONFIG_FILE if (run / CONFIG_FILE).exists() else None
+    """Returns the config.gin of the run that `checkpoint` is or lies in, if there is one."""
+    run = folders.run_folder(checkpoint, CONFIG_FILE)
+    return None if run is None else run / CONFIG_FILE
 
 
 def load_vocabulary(source: epath.PathLike, *, trust: Sequence[str] = ()) -> Any:

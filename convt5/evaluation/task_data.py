@@ -11,10 +11,11 @@ import tensorflow as tf
 from etils import epath
 
 from convt5 import errors
-from convt5.batches import task_blocks
+from convt5.batches import row_ends, task_blocks
 from convt5.evaluation.predictor import TextVocabulary, check_vocabulary_size
 from convt5.evaluation.run_settings import check_readable
-from convt5.tasks import label_checks, row_ends  # pyright: ignore[reportMissingImports]
+from convt5.task_format import TaskFormat
+from convt5.tasks import formats, label_checks  # pyright: ignore[reportMissingImports]
 from convt5.vocabulary_files import TextFeatures, same_pieces
 
 Example = Mapping[str, Any]
@@ -55,6 +56,15 @@ def find_task(named: Any) -> seqio.Task:
             f"task={getattr(named, 'name', named)} is a mixture; name one of its tasks: {names}."
         )
     return tasks[0]
+
+
+def find_format(named: Any) -> TaskFormat:
+    """Returns how one task of a name, or as an object, writes its inputs.
+
+    Raises:
+        UserError: as `find_task`.
+    """
+    return formats.of(find_task(named))[0]
 
 
 def registered(name: str) -> seqio.Task | seqio.Mixture:

@@ -9,7 +9,7 @@ import numpy as np
 
 from convt5 import errors
 from convt5.interchange.mapping import Shape
-from convt5.runtime import quiet_imports
+from convt5.runtime import quiet_imports, whole_files
 
 STEP = "global_step"
 SLOT = re.compile(r"^(?P<variable>.+)_slot_(?P<kind>\w+)$")
@@ -100,7 +100,7 @@ class Checkpoint:
     def _check_files(self) -> None:
         """Names missing shards, which TensorFlow reports only when it comes to read one."""
         folder, name = pathlib.PurePath(self.prefix).parent, pathlib.PurePath(self.prefix).name
-        if "://" in self.prefix:
+        if whole_files.is_remote(self.prefix):
             return
         present = {p.name for p in pathlib.Path(folder).glob(f"{name}.data-*-of-*")}
         counts = {int(shard.rsplit("-", 1)[1]) for shard in present}

@@ -4,10 +4,13 @@ What a file says of itself is compared with its size before memory is taken for 
 wrong is a `ValueError` that says why, or a `UserError` that names the file as well.
 """
 
+import contextlib
 import io
 import json
 import math
 import os
+import pathlib
+import re
 import zipfile
 from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
@@ -16,6 +19,7 @@ import numpy as np
 from etils import epath
 
 from convt5 import errors
+from convt5.runtime import whole_files
 
 MOST_JSON_BYTES = 2**23
 """Of a file of settings: Python takes up to 25 times as much to hold it."""
@@ -27,6 +31,7 @@ MOST_LINE_BYTES = 2**26
 _MOST_RATIO = 100
 _ALWAYS_ALLOWED = 2**26
 _NUMBERS = "biuf"
+_TFDS_CLASS = ("type", "pythonClassName", "python_class_name")
 _PIECE = 2**20
 _SHOWN = 300
 
@@ -97,7 +102,7 @@ def unreadable(path: epath.PathLike, why: BaseException | str, remedy: str) -> e
 def check_regular(path: epath.PathLike) -> None:
     """Raises `ValueError` for what is there and no regular file: to open a pipe waits for ever."""
     local = os.fspath(path)
-    if "://" not in local and os.path.exists(local) and not os.path.isfile(local):
+    if not whole_files.is_remote(local) and os.path.exists(local) and not os.path.isfile(local):
         raise ValueError("it is no regular file")
 
 
@@ -250,6 +255,34 @@ def check_expansion(unpacked: int, stored: int) -> None:
         )
 
 
+def check_tfds(name: str, data_dir: str | None, *, setting: str) -> None:
+    """Raises `UserError` for a data set of TFDS whose reading would run code from elsewhere.
+
+    TFDS downloads and runs what prepares a data set of others, `namespace:name`, and it imports the
+    modules that a prepared one names for its features.
+
+    Args:
+        name: of the data set.
+        data_dir: where it lies; None is TFDS's own place.
+        setting: what the name was given as.
+    """
+    if re.match(r"[^/:=]*:[^\d*:]", name):
+        raise errors.UserError(
+            f"{setting}={name!r} names a data set of another community, whose code TFDS would "
+            "download and run; name one of TFDS, such as 'c4/en:3.1.0'."
+        )
+    folder = pathlib.Path(os.path.expanduser(data_dir or "."), re.split("[/:]", name)[0])
+    if data_dir is None or not folder.is_dir():
+        return
+    for file in sorted(folder.rglob("features.json")):
+        wrong = [n for n in _feature_classes(file) if not n.startswith("tensorflow_datasets.")]
+        if wrong:
+            raise errors.UserError(
+                f"{file} names {wrong[0]!r} for a feature, which TFDS would import; data sets may "
+                "have features of tensorflow_datasets alone."
+            )
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -313,3 +346,15 @@ def _read_numbers(stream: IO[bytes], header: Header) -> np.ndarray:
         at += len(piece)
     stream.read(1)  # Only at their end are checksums of zip files compared.
     return array.T if header.is_fortran else array
+
+
+def _feature_classes(file: pathlib.Path) -> list[str]:
+    found: list[str] = []
+
+    def note(value: dict[str, Any]) -> dict[str, Any]:
+        found.extend(v for k, v in value.items() if k in _TFDS_CLASS and isinstance(v, str))
+        return value
+
+    with contextlib.suppress(ValueError, RecursionError):  # TFDS says so itself.
+        json.loads(file.read_bytes(), object_hook=note)
+    return found

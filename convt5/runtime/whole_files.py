@@ -25,6 +25,11 @@ _KINDS = {
 }
 
 
+def is_remote(path: epath.PathLike) -> bool:
+    """Whether a path names a file or folder of an object store, such as gs://bucket/folder."""
+    return "://" in os.fspath(path)
+
+
 @contextlib.contextmanager
 def replacing(path: AnyPath) -> Iterator[AnyPath]:
     """Gives a file to write, which takes the place of `path` unless that fails or is killed.
@@ -33,7 +38,7 @@ def replacing(path: AnyPath) -> Iterator[AnyPath]:
     it under a name that nobody can foresee; a kill leaves it behind, for `remove_left_overs`.
     """
     partial = path.with_name(f".{secrets.token_hex(8)}{_PARTIAL}")
-    if "://" in str(path):
+    if is_remote(path):
         yield partial
         partial.replace(path)
         return

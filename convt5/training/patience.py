@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from convt5 import metric_names
 from convt5.checkpoint import CheckpointConfig
+from convt5.training import metric_names
 
 
 class Patience:

@@ -48,7 +48,7 @@ def hold(run_dir: epath.PathLike) -> Iterator[epath.Path]:
     """
     check(run_dir)
     folder = folders.literal(run_dir)
-    if folders.is_remote(folder):
+    if whole_files.is_remote(folder):
         _check_writable(folder)
         yield folder
         return
@@ -75,7 +75,7 @@ def check(run_dir: epath.PathLike) -> None:
     if not str(run_dir):
         raise errors.UserError("run_dir='' must name a folder; `.` is the working directory.")
     folders.check(run_dir, what="run_dir")
-    if folders.is_remote(run_dir):
+    if whole_files.is_remote(run_dir):
         return
     folder = pathlib.Path(folders.literal(run_dir))
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
@@ -194,7 +194,7 @@ def _open_lock(folder: epath.Path) -> int:
 def _check_writable(folder: epath.Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not folders.is_remote(folder):
+        if not whole_files.is_remote(folder):
             with tempfile.TemporaryFile(dir=folder):
                 pass
     except OSError as error:

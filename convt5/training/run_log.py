@@ -19,10 +19,10 @@ from typing import Any, Protocol, TextIO
 from etils import epath
 from tqdm import tqdm
 
-from convt5 import errors, metric_names
+from convt5 import errors
 from convt5.errors import printable
 from convt5.runtime import foreign_files, terminal, whole_files
-from convt5.training import run_directory
+from convt5.training import metric_names, run_directory
 
 Record = Mapping[str, float]
 
@@ -58,7 +58,7 @@ class JsonLines:
         kept = [r for r in _read_steps(self._path) if r["step"] <= last_step]
         self._text = "".join(map(_line, kept))
         # Object stores cannot append; there the whole file is written again at each `sync`.
-        self._is_local = "://" not in str(path)
+        self._is_local = not whole_files.is_remote(path)
         self._last = _line(kept[-1]) if kept else ""
         if self._is_local:
             run_directory.replace_text(self._path, self._text)

@@ -18,7 +18,6 @@ import numpy as np
 from PIL import Image
 
 from convt5 import errors
-from convt5.configuration import checks
 from convt5.runtime import foreign_files, quiet_imports
 
 OnCorrupt = Literal["refuse", "skip"]
@@ -224,7 +223,7 @@ class Tfds:
 
     def open(self, split: str) -> ImageSet:
         """Returns the images of a split."""
-        checks.check_prepared(self.name, self.data_dir, setting="name")
+        foreign_files.check_tfds(self.name, self.data_dir, setting="name")
         with quiet_imports.without_tensorflow_chatter():
             import tensorflow_datasets as tfds
         _tensorflow()

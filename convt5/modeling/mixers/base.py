@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from convt5.configuration import rules
 from convt5.modeling.layers import DropoutKey
 from convt5.modeling.sizes import ModelSizes, Size
 from convt5.sharding import Rule
@@ -154,8 +153,11 @@ class MixerConfig:
         raise NotImplementedError
 
     def faults(self, where: str, *, emb_dim: int) -> list[str]:
-        """Returns every broken rule as one sentence; `where` names the layer."""
-        return rules.faults(self, f"{where}.")
+        """Returns every rule that its settings together break; `where` names the layer.
+
+        Rules of single settings are declared with them, and checked by the stack that has them.
+        """
+        return []
 
 
 def _sum(a: int | None, b: int | None) -> int | None:

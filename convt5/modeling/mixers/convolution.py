@@ -84,6 +84,11 @@ class ConvolutionConfig(MixerConfig):
         return Reach(*pad_widths(self.kernel_size, self.dilation, self.tap_padding))
 
     @property
+    def num_slots(self) -> int:
+        """Inputs that decoding keeps: the newest, and those before it that causal taps read."""
+        return (self.kernel_size - 1) * self.dilation + 1
+
+    @property
     def dense_layers(self) -> tuple[str, ...]:
         """The dense layers of the block, in order."""
         present = {
@@ -106,11 +111,9 @@ class ConvolutionConfig(MixerConfig):
         return jnp.dtype(sizes.dtype).itemsize * vectors * sizes.emb_dim
 
     def state_size(self, sizes: ModelSizes, length: int) -> int:
-        return (pad_widths(self.kernel_size, self.dilation, "CAUSAL")[0] + 1) * sizes.emb_dim
+        return self.num_slots * sizes.emb_dim
 
     def faults(self, where: str, *, emb_dim: int) -> list[str]:
-        if found := super().faults(where, emb_dim=emb_dim):
-            return found
         try:
             pad_widths(self.kernel_size, self.dilation, self.tap_padding)
         except ValueError as error:
@@ -206,8 +209,7 @@ class Convolution(base.Mixer):
         self, batch: Size, length: int, emb_dim: int, dtype: jnp.dtype
     ) -> ConvolutionState:
         """Returns the state before the first position: everything earlier reads as zero."""
-        left, _ = pad_widths(self.config.kernel_size, self.config.dilation, "CAUSAL")
-        return ConvolutionState(jnp.zeros((batch, left + 1, emb_dim), dtype))
+        return ConvolutionState(jnp.zeros((batch, self.config.num_slots, emb_dim), dtype))
 
     def step(
         self, x: Float[Array, "batch 1 embed"], state: ConvolutionState, position: Position

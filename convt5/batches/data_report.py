@@ -17,7 +17,9 @@ import seqio
 import tensorflow as tf
 
 from convt5 import errors, sentinels
-from convt5.tasks import row_ends, vocabularies  # pyright: ignore[reportMissingImports]
+from convt5.batches import row_ends
+from convt5.batches.rows import RowLayout
+from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
 
 _MOST_DOCUMENTS, _MOST_BYTES = 100, 2**16
 _LONGEST_TEXT = 2**20
@@ -140,7 +142,8 @@ def _measured(task: seqio.Task, config: Any) -> TaskReport:
     ids = {name: [example[name] for example in found.examples] for name in lengths}
     sizes = {name: np.array([len(each) for each in ids[name]]) for name in lengths}
     kept = {name: np.minimum(sizes[name], limit) for name, limit in lengths.items()}
-    num_rows = _num_packed(kept, lengths) if config.pack else len(found.examples)
+    layout = RowLayout(config.encoder_length, config.decoder_length, config.pack)
+    num_rows = len(layout.row_ends(sizes["inputs"], sizes["targets"]))
     padding = {name: 1 - kept[name].sum() / (num_rows * lengths[name]) for name in lengths}
     cut = {name: float((sizes[name] > lengths[name]).mean()) for name in lengths}
     targets = task.output_features["targets"].vocabulary
@@ -221,17 +224,6 @@ def _shortened(example: Any) -> Any:
     if isinstance(example, dict):
         return {name: shorten(value) for name, value in example.items()}
     return shorten(example)
-
-
-def _num_packed(kept: Mapping[str, np.ndarray], lengths: Mapping[str, int]) -> int:
-    """Returns how many rows examples fill that follow each other while they fit."""
-    rows, used = 1, dict.fromkeys(lengths, 0)
-    for i in range(len(kept["inputs"])):
-        if any(used[name] + kept[name][i] > limit for name, limit in lengths.items()):
-            rows, used = rows + 1, dict.fromkeys(lengths, 0)
-        for name in lengths:
-            used[name] += int(kept[name][i])
-    return rows
 
 
 def _ratios(task: seqio.Task, ids: Mapping[str, Sequence[np.ndarray]]) -> dict[str, float | None]:
