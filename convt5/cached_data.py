@@ -377,10 +377,7 @@ class Writer:
     def _begun(self, identity: str | None) -> dict[str, Any]:
         """Returns what was noted of a cache of the same data."""
         new = {"identity": identity, "splits": {}}
-        try:
-            found = json.loads((self._unfinished / _PROGRESS_FILE).read_text())
-        except (OSError, ValueError):
-            return new
+        found = foreign_files.find_json(self._unfinished / _PROGRESS_FILE) or {}
         return found if identity is not None and found.get("identity") == identity else new
 
     def vocabulary(

@@ -6,6 +6,7 @@ batches and the same random numbers as if it had never stopped.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -212,12 +213,10 @@ def train(
         rows = own_rows(plan.batch_sharding, train_data.batch_size)
         with watchdog.phase("reading the last checkpoint"):
             restored = checkpointer.restore(plan.abstract, shards_read=rows.shards)
-        is_new = restored is None
-        if is_new and init_from is not None:
-            init_from.check_vocabulary(text)
-            if init_from.continue_training:
-                init_from.check_num_steps(num_steps)
-                restored = init_from.state(plan.abstract, model_config=model)
+        source = None
+        if restored is None and init_from is not None:
+            source = str(init_from.path)
+            restored = _taken_over(init_from, plan, text, num_steps=num_steps)
         first_step = restored.step if restored else 0
         log = run_log.open_run_log(
             folder,
@@ -227,7 +226,6 @@ def train(
             metric=checkpoint.best_metric,
         )
         stack.enter_context(contextlib.closing(log))
-        source = str(init_from.path) if is_new and init_from is not None else None
         _announce(log, plan, folder, step=first_step, num_steps=num_steps, source=source)
         loop = Loop(
             plan,
@@ -256,25 +254,18 @@ def train(
                     positions=restored.data if restored else DataPositions(),
                 )
             stack.enter_context(contextlib.closing(batches))
-        if batches is not None and jax.process_index() == 0:
-            with watchdog.phase("measuring the data"):
-                _tell_of_data(log, train_data, measures)
+            if jax.process_index() == 0:
+                with watchdog.phase("measuring the data"):
+                    _tell_of_data(log, train_data, measures)
         log.open_files(
             last_step=first_step,
             wandb_project=wandb_project,
             config={"model": describe_config(model)},
         )
-
-        def write_settings() -> None:
-            changed = run_directory.write_config(folder, config_text, step=first_step)
-            if changed:
-                log.message(changed)
-            if text is not None:
-                run_directory.write_vocabularies(folder, text)
-            if formats:
-                run_directory.write_task(folder, formats)
-
         if batches is not None:
+            write_settings = functools.partial(
+                _write_settings, log, folder, text, formats, config_text, step=first_step
+            )
             hosts = checkpointer if jax.process_count() > 1 else None
             with Interruption(hosts) as interruption:
                 loop.run(batches, interruption, before_first=write_settings)
@@ -283,6 +274,35 @@ def train(
         if report is not None:
             log.message(f"\n{report(loop.model, eval_data or train_data)}")
         return result
+
+
+def _taken_over(
+    init_from: InitFrom, plan: Plan, text: vocabulary_files.KeptText | None, *, num_steps: int
+) -> Restored | None:
+    """Returns the training state of another run that a new one goes on with; None for none."""
+    init_from.check_vocabulary(text)
+    if not init_from.continue_training:
+        return None
+    init_from.check_num_steps(num_steps)
+    return init_from.state(plan.abstract, model_config=plan.model)
+
+
+def _write_settings(
+    log: run_log.RunLog,
+    folder: epath.Path,
+    text: vocabulary_files.KeptText | None,
+    formats: Sequence[task_format.TaskFormat],
+    config_text: str | None,
+    *,
+    step: int,
+) -> None:
+    """Writes what a run keeps of its settings, text and tasks, at its first update."""
+    if changed := run_directory.write_config(folder, config_text, step=step):
+        log.message(changed)
+    if text is not None:
+        run_directory.write_vocabularies(folder, text)
+    if formats:
+        run_directory.write_task(folder, formats)
 
 
 def kept_text(train_data: Any, eval_data: Any) -> vocabulary_files.KeptText | None:

@@ -8,13 +8,14 @@ import dataclasses
 import os
 import pathlib
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from convt5 import sharding
+from convt5 import optimizer, schedule, sharding
 from convt5.batches.prefetching import position, take_apart
 from convt5.training.train_step import LossSums
 
@@ -69,6 +70,19 @@ def launcher(processes: int, devices: int) -> list[str]:
 
 def rules() -> tuple[sharding.Rule, ...]:
     return (sharding.Rule(r"kernel$|spare/", ("fsdp",)),)
+
+
+def settings(run_dir: object, **changes: Any) -> dict[str, Any]:
+    """Returns arguments of `trainer.train` for a small problem in this process."""
+    return {
+        "run_dir": str(run_dir),
+        "model": TableConfig(),
+        "loss": Loss(),
+        "train_data": Numbers(batch_size=8),
+        "optimizer": optimizer.AdamWConfig(),
+        "schedule": schedule.Constant(rate=0.05),
+        "sharding_rules": rules(),
+    } | changes
 
 
 class Table(nnx.Module):

@@ -116,3 +116,26 @@ def test_a_task_without_an_example_is_an_error():
     )
     with pytest.raises(errors.UserError, match="task 'nothing', split='train', gives no example"):
         data_report.measure(config(nothing))
+
+
+def test_steps_that_need_autograph_are_measured_too():
+    @seqio.map_over_dataset
+    def cut(example):
+        tokens = example["inputs"]
+        if tf.size(tokens) > 3:
+            tokens = tokens[:3]
+        return {"inputs": tokens, "targets": tokens}
+
+    def read(split, shuffle_files, seed=None):
+        return tf.data.Dataset.from_tensor_slices({"inputs": ["abcdef", "gh"]})
+
+    feature = seqio.Feature(vocabularies.characters(), add_eos=False)
+    task = seqio.Task(
+        "cut",
+        source=seqio.FunctionDataSource(read, splits=["train"]),
+        output_features={"inputs": feature, "targets": feature},
+        preprocessors=[seqio.preprocessors.tokenize, cut],
+    )
+    config = data.DataConfig(mixture=task, batch_size=2, encoder_length=4, decoder_length=4)
+    (report,) = data_report.measure(config)
+    assert report.tokens == 2 * (3 + 2)

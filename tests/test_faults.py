@@ -23,7 +23,7 @@ import run_equality
 from flax import nnx
 from quick import quick
 
-from convt5 import checkpoint, errors, optimizer, schedule, sharding
+from convt5 import checkpoint, errors, schedule, sharding
 from convt5.checkpoints import reading
 from convt5.trainer import train
 from convt5.training import run_log, spikes, watchdog
@@ -176,19 +176,12 @@ def run(tmp_path):
     """Calls `train` on a small problem; keywords replace its settings."""
 
     def call(folder="run", **changes):
-        settings = {
-            "run_dir": str(tmp_path / folder),
-            "model": counting_run.TableConfig(),
-            "loss": counting_run.Loss(),
-            "train_data": counting_run.Numbers(batch_size=8),
-            "optimizer": optimizer.AdamWConfig(),
-            "schedule": schedule.Constant(rate=0.05),
+        known = {
             "checkpoint": checkpoint.CheckpointConfig(every_steps=4),
             "num_steps": 12,
             "log_every_steps": 1,
-            "sharding_rules": counting_run.rules(),
         }
-        return train(**settings | changes)
+        return train(**counting_run.settings(tmp_path / folder, **known | changes))
 
     return call
 

@@ -12,7 +12,7 @@ import pytest
 from etils import epath
 from quick import quick
 
-from convt5 import checkpoint, errors, optimizer, schedule
+from convt5 import checkpoint, errors
 from convt5.checkpoints import folders, read_back, reading
 from convt5.trainer import train
 from convt5.training import averaging, run_directory, run_log
@@ -27,17 +27,8 @@ ALL_AT_ONCE = "[1] *?{a}**'\"%41\n~ü$#--"
 
 
 def settings(run_dir, **changes):
-    return {
-        "run_dir": str(run_dir),
-        "model": counting_run.TableConfig(),
-        "loss": counting_run.Loss(),
-        "train_data": counting_run.Numbers(batch_size=8),
-        "optimizer": optimizer.AdamWConfig(),
-        "schedule": schedule.Constant(rate=0.05),
-        "checkpoint": checkpoint.CheckpointConfig(every_steps=2),
-        "num_steps": 4,
-        "sharding_rules": counting_run.rules(),
-    } | changes
+    known = {"checkpoint": checkpoint.CheckpointConfig(every_steps=2), "num_steps": 4}
+    return counting_run.settings(run_dir, **known | changes)
 
 
 @jax.tree_util.register_dataclass

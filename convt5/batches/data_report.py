@@ -112,7 +112,7 @@ def check_reads(task: seqio.Task, config: Any) -> None:
     """
     lengths = {"inputs": config.encoder_length, "targets": config.decoder_length}
     try:
-        _Sample(task, config, lengths, is_cached=config.is_cached(task))
+        _sampled(task, config, lengths, is_cached=config.is_cached(task))
     except (tf.errors.OpError, OSError) as error:
         raise errors.UserError(
             f"task {task.name!r}, split={config.split!r}: its first rows cannot be read: "
@@ -124,7 +124,7 @@ def _measured(task: seqio.Task, config: Any) -> TaskReport:
     lengths = {"inputs": config.encoder_length, "targets": config.decoder_length}
     is_cached = config.is_cached(task)
     try:
-        found = _Sample(task, config, lengths, is_cached=is_cached)
+        found = _sampled(task, config, lengths, is_cached=is_cached)
     except tf.errors.OpError as error:
         raise errors.TrainingError(
             f"task {task.name!r}, split={config.split!r}: its data cannot be read: "
@@ -167,6 +167,19 @@ def _measured(task: seqio.Task, config: Any) -> TaskReport:
         padding_inputs=float(padding["inputs"]),
         padding_targets=float(padding["targets"]),
     )
+
+
+def _sampled(
+    task: seqio.Task, config: Any, lengths: Mapping[str, int], *, is_cached: bool
+) -> "_Sample":
+    """Reads a sample; few steps need AutoGraph, which takes most of the time of a start."""
+    read = functools.partial(_Sample, task, config, lengths, is_cached=is_cached)
+    try:
+        return tf.autograph.experimental.do_not_convert(read)()
+    except (errors.UserError, tf.errors.OpError, OSError):
+        raise
+    except Exception:  # The same again, where it is no matter of AutoGraph.
+        return read()
 
 
 class _Sample:
