@@ -5,7 +5,11 @@ only JAX; data, tasks and evaluation need TensorFlow and seqio.
 """
 
 import importlib
+import importlib.abc
+import importlib.util
 import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and sys.path:
     # `python -m convt5.NAME` is being looked up, and Python looks for modules in the working
@@ -17,13 +21,13 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "ConvT5": "convt5.modeling.model",
-    "ConvT5Config": "convt5.architecture",
+    "ConvT5Config": "convt5.modeling.architecture",
     "Predictor": "convt5.evaluation.predictor",
-    "StackConfig": "convt5.architecture",
+    "StackConfig": "convt5.modeling.architecture",
     "UserError": "convt5.errors",
     "ViT": "convt5.vision.model",
     "ViTConfig": "convt5.vision.architecture",
-    "load_model": "convt5.loading",
+    "load_model": "convt5.interchange.loading",
     "load_predictor": "convt5.evaluation.predictor",
     "load_vocabulary": "convt5.evaluation.run_settings",
 }
@@ -35,3 +39,56 @@ def __getattr__(name: str):
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+_MOVED = {
+    "architecture": "modeling.architecture",
+    "batches": "data",
+    "cached_data": "data.cached_data",
+    "checkpoint": "checkpoints.checkpoint",
+    "gin_config": "configuration.gin_config",
+    "initialization": "training.initialization",
+    "loading": "interchange.loading",
+    "losses": "training.losses",
+    "modeling.mixing": "modeling.attention",
+    "optimizer": "training.optimizer",
+    "samples": "generation.samples",
+    "schedule": "training.schedule",
+    "sentinels": "text.sentinels",
+    "sharding": "modeling.sharding",
+    "task_format": "text.task_format",
+    "trainer": "training.trainer",
+    "tree_paths": "modeling.tree_paths",
+    "vocabulary_files": "text.vocabulary_files",
+}
+"""Modules that programs, gin files and run directories may still name as they were, and where
+they are. Nothing in convt5 does."""
+
+
+def current_name(module: str) -> str:
+    """Returns the name of a module today, given any name that it has had."""
+    for old, new in _MOVED.items():
+        if f"{module}.".startswith(f"convt5.{old}."):
+            return f"convt5.{new}{module.removeprefix(f'convt5.{old}')}"
+    return module
+
+
+class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports a module that moved as the very module it is now, under both names."""
+
+    def find_spec(self, fullname: str, path=None, target=None) -> ModuleSpec | None:
+        if current_name(fullname) == fullname:
+            return None
+        return importlib.util.spec_from_loader(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(current_name(spec.name))
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+sys.meta_path.append(_MovedModules())

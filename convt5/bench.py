@@ -13,8 +13,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from convt5 import errors, gin_config
-from convt5.configuration import command_line
+from convt5 import errors
+from convt5.configuration import command_line, gin_config
 from convt5.runtime import terminal
 
 SUITES = ("ops", "train_step", "decode", "data", "formulations")
@@ -166,7 +166,7 @@ def _models(
     files: Sequence[str], bindings: Sequence[str], *, trust: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Returns the models of the given files, or the variants at one size."""
-    from convt5.architecture import ConvT5Config
+    from convt5.modeling.architecture import ConvT5Config
 
     if files:
         sizes, named = list(bindings), _by_name(files)

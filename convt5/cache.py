@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from convt5 import errors, gin_config, task_format
-from convt5.batches.block_workers import BlockWorkers
-from convt5.configuration import command_line, gin_files
+from convt5 import errors
+from convt5.configuration import command_line, gin_config, gin_files
+from convt5.data.block_workers import BlockWorkers
 from convt5.runtime import quiet_imports, terminal
+from convt5.text import task_format
 
 COMMAND = command_line.Command(
     name="cache",
@@ -65,7 +66,8 @@ def main(argv: Sequence[str]) -> None:
         if getattr(flags, name) is not None and getattr(flags, name) < 1:
             raise errors.UserError(f"{name}={getattr(flags, name)} must be at least 1.")
     with quiet_imports.without_tensorflow_chatter():
-        from convt5 import cached_data, data
+        from convt5 import data
+        from convt5.data import cached_data
         from convt5.training.validation import check_num_batches
 
     settings = _settings(arguments)
@@ -227,7 +229,7 @@ def _settings(arguments: command_line.Arguments) -> Mapping[str, Any]:
         supplied=["config_text"],
         trusted=arguments.trust,
     )
-    from convt5 import trainer
+    from convt5.training import trainer
 
     return config.arguments(trainer.train)
 

@@ -12,10 +12,11 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from convt5 import errors, task_format, vocabulary_files
+from convt5 import errors
 from convt5.checkpoints import folders
 from convt5.configuration import command_line
 from convt5.runtime import whole_files
+from convt5.text import task_format, vocabulary_files
 
 if TYPE_CHECKING:
     from convt5.interchange.mapping import Imported
@@ -347,7 +348,7 @@ def _read_pycls(conversion: Conversion) -> tuple["Imported", Callable[..., Any],
 
 
 def _read_run(conversion: Conversion) -> tuple["Imported", Callable[..., Any], Any]:
-    from convt5 import loading
+    from convt5.interchange import loading
 
     imported = loading.read_run(conversion.checkpoint, step=conversion.step)
     return imported, lambda _: None, None
@@ -379,8 +380,8 @@ def _new_state(imported: "Imported", training: Any) -> Any:
 
 
 def _export(folder: pathlib.Path, imported: "Imported", conversion: Conversion) -> None:
-    from convt5.architecture import ConvT5Config
     from convt5.interchange import hugging_face, portable, stablehlo
+    from convt5.modeling.architecture import ConvT5Config
 
     if conversion.target != "safetensors" and not isinstance(imported.config, ConvT5Config):
         raise errors.UserError(

@@ -325,8 +325,8 @@ def evaluate(
     """
     import jax
 
-    from convt5 import sharding
     from convt5.evaluation import checkpoints
+    from convt5.modeling import sharding
 
     mesh = sharding.MeshConfig().build(jax.local_devices())
     evaluators: dict[str, Callable[[Any, Any, int | None], Outcome]] = {}

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from convt5.evaluation.predictor import Predictor
     from convt5.evaluation.results import ResumableLines
     from convt5.evaluation.run_settings import RunSettings
-    from convt5.task_format import TaskFormat
-    from convt5.vocabulary_files import TextFeatures
+    from convt5.text.task_format import TaskFormat
+    from convt5.text.vocabulary_files import TextFeatures
 
 _CHUNK_BATCHES = 8
 """Batches whose inputs are put together by length, and written at once."""
@@ -117,10 +117,11 @@ def main(argv: Sequence[str]) -> int:
         raise errors.UserError("the gin files describe no run; give --checkpoint=DIR.")
     checkpoint = os.path.expanduser(checkpoint)
 
-    from convt5 import sharding, task_format
     from convt5.evaluation import checkpoints, stream
     from convt5.evaluation.predictor import Predictor, check_vocabulary_size
     from convt5.evaluation.settings import from_flags
+    from convt5.modeling import sharding
+    from convt5.text import task_format
     from convt5.training.compilation import enable_persistent_cache
 
     enable_persistent_cache()

@@ -10,16 +10,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from convt5 import errors, figures, gin_config
-from convt5.configuration import command_line, gin_files
+from convt5 import errors
+from convt5.configuration import command_line, gin_config, gin_files
 from convt5.modeling.placement import TEXT_RULES
+from convt5.reports import figures
 from convt5.vision import costs as vision_costs
 from convt5.vision.architecture import ViTConfig
 
 if TYPE_CHECKING:
     from convt5.analysis.compiled_step import Step
     from convt5.analysis.cost_report import Subject
-    from convt5.architecture import ConvT5Config
+    from convt5.modeling.architecture import ConvT5Config
     from convt5.modeling.description import StackName
 
 DEFAULTS = {"encoder_length": 512, "decoder_length": 114, "batch_size": 128}
@@ -239,8 +240,9 @@ def read_settings(
 
 def _arguments(config: gin_config.Config, run_dir: str | None) -> dict[str, Any]:
     """Returns the arguments of `trainer.train`; of a run whose data is gone, its lengths alone."""
-    from convt5 import trainer, vocabulary_files
     from convt5.configuration.moved_runs import DATA_ARGUMENTS
+    from convt5.text import vocabulary_files
+    from convt5.training import trainer
 
     settings = config.arguments(trainer.train, leave_out=DATA_ARGUMENTS)
     with vocabulary_files.of_run(run_dir):
@@ -262,9 +264,10 @@ def make_subject(name: str, settings: Mapping[str, Any], flags: Mapping[str, Any
     """
     import jax
 
-    from convt5 import optimizer, sharding
     from convt5.analysis import cost_report
-    from convt5.architecture import ConvT5Config
+    from convt5.modeling import sharding
+    from convt5.modeling.architecture import ConvT5Config
+    from convt5.training import optimizer
 
     model, data = settings["model"], settings.get("train_data")
     if not isinstance(model, ConvT5Config):
@@ -300,8 +303,8 @@ def make_step(
     subject: "Subject", settings: Mapping[str, Any], *, gradients_only: bool = False
 ) -> "Step":
     """Returns the training step that `trainer.train` would run for these settings."""
-    from convt5 import sharding
     from convt5.analysis.compiled_step import Step
+    from convt5.modeling import sharding
 
     return Step(
         name=subject.name,
@@ -330,9 +333,9 @@ def _measured(
     """Returns the measured receptive fields as text and as plain values; draws them if asked."""
     import jax
 
-    from convt5 import loading
     from convt5.analysis import receptive_field
-    from convt5.architecture import ConvT5Config
+    from convt5.interchange import loading
+    from convt5.modeling.architecture import ConvT5Config
 
     config = subject.config
     if checkpoint is None:
@@ -415,7 +418,7 @@ def decoded_examples(settings: Mapping[str, Any], num: int) -> list[dict[str, An
             f"examples={num} needs training data, but the gin files describe a model alone; give a "
             "run, such as --gin_file=gin/runs/quickstart.gin."
         )
-    from convt5 import samples
+    from convt5.generation import samples
 
     batches = settings["train_data"].build(process_index=0, process_count=1)
     if batches.vocabulary is None:

@@ -150,7 +150,7 @@ def read_study(
     Raises:
         UserError: they describe none, or one that cannot be.
     """
-    from convt5 import gin_config
+    from convt5.configuration import gin_config
     from convt5.sweeps.study import Study
 
     config = gin_config.load(

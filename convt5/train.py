@@ -9,8 +9,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from convt5 import errors, gin_config
-from convt5.configuration import command_line
+from convt5 import errors
+from convt5.configuration import command_line, gin_config
 from convt5.runtime import determinism, multi_host
 
 COMMAND = command_line.Command(
@@ -69,8 +69,9 @@ def _run(arguments: command_line.Arguments) -> int:
         trusted=arguments.trust,
     )
     # These import jax, which help and misspelt flags need not wait for.
-    from convt5 import trainer, vocabulary_files
     from convt5.configuration import moved_runs
+    from convt5.text import vocabulary_files
+    from convt5.training import trainer
 
     run_dir = moved_runs.run_dir(
         trainer.train, config, arguments.gin_files, arguments.gin_bindings, arguments.trust
@@ -106,8 +107,7 @@ def dry_run(settings: Mapping[str, Any]) -> str:
     """
     import jax
 
-    from convt5 import trainer
-    from convt5.training import plan, run_directory
+    from convt5.training import plan, run_directory, trainer
 
     call = inspect.signature(trainer.train).bind(**settings)
     call.apply_defaults()

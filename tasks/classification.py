@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import seqio
 import tensorflow as tf
 
-from convt5 import errors, task_format
+from convt5 import errors
+from convt5.text import task_format
 
 from . import formats, label_checks, metrics, vocabularies
 from .local_files import InvalidUtf8

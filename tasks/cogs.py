@@ -11,7 +11,7 @@ from typing import Any
 import seqio
 import tensorflow as tf
 
-from convt5.task_format import Field, TaskFormat
+from convt5.text.task_format import Field, TaskFormat
 
 from . import formats, metrics, vocabularies
 from .sources import shuffle_buffer_size

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import seqio
 import tensorflow as tf
 
-from convt5 import errors, sentinels
+from convt5 import errors
+from convt5.text import sentinels
 
 from . import pretraining
 from .span_corruption import check_lengths_given, segment_sizes, span_corruption, split_documents

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import seqio
 import tensorflow as tf
 
-from convt5 import task_format
-from convt5.task_format import TaskFormat, of_template
+from convt5.text import task_format
+from convt5.text.task_format import TaskFormat, of_template
 
 __all__ = ["TaskFormat", "keeps_inputs", "of", "of_template", "write_inputs"]
 

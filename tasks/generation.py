@@ -7,7 +7,7 @@ from typing import Any
 import seqio
 import tensorflow as tf
 
-from convt5 import task_format
+from convt5.text import task_format
 
 from . import formats, metrics, vocabularies
 from .sources import shuffle_buffer_size

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import seqio
 
-from convt5 import errors, task_format
+from convt5 import errors
+from convt5.text import task_format
 
 from . import classification, generation, metrics
 from .tables import Example, Layout, Path, Row, TableSource

@@ -14,7 +14,8 @@ import numpy as np
 import seqio
 import tensorflow as tf
 
-from convt5 import errors, sentinels
+from convt5 import errors
+from convt5.text import sentinels
 
 NOISE_DENSITY = 0.15
 MEAN_SPAN_LENGTH = 3.0

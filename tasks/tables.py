@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from absl import logging
 
-from convt5 import errors, task_format
+from convt5 import errors
+from convt5.text import task_format
 
 from . import local_files
 from .sources import ItemSource

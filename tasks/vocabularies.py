@@ -1,6 +1,6 @@
 """Vocabularies with T5's sentinels, checked when they are named rather than when text is read.
 
-Padding is id 0; `convt5.sentinels` knows which ids are sentinels. Gin files name
+Padding is id 0; `convt5.text.sentinels` knows which ids are sentinels. Gin files name
 `vocabularies.named`, `vocabularies.sentencepiece` and `vocabularies.characters`.
 """
 
@@ -12,8 +12,9 @@ import seqio
 import tensorflow as tf
 from google.protobuf import message
 
-from convt5 import errors, sentinels, vocabulary_files
+from convt5 import errors
 from convt5.runtime.whole_files import is_remote
+from convt5.text import sentinels, vocabulary_files
 
 DEFAULT_NUM_SENTINELS = vocabulary_files.T5_SENTINELS
 T5_VOCABULARY = "gs://t5-data/vocabs/cc_all.32000/sentencepiece.model"

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from convt5 import optimizer, schedule, sharding
-from convt5.batches.prefetching import position, take_apart
+from convt5.data.prefetching import position, take_apart
+from convt5.modeling import sharding
+from convt5.training import optimizer, schedule
 from convt5.training.train_step import LossSums
 
 WIDTH = 8
@@ -24,12 +25,12 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 SETTINGS = """
 from __gin__ import dynamic_registration
-from convt5 import checkpoint
-from convt5 import initialization
-from convt5 import optimizer
-from convt5 import schedule
-from convt5 import sharding
-from convt5 import trainer
+from convt5.checkpoints import checkpoint
+from convt5.training import initialization
+from convt5.training import optimizer
+from convt5.training import schedule
+from convt5.modeling import sharding
+from convt5.training import trainer
 import counting_run
 
 trainer.train.run_dir = %RUN_DIR

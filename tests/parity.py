@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 
 from convt5.interchange import mesh_tf
 from convt5.interchange.mapping import take_apart
-from convt5.tree_paths import named_leaves
+from convt5.modeling.tree_paths import named_leaves
 
 INTRODUCTION = """\
 # Parity

@@ -8,10 +8,10 @@ import sys
 import jax
 import numpy as np
 
-from convt5.architecture import ConvT5Config, StackConfig
 from convt5.generation.decoding import Sampling, decode
+from convt5.modeling.architecture import ConvT5Config, StackConfig
+from convt5.modeling.sharding import MeshConfig, batch_sharding, replicated
 from convt5.runtime import multi_host
-from convt5.sharding import MeshConfig, batch_sharding, replicated
 
 STACK = StackConfig(num_layers=1, mixing="depthwise", kernel_size=2)
 MODEL = ConvT5Config(

@@ -15,15 +15,16 @@ from test_vision_training import LOSS, MODEL, Stripes, batch
 from test_vision_training import run as run_stripes
 
 import convt5
-from convt5 import checkpoint, optimizer, schedule, sharding
-from convt5.architecture import ConvT5Config, StackConfig
-from convt5.checkpoint import CheckpointConfig, Checkpointer, DataPositions
-from convt5.checkpoints import reading
+from convt5.checkpoints import checkpoint, reading
+from convt5.checkpoints.checkpoint import CheckpointConfig, Checkpointer, DataPositions
 from convt5.errors import UserError
-from convt5.losses import TextLoss
+from convt5.modeling import sharding
+from convt5.modeling.architecture import ConvT5Config, StackConfig
+from convt5.modeling.tree_paths import named_leaves
+from convt5.training import optimizer, schedule
 from convt5.training.averaging import EMA, ScaledEMA
+from convt5.training.losses import TextLoss
 from convt5.training.plan import make_plan
-from convt5.tree_paths import named_leaves
 from convt5.vision import placement
 from convt5.vision.images import ImageDataConfig
 from convt5.vision.statistics import Reestimate

@@ -16,12 +16,12 @@ RUN = """
 include 'gin/models/dynamic_tiny.gin'
 from __gin__ import dynamic_registration
 import rows
-from convt5 import architecture
-from convt5 import losses
-from convt5 import optimizer
-from convt5 import schedule
-from convt5 import sharding
-from convt5 import trainer
+from convt5.modeling import architecture
+from convt5.training import losses
+from convt5.training import optimizer
+from convt5.training import schedule
+from convt5.modeling import sharding
+from convt5.training import trainer
 
 architecture.ConvT5Config.vocab_size = 384
 trainer.train.run_dir = %RUN_DIR
@@ -233,7 +233,7 @@ def test_the_dry_run_finds_the_tasks_of_evaluations(tmp_path):
         "include 'gin/runs/quickstart.gin'\n"
         "from __gin__ import dynamic_registration\n"
         "from convt5 import evaluation\n"
-        "from convt5 import trainer\n"
+        "from convt5.training import trainer\n"
         "trainer.train.task_evals = [@evaluation.TaskEval()]\n"
         "evaluation.TaskEval.task = 'pydoc_span_corruptoin'\n"
         "evaluation.TaskEval.max_input_length = 32\n"
@@ -252,7 +252,10 @@ def test_the_vocabulary_of_rows_from_a_cache_is_compared_too(half):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("loss=@convt5.losses.TextLoss()", "loss=TextLoss is one of text, and model=ViTConfig"),
+        (
+            "loss=@convt5.training.losses.TextLoss()",
+            "loss=TextLoss is one of text, and model=ViTConfig",
+        ),
         ("report=@samples.SpanSamples()", "report=SpanSamples shows text, and model=ViTConfig"),
     ],
 )

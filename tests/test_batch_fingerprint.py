@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convt5 import sharding
-from convt5.batches.batch_fingerprint import FingerprintedLoss, fingerprint
+from convt5.data.batch_fingerprint import FingerprintedLoss, fingerprint
+from convt5.modeling import sharding
 from convt5.training.train_step import LossSums
 
 SHAPE = (8, 3)

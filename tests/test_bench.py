@@ -189,7 +189,7 @@ def test_models_of_files_of_one_name_stay_apart(tmp_path):
         pathlib.Path(file).parent.mkdir()
         pathlib.Path(file).write_text(
             "include 'gin/models/depthwise_tiny.gin'\n"
-            "from __gin__ import dynamic_registration\nfrom convt5 import architecture\n"
+            "from __gin__ import dynamic_registration\nfrom convt5.modeling import architecture\n"
             f"architecture.StackConfig.num_layers = {layers}\n"
         )
     found = bench._models(files, [])

@@ -13,9 +13,10 @@ import pytest
 import seqio
 from convt5.tasks import pretraining, vocabularies  # pyright: ignore[reportMissingImports]
 
-from convt5 import cache, cached_data, data, errors, inspect
-from convt5.batches.row_order import RowOrder
-from convt5.cached_data import CachedDataConfig
+from convt5 import cache, data, errors, inspect
+from convt5.data import cached_data
+from convt5.data.cached_data import CachedDataConfig
+from convt5.data.row_order import RowOrder
 
 ROWS, LENGTH = 10, 6
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import pytest
 import run_equality
 
-from convt5 import checkpoint, errors
+from convt5 import errors
+from convt5.checkpoints import checkpoint
 from convt5.configuration import command_line
 
 

@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from convt5 import checkpoint, errors
-from convt5.checkpoints import reading
+from convt5 import errors
+from convt5.checkpoints import checkpoint, reading
 
 NO_DATA = checkpoint.DataPositions()
 

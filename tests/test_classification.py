@@ -11,7 +11,8 @@ import tensorflow_datasets as tfds
 from convt5.tasks import classification, glue, vocabularies
 from convt5.tasks.classification import PAPER_TASKS, paper_task, text_classification
 
-from convt5 import data, errors, evaluation, gin_config
+from convt5 import data, errors, evaluation
+from convt5.configuration import gin_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 ROWS = [

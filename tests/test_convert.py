@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import convt5
-from convt5 import convert, gin_config, loading
+from convt5 import convert
 from convt5.checkpoints.reading import find_checkpoint
+from convt5.configuration import gin_config
 from convt5.errors import UserError
-from convt5.interchange import hugging_face, portable
+from convt5.interchange import hugging_face, loading, portable
 
 with warnings.catch_warnings():  # TensorFlow's own imports warn.
     warnings.simplefilter("ignore")

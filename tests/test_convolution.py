@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from quick import quick
 from second_derivatives import hessian_products
 
+from convt5.modeling.sharding import BATCH_AXES, MeshConfig
 from convt5.ops import (
     depthwise_conv,
     dynamic_conv,
@@ -24,7 +25,6 @@ from convt5.ops import (
     separate_taps,
     taps,
 )
-from convt5.sharding import BATCH_AXES, MeshConfig
 
 KINDS = ["depthwise", "lightweight", "dynamic"]
 CONVOLUTIONS = {

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from convt5.analysis import costs
-from convt5.architecture import ConvT5Config, StackConfig
-from convt5.losses import TextLoss
+from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.modeling.mixers.base import StackInputs
 from convt5.modeling.mixers.depthwise import Depthwise
+from convt5.modeling.tree_paths import named_leaves
 from convt5.ops import depthwise_conv
-from convt5.optimizer import AdafactorConfig, AdamWConfig, SGDConfig
-from convt5.tree_paths import named_leaves
+from convt5.training.losses import TextLoss
+from convt5.training.optimizer import AdafactorConfig, AdamWConfig, SGDConfig
 
 CONVOLUTION = StackConfig(num_layers=2, mixing="dynamic", num_kernels=2)
 ATTENTION = StackConfig(num_layers=2, mixing="attention")

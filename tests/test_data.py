@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convt5 import data, errors
-from convt5.batches import prefetching, task_blocks
+from convt5.data import prefetching, task_blocks
 
 NAMES = {
     "encoder_input_tokens",

@@ -10,7 +10,7 @@ import word_pieces
 from convt5.tasks import pretraining, vocabularies
 
 from convt5 import data, errors
-from convt5.batches import data_report
+from convt5.data import data_report
 
 TEXTS = ["the cat sat", "on the mat", "the dog lay on the log", "vim"] * 3
 

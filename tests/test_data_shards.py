@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from convt5 import errors
-from convt5.batches import data_shards
-from convt5.batches.prefetching import position, take_apart
+from convt5.data import data_shards
+from convt5.data.prefetching import position, take_apart
 
 BATCH = 24
 

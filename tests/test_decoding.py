@@ -16,12 +16,12 @@ import pytest
 from flax import nnx
 from quick import quick
 
-from convt5 import gin_config
-from convt5.architecture import ConvT5Config, StackConfig
+from convt5.configuration import gin_config
 from convt5.errors import UserError
 from convt5.generation import decoding, search
 from convt5.generation.decoding import BeamSearch, Greedy, Sampling, bucket_size, decode, score
 from convt5.interchange import hugging_face
+from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.modeling.model import ConvT5
 
 VOCAB = 16

@@ -16,7 +16,6 @@ from etils import epath
 
 import convt5
 from convt5 import eval as evaluation
-from convt5 import sharding
 from convt5.errors import UserError
 from convt5.evaluation import checkpoints, task_data
 from convt5.evaluation.evaluator import Evaluator
@@ -24,6 +23,7 @@ from convt5.evaluation.in_training import TaskEval
 from convt5.evaluation.predictor import Prediction, TargetScore
 from convt5.evaluation.results import Results
 from convt5.evaluation.settings import EvalConfig, PredictConfig
+from convt5.modeling import sharding
 from convt5.training.run_log import read_records
 
 with warnings.catch_warnings():  # clu's imports warn.

@@ -14,7 +14,7 @@ from convt5.modeling.layers import Dense, Mlp, Norm
 from convt5.modeling.mixers import KINDS
 from convt5.modeling.mixers.base import StackInputs
 from convt5.modeling.mixers.convolution import Convolution
-from convt5.tree_paths import named_leaves
+from convt5.modeling.tree_paths import named_leaves
 
 CASES = [
     "enc_lw_glu_post",

@@ -23,10 +23,11 @@ import run_equality
 from flax import nnx
 from quick import quick
 
-from convt5 import checkpoint, errors, schedule, sharding
-from convt5.checkpoints import reading
-from convt5.trainer import train
-from convt5.training import run_log, spikes, watchdog
+from convt5 import errors
+from convt5.checkpoints import checkpoint, reading
+from convt5.modeling import sharding
+from convt5.training import run_log, schedule, spikes, watchdog
+from convt5.training.trainer import train
 
 STEPS = (1, 2)
 

@@ -12,10 +12,10 @@ import pytest
 from etils import epath
 from quick import quick
 
-from convt5 import checkpoint, errors
-from convt5.checkpoints import folders, read_back, reading
-from convt5.trainer import train
+from convt5 import errors
+from convt5.checkpoints import checkpoint, folders, read_back, reading
 from convt5.training import averaging, run_directory, run_log
+from convt5.training.trainer import train
 
 NAMES = [
     *["run[1]", "[1-9]", "[!a]", "a[", "a]", "a*b", "a**b", "**", "a?b", "{a}", "{a,b}", "%41"],

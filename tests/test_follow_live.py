@@ -12,14 +12,14 @@ pytestmark = pytest.mark.slow
 
 SETTINGS = """
 from __gin__ import dynamic_registration
-from convt5 import architecture
-from convt5 import checkpoint
+from convt5.modeling import architecture
+from convt5.checkpoints import checkpoint
 from convt5 import data
 from convt5 import evaluation
-from convt5 import losses
-from convt5 import optimizer
-from convt5 import schedule
-from convt5 import trainer
+from convt5.training import losses
+from convt5.training import optimizer
+from convt5.training import schedule
+from convt5.training import trainer
 from convt5.tasks import pretraining
 
 MODEL = @architecture.ConvT5Config()

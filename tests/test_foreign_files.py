@@ -23,12 +23,21 @@ import tf_bundle
 import word_pieces
 from convt5.tasks import local_files, vocabularies
 
-from convt5 import cached_data, errors, loading, vocabulary_files
+from convt5 import errors
+from convt5.data import cached_data
 from convt5.evaluation import inputs
-from convt5.interchange import hugging_face, operative_config, portable, pycls, safetensors_files
+from convt5.interchange import (
+    hugging_face,
+    loading,
+    operative_config,
+    portable,
+    pycls,
+    safetensors_files,
+)
 from convt5.interchange.tf_checkpoint import Checkpoint
 from convt5.runtime import foreign_files
 from convt5.sweeps import running
+from convt5.text import vocabulary_files
 from convt5.training import run_log
 from convt5.vision import sources
 

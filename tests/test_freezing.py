@@ -10,18 +10,19 @@ from flax import nnx
 from test_model import tiny_config
 from test_train_step import MESHES, ONE_DEVICE, build_mesh, text_batch, text_config
 
-from convt5 import errors, loading, schedule
-from convt5.architecture import StackConfig
-from convt5.batches.prefetching import position, take_apart
-from convt5.checkpoint import CheckpointConfig
-from convt5.losses import TextLoss
+from convt5 import errors
+from convt5.checkpoints.checkpoint import CheckpointConfig
+from convt5.data.prefetching import position, take_apart
+from convt5.interchange import loading
+from convt5.modeling.architecture import StackConfig
 from convt5.modeling.model import ConvT5
-from convt5.optimizer import AdafactorConfig, AdamWConfig, SGDConfig
-from convt5.trainer import train
-from convt5.training import freezing
+from convt5.modeling.tree_paths import matches, named_leaves
+from convt5.training import freezing, schedule
+from convt5.training.losses import TextLoss
+from convt5.training.optimizer import AdafactorConfig, AdamWConfig, SGDConfig
 from convt5.training.plan import make_plan
 from convt5.training.train_state import abstract_state, parameters
-from convt5.tree_paths import matches, named_leaves
+from convt5.training.trainer import train
 
 RATE = schedule.Constant(rate=0.1)
 ENCODER = ("^encoder/", "token_embedder")

@@ -7,14 +7,16 @@ import commands
 import gin
 import pytest
 
-from convt5 import architecture, errors, gin_config, schedule
-from convt5.configuration import gin_files
+from convt5 import errors
+from convt5.configuration import gin_config, gin_files
+from convt5.modeling import architecture
+from convt5.training import schedule
 
 HEAD = """
 from __gin__ import dynamic_registration
-from convt5 import architecture
-from convt5 import gin_config
-from convt5 import schedule
+from convt5.modeling import architecture
+from convt5.configuration import gin_config
+from convt5.training import schedule
 """
 
 
@@ -142,7 +144,7 @@ def test_command_line_names_need_no_import(write):
         ("augmentation.Augmentation", "convt5.vision.augmentation"),
         # Of two modules called sources, the one that has it.
         ("sources.Digits", "convt5.vision.sources"),
-        ("schedule.InverseSqrt", "convt5.schedule"),
+        ("schedule.InverseSqrt", "convt5.training.schedule"),
     ],
 )
 def test_command_line_names_may_be_those_of_modules_in_packages(write, reference, module):
@@ -206,14 +208,14 @@ def test_a_misspelt_parameter_names_file_line_and_the_right_one(write):
 
 def test_a_misspelt_class_names_file_line_and_the_right_one(write):
     message = fault([write("a.gin", "MODEL = @schedule.Cosin()")], roots=["%MODEL"])
-    assert "a.gin:5: convt5.schedule has no 'Cosin'" in message
+    assert "a.gin:5: convt5.training.schedule has no 'Cosin'" in message
     assert "Did you mean Cosine or " in message
 
 
 def test_a_module_that_is_not_imported_names_the_import_to_add(write):
     message = fault([write("a.gin", "MODEL = @losses.TextLoss()")], roots=["%MODEL"])
     assert "a.gin:5" in message
-    assert "from convt5 import losses" in message
+    assert "from convt5.training import losses" in message
 
 
 def test_an_import_that_does_not_exist_is_reported_where_it_stands(write):
@@ -348,10 +350,10 @@ def test_a_text_setting_given_a_number_says_to_quote_it(write):
 
 RUN = """
 import plugin
-from convt5 import checkpoint
-from convt5 import losses
-from convt5 import optimizer
-from convt5 import trainer
+from convt5.checkpoints import checkpoint
+from convt5.training import losses
+from convt5.training import optimizer
+from convt5.training import trainer
 MODEL = @architecture.ConvT5Config()
 OPTIMIZER = @optimizer.SGDConfig()
 trainer.train.model = %MODEL
@@ -576,7 +578,7 @@ def test_modules_imported_for_what_they_do_stay_in_the_resolved_text(write, fold
     monkeypatch.syspath_prepend(str(folder))
     head = HEAD + "import reviews\nfrom more import mixtures"
     text = gin_config.load([write("a.gin", COSINE, head=head)], roots=["%RATE"]).text
-    assert "from convt5 import schedule\nimport reviews\nfrom more import mixtures\n" in text
+    assert "from convt5.training import schedule\nimport reviews\nfrom more" in text
     assert "gin_config" not in text  # Importing ours does nothing.
     for name in ("reviews", "more.mixtures"):
         del sys.modules[name]

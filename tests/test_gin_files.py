@@ -6,11 +6,12 @@ import time
 
 import pytest
 
-from convt5 import errors, gin_config, train
+from convt5 import errors, train
+from convt5.configuration import gin_config
 
 HEAD = (
     "from __gin__ import dynamic_registration\n"
-    "from convt5 import gin_config\nROOT = @gin_config.folder()\n"
+    "from convt5.configuration import gin_config\nROOT = @gin_config.folder()\n"
 )
 LAST = "gin_config.folder.parts = ['x']\n"
 

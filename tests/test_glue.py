@@ -8,7 +8,8 @@ import pytest
 from convt5.tasks import generation, glue
 from convt5.tasks.glue import CLASSIFICATIONS, NAMES
 
-from convt5 import errors, evaluation, gin_config
+from convt5 import errors, evaluation
+from convt5.configuration import gin_config
 
 PAIR = {"sentence1": "A cat sat .", "sentence2": 'It\'s a cat, "sat"'}
 SENTENCE = {"sentence": "They drank the pub dry."}

@@ -14,12 +14,12 @@ from quick import quick
 from test_model import tiny_config
 
 from convt5.analysis import collectives, topology
-from convt5.architecture import StackConfig
+from convt5.modeling.architecture import StackConfig
 from convt5.modeling.blocks import Stack
 from convt5.modeling.mixers.base import StackInputs
+from convt5.modeling.sharding import BATCH_AXES, MeshConfig, token_sharding
 from convt5.ops import attend, depthwise_conv, dynamic_conv, halo, implementation, lightweight_conv
 from convt5.ops.padding import pad_widths
-from convt5.sharding import BATCH_AXES, MeshConfig, token_sharding
 
 CONVOLUTIONS = {
     "depthwise": depthwise_conv,

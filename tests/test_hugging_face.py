@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from convt5.architecture import ConvT5Config, StackConfig
 from convt5.errors import UserError
 from convt5.generation.decoding import BeamSearch, Greedy, decode
 from convt5.interchange import hugging_face
 from convt5.interchange.mapping import Imported, build_model, take_apart
-from convt5.losses import TextLoss
+from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.modeling.attention import relative_position_bucket
-from convt5.tree_paths import named_leaves
+from convt5.modeling.tree_paths import named_leaves
+from convt5.training.losses import TextLoss
 
 VERSIONS = ["v1_0", "v1_1"]
 TOLERANCE = 2e-5  # float32 on both sides; a float64 re-implementation differs by up to 9.4e-6.

@@ -23,8 +23,8 @@ from convt5.evaluation.predictor import Prediction
 from convt5.evaluation.results import Outcome, Results, ResumableLines
 from convt5.evaluation.settings import PredictConfig
 from convt5.interchange import portable
+from convt5.modeling.tree_paths import named_leaves
 from convt5.training.run_log import read_records
-from convt5.tree_paths import named_leaves
 
 TEXTS = ["one", "two", "", "three é", "four"]
 WRITTEN = [text for text in TEXTS if text]

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from convt5 import errors, initialization
-from convt5.checkpoint import CheckpointConfig, Checkpointer, DataPositions
-from convt5.initialization import InitFrom
+from convt5 import errors
+from convt5.checkpoints.checkpoint import CheckpointConfig, Checkpointer, DataPositions
+from convt5.modeling.tree_paths import named_leaves
+from convt5.training import initialization
+from convt5.training.initialization import InitFrom
 from convt5.training.train_state import TrainState
-from convt5.tree_paths import named_leaves
 
 
 class Model(nnx.Module):

@@ -15,14 +15,14 @@ from convt5 import inspect
 from convt5.analysis import cost_report, costs
 from convt5.errors import UserError
 from convt5.modeling.placement import TEXT_RULES
-from convt5.optimizer import AdamWConfig
-from convt5.sharding import Rule
+from convt5.modeling.sharding import Rule
+from convt5.training.optimizer import AdamWConfig
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 WAVENET = """
 from __gin__ import dynamic_registration
-from convt5 import architecture
+from convt5.modeling import architecture
 
 MODEL = @architecture.ConvT5Config()
 MODEL_NAME = 'little_wavenet'
@@ -376,7 +376,7 @@ def test_a_vision_model_is_no_pair_of_a_text_model(gin_file):
 
 def test_a_vision_model_is_not_measured(gin_file, monkeypatch):
     model = types.SimpleNamespace(config=inspect.read_settings([VIT], [])[0]["model"])
-    monkeypatch.setattr("convt5.loading.load_model", lambda _: model)
+    monkeypatch.setattr("convt5.interchange.loading.load_model", lambda _: model)
     with pytest.raises(UserError, match=r"--checkpoint=runs/images holds a .*for text models"):
         inspect.main([gin_file, "--measure", "--checkpoint=runs/images"])
 

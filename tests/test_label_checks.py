@@ -8,7 +8,7 @@ from convt5.tasks import label_checks, metrics, vocabularies
 from convt5.tasks.classification import text_classification
 
 from convt5 import data, errors, evaluation, train
-from convt5.architecture import ConvT5Config, StackConfig
+from convt5.modeling.architecture import ConvT5Config, StackConfig
 
 LONG = ["MeanOfTransportation", "MeanOfTransportatives", "Film"]
 

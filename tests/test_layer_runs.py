@@ -21,17 +21,17 @@ from test_train_step import (
 )
 
 from convt5.analysis import collectives
-from convt5.architecture import ConvT5Config, StackConfig
 from convt5.errors import UserError
-from convt5.losses import TextLoss
+from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.modeling.blocks import Stack
 from convt5.modeling.mixers.base import StackInputs
 from convt5.modeling.placement import TEXT_RULES
-from convt5.schedule import InverseSqrt
-from convt5.sharding import batch_sharding
+from convt5.modeling.sharding import batch_sharding
+from convt5.modeling.tree_paths import named_leaves
+from convt5.training.losses import TextLoss
+from convt5.training.schedule import InverseSqrt
 from convt5.training.train_state import abstract_state, new_state, state_shardings
 from convt5.training.train_step import differentiated
-from convt5.tree_paths import named_leaves
 
 POLICIES = ["full", "dots_saveable", "dots_with_no_batch_dims_saveable"]
 HYBRID = {"mixing": "dynamic", "kernel_size": 3, "num_kernels": 2, "attention_layers": (-1,)}

@@ -13,11 +13,11 @@ from jax.typing import DTypeLike
 from second_derivatives import hessian_products
 
 from convt5.errors import UserError
-from convt5.losses import TextLoss
 from convt5.ops import linear_cross_entropy, losses, token_cross_entropy
 from convt5.ops.implementation import Devices, chosen, over_devices
 from convt5.ops.losses import CrossEntropySums
 from convt5.ops.pallas import cross_entropy as kernels
+from convt5.training.losses import TextLoss
 
 SETTINGS = [(0.0, 0.0), (1e-2, 0.0), (0.0, 0.1), (1e-2, 0.3)]
 

@@ -1,6 +1,6 @@
 """Tests of tables in Markdown."""
 
-from convt5 import markdown
+from convt5.reports import markdown
 
 
 def test_numbers_stand_to_the_right_and_a_bar_begins_no_other_cell():

@@ -14,8 +14,8 @@ from quick import quick
 from convt5.errors import UserError
 from convt5.interchange.mapping import Imported, build_model, take_apart
 from convt5.interchange.operative_config import OperativeConfig
-from convt5.losses import TextLoss
-from convt5.tree_paths import named_leaves
+from convt5.modeling.tree_paths import named_leaves
+from convt5.training.losses import TextLoss
 
 with warnings.catch_warnings():  # TensorFlow's own imports warn.
     warnings.simplefilter("ignore")

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convt5 import errors
-from convt5.batches import block_workers
-from convt5.batches.mixing import Block, MixedStream, TaskStream
-from convt5.batches.rows import Examples, Ragged
+from convt5.data import block_workers
+from convt5.data.mixing import Block, MixedStream, TaskStream
+from convt5.data.rows import Examples, Ragged
 
 
 class Now(concurrent.futures.Executor):

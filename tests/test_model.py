@@ -11,13 +11,13 @@ from flax import nnx
 from quick import quick
 from second_derivatives import hessian_products
 
-from convt5.architecture import ConvT5Config, StackConfig, TextStemConfig
 from convt5.checkpoints import record
 from convt5.errors import UserError
 from convt5.interchange import portable
-from convt5.losses import TextLoss
+from convt5.modeling.architecture import ConvT5Config, StackConfig, TextStemConfig
 from convt5.modeling.attention import relative_position_bucket
 from convt5.modeling.model import ConvT5
+from convt5.training.losses import TextLoss
 
 VOCAB = 32
 

@@ -8,15 +8,16 @@ import tiny_run
 from convt5.tasks import vocabularies
 
 import convt5
-from convt5 import convert, errors, infer, inspect, task_format, train, vocabulary_files
+from convt5 import convert, errors, infer, inspect, train
 from convt5 import eval as convt5_eval
 from convt5.checkpoints.reading import steps_in
-from convt5.vocabulary_files import KeptText
+from convt5.text import task_format, vocabulary_files
+from convt5.text.vocabulary_files import KeptText
 
 ROWS = [{"text": "good", "label": "positive"}, {"text": "bad", "label": "negative"}] * 4
 GIN = """
 from convt5 import evaluation
-from convt5 import initialization
+from convt5.training import initialization
 from convt5.tasks import classification
 from convt5.tasks import vocabularies
 DATA = 'data'

@@ -7,8 +7,8 @@ import optax
 import pytest
 
 from convt5.errors import UserError
-from convt5.optimizer import AdafactorConfig, AdamWConfig, SGDConfig, factored_axes
-from convt5.schedule import Constant, InverseSqrt
+from convt5.training.optimizer import AdafactorConfig, AdamWConfig, SGDConfig, factored_axes
+from convt5.training.schedule import Constant, InverseSqrt
 
 SCHEDULE = InverseSqrt(multiplier=0.05, warmup_steps=2)
 

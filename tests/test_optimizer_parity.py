@@ -15,13 +15,13 @@ from convt5.interchange.mapping import Imported, Source, take_apart
 from convt5.interchange.operative_config import OperativeConfig
 from convt5.interchange.optimizer_state import imported_state
 from convt5.modeling.placement import TEXT_RULES
+from convt5.modeling.sharding import MeshConfig, batch_sharding
+from convt5.modeling.tree_paths import named_leaves
 from convt5.ops import shift_right
-from convt5.optimizer import AdafactorConfig, SecondMomentState
-from convt5.schedule import Constant, InverseSqrt
-from convt5.sharding import MeshConfig, batch_sharding
+from convt5.training.optimizer import AdafactorConfig, SecondMomentState
+from convt5.training.schedule import Constant, InverseSqrt
 from convt5.training.train_state import TrainState, abstract_state, parameters, state_shardings
 from convt5.training.train_step import make_train_step
-from convt5.tree_paths import named_leaves
 
 with warnings.catch_warnings():  # TensorFlow's own imports warn.
     warnings.simplefilter("ignore")

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convt5 import gin_config, sweeps
+from convt5 import sweeps
 from convt5.analysis import costs
 from convt5.analysis.pairing import pair
-from convt5.architecture import ConvT5Config, StackConfig
+from convt5.configuration import gin_config
 from convt5.errors import UserError
+from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.sweeps import analysis, equal_cost, profile, running
 from convt5.vision import costs as vision_costs
 

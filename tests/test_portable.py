@@ -11,15 +11,15 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import convt5
-from convt5.architecture import ConvT5Config, StackConfig
 from convt5.errors import UserError
 from convt5.interchange import portable, stablehlo
 from convt5.interchange.optimizer_state import imported_state
+from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.modeling.model import ConvT5
-from convt5.optimizer import AdamWConfig
-from convt5.schedule import InverseSqrt
+from convt5.modeling.tree_paths import named_leaves
+from convt5.training.optimizer import AdamWConfig
+from convt5.training.schedule import InverseSqrt
 from convt5.training.train_state import parameters
-from convt5.tree_paths import named_leaves
 
 SOURCES = np.asarray([[3, 9, 4, 1, 0], [5, 1, 0, 0, 0]], np.int32)
 TARGETS = np.asarray([[0, 7, 2], [0, 4, 4]], np.int32)

@@ -15,8 +15,6 @@ import seqio
 import tiny_run
 from convt5.tasks import vocabularies
 
-from convt5 import sharding
-from convt5.architecture import TextStemConfig
 from convt5.errors import UserError
 from convt5.evaluation import hosts
 from convt5.evaluation.batching import PADDING_ROW, length_bucket, plan_batches
@@ -25,6 +23,8 @@ from convt5.evaluation.predictor import Predictor, decode_text, encode_text, tru
 from convt5.evaluation.settings import EvalConfig, PredictConfig, from_flags
 from convt5.generation import decoding
 from convt5.generation.search import BeamSearch, Greedy, Sampling
+from convt5.modeling import sharding
+from convt5.modeling.architecture import TextStemConfig
 
 BYTES = vocabularies.characters()
 TEXTS = ["good", "a film", "", "so so"]  # One shape: tests share the compilation.

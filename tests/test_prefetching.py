@@ -8,8 +8,8 @@ import time
 import pytest
 
 from convt5 import errors
-from convt5.batches import prefetching
-from convt5.batches.prefetching import Prefetcher, position, take_apart
+from convt5.data import prefetching
+from convt5.data.prefetching import Prefetcher, position, take_apart
 
 
 class Counter:

@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
 
-from convt5 import cached_data, gin_config, train, trainer
+from convt5 import train
+from convt5.configuration import gin_config
+from convt5.data import cached_data
+from convt5.training import trainer
 from convt5.training.train_state import parameters
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

@@ -12,13 +12,15 @@ import pytest
 from safetensors.numpy import save_file
 
 import convt5
-from convt5 import convert, gin_config, loading, sharding, train
+from convt5 import convert, train
 from convt5.checkpoints.reading import find_checkpoint
+from convt5.configuration import gin_config
 from convt5.errors import UserError
 from convt5.evaluation import checkpoints
-from convt5.interchange import pycls
+from convt5.interchange import loading, pycls
 from convt5.interchange.mapping import take_apart
-from convt5.tree_paths import named_leaves
+from convt5.modeling import sharding
+from convt5.modeling.tree_paths import named_leaves
 from convt5.vision.architecture import ViTConfig
 
 CONFIGS = {

@@ -9,7 +9,7 @@ from quick import quick
 from convt5.analysis import receptive_field
 from convt5.analysis.costs import Reach
 from convt5.analysis.receptive_field import Field
-from convt5.architecture import ConvT5Config, StackConfig
+from convt5.modeling.architecture import ConvT5Config, StackConfig
 
 
 def model(stack: StackConfig, **settings):

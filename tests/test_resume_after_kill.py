@@ -20,13 +20,13 @@ NUM_STEPS = 40
 SETTINGS = f"""
 include 'gin/models/dynamic_tiny.gin'
 from __gin__ import dynamic_registration
-from convt5 import architecture
-from convt5 import checkpoint
+from convt5.modeling import architecture
+from convt5.checkpoints import checkpoint
 from convt5 import data
-from convt5 import losses
-from convt5 import optimizer
-from convt5 import schedule
-from convt5 import trainer
+from convt5.training import losses
+from convt5.training import optimizer
+from convt5.training import schedule
+from convt5.training import trainer
 
 architecture.ConvT5Config.vocab_size = 384
 architecture.ConvT5Config.emb_dim = 8

@@ -8,7 +8,7 @@ import tensorflow as tf
 from convt5.tasks import vocabularies
 
 from convt5 import data
-from convt5.batches import row_ends
+from convt5.data import row_ends
 
 EOS, LENGTHS = 1, {"inputs": 8, "targets": 4}
 TEXTS = ["", "a", "abc", "abcd", "abcdefghijk"]

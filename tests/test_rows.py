@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convt5.batches.rows import Examples, Ragged, RowLayout, joined
+from convt5.data.rows import Examples, Ragged, RowLayout, joined
 
 ENCODER, DECODER = 7, 5
 

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from convt5 import samples
-from convt5.architecture import ConvT5Config, StackConfig
-from convt5.samples import SpanExample, render, render_span_samples, span_examples
+from convt5.generation import samples
+from convt5.generation.samples import SpanExample, render, render_span_samples, span_examples
+from convt5.modeling.architecture import ConvT5Config, StackConfig
 
 END = 1
 FIRST_LETTER = 3

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from convt5.errors import UserError
-from convt5.schedule import Constant, Cosine, EpochCosine, InverseSqrt, Linear
+from convt5.training.schedule import Constant, Cosine, EpochCosine, InverseSqrt, Linear
 
 WARM = [
     InverseSqrt(warmup_steps=10, linear_warmup=True),

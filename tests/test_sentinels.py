@@ -11,8 +11,9 @@ from convt5.tasks import vocabularies
 from convt5.tasks.span_corruption import span_corruption
 
 import convt5
-from convt5 import samples, sentinels, vocabulary_files
 from convt5.evaluation import predictor
+from convt5.generation import samples
+from convt5.text import sentinels, vocabulary_files
 
 MARKS = [f"<extra_id_{i}>" for i in range(4)]
 

@@ -5,14 +5,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from test_model import VARIANTS, tiny_config
 
-from convt5 import sharding
 from convt5.errors import UserError
+from convt5.modeling import sharding
 from convt5.modeling.placement import TEXT_RULES
-from convt5.optimizer import AdafactorConfig, AdamWConfig
-from convt5.schedule import Constant
-from convt5.sharding import MeshConfig, Rule
+from convt5.modeling.sharding import MeshConfig, Rule
+from convt5.modeling.tree_paths import named_leaves
+from convt5.training.optimizer import AdafactorConfig, AdamWConfig
+from convt5.training.schedule import Constant
 from convt5.training.train_state import abstract_state, state_shardings
-from convt5.tree_paths import named_leaves
 
 
 def abstract(**shapes: tuple[int, ...]):

@@ -10,23 +10,24 @@ import pytest
 from quick import quick
 from test_model import VOCAB, random_tokens, shift, stack, tiny_config
 
-from convt5 import data, gin_config, inspect
+from convt5 import data, inspect
 from convt5.analysis import costs, receptive_field
-from convt5.architecture import ConvT5Config, StackConfig, TextStemConfig
+from convt5.configuration import gin_config
 from convt5.errors import UserError
 from convt5.generation import decoding
 from convt5.generation.decoding import Greedy, decode, score
 from convt5.interchange import hugging_face, portable, run_files
-from convt5.losses import TextLoss
+from convt5.modeling.architecture import ConvT5Config, StackConfig, TextStemConfig
 from convt5.modeling.model import ConvT5
 from convt5.modeling.placement import TEXT_RULES
+from convt5.modeling.sharding import MeshConfig, token_sharding
 from convt5.modeling.stem import TextStem, shortened
-from convt5.optimizer import AdafactorConfig
-from convt5.schedule import Constant
-from convt5.sharding import MeshConfig, token_sharding
+from convt5.modeling.tree_paths import named_leaves
+from convt5.training.losses import TextLoss
+from convt5.training.optimizer import AdafactorConfig
+from convt5.training.schedule import Constant
 from convt5.training.train_state import abstract_state, init_state, state_shardings
 from convt5.training.train_step import make_train_step
-from convt5.tree_paths import named_leaves
 
 STEMS = {
     "halves": TextStemConfig(strides=(2,), kernel_size=3),

@@ -16,13 +16,15 @@ import tiny_run
 from convt5.tasks import classification, formats, squad, synthetic, vocabularies
 
 import convt5
-from convt5 import errors, evaluation, gin_config, infer, task_format
+from convt5 import errors, evaluation, infer
+from convt5.configuration import gin_config
 from convt5.evaluation import run_settings, stream
 from convt5.evaluation.evaluator import Evaluator
 from convt5.evaluation.predictor import Predictor
 from convt5.evaluation.settings import PredictConfig, Rank
 from convt5.generation.search import Greedy
-from convt5.task_format import Field, TaskFormat, of_template
+from convt5.text import task_format
+from convt5.text.task_format import Field, TaskFormat, of_template
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 BYTES = vocabularies.characters()

@@ -12,8 +12,9 @@ import commands
 import pytest
 import tiny_run
 
-from convt5 import compare, errors, infer, inspect, markdown, sweep, train
+from convt5 import compare, errors, infer, inspect, sweep, train
 from convt5.evaluation import progress
+from convt5.reports import markdown
 from convt5.runtime import terminal
 from convt5.training import run_log
 

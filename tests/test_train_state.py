@@ -7,9 +7,10 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from convt5.optimizer import AdafactorConfig, AdamWConfig, SGDConfig
-from convt5.schedule import Constant, Linear
-from convt5.sharding import MeshConfig, Rule
+from convt5.modeling.sharding import MeshConfig, Rule
+from convt5.modeling.tree_paths import named_leaves
+from convt5.training.optimizer import AdafactorConfig, AdamWConfig, SGDConfig
+from convt5.training.schedule import Constant, Linear
 from convt5.training.train_state import (
     abstract_state,
     init_state,
@@ -18,7 +19,6 @@ from convt5.training.train_state import (
     state_shardings,
     with_parameters,
 )
-from convt5.tree_paths import named_leaves
 
 RULES = [Rule(r"kernel$", ("fsdp", "tensor")), Rule(r"bias$", ("tensor",))]
 OPTIMIZER = SGDConfig(momentum=0.9).build(Constant(rate=0.5))

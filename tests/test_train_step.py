@@ -14,12 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_model import VOCAB, tiny_config
 
-from convt5.architecture import StackConfig
-from convt5.losses import TextLoss
+from convt5.modeling.architecture import StackConfig
 from convt5.modeling.placement import TEXT_RULES
-from convt5.optimizer import AdafactorConfig, SGDConfig
-from convt5.schedule import Constant, InverseSqrt
-from convt5.sharding import MeshConfig, Rule, batch_sharding, token_sharding
+from convt5.modeling.sharding import MeshConfig, Rule, batch_sharding, token_sharding
+from convt5.modeling.tree_paths import named_leaves
+from convt5.training.losses import TextLoss
+from convt5.training.optimizer import AdafactorConfig, SGDConfig
+from convt5.training.schedule import Constant, InverseSqrt
 from convt5.training.train_state import abstract_state, init_state, new_state, state_shardings
 from convt5.training.train_step import (
     LossSums,
@@ -28,7 +29,6 @@ from convt5.training.train_step import (
     make_eval_step,
     make_train_step,
 )
-from convt5.tree_paths import named_leaves
 
 ONE_DEVICE = MeshConfig(data=1)
 MESHES = {

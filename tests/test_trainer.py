@@ -12,12 +12,12 @@ import pytest
 from flax import nnx
 from quick import quick
 
-from convt5 import checkpoint, errors, initialization, optimizer, schedule, sharding
-from convt5.batches.prefetching import position, take_apart
-from convt5.checkpoints import reading, record
+from convt5 import errors
+from convt5.checkpoints import checkpoint, reading, record
+from convt5.data.prefetching import position, take_apart
+from convt5.modeling import sharding
 from convt5.train import dry_run
-from convt5.trainer import train
-from convt5.training import run_directory, run_log
+from convt5.training import initialization, optimizer, run_directory, run_log, schedule
 from convt5.training.averaging import EMA
 from convt5.training.interruption import Interrupted
 from convt5.training.loop import Loop
@@ -25,6 +25,7 @@ from convt5.training.patience import Patience
 from convt5.training.plan import make_plan
 from convt5.training.spikes import SkipSpikes
 from convt5.training.train_step import LossSums
+from convt5.training.trainer import train
 
 WIDTH = 8
 RULES = (sharding.Rule(r"kernel$"),)

@@ -21,11 +21,11 @@ import tiny_run
 from convt5.tasks import sources
 
 import convt5
-from convt5 import bench, cache, convert, errors, eval, gin_config, infer, inspect, sweep, train
-from convt5.configuration import gin_files, trust
+from convt5 import bench, cache, convert, errors, eval, infer, inspect, sweep, train
+from convt5.configuration import gin_config, gin_files, trust
 from convt5.configuration.gin_names import Resolver, Target
 from convt5.interchange import portable
-from convt5.tree_paths import named_leaves
+from convt5.modeling.tree_paths import named_leaves
 from convt5.vision import sources as images
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -57,7 +57,7 @@ TRAPS = {
     "run_log.os.system.command = 'touch {sprung}'\n",
     "what a module of ours took in": "from convt5 import inspect\n"
     "data.DataConfig.split = @inspect.json.dump()\n",
-    "method of a class": "from convt5.vocabulary_files import os\n",
+    "method of a class": "from convt5.text.vocabulary_files import os\n",
     "function that writes": "from convt5.training import run_directory\n"
     "data.DataConfig.split = @run_directory.replace_text()\n"
     "run_directory.replace_text.path = '{sprung}'\nrun_directory.replace_text.text = ''\n",

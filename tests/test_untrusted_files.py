@@ -11,8 +11,9 @@ import zipfile
 import numpy as np
 import pytest
 
-from convt5 import cached_data, errors
-from convt5.batches.prefetching import position
+from convt5 import errors
+from convt5.data import cached_data
+from convt5.data.prefetching import position
 from convt5.interchange import pycls, safetensors_files
 from convt5.vision import sources
 
@@ -136,7 +137,7 @@ POSITIONS = [
 def test_a_position_that_is_none_is_named_and_never_unpacked(snapshot):
     pytest.importorskip("tensorflow")
     from convt5 import data
-    from convt5.batches.mixing import MixedStream, TaskStream
+    from convt5.data.mixing import MixedStream, TaskStream
 
     iterator = object.__new__(data.BatchIterator)
     iterator._settings = {}

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convt5 import errors, sharding
+from convt5 import errors
+from convt5.modeling import sharding
 from convt5.training.train_step import LossSums
 from convt5.training.validation import TargetCounts, Validation, place_batch
 

@@ -10,10 +10,11 @@ from test_vision_training import MODEL, Stripes
 
 import convt5
 from convt5 import eval as evaluation
-from convt5 import sharding, train
-from convt5.batches import data_shards
+from convt5 import train
+from convt5.data import data_shards
 from convt5.errors import UserError
 from convt5.evaluation import checkpoints
+from convt5.modeling import sharding
 from convt5.vision.augmentation import Augmentation
 from convt5.vision.evaluation import make_plan
 from convt5.vision.images import ImageDataConfig
@@ -23,7 +24,7 @@ from convt5.vision.statistics import Reestimate
 GIN = """# A tiny ViT_C on arrays in files.
 include 'gin/runs/images.gin'
 from __gin__ import dynamic_registration
-from convt5 import trainer
+from convt5.training import trainer
 from convt5.training import averaging
 from convt5.vision import architecture
 from convt5.vision import images
@@ -59,8 +60,8 @@ def run_dir(tmp_path_factory):
         np.savez(path, images=images, labels=labels)
     (folder / "run.gin").write_text(
         GIN.format(run_dir=folder / "run", data=folder).replace(
-            "from convt5 import trainer\n",
-            "from convt5 import schedule\nfrom convt5 import trainer\n",
+            "from convt5.training import trainer\n",
+            "from convt5.training import schedule\nfrom convt5.training import trainer\n",
         )
     )
     assert train.main([f"--gin_file={folder}/run.gin"]) == 0

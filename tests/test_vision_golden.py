@@ -14,7 +14,7 @@ from quick import quick
 
 from convt5.interchange import pycls
 from convt5.interchange.mapping import take_apart
-from convt5.tree_paths import named_leaves
+from convt5.modeling.tree_paths import named_leaves
 from convt5.vision.stems import ConvolutionStem
 
 CASES = ("vit_p_token", "vit_p_pooled", "vit_c_token", "vit_c_pooled_deep")

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from convt5.batches.prefetching import position, take_apart
+from convt5.data.prefetching import position, take_apart
 from convt5.errors import UserError
 from convt5.vision.augmentation import Augmentation, resized
 from convt5.vision.images import ImageDataConfig

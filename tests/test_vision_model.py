@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from convt5.errors import UserError
+from convt5.modeling.tree_paths import named_leaves
 from convt5.training.train_state import parameters, with_statistics
-from convt5.tree_paths import named_leaves
 from convt5.vision.architecture import ViTConfig
 from convt5.vision.stems import BatchNorm, Convolution2D
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convt5 import gin_config, inspect
+from convt5 import inspect
+from convt5.configuration import gin_config
 from convt5.errors import UserError
 from convt5.training.train_state import parameters
 from convt5.vision.architecture import ViTConfig

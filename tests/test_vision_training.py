@@ -12,15 +12,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from quick import quick
 
-from convt5 import checkpoint, gin_config, optimizer, schedule, sharding
-from convt5.cached_data import CachedDataConfig
-from convt5.checkpoints import reading
+from convt5.checkpoints import checkpoint, reading
+from convt5.configuration import gin_config
 from convt5.data import DataConfig
+from convt5.data.cached_data import CachedDataConfig
 from convt5.errors import UserError
-from convt5.trainer import train
+from convt5.modeling import sharding
+from convt5.modeling.tree_paths import named_leaves
+from convt5.training import optimizer, schedule
 from convt5.training.plan import make_plan
 from convt5.training.train_state import parameters
-from convt5.tree_paths import named_leaves
+from convt5.training.trainer import train
 from convt5.vision import losses, placement
 from convt5.vision.architecture import ViTConfig
 from convt5.vision.images import ImageDataConfig

@@ -11,9 +11,10 @@ import word_pieces
 from convt5.tasks import vocabularies
 
 import convt5
-from convt5 import convert, errors, infer, train, vocabulary_files
+from convt5 import convert, errors, infer, train
 from convt5 import eval as convt5_eval
 from convt5.evaluation import run_settings
+from convt5.text import vocabulary_files
 from convt5.training.run_directory import CONFIG_FILE
 
 OTHER_TEXT = "red green blue cyan magenta yellow key paper ink brush line stroke colour palette"
@@ -243,7 +244,7 @@ class TestRuns:
 
     def test_fine_tuning_refuses_embeddings_of_another_vocabulary(self, trained, tmp_path, data):
         start = f"""
-from convt5 import initialization
+from convt5.training import initialization
 trainer.train.init_from = @initialization.InitFrom()
 initialization.InitFrom.path = '{trained}'
 """

@@ -11,8 +11,8 @@ import seqio
 import tensorflow as tf
 from convt5.tasks import vocabularies
 
-from convt5.architecture import ConvT5Config, StackConfig
-from convt5.checkpoint import CheckpointConfig, Checkpointer, DataPositions
+from convt5.checkpoints.checkpoint import CheckpointConfig, Checkpointer, DataPositions
+from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.modeling.model import ConvT5
 
 VOCAB = 384
@@ -38,12 +38,12 @@ REVIEWS = [
 ]
 GIN = """
 from __gin__ import dynamic_registration
-from convt5 import architecture
+from convt5.modeling import architecture
 from convt5 import data
-from convt5 import losses
-from convt5 import optimizer
-from convt5 import schedule
-from convt5 import trainer
+from convt5.training import losses
+from convt5.training import optimizer
+from convt5.training import schedule
+from convt5.training import trainer
 
 MODEL = @architecture.ConvT5Config()
 architecture.ConvT5Config.vocab_size = {vocab}

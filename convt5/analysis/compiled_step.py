@@ -15,23 +15,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from convt5 import errors, sharding
+from convt5 import errors
 from convt5.analysis import collectives, costs, gpu_target
 from convt5.analysis.cost_report import aligned, device_bytes, short_bytes
 from convt5.analysis.topology import Topology
-from convt5.architecture import ConvT5Config
 from convt5.evaluation.progress import elapsed
+from convt5.modeling import sharding
+from convt5.modeling.architecture import ConvT5Config
 from convt5.modeling.placement import TEXT_RULES
+from convt5.modeling.tree_paths import matches
 from convt5.ops import implementation
-from convt5.optimizer import OptimizerConfig
-from convt5.schedule import Schedule
 from convt5.training import compilation
 from convt5.training.averaging import Averaging
+from convt5.training.optimizer import OptimizerConfig
 from convt5.training.plan import Plan, make_plan
 from convt5.training.run_log import short_number
+from convt5.training.schedule import Schedule
 from convt5.training.spikes import SkipSpikes
 from convt5.training.train_step import Loss, differentiated
-from convt5.tree_paths import matches
 
 _LAYER = re.compile(r"/layers/(\d+)/")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

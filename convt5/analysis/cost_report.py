@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from convt5 import schedule, sharding
 from convt5.analysis import costs
-from convt5.architecture import ConvT5Config
+from convt5.modeling import sharding
+from convt5.modeling.architecture import ConvT5Config
 from convt5.modeling.mixers.convolution import ConvolutionConfig
 from convt5.modeling.placement import TEXT_RULES
-from convt5.optimizer import OptimizerConfig
+from convt5.modeling.tree_paths import named_leaves
+from convt5.training import schedule
+from convt5.training.optimizer import OptimizerConfig
 from convt5.training.run_log import short_number
 from convt5.training.train_state import (
     TrainState,
@@ -24,7 +26,6 @@ from convt5.training.train_state import (
     parameters,
     state_shardings,
 )
-from convt5.tree_paths import named_leaves
 
 _PARTS = (
     ("embeddings and output", r"^(token_embedder|position_embedder|output_head)/"),

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from convt5 import schedule
 from convt5.modeling import attention
 from convt5.modeling.description import ModelDescription, StackName, StemLayer
 from convt5.modeling.mixers.base import MixerConfig, Reach
 from convt5.modeling.model import ConvT5
-from convt5.optimizer import OptimizerConfig
-from convt5.tree_paths import named_leaves
+from convt5.modeling.tree_paths import named_leaves
+from convt5.training import schedule
+from convt5.training.optimizer import OptimizerConfig
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
 from convt5 import errors
-from convt5.architecture import ConvT5Config
+from convt5.modeling.architecture import ConvT5Config
 
 Quantity = Literal["parameters", "flops"]
 

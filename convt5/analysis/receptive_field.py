@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from convt5 import figures
 from convt5.analysis import costs
 from convt5.modeling.blocks import Stack
 from convt5.modeling.description import StackName
 from convt5.modeling.mixers.base import Reach, StackInputs
 from convt5.modeling.model import ConvT5
 from convt5.modeling.stem import shortened
+from convt5.reports import figures
 
 SHARES = (0.5, 0.95, 0.99)
 """Parts of the gradient whose distances are reported."""

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from convt5.architecture import ConvT5Config
 from convt5.benchmarks.sides import Measured, random_batch, random_source
+from convt5.modeling.architecture import ConvT5Config
 
 
 def train_step(config: ConvT5Config, length: int, batch_size: int) -> Measured:

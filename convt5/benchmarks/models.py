@@ -7,16 +7,16 @@ from typing import Any
 import jax
 
 from convt5.analysis import costs
-from convt5.architecture import ConvT5Config
 from convt5.benchmarks.sides import TARGETS, Measured, Side, random_batch, random_source
 from convt5.benchmarks.timing import in_turns
 from convt5.generation.decoding import decode
-from convt5.losses import TextLoss
-from convt5.optimizer import AdafactorConfig
-from convt5.schedule import InverseSqrt
-from convt5.sharding import MeshConfig
+from convt5.modeling.architecture import ConvT5Config
+from convt5.modeling.sharding import MeshConfig
 from convt5.training.compilation import compile_step
+from convt5.training.losses import TextLoss
+from convt5.training.optimizer import AdafactorConfig
 from convt5.training.plan import make_plan
+from convt5.training.schedule import InverseSqrt
 
 _TOKENS_OF_ROW = {
     "train_step": lambda length: length + length // TARGETS,

@@ -4,9 +4,9 @@ import functools
 import importlib.util
 import pathlib
 
-from convt5.architecture import ConvT5Config
 from convt5.benchmarks import hugging_face, t5x
 from convt5.benchmarks.sides import Side
+from convt5.modeling.architecture import ConvT5Config
 
 
 def found(

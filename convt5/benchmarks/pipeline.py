@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from convt5 import cached_data, data
+from convt5 import data
+from convt5.data import cached_data
 
 _ENCODER_LENGTH, _DECODER_LENGTH = 512, 128
 

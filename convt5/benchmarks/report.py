@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from convt5 import figures, markdown
+from convt5.reports import figures, markdown
 from convt5.training.run_log import short_number
 
 Record = Mapping[str, Any]

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from convt5.architecture import ConvT5Config
+from convt5.modeling.architecture import ConvT5Config
 
 TARGETS = 4  # A target is this much shorter than its source.
 

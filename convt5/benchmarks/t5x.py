@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import optax
 
 from convt5 import errors
-from convt5.architecture import ConvT5Config
 from convt5.benchmarks.sides import Measured, random_batch, random_source
-from convt5.optimizer import AdafactorConfig
-from convt5.schedule import InverseSqrt
+from convt5.modeling.architecture import ConvT5Config
 from convt5.training.compilation import compile_step
+from convt5.training.optimizer import AdafactorConfig
+from convt5.training.schedule import InverseSqrt
 
 _MODEL = "t5x.examples.t5"
 

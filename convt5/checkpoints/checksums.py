@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from convt5.sharding import replicated
+from convt5.modeling.sharding import replicated
 
 # Compiling a sum takes longer than making it where there is little to add.
 _COMPILED_FROM_BYTES = 2**22

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from convt5 import tree_paths
+from convt5.modeling import tree_paths
 
 
 def by_path(tree: Any) -> dict[str, Any]:

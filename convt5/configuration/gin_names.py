@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import convt5
 from convt5 import errors
 from convt5.configuration import gin_files
 from convt5.configuration.gin_files import Binding, Import, Location, Reference
@@ -22,7 +23,7 @@ _INCOMPLETE = (
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A class or function that bindings name, such as `convt5.architecture.ConvT5Config`."""
+    """A class or function that bindings name, such as `architecture.ConvT5Config`."""
 
     module: str
     attributes: str
@@ -107,19 +108,24 @@ class Resolver:
         for statement in self._visible(location):
             if statement.text.startswith("import ") and " as " not in statement.text:
                 if selector.startswith(f"{statement.module}."):
-                    return Target(statement.module, selector.removeprefix(f"{statement.module}."))
+                    rest = selector.removeprefix(f"{statement.module}.")
+                    return Target(convt5.current_name(statement.module), rest)
             elif statement.name == first and rest:
-                return Target(statement.module, rest)
+                return Target(convt5.current_name(statement.module), rest)
         if location.line:
             known = {statement.name for statement in self._visible(location)}
             if selector in known:
                 self.faults.append(f"{location}: {_INCOMPLETE.format(selector)}")
                 return Target(first, rest)
-            hint = errors.suggest(first, known) or f" Import it: from convt5 import {first}"
+            hint = errors.suggest(first, known) or _import_hint(first, rest)
             self.faults.append(f"{location}: {selector!r} begins with no imported module.{hint}")
             return Target(first, rest)
         # The command line has no import statements: convt5's own modules are understood.
         names = selector.removeprefix("convt5.")
+        room, _, inside = names.partition(".")
+        if (gin_files.PACKAGE / room / f"{inside.partition('.')[0]}.py").is_file():
+            module, _, rest = inside.partition(".")
+            return Target(f"convt5.{room}.{module}", rest)
         first, _, rest = names.partition(".")
         if names in own_modules():
             self.faults.append(f"{location}: {_INCOMPLETE.format(names)}")
@@ -151,16 +157,19 @@ class Resolver:
 
 
 def own_modules() -> list[str]:
-    return [path.stem for path in gin_files.PACKAGE.glob("*.py")]
+    """The names by which `module.Name` may call modules on a command line."""
+    return [path.stem for path in gin_files.PACKAGE.rglob("*.py") if path.stem != "__init__"]
 
 
 def _own(module: str, attributes: str) -> list[str]:
     """Returns the modules of convt5 that a name may mean: one at the top, or else in its packages.
 
     Of several in packages, those that define the attribute. Files are looked at, none is imported.
+    A name that the module had before is understood as well.
     """
-    if importlib.util.find_spec(f"convt5.{module}") is not None:
-        return [f"convt5.{module}"]
+    top = convt5.current_name(f"convt5.{module}")
+    if importlib.util.find_spec(top) is not None:
+        return [top]
     found = {}
     # A checkout has the tasks elsewhere.
     for package in sorted({*(path.name for path in gin_files.PACKAGE.iterdir()), "tasks"}):
@@ -173,6 +182,12 @@ def _own(module: str, attributes: str) -> list[str]:
     definition = re.compile(rf"^(?:class|def) {name}\b", re.MULTILINE)
     defining = [module for module, path in found.items() if definition.search(path.read_text())]
     return defining or list(found)
+
+
+def _import_hint(module: str, attributes: str) -> str:
+    """Says how to import a module of convt5; empty for a name that none of them has."""
+    lines = [f"from {name.rpartition('.')[0]} import {module}" for name in _own(module, attributes)]
+    return f" Import it: {' or '.join(lines)}" if lines else ""
 
 
 def flatten(value: Any) -> Iterator[Any]:

@@ -5,11 +5,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from convt5 import errors, gin_config
-from convt5.configuration import gin_files
+from convt5 import errors
+from convt5.configuration import gin_config, gin_files
 from convt5.training.run_directory import CONFIG_FILE
 
-TRAIN = "@convt5.trainer.train"
+TRAIN = "@convt5.training.trainer.train"
 DATA_ARGUMENTS = ("train_data", "eval_data", "task_evals", "statistics")
 """Arguments of `trainer.train` for which data must be there when they are built."""
 

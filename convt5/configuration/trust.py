@@ -21,7 +21,7 @@ from convt5.configuration.gin_names import ResolvedReference, Setting, Target, f
 
 FLAG = "trust"
 
-FUNCTIONS = frozenset({"convt5.gin_config.folder", "convt5.vision.placement.rules"})
+FUNCTIONS = frozenset({"convt5.configuration.gin_config.folder", "convt5.vision.placement.rules"})
 """Beside those of `convt5.tasks` that `_makes_task` knows."""
 
 CLASSES = frozenset(
@@ -35,7 +35,7 @@ CLASSES = frozenset(
 )
 """Beside the descriptions: frozen dataclasses and named tuples, which only hold what they get."""
 
-PROGRAMS = frozenset({"convt5.trainer.train"})
+PROGRAMS = frozenset({"convt5.training.trainer.train"})
 """What commands call: their arguments may be set, and no file has them called."""
 
 _DEFINED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)

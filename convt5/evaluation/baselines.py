@@ -8,8 +8,9 @@ import collections
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from convt5 import errors, markdown
+from convt5 import errors
 from convt5.configuration import command_line
+from convt5.reports import markdown
 
 SMOOTHING = 0.1
 _MOST_LABELS = 100

@@ -11,10 +11,12 @@ from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from convt5 import checkpoint, errors, loading, sharding
-from convt5.architecture import ConvT5Config
-from convt5.checkpoints import reading
+from convt5 import errors
+from convt5.checkpoints import checkpoint, reading
 from convt5.evaluation.results import read_object
+from convt5.interchange import loading
+from convt5.modeling import sharding
+from convt5.modeling.architecture import ConvT5Config
 from convt5.modeling.model import ConvT5
 from convt5.modeling.placement import TEXT_RULES
 from convt5.training.run_directory import CONFIG_FILE

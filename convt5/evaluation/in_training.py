@@ -5,8 +5,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from convt5.architecture import ConvT5Config
 from convt5.evaluation.settings import EvalConfig, PredictConfig
+from convt5.modeling.architecture import ConvT5Config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

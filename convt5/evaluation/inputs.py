@@ -6,7 +6,7 @@ from typing import IO, Any, NamedTuple
 
 from convt5 import errors
 from convt5.runtime import foreign_files
-from convt5.task_format import FieldError, TaskFormat
+from convt5.text.task_format import FieldError, TaskFormat
 
 STDIN = "-"
 

@@ -13,12 +13,14 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh
 
-from convt5 import errors, samples, sentinels, sharding
+from convt5 import errors
 from convt5.evaluation.batching import PADDING_ROW, Batch, plan_batches, stacked
 from convt5.evaluation.settings import PredictConfig, Rank
-from convt5.generation import decoding
+from convt5.generation import decoding, samples
+from convt5.modeling import sharding
 from convt5.modeling.model import ConvT5
-from convt5.task_format import FieldError, Given, TaskFormat
+from convt5.text import sentinels
+from convt5.text.task_format import FieldError, Given, TaskFormat
 
 _SENTINEL = re.compile(f"({sentinels.MARK.pattern.replace('(', '(?:')})")
 

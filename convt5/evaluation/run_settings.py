@@ -13,17 +13,18 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from convt5 import errors, gin_config, vocabulary_files
-from convt5 import task_format as formats
+from convt5 import errors
 from convt5.checkpoints import folders
-from convt5.configuration import gin_files
+from convt5.configuration import gin_config, gin_files
 from convt5.configuration.moved_runs import DATA_ARGUMENTS, data_is_gone
 from convt5.configuration.trust import Untrusted, named_by_own
 from convt5.evaluation.settings import EvalConfig, PredictConfig, Rank
 from convt5.runtime import quiet_imports
-from convt5.task_format import TaskFormat
+from convt5.text import task_format as formats
+from convt5.text import vocabulary_files
+from convt5.text.task_format import TaskFormat
+from convt5.text.vocabulary_files import BYTES, TextFeatures
 from convt5.training.run_directory import CONFIG_FILE
-from convt5.vocabulary_files import BYTES, TextFeatures
 
 
 class RunSettings(NamedTuple):
@@ -104,7 +105,7 @@ def read(
         files, is_run = [str(own), *files], True
     roots = ["@convt5.evaluation.PredictConfig", "@convt5.evaluation.EvalConfig"]
     if is_run:
-        roots.append("@convt5.trainer.train")
+        roots.append("@convt5.training.trainer.train")
     kept = vocabulary_files.load(checkpoint) if checkpoint else None
     if checkpoint:
         # What was made of the checkpoint has no reason to name it again.
@@ -118,7 +119,7 @@ def read(
         tasks = _built(config, EvalConfig, ("tasks",), run_dir, needs_data)
         evaluate = EvalConfig(**tasks)
         if is_run:
-            from convt5 import trainer
+            from convt5.training import trainer
 
             # Tasks that are named take the place of the run's data.
             needed = needs_data and not evaluate.tasks
@@ -182,11 +183,11 @@ def _data(train: Mapping[str, Any]) -> Any:
 
 
 def _data_of_run(config_gin: str, trust: Sequence[str]) -> Any:
-    from convt5 import trainer
+    from convt5.training import trainer
 
     config = gin_config.load(
         [config_gin],
-        roots=["@convt5.trainer.train"],
+        roots=["@convt5.training.trainer.train"],
         supplied=["config_text"],
         trusted=trust,
     )

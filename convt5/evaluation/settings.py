@@ -13,7 +13,7 @@ from convt5.configuration import checks
 from convt5.evaluation.flags import LONG_INPUTS, STRATEGY_FLAGS
 from convt5.generation.search import BeamSearch, Greedy, Sampling, Strategy
 from convt5.modeling.description import ModelDescription
-from convt5.task_format import TaskFormat
+from convt5.text.task_format import TaskFormat
 
 _LENGTHS = {"max_input_length": 512, "max_length": 128}  # Where neither model nor run says more.
 

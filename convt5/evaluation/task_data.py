@@ -11,12 +11,12 @@ import tensorflow as tf
 from etils import epath
 
 from convt5 import errors
-from convt5.batches import row_ends, task_blocks
+from convt5.data import row_ends, task_blocks
 from convt5.evaluation.predictor import TextVocabulary, check_vocabulary_size
 from convt5.evaluation.run_settings import check_readable
-from convt5.task_format import TaskFormat
 from convt5.tasks import formats, label_checks  # pyright: ignore[reportMissingImports]
-from convt5.vocabulary_files import TextFeatures, same_pieces
+from convt5.text.task_format import TaskFormat
+from convt5.text.vocabulary_files import TextFeatures, same_pieces
 
 Example = Mapping[str, Any]
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from convt5 import errors
-from convt5.architecture import ConvT5Config, StackConfig
 from convt5.interchange import safetensors_files
 from convt5.interchange.mapping import Imported, Source, check, check_layers, take_apart
+from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.modeling.layers import MlpKind
 from convt5.runtime import foreign_files
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from convt5 import errors
+from convt5.modeling.tree_paths import named_leaves
 from convt5.training.train_state import ModelConfig
-from convt5.tree_paths import named_leaves
 
 Shape = tuple[int, ...]
 Arrays = dict[str, np.ndarray]

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from convt5 import errors
-from convt5.architecture import ConvT5Config
 from convt5.interchange.mapping import Arrays, Imported, Shape, Source, check
 from convt5.interchange.mesh_tf_architecture import NORMS, STACKS, TAPS, infer_architecture
 from convt5.interchange.operative_config import OperativeConfig
 from convt5.interchange.tf_checkpoint import STEP, Checkpoint
-from convt5.losses import TextLoss
+from convt5.modeling.architecture import ConvT5Config
 from convt5.modeling.mixers.convolution import ConvolutionConfig
-from convt5.optimizer import AdafactorConfig
-from convt5.schedule import Constant, InverseSqrt, Schedule
+from convt5.training.losses import TextLoss
+from convt5.training.optimizer import AdafactorConfig
+from convt5.training.schedule import Constant, InverseSqrt, Schedule
 
 _FINAL_NORMS = ("rms_norm", "final_layer_norm", "layer_norm")
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from convt5 import errors
-from convt5.architecture import ConvT5Config, StackConfig
 from convt5.interchange.mapping import Shape
 from convt5.interchange.operative_config import OperativeConfig
+from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.ops.padding import pad_widths
 
 StackName = Literal["encoder", "decoder"]

@@ -9,9 +9,9 @@ import optax
 
 from convt5 import errors
 from convt5.interchange.mapping import Arrays, Imported
-from convt5.optimizer import SecondMomentState
+from convt5.modeling.tree_paths import named_leaves
+from convt5.training.optimizer import SecondMomentState
 from convt5.training.train_state import TrainState, parameters
-from convt5.tree_paths import named_leaves
 
 
 def imported_state(

@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from convt5.architecture import ConvT5Config, StackConfig
-from convt5.checkpoint import CheckpointConfig, Checkpointer, DataPositions
+from convt5.checkpoints.checkpoint import CheckpointConfig, Checkpointer, DataPositions
 from convt5.interchange.mapping import Imported
-from convt5.losses import TextLoss
-from convt5.optimizer import AdafactorConfig, AdamWConfig, OptimizerConfig
-from convt5.schedule import Cosine, InverseSqrt, Schedule
+from convt5.modeling.architecture import ConvT5Config, StackConfig
+from convt5.training.losses import TextLoss
+from convt5.training.optimizer import AdafactorConfig, AdamWConfig, OptimizerConfig
+from convt5.training.schedule import Cosine, InverseSqrt, Schedule
 from convt5.training.train_state import TrainState
 from convt5.training.train_step import Loss
 from convt5.vision.architecture import ViTConfig

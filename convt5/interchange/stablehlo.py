@@ -25,7 +25,7 @@ import numpy as np
 from convt5 import errors
 from convt5.interchange import safetensors_files
 from convt5.modeling.model import ConvT5
-from convt5.tree_paths import named_leaves
+from convt5.modeling.tree_paths import named_leaves
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 DESCRIPTION = "programs.json"

@@ -13,9 +13,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from convt5.modeling.layers import Dense, DropoutKey, at_least_float32
+from convt5.modeling.sharding import Rule
 from convt5.modeling.sizes import ModelSizes, Size
 from convt5.ops import attend
-from convt5.sharding import Rule
 
 FLOAT32_BYTES = 4
 

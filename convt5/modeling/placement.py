@@ -2,7 +2,7 @@
 
 from convt5.modeling import attention
 from convt5.modeling.mixers import KINDS
-from convt5.sharding import Rule
+from convt5.modeling.sharding import Rule
 
 # Channels of a convolution are independent, so they stay split over "tensor" from the input
 # projection to the output projection and only the latter communicates; attention heads and the

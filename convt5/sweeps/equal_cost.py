@@ -128,7 +128,8 @@ def described(
 def _described(
     gin_files: tuple[str, ...], bindings: tuple[str, ...], trust: tuple[str, ...]
 ) -> Sized:
-    from convt5 import gin_config, trainer
+    from convt5.configuration import gin_config
+    from convt5.training import trainer
 
     config = gin_config.load(
         gin_files,

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from convt5 import figures
+from convt5.reports import figures
 from convt5.sweeps import profile
 from convt5.sweeps.analysis import Best, Key, Result
 from convt5.sweeps.study import Study

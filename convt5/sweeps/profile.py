@@ -4,7 +4,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from convt5 import errors, markdown
+from convt5 import errors
+from convt5.reports import markdown
 from convt5.sweeps import analysis
 from convt5.sweeps.analysis import Best, Key, Result
 from convt5.sweeps.equal_cost import Sized, described

@@ -5,7 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from convt5 import errors, markdown
+from convt5 import errors
+from convt5.reports import markdown
 from convt5.sweeps import analysis, profile, running
 from convt5.sweeps.analysis import Best, Distribution, Key
 from convt5.sweeps.study import SEED, Study

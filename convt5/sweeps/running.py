@@ -76,7 +76,8 @@ def check(study: Study) -> None:
 
 
 def _check_configuration(run: Made, name: str) -> None:
-    from convt5 import gin_config, trainer
+    from convt5.configuration import gin_config
+    from convt5.training import trainer
 
     try:
         config = gin_config.load(

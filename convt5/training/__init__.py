@@ -1,1 +1,1 @@
-"""How a run works inside: state, step, loop, logs and folder. Settings live one level up."""
+"""A training run: `trainer.train` and what it is given, state, step, loop, logs and folder."""

@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from convt5 import errors
-from convt5.tree_paths import matches, pattern_faults
+from convt5.modeling.tree_paths import matches, pattern_faults
 
 
 class Frozen(nnx.Variable):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from convt5.checkpoint import CheckpointConfig
+from convt5.checkpoints.checkpoint import CheckpointConfig
 from convt5.training import metric_names
 
 

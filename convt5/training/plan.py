@@ -11,14 +11,15 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PRNGKeyArray
 
-from convt5 import errors, sharding
-from convt5.batches import data_shards as shards
-from convt5.batches.protocols import DataConfig
+from convt5 import errors
 from convt5.configuration import checks
+from convt5.data import data_shards as shards
+from convt5.data.protocols import DataConfig
+from convt5.modeling import sharding
 from convt5.modeling.placement import TEXT_RULES
-from convt5.optimizer import OptimizerConfig
-from convt5.schedule import Schedule
 from convt5.training.averaging import Averaging
+from convt5.training.optimizer import OptimizerConfig
+from convt5.training.schedule import Schedule
 from convt5.training.spikes import SkipSpikes
 from convt5.training.train_state import (
     ModelConfig,

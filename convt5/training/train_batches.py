@@ -3,10 +3,10 @@
 import functools
 
 from convt5 import errors
-from convt5.batches.data_shards import ShardedBatches, joined
-from convt5.batches.prefetching import Prefetcher
-from convt5.batches.protocols import DataConfig
-from convt5.checkpoint import DataPositions
+from convt5.checkpoints.checkpoint import DataPositions
+from convt5.data.data_shards import ShardedBatches, joined
+from convt5.data.prefetching import Prefetcher
+from convt5.data.protocols import DataConfig
 from convt5.training.plan import Plan
 from convt5.training.validation import PlacedBatch, place_batch
 

@@ -16,11 +16,11 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
-from convt5 import sharding
+from convt5.modeling import sharding
+from convt5.modeling.tree_paths import named_leaves
 from convt5.training.averaging import Averaging
 from convt5.training.freezing import Frozen, freeze
 from convt5.training.spikes import SpikeMemory
-from convt5.tree_paths import named_leaves
 
 Tree = Any
 

@@ -18,14 +18,14 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from convt5.modeling import gathering
+from convt5.modeling.sharding import BATCH_AXES, gathered, replicated
+from convt5.modeling.tree_paths import named_leaves
 from convt5.ops import implementation
-from convt5.schedule import Schedule
-from convt5.sharding import BATCH_AXES, gathered, replicated
 from convt5.training.averaging import Averaging
 from convt5.training.freezing import without_gradients
+from convt5.training.schedule import Schedule
 from convt5.training.spikes import SKIPPED, SkipSpikes
 from convt5.training.train_state import TrainState, parameters
-from convt5.tree_paths import named_leaves
 
 Tree = Any
 Scalar = Float[Array, ""]

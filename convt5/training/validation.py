@@ -14,8 +14,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from convt5 import errors
-from convt5.batches import data_shards
-from convt5.batches.protocols import DataConfig
+from convt5.data import data_shards
+from convt5.data.protocols import DataConfig
 from convt5.training.train_step import LossSums
 
 _COUNTED_TOKENS = ("encoder_input_tokens", "decoder_target_tokens")

@@ -14,10 +14,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from convt5 import errors, sharding
+from convt5 import errors
 from convt5.evaluation import checkpoints, hosts
 from convt5.evaluation.progress import Progress
 from convt5.evaluation.results import Outcome
+from convt5.modeling import sharding
 from convt5.training import metric_names
 from convt5.training.train_state import with_statistics
 from convt5.vision.images import ImageBatches, ImageDataConfig

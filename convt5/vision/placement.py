@@ -1,6 +1,6 @@
 """Where the parameters of a Vision Transformer live: a table of rules for `sharding`."""
 
-from convt5.sharding import Rule
+from convt5.modeling.sharding import Rule
 
 # As in the text models: "tensor" splits attention heads and the channels inside the feed-forward
 # layers, "fsdp" the other axis. The 3x3 convolutions of a stem are small and stay whole.

@@ -13,9 +13,9 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from convt5 import errors
-from convt5.batches.data_shards import ShardedBatches
-from convt5.batches.protocols import DataConfig
-from convt5.sharding import check_rows, replicated
+from convt5.data.data_shards import ShardedBatches
+from convt5.data.protocols import DataConfig
+from convt5.modeling.sharding import check_rows, replicated
 from convt5.training.loop import Estimate
 from convt5.training.plan import Plan
 from convt5.training.validation import place_batch

@@ -12,9 +12,9 @@ from typing import Any
 from tpu_operator_costs import KINDS, Case, add_case_flags, check_case_flags, measure
 from tqdm import tqdm
 
-from convt5 import markdown
 from convt5.analysis import gpu_target as target
 from convt5.configuration import command_line
+from convt5.reports import markdown
 from convt5.runtime import terminal
 
 

@@ -20,11 +20,12 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 from kept_programs import KeptPrograms, Report, write_tables
 
-from convt5 import errors, figures, gin_config, inspect, markdown
+from convt5 import errors, inspect
 from convt5.analysis import compiled_step, topology
 from convt5.benchmarks import t5x
 from convt5.benchmarks.sides import TARGETS
-from convt5.configuration import command_line
+from convt5.configuration import command_line, gin_config
+from convt5.reports import figures, markdown
 
 TOKENS = 4096
 """Encoder tokens of all rows together; the decoder has a fourth as many."""

@@ -13,8 +13,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from convt5.modeling.layers import DropoutKey
+from convt5.modeling.sharding import Rule
 from convt5.modeling.sizes import ModelSizes, Size
-from convt5.sharding import Rule
 
 State = Any
 """The arrays that a mixer keeps while decoding."""

@@ -14,10 +14,10 @@ from convt5.configuration.rules import ruled
 from convt5.modeling.layers import Dense, DropoutKey, add_vector, at_least_float32, truncated_normal
 from convt5.modeling.mixers import base
 from convt5.modeling.mixers.base import MixerConfig, Position, Reach
+from convt5.modeling.sharding import Rule
 from convt5.modeling.sizes import ModelSizes, Size
 from convt5.ops.gating import gate
 from convt5.ops.padding import Padding, pad_widths
-from convt5.sharding import Rule
 
 InputProjection = Literal["gated", "linear", "none"]
 

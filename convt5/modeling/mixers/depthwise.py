@@ -8,9 +8,9 @@ from jaxtyping import PRNGKeyArray
 
 from convt5.modeling.layers import at_least_float32
 from convt5.modeling.mixers.convolution import Convolution, ConvolutionConfig, tap_initializer
+from convt5.modeling.sharding import Rule
 from convt5.modeling.sizes import ModelSizes
 from convt5.ops import depthwise_conv
-from convt5.sharding import Rule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from convt5.modeling.layers import truncated_normal
 from convt5.modeling.mixers.convolution import Convolution, ConvolutionConfig, channel_taps
+from convt5.modeling.sharding import Rule
 from convt5.modeling.sizes import ModelSizes
 from convt5.ops import dynamic_conv
-from convt5.sharding import Rule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ from convt5.modeling.mixers.convolution import (
     channel_taps,
     tap_initializer,
 )
+from convt5.modeling.sharding import Rule
 from convt5.modeling.sizes import ModelSizes
 from convt5.ops import lightweight_conv
-from convt5.sharding import Rule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,9 +21,10 @@ from typing import Any, Literal, NamedTuple
 
 from etils import epath
 
-from convt5 import errors, sentinels
+from convt5 import errors
 from convt5.checkpoints import folders
 from convt5.runtime import foreign_files, quiet_imports, whole_files
+from convt5.text import sentinels
 
 FOLDER = "vocabulary"
 HUGGING_FACE_FILE = "spiece.model"

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from convt5 import errors
-from convt5.tree_paths import named_leaves, path_name, pattern_faults
+from convt5.modeling.tree_paths import named_leaves, path_name, pattern_faults
 
 Tree = Any
 

@@ -19,26 +19,27 @@ import numpy as np
 import seqio
 import tensorflow as tf
 
-from convt5 import errors, vocabulary_files
-from convt5.batches import data_report
-from convt5.batches.mixing import MakeBlock, MixedStream, TaskStream
-from convt5.batches.prefetching import (
+from convt5 import errors
+from convt5.configuration import checks
+from convt5.data import data_report
+from convt5.data.mixing import MakeBlock, MixedStream, TaskStream
+from convt5.data.prefetching import (
     Prefetcher,
     check_settings,
     position,
     rows_per_host,
     take_apart,
 )
-from convt5.batches.rows import Batch, RowLayout
-from convt5.batches.task_blocks import TaskBlocks
-from convt5.configuration import checks
-from convt5.task_format import TaskFormat
+from convt5.data.rows import Batch, RowLayout
+from convt5.data.task_blocks import TaskBlocks
 from convt5.tasks import (  # pyright: ignore[reportMissingImports]
     classification,
     formats,
     label_checks,
     vocabularies,
 )
+from convt5.text import vocabulary_files
+from convt5.text.task_format import TaskFormat
 
 __all__ = ["BatchIterator", "DataConfig", "Prefetcher", "unigram_entropy"]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from convt5 import errors
-from convt5.batches.protocols import BatchReader
+from convt5.data.protocols import BatchReader
 
 Placed = TypeVar("Placed")
 

@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from convt5 import errors
-from convt5.batches.prefetching import position, take_apart
-from convt5.batches.protocols import DataConfig
+from convt5.data.prefetching import position, take_apart
+from convt5.data.protocols import DataConfig
 
 
 class HostRows(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from convt5.batches.prefetching import check_settings, position, take_apart
+from convt5.data.prefetching import check_settings, position, take_apart
 
 
 @dataclasses.dataclass

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from convt5 import errors
-from convt5.batches.rows import Examples, joined
+from convt5.data.rows import Examples, joined
 
 _DRAWN_AT_ONCE = 4096
 

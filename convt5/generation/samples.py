@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from convt5 import sentinels
 from convt5.configuration import checks
 from convt5.generation import decoding
 from convt5.modeling.model import ConvT5, HostOrDevice
+from convt5.text import sentinels
 
 PADDING_ID = 0
 

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from convt5 import checkpoint, errors, loading, vocabulary_files
-from convt5.checkpoints import reading
-from convt5.tree_paths import matches, named_leaves, pattern_faults
+from convt5 import errors
+from convt5.checkpoints import checkpoint, reading
+from convt5.interchange import loading
+from convt5.modeling.tree_paths import matches, named_leaves, pattern_faults
+from convt5.text import vocabulary_files
 
 TOKEN_TABLE = "token_embedder/embedding"
 

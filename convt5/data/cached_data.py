@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from convt5 import errors, task_format, vocabulary_files
-from convt5.batches.prefetching import rows_per_host
-from convt5.batches.row_order import Passes
+from convt5 import errors
 from convt5.configuration import checks
+from convt5.data.prefetching import rows_per_host
+from convt5.data.row_order import Passes
 from convt5.runtime import file_locks, foreign_files, whole_files
+from convt5.text import task_format, vocabulary_files
 
 _ABOUT_FILE = "cache.json"
 _PROGRESS_FILE = "progress.json"

@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from convt5 import errors
 from convt5.modeling.mixers import KINDS
-from convt5.schedule import Schedule
-from convt5.tree_paths import matches, named_leaves, pattern_faults
+from convt5.modeling.tree_paths import matches, named_leaves, pattern_faults
+from convt5.training.schedule import Schedule
 
 Tree = Any
 Moment = dict[str, Array]

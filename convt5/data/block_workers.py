@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from convt5.batches.mixing import NO_BLOCK, Block, BlockPlace, MakeBlock
+from convt5.data.mixing import NO_BLOCK, Block, BlockPlace, MakeBlock
 
 if TYPE_CHECKING:
-    from convt5.batches.task_blocks import TaskBlocks
+    from convt5.data.task_blocks import TaskBlocks
 
 _BLOCKS_AHEAD = 2  # Of each process.
 

@@ -12,7 +12,7 @@ from convt5 import errors
 from convt5.checkpoints import reading
 from convt5.interchange import hugging_face, portable
 from convt5.interchange.mapping import Imported, Report, Source, build_model
-from convt5.tree_paths import named_leaves
+from convt5.modeling.tree_paths import named_leaves
 
 
 def load_model(

@@ -17,21 +17,23 @@ from etils import epath
 from flax import nnx
 from jax.sharding import Mesh
 
-from convt5 import errors, sharding, task_format, vocabulary_files
-from convt5.batches.data_shards import own_rows
-from convt5.batches.protocols import DataConfig
-from convt5.checkpoint import CheckpointConfig, Checkpointer, DataPositions, Restored
+from convt5 import errors
+from convt5.checkpoints.checkpoint import CheckpointConfig, Checkpointer, DataPositions, Restored
 from convt5.checkpoints.record import describe_config
-from convt5.initialization import InitFrom
+from convt5.data.data_shards import own_rows
+from convt5.data.protocols import DataConfig
+from convt5.modeling import sharding
 from convt5.modeling.placement import TEXT_RULES
-from convt5.optimizer import OptimizerConfig
 from convt5.runtime import determinism, foreign_files
-from convt5.schedule import Schedule
+from convt5.text import task_format, vocabulary_files
 from convt5.training import compilation, metric_names, run_directory, run_log
 from convt5.training.averaging import Averaging
+from convt5.training.initialization import InitFrom
 from convt5.training.interruption import Interruption
 from convt5.training.loop import Estimate, Intervals, Loop, TaskMeasure
+from convt5.training.optimizer import OptimizerConfig
 from convt5.training.plan import Plan, make_plan, row_lengths
+from convt5.training.schedule import Schedule
 from convt5.training.spikes import SkipSpikes
 from convt5.training.train_batches import TrainBatches
 from convt5.training.train_state import ModelConfig

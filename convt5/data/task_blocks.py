@@ -16,9 +16,9 @@ import seqio
 import tensorflow as tf
 
 from convt5 import errors
-from convt5.batches import row_ends
-from convt5.batches.mixing import NO_BLOCK, Block, BlockPlace, seeds
-from convt5.batches.rows import Examples, Ragged
+from convt5.data import row_ends
+from convt5.data.mixing import NO_BLOCK, Block, BlockPlace, seeds
+from convt5.data.rows import Examples, Ragged
 
 tf.config.set_visible_devices([], "GPU")
 tf.config.set_visible_devices([], "TPU")

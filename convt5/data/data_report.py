@@ -16,10 +16,11 @@ import numpy as np
 import seqio
 import tensorflow as tf
 
-from convt5 import errors, sentinels
-from convt5.batches import row_ends
-from convt5.batches.rows import RowLayout
+from convt5 import errors
+from convt5.data import row_ends
+from convt5.data.rows import RowLayout
 from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
+from convt5.text import sentinels
 
 _MOST_DOCUMENTS, _MOST_BYTES = 100, 2**16
 _LONGEST_TEXT = 2**20

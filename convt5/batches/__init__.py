@@ -1,1 +1,0 @@
-"""What every source of batches needs: order, shares of hosts, prefetching, positions."""

@@ -1,0 +1,1 @@
+"""Tables and figures of reports, shared by the commands that write them."""

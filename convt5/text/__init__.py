@@ -1,0 +1,1 @@
+"""Text and ids: sentinels, vocabularies beside a model, and how a task writes an input."""
