@@ -153,6 +153,37 @@ def test_weight_decay_spares_norms_and_biases(config):
     np.testing.assert_allclose(after["mlp/wi/kernel"], 0.95, rtol=1e-6)
 
 
+def numpy_scaled_adamw(value: np.ndarray, gradients: list, rate: float, decay: float) -> np.ndarray:
+    """One parameter, float64, from the equations: Adam's update times the parameter's rms."""
+    m = v = 0.0
+    for step, gradient in enumerate(gradients, start=1):
+        m = 0.9 * m + 0.1 * gradient
+        v = 0.999 * v + 0.001 * gradient**2
+        u = (m / (1 - 0.9**step)) / (np.sqrt(v / (1 - 0.999**step)) + 1e-8)
+        value = value - rate * (max(np.sqrt((value**2).mean()), 1e-3) * u + decay * value)
+    return value
+
+
+@pytest.mark.usefixtures("x64")
+def test_adamw_scaled_by_the_parameter_follows_its_equations_tap_by_tap():
+    params, gradients = case()
+    params["conv_kernel"] = np.stack([np.full(5, 0.1), np.full(5, 10.0)])
+    for i, gradient in enumerate(gradients):
+        gradient["conv_kernel"] = random_tree(i, {"k": (2, 5)})["k"]
+    config = AdamWConfig(
+        scale_by_parameter=True, stacked=["conv_kernel"], weight_decay=0.1, max_grad_norm=None
+    )
+    rate = 2.0**-6  # Exact in float32, in which schedules are computed.
+    after, _ = train(config, params, gradients, Constant(rate=rate))
+    for name in SHAPES:
+        expected = numpy_scaled_adamw(params[name], [g[name] for g in gradients], rate, 0.1)
+        np.testing.assert_allclose(after[name], expected, rtol=1e-9, err_msg=name)
+    for tap in range(2):
+        own = [g["conv_kernel"][tap] for g in gradients]
+        expected = numpy_scaled_adamw(params["conv_kernel"][tap], own, rate, 0.1)
+        np.testing.assert_allclose(after["conv_kernel"][tap], expected, rtol=1e-9)
+
+
 def test_sgd_with_momentum_repeats_earlier_gradients():
     params, gradient = {"w": np.ones(2, np.float32)}, {"w": np.full(2, 0.5, np.float32)}
     after, _ = train(SGDConfig(momentum=0.5), params, [gradient] * 2, Constant(rate=0.1))
@@ -172,6 +203,7 @@ def test_max_grad_norm_limits_all_gradients_together():
         (lambda: AdafactorConfig(decay_exponent=0.0), "decay_exponent=0.0 must be positive"),
         (lambda: AdafactorConfig(stacked=["("]), r"stacked: '\(' is no regular expression"),
         (lambda: AdafactorConfig(stacked="bias"), "stacked='bias' must be a list"),
+        (lambda: AdamWConfig(min_parameter_scale=0.0), "min_parameter_scale=0.0 must be positive"),
         (lambda: AdamWConfig(b2=1.0), r"b2=1.0 must be in \[0, 1\)"),
         (lambda: SGDConfig(weight_decay=-1.0), "weight_decay=-1.0 must be at least 0"),
     ],

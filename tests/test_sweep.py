@@ -530,7 +530,7 @@ STUDIES = [f"gin/studies/{path.name}" for path in sorted((ROOT / "gin/studies").
 )
 def test_every_study_of_the_package_can_be_made(name, request, capsys, tmp_path):
     required = []
-    if "/pretraining" in name:
+    if any(f"/{study}" in name for study in ("pretraining", "recipes")):
         required = ["--gin.CACHE=none"]
     if "/finetuning" in name:
         # The fixture skips where the data of these studies is absent.
