@@ -162,7 +162,8 @@ class TextPlan:
         """Returns a function of model, mesh and step."""
         from convt5.evaluation.evaluator import Evaluator
 
-        read = Evaluator(task, self.split, self.predict, self.settings.evaluate)
+        loss = self.settings.train.get("loss")
+        read = Evaluator(task, self.split, self.predict, self.settings.evaluate, loss)
         return functools.partial(_measure, read)
 
 

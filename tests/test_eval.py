@@ -8,6 +8,7 @@ import types
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
@@ -18,12 +19,15 @@ import convt5
 from convt5 import eval as evaluation
 from convt5.errors import UserError
 from convt5.evaluation import checkpoints, task_data
+from convt5.evaluation.batching import stacked
 from convt5.evaluation.evaluator import Evaluator
 from convt5.evaluation.in_training import TaskEval
-from convt5.evaluation.predictor import Prediction, TargetScore
+from convt5.evaluation.predictor import Prediction, Predictor, TargetScore
 from convt5.evaluation.results import Results
 from convt5.evaluation.settings import EvalConfig, PredictConfig
 from convt5.modeling import sharding
+from convt5.ops import shift_right
+from convt5.training import losses, metric_names
 from convt5.training.run_log import read_records
 
 with warnings.catch_warnings():  # clu's imports warn.
@@ -71,9 +75,9 @@ class Known:
     def __init__(self):
         self.scored = []
 
-    def score_tokens(self, sources, targets, **_):
-        self.scored += targets
-        return [TargetScore(-float(len(target)), len(target)) for target in targets]
+    def score_choices(self, sources, choices, **_):
+        self.scored += [target for each in choices for target in each]
+        return [[TargetScore(-float(len(t)), len(t), len(t) + 1.0) for t in c] for c in choices]
 
     def predict_tokens(self, sources, **_):
         ids = (*BYTES.encode("yes"), 1)
@@ -103,7 +107,7 @@ def test_metrics_are_those_of_seqios_evaluator():
     count = len(tiny_run.REVIEWS)
     known = Known().predict_tokens([[]] * count)
     targets = [[*BYTES.encode(row["label"]), 1][:6] for row in tiny_run.REVIEWS]
-    scores = [s.log_prob for s in Known().score_tokens([[]] * count, targets)]
+    scores = [-float(len(target)) for target in targets]
     metrics, _ = theirs.evaluate(
         compute_metrics=True,
         predict_fn=with_index([list(p.tokens[0]) for p in known]),
@@ -117,10 +121,40 @@ def test_metrics_are_those_of_seqios_evaluator():
         name: float(getattr(value, "value", value))
         for name, value in metrics.result()["tiny_reviews"].items()
     }
-    assert {k: v for k, v in outcome.metrics.items() if k != "loss"} == pytest.approx(expected)
+    own = {k: v for k, v in outcome.metrics.items() if k not in metric_names.OF_TARGETS}
+    assert own == pytest.approx(expected)
     # Two of five are "yes"; one label is unknown, and wrong whatever is predicted.
     assert outcome.metrics["exact"] == 0.4
     assert outcome.metrics["loss"] == 1.0
+
+
+@pytest.mark.parametrize("normalize_by", ["tokens", "positions"])
+def test_what_is_minimised_is_reported_beside_the_cross_entropy(normalize_by):
+    """As the trainer's own loss has both, on the same targets."""
+    loss = losses.TextLoss(label_smoothing=0.2, z_loss=0.01, normalize_by=normalize_by)
+    subject = Evaluator(task(), "validation", CONFIG, loss=loss)
+    model = tiny_run.make_model()
+    found = subject.evaluate(subject.predictor(model)).metrics
+    plain = Evaluator(task(), "validation", CONFIG).evaluate(subject.predictor(model)).metrics
+    assert "objective" not in plain
+    assert plain == {name: value for name, value in found.items() if name != "objective"}
+    rows = [subject.predictor(model).fit(ids, 0).tokens for ids in subject._sources]
+    targets = stacked(subject._targets, CONFIG.max_length)
+    batch = {
+        "encoder_input_tokens": stacked(rows, CONFIG.max_input_length),
+        "decoder_input_tokens": np.asarray(shift_right(jnp.asarray(targets))),
+        "decoder_target_tokens": targets,
+        "decoder_loss_weights": (targets > 0).astype(np.float32),
+        "decoder_target_bytes": vocabularies.token_bytes(BYTES)[targets],
+    }
+    expected = loss(model, batch).reported()
+    for name in metric_names.OF_TARGETS:
+        assert found[name] == pytest.approx(float(expected[name]), rel=1e-4), name
+
+
+def test_a_metric_of_the_task_replaces_one_of_its_name():
+    own = task("tiny_own", metric_fns=[lambda targets, predictions: {"perplexity": 7.0}])
+    assert Evaluator(own, "validation", CONFIG).evaluate(Known()).metrics["perplexity"] == 7.0
 
 
 def test_what_is_cut_is_counted():
@@ -152,7 +186,7 @@ def test_examples_are_decoded_only_where_a_metric_or_the_user_asks():
     scored = task("tiny_scored", metric_fns=[mean_score])
     outcome = Evaluator(scored, "validation", CONFIG).evaluate(Known())
     assert "predictions" not in outcome.records[0]
-    assert set(outcome.metrics) == {"loss", "mean_score"}
+    assert set(outcome.metrics) == {"loss", "perplexity", "bits_per_byte", "mean_score"}
     asked = Evaluator(scored, "validation", CONFIG, EvalConfig(predict=True, num_examples=2))
     assert [r["predictions"] for r in asked.evaluate(Known()).records] == [["yes"], ["yes"]]
 
@@ -342,15 +376,44 @@ def test_the_loss_of_a_ranking_is_that_of_the_right_labels(tmp_path):
     class Sure(Known):
         """Finds wrong labels unthinkable."""
 
-        def score_tokens(self, sources, targets, **_):
+        def score_choices(self, sources, choices, **_):
             right = [*BYTES.encode("yes"), 1]
-            return [TargetScore(-0.5 if t == right else -99.0, len(t)) for t in targets]
+            return [
+                [
+                    TargetScore(-0.5 if t == right else -99.0, len(t), 1.5 + 9 * (t != right))
+                    for t in c
+                ]
+                for c in choices
+            ]
 
-    assert Evaluator(ranked, "train", CONFIG).evaluate(Sure()).metrics["loss"] == 0.5 / 4
+    loss = losses.TextLoss(label_smoothing=0.1)
+    measured = Evaluator(ranked, "train", CONFIG, loss=loss).evaluate(Sure()).metrics
+    assert measured["loss"] == 0.5 / 4
+    assert measured["objective"] == 1.5 / 4
+    assert measured["accuracy"] == 100
 
 
-def _reviews(folder):
-    rows = [{"text": "a film as long as the whole of its name", "label": "yes"}] * 3
+def test_labels_are_ranked_alike_in_evaluation_and_in_prediction(tmp_path):
+    """To the bit, so that a near tie goes one way in both."""
+    labels = ["no", "yes", "maybe"]
+    texts = ["good good", "bad", "a dull and long film", "so much longer than the model reads"]
+    folder = _reviews(tmp_path / "data", [{"text": t, "label": "yes"} for t in texts])
+    ranked = classification.text_classification(folder, labels, rank=True, validation_fraction=0)
+    subject = Evaluator(ranked, "train", CONFIG)
+    model = tiny_run.make_model()
+    outcome = subject.evaluate(subject.predictor(model))
+    predictor = Predictor(model, BYTES, CONFIG, format=task_data.find_format(ranked))
+    scores = {(r["input"], r["target"]): r["target_score"] for r in outcome.records}
+    found = predictor.predict(texts)
+    for text, prediction in zip(texts, found, strict=True):
+        written = f"text_classification text: {text}"
+        assert prediction.scores == tuple(scores[written, label] for label in prediction.texts)
+    right = sum(prediction.label == "yes" for prediction in found)
+    assert outcome.metrics["accuracy"] == 100 * right / len(texts)
+
+
+def _reviews(folder, rows=None):
+    rows = rows or [{"text": "a film as long as the whole of its name", "label": "yes"}] * 3
     folder.mkdir()
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder)
@@ -469,8 +532,12 @@ def test_the_command_writes_metrics_predictions_and_scalars(run_dir, tmp_path, c
     folder = tmp_path / "one" / "tiny_reviews" / "validation"
     summary = json.loads((folder / "step_20.json").read_text())
     assert summary["num_examples"] == 5
-    assert set(summary["metrics"]) == {"loss", "exact", "mean_score", "confidence"}
-    assert summary["metrics"]["loss"] > 0
+    measured = summary["metrics"]
+    assert set(measured) == {*metric_names.OF_TARGETS, "exact", "mean_score", "confidence"}
+    # The run has no regularisers.
+    assert measured["objective"] == pytest.approx(measured["loss"])
+    assert measured["loss"] > 0
+    assert measured["perplexity"] == pytest.approx(math.exp(measured["loss"]))
     assert summary["settings"]["max_input_length"] == tiny_run.ENCODER_LENGTH
     records = read_records(folder / "step_20.jsonl")
     assert [record["input"] for record in records] == [row["text"] for row in tiny_run.REVIEWS]

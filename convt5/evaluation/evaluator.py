@@ -34,6 +34,9 @@ from convt5.evaluation.task_data import (
     read_examples,
     row_numbers,
 )
+from convt5.generation.decoding import NO_REGULARIZERS, Regularizers
+from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
+from convt5.training.losses import TextLoss
 
 LOSS = "loss"
 Value = TypeVar("Value")
@@ -47,6 +50,8 @@ class Evaluator:
         split: the part of it that is read.
         predict_config: completed; its lengths are those of inputs and targets.
         config: how much of the task, and whether to decode where no metric asks for it.
+        loss: that the models were trained with, whose objective is reported beside the
+            cross-entropy; None reports none, and so does another than `TextLoss`.
 
     Raises:
         UserError: there is no example.
@@ -58,9 +63,11 @@ class Evaluator:
         split: str,
         predict_config: PredictConfig,
         config: EvalConfig | None = None,
+        loss: Any = None,
     ):
         config = config or EvalConfig()
         self.task = task
+        self._loss = loss if isinstance(loss, TextLoss) else None
         self.split = split
         self.predict_config = predict_config
         self._decodes = config.predict or bool(
@@ -89,6 +96,8 @@ class Evaluator:
         self._sources = [_ids(example, "inputs") for example in self.examples]
         self._targets = [target.tokens for target in fitted]
         rows = row_numbers(self.examples)
+        # What is asked of one source is computed together, as predictions rank labels.
+        self._groups = _runs(list(zip(rows, self._sources, strict=True)))
         self._are_answers = are_answers(self.examples)
 
         def num_rows(wanted: Iterable[bool]) -> int:
@@ -116,7 +125,7 @@ class Evaluator:
         )
 
     def num_computed(self, predictor: Predictor) -> int:
-        """Examples that this host computes for one model, those computed twice counted twice."""
+        """Inputs that this host computes for one model, those computed twice counted twice."""
         return len(self._mine(predictor)) * (1 + self._decodes)
 
     def predictor(self, model: Any, mesh: Any = None) -> Predictor:
@@ -137,24 +146,26 @@ class Evaluator:
             UserError: an input that is too long and to be refused, or a metric that fails.
         """
         mine = self._mine(predictor)
-        sources = [self._sources[i] for i in mine]
-        scored = predictor.score_tokens(
+        groups = [self._groups[i] for i in mine]
+        sources = [self._sources[group[0]] for group in groups]
+        scored = predictor.score_choices(
             sources,
-            [self._targets[i] for i in mine],
-            longest_target=max(map(len, self._targets)),
+            [[self._targets[i] for i in group] for group in groups],
+            numbers=mine,
+            at_least=(max(map(len, self._groups)), max(map(len, self._targets))),
+            regularizers=self._regularizers(),
             progress=progress,
         )
         merged = list if predictor.spans_hosts else functools.partial(hosts.merged, examples=mine)
-        scores = [TargetScore(*pair) for pair in merged(scored)]
+        scores = [TargetScore(*parts) for group in merged(scored) for parts in group]
         predictions: list[Prediction] = []
         if self._decodes:
             found = predictor.predict_tokens(sources, numbers=mine, progress=progress)
-            predictions = [Prediction(*parts) for parts in merged(found)]
-        # Of a task that ranks labels, the loss is that of the right ones.
-        total = math.fsum(score.log_prob for score in self._answers(scores))
-        metrics = {LOSS: -total / self._counts["num_target_tokens"]}
+            for group, parts in zip(self._groups, merged(found), strict=True):
+                predictions += [Prediction(*parts)] * len(group)
+        metrics = self._of_targets(list(self._answers(scores)))
         for name, value in self._metrics(scores, predictions).items():
-            if name in metrics:
+            if name == LOSS:
                 raise errors.UserError(
                     f"task={self.task.name} has two metrics called {name!r}; rename one of them."
                 )
@@ -167,15 +178,43 @@ class Evaluator:
             self._records(scores, predictions),
         )
 
+    def _regularizers(self) -> Regularizers:
+        loss = self._loss
+        return Regularizers(loss.z_loss, loss.label_smoothing) if loss else NO_REGULARIZERS
+
+    def _of_targets(self, scores: Sequence[TargetScore]) -> dict[str, float]:
+        """Returns the metrics that every task has; a task's own of the same name replaces one.
+
+        Of a task that ranks labels, they are those of the right ones.
+        """
+        nats = -math.fsum(score.log_prob for score in scores)
+        loss = nats / self._counts["num_target_tokens"]
+        metrics = {LOSS: loss, "perplexity": float(np.exp(loss))}
+        sizes = vocabularies.token_bytes(self.task.output_features["targets"].vocabulary)
+        if sizes is not None:
+            num_bytes = sum(int(sizes[ids].sum()) for ids in self._answers(self._targets))
+            metrics |= {"bits_per_byte": nats / math.log(2) / num_bytes} if num_bytes else {}
+        if self._loss is not None:
+            total = math.fsum(score.objective for score in scores)
+            metrics["objective"] = total / (
+                self._counts["num_target_tokens"]
+                if self._loss.normalize_by == "tokens"
+                else len(scores) * self.predict_config.task_lengths()["targets"]
+            )
+        return metrics
+
     def _answers(self, values: Iterable[Value]) -> Iterator[Value]:
         """Leaves out what belongs to a wrong label."""
         return itertools.compress(values, self._are_answers)
 
     def _mine(self, predictor: Predictor) -> list[int]:
-        """On a mesh over several hosts all compute the same batches together; else each a share."""
+        """Returns groups of examples.
+
+        On a mesh over several hosts all compute the same batches together; else each a share.
+        """
         if predictor.spans_hosts:
-            return list(range(len(self.examples)))
-        return hosts.share([len(source) for source in self._sources])
+            return list(range(len(self._groups)))
+        return hosts.share([len(self._sources[group[0]]) for group in self._groups])
 
     def _metrics(
         self, scores: Sequence[TargetScore], predictions: Sequence[Prediction]
@@ -243,6 +282,12 @@ class Evaluator:
                 record |= {"predictions": list(found.texts), "scores": list(found.scores)}
             records.append(record)
         return records
+
+
+def _runs(values: Sequence[Any]) -> list[list[int]]:
+    """Returns the positions of each run of equal values."""
+    runs = itertools.groupby(range(len(values)), key=lambda i: values[i])
+    return [list(run) for _, run in runs]
 
 
 def best(prediction: Prediction) -> tuple[int, ...]:

@@ -70,10 +70,12 @@ class TargetScore(NamedTuple):
     Attributes:
         log_prob: of the whole target, end token included, given the input.
         num_tokens: that it sums over.
+        objective: what training minimises of it, summed: -log_prob, and the regularizers.
     """
 
     log_prob: float
     num_tokens: int
+    objective: float
 
 
 class Fitted(NamedTuple):
@@ -296,23 +298,31 @@ class Predictor:
             _tell(progress, batch)
         return [prediction for prediction in found if prediction is not None]
 
-    def rank_tokens(
+    def score_choices(
         self,
         sources: Sequence[Sequence[int]],
         choices: Sequence[Sequence[Sequence[int]]],
         *,
         numbers: Sequence[int] | None = None,
         rows: int | None = None,
+        at_least: tuple[int, int] = (1, 1),
+        regularizers: decoding.Regularizers = decoding.NO_REGULARIZERS,
         progress: Progress | None = None,
-    ) -> list[list[float]]:
-        """Returns the log-probability of each choice of each input, which is read once for all.
+    ) -> list[list[TargetScore]]:
+        """Returns what the model thinks of each choice of each input, which is read once for all.
+
+        Whatever scores targets or ranks labels calls this.
 
         Args:
             sources: ids with their end token.
-            choices: for each input as many results, each with its end token.
+            choices: for each input as many targets, each with its end token. All of each is scored,
+                whatever `max_length` is.
             numbers: of the inputs, for messages; by default as they come.
             rows: inputs of a batch, of which there are fewer where choices are many; by default no
                 more than there are inputs.
+            at_least: choices of an input, and tokens of a choice, that shapes have room for; by
+                default as many as are here.
+            regularizers: of the loss that the model was trained with.
             progress: told of each batch of inputs.
 
         Raises:
@@ -320,45 +330,37 @@ class Predictor:
         """
         numbers = range(len(sources)) if numbers is None else numbers
         fitted = [self.fit(s, n).tokens for s, n in zip(sources, numbers, strict=True)]
-        num_choices = max(map(len, choices), default=1)
-        longest = max((len(ids) for each in choices for ids in each), default=1)
+        num_choices = max([at_least[0], *map(len, choices)])
+        longest = max([at_least[1], *(len(ids) for each in choices for ids in each)])
         rows = rows or min(self.config.batch_size, decoding.bucket_size(len(fitted)))
         rows = max(1, min(rows, _CHOICES_PER_ROW * self.config.batch_size // num_choices))
-        found: list[list[float]] = [[]] * len(fitted)
+        found: list[list[TargetScore]] = [[]] * len(fitted)
         for batch in self._batches([len(tokens) for tokens in fitted], rows):
-            targets = np.stack(
-                [
-                    stacked([] if i == PADDING_ROW else choices[i], longest, rows=num_choices)
-                    for i in batch.examples
-                ]
-            )
+            targets = [
+                stacked([] if i == PADDING_ROW else choices[i], longest, rows=num_choices)
+                for i in batch.examples
+            ]
             scores = decoding.score(
                 self.model,
                 stacked(_rows(fitted, batch), batch.length),
-                targets,
+                np.stack(targets),
+                regularizers=regularizers,
                 batch_sharding=self._batch_sharding,
             )
             for row, i in enumerate(batch.examples):
                 if i != PADDING_ROW:
-                    found[i] = [float(x) for x in scores.log_probs[row, : len(choices[i])]]
+                    found[i] = _scored(scores, row, choices[i])
             _tell(progress, batch)
         return found
 
     def score_tokens(
-        self,
-        sources: Sequence[Sequence[int]],
-        targets: Sequence[Sequence[int]],
-        *,
-        longest_target: int | None = None,
-        progress: Progress | None = None,
+        self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
     ) -> list[TargetScore]:
         """Returns what the model thinks of each target given the input beside it.
 
         Args:
             sources: ids with their end token.
             targets: likewise; all of them are scored, whatever `max_length` is.
-            longest_target: tokens that targets are padded to; by default the longest here.
-            progress: told of each batch.
 
         Raises:
             UserError: unequal numbers of both, or a long input that is to be refused.
@@ -368,21 +370,7 @@ class Predictor:
                 f"score: {len(targets)} targets for {len(sources)} inputs; give one for each, and "
                 "repeat an input that several are scored for."
             )
-        fitted = [self.fit(s, n).tokens for n, s in enumerate(sources)]
-        longest = max([longest_target or 1, *map(len, targets)])
-        found = [TargetScore(0.0, 0)] * len(fitted)
-        for batch in self._batches([len(tokens) for tokens in fitted]):
-            scores = decoding.score(
-                self.model,
-                stacked(_rows(fitted, batch), batch.length),
-                stacked(_rows(targets, batch), longest)[:, None],
-                batch_sharding=self._batch_sharding,
-            )
-            for row, i in enumerate(batch.examples):
-                if i != PADDING_ROW:
-                    found[i] = TargetScore(float(scores.log_probs[row, 0]), len(targets[i]))
-            _tell(progress, batch)
-        return found
+        return [score for (score,) in self.score_choices(sources, [[ids] for ids in targets])]
 
     def _batches(self, lengths: Sequence[int], rows: int | None = None) -> list[Batch]:
         rows = rows or min(self.config.batch_size, decoding.bucket_size(len(lengths)))
@@ -417,12 +405,17 @@ class Predictor:
         progress: Progress | None,
     ) -> list[Prediction]:
         assert self.format is not None
-        found = self.rank_tokens(
+        found = self.score_choices(
             sources, [self._labels] * len(sources), numbers=numbers, rows=rows, progress=progress
         )
         limit = self._lengths["inputs"]
         return [
-            _ranking(self.format.labels, self._labels, scores, max(0, len(source) - limit))
+            _ranking(
+                self.format.labels,
+                self._labels,
+                [score.log_prob for score in scores],
+                max(0, len(source) - limit),
+            )
             for source, scores in zip(sources, found, strict=True)
         ]
 
@@ -606,6 +599,13 @@ def _ranking(
         truncated=cut,
         probabilities=dict(zip(labels, shares.tolist(), strict=True)),
     )
+
+
+def _scored(
+    scores: decoding.Scores, row: int, choices: Sequence[Sequence[int]]
+) -> list[TargetScore]:
+    found = zip(choices, scores.log_probs[row], scores.objectives[row], strict=False)
+    return [TargetScore(float(log_prob), len(ids), float(x)) for ids, log_prob, x in found]
 
 
 def _rows(values: Sequence[Sequence[int]], batch: Batch) -> list[Sequence[int]]:

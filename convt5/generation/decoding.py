@@ -34,6 +34,7 @@ __all__ = [
     "Found",
     "Greedy",
     "MeshTFBeamSearch",
+    "Regularizers",
     "Sampling",
     "Scores",
     "SearchInputs",
@@ -50,6 +51,16 @@ SMALLEST_LENGTH = 8
 """The shortest length that is compiled for."""
 
 
+class Regularizers(NamedTuple):
+    """What a loss adds to the cross-entropy; see `convt5.training.losses.TextLoss`."""
+
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+
+
+NO_REGULARIZERS = Regularizers()
+
+
 class Scores(NamedTuple):
     """What a model thinks of given sequences.
 
@@ -58,11 +69,14 @@ class Scores(NamedTuple):
             the prefix and after the end of the sequence.
         log_probs: their sum.
         scores: log_probs over the number of scored tokens ** length_penalty.
+        objectives: what training minimises, summed over the scored tokens: the cross-entropy with
+            label smoothing, and the z term. Without both it is -log_probs.
     """
 
     token_log_probs: Float[HostOrDevice, "batch choices length"]
     log_probs: Float[HostOrDevice, "batch choices"]
     scores: Float[HostOrDevice, "batch choices"]
+    objectives: Float[HostOrDevice, "batch choices"]
 
 
 def decode(
@@ -159,6 +173,7 @@ def score(
     lengths: Int[HostOrDevice, "batch choices"] | None = None,
     prefix_lengths: Int[HostOrDevice, " batch"] | None = None,
     length_penalty: float = 0.0,
+    regularizers: Regularizers = NO_REGULARIZERS,
     batch_sharding: jax.sharding.Sharding | None = None,
 ) -> Scores:
     """Scores given results by teacher forcing; equals the scores with which `decode` found them.
@@ -175,6 +190,7 @@ def score(
             last one that is not 0.
         prefix_lengths: leading tokens of each row's targets that are given and not scored.
         length_penalty: as in `BeamSearch`; 0 compares plain sums.
+        regularizers: what training adds to the cross-entropy; only `objectives` depend on it.
         batch_sharding: as in `decode`.
 
     Raises:
@@ -198,7 +214,7 @@ def score(
     _check_spans({"lengths": lengths, "prefix_lengths": starts}, longest)
     if targets.size == 0:
         empty = np.zeros((batch, choices), np.float32)
-        return Scores(np.zeros(targets.shape, np.float32), empty, empty)
+        return Scores(np.zeros(targets.shape, np.float32), empty, empty, empty)
     rows, columns = _row_bucket(batch, batch_sharding), bucket_size(choices)
     inputs = (
         _padded_sources(model, sources, rows),
@@ -206,11 +222,12 @@ def score(
         _fitted(lengths, (rows, columns)),
         _fitted(starts, (rows,)),
     )
-    token_log_probs = _score_tokens(model, *_placed(inputs, batch_sharding))
-    token_log_probs = _on_host(token_log_probs)[:batch, :choices, :longest]
+    found = _score_tokens(model, *_placed(inputs, batch_sharding), regularizers=regularizers)
+    token_log_probs, token_objectives = (_on_host(x)[:batch, :choices, :longest] for x in found)
     log_probs = token_log_probs.sum(axis=-1)
     scored = np.maximum(lengths - starts[:, None], 1).astype(np.float32)
-    return Scores(token_log_probs, log_probs, log_probs / scored**length_penalty)
+    scores = log_probs / scored**length_penalty
+    return Scores(token_log_probs, log_probs, scores, token_objectives.sum(axis=-1))
 
 
 def bucket_size(count: int, *, smallest: int = 1) -> int:
@@ -232,23 +249,30 @@ def _search(model, inputs, *, strategy, end_id, hide_start_token):
     return search(model, inputs, strategy=strategy, **settings)
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="regularizers")
 def _score_tokens(
     model: ConvT5,
     sources: Int[Array, "batch source"],
     targets: Int[Array, "batch choices length"],
     lengths: Int[Array, "batch choices"],
     starts: Int[Array, " batch"],
-) -> Float[Array, "batch choices length"]:
+    *,
+    regularizers: Regularizers,
+) -> tuple[Float[Array, "batch choices length"], Float[Array, "batch choices length"]]:
+    """Returns log-probabilities and objectives of tokens."""
     segment_ids = (sources != 0).astype(jnp.int32)
     encoded = model.encode(sources, segment_ids=segment_ids)
     # Every choice reads the same source, whose keys and values are computed once.
     flat = targets.reshape(-1, targets.shape[2])
     logits = model.decode(encoded, shift_right(flat), encoder_segment_ids=segment_ids)
     negative, _ = token_cross_entropy(logits, flat)
+    objective = negative
+    if regularizers != NO_REGULARIZERS:
+        objective = sum(token_cross_entropy(logits, flat, **regularizers._asdict()))
     at = jnp.arange(targets.shape[2])[None, None]
     is_scored = (at >= starts[:, None, None]) & (at < lengths[..., None])
-    return jnp.where(is_scored, -negative.reshape(targets.shape), 0.0)
+    found = (-negative, objective)
+    return tuple(jnp.where(is_scored, x.reshape(targets.shape), 0.0) for x in found)
 
 
 def _row_keys(key, batch: int, strategy: Strategy):

@@ -11,7 +11,7 @@ from convt5.configuration import checks
 from convt5.modeling.layers import DropoutKey, at_least_float32
 from convt5.modeling.model import ConvT5
 from convt5.ops import linear_cross_entropy
-from convt5.training.train_step import CROSS_ENTROPY, LossSums
+from convt5.training.train_step import CROSS_ENTROPY, PERPLEXITY, LossSums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,10 +48,10 @@ class TextLoss:
     ) -> LossSums:
         """Returns sums over the batch; `batch` has the names of seqio's EncDecFeatureConverter.
 
-        `cross_entropy` (nats per target token), `token_accuracy` (per cent) and `bits_per_byte`
-        are of the targets themselves, whatever `z_loss` and `label_smoothing` add to what is
-        minimised. `decoder_target_bytes`, the bytes of text each target stands for, is optional
-        and adds bits per byte.
+        `cross_entropy` (nats per target token), `token_accuracy` (per cent), `bits_per_byte` and,
+        in evaluation, `perplexity` are of the targets themselves, whatever `z_loss` and
+        `label_smoothing` add to what is minimised. `decoder_target_bytes`, the bytes of text each
+        target stands for, is optional and adds bits per byte.
         """
         outputs = model.outputs(
             batch["encoder_input_tokens"],
@@ -78,6 +78,8 @@ class TextLoss:
             "token_accuracy": (100 * sums.right, weight),
             "z_loss": (sums.z_term, weight),
         }
+        if dropout_key is None:
+            metrics[PERPLEXITY] = metrics[CROSS_ENTROPY]  # Means over training steps are none.
         if "decoder_target_bytes" in batch:
             size = jnp.asarray(batch["decoder_target_bytes"], weights.dtype)
             bits = sums.cross_entropy / jnp.log(2.0)

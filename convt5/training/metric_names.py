@@ -12,6 +12,9 @@ _LESS = (
 )
 """Words in names of metrics of which less is better; of all others, such as em and f1, more."""
 
+OF_TARGETS = ("loss", "perplexity", "bits_per_byte", "objective")
+"""Metrics of the targets of a task, beside those of the task's own."""
+
 _SHARES = ("accuracy", "top_5_accuracy")
 """Metrics of batches that earlier runs recorded as shares of 1."""
 

@@ -568,7 +568,7 @@ def _brief_evaluation(record: Record, metric: str) -> str:
         names = [
             name
             for name in found
-            if f"{half}/{name}" == metric or not ("/" in name or name == "loss")
+            if f"{half}/{name}" == metric or not ("/" in name or name in metric_names.OF_TARGETS)
         ]
         names.sort(key=lambda name, half=half: f"{half}/{name}" != metric)
         shown = [

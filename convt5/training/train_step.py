@@ -40,6 +40,9 @@ NONFINITE_INDEX = "nonfinite_index"
 CROSS_ENTROPY = "cross_entropy"
 """The metric that a run reports as its loss: what the model achieves, without regularisers."""
 
+PERPLEXITY = "perplexity"
+"""The metric whose mean is reported as its exponential."""
+
 
 class LossSums(NamedTuple):
     """Sums over a batch; what is minimised is loss_sum / weight_sum.
@@ -60,9 +63,11 @@ class LossSums(NamedTuple):
     def means(self) -> Metrics:
         """Returns what is minimised as `loss`, and every metric, as means.
 
-        A mean is 0 where its weight is 0.
+        A mean is 0 where its weight is 0; `perplexity` is the exponential of one.
         """
         means = {name: _mean(*sums) for name, sums in self.metrics.items()}
+        if PERPLEXITY in means:
+            means[PERPLEXITY] = jnp.exp(means[PERPLEXITY])
         return {"loss": _mean(self.loss_sum, self.weight_sum), **means}
 
     def reported(self) -> Metrics:
