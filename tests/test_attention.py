@@ -10,8 +10,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from second_derivatives import hessian_products
 
 from convt5.analysis import collectives
-from convt5.ops import attend, attention_blocks, implementation
-from convt5.ops.implementation import Devices
+from convt5.ops import attend, dispatch
+from convt5.ops.attention import blockwise_attention
+from convt5.ops.dispatch import Devices
 from convt5.ops.masking import attention_mask
 
 BATCH, HEADS, HEAD_DIM = 2, 3, 4
@@ -65,12 +66,12 @@ BLOCKS = {"one query": 1, "a few queries": 200, "a head": 600, "a row": 1600, "a
 @pytest.fixture(autouse=True)
 def blocks_of_few_queries(request, monkeypatch):
     if "at_least" not in request.node.name:
-        monkeypatch.setattr(attention_blocks, "FEWEST_QUERIES_ON_CPU", 1)
+        monkeypatch.setattr(blockwise_attention, "FEWEST_QUERIES_ON_CPU", 1)
 
 
 @pytest.fixture(params=BLOCKS.values(), ids=BLOCKS)
 def block_bytes(request, monkeypatch):
-    monkeypatch.setattr(attention_blocks, "BLOCK_BYTES_ON_CPU", request.param)
+    monkeypatch.setattr(blockwise_attention, "BLOCK_BYTES_ON_CPU", request.param)
 
 
 CASES = {
@@ -125,7 +126,7 @@ def test_gradients_equal_those_by_automatic_differentiation(x64, block_bytes, ca
 
 
 def test_gradients_are_those_of_finite_differences(x64, monkeypatch):
-    monkeypatch.setattr(attention_blocks, "BLOCK_BYTES_ON_CPU", 200)
+    monkeypatch.setattr(blockwise_attention, "BLOCK_BYTES_ON_CPU", 200)
     inputs = draw(6, 5)
     query_ids, key_ids = ids_of(6, 5)
 
@@ -179,7 +180,7 @@ def test_blocks_have_at_least_128_queries(source, queries):
 
 
 def test_sums_over_blocks_are_float32_where_values_are_bfloat16(monkeypatch):
-    monkeypatch.setattr(attention_blocks, "BLOCK_BYTES_ON_CPU", 1)
+    monkeypatch.setattr(blockwise_attention, "BLOCK_BYTES_ON_CPU", 1)
     query, key, value, _ = draw(64, 4, dtype=jnp.bfloat16)
     ids = (jnp.ones((BATCH, 64), jnp.int32), jnp.ones((BATCH, 4), jnp.int32))
     ones = jnp.ones_like(query)
@@ -191,7 +192,7 @@ def test_sums_over_blocks_are_float32_where_values_are_bfloat16(monkeypatch):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_devices_attend_alone_and_sum_the_gradient_of_the_bias_once(x64, monkeypatch, causal):
-    monkeypatch.setattr(attention_blocks, "BLOCK_BYTES_ON_CPU", 1)
+    monkeypatch.setattr(blockwise_attention, "BLOCK_BYTES_ON_CPU", 1)
     arrays, ids = draw(6, 6), ids_of(6, 6)
     mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
     rows = NamedSharding(mesh, PartitionSpec("data"))
@@ -205,7 +206,7 @@ def test_devices_attend_alone_and_sum_the_gradient_of_the_bias_once(x64, monkeyp
 
     expected = gradients(*arrays, *ids)
     where = (rows, rows, rows, NamedSharding(mesh, PartitionSpec()), rows, rows)
-    with implementation.over_devices(Devices(mesh, rows=("data",), channels=())):
+    with dispatch.using(devices=Devices(mesh, rows=("data",), channels=())):
         compiled = jax.jit(gradients, in_shardings=where).lower(*arrays, *ids).compile()
     for ours, theirs in zip(
         compiled(*jax.device_put((*arrays, *ids), where)), expected, strict=True
@@ -228,7 +229,7 @@ def test_queries_whose_keys_lie_behind_read_nothing_where_devices_share_rows(x64
 
     expected, vjp = jax.vjp(run, query, key, value, bias)
     assert not np.any(expected[:, 0])
-    with implementation.over_devices(Devices(mesh, rows=(), channels=(), lengths=("data",))):
+    with dispatch.using(devices=Devices(mesh, rows=(), channels=(), lengths=("data",))):
         found, shared_vjp = jax.vjp(jax.jit(lambda *a: run(*a)), query, key, value, bias)
         gradients = shared_vjp(jnp.sin(expected))
     np.testing.assert_allclose(found, expected, atol=1e-12)
@@ -250,7 +251,7 @@ def differentiable(query, key, value, bias, query_ids, key_ids):
 
 @pytest.mark.parametrize("block_bytes", [BLOCKS["a few queries"], BLOCKS["all"]], ids=str)
 def test_second_derivatives_are_those_of_logits_in_memory(x64, monkeypatch, block_bytes):
-    monkeypatch.setattr(attention_blocks, "BLOCK_BYTES_ON_CPU", block_bytes)
+    monkeypatch.setattr(blockwise_attention, "BLOCK_BYTES_ON_CPU", block_bytes)
     arguments, ids = [0.5 * a for a in draw(8, 8)], ids_of(8, 8)
 
     def ours(query, key, value, bias):

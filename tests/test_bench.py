@@ -13,7 +13,8 @@ import pytest
 from convt5 import bench, errors
 from convt5.benchmarks import formulations, models, operators, peers, report, timing
 from convt5.configuration import command_line
-from convt5.ops import depthwise_conv, dynamic_conv, lightweight_conv, taps
+from convt5.ops import depthwise_conv, dynamic_conv, lightweight_conv
+from convt5.ops.geometry import Taps
 
 TINY = [
     "--gin.architecture.ConvT5Config.emb_dim=16",
@@ -216,22 +217,19 @@ def test_without_matplotlib_the_tables_are_written(tmp_path, monkeypatch, capsys
 @pytest.mark.parametrize("size", [3, 17])
 @pytest.mark.parametrize(("length", "embed"), [(50, 8), (600, 256)], ids=["a chunk", "chunks"])
 def test_every_formulation_of_a_gradient_gives_the_same(kind, size, length, embed):
-    where = taps.Taps(size, 2, size - 1, size - 1, cross_segments=False)
+    taps = Taps(size, 2, size - 1, size - 1, cross_segments=False)
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.normal(size=(2, length, embed)), jnp.float32) for _ in range(2))
     parts = [length // 2 - 5, length - length // 2, 5]
     ids = jnp.asarray(np.repeat([[1, 2, 0]], 2, axis=0).repeat(parts, axis=1))
-    served, gradient = {
-        "static": (formulations._STATIC, taps.static_weight_gradient),
-        "dynamic": (
-            formulations._DYNAMIC,
-            functools.partial(taps.dynamic_weight_gradient, heads=2),
-        ),
+    served, given = {
+        "static": (formulations._STATIC, {}),
+        "dynamic": (formulations._DYNAMIC, {"heads": 2}),
     }[kind]
-    found = {}
-    for name in served:
-        with taps.computed(name):
-            found[name] = jax.jit(lambda x, y: gradient(where, x, y, ids))(x, y)
+    found = {
+        name: jax.jit(functools.partial(gradient, taps, segment_ids=ids, **given))(x, y)
+        for name, gradient in served.items()
+    }
     for name, value in found.items():
         # Float32 sums in another order: of one position, or of up to 1,200.
         atol = 1e-5 if kind == "dynamic" else 1e-6 * float(jnp.abs(found["whole"]).max())

@@ -18,13 +18,13 @@ from second_derivatives import hessian_products
 from convt5.modeling.sharding import BATCH_AXES, MeshConfig
 from convt5.ops import (
     depthwise_conv,
+    dispatch,
     dynamic_conv,
-    implementation,
     lightweight_conv,
     pad_widths,
-    separate_taps,
-    taps,
 )
+from convt5.ops.convolution import cpu, gpu
+from convt5.ops.geometry import Taps
 
 KINDS = ["depthwise", "lightweight", "dynamic"]
 CONVOLUTIONS = {
@@ -129,11 +129,16 @@ def test_outputs_and_gradients_equal_loops_written_from_the_equations(x64, kind,
 
 def use_small_chunks(monkeypatch):
     """Makes gradients of weights go through several chunks, which do not divide the row."""
-    monkeypatch.setattr(taps, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(cpu, "CHUNK_ELEMENTS", 1)
     # Partial sums of two rows, three at a time.
-    monkeypatch.setattr(taps, "PARTIAL_SUM_ELEMENTS", 2 * EMBED)
-    monkeypatch.setattr(taps, "PARTIAL_SUM_TERMS", 3)
-    monkeypatch.setattr(taps, "STAGED_ROWS", 4)
+    monkeypatch.setattr(cpu, "PARTIAL_SUM_ELEMENTS", 2 * EMBED)
+    monkeypatch.setattr(cpu, "PARTIAL_SUM_TERMS", 3)
+    monkeypatch.setattr(gpu, "STAGED_ROWS", 4)
+
+
+def use_weight_gradient(monkeypatch, gradient):
+    """Makes dynamic convolutions on CPU compute the gradient of their weights so."""
+    monkeypatch.setattr(cpu, "_fastest", lambda *sizes: gradient)
 
 
 FORMULATED_CASES = [
@@ -147,14 +152,17 @@ FORMULATED_CASES = [
 @pytest.mark.parametrize(
     ("kind", "formulation"),
     [
-        *itertools.product(("depthwise", "lightweight"), ("whole", "staged", "chunked")),
-        *itertools.product(("dynamic",), ("whole", "chunked", "banded")),
+        *itertools.product(("depthwise", "lightweight"), ("default", "gpu", "cpu")),
+        *itertools.product(("dynamic",), ("default", "gpu", "chunked", "banded")),
     ],
 )
 def test_every_formulation_of_the_backward_pass_is_exact(x64, monkeypatch, kind, case, formulation):
     use_small_chunks(monkeypatch)
-    monkeypatch.setattr(taps, "BAND_ROWS", 4)
-    with taps.computed(formulation):
+    monkeypatch.setattr(cpu, "BAND_ROWS", 4)
+    if formulation in ("chunked", "banded"):
+        use_weight_gradient(monkeypatch, getattr(cpu, f"{formulation}_weight_gradient"))
+        formulation = "cpu"
+    with dispatch.using(choice=formulation):
         _check_against_loops(kind, **case)
 
 
@@ -162,8 +170,9 @@ def test_every_formulation_of_the_backward_pass_is_exact(x64, monkeypatch, kind,
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_with_channels_between_them_are_exact(x64, monkeypatch, kind, case):
     use_small_chunks(monkeypatch)
-    monkeypatch.setattr(taps, "_filler", lambda x, stride, count: 3)
-    with taps.computed("banded" if kind == "dynamic" else "chunked"):
+    monkeypatch.setattr(cpu, "_filler", lambda x, stride, count: 3)
+    use_weight_gradient(monkeypatch, cpu.banded_weight_gradient)
+    with dispatch.using(choice="cpu"):
         _check_against_loops(kind, **case)
 
 
@@ -184,8 +193,8 @@ def test_rows_are_set_apart_where_they_share_sets_of_the_cache(
     embed, dtype, stride, count, expected
 ):
     x = jax.ShapeDtypeStruct((1, 512, embed), dtype)
-    assert taps._filler(x, stride, count) == expected
-    assert taps._filler(jax.ShapeDtypeStruct((1, 4, embed), dtype), stride, count) == 0
+    assert cpu._filler(x, stride, count) == expected
+    assert cpu._filler(jax.ShapeDtypeStruct((1, 4, embed), dtype), stride, count) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -198,20 +207,18 @@ def test_rows_are_set_apart_on_cpu_alone(kind):
 
 @pytest.mark.parametrize("case", FORMULATED_CASES, ids=str)
 @pytest.mark.parametrize("heads", [1, 2, EMBED])
-def test_taps_apart_as_on_gpu_are_exact(x64, monkeypatch, case, heads):
-    monkeypatch.setattr(
-        implementation, "by_platform", lambda default, cpu=None, gpu=None: (gpu or default)()
-    )
-    _check_against_loops("dynamic", heads=heads, **case)
+def test_taps_apart_as_on_gpu_are_exact(x64, case, heads):
+    with dispatch.using(choice="gpu"):
+        _check_against_loops("dynamic", heads=heads, **case)
 
 
 def test_second_derivatives_of_taps_apart_are_those_of_taps_together(x64):
     x, logits = draw("dynamic")
-    where = taps.Taps(3, 1, 1, 1, cross_segments=False)
+    where = Taps(3, 1, 1, 1, cross_segments=False)
 
     def energy(x, logits):
-        y = separate_taps.forward(where, None, x, logits)
-        gradients = separate_taps.backward(where, None, x, logits, jnp.cos(y))
+        y = gpu.softmax_forward(where, None, x, logits)
+        gradients = gpu.softmax_backward(where, None, x, logits, jnp.cos(y))
         return sum(jnp.sum(jnp.square(gradient)) for gradient in gradients)
 
     def expected_energy(x, logits):
@@ -225,7 +232,7 @@ def test_second_derivatives_of_taps_apart_are_those_of_taps_together(x64):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_formulation_is_that_of_the_platform_that_is_lowered_for(monkeypatch, kind):
-    monkeypatch.setattr(implementation, "_may_meet_a_gpu", lambda: True)
+    monkeypatch.setattr(dispatch, "_may_meet", lambda package: True)
     x, kernel = draw(kind, dtype=np.float32)
     traced = jax.jit(
         jax.grad(lambda *given: jnp.sum(jnp.sin(CONVOLUTIONS[kind](*given))), (0, 1))
@@ -699,8 +706,8 @@ def test_a_batch_split_over_devices_gives_the_same_gradients(monkeypatch, kind, 
     split = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
     loss = lambda x, kernel: jnp.sum(jnp.sin(CONVOLUTIONS[kind](x, kernel)))  # noqa: E731
     expected = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, kernel)
-    told = implementation.Devices(mesh, BATCH_AXES, ("tensor",), ("sequence",))
-    with implementation.over_devices(told if is_told else None):
+    told = dispatch.Devices(mesh, BATCH_AXES, ("tensor",), ("sequence",))
+    with dispatch.using(devices=told if is_told else None):
         gradients = jax.jit(jax.grad(lambda *given: loss(*given), argnums=(0, 1)))
         compiled = gradients.lower(split, kernel).compile()
     if is_told:

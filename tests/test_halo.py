@@ -18,8 +18,9 @@ from convt5.modeling.architecture import StackConfig
 from convt5.modeling.blocks import Stack
 from convt5.modeling.mixers.base import StackInputs
 from convt5.modeling.sharding import BATCH_AXES, MeshConfig, token_sharding
-from convt5.ops import attend, depthwise_conv, dynamic_conv, halo, implementation, lightweight_conv
-from convt5.ops.padding import pad_widths
+from convt5.ops import attend, depthwise_conv, dispatch, dynamic_conv, lightweight_conv
+from convt5.ops.convolution import sharded
+from convt5.ops.geometry import pad_widths
 
 CONVOLUTIONS = {
     "depthwise": depthwise_conv,
@@ -29,8 +30,8 @@ CONVOLUTIONS = {
 BATCH, EMBED, HEADS = 2, 8, 4
 
 
-def devices_of(mesh: Mesh) -> implementation.Devices:
-    return implementation.Devices(mesh, BATCH_AXES, ("tensor",), ("sequence",))
+def devices_of(mesh: Mesh) -> dispatch.Devices:
+    return dispatch.Devices(mesh, BATCH_AXES, ("tensor",), ("sequence",))
 
 
 def mesh_of(*, sequence: int, tensor: int = 1, data: int = 1) -> Mesh:
@@ -42,7 +43,7 @@ def mesh_of(*, sequence: int, tensor: int = 1, data: int = 1) -> Mesh:
 def on_one_and_on_many(function, mesh: Mesh, *arrays):
     """Returns what a function gives on one device, and where devices share the rows."""
     expected = jax.jit(function)(*arrays)
-    with implementation.over_devices(devices_of(mesh)):
+    with dispatch.using(devices=devices_of(mesh)):
         found = jax.jit(lambda *given: function(*given))(*arrays)
     return found, expected
 
@@ -70,7 +71,7 @@ def test_a_widened_piece_is_what_the_zero_padded_row_holds_there(left, right):
     mesh = Mesh(np.array(jax.devices()[:count]), ("sequence",))
     spec = PartitionSpec(None, "sequence")
     widen = functools.partial(
-        halo.widen, devices=("sequence",), count=count, left=left, right=right
+        sharded.widen, devices=("sequence",), count=count, left=left, right=right
     )
     found = jax.jit(jax.shard_map(widen, mesh=mesh, in_specs=spec, out_specs=spec))(row)
     padded = np.pad(row[0], (left, right))
@@ -165,7 +166,7 @@ def test_kernels_of_fewer_groups_than_devices_are_shared():
 def test_a_length_that_devices_do_not_divide_is_refused():
     x = jnp.zeros((1, 6, 8))
     with (
-        implementation.over_devices(devices_of(mesh_of(sequence=4))),
+        dispatch.using(devices=devices_of(mesh_of(sequence=4))),
         pytest.raises(ValueError, match="length=6 must be a multiple of 4, the devices"),
     ):
         depthwise_conv(x, jnp.zeros((3, 8)))
@@ -202,7 +203,7 @@ def test_attention_over_split_rows_equals_that_over_whole_rows(case, choice):
         return [y, *(g for g in vjp(dy) if g is not None)]
 
     mesh = mesh_of(sequence=4, tensor=2)
-    with implementation.chosen(choice):
+    with dispatch.using(choice=choice):
         assert_equal(*on_one_and_on_many(both, mesh, query, key, value, bias, dy))
 
 
@@ -233,7 +234,7 @@ def compiled_stack(mesh: Mesh, length: int, *, causal: bool, kind: str, **sizes)
 
     rows = 2 * mesh.shape["data"]
     x = array(rows, length, config.emb_dim, dtype=config.dtype)
-    with implementation.over_devices(devices_of(mesh)):
+    with dispatch.using(devices=devices_of(mesh)):
         lowered = jax.jit(jax.value_and_grad(loss)).lower(
             model, x, array(rows, length, dtype=jnp.int32)
         )

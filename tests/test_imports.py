@@ -116,7 +116,7 @@ def test_a_module_that_imports_what_stands_above_it_is_found():
 
 def test_ops_import_only_jax():
     allowed = {"jax", "jaxtyping", "numpy", "convt5", *sys.stdlib_module_names}
-    for path in (ROOT / "convt5" / "ops").glob("*.py"):
+    for path in (ROOT / "convt5" / "ops").rglob("*.py"):
         roots = {name.split(".")[0] for name in imported(path)}
         assert roots <= allowed, path
         inside = {name for name in imported(path) if name.startswith("convt5.")}

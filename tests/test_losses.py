@@ -13,10 +13,11 @@ from jax.typing import DTypeLike
 from second_derivatives import hessian_products
 
 from convt5.errors import UserError
-from convt5.ops import linear_cross_entropy, losses, token_cross_entropy
-from convt5.ops.implementation import Devices, chosen, over_devices
-from convt5.ops.losses import CrossEntropySums
-from convt5.ops.pallas import cross_entropy as kernels
+from convt5.ops import dispatch, linear_cross_entropy, token_cross_entropy
+from convt5.ops.cross_entropy import chunked
+from convt5.ops.cross_entropy import tpu as kernels
+from convt5.ops.cross_entropy.operators import CrossEntropySums
+from convt5.ops.dispatch import Devices
 from convt5.training.losses import TextLoss
 
 SETTINGS = [(0.0, 0.0), (1e-2, 0.0), (0.0, 0.1), (1e-2, 0.3)]
@@ -142,7 +143,7 @@ def without_logits(*arrays, z_loss, label_smoothing):
 def test_sums_and_gradients_equal_those_through_logits(
     x64, monkeypatch, chunk_logits, z_loss, label_smoothing
 ):
-    monkeypatch.setattr(losses, "CHUNK_LOGITS", chunk_logits)
+    monkeypatch.setattr(chunked, "CHUNK_LOGITS", chunk_logits)
     arrays = outputs_and_table()
     settings = {"z_loss": z_loss, "label_smoothing": label_smoothing}
     ours = functools.partial(without_logits, **settings)
@@ -183,7 +184,7 @@ def test_no_token_whose_logits_are_not_finite_counts_as_right():
 
 @pytest.mark.parametrize("mesh_shape", [(8, 1), (4, 2)])
 def test_devices_that_share_the_tokens_give_the_same(x64, monkeypatch, mesh_shape):
-    monkeypatch.setattr(losses, "CHUNK_LOGITS", 12)
+    monkeypatch.setattr(chunked, "CHUNK_LOGITS", 12)
     mesh = Mesh(np.array(jax.devices()).reshape(mesh_shape), ("data", "tensor"))
     arrays = outputs_and_table(batch=8, length=14)
     ours = functools.partial(without_logits, z_loss=0.01, label_smoothing=0.1)
@@ -191,7 +192,7 @@ def test_devices_that_share_the_tokens_give_the_same(x64, monkeypatch, mesh_shap
 
     @jax.jit
     def shared(*arrays):
-        with over_devices(Devices(mesh, rows=("data",), channels=("tensor",))):
+        with dispatch.using(devices=Devices(mesh, rows=("data",), channels=("tensor",))):
             return jax.value_and_grad(ours, (0, 1), has_aux=True)(*arrays)
 
     x, table, targets, weights = arrays
@@ -204,7 +205,7 @@ def test_devices_that_share_the_tokens_give_the_same(x64, monkeypatch, mesh_shap
 
 
 def test_no_array_holds_the_logits_of_all_tokens(monkeypatch):
-    monkeypatch.setattr(losses, "CHUNK_LOGITS", 2**10)
+    monkeypatch.setattr(chunked, "CHUNK_LOGITS", 2**10)
     arrays = outputs_and_table(np.float32, batch=4, length=64, embed=16, vocab=512)
     ours = functools.partial(without_logits, z_loss=0.0, label_smoothing=0.0)
     step = jax.jit(jax.value_and_grad(ours, (0, 1), has_aux=True))
@@ -221,7 +222,7 @@ def test_kernels_equal_chunks(monkeypatch, dtype, tolerance, length):
     arrays = outputs_and_table(dtype, batch=2, length=length, embed=128, vocab=300)
     found = {}
     for choice in ("plain", "interpreted kernels"):
-        with chosen(choice):
+        with dispatch.using(choice=choice):
             found[choice] = jax.jit(
                 lambda *a: jax.value_and_grad(
                     functools.partial(without_logits, z_loss=0.01, label_smoothing=0.1),
@@ -239,7 +240,7 @@ def test_kernels_equal_chunks(monkeypatch, dtype, tolerance, length):
 
 @pytest.mark.parametrize("chunk_logits", [10**6, 33])
 def test_second_derivatives_are_those_through_logits(x64, monkeypatch, chunk_logits):
-    monkeypatch.setattr(losses, "CHUNK_LOGITS", chunk_logits)
+    monkeypatch.setattr(chunked, "CHUNK_LOGITS", chunk_logits)
     x, table, *rest = outputs_and_table()
     settings = {"z_loss": 0.1, "label_smoothing": 0.1}
     ours = lambda x, table: without_logits(x, table, *rest, **settings)[0]  # noqa: E731
@@ -282,7 +283,7 @@ def test_gradients_of_a_bfloat16_table_add_up_in_float32(monkeypatch):
     given = x, table.astype(jnp.bfloat16), targets, weights
 
     def gradient(chunk_logits):
-        monkeypatch.setattr(losses, "CHUNK_LOGITS", chunk_logits)
+        monkeypatch.setattr(chunked, "CHUNK_LOGITS", chunk_logits)
         loss = lambda *arrays: linear_cross_entropy(*arrays).loss  # noqa: E731
         return jax.jit(jax.grad(loss, 1))(*given)
 

@@ -33,7 +33,7 @@ def test_the_map_of_the_readme_names_every_folder():
     named = set(re.findall(r"`([\w/]+)/`", README.partition("## Map of the code")[2]))
     packages = {str(init.parent.relative_to(ROOT)) for init in ROOT.glob("convt5/*/__init__.py")}
     folders = {"gin", "launch", "tasks", "tests", "docs"}
-    assert named == packages | folders | {"pallas"}
+    assert named == packages | folders
 
 
 @pytest.mark.parametrize("number", range(README.count("--gin_file=gin/")))

@@ -1,6 +1,5 @@
 """Operators inside `jax.shard_map`, as it is by default: gradients are those of whole arrays."""
 
-import contextlib
 import functools
 
 import jax
@@ -15,16 +14,16 @@ from quick import quick
 from convt5.analysis import topology
 from convt5.ops import (
     attend,
-    attention_blocks,
     depthwise_conv,
+    dispatch,
     dynamic_conv,
-    implementation,
     lightweight_conv,
     linear_cross_entropy,
-    losses,
-    taps,
     token_cross_entropy,
 )
+from convt5.ops.attention import blockwise_attention
+from convt5.ops.convolution import cpu
+from convt5.ops.cross_entropy import chunked
 from convt5.ops.dense import dense
 from convt5.ops.gating import gate
 
@@ -162,17 +161,6 @@ def assert_equal(found, expected):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(b))))
 
 
-def first(default, cpu=None, gpu=None):
-    return default()
-
-
-FORMULATIONS = {
-    "cpu": lambda default, cpu=None, gpu=None: (cpu or default)(),
-    "gpu": lambda default, cpu=None, gpu=None: (gpu or default)(),
-    "default": first,
-}
-
-
 def check(case, segments):
     """Compares the gradients of both ways of splitting with those of whole arrays."""
     function, arrays, *splits = case
@@ -195,36 +183,37 @@ LOOPS = ["depthwise", "dynamic", "attend", "linear_cross_entropy"]
 @pytest.fixture
 def several_chunks(monkeypatch):
     """Loops of attention and of the loss run more than once."""
-    monkeypatch.setattr(losses, "CHUNK_LOGITS", 1)
-    monkeypatch.setattr(attention_blocks, "BLOCK_BYTES", 1)
-    monkeypatch.setattr(attention_blocks, "BLOCK_BYTES_ON_CPU", 1)
-    monkeypatch.setattr(attention_blocks, "FEWEST_QUERIES_ON_CPU", 1)
+    monkeypatch.setattr(chunked, "CHUNK_LOGITS", 1)
+    monkeypatch.setattr(blockwise_attention, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(blockwise_attention, "BLOCK_BYTES_ON_CPU", 1)
+    monkeypatch.setattr(blockwise_attention, "FEWEST_QUERIES_ON_CPU", 1)
 
 
-def check_formulation(monkeypatch, name, platform, segments):
-    monkeypatch.setattr(implementation, "by_platform", FORMULATIONS.get(platform, first))
-    loop = taps.computed("chunked") if platform == "chunked" else contextlib.nullcontext()
-    with implementation.chosen("plain"), loop:
+def check_formulation(monkeypatch, name, choice, segments):
+    if choice == "chunked":
+        monkeypatch.setattr(cpu, "_fastest", lambda *sizes: cpu.chunked_weight_gradient)
+        choice = "cpu"
+    with dispatch.using(choice=choice):
         check(CASES[name], segments)
 
 
 @pytest.mark.usefixtures("several_chunks")
 @pytest.mark.parametrize(
-    ("name", "platform"),
+    ("name", "choice"),
     [*((name, "default") for name in CASES), *((n, p) for n in LOOPS for p in ("cpu", "gpu"))],
 )
-def test_gradients_inside_shard_map_are_those_of_whole_arrays(monkeypatch, name, platform):
-    packed = name in ("dynamic", "attend") or platform == "default"
-    check_formulation(monkeypatch, name, platform, ids() if packed else None)
+def test_gradients_inside_shard_map_are_those_of_whole_arrays(monkeypatch, name, choice):
+    packed = name in ("dynamic", "attend") or choice == "default"
+    check_formulation(monkeypatch, name, choice, ids() if packed else None)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("several_chunks")
-@pytest.mark.parametrize("platform", [*FORMULATIONS, "chunked"])
+@pytest.mark.parametrize("choice", ["default", "cpu", "gpu", "chunked"])
 @pytest.mark.parametrize("name", CASES)
-def test_other_gradients_inside_shard_map_are_those_of_whole_arrays(monkeypatch, name, platform):
+def test_other_gradients_inside_shard_map_are_those_of_whole_arrays(monkeypatch, name, choice):
     for segments in (None, ids()):
-        check_formulation(monkeypatch, name, platform, segments)
+        check_formulation(monkeypatch, name, choice, segments)
 
 
 @pytest.mark.parametrize("name", quick(LOOPS, chosen=["depthwise"]))
@@ -236,10 +225,10 @@ def test_kernels_inside_shard_map_compute_the_same(name):
         in_specs=(specs, TOKENS),
         out_specs=specs,
     )
-    with implementation.chosen("interpreted kernels"):
+    with dispatch.using(choice="interpreted kernels"):
         traced = jax.jit(inside).trace(arrays, ids())
     assert "pallas_call" in str(traced.jaxpr)
-    with implementation.chosen("plain"):
+    with dispatch.using(choice="plain"):
         expected = jax.jit(functools.partial(gradients, function))(arrays, ids())
     assert_equal(traced.lower().compile()(arrays, ids()), expected)
 

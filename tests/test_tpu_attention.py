@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from convt5.ops import attend
-from convt5.ops.implementation import Devices, chosen, over_devices
-from convt5.ops.pallas import attention as kernels
+from convt5.ops import attend, dispatch
+from convt5.ops.attention import tpu as kernels
+from convt5.ops.dispatch import Devices
 
 
 def draw(batch, target, source, heads, head_dim, dtype=jnp.float32):
@@ -38,7 +38,7 @@ def value_and_gradients(choice, rows, ids, *, causal, bias):
         (_, y), found = jax.value_and_grad(loss, (0, 1), has_aux=True)(rows, bias)
         return y, found
 
-    with chosen(choice):
+    with dispatch.using(choice=choice):
         return jax.tree.leaves(run(rows, bias))
 
 
@@ -72,7 +72,7 @@ def test_devices_compute_their_own_rows_and_heads():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
     settings = {"causal": False, "bias": bias}
     expected = value_and_gradients("plain", rows, ids, **settings)
-    with over_devices(Devices(mesh, rows=("data",), channels=("tensor",))):
+    with dispatch.using(devices=Devices(mesh, rows=("data",), channels=("tensor",))):
         found = value_and_gradients("interpreted kernels", rows, ids, **settings)
     assert found[0].sharding.spec[0] in ("data", ("data",))
     for ours, theirs in zip(found, expected, strict=True):
@@ -111,6 +111,6 @@ def test_kernels_serve_arrays_of_one_type(narrow):
     def total(*rows):
         return jnp.sum(attend(*rows, *ids).astype(jnp.float32))
 
-    with chosen("interpreted kernels"):
+    with dispatch.using(choice="interpreted kernels"):
         program = jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(*rows)
     assert ("pallas_call" in str(program)) == (len(narrow) in (0, 3))

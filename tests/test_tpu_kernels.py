@@ -17,16 +17,15 @@ from second_derivatives import hessian_products
 from convt5.analysis import topology
 from convt5.ops import (
     depthwise_conv,
+    dispatch,
     dynamic_conv,
-    implementation,
     lightweight_conv,
     linear_cross_entropy,
-    plain,
 )
-from convt5.ops.padding import pad_widths
-from convt5.ops.pallas import conv_calls, conv_streamed
-from convt5.ops.pallas import convolution as tpu_kernels
-from convt5.ops.taps import Taps
+from convt5.ops.convolution import reference
+from convt5.ops.convolution.tpu import calls, streamed
+from convt5.ops.convolution.tpu import kernels as tpu_kernels
+from convt5.ops.geometry import Taps, pad_widths
 
 CONVOLUTIONS = {
     "depthwise": depthwise_conv,
@@ -118,10 +117,10 @@ def test_kernels_equal_the_plain_formulation_across_blocks(case):
     call = tpu_kernels._call(operation, "backward", x, weights)
     assert call is not None
     if not case.endswith("far reach"):
-        assert isinstance(call, conv_calls.Call)
+        assert isinstance(call, calls.Call)
         assert call.grid[2] == x.shape[1] // 128 > 1
     else:
-        assert isinstance(call, conv_streamed.Streamed)
+        assert isinstance(call, streamed.Streamed)
 
     @jax.jit
     def both(given, dy):
@@ -130,8 +129,8 @@ def test_kernels_equal_the_plain_formulation_across_blocks(case):
             *tpu_kernels.backward(operation, *given, dy),
         )
         plainly = (
-            plain.forward(where, True, ids, x, weights),
-            *plain.backward(where, True, ids, x, weights, dy),
+            reference.forward(where, True, ids, x, weights),
+            *reference.backward(where, True, ids, x, weights, dy),
         )
         return kernels, plainly
 
@@ -149,7 +148,7 @@ def gradients(kind, options, x, weights, dy, choice="interpreted kernels"):
         y, vjp = jax.vjp(functools.partial(CONVOLUTIONS[kind], **options), x, weights)
         return y, *vjp(dy)
 
-    with implementation.chosen(choice):
+    with dispatch.using(choice=choice):
         assert ("pallas_call" in str(run.trace(x, weights, dy).jaxpr)) == (choice != "plain")
         return run(x, weights, dy)
 
@@ -209,8 +208,8 @@ def test_rows_and_channels_split_over_devices_without_gathering(kind, heads):
         y, vjp = jax.vjp(convolve, x, weights)
         return y, *vjp(dy)
 
-    devices = implementation.Devices(mesh, ("data",), ("tensor",))
-    with implementation.chosen("interpreted kernels"), implementation.over_devices(devices):
+    devices = dispatch.Devices(mesh, ("data",), ("tensor",))
+    with dispatch.using(choice="interpreted kernels"), dispatch.using(devices=devices):
         compiled = jax.jit(run).lower(x, weights, dy, ids).compile()
     assert "all-gather" not in compiled.as_text()
     for found, wanted in zip(compiled(x, weights, dy, ids), expected, strict=True):
@@ -225,8 +224,8 @@ def test_rows_and_channels_split_over_devices_without_gathering(kind, heads):
 def test_what_devices_cannot_share_is_computed_plainly(kind, sizes):
     x, weights, _ = jax.eval_shape(lambda: draw(kind, **{"batch": 4, "embed": 384} | sizes))
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor"))
-    devices = implementation.Devices(mesh, ("data",), ("tensor",))
-    with implementation.chosen("kernels"), implementation.over_devices(devices):
+    devices = dispatch.Devices(mesh, ("data",), ("tensor",))
+    with dispatch.using(choice="kernels"), dispatch.using(devices=devices):
         traced = jax.make_jaxpr(CONVOLUTIONS[kind])(x, weights)
     assert "pallas_call" not in str(traced)
 
@@ -245,7 +244,7 @@ def test_what_kernels_do_not_serve_is_computed_plainly(sizes, options):
     if "dropout_key" in options:
         options = options | {"dropout_key": jax.random.key(0)}
     x, logits, _ = jax.eval_shape(lambda: draw("dynamic", **sizes))
-    with implementation.chosen("kernels"):
+    with dispatch.using(choice="kernels"):
         traced = jax.make_jaxpr(functools.partial(dynamic_conv, **options))(x, logits)
     assert "pallas_call" not in str(traced)
 
@@ -270,11 +269,11 @@ def kernel_calls(jaxpr):
 def test_kernels_state_at_least_the_bytes_of_their_operands_and_results(kind, dilation):
     case = operator_costs.Case(kind=kind, taps=7, heads=2, dilation=dilation, length=1536, batch=2)
     x, *others = case.arrays
-    with implementation.chosen("interpreted kernels"):
+    with dispatch.using(choice="interpreted kernels"):
         traced = jax.make_jaxpr(case.both)(x, *others, x)
-    calls = list(kernel_calls(traced.jaxpr))
-    assert len(calls) == 2
-    for call in calls:
+    found = list(kernel_calls(traced.jaxpr))
+    assert len(found) == 2
+    for call in found:
         avals = [v.aval for v in (*call.invars, *call.outvars)]
         size = sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
         # Halos are read twice.
@@ -324,8 +323,8 @@ def test_several_tpus_take_kernels_where_the_split_is_known_and_plain_jax_where_
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
         for a, spec in zip((x, *others, x), specs, strict=True)
     ]
-    devices = implementation.Devices(mesh, ("data",), ("tensor",))
-    with implementation.over_devices(devices):
+    devices = dispatch.Devices(mesh, ("data",), ("tensor",))
+    with dispatch.using(devices=devices):
         told = jax.jit(case.both).lower(*arguments).compile().as_text() or ""
     untold = jax.jit(lambda *arrays: case.both(*arrays)).lower(*arguments).compile().as_text() or ""
     assert told.count('custom_call_target="tpu_custom_call"') == 2
@@ -345,7 +344,7 @@ def test_programs_that_choose_by_platform_have_second_derivatives(libtpu):
     found = jax.make_jaxpr(jax.grad(loss))(x, kernel)
     assert "formulation" in str(found)
     reverse, forward = hessian_products(loss, (x, kernel))
-    with implementation.chosen("plain"):
+    with dispatch.using(choice="plain"):
         expected, _ = hessian_products(loss, (x, kernel))
     for products in (reverse, forward):
         for a, b in zip(products, expected, strict=True):

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from convt5.ops import linear_cross_entropy
-from convt5.ops.implementation import chosen
-from convt5.ops.pallas import cross_entropy as kernels
+from convt5.ops import dispatch, linear_cross_entropy
+from convt5.ops.cross_entropy import tpu as kernels
 
 pytestmark = pytest.mark.tpu
 
@@ -29,7 +28,7 @@ def compiled(name, choice, *, x=(BATCH, LENGTH, EMBED), vocab=VOCAB, dtype=jnp.b
     def loss(*arrays):
         return linear_cross_entropy(*arrays).loss
 
-    with chosen(choice):
+    with dispatch.using(choice=choice):
         return jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*arrays).compile()
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-from convt5.ops.implementation import Choice
+from convt5.ops.dispatch import Choice
 from convt5.training import compilation
 
 
@@ -17,7 +17,7 @@ class Chip:
         hbm_bandwidth: bytes per second.
         ici_bandwidth: bytes per second sent to other chips, over all links together, one way.
         cores_per_chip: jax devices of a chip.
-        implementation: of operators; see `convt5.ops.implementation`.
+        implementation: of operators; see `convt5.ops.dispatch.Context`.
         config: how libtpu names the way that jax uses the chip on Cloud TPUs.
         platform: what the chip is.
     """

@@ -24,7 +24,7 @@ from convt5.modeling import sharding
 from convt5.modeling.architecture import ConvT5Config
 from convt5.modeling.placement import TEXT_RULES
 from convt5.modeling.tree_paths import matches
-from convt5.ops import implementation
+from convt5.ops import dispatch
 from convt5.training import compilation
 from convt5.training.averaging import Averaging
 from convt5.training.optimizer import OptimizerConfig
@@ -475,7 +475,7 @@ def _layer_number(name: str) -> int:
 
 def _compile(step: Step, plan: Plan, topology: Topology, waiting: str) -> compilation.CompiledStep:
     """Compiles a step; `waiting` is what a terminal shows meanwhile."""
-    with elapsed(waiting), implementation.chosen(topology.chip.implementation):
+    with elapsed(waiting), dispatch.using(choice=topology.chip.implementation):
         return _compile_here(step, plan)
 
 

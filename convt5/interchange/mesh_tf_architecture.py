@@ -13,7 +13,7 @@ from convt5 import errors
 from convt5.interchange.mapping import Shape
 from convt5.interchange.operative_config import OperativeConfig
 from convt5.modeling.architecture import ConvT5Config, StackConfig
-from convt5.ops.padding import pad_widths
+from convt5.ops.geometry import pad_widths
 
 StackName = Literal["encoder", "decoder"]
 STACKS: tuple[StackName, ...] = ("encoder", "decoder")

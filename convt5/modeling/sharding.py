@@ -33,7 +33,8 @@ class MeshConfig:
         fsdp: devices that split the batch and hold a part of each parameter and of its optimizer
             state, gathered when used (fully sharded data parallel).
         sequence: devices that split each row of tokens; convolutions trade the rows that their
-            taps reach with their neighbours (`ops.halo`), attention gathers keys and values.
+            taps reach with their neighbours, attention gathers keys and values (`sharded` in the
+            folders of `ops`).
         tensor: devices that split the channels of each layer (tensor parallel).
     """
 

@@ -8,11 +8,11 @@ Inside `jax.shard_map` all of them work with its default `check_vma=True`: each 
 own shard, and the gradient of a replicated argument is summed over the devices.
 """
 
-from convt5.ops.attention import attend
-from convt5.ops.convolution import depthwise_conv, dynamic_conv, lightweight_conv
-from convt5.ops.losses import linear_cross_entropy, token_cross_entropy
+from convt5.ops.attention.operators import attend
+from convt5.ops.convolution.operators import depthwise_conv, dynamic_conv, lightweight_conv
+from convt5.ops.cross_entropy.operators import linear_cross_entropy, token_cross_entropy
+from convt5.ops.geometry import Padding, pad_widths
 from convt5.ops.masking import attention_mask, shift_right
-from convt5.ops.padding import Padding, pad_widths
 
 __all__ = [
     "Padding",

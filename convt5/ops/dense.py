@@ -1,4 +1,6 @@
-"""Matrix products with a kernel, whose gradients are products in the order that processors like."""
+"""Matrix products with a kernel, with gradients in the order that CPUs compute fastest."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +8,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from convt5.ops import implementation
+from convt5.ops import dispatch
 from convt5.ops.varying import vary_alike
 
 
@@ -15,9 +17,9 @@ def dense(
 ) -> Float[Array, "*batch out"]:
     """Returns x @ kernel.
 
-    The gradient of the kernel is x^T dy. The transpose rule of JAX makes (dy^T x)^T of it, for
-    which XLA on CPU writes dy transposed, and computes what dy comes from a second time as it does
-    so: a sixth of a training step. On TPU both are the same.
+    The gradient of the kernel is x^T dy. JAX's own rule computes (dy^T x)^T, for which XLA on CPU
+    writes dy transposed and computes the inputs of dy a second time: a sixth of a training step. On
+    TPU both are the same.
     """
     return _dense(*vary_alike(x, kernel))
 
@@ -47,22 +49,23 @@ def sum_of_products(
     preferred_element_type: DTypeLike | None = None,
 ) -> Float[Array, "in out"]:
     """Returns the sum over the batch of x[..., i] * y[..., j], that is x^T y."""
-    if implementation.devices() is None:
-        # Sums over two axes XLA on CPU prepares by a copy of x, turned over element by element;
-        # over one it multiplies as they lie.
+    if dispatch.devices() is None:
+        # For sums over two axes XLA on CPU copies x, transposed element by element; sums over one
+        # axis read the arrays as they lie.
         x, y = (a.reshape(-1, a.shape[-1]) for a in (x, y))
-    rows = tuple(range(x.ndim - 1))
-
-    def product(a, b):
-        return lax.dot_general(
-            a, b, ((rows, rows), ((), ())), preferred_element_type=preferred_element_type
-        )
-
-    def turned():
-        # The barrier keeps XLA from taking the two turns for one product.
-        return lax.optimization_barrier(product(y, x)).T
-
+    product = functools.partial(_product, preferred_element_type)
     if x.shape[-1] <= y.shape[-1]:
         return product(x, y)
-    # XLA on CPU reads the first factor across its rows, faster the shorter they are.
-    return implementation.by_platform(lambda: product(x, y), cpu=turned)
+    transposed = functools.partial(_transposed_product, preferred_element_type)
+    return dispatch.run(dispatch.Table(product, cpu=transposed), x, y)
+
+
+def _product(dtype, x, y):
+    rows = tuple(range(x.ndim - 1))
+    return lax.dot_general(x, y, ((rows, rows), ((), ())), preferred_element_type=dtype)
+
+
+def _transposed_product(dtype, x, y):
+    """Reads the narrower factor first: XLA on CPU reads it across its rows, faster if short."""
+    # The barrier keeps XLA from merging the two transposes into one product.
+    return lax.optimization_barrier(_product(dtype, y, x)).T

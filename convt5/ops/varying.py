@@ -14,7 +14,7 @@ from jax import lax
 def axes_of(*trees: Any) -> frozenset[str]:
     """Returns the mesh axes over which any array of the trees varies."""
     types = [jax.typeof(a).manual_axis_type for a in jax.tree.leaves(trees)]
-    return frozenset[str]().union(*(found.varying for found in types))
+    return frozenset[str]().union(*(kind.varying for kind in types))
 
 
 def vary_over(axes: frozenset[str], tree: Any) -> Any:

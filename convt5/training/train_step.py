@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from convt5.modeling import gathering
 from convt5.modeling.sharding import BATCH_AXES, gathered, replicated
 from convt5.modeling.tree_paths import named_leaves
-from convt5.ops import implementation
+from convt5.ops import dispatch
 from convt5.training.averaging import Averaging
 from convt5.training.freezing import without_gradients
 from convt5.training.schedule import Schedule
@@ -253,10 +253,8 @@ def _sums_are_whole(sizes: Mapping[str, int]) -> bool:
 def _operators_over(model_shardings: nnx.Module) -> contextlib.AbstractContextManager[None]:
     """Tells operators how activations are split."""
     mesh = jax.tree.leaves(model_shardings)[0].mesh
-    devices = implementation.Devices(
-        mesh, rows=BATCH_AXES, channels=("tensor",), lengths=("sequence",)
-    )
-    return implementation.over_devices(devices)
+    devices = dispatch.Devices(mesh, rows=BATCH_AXES, channels=("tensor",), lengths=("sequence",))
+    return dispatch.using(devices=devices)
 
 
 def _accumulated(

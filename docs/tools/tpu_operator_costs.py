@@ -18,7 +18,7 @@ from jax.stages import Compiled
 from convt5 import errors
 from convt5.analysis import topology
 from convt5.configuration import command_line
-from convt5.ops import Padding, depthwise_conv, dynamic_conv, implementation, lightweight_conv
+from convt5.ops import Padding, depthwise_conv, dispatch, dynamic_conv, lightweight_conv
 
 CONVOLUTIONS = {
     "depthwise": depthwise_conv,
@@ -147,7 +147,7 @@ def rows(device: Any, taps: Sequence[int], dilations: Sequence[int]) -> Iterator
             for padding in ("CENTERED", "CAUSAL")
         ]
         for choice in ("auto", "plain"):
-            with implementation.chosen(choice):
+            with dispatch.using(choice=choice):
                 costs = [measure(case, device) for case in cases]
             cells += [f"{max(c.ratio for c in column):.2f}" for column in zip(*costs, strict=True)]
         yield f"| {' | '.join(map(str, cells))} |"

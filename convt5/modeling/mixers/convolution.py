@@ -17,7 +17,7 @@ from convt5.modeling.mixers.base import MixerConfig, Position, Reach
 from convt5.modeling.sharding import Rule
 from convt5.modeling.sizes import ModelSizes, Size
 from convt5.ops.gating import gate
-from convt5.ops.padding import Padding, pad_widths
+from convt5.ops.geometry import Padding, pad_widths
 
 InputProjection = Literal["gated", "linear", "none"]
 

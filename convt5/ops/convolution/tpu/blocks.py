@@ -1,7 +1,7 @@
 """How TPU kernels cut a convolution into blocks of rows, and what a block sees of its neighbours.
 
 A block reads its own rows and a halo of those that its taps reach, as one window that overlaps the
-windows of its neighbours. Used by `conv_kernels` and `conv_calls`.
+windows of its neighbours. Used by `bodies` and `calls`.
 """
 
 import dataclasses
@@ -11,10 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from convt5.ops.taps import Taps
-
-LANES = 128
-"""Columns of a vector register, and what lengths and channels must be a multiple of."""
+from convt5.ops.geometry import Taps
+from convt5.ops.tpu_kernels import LANES
 
 CHUNK = 16
 """Rows computed at a time: one packed register of bfloat16, two of float32."""
@@ -41,13 +39,13 @@ class Blocks:
     """One convolution of rows of `length` positions, cut into blocks.
 
     Attributes:
-        where: the taps.
+        taps: the geometry.
         length: of the arrays, a multiple of `rows`.
         rows, channels: of a block.
         packed: whether there are segment ids.
     """
 
-    where: Taps
+    taps: Taps
     length: int
     rows: int
     channels: int
@@ -56,22 +54,22 @@ class Blocks:
     @property
     def inputs(self) -> Window:
         """What the taps of the block read."""
-        return self._window(self.where.left, self.where.right, CHUNK)
+        return self._window(self.taps.left, self.taps.right, CHUNK)
 
     @property
     def readers(self) -> Window:
         """The rows whose taps read the block."""
-        return self._window(self.where.right, self.where.left, CHUNK)
+        return self._window(self.taps.right, self.taps.left, CHUNK)
 
     @property
     def reader_lanes(self) -> Window:
         """As `readers`, for arrays whose positions lie along the lanes."""
-        return self._window(self.where.right, self.where.left, LANES)
+        return self._window(self.taps.right, self.taps.left, LANES)
 
     @property
     def segments(self) -> Window:
         """Covers `inputs` and `readers`; positions lie along the lanes."""
-        reach = max(self.where.left, self.where.right)
+        reach = max(self.taps.left, self.taps.right)
         return self._window(reach, reach, LANES)
 
     @property

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from convt5.ops.pallas import conv_kernels as kernels
-from convt5.ops.pallas.conv_blocks import CHUNK, LANES, Blocks, Window
-from convt5.ops.pallas.products import result
-from convt5.ops.taps import Taps
+from convt5.ops.convolution.tpu import bodies
+from convt5.ops.convolution.tpu.blocks import CHUNK, Blocks, Window
+from convt5.ops.geometry import Taps
+from convt5.ops.tpu_kernels import LANES, result
 
 VMEM_BYTES = 14 * 2**20
 """What the blocks of one kernel may take of the fast memory, 16 MiB on the smallest chips."""
@@ -57,18 +57,18 @@ class Call:
     interpret: bool = False
 
     @property
-    def taps(self) -> int:
-        return self.blocks.where.count
+    def num_taps(self) -> int:
+        return self.blocks.taps.count
 
     @property
     def sublanes(self) -> int:
-        """Kernels, with those added that fill registers."""
+        """Kernel count, padded to full registers."""
         return padded_heads(self.heads) if self.kind == "shared" else self.heads
 
     @property
     def flat(self) -> int:
         """Weights of one position, rounded up to whole registers."""
-        return -(-self.taps * self.sublanes // LANES) * LANES
+        return -(-self.num_taps * self.sublanes // LANES) * LANES
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -110,13 +110,13 @@ def _forward_body(call: Call, *refs: Any) -> None:
     take = functools.partial(left.pop, 0)
     x, ids = take(), take() if blocks.packed else None
     weights, y = take(), take()
-    rows = kernels.Rows(take(), blocks.inputs)
-    segments = kernels.Segments(kernels.Rows(take(), blocks.segments) if blocks.packed else None)
+    rows = bodies.Rows(take(), blocks.inputs)
+    segments = bodies.Segments(bodies.Rows(take(), blocks.segments) if blocks.packed else None)
     rows.fill(x, blocks, block)
     segments.fill(ids, blocks, block)
     tile = _held(call, block, weights, left, blocks.own, blocks.own)
-    kernels.sum_taps(
-        blocks, y, rows, segments, blocks.where.offsets, lambda tap, row: tile(tap, row, 0)
+    bodies.sum_taps(
+        blocks, y, rows, segments, blocks.taps.offsets, lambda tap, row: tile(tap, row, 0)
     )
 
 
@@ -129,9 +129,9 @@ def backward(
     scratch = [_rows(blocks.inputs, blocks), _rows(blocks.readers, blocks)]
     scratch += [*_segment_scratch(blocks), *_weight_scratch(call, *windows)]
     if call.kind == "static":
-        slopes = result((call.batch, call.taps, call.embed), jnp.float32)
-        slope_spec = pl.BlockSpec((None, call.taps, blocks.channels), lambda b, c, i: (b, 0, c))
-        scratch += [_float32(call.taps, 8, blocks.channels)]
+        slopes = result((call.batch, call.num_taps, call.embed), jnp.float32)
+        slope_spec = pl.BlockSpec((None, call.num_taps, blocks.channels), lambda b, c, i: (b, 0, c))
+        scratch += [_float32(call.num_taps, 8, blocks.channels)]
     else:
         slopes = result(weights.shape, weights.dtype)
         slope_spec = _weight_spec(call, blocks.own, blocks.own)
@@ -161,25 +161,23 @@ def _backward_body(call: Call, *refs: Any) -> None:
     take = functools.partial(left.pop, 0)
     x, dy, ids = take(), take(), take() if blocks.packed else None
     weights, dx, dweights = take(), take(), take()
-    x_rows = kernels.Rows(take(), blocks.inputs)
-    dy_rows = kernels.Rows(take(), blocks.readers)
-    segments = kernels.Segments(kernels.Rows(take(), blocks.segments) if blocks.packed else None)
+    x_rows = bodies.Rows(take(), blocks.inputs)
+    dy_rows = bodies.Rows(take(), blocks.readers)
+    segments = bodies.Segments(bodies.Rows(take(), blocks.segments) if blocks.packed else None)
     x_rows.fill(x, blocks, block)
     dy_rows.fill(dy, blocks, block)
     segments.fill(ids, blocks, block)
     held = _held(call, block, weights, left, blocks.readers, blocks.reader_lanes)
     # Row i was read by row i - offset, with the weight of that row.
-    back = [-offset for offset in blocks.where.offsets]
-    kernels.sum_taps(
-        blocks, dx, dy_rows, segments, back, lambda tap, row: held(tap, row, back[tap])
-    )
+    back = [-offset for offset in blocks.taps.offsets]
+    bodies.sum_taps(blocks, dx, dy_rows, segments, back, lambda tap, row: held(tap, row, back[tap]))
     if call.kind == "static":
-        kernels.static_gradient(blocks, dweights, left[0], x_rows, dy_rows, segments)
+        bodies.static_gradient(blocks, dweights, left[0], x_rows, dy_rows, segments)
     elif call.kind == "shared":
         flat, turned, *slopes = left
         group = call.embed // call.heads
-        shared = kernels.SharedWeights(flat, turned, call.sublanes, group, blocks.reader_lanes)
-        kernels.shared_gradient(
+        shared = bodies.SharedWeights(flat, turned, call.sublanes, group, blocks.reader_lanes)
+        bodies.shared_gradient(
             blocks,
             dweights,
             shared,
@@ -190,8 +188,8 @@ def _backward_body(call: Call, *refs: Any) -> None:
             call.softmax,
         )
     else:
-        channel = kernels.ChannelWeights(left[0], blocks.readers)
-        kernels.channel_gradient(blocks, dweights, channel, x_rows, dy_rows, segments, call.softmax)
+        channel = bodies.ChannelWeights(left[0], blocks.readers)
+        bodies.channel_gradient(blocks, dweights, channel, x_rows, dy_rows, segments, call.softmax)
 
 
 def _held(
@@ -204,9 +202,9 @@ def _held(
         )
     if call.kind == "shared":
         group = call.embed // call.heads
-        held = kernels.SharedWeights(scratch[0], scratch[1], call.sublanes, group, lanes)
+        held = bodies.SharedWeights(scratch[0], scratch[1], call.sublanes, group, lanes)
     else:
-        held = kernels.ChannelWeights(scratch[0], window)
+        held = bodies.ChannelWeights(scratch[0], window)
     held.fill(weights, call.blocks, block, call.softmax)
     return held.tile
 
@@ -254,7 +252,7 @@ def _weight_scratch(call: Call, window: Window, lanes: Window):
         return []
     if call.kind == "shared":
         return [_float32(call.flat, lanes.size), _turned(call, lanes)]
-    return [_float32(call.taps, call.blocks.channels // LANES, window.size, LANES)]
+    return [_float32(call.num_taps, call.blocks.channels // LANES, window.size, LANES)]
 
 
 def _turned(call: Call, lanes: Window):
@@ -263,10 +261,10 @@ def _turned(call: Call, lanes: Window):
 
 def _weight_spec(call: Call, window: Window, lanes: Window) -> pl.BlockSpec:
     if call.kind == "static":
-        return pl.BlockSpec((call.taps, call.blocks.channels), lambda b, c, i: (0, c))
+        return pl.BlockSpec((call.num_taps, call.blocks.channels), lambda b, c, i: (0, c))
     if call.kind == "shared":
-        return call.blocks.lane_spec(lanes, call.taps, call.sublanes)
-    return call.blocks.tap_spec(window, call.taps)
+        return call.blocks.lane_spec(lanes, call.num_taps, call.sublanes)
+    return call.blocks.tap_spec(window, call.num_taps)
 
 
 def cost(call: Call, x_bytes: int, weight_bytes: int) -> pl.CostEstimate:
@@ -274,14 +272,14 @@ def cost(call: Call, x_bytes: int, weight_bytes: int) -> pl.CostEstimate:
     blocks, cells = call.blocks, call.batch * call.blocks.length
     read = functools.partial(rows_read, blocks)
     if call.kind == "static":
-        weights = call.batch * call.taps * call.embed
+        weights = call.batch * call.num_taps * call.embed
         weight_rows = weights * weight_bytes
     else:
-        weights = cells * call.taps * call.sublanes
-        weight_rows = call.batch * call.taps * call.sublanes * weight_bytes
+        weights = cells * call.num_taps * call.sublanes
+        weight_rows = call.batch * call.num_taps * call.sublanes * weight_bytes
     row, ids = call.batch * call.embed * x_bytes, 4 * call.batch * blocks.packed
     ids *= call.grid[1] * read(blocks.segments)
-    products = 2 * cells * call.taps * call.embed
+    products = 2 * cells * call.num_taps * call.embed
     if call.direction == "forward":
         moved = row * (read(blocks.inputs) + blocks.length)
         held = weight_rows * (1 if call.kind == "static" else blocks.length)
@@ -309,7 +307,7 @@ def cost(call: Call, x_bytes: int, weight_bytes: int) -> pl.CostEstimate:
 def make_call(
     kind: str,
     direction: Direction,
-    where: Taps,
+    taps: Taps,
     *,
     batch: int,
     length: int,
@@ -325,27 +323,27 @@ def make_call(
 
     `itemsize` is that of the elements of x and logits; `length` is a multiple of 128.
     """
-    if embed % LANES or length % LANES or where.cross_segments:
+    if embed % LANES or length % LANES or taps.cross_segments:
         return None
-    if kind == "shared" and where.count * padded_heads(heads) > MAX_UNROLLED:
+    if kind == "shared" and taps.count * padded_heads(heads) > MAX_UNROLLED:
         return None
     calls = [
         Call(kind, direction, blocks, batch, embed, heads, softmax, interpret)
-        for blocks in _candidates(kind, where, length, embed, packed, max_rows)
+        for blocks in _candidates(kind, taps, length, embed, packed, max_rows)
     ]
     fitting = [call for call in calls if _vmem_bytes(call, itemsize) <= VMEM_BYTES]
     return min(fitting, key=lambda call: _time(call, itemsize), default=None)
 
 
-def _candidates(kind, where, length, embed, packed, max_rows):
+def _candidates(kind, taps, length, embed, packed, max_rows):
     """Blocks that divide the array."""
     rows = [r for r in range(LANES, max_rows + 1, LANES) if length % r == 0]
     channels = [c for c in range(LANES, min(embed, MAX_CHANNELS) + 1, LANES) if embed % c == 0]
     if kind == "shared":
         # The sums over the channels of a kernel stay in one block.
         channels = [embed]
-    channels = [c for c in channels if where.count * (c // LANES) <= MAX_UNROLLED]
-    return [Blocks(where, length, r, c, packed) for r in rows for c in channels]
+    channels = [c for c in channels if taps.count * (c // LANES) <= MAX_UNROLLED]
+    return [Blocks(taps, length, r, c, packed) for r in rows for c in channels]
 
 
 def _time(call: Call, itemsize: int) -> float:
@@ -366,20 +364,20 @@ def _vmem_bytes(call: Call, itemsize: int) -> int:
     read = channels * (blocks.inputs.size + (0 if forward else blocks.readers.size))
     moved, kept = itemsize * (read + own) + 4 * 8 * ids, 4 * (read + LANES * ids)
     if call.kind == "static":
-        slopes = 0 if forward else 4 * call.taps * channels
-        return 2 * (moved + 4 * call.taps * channels + slopes) + kept + 8 * slopes
+        slopes = 0 if forward else 4 * call.num_taps * channels
+        return 2 * (moved + 4 * call.num_taps * channels + slopes) + kept + 8 * slopes
     window, lanes = blocks.own, blocks.own
     if not forward:
         window, lanes = blocks.readers, blocks.reader_lanes
     slopes = 0 if forward else blocks.rows
     if call.kind == "shared":
-        sublanes = call.taps * max(8, call.sublanes)
+        sublanes = call.num_taps * max(8, call.sublanes)
         moved += itemsize * sublanes * (lanes.size + slopes)
         # About half of the weights of a chunk, which registers cannot hold, are kept too.
-        kept += 2 * call.taps * call.sublanes * CHUNK * LANES
+        kept += 2 * call.num_taps * call.sublanes * CHUNK * LANES
         return 2 * moved + kept + 4 * call.flat * 2 * (lanes.size + slopes)
-    moved += itemsize * call.taps * channels * (window.size + slopes)
-    return 2 * moved + kept + 4 * call.taps * channels * window.size
+    moved += itemsize * call.num_taps * channels * (window.size + slopes)
+    return 2 * moved + kept + 4 * call.num_taps * channels * window.size
 
 
 def padded_length(length: int) -> int:
@@ -387,5 +385,5 @@ def padded_length(length: int) -> int:
 
 
 def padded_heads(heads: int) -> int:
-    """Kernels of which registers are full, or which fill a part that has a layout of its own."""
+    """Returns the kernel count, padded to full registers or to a part with its own layout."""
     return heads if heads in (1, 2, 4, 8) else math.ceil(heads / 16) * 16

@@ -7,7 +7,7 @@ zero, which costs nothing: the matrix unit is that wide.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from convt5.ops.pallas.conv_blocks import LANES
-from convt5.ops.pallas.products import dot, padded, result
+from convt5.ops.tpu_kernels import LANES, dot, padded, result
 
 LOGITS = 2**18
 """Logits of one block of queries, at most: 1 MiB in float32."""
@@ -42,13 +41,54 @@ class Settings(NamedTuple):
 
     Attributes:
         head_dim: channels of one head.
-        causal: whether keys behind the query's own position are hidden.
-        interpret: computes without a TPU, to be tested.
+        causal: whether keys after the query's own position are hidden.
+        interpret: runs without a TPU, for tests.
     """
 
     head_dim: int
     causal: bool
     interpret: bool = False
+
+
+def kernels(direction: str, causal: bool, query, key, value, *, interpret: bool) -> Any:
+    """Returns `attend` or `gradients` as `operators` calls them, or None where they do not serve.
+
+    Exported programs leave the batch free, and matrix products on the chip take factors of one
+    dtype: both have no kernels.
+    """
+    if not isinstance(query.shape[0], int) or not query.dtype == key.dtype == value.dtype:
+        return None
+    heads, head_dim = query.shape[2:]
+    settings = Settings(head_dim, causal, interpret)
+    if not is_supported(settings, _flat(query), _flat(key)):
+        return None
+    return functools.partial(_attend if direction == "attend" else _gradients, settings, heads)
+
+
+def _attend(settings: Settings, heads: int, query, key, value, bias, *ids):
+    biases = () if bias is None else (bias,)
+    out = attend(settings, *map(_flat, (query, key, value)), *ids, *biases)
+    # Kernels keep no logsumexp for their gradients.
+    return _with_heads(out, heads), jnp.zeros(query.shape[:3], jnp.float32)
+
+
+def _gradients(
+    settings: Settings, heads: int, query, key, value, bias, query_ids, key_ids, out, lse, d_out
+):
+    del out, lse
+    biases = () if bias is None else (bias,)
+    arrays = (*map(_flat, (query, key, value)), query_ids, key_ids, *biases, _flat(d_out))
+    *drows, dbias = (*gradients(settings, *arrays), *([] if biases else [None]))
+    return (*(_with_heads(a, heads) for a in drows), dbias)
+
+
+def _flat(a):
+    """[batch, length, heads, head_dim] as the dense layers have it."""
+    return a.reshape(*a.shape[:2], -1)
+
+
+def _with_heads(a, heads: int):
+    return a.reshape(*a.shape[:2], heads, -1)
 
 
 def is_supported(settings: Settings, query, key) -> bool:
@@ -161,8 +201,8 @@ def _backward_kernel(settings, query, key, value, query_ids, key_ids, *others):
         dweights = dot(dy, v, contract=(1, 1))
         products = weights * dweights
         dlogits = products - weights * jnp.sum(products, axis=1, keepdims=True)
-        for slopes in dbias:
-            slopes[0, head, 0] = _diagonal_sums(dlogits, slopes.shape[-1])
+        for sums in dbias:
+            sums[0, head, 0] = _diagonal_sums(dlogits, sums.shape[-1])
         dlogits = dlogits.astype(k.dtype)
         dq = jnp.where(mine, dot(dlogits, k), dq)
         # Other heads' channels of q and dy are zero, and so are their sums here.

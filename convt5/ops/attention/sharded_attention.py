@@ -1,10 +1,10 @@
 """Attention on several devices: queries stay, the keys and values of their rows are gathered.
 
 Each device attends from the queries and heads it holds to all keys of their rows. Where devices
-share rows it gathers them; the backward pass adds up the gradients of keys and values and leaves
-each device its own. Logits never travel. Serves self-attention, and encoder-decoder attention,
-whose memory is split like the queries. What travels grows with the length, unlike `halo`'s; where
-rows are whole it is the gradient of the bias alone.
+share rows they gather keys and values; the backward pass sums the gradients of keys and values and
+scatters them to their owners. Logits never travel. Serves self-attention, and encoder-decoder
+attention, whose memory is split like the queries. The bytes sent grow with the length, unlike those
+of convolutions; where rows are whole only the gradient of the bias is sent.
 """
 
 import functools
@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from convt5.ops import implementation
-from convt5.ops.implementation import Devices
+from convt5.ops import dispatch
+from convt5.ops.dispatch import Devices
 
 Attend = Callable[..., Any]
-"""Computes one direction on one device from causal, query, key, value, bias, two segment ids, and
-backward what it found, the logarithms of sums that it returned with it, and the cotangent.
+"""Computes one direction on one device from causal, query, key, value, bias, query and key segment
+ids; backward also from the output, its logsumexp and its cotangent.
 
 The bias is [heads, distances] or None. Backward it returns the gradients of query to bias.
 """
@@ -30,15 +30,14 @@ _HIDDEN = -1e9
 
 
 def attend(causal: bool, devices: Devices, alone: Attend, *arrays: Any):
-    """Returns what `alone` computes, from rows, heads and pieces of rows that devices hold.
+    """Returns attention, or its gradients, of rows, heads and lengths split over devices.
 
     Args:
-        causal: hides keys behind each query.
-        devices: that hold them.
-        alone: computes attention, or its gradients, on one device.
+        causal: hides keys after each query.
+        devices: which hold the parts.
+        alone: computes it on one device.
         arrays: query, key, value, bias (or None), query and key segment ids, all as
-            `ops.attention.attend` has them; the backward pass also the two arrays that this
-            returned, and the cotangent of the first.
+            `operators.attend` has them; backward also the output, its logsumexp and its cotangent.
 
     Raises:
         ValueError: a length that the devices do not divide.
@@ -73,9 +72,9 @@ def _piece(
     """Computes the queries of one device; `target` counts those of all."""
     key_ids, *backward = rest
     if not devices.split_lengths:
-        with implementation.over_devices(None):
-            found = alone(causal, query, key, value, bias, ids, key_ids, *backward)
-        return _bias_summed(devices, *found) if backward else found
+        with dispatch.using(devices=None):
+            results = alone(causal, query, key, value, bias, ids, key_ids, *backward)
+        return _bias_summed(devices, *results) if backward else results
     gather = functools.partial(lax.all_gather, axis_name=devices.lengths, axis=1, tiled=True)
     key, value, key_ids = gather(key), gather(value), gather(key_ids)
     piece, source = query.shape[1], key.shape[1]
@@ -87,11 +86,11 @@ def _piece(
         distances = jnp.arange(width) + 1 - piece - first
         hidden = jnp.where(distances > 0, _HIDDEN, 0.0)[None]
         own = jnp.broadcast_to(hidden, (query.shape[2], width)) if own is None else own + hidden
-    with implementation.over_devices(None):
-        found = alone(False, query, key, value, own, ids, key_ids, *backward)
+    with dispatch.using(devices=None):
+        results = alone(False, query, key, value, own, ids, key_ids, *backward)
     if not backward:
-        return found
-    dquery, dkey, dvalue, down = found
+        return results
+    dquery, dkey, dvalue, down = results
     scatter = functools.partial(
         lax.psum_scatter, axis_name=devices.lengths, scatter_dimension=1, tiled=True
     )

@@ -2,7 +2,7 @@
 
 A block is some rows of the batch, some heads and some of their queries, against all keys. The
 backward pass computes the weights of a block again. Inside of blocks arrays have their heads before
-their positions, and keys and values are turned over once, as matrix products want them.
+their positions, and keys and values are transposed once, as matrix products read them.
 """
 
 import functools
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from convt5.ops import implementation
+from convt5.ops import dispatch
 from convt5.ops.masking import attention_mask
 from convt5.ops.varying import vary_like
 
@@ -21,112 +21,144 @@ BLOCK_BYTES = 2**25
 """Bytes of the logits of one block, at most."""
 
 BLOCK_BYTES_ON_CPU = 2**22
-"""The same where a block should stay in a processor's cache."""
+"""The same on CPU, where a block should stay in the cache."""
 
 FEWEST_QUERIES_ON_CPU = 128
-"""But no fewer queries than these, which is as many as make products of full speed."""
+"""Fewest queries of a block on CPU: with fewer, products lose speed."""
 
 FILLER = 16
-"""Unused entries behind rows that are turned over.
+"""Unused entries after rows that are transposed.
 
-Rows of a power of two bytes share sets of a processor's cache, and are read four times slower.
+Rows of a power of two bytes share sets of a CPU's cache, and are read four times slower.
 """
 
 
-def attend(causal: bool, bias, query, key, value, query_ids, key_ids):
-    """Returns what `ops.attention.attend` does, of the same arguments, and `log_sums`.
+def table(direction: str, causal: bool, query, key) -> dispatch.Table:
+    """Returns the formulations of `attend` or `gradients`: blocks of the size for each platform.
 
-    Those are the logarithms of the sums by which a softmax divides, [batch, target, heads]; 0 for
-    queries without keys.
+    Args:
+        direction: "attend" or "gradients".
+        causal: as in `attend`.
+        query, key: arrays of these shapes and dtypes.
+    """
+    compute = attend if direction == "attend" else gradients
+    batch, target, heads, _ = query.shape
+    row_bytes = key.shape[1] * jnp.promote_types(query.dtype, jnp.float32).itemsize
+
+    def of(size: _Size):
+        return functools.partial(compute, causal, size)
+
+    if not isinstance(batch, int):
+        # Exported programs leave it free: rows in turn, whose blocks are bounded however many.
+        return dispatch.Table(
+            of(_Size(1, heads, _even(target, BLOCK_BYTES // (heads * row_bytes))))
+        )
+    fitting = BLOCK_BYTES // (batch * heads * row_bytes)
+    default = _Size(batch, heads, _even(target, fitting))
+    # The fewer heads, the more queries meet each key that a product reads.
+    fitting = max(BLOCK_BYTES_ON_CPU // row_bytes, FEWEST_QUERIES_ON_CPU)
+    whole_heads = fitting // target
+    rows = _divisor(batch, whole_heads // heads)
+    cpu = _Size(rows, _divisor(heads, whole_heads), _even(target, fitting))
+    return dispatch.Table(of(default), cpu=of(cpu))
+
+
+def attend(causal: bool, size: "_Size", query, key, value, bias, query_ids, key_ids):
+    """Returns the output of `operators.attend`, and `lse`.
+
+    That is the logsumexp of each query's logits, [batch, target, heads]; 0 for queries without
+    keys.
+
+    Args:
+        causal: hides keys after each query.
+        size: of a block.
+        query, key, value, bias, query_ids, key_ids: as in `operators.attend`.
     """
 
-    def compute(size: _Size):
-        def one_group(group: _Group):
-            (values,) = group.others
+    def one_group(group: _Group):
+        (values,) = group.others
 
-            def one_block(block: _Queries):
-                logits = _logits(causal, block, group)
-                top = jnp.max(logits, axis=-1, keepdims=True)
-                # Whatever it is, it cancels, and so do its derivatives.
-                top = lax.stop_gradient(jnp.where(top == -jnp.inf, 0.0, top))
-                powers = jnp.exp(logits - top)
-                total = jnp.sum(powers, axis=-1, keepdims=True)
-                total = jnp.where(total == 0.0, 1.0, total)
-                found = _product("bhqk,bhkd->bhqd", powers.astype(values.dtype), values)
-                return (found / total).astype(query.dtype), top + jnp.log(total)
+        def one_block(block: _Queries):
+            logits = _logits(causal, block, group)
+            top = jnp.max(logits, axis=-1, keepdims=True)
+            # Whatever it is, it cancels, and so do its derivatives.
+            top = lax.stop_gradient(jnp.where(top == -jnp.inf, 0.0, top))
+            powers = jnp.exp(logits - top)
+            total = jnp.sum(powers, axis=-1, keepdims=True)
+            total = jnp.where(total == 0.0, 1.0, total)
+            out = _product("bhqk,bhkd->bhqd", powers.astype(values.dtype), values)
+            return (out / total).astype(query.dtype), top + jnp.log(total)
 
-            blocks = lax.map(one_block, _queries(size, group))
-            return [_join_queries(a, query.shape[1]) for a in blocks]
+        blocks = lax.map(one_block, _queries(size, group))
+        return [_join_queries(a, query.shape[1]) for a in blocks]
 
-        others = (_heads_first(size, value),)
-        groups = _groups(size, query, key, bias, query_ids, key_ids, others)
-        found, log_sums = (_positions_first(a) for a in _map_groups(one_group, groups))
-        return found, log_sums[..., 0]
-
-    return _by_platform(compute, query, key)
+    others = (_heads_first(size, value),)
+    groups = _groups(size, query, key, bias, query_ids, key_ids, others)
+    out, lse = (_positions_first(a) for a in _map_groups(one_group, groups))
+    return out, lse[..., 0]
 
 
-def gradients(causal: bool, bias, query, key, value, query_ids, key_ids, found, log_sums, slope):
+def gradients(
+    causal: bool, size: "_Size", query, key, value, bias, query_ids, key_ids, out, lse, d_out
+):
     """Returns the gradients of `attend` in query, key, value and bias.
 
     Args:
-        causal, bias, query, key, value, query_ids, key_ids: its arguments.
-        found, log_sums: what it returned of them.
-        slope: the cotangent of `found`.
+        causal, size, query, key, value, bias, query_ids, key_ids: its arguments.
+        out, lse: its results.
+        d_out: the cotangent of `out`.
     """
     wide = jnp.promote_types(query.dtype, jnp.float32)
+    # A single group is no array of its own: transposing or padding it would be done again
+    # wherever it is read.
+    one_group = functools.partial(_group_gradients, causal, size, _is_whole(size, query))
+    # sum_k weight_k dweight_k of each query, as the softmax's gradient subtracts it.
+    means = jnp.sum(out.astype(wide) * d_out.astype(wide), axis=-1)
+    rows = (key, lse[..., None], means[..., None], d_out)
+    keys, *rows = (_heads_first(size, a) for a in rows)
+    others = (keys, _channels_first(size, value), *rows)
+    groups = _groups(size, query, key, bias, query_ids, key_ids, others)
+    dquery, *dkeys, dbias = _map_groups(one_group, groups)
+    dkeys = (_positions_first(a[..., : key.shape[1]], positions_last=True) for a in dkeys)
+    drows = zip((_positions_first(dquery), *dkeys), (query, key, value), strict=True)
+    drows = [a.astype(array.dtype) for a, array in drows]
+    if bias is not None:
+        dbias = dbias.sum(axis=0).reshape(bias.shape).astype(bias.dtype)
+    return *drows, dbias
 
-    def compute(size: _Size):
-        # A single group is no array of its own: what is turned over or filled up would be so anew
-        # where it is read.
-        is_single = _is_whole(size, query)
 
-        def one_group(group: _Group):
-            keys, values, *rows = group.others
+def _group_gradients(causal: bool, size: "_Size", is_single: bool, group: "_Group"):
+    """Returns the gradients of one group, block by block."""
+    wide = jnp.promote_types(group.query.dtype, jnp.float32)
+    keys, values, *rows = group.others
 
-            def one_block(sums, given: tuple[_Queries, list[jax.Array]]):
-                block, (log_sum, mean, dy) = given
-                weights = jnp.exp(_logits(causal, block, group) - log_sum)
-                dlogits = weights * (_product("bhqd,bhdk->bhqk", dy, values) - mean)
-                narrow = dlogits.astype(query.dtype)
-                axes, queries = "bhqd,bhqk->bhdk", block.query
-                if not is_single:
-                    # The smaller factors are turned over, and apart from the products: XLA on CPU
-                    # does so in a fraction of the time.
-                    axes = "bhdq,bhqk->bhdk"
-                    queries, dy = lax.optimization_barrier((_turned(queries), _turned(dy)))
-                dkeys = _product(axes, queries, narrow)
-                dvalues = _product(axes, dy, weights.astype(query.dtype))
-                parts = (dkeys, dvalues, _bias_gradient(block, group, dlogits))
-                dquery = _product("bhqk,bhkd->bhqd", narrow, keys).astype(query.dtype)
-                return jax.tree.map(jnp.add, sums, parts), dquery
+    def one_block(sums, given: "tuple[_Queries, list[jax.Array]]"):
+        block, (lse, mean, dy) = given
+        weights = jnp.exp(_logits(causal, block, group) - lse)
+        dlogits = weights * (_product("bhqd,bhdk->bhqk", dy, values) - mean)
+        narrow = dlogits.astype(group.query.dtype)
+        axes, queries = "bhqd,bhqk->bhdk", block.query
+        if not is_single:
+            # The smaller factors are transposed, apart from the products: XLA on CPU does so in a
+            # fraction of the time.
+            axes = "bhdq,bhqk->bhdk"
+            queries, dy = lax.optimization_barrier((_transposed(queries), _transposed(dy)))
+        dkeys = _product(axes, queries, narrow)
+        dvalues = _product(axes, dy, weights.astype(group.query.dtype))
+        parts = (dkeys, dvalues, _bias_gradient(block, group, dlogits))
+        dquery = _product("bhqk,bhkd->bhqd", narrow, keys).astype(group.query.dtype)
+        return jax.tree.map(jnp.add, sums, parts), dquery
 
-            zeros = [jnp.zeros(group.keys.shape, wide)] * 2
-            dbias = None if bias is None else jnp.zeros(group.bias.shape, wide)
-            blocks = (_queries(size, group), [_split_queries(size, a) for a in rows])
-            sums = vary_like(group.query, (*zeros, dbias))
-            (*dkeys, dbias), dquery = lax.scan(one_block, sums, blocks)
-            if is_single:
-                dkeys = lax.optimization_barrier(dkeys)
-            else:
-                dkeys = [jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, FILLER))) for a in dkeys]
-            return _join_queries(dquery, query.shape[1]), *dkeys, dbias
-
-        # The mean of a query's slopes, by the weights of its keys.
-        means = jnp.sum(found.astype(wide) * slope.astype(wide), axis=-1)
-        rows = (key, log_sums[..., None], means[..., None], slope)
-        keys, *rows = (_heads_first(size, a) for a in rows)
-        others = (keys, _channels_first(size, value), *rows)
-        groups = _groups(size, query, key, bias, query_ids, key_ids, others)
-        dquery, *dkeys, dbias = _map_groups(one_group, groups)
-        dkeys = (_positions_first(a[..., : key.shape[1]], positions_last=True) for a in dkeys)
-        drows = zip((_positions_first(dquery), *dkeys), (query, key, value), strict=True)
-        drows = [a.astype(array.dtype) for a, array in drows]
-        if bias is not None:
-            dbias = dbias.sum(axis=0).reshape(bias.shape).astype(bias.dtype)
-        return *drows, dbias
-
-    return _by_platform(compute, query, key)
+    zeros = [jnp.zeros(group.keys.shape, wide)] * 2
+    dbias = None if group.bias is None else jnp.zeros(group.bias.shape, wide)
+    blocks = (_queries(size, group), [_split_queries(size, a) for a in rows])
+    sums = vary_like(group.query, (*zeros, dbias))
+    (*dkeys, dbias), dquery = lax.scan(one_block, sums, blocks)
+    if is_single:
+        dkeys = lax.optimization_barrier(dkeys)
+    else:
+        dkeys = [jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, FILLER))) for a in dkeys]
+    return _join_queries(dquery, group.query.shape[2]), *dkeys, dbias
 
 
 # --- Blocks ---------------------------------------------------------------------------------------
@@ -142,28 +174,6 @@ class _Size(NamedTuple):
     batch: int
     heads: int
     queries: int
-
-
-def _by_platform(compute, query, key):
-    """Calls `compute` with the size of blocks that serves the platform."""
-    batch, target, heads, _ = query.shape
-    row_bytes = key.shape[1] * jnp.promote_types(query.dtype, jnp.float32).itemsize
-    if not isinstance(batch, int):
-        # Exported programs leave it free: rows in turn, whose blocks are bounded however many.
-        return compute(_Size(1, heads, _even(target, BLOCK_BYTES // (heads * row_bytes))))
-
-    def side_by_side():
-        fitting = BLOCK_BYTES // (batch * heads * row_bytes)
-        return compute(_Size(batch, heads, _even(target, fitting)))
-
-    def in_turn():
-        # The fewer heads, the more queries meet each key that a product reads.
-        fitting = max(BLOCK_BYTES_ON_CPU // row_bytes, FEWEST_QUERIES_ON_CPU)
-        whole_heads = fitting // target
-        rows = _divisor(batch, whole_heads // heads)
-        return compute(_Size(rows, _divisor(heads, whole_heads), _even(target, fitting)))
-
-    return implementation.by_platform(side_by_side, cpu=in_turn)
 
 
 def _even(length: int, most: int) -> int:
@@ -221,8 +231,8 @@ def _map_groups(compute: Callable[[_Group], Any], groups: _Group) -> Any:
             _Group(query, keys, others, bias, groups.query_ids[row], groups.key_ids[row])
         )
 
-    found = lax.map(one, jnp.arange(rows * heads))
-    return jax.tree.map(lambda a: a.reshape(rows, heads, *a.shape[1:]), found)
+    results = lax.map(one, jnp.arange(rows * heads))
+    return jax.tree.map(lambda a: a.reshape(rows, heads, *a.shape[1:]), results)
 
 
 def _heads_first(size: _Size, a):
@@ -233,7 +243,7 @@ def _heads_first(size: _Size, a):
 def _channels_first(size: _Size, a):
     """[batch, length, heads, head_dim] to [*groups, batch, heads, head_dim, length]."""
     if _is_whole(size, a):
-        return _turned(_heads_first(size, a))  # Products read them so as well.
+        return _transposed(_heads_first(size, a))  # Products read them so as well.
     return _grouped(size, a.transpose(0, 2, 3, 1))
 
 
@@ -309,8 +319,8 @@ def _bias_gradient(block: _Queries, group: _Group, dlogits):
         return None
     expand = functools.partial(_by_distance, *dlogits.shape[2:], block.start)
     bias = group.bias.astype(dlogits.dtype)
-    (found,) = jax.linear_transpose(expand, bias)(dlogits.sum(axis=0))
-    return found
+    (dbias,) = jax.linear_transpose(expand, bias)(dlogits.sum(axis=0))
+    return dbias
 
 
 def _by_distance(queries: int, source: int, start, bias):
@@ -338,6 +348,6 @@ def _product(axes: str, a, b):
     return jnp.einsum(axes, a, b, preferred_element_type=wide)
 
 
-def _turned(a):
-    """Swaps positions and channels."""
+def _transposed(a):
+    """Swaps the last two axes, positions and channels."""
     return a.swapaxes(-1, -2)

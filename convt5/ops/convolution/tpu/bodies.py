@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from convt5.ops.pallas.conv_blocks import CHUNK, LANES, NOBODY, Blocks, Window
+from convt5.ops.convolution.tpu.blocks import CHUNK, NOBODY, Blocks, Window
+from convt5.ops.tpu_kernels import LANES
 
 Tile = Callable[[int], jax.Array]
 """The weights of 128 channels, counted from 0: [CHUNK, 128] or [1, 128]."""
@@ -106,7 +107,7 @@ def sum_taps(blocks: Blocks, out: jax.Ref, rows: Rows, segments: Segments, offse
 
 def products(blocks: Blocks, x: Rows, dy: Rows, segments: Segments, row, tap: int) -> Tile:
     """Returns dy[i] x[i + offset] of 128 channels, where the tap reads something."""
-    offset = blocks.where.offsets[tap]
+    offset = blocks.taps.offsets[tap]
     same = segments.same(row, offset)
     return lambda tile: _visible(dy.read(row, 0, tile) * x.read(row, offset, tile), same)
 
@@ -133,7 +134,7 @@ class SharedWeights:
     window: Window
 
     def fill(self, logits: jax.Ref, blocks: Blocks, block, softmax: bool) -> None:
-        taps = range(blocks.where.count)
+        taps = range(blocks.taps.count)
         for at in range(0, self.window.size, LANES):
             row, position = blocks.locate(self.window, block, at, LANES)
             inside = blocks.inside(position, (self.heads, LANES), 1)
@@ -157,11 +158,11 @@ class SharedWeights:
 
         def weights(tile):
             first, *others = self.heads_of(tile)
-            found = column(first)
+            weight = column(first)
             for head in others:
                 lane = lax.broadcasted_iota(jnp.int32, (CHUNK, LANES), 1)
-                found = jnp.where(lane >= head * self.group - tile * LANES, column(head), found)
-            return found
+                weight = jnp.where(lane >= head * self.group - tile * LANES, column(head), weight)
+            return weight
 
         return weights
 
@@ -176,7 +177,7 @@ def _squares(flat: jax.Ref) -> list[tuple[int, int]]:
 
 
 def _softmax(logits: list[jax.Array]) -> list[jax.Array]:
-    """Softmax over a list of taps, in the order of `taps.tap_softmax`."""
+    """Softmax over a list of taps, in the order of `reference.tap_softmax`."""
     largest = functools.reduce(jnp.maximum, logits)
     powers = [jnp.exp(logit - largest) for logit in logits]
     total = functools.reduce(jnp.add, powers)
@@ -202,7 +203,7 @@ class ChannelWeights:
     window: Window
 
     def fill(self, logits: jax.Ref, blocks: Blocks, block, softmax: bool) -> None:
-        taps = range(blocks.where.count)
+        taps = range(blocks.taps.count)
 
         def chunk(i, _):
             at = pl.multiple_of(i * CHUNK, CHUNK)
@@ -237,7 +238,7 @@ def static_gradient(
     partial[...] = jnp.zeros(partial.shape, jnp.float32)
 
     def body(row):
-        for tap in range(blocks.where.count):
+        for tap in range(blocks.taps.count):
             product = products(blocks, x, dy, segments, row, tap)
             for tile in range(blocks.channels // LANES):
                 at = (tap, slice(None), pl.ds(tile * LANES, LANES))
@@ -250,7 +251,7 @@ def static_gradient(
     def _():
         out[...] = jnp.zeros(out.shape, jnp.float32)
 
-    for tap in range(blocks.where.count):
+    for tap in range(blocks.taps.count):
         out[pl.ds(tap, 1), :] += jnp.sum(partial[tap], axis=0, keepdims=True)
 
 
@@ -269,7 +270,7 @@ def shared_gradient(
     `slopes` holds that in the weights, as `SharedWeights` are held: turned, then flat.
     """
     turned, flat = slopes
-    taps, heads = range(blocks.where.count), weights.heads
+    taps, heads = range(blocks.taps.count), weights.heads
 
     def body(row):
         lane = lax.broadcasted_iota(jnp.int32, (CHUNK, LANES), 1)
@@ -313,7 +314,7 @@ def channel_gradient(
     softmax: bool,
 ) -> None:
     """Writes the gradient in the logits [kernel, rows, embed]."""
-    taps = range(blocks.where.count)
+    taps = range(blocks.taps.count)
 
     def body(row):
         product = [products(blocks, x, dy, segments, row, tap) for tap in taps]

@@ -1,10 +1,10 @@
-"""Convolutions of rows that several devices share: each trades what taps reach with its neighbours.
+"""Convolutions of rows split over devices: neighbours exchange the positions that taps reach.
 
-A device that holds positions a to b needs `Taps.left` positions before a and `Taps.right` behind b
-to compute its own outputs: (K - 1) * dilation together, however long the row is. It receives them
-by `ppermute`, convolves the widened piece alone, and drops what it computed beside its own. The
-backward pass widens the inputs again, and sends the gradients of what it borrowed back to their
-owners. Used by `convolution` where `implementation.Devices.lengths` splits the rows.
+A device that holds positions a to b needs `Taps.left` positions before a and `Taps.right` after b
+to compute its own outputs: (K - 1) * dilation together, however long the row is. It receives this
+halo by `ppermute`, convolves the widened piece alone, and drops the outputs outside its own piece.
+The backward pass widens the inputs again, and sends the gradients of the halo back to their owners.
+Used where `dispatch.Devices.lengths` splits the rows.
 """
 
 import functools
@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from convt5.ops import implementation
-from convt5.ops.implementation import Devices
-from convt5.ops.taps import Taps
+from convt5.ops import dispatch
+from convt5.ops.dispatch import Devices
+from convt5.ops.geometry import Taps
 
 Direction = Literal["forward", "backward"]
 Convolve = Callable[..., Any]
@@ -27,10 +27,10 @@ Convolve = Callable[..., Any]
 
 
 def widen(a: jax.Array, devices: tuple[str, ...], count: int, left: int, right: int) -> jax.Array:
-    """Returns this device's piece of a row with `left` positions before it and `right` behind it.
+    """Returns this device's piece of a row with `left` positions before it and `right` after it.
 
-    Positions outside of the row are zero. Each device sends `left + right` positions at most, in
-    one message for each neighbour they come from: only the nearest where pieces are longer.
+    Positions outside of the row are zero. Each device sends at most `left + right` positions, in
+    one message to each neighbour that needs them: only the nearest where pieces are longer.
 
     Args:
         a: [batch, piece, ...], inside of `shard_map`.
@@ -41,7 +41,7 @@ def widen(a: jax.Array, devices: tuple[str, ...], count: int, left: int, right: 
     piece = a.shape[1]
 
     def borrowed(width: int, away: int):
-        """The `width` positions next to the piece: `away` is -1 before it and 1 behind it."""
+        """The `width` positions next to the piece: `away` is -1 before it and 1 after it."""
         parts = []
         for hop in range(1, math.ceil(width / piece) + 1):
             needed = min(piece, width - (hop - 1) * piece)
@@ -55,15 +55,15 @@ def widen(a: jax.Array, devices: tuple[str, ...], count: int, left: int, right: 
 
 
 def convolve(
-    direction: Direction, where: Taps, devices: Devices, alone: Convolve, ids: Any, *arrays: Any
+    direction: Direction, taps: Taps, devices: Devices, alone: Convolve, ids: Any, *arrays: Any
 ):
-    """Returns what `alone` computes of whole rows, from rows that are split.
+    """Returns the convolution of split rows, or its gradients.
 
     Args:
         direction: the convolution, or its gradients in x and in the weights.
-        where: the taps.
+        taps: the geometry.
         devices: that hold the pieces.
-        alone: computes the same on one device.
+        alone: computes it on one device.
         ids: [batch, length] segment ids, or None.
         arrays: x [batch, length, embed]; weights, a kernel [kernel, embed] or logits [batch,
             length, kernel, heads]; backward also the cotangent.
@@ -90,7 +90,7 @@ def convolve(
     backward = direction == "backward"
     split = Devices(devices.mesh, rows, channels, devices.lengths)
     shared = jax.shard_map(
-        functools.partial(_piece, direction, where, split, alone, packed),
+        functools.partial(_piece, direction, taps, split, alone, packed),
         mesh=devices.mesh,
         in_specs=tuple(given + [spec] * backward),
         out_specs=(spec, weight) if backward else spec,
@@ -100,13 +100,13 @@ def convolve(
 
 
 def _piece(
-    direction: Direction, where: Taps, devices: Devices, alone: Convolve, packed: bool, *arrays
+    direction: Direction, taps: Taps, devices: Devices, alone: Convolve, packed: bool, *arrays
 ):
     """Computes the piece of one device."""
     ids, x, weights, *cotangent = arrays if packed else (None, *arrays)
     piece, pieces = x.shape[1], devices.count(devices.lengths)
     # Further away than the row is long everything is zero.
-    left, right = (min(width, (pieces - 1) * piece) for width in (where.left, where.right))
+    left, right = (min(width, (pieces - 1) * piece) for width in (taps.left, taps.right))
 
     def widened(a):
         return widen(a, devices.lengths, pieces, left, right)
@@ -118,21 +118,21 @@ def _piece(
     own, first = _own_kernels(devices, weights) if dynamic else (weights, 0)
     # Outputs beside the piece are dropped, whatever kernels give them; their cotangent is zero.
     given = (widened(x), beside(own) if dynamic else own, *map(beside, cotangent))
-    with implementation.over_devices(None):
-        found = alone(ids if ids is None else widened(ids), *given)
+    with dispatch.using(devices=None):
+        results = alone(ids if ids is None else widened(ids), *given)
     if direction == "forward":
-        return found[:, left : left + piece]
-    dx, slopes = found
+        return results[:, left : left + piece]
+    dx, dweights = results
     (dx,) = jax.linear_transpose(widened, x)(dx)
     if not dynamic:
-        total = lax.psum(slopes.astype(jnp.float32), devices.rows + devices.lengths)
-        return dx, total.astype(slopes.dtype)
-    slopes = slopes[:, left : left + piece]
+        total = lax.psum(dweights.astype(jnp.float32), devices.rows + devices.lengths)
+        return dx, total.astype(dweights.dtype)
+    dweights = dweights[:, left : left + piece]
     if devices.count(devices.channels) > 1:
         # Other devices hold the other channels of a kernel, and other kernels.
-        slopes = lax.dynamic_update_slice_in_dim(jnp.zeros_like(weights), slopes, first, axis=3)
-        slopes = lax.psum(slopes.astype(jnp.float32), devices.channels).astype(weights.dtype)
-    return dx, slopes
+        dweights = lax.dynamic_update_slice_in_dim(jnp.zeros_like(weights), dweights, first, axis=3)
+        dweights = lax.psum(dweights.astype(jnp.float32), devices.channels).astype(weights.dtype)
+    return dx, dweights
 
 
 def _own_kernels(devices: Devices, logits):

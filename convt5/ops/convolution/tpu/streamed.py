@@ -16,9 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from convt5.ops.pallas import conv_kernels as kernels
-from convt5.ops.pallas.conv_blocks import CHUNK, LANES, Blocks
-from convt5.ops.pallas.products import result
+from convt5.ops.convolution.tpu import bodies
+from convt5.ops.convolution.tpu.blocks import CHUNK, Blocks
+from convt5.ops.tpu_kernels import LANES, result
 
 LOWEST = -3e38
 """Below every finite logit, and finite, so that logits of minus infinity have weight zero."""
@@ -35,19 +35,19 @@ class Streamed:
     interpret: bool
 
     @property
-    def taps(self) -> int:
-        return self.blocks.where.count
+    def num_taps(self) -> int:
+        return self.blocks.taps.count
 
     def bytes_accessed(self, itemsize: int) -> int:
         cells = self.batch * self.blocks.length
         ids = 4 * cells * self.blocks.packed * self.embed // LANES
-        return itemsize * cells * self.embed * (3 + 2 * self.taps) + ids
+        return itemsize * cells * self.embed * (3 + 2 * self.num_taps) + ids
 
     def vmem_bytes(self, itemsize: int) -> int:
         blocks = self.blocks
         windows = blocks.inputs.size + 2 * blocks.readers.size
         kept = 4 * (windows + 4 * blocks.length + blocks.packed * blocks.segments.size)
-        held = itemsize * self.taps * blocks.length
+        held = itemsize * self.num_taps * blocks.length
         return LANES * (2 * itemsize * 5 * blocks.length + kept + held)
 
 
@@ -55,7 +55,7 @@ def backward(
     call: Streamed, x: jax.Array, logits: jax.Array, ids: jax.Array | None, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients in x and in logits [batch, kernel, length, embed]."""
-    blocks, taps, length = call.blocks, call.taps, call.blocks.length
+    blocks, taps, length = call.blocks, call.num_taps, call.blocks.length
     row = pl.BlockSpec((None, length, LANES), lambda b, c, step: (b, 0, c))
     segment = pl.BlockSpec((None, 1, length), lambda b, c, step: (b, 0, 0))
     tap = (None, None, length, LANES)
@@ -90,16 +90,16 @@ def backward(
 
 
 def _body(call: Streamed, x, dy, logits, *refs: Any) -> None:
-    blocks, taps = call.blocks, call.taps
+    blocks, taps = call.blocks, call.num_taps
     step = pl.program_id(2)
     left = list(refs)
     take = functools.partial(left.pop, 0)
     ids = take() if blocks.packed else None
     dx, dlogits = take(), take()
-    segments = kernels.Segments(kernels.Rows(take(), blocks.segments) if blocks.packed else None)
-    x_rows = kernels.Rows(take(), blocks.inputs)
-    dy_rows = kernels.Rows(take(), blocks.readers)
-    weight_rows = kernels.Rows(take(), blocks.readers)
+    segments = bodies.Segments(bodies.Rows(take(), blocks.segments) if blocks.packed else None)
+    x_rows = bodies.Rows(take(), blocks.inputs)
+    dy_rows = bodies.Rows(take(), blocks.readers)
+    weight_rows = bodies.Rows(take(), blocks.readers)
     largest, total, slope, sums, held = left
 
     def chunks(body):
@@ -113,8 +113,8 @@ def _body(call: Streamed, x, dy, logits, *refs: Any) -> None:
     def product(row, offset):
         """The gradient in the weight of a tap."""
         same = segments.same(row, offset)
-        found = dy_rows.read(row, 0, 0) * x_rows.read(row, offset, 0)
-        return found if same is None else jnp.where(same, found, 0.0)
+        dweight = dy_rows.read(row, 0, 0) * x_rows.read(row, offset, 0)
+        return dweight if same is None else jnp.where(same, dweight, 0.0)
 
     @pl.when(step == 0)
     def _():
@@ -128,7 +128,7 @@ def _body(call: Streamed, x, dy, logits, *refs: Any) -> None:
 
     @pl.when(step < taps)
     def _():
-        offset = step * blocks.where.dilation - blocks.where.left
+        offset = step * blocks.taps.dilation - blocks.taps.left
 
         def gather(row, at):
             logit = logits[at, :]
@@ -147,7 +147,7 @@ def _body(call: Streamed, x, dy, logits, *refs: Any) -> None:
     @pl.when(step >= taps)
     def _():
         tap = step - taps
-        offset = tap * blocks.where.dilation - blocks.where.left
+        offset = tap * blocks.taps.dilation - blocks.taps.left
 
         def differentiate(row, at):
             weight, gradient = held[tap, at, :].astype(jnp.float32), product(row, offset)

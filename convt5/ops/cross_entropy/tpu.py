@@ -12,8 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from convt5.ops.pallas.conv_blocks import LANES
-from convt5.ops.pallas.products import dot, padded, result
+from convt5.ops.tpu_kernels import LANES, dot, padded, result
 
 ROWS = 256
 """Rows of the table in a block."""
@@ -50,7 +49,7 @@ def is_supported(tokens: int, x, table) -> bool:
 
 
 def sums(settings, x, table, targets, weights, *, interpret: bool = False):
-    """Returns what `convt5.ops.losses` computes in chunks: four sums, and gradients if wanted.
+    """Returns what `chunked.sums` returns: four sums, and gradients if wanted.
 
     Args:
         settings: z_loss, label_smoothing and with_gradients.
@@ -96,8 +95,8 @@ def _sums_and_columns(settings, interpret, table, x, targets, weights):
     """Returns the sums of x [tokens, embed], and what its gradients need of each token."""
     z_loss, smoothing, _ = settings
     vocab = table.shape[0]
-    found = _statistics(x, table, targets, interpret)
-    log_z, target, mean, best = (found[:, i] for i in range(4))
+    statistics = _statistics(x, table, targets, interpret)
+    log_z, target, mean, best = (statistics[:, i] for i in range(4))
     nll = log_z - target
     smoothed = log_z - (1.0 - smoothing) * target - smoothing * mean
     z_term = z_loss * log_z**2
@@ -162,7 +161,7 @@ def _gradients(x, table, columns, dtable, interpret: bool):
 # --- Kernels --------------------------------------------------------------------------------------
 
 
-def _statistics_kernel(vocab, x, table, columns, found, top, total, target, summed, best):
+def _statistics_kernel(vocab, x, table, columns, out, top, total, target, summed, best):
     block = pl.program_id(0)
 
     @pl.when(block == 0)
@@ -188,11 +187,11 @@ def _statistics_kernel(vocab, x, table, columns, found, top, total, target, summ
     @pl.when(block == pl.num_programs(0) - 1)
     def _():
         results = (top[...] + jnp.log(total[...]), target[...], summed[...] / vocab, best[...])
-        lane = lax.broadcasted_iota(jnp.int32, found.shape, 1)
-        y = jnp.zeros(found.shape, jnp.float32)
+        lane = lax.broadcasted_iota(jnp.int32, out.shape, 1)
+        y = jnp.zeros(out.shape, jnp.float32)
         for i, column in enumerate(results):
             y = jnp.where(lane == i, column, y)
-        found[...] = y
+        out[...] = y
 
 
 def _gradient_kernel(vocab, x, table, columns, *others):

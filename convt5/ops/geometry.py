@@ -1,5 +1,6 @@
-"""Where the taps of a one-dimensional convolution lie; plain Python, used by ops and configs."""
+"""Geometry of a one-dimensional convolution: padding and tap offsets. Plain Python, no arrays."""
 
+import dataclasses
 import math
 import operator
 
@@ -41,3 +42,30 @@ def pad_widths(kernel_size: int, dilation: int, padding: Padding) -> tuple[int, 
             f"kernel_size={kernel_size}, dilation={dilation}."
         )
     return widths
+
+
+@dataclasses.dataclass(frozen=True)
+class Taps:
+    """The rows that each output reads: tap j of output i reads row i + j * dilation - left.
+
+    Attributes:
+        count: number of taps.
+        dilation: rows between neighbouring taps.
+        left, right: rows read on each side of the output, (count - 1) * dilation together.
+        cross_segments: whether taps read other segments of the row.
+    """
+
+    count: int
+    dilation: int
+    left: int
+    right: int
+    cross_segments: bool
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Position of the row that each tap reads, relative to the output."""
+        return tuple(j * self.dilation - self.left for j in range(self.count))
+
+    def mirrored(self) -> "Taps":
+        """Returns the taps of the transposed convolution, in reverse order."""
+        return dataclasses.replace(self, left=self.right, right=self.left)

@@ -5,7 +5,7 @@ w[j, c] * x[i + j * dilation - left, c], a cross-correlation (the taps are not f
 zero outside the row, at padding and, unless asked otherwise, in other segments. The backward pass
 is written by hand: differentiating the sum would store one product per tap. TPUs compute both with
 kernels for bfloat16 and float32, channels in multiples of 128, and taps that stay in their segment
-and do not reach too far for fast memory; all else is plain JAX. Used by `mixing`.
+and do not reach too far for fast memory; all else is plain JAX.
 """
 
 import functools
@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from convt5.ops import halo, implementation, plain
-from convt5.ops.padding import Padding, pad_widths
-from convt5.ops.taps import Taps
+from convt5.ops import dispatch
+from convt5.ops.convolution import cpu, gpu, reference, sharded
+from convt5.ops.geometry import Padding, Taps, pad_widths
 from convt5.ops.varying import vary_alike
 
 Segments = Int[Array, "batch length"] | None
@@ -45,9 +45,9 @@ def depthwise_conv(
             an even kernel holds the current position and leans left. "CAUSAL": the last tap reads
             the current position. (left, right): positions read on each side, which add up to
             (K - 1) * dilation.
-        segment_ids: which packed example each position belongs to; 0 is padding, which reads as
-            zero and whose output is zero. None: the whole row is one example.
-        taps_cross_segments: taps read other segments of the row, though still not padding.
+        segment_ids: the packed example of each position; 0 is padding, which reads as zero and
+            whose output is zero. None: the whole row is one example.
+        taps_cross_segments: whether taps read other segments of the row, though never padding.
 
     Raises:
         ValueError: dilation, padding or the shapes of the arrays do not fit together, or x holds
@@ -60,10 +60,10 @@ def depthwise_conv(
             "kernel has shape [kernel, embed]."
         )
     _check_shapes(x, segment_ids)
-    where = _taps(kernel.shape[0], dilation, padding, taps_cross_segments)
+    taps = _taps(kernel.shape[0], dilation, padding, taps_cross_segments)
     if x.size == 0:
         return jnp.zeros_like(x)
-    return _static_conv(where, *vary_alike(x, kernel, segment_ids))
+    return _static_conv(taps, *vary_alike(x, kernel, segment_ids))
 
 
 def lightweight_conv(
@@ -99,13 +99,13 @@ def lightweight_conv(
     _check_axes(x, "kernel_logits", kernel_logits, "kernel heads")
     _check_rate(tap_dropout_rate)
     _check_shapes(x, segment_ids)
-    where = _taps(kernel_logits.shape[0], dilation, padding, taps_cross_segments)
+    taps = _taps(kernel_logits.shape[0], dilation, padding, taps_cross_segments)
     group = _group_size(x, kernel_logits)
     if x.size == 0:
         return jnp.zeros_like(x)
-    weights = plain.normalize(softmax, tap_dropout_rate, kernel_logits, dropout_key)
+    weights = reference.normalize(softmax, tap_dropout_rate, kernel_logits, dropout_key)
     kernel = jnp.repeat(weights, group, axis=1)
-    return _static_conv(where, *vary_alike(x, kernel, segment_ids))
+    return _static_conv(taps, *vary_alike(x, kernel, segment_ids))
 
 
 def dynamic_conv(
@@ -137,17 +137,17 @@ def dynamic_conv(
     _check_axes(x, "kernel_logits", kernel_logits, "batch length kernel heads")
     _check_rate(tap_dropout_rate)
     _check_shapes(x, segment_ids, kernel_logits=kernel_logits)
-    where = _taps(kernel_logits.shape[2], dilation, padding, taps_cross_segments)
+    taps = _taps(kernel_logits.shape[2], dilation, padding, taps_cross_segments)
     _group_size(x, kernel_logits)
     if x.size == 0:
         return jnp.zeros_like(x)
-    devices = implementation.devices()
+    devices = dispatch.devices()
     if dropout_key is not None and tap_dropout_rate and devices and devices.split_lengths:
         # Drawn for whole rows, before they are taken apart: the same numbers on every mesh.
-        weights = plain.normalize(softmax, tap_dropout_rate, kernel_logits, dropout_key)
-        return _dynamic_conv(where, False, 0.0, x, weights, segment_ids, None)
+        weights = reference.normalize(softmax, tap_dropout_rate, kernel_logits, dropout_key)
+        return _dynamic_conv(taps, False, 0.0, *vary_alike(x, weights, segment_ids, None))
     arrays = vary_alike(x, kernel_logits, segment_ids, dropout_key)
-    return _dynamic_conv(where, softmax, tap_dropout_rate, *arrays)
+    return _dynamic_conv(taps, softmax, tap_dropout_rate, *arrays)
 
 
 def _check_axes(x, name: str, weights, axes: str) -> None:
@@ -169,7 +169,7 @@ def _check_rate(rate: float) -> None:
 
 
 def _check_shapes(x, segment_ids, **of_positions) -> None:
-    """Arrays that would broadcast along positions are refused: they are not what was meant."""
+    """Raises ValueError for shapes that would broadcast silently along positions."""
     if segment_ids is not None and segment_ids.ndim != 2:
         raise ValueError(
             f"segment_ids has shape {segment_ids.shape}, but must have the axes [batch, length]."
@@ -209,97 +209,88 @@ def _group_size(x, kernel_logits) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _static_conv(where: Taps, x, kernel, segment_ids):
-    return _run("forward", where, False, segment_ids, x, kernel)
+def _static_conv(taps: Taps, x, kernel, segment_ids):
+    return _run("forward", taps, False, segment_ids, x, kernel)
 
 
-def _static_forward(where, x, kernel, segment_ids):
-    compute = functools.partial(_run, "forward", where, False)
-    y = implementation.one_operation(compute, segment_ids, x, kernel)
+def _static_forward(taps, x, kernel, segment_ids):
+    compute = functools.partial(_run, "forward", taps, False)
+    y = dispatch.one_operation(compute, segment_ids, x, kernel)
     return y, (x, kernel, segment_ids)
 
 
-def _static_backward(where, residuals, cotangent):
+def _static_backward(taps, residuals, dy):
     x, kernel, segment_ids = residuals
-    return *_run("backward", where, False, segment_ids, x, kernel, cotangent), None
+    return *_run("backward", taps, False, segment_ids, x, kernel, dy), None
 
 
 _static_conv.defvjp(_static_forward, _static_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _dynamic_conv(where: Taps, softmax, rate, x, logits, segment_ids, key):
-    return _dynamic_run(where, softmax, rate, x, logits, segment_ids, key)
+def _dynamic_conv(taps: Taps, softmax, rate, x, logits, segment_ids, key):
+    return _run("forward", taps, softmax, segment_ids, x, logits, rate=rate, key=key)
 
 
-def _dynamic_run(where: Taps, softmax, rate, x, logits, segment_ids, key):
-    if key is None or rate == 0.0:
-        return _run("forward", where, softmax, segment_ids, x, logits)
-    return plain.forward(where, softmax, segment_ids, x, logits, rate=rate, key=key)
+def _dynamic_forward(taps, softmax, rate, x, logits, segment_ids, key):
+    def compute(segment_ids, x, logits, key):
+        return _run("forward", taps, softmax, segment_ids, x, logits, rate=rate, key=key)
 
-
-def _dynamic_forward(where, softmax, rate, x, logits, segment_ids, key):
-    compute = functools.partial(_dynamic_run, where, softmax, rate)
-    y = implementation.one_operation(compute, x, logits, segment_ids, key)
+    y = dispatch.one_operation(compute, segment_ids, x, logits, key)
     return y, (x, logits, segment_ids, key)
 
 
-def _dynamic_backward(where, softmax, rate, residuals, cotangent):
+def _dynamic_backward(taps, softmax, rate, residuals, dy):
     x, logits, segment_ids, key = residuals
-    if key is None or rate == 0.0:
-        gradients = _run("backward", where, softmax, segment_ids, x, logits, cotangent)
-    else:
-        gradients = plain.backward(
-            where, softmax, segment_ids, x, logits, cotangent, rate=rate, key=key
-        )
+    gradients = _run("backward", taps, softmax, segment_ids, x, logits, dy, rate=rate, key=key)
     return *gradients, None, None
 
 
 _dynamic_conv.defvjp(_dynamic_forward, _dynamic_backward)
 
 
-def _run(direction: Literal["forward", "backward"], where, softmax, segment_ids, *arrays):
-    """Returns `plain.forward` or `plain.backward` of the arrays, computed as the platform likes."""
-    alone = functools.partial(_whole, direction, where, softmax)
-    devices = implementation.devices()
-    if devices is not None and devices.split_lengths:
-        return halo.convolve(direction, where, devices, alone, segment_ids, *arrays)
-    return alone(segment_ids, *arrays)
+def _run(
+    direction: Literal["forward", "backward"],
+    taps: Taps,
+    softmax: bool,
+    segment_ids,
+    *arrays,
+    rate: float = 0.0,
+    key=None,
+):
+    """Returns the convolution, or its gradients, of x, weights and, backward, the cotangent."""
+    devices = dispatch.devices()
+    if not reference.drops(rate, key):
+        key = None
+        if devices is not None and devices.split_lengths:
+            whole = functools.partial(_run, direction, taps, softmax)
+            return sharded.convolve(direction, taps, devices, whole, segment_ids, *arrays)
+    table = _table(direction, taps, softmax, rate, segment_ids, key, *arrays[:2])
+    return dispatch.run(table, segment_ids, key, *arrays)
 
 
-def _whole(direction, where, softmax, segment_ids, *arrays):
-    """The same where every device that takes part holds whole rows."""
-    ids = () if segment_ids is None else (segment_ids,)
-    formulation = plain.forward if direction == "forward" else plain.backward
+def _table(direction, taps, softmax, rate, segment_ids, key, x, weights) -> dispatch.Table:
+    """Returns the formulations of a direction, of segment ids, key and the arrays."""
 
-    def compute(*given):
-        return formulation(where, softmax, given[0] if ids else None, *given[len(ids) :])
+    def of(module):
+        compute = getattr(module, direction)
 
-    kernels = _kernels(direction, where, softmax, bool(ids), *arrays[:2])
-    return implementation.run(compute, kernels, *ids, *arrays)
+        def formulation(segment_ids, key, *arrays):
+            return compute(taps, softmax, segment_ids, *arrays, rate=rate, key=key)
 
+        return formulation
 
-def _kernels(direction, where, softmax, packed, x, weights) -> implementation.Offer:
-    if not implementation.wanted():
-        return implementation.Offer()
+    table = dispatch.Table(of(reference), cpu=of(cpu), gpu=of(gpu))
+    if key is not None or not dispatch.may_use_kernels():
+        return table
     # Deferred: importing Pallas takes time, which programs without TPUs need not spend.
-    from convt5.ops.pallas import convolution as tpu_kernels
+    from convt5.ops.convolution.tpu import kernels
 
-    operation = tpu_kernels.Operation(
-        where=where,
+    operation = kernels.Operation(
+        taps=taps,
         dynamic=weights.ndim == 4,
         softmax=softmax,
-        packed=packed,
-        interpret=implementation.interpreted(),
+        packed=segment_ids is not None,
+        interpret=dispatch.interpreted(),
     )
-    if not tpu_kernels.has_sizes(x, weights):
-        return implementation.Offer()
-    devices = implementation.devices()
-    if devices is not None:
-        return implementation.Offer(
-            shared=tpu_kernels.shared(operation, direction, devices, x, weights)
-        )
-    if not tpu_kernels.is_supported(operation, direction, x, weights):
-        return implementation.Offer()
-    run = tpu_kernels.forward if direction == "forward" else tpu_kernels.backward
-    return implementation.Offer(alone=functools.partial(run, operation))
+    return kernels.add_to(table, operation, direction, x, weights)

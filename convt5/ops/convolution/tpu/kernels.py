@@ -1,7 +1,4 @@
-"""The convolutions by TPU kernels, on one device, and on several that share rows and channels.
-
-`convt5.ops.convolution` offers them to `implementation`, where they serve.
-"""
+"""The convolutions by TPU kernels, on one device, and on several that share rows and channels."""
 
 import dataclasses
 import functools
@@ -11,29 +8,30 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from convt5.ops.implementation import Devices, Kernels
-from convt5.ops.pallas import conv_calls as calls
-from convt5.ops.pallas import conv_streamed
-from convt5.ops.pallas.conv_blocks import Blocks
-from convt5.ops.taps import Taps
+from convt5.ops import dispatch
+from convt5.ops.convolution.tpu import calls, streamed
+from convt5.ops.convolution.tpu.blocks import Blocks
+from convt5.ops.dispatch import Devices, Formulation
+from convt5.ops.geometry import Taps
+from convt5.ops.tpu_kernels import LANES
 
 DTYPES = (jnp.bfloat16, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """What is computed, apart from the arrays; see `convolution` for the meaning.
+    """What is computed, apart from the arrays; `operators` documents the terms.
 
     Attributes:
-        where: the taps.
+        taps: the geometry.
         dynamic: weights are logits [batch, length, kernel, heads], not a kernel [kernel, embed].
         softmax: whether the taps of a dynamic convolution are normalised.
         packed: whether segment ids are given.
-        interpret: computes the kernels without a TPU, for tests.
-        max_rows: of a block.
+        interpret: runs the kernels without a TPU, for tests.
+        max_rows: most rows of a block.
     """
 
-    where: Taps
+    taps: Taps
     dynamic: bool
     softmax: bool
     packed: bool
@@ -41,9 +39,33 @@ class Operation:
     max_rows: int = calls.MAX_ROWS
 
 
-def has_sizes(*arrays: Any) -> bool:
-    """Whether all sizes are numbers: exported programs leave some free."""
-    return all(isinstance(size, int) for array in arrays for size in array.shape)
+def add_to(
+    table: dispatch.Table, operation: Operation, direction: calls.Direction, x: Any, weights: Any
+) -> dispatch.Table:
+    """Adds the kernels that serve arrays like these; they are called like the other formulations.
+
+    Args:
+        table: formulations of segment ids (or None), a key (None), x, weights and the cotangent.
+        operation, direction: what is computed.
+        x, weights: arrays or their types. Exported programs leave some sizes free; those have none.
+    """
+    if not all(isinstance(size, int) for array in (x, weights) for size in array.shape):
+        return table
+    devices = dispatch.devices()
+    if devices is not None:
+        compute = shared(operation, direction, devices, x, weights)
+        if compute is None:
+            return table
+        return table._replace(shared_tpus=functools.partial(_of_given, compute))
+    if not is_supported(operation, direction, x, weights):
+        return table
+    compute = functools.partial(forward if direction == "forward" else backward, operation)
+    return table._replace(tpu=functools.partial(_of_given, compute))
+
+
+def _of_given(compute, segment_ids, key, *arrays):
+    del key
+    return compute(*([] if segment_ids is None else [segment_ids]), *arrays)
 
 
 def is_supported(operation: Operation, direction: calls.Direction, x: Any, weights: Any) -> bool:
@@ -53,7 +75,7 @@ def is_supported(operation: Operation, direction: calls.Direction, x: Any, weigh
 
 def _call(
     operation: Operation, direction: calls.Direction, x, weights
-) -> calls.Call | conv_streamed.Streamed | None:
+) -> calls.Call | streamed.Streamed | None:
     if x.dtype not in DTYPES or weights.dtype not in DTYPES or x.size == 0:
         return None
     batch, length, embed = x.shape
@@ -64,7 +86,7 @@ def _call(
     in_blocks = calls.make_call(
         kind,
         direction,
-        operation.where,
+        operation.taps,
         batch=batch,
         length=length,
         embed=embed,
@@ -75,18 +97,18 @@ def _call(
         interpret=operation.interpret,
         max_rows=operation.max_rows,
     )
-    if kind != "channel" or direction == "forward" or embed % calls.LANES:
+    if kind != "channel" or direction == "forward" or embed % LANES:
         return in_blocks
-    whole = Blocks(operation.where, length, length, calls.LANES, operation.packed)
-    streamed = conv_streamed.Streamed(whole, batch, embed, operation.softmax, operation.interpret)
-    if operation.where.cross_segments or streamed.vmem_bytes(itemsize) > calls.VMEM_BYTES:
+    whole = Blocks(operation.taps, length, length, LANES, operation.packed)
+    by_tap = streamed.Streamed(whole, batch, embed, operation.softmax, operation.interpret)
+    if operation.taps.cross_segments or by_tap.vmem_bytes(itemsize) > calls.VMEM_BYTES:
         return in_blocks
     if in_blocks is not None:
         moved = calls.cost(in_blocks, itemsize, itemsize).bytes_accessed
         # It computes twice what blocks compute once.
-        if moved <= 1.25 * streamed.bytes_accessed(itemsize):
+        if moved <= 1.25 * by_tap.bytes_accessed(itemsize):
             return in_blocks
-    return streamed
+    return by_tap
 
 
 def _kind(operation: Operation, x, weights) -> str:
@@ -127,8 +149,8 @@ def _local(operation: Operation, direction: calls.Direction, *arrays):
     ids = None if ids is None else _pad(ids, extra)[:, None]
     given = (_pad(x, extra), _to_kernel(kind, weights, extra), ids)
     given += tuple(_pad(dy, extra) for dy in cotangent)
-    if isinstance(call, conv_streamed.Streamed):
-        dx, dweights = conv_streamed.backward(call, *given)
+    if isinstance(call, streamed.Streamed):
+        dx, dweights = streamed.backward(call, *given)
     elif direction == "forward":
         return calls.forward(call, *given)[:, :length]
     else:
@@ -166,7 +188,7 @@ def _from_kernel(kind: str, dweights, length: int, heads: int):
 
 def shared(
     operation: Operation, direction: calls.Direction, devices: Devices, x: Any, weights: Any
-) -> Kernels | None:
+) -> Formulation | None:
     """Returns `forward` or `backward` on several devices, or None where they cannot share it.
 
     Rows of the batch and channels are independent; the length is never split.
@@ -201,21 +223,23 @@ def _shard(operation: Operation, direction: calls.Direction, devices: Devices, *
     """Computes the part of one device."""
     run = functools.partial(_local, operation, direction)
     if not operation.dynamic:
-        found = run(*arrays)
+        results = run(*arrays)
         if direction == "forward":
-            return found
-        slopes = jax.lax.psum(found[1].astype(jnp.float32), devices.rows)
-        return found[0], slopes.astype(found[1].dtype)
+            return results
+        dx, dweights = results
+        total = jax.lax.psum(dweights.astype(jnp.float32), devices.rows)
+        return dx, total.astype(dweights.dtype)
     at = 2 if operation.packed else 1
     logits, count = arrays[at], devices.count(devices.channels)
     heads = logits.shape[3]
     # One kernel may serve channels of several devices.
     first = jax.lax.axis_index(devices.channels) * heads // count
     own = jax.lax.dynamic_slice_in_dim(logits, first, max(1, heads // count), axis=3)
-    found = run(*arrays[:at], own, *arrays[at + 1 :])
+    results = run(*arrays[:at], own, *arrays[at + 1 :])
     if direction == "forward":
-        return found
+        return results
+    dx, dlogits = results
     # Other devices hold the other channels of a kernel, and other kernels.
-    parts = jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(logits), found[1], first, axis=3)
-    slopes = jax.lax.psum(parts.astype(jnp.float32), devices.channels)
-    return found[0], slopes.astype(logits.dtype)
+    parts = jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(logits), dlogits, first, axis=3)
+    total = jax.lax.psum(parts.astype(jnp.float32), devices.channels)
+    return dx, total.astype(logits.dtype)

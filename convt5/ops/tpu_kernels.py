@@ -1,10 +1,13 @@
-"""What the kernels share: matrix products, lengths that fill whole blocks, types of results."""
+"""What TPU kernels share: matrix products, lengths that fill whole blocks, types of results."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import ManualAxisType
 from jax.typing import DTypeLike
+
+LANES = 128
+"""Columns of a vector register, and what lengths and channels must be a multiple of."""
 
 
 def dot(a, b, contract=(1, 0)):
@@ -27,6 +30,6 @@ def padded(length: int, multiple: int) -> int:
 def result(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
     """Returns the type of what a kernel computes: it varies over no mesh, as its arguments.
 
-    `implementation.run` traces kernels by the types of one device, also inside of shard_map.
+    `dispatch.run` traces kernels by the types of one device, also inside of shard_map.
     """
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=ManualAxisType())

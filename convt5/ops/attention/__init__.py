@@ -1,0 +1,1 @@
+"""Attention over packed rows: the operator, and its formulations."""

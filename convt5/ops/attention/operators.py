@@ -1,0 +1,129 @@
+"""Attention over packed rows whose logits are never held for all queries at once.
+
+Logits exist block by block, and the backward pass computes the weights of a block again: memory
+grows with the length of a row, not with its square. On TPU, kernels do the same on-chip.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from convt5.ops import dispatch
+from convt5.ops.attention import blockwise_attention, sharded_attention
+from convt5.ops.masking import attention_mask
+from convt5.ops.varying import vary_alike
+
+
+def attend(
+    query: Float[Array, "batch target heads head_dim"],
+    key: Float[Array, "batch source heads head_dim"],
+    value: Float[Array, "batch source heads head_dim"],
+    query_segment_ids: Int[Array, "batch target"],
+    key_segment_ids: Int[Array, "batch source"],
+    *,
+    causal: bool = False,
+    distance_bias: Float[Array, "heads distances"] | None = None,
+) -> Float[Array, "batch target heads head_dim"]:
+    """Returns softmax(query key^T + bias) value, where queries read keys of their own segment.
+
+    Vaswani et al. 2017 (arXiv 1706.03762), equation 1, without the factor 1 / sqrt(head_dim),
+    which T5 leaves to the initial query projection. Softmax in at least float32.
+
+    Segments do not affect each other as long as all numbers are finite. Hidden keys have weight
+    zero, and zero times a NaN or an infinity in a value (backward also in a key) is a NaN in every
+    query. The convolutions isolate a NaN in x as well, but not, backward, one in dynamic logits.
+
+    Args:
+        query, key, value: projected positions.
+        query_segment_ids, key_segment_ids: packed examples. Nothing reads segment 0, padding.
+            Queries without a key return zero.
+        causal: hides the keys after each query's own position.
+        distance_bias: added to the logits, by the distance of key minus query position, from
+            1 - target to source - 1.
+
+    Raises:
+        ValueError: the shapes of the arrays do not fit together, or query holds integers.
+    """
+    ids = query_segment_ids, key_segment_ids
+    _check_shapes(query, key, value, *ids, distance_bias)
+    if 0 in (*query.shape, *key.shape):
+        return jnp.zeros_like(query)
+    devices = dispatch.devices()
+    if causal and devices and devices.split_lengths and ids[0] is not ids[1]:
+        # A bias hides later keys only from queries that also have earlier ones.
+        reads = attention_mask(*ids, causal=True).any(axis=-1)
+        ids = jnp.where(reads, ids[0], 0), ids[1]
+    return _attend(causal, *vary_alike(query, key, value, distance_bias, *ids))
+
+
+def _check_shapes(query, key, value, query_ids, key_ids, bias) -> None:
+    """Raises ValueError for shapes that would broadcast silently, or would be cut."""
+    batch, target, heads, _ = query.shape
+    source = key.shape[1]
+    wanted = {
+        "key": (key, (batch, source, *query.shape[2:])),
+        "value": (value, key.shape),
+        "query_segment_ids": (query_ids, (batch, target)),
+        "key_segment_ids": (key_ids, (batch, source)),
+    }
+    if bias is not None:
+        wanted["distance_bias"] = (bias, (heads, max(0, target + source - 1)))
+    for name, (array, shape) in wanted.items():
+        if array.shape != shape:
+            raise ValueError(
+                f"{name} has shape {array.shape}, but must have shape {shape} for query of shape "
+                f"{query.shape} and key of shape {key.shape}."
+            )
+    if not jnp.issubdtype(query.dtype, jnp.floating):
+        raise ValueError(
+            f"query has dtype {query.dtype}, which the result would be rounded to; give floating "
+            "point."
+        )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(causal, query, key, value, bias, query_ids, key_ids):
+    return _run(_whole, causal, query, key, value, bias, query_ids, key_ids)[0]
+
+
+def _forward(causal, *arguments):
+    out, lse = dispatch.one_operation(functools.partial(_run, _whole, causal), *arguments)
+    return out, (*arguments, out, lse)
+
+
+def _backward(causal, residuals, d_out):
+    return (*_run(_whole_gradients, causal, *residuals, d_out), None, None)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _run(whole, causal, *arrays):
+    """Computes `whole` of the arrays, which devices may share."""
+    devices = dispatch.devices()
+    if devices is not None:
+        return sharded_attention.attend(causal, devices, whole, *arrays)
+    return whole(causal, *arrays)
+
+
+def _whole(causal, *arrays):
+    """Returns the output, and the logsumexp `lse` that `blockwise_attention.gradients` needs."""
+    return dispatch.run(_table("attend", causal, *arrays), *arrays)
+
+
+def _whole_gradients(causal, *arrays):
+    """Returns the gradients in query, key, value and bias."""
+    return dispatch.run(_table("gradients", causal, *arrays), *arrays)
+
+
+def _table(direction: str, causal: bool, query, key, value, *_) -> dispatch.Table:
+    table = blockwise_attention.table(direction, causal, query, key)
+    if not dispatch.may_use_kernels() or dispatch.has_old_tpus():
+        return table
+    # Deferred: importing Pallas takes time, which programs without TPUs need not spend.
+    from convt5.ops.attention import tpu
+
+    kernels = tpu.kernels(direction, causal, query, key, value, interpret=dispatch.interpreted())
+    return table._replace(tpu=kernels)

@@ -1,0 +1,1 @@
+"""Depthwise, lightweight and dynamic convolution: the operators, and a file for each platform."""

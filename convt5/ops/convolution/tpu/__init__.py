@@ -1,0 +1,1 @@
+"""The convolutions as Pallas kernels for TPUs."""

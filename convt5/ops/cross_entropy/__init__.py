@@ -1,0 +1,1 @@
+"""Cross-entropy of tokens: the operators, and the formulations of the fused one."""

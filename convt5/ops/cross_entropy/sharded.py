@@ -1,0 +1,39 @@
+"""Cross-entropy on several devices that split the batch and nothing else."""
+
+import functools
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from convt5.ops.dispatch import Devices, Formulation
+
+
+def batch_parts(devices: Devices, batch: int) -> int | None:
+    """Returns how many parts the batch is split into, or None if something else is split too."""
+    rows = devices.count(devices.rows)
+    return rows if rows == devices.mesh.size and batch % rows == 0 else None
+
+
+def over_rows(devices: Devices, compute: Formulation) -> Formulation:
+    """Returns `compute` on the rows of each device, with everything but dx summed over all."""
+
+    def own(x, table, targets, weights):
+        sums, gradients = compute(x, table, targets, weights)
+        total = functools.partial(lax.psum, axis_name=devices.rows)
+        return jax.tree.map(total, sums), (*gradients[:1], *map(total, gradients[1:]))
+
+    split, whole = PartitionSpec(devices.rows), PartitionSpec()
+
+    def run(x, table, targets, weights):
+        shapes = jax.eval_shape(compute, x, table, targets, weights)
+        gradients = (split, whole) if shapes[1] else ()
+        return jax.shard_map(
+            own,
+            mesh=devices.mesh,
+            in_specs=(split, whole, split, split),
+            out_specs=((whole,) * 4, gradients),
+            check_vma=False,
+        )(x, table, targets, weights)
+
+    return run

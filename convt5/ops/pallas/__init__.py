@@ -1,1 +1,0 @@
-"""Kernels written in Pallas: formulations that a compiler does not find by itself."""
