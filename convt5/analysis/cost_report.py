@@ -13,7 +13,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from convt5.analysis import costs
 from convt5.modeling import sharding
 from convt5.modeling.architecture import ConvT5Config
-from convt5.modeling.mixers.convolution import ConvolutionConfig
 from convt5.modeling.placement import TEXT_RULES
 from convt5.modeling.tree_paths import named_leaves
 from convt5.training import schedule
@@ -355,16 +354,12 @@ def _layer_section(cost: costs.ModelCost) -> str:
 
 
 def _layer_row(layer: costs.LayerCost) -> tuple[str, ...]:
-    mixing, size = layer.mixing, layer.reach.size
-    taps = ("-", "-", "-")
-    if isinstance(mixing, ConvolutionConfig):
-        kernels = "1/channel" if mixing.num_kernels is None else str(mixing.num_kernels)
-        taps = (str(mixing.kernel_size), str(mixing.dilation), kernels)
+    size = layer.reach.size
     return (
         layer.stack,
         str(layer.index),
-        mixing.kind,
-        *taps,
+        layer.mixing.kind,
+        *layer.mixing.tap_columns,
         str(layer.reach),
         "all" if size is None else f"{size:,}",
         f"{layer.parameters:,}",

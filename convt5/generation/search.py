@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from convt5 import errors
 from convt5.configuration import checks
 from convt5.modeling.layers import at_least_float32
+from convt5.modeling.mixers.base import select_rows
 from convt5.modeling.model import ConvT5, DecoderState, HostOrDevice
 
 LOWEST_TEMPERATURE = 1e-30
@@ -462,8 +463,7 @@ def reordered(state: DecoderState, parents: Int[Array, "batch beams"]) -> Decode
     # All beams of a row read the same encoder output: only what mixing remembers moves.
     return state._replace(
         layers=tuple(
-            layer._replace(mixing=jax.tree.map(lambda x: x[rows], layer.mixing))
-            for layer in state.layers
+            layer._replace(mixing=select_rows(layer.mixing, rows)) for layer in state.layers
         )
     )
 

@@ -6,8 +6,10 @@ receptive field, its FLOPs and bytes, and where its parameters live on a mesh.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
@@ -17,7 +19,22 @@ from convt5.modeling.sharding import Rule
 from convt5.modeling.sizes import ModelSizes, Size
 
 State = Any
-"""The arrays that a mixer keeps while decoding."""
+"""The arrays that a mixer keeps while decoding: one row for each row of the batch, or `Shared`."""
+
+
+class Shared(NamedTuple):
+    """A part of a decoding state that all rows of the batch share."""
+
+    value: Array
+
+
+def select_rows(state: State, rows: Int[Array, " rows"]) -> State:
+    """Returns the state whose row i is row `rows[i]` of `state`, as beams take over another's."""
+
+    def select(leaf: Array | Shared) -> Array | Shared:
+        return leaf if isinstance(leaf, Shared) else leaf[rows]
+
+    return jax.tree.map(select, state, is_leaf=lambda leaf: isinstance(leaf, Shared))
 
 
 class Reach(NamedTuple):
@@ -132,6 +149,11 @@ class MixerConfig:
     their first axis; `AdafactorConfig.stacked` says what that means."""
 
     @property
+    def tap_columns(self) -> tuple[str, str, str]:
+        """Taps, dilation and number of kernels, as `inspect` prints them."""
+        return "-", "-", "-"
+
+    @property
     def reach(self) -> Reach:
         """Positions read to the left and to the right of the output position."""
         raise NotImplementedError
@@ -162,3 +184,23 @@ class MixerConfig:
 
 def _sum(a: int | None, b: int | None) -> int | None:
     return None if a is None or b is None else a + b
+
+
+def kinds_among(values: Mapping[str, Any]) -> dict[str, type[MixerConfig]]:
+    """Returns the descriptions among the names of a module, by the name of their kind.
+
+    Raises:
+        TypeError: two of them declare a setting of one name differently; a stack has but one.
+    """
+    kinds = {
+        value.kind: value
+        for value in values.values()
+        if isinstance(value, type) and issubclass(value, MixerConfig) and hasattr(value, "kind")
+    }
+    declared: dict[str, tuple[str, Any]] = {}
+    for name, kind in kinds.items():
+        for field in dataclasses.fields(kind):
+            owner, other = declared.setdefault(field.name, (name, field))
+            if (field.default, field.metadata) != (other.default, other.metadata):
+                raise TypeError(f"{name} and {owner} declare the setting {field.name} differently.")
+    return kinds

@@ -89,6 +89,11 @@ class ConvolutionConfig(MixerConfig):
         return (self.kernel_size - 1) * self.dilation + 1
 
     @property
+    def tap_columns(self) -> tuple[str, str, str]:
+        kernels = "1/channel" if self.num_kernels is None else str(self.num_kernels)
+        return str(self.kernel_size), str(self.dilation), kernels
+
+    @property
     def dense_layers(self) -> tuple[str, ...]:
         """The dense layers of the block, in order."""
         present = {
