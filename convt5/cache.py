@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
             raise errors.UserError(f"{name}={getattr(flags, name)} must be at least 1.")
     with quiet_imports.without_tensorflow_chatter():
         from convt5 import data
-        from convt5.data import cached_data
+        from convt5.data import cached_data, counts
         from convt5.training.validation import check_num_batches
 
     settings = _settings(arguments)
@@ -86,14 +86,20 @@ def main(argv: Sequence[str]) -> None:
         if config is not None
     }
     writer = cached_data.Writer(pathlib.Path(output_dir), identity=_identity(wanted, flags))
-    started, tokens = time.perf_counter(), 0
+    started, tokens, described = time.perf_counter(), 0, {}
     for split, of_split in wanted.items():
-        print(of_split.config.describe())
+        described[split] = of_split.config.describe()
+        print(described[split])
         tokens += _write(writer, split, of_split, flags, argv)
     made_from = {name: dataclasses.asdict(c) for name, c in configs.items() if c is not None}
     for config in made_from.values():
         config["mixture"] = getattr(config["mixture"], "name", config["mixture"])
-    about = writer.finish(made_from=made_from, tasks=task_format.of_data(configs["train"]))
+    about = writer.finish(
+        made_from=made_from, tasks=task_format.of_data(configs["train"]), described=described
+    )
+    for name, split in about["splits"].items():
+        found = {task: counts.Counts(*numbers) for task, numbers in split["counts"].items()}
+        print(counts.describe(f"read of {name}", found))
     rows = ", ".join(f"{split['rows']:,} of {name}" for name, split in about["splits"].items())
     seconds = time.perf_counter() - started
     print(
@@ -161,7 +167,9 @@ def _write(
         )
         tell = _Estimate(progress, wanted, batches)
         rows = _first_rows(batches, left, tell)
-        for found in writer.write(split, rows, get_state=batches.get_state):
+        for found in writer.write(
+            split, rows, get_state=batches.get_state, get_counts=batches.counts
+        ):
             tokens += found
     return tokens
 

@@ -39,9 +39,9 @@ _NUMBER = {"type": int, "default": None}
 COMMAND = command_line.Command(
     name="inspect",
     summary="Shows what gin files describe without building it: every layer with its receptive "
-    "field, parameters and FLOPs, totals, memory, where parameters live on the devices, and "
-    "examples of the training data. With --topology, also compiles the training step for TPUs or "
-    "GPUs that need not be there.",
+    "field, parameters and FLOPs, totals, memory, where parameters live on the devices; of a run "
+    "also how much data there is, and examples of it. With --topology, also compiles the training "
+    "step for TPUs or GPUs that need not be there.",
     examples=[
         ("a model", "--gin_file=gin/models/dynamic_base.gin"),
         (
@@ -72,7 +72,7 @@ COMMAND = command_line.Command(
     flags=[
         command_line.Flag(
             "examples",
-            "decoded training examples to show, and how much data there is; needs TensorFlow.",
+            "decoded training examples to show; needs TensorFlow.",
             {"type": int},
         ),
         command_line.Flag(
@@ -173,9 +173,8 @@ def main(argv: Sequence[str]) -> int:
         sections.append(paired[0])
         values["equal_cost"] = paired[1]
     examples = decoded_examples(settings, flags.examples) if flags.examples else []
-    describe_data = getattr(settings.get("train_data"), "describe", None)
-    if examples and describe_data is not None:
-        sections.append(values.setdefault("data", describe_data()))
+    if (described := _described_data(settings.get("train_data"))) is not None:
+        sections.append(values.setdefault("data", described))
     if flags.json:
         json.dump({**values, "examples": examples}, sys.stdout, indent=2)
         print()
@@ -441,6 +440,17 @@ def decoded_examples(settings: Mapping[str, Any], num: int) -> list[dict[str, An
                 }
             )
     return found[:num]
+
+
+def _described_data(data: Any) -> str | None:
+    """Returns the block about the data, or why there is none; None for data without one."""
+    describe = getattr(data, "describe", None)
+    if describe is None:
+        return None
+    try:
+        return describe()
+    except errors.UserError as error:  # A model and its costs are there all the same.
+        return f"data: not measured: {error}"
 
 
 def _examples_section(examples: Sequence[Mapping[str, Any]]) -> list[str]:

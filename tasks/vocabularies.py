@@ -158,8 +158,13 @@ def token_bytes(vocabulary: seqio.Vocabulary) -> np.ndarray | None:
 
 def has_unknown(vocabulary: seqio.Vocabulary, ids: Sequence[int]) -> bool:
     """Whether ids stand for text that the vocabulary lacks, which nothing gives back."""
-    is_pieces = isinstance(vocabulary, seqio.SentencePieceVocabulary)
-    return is_pieces and vocabulary.unk_id in ids
+    unknown = unknown_id(vocabulary)
+    return unknown is not None and unknown in ids
+
+
+def unknown_id(vocabulary: seqio.Vocabulary) -> int | None:
+    """Returns the id of text that the vocabulary lacks; None where it lacks none."""
+    return vocabulary.unk_id if isinstance(vocabulary, seqio.SentencePieceVocabulary) else None
 
 
 def _check_count(num_sentinels: int) -> None:

@@ -16,9 +16,13 @@ from convt5.tasks import pretraining, vocabularies  # pyright: ignore[reportMiss
 from convt5 import cache, data, errors, inspect
 from convt5.data import cached_data
 from convt5.data.cached_data import CachedDataConfig
+from convt5.data.counts import Counts
 from convt5.data.row_order import RowOrder
 
 ROWS, LENGTH = 10, 6
+FEATURE = {"dtype": "<u2", "length": 4}
+SPLIT = {"rows": 3, "fingerprint": "a", "features": {"encoder_input_tokens": FEATURE}}
+SPLIT["features"]["decoder_input_tokens"] = FEATURE
 
 
 def made(seed=0, rows=ROWS):
@@ -42,10 +46,11 @@ def folder(tmp_path):
     halves = [
         {name: values[part] for name, values in rows.items()} for part in (slice(4), slice(4, ROWS))
     ]
-    tokens = list(writer.write("train", [*halves, empty]))
+    read = {"texts": Counts(12, 3, 1, 0)}
+    tokens = list(writer.write("train", [*halves, empty], get_counts=lambda: read))
     assert tokens == [4 * 10, 6 * 10, 0]
     list(writer.write("validation", [made(seed=1, rows=3)]))
-    writer.finish(made_from={})
+    writer.finish(made_from={}, described={"train": "data train\n  texts: 12 documents"})
     return tmp_path / "cache"
 
 
@@ -149,6 +154,25 @@ def test_a_cache_knows_its_lengths_its_vocabulary_and_the_bytes_of_its_ids(folde
     np.testing.assert_array_equal(
         built(folder).token_bytes, vocabularies.token_bytes(vocabularies.characters())
     )
+
+
+def test_a_start_tells_what_the_rows_are_and_what_was_counted_when_they_were_made(folder):
+    assert config(folder).describe().splitlines() == [
+        f"data train of the cache {folder}: rows of 6 + 4 tokens",
+        "  10 rows; 100 tokens; padding: 0% of inputs, 0% of targets",
+        "read when it was made",
+        "  texts: 12 examples; cut: 3 (25.0%) of inputs, 1 (8.3%) of targets",
+        "made of data train",
+        "  texts: 12 documents",
+    ]
+    # A cache of before has none of it.
+    file = folder / "cache.json"
+    about = json.loads(file.read_text())
+    for split in about["splits"].values():
+        for name in ("tokens", "counts", "described"):
+            del split[name]
+    file.write_text(json.dumps(about))
+    assert config(folder).describe().endswith("rows of 6 + 4 tokens\n  10 rows")
 
 
 def test_damage_and_mistakes_are_named(folder, tmp_path):
@@ -318,6 +342,10 @@ def test_a_description_that_is_none_is_named(folder, about):
         {"splits": []},
         {"splits": {"train": 3}},
         {"splits": {"train": {"rows": 3, "fingerprint": "a", "features": {}}}},
+        {"splits": {"train": SPLIT | {"counts": {"texts": "many"}}}},
+        {"splits": {"train": SPLIT | {"counts": {"texts": [1, 2, 3, -4]}}}},
+        {"splits": {"train": SPLIT | {"tokens": {"encoder_input_tokens": "many"}}}},
+        {"splits": {"train": SPLIT | {"described": 3}}},
         {"vocab_size": "many"},
         {"vocabulary": 3},
     ],

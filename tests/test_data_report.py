@@ -10,7 +10,8 @@ import word_pieces
 from convt5.tasks import pretraining, vocabularies
 
 from convt5 import data, errors
-from convt5.data import data_report
+from convt5.data import counts, data_report
+from convt5.data.counts import Counts
 
 TEXTS = ["the cat sat", "on the mat", "the dog lay on the log", "vim"] * 3
 
@@ -52,6 +53,39 @@ def test_counts_are_those_of_the_text():
     assert (found.cut_inputs, found.cut_targets) == (0, np.mean(sizes + 1 > 11))
     assert found.padding_inputs == pytest.approx(1 - (sizes + 1).mean() / 24)
     assert found.padding_targets == pytest.approx(1 - np.minimum(sizes + 1, 11).mean() / 11)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("pads", [False, True])
+def test_what_is_read_is_counted_to_the_example(tmp_path, pack, pads):
+    """Of all that was read, where the block at the start has a sample."""
+    (tmp_path / "words.model").write_bytes(word_pieces.trained_model())
+    words = vocabularies.sentencepiece(str(tmp_path / "words.model"))
+    task = task_of(words)
+    if pads:  # Padding that is cut is no text.
+        task = task.replace(preprocessors=[*task.preprocessors[:2], end_and_pad])
+    read = config(task, pack=pack, encoder_length=12, decoder_length=5, num_epochs=2)
+    batches = read.build(process_index=0, process_count=1)
+    assert batches.counts() == {"texts": Counts()}
+    list(batches)
+    sizes = np.array([len(words.encode(text)) + 1 for text in TEXTS])
+    shown = [words.encode(text)[: 5 - 1] for text in TEXTS]
+    expected = Counts(
+        examples=2 * len(TEXTS),
+        cut_inputs=2 * (sizes > 12).sum(),
+        cut_targets=2 * (sizes > 5).sum(),
+        unknown_targets=2 * sum(words.unk_id in ids for ids in shown),
+    )
+    assert batches.counts() == {"texts": expected}
+    assert 0 < expected.cut_inputs < expected.cut_targets
+    assert expected.unknown_targets
+    told = counts.describe("read", batches.counts())
+    assert f"texts: 24 examples; cut: {expected.cut_inputs} (" in told
+
+
+@seqio.map_over_dataset
+def end_and_pad(example):
+    return {n: tf.concat([example[n], [1], [0] * 9], 0) for n in ("inputs", "targets")}
 
 
 def test_packed_rows_are_fewer():

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from convt5 import errors
 from convt5.data import data_shards
+from convt5.data.counts import Counts
 from convt5.data.prefetching import position, take_apart
 
 BATCH = 24
@@ -48,6 +49,7 @@ class Numbered:
     """Row r of batch b of a shard holds its shard, b and r."""
 
     batch_size: int = BATCH
+    num_epochs: int | None = None
 
     def build(self, *, process_index, process_count):
         return NumberedReader(process_index, self.batch_size // process_count)
@@ -63,6 +65,9 @@ class NumberedReader:
         self.count += 1
         return {"x": np.array([(self.shard, self.count, row) for row in range(self.rows)])}
 
+    def counts(self):
+        return {"numbers": Counts(self.count, self.shard, 0, 0)}
+
     def get_state(self):
         return position(bytes([self.shard, self.count]))
 
@@ -72,11 +77,12 @@ class NumberedReader:
         self.count = snapshot[1] + skip
 
 
-def open_hosts(monkeypatch, where, num_shards):
+def open_hosts(monkeypatch, where, num_shards, **settings):
     opened = []
     for host in range(where.hosts):
         monkeypatch.setattr(jax, "process_index", lambda host=host: host)
-        opened.append(data_shards.ShardedBatches(Numbered(), where, num_shards=num_shards))
+        data = Numbered(**settings)
+        opened.append(data_shards.ShardedBatches(data, where, num_shards=num_shards))
     return opened
 
 
@@ -130,6 +136,19 @@ def test_positions_saved_by_some_hosts_serve_any_others(before, after, data, num
             wanted = host.rows.shards(num_shards)
             host.set_state(data_shards.joined({shard: saved[shard] for shard in wanted}))
         assert {row[1] for row in whole_batch(others)} == {3}
+
+
+@pytest.mark.parametrize(("num_epochs", "expected"), [(None, (8, 6)), (2, (2, 0))])
+@pytest.mark.parametrize("hosts", [1, 4])
+def test_hosts_count_every_example_once(monkeypatch, hosts, num_epochs, expected):
+    """Four shards after two batches; of finite data each of them reads everything."""
+    opened = open_hosts(monkeypatch, placed(hosts=hosts, data=2), 4, num_epochs=num_epochs)
+    total = np.zeros(4, int)
+    for index, host in enumerate(opened):
+        monkeypatch.setattr(jax, "process_index", lambda index=index: index)
+        next(host), next(host)
+        total += host.counts()["numbers"]
+    assert total.tolist() == [*expected, 0, 0]
 
 
 def test_hosts_that_hold_the_same_rows_are_one_by_default(monkeypatch):

@@ -272,6 +272,21 @@ def test_run_directory_that_a_run_requires_need_not_be_given(tmp_path):
     assert settings["run_dir"] == "mine"
 
 
+def test_a_run_tells_what_its_data_is_or_why_not(capsys, tmp_path):
+    argv = ["--gin_file=gin/finetune/trec6.gin", "--gin_file=gin/models/dynamic_tiny.gin"]
+    argv += ["--gin.INIT_FROM=unused", "--gin.vocabularies.named.source=bytes"]
+    rows = '{"text": "How tall is it ?", "label": "number"}\n' * 3
+    (tmp_path / "train.jsonl").write_text(rows)
+    argv.append(f"--gin.DATA={tmp_path}")
+    assert inspect.main(argv) == 0
+    block = capsys.readouterr().out.split("\n\n")[-1]
+    assert "trec6: 2 documents" in block  # One of three is held out.
+    assert "cut: 0.0% of inputs" in block
+    (tmp_path / "train.jsonl").write_text('{"label": "number"}\n' * 3)
+    assert inspect.main([*argv, "--json"]) == 0
+    assert "not measured: file" in json.loads(capsys.readouterr().out)["data"]
+
+
 def test_examples_without_data_say_what_to_give(gin_file):
     with pytest.raises(UserError, match=r"examples=2 needs training data.*quickstart\.gin"):
         inspect.main([gin_file, "--examples=2"])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from convt5 import errors
 from convt5.data import block_workers
+from convt5.data.counts import Counts
 from convt5.data.mixing import Block, MixedStream, TaskStream
 from convt5.data.rows import Examples, Ragged
 
@@ -23,6 +24,12 @@ class Now(concurrent.futures.Executor):
         return future
 
 
+def flags(rows):
+    """Of examples (task, epoch, n): those of even n are cut, and all of task 1 are unknown."""
+    task, _, n = rows.reshape(-1, 3).T
+    return np.stack([n % 2 == 0, n < 0, task == 1], axis=1)
+
+
 def stream(size, *, block=3, epochs=None, task=0, empty=()):
     """Source example n becomes the example (task, epoch, n); those of `empty` become none."""
 
@@ -31,7 +38,7 @@ def stream(size, *, block=3, epochs=None, task=0, empty=()):
         kept = [n for n in numbers if n not in empty]
         rows = np.array([(task, place.epoch, n) for n in kept], np.int32).reshape(-1)
         tokens = Ragged(rows, np.full(len(kept), 3))
-        return Block(Examples(tokens, tokens), len(numbers))
+        return Block(Examples(tokens, tokens, flags(rows)), len(numbers))
 
     return TaskStream(make, Now(), epochs)
 
@@ -97,6 +104,27 @@ def test_a_position_gives_back_what_followed_however_much_is_asked_at_once(epoch
     assert found == expected
 
 
+@pytest.mark.parametrize("before", [0, 3, 17])
+def test_what_was_taken_is_counted_and_a_position_counts_on(before):
+    source = mixed([4, 11], [1.0, 2.0], epochs=2)
+    take(source, before)
+    other = mixed([4, 11], [1.0, 2.0], epochs=2)
+    other.set_state(json.loads(json.dumps(source.get_state())))
+    assert other.counts() == source.counts()
+    assert sum(each.examples for each in other.counts().values()) == before
+    other.peek(5)  # Nothing is taken so.
+    take(other, 50)
+    # Of each epoch of eleven, those of an even number: 0 to 10.
+    assert other.counts() == {"t0": Counts(8, 4, 0, 0), "t1": Counts(22, 12, 0, 22)}
+
+
+def test_a_position_without_counts_counts_from_there():
+    source = stream(5)
+    source.set_state([0, 1, 3, 1])
+    take(source, 1)
+    assert source.counts == Counts(1, 1, 0, 0)
+
+
 def test_tasks_are_drawn_by_their_rates():
     source = mixed([7, 7, 7], [1.0, 3.0, 0.0])
     tasks = np.array(take(source, 9000))[:, 0]
@@ -128,7 +156,7 @@ def test_blocks_that_processes_make_are_those_of_one(monkeypatch, num_processes)
             numbers = range(place.first, place.first + self.pass_over(place))
             rows = np.array([(0, place.epoch, n) for n in numbers], np.int32).reshape(-1)
             tokens = Ragged(rows, np.full(len(numbers), 3))
-            return Block(Examples(tokens, tokens), len(numbers))
+            return Block(Examples(tokens, tokens, flags(rows)), len(numbers))
 
     own = [block_workers._Found(Blocks()) for _ in range(num_processes)]
 

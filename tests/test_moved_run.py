@@ -125,7 +125,10 @@ def test_it_goes_on_where_it_lies(moved, tmp_path, capsys):
     more.append(f"--gin.DATA={tmp_path / 'found'}")
     assert train.main([*more, "--dry_run"]) == 0
     assert train.main(more) == 0
-    assert "it names 'runs/tuned'" in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert "it names 'runs/tuned'" in captured.err
+    # Of the three steps, of which two were made before.
+    assert "read in training\n  sst2: 24 examples; cut: 0 (0.0%) of inputs" in captured.err
     assert steps_in(moved / "checkpoints")[-1] == 3
     assert not list((tmp_path / "cwd").iterdir())
 

@@ -21,7 +21,8 @@ def ragged(rows):
 
 
 def examples_of(rows):
-    return Examples(ragged([a for a, _ in rows]), ragged([b for _, b in rows]))
+    flags = np.zeros((len(rows), 3), bool)
+    return Examples(ragged([a for a, _ in rows]), ragged([b for _, b in rows]), flags)
 
 
 def lists(sequences):

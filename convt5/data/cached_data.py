@@ -22,6 +22,8 @@ import numpy as np
 
 from convt5 import errors
 from convt5.configuration import checks
+from convt5.data import counts
+from convt5.data.counts import Counts
 from convt5.data.prefetching import rows_per_host
 from convt5.data.row_order import Passes
 from convt5.runtime import file_locks, foreign_files, whole_files
@@ -33,6 +35,7 @@ _SECONDS_BETWEEN_NOTES = 10.0
 _VOCABULARY_FILE = "vocabulary.model"
 _SIZES_FILE = "token_bytes.npy"
 _VERSION = 1
+_LONGEST_DESCRIPTION = 100_000
 # What the decoder reads are its targets once more.
 _COUNTED = ("encoder_input_tokens", "decoder_target_tokens")
 _FEATURE = re.compile(r"\w+", re.ASCII)
@@ -110,6 +113,28 @@ class CachedDataConfig:
     def task_formats(self) -> tuple[task_format.TaskFormat, ...]:
         """Returns how the tasks that the cache was made from write their inputs."""
         return task_format.from_json(self._about.get("tasks", []))
+
+    def describe(self) -> str:
+        """Returns what the rows are, as they were counted when they were made."""
+        split = self._about["splits"][self.split]
+        lengths = f"{self.encoder_length} + {self.decoder_length} tokens"
+        title = f"data {self.split} of the cache {self.path}: rows of {lengths}"
+        facts = [f"{split['rows']:,} rows"]
+        if tokens := split.get("tokens"):
+            facts.append(f"{sum(tokens.values()):,} tokens")
+            padding = [
+                f"{1 - count / (split['rows'] * self._length(name)):.0%} of {what}"
+                for name, what in zip(_COUNTED, ("inputs", "targets"), strict=True)
+                if (count := tokens.get(name)) is not None
+            ]
+            facts.append(f"padding: {', '.join(padding)}")
+        lines = [f"{title}{', packed' if self.pack else ''}", f"  {'; '.join(facts)}"]
+        if counted := split.get("counts"):
+            read = {name: Counts(*numbers) for name, numbers in counted.items()}
+            lines.append(counts.describe("read when it was made", read))
+        if described := split.get("described"):
+            lines.append(f"made of {errors.printable(described)}")
+        return "\n".join(lines)
 
     @property
     def vocab_size(self) -> int:
@@ -307,6 +332,7 @@ class Writer:
         batches: Iterable[Mapping[str, np.ndarray]],
         *,
         get_state: Callable[[], bytes] | None = None,
+        get_counts: Callable[[], Mapping[str, Counts]] = dict,
     ) -> Iterator[int]:
         """Writes the rows of a split, leaving empty ones out; yields the tokens of each batch.
 
@@ -314,11 +340,13 @@ class Writer:
             split: its name.
             batches: integers [rows, length]; those after what `written` says.
             get_state: returns the position of their reader, which is noted now and then.
+            get_counts: returns what was counted, by task, up to that position.
         """
         folder = self._unfinished / split
         folder.mkdir(exist_ok=True)
-        begun = {"rows": 0, "num_read": 0, "features": {}, "digest": "", "state": None}
-        found = self._progress["splits"].get(split, begun | {"is_complete": False})
+        found = {"rows": 0, "num_read": 0, "features": {}, "digest": "", "state": None}
+        found |= {"is_complete": False, "tokens": {}, "counts": {}}
+        found |= self._progress["splits"].get(split, {})
         files = {name: _opened_to_append(folder, name, found) for name in found["features"]}
         noted = time.monotonic()
         try:
@@ -326,6 +354,7 @@ class Writer:
                 yield self._append(folder, found, files, batch)
                 if get_state is not None and time.monotonic() - noted > _SECONDS_BETWEEN_NOTES:
                     found["state"] = base64.b64encode(get_state()).decode()
+                    found["counts"] = get_counts()
                     self._note(split, found, files)
                     noted = time.monotonic()
         finally:
@@ -335,7 +364,7 @@ class Writer:
             raise errors.UserError(
                 f"split={split!r} gives no row; check the data that the gin files name."
             )
-        self._note(split, found | {"is_complete": True}, {})
+        self._note(split, found | {"is_complete": True, "counts": get_counts()}, {})
 
     def _append(
         self,
@@ -345,8 +374,8 @@ class Writer:
         batch: Mapping[str, np.ndarray],
     ) -> int:
         """Writes a batch; returns its tokens."""
-        counted = [np.asarray(batch[name]) for name in _COUNTED if name in batch]
-        full = np.any([tokens.any(axis=1) for tokens in counted], axis=0)
+        counted = {name: np.asarray(batch[name]) for name in _COUNTED if name in batch}
+        full = np.any([tokens.any(axis=1) for tokens in counted.values()], axis=0)
         digest = hashlib.sha256(found["digest"].encode())
         for name, values in batch.items():
             kept = np.asarray(values)[full]
@@ -363,7 +392,10 @@ class Writer:
         found["digest"] = digest.hexdigest()
         found["rows"] += int(full.sum())
         found["num_read"] += len(full)
-        return sum(int((tokens != 0).sum()) for tokens in counted)
+        added = {name: int((tokens != 0).sum()) for name, tokens in counted.items()}
+        for name, count in added.items():
+            found["tokens"][name] = found["tokens"].get(name, 0) + count
+        return sum(added.values())
 
     def _note(self, split: str, found: Mapping[str, Any], files: Mapping[str, Any]) -> None:
         """Notes how far a split is written, so that a later process can go on from there."""
@@ -408,19 +440,27 @@ class Writer:
         self._about["vocabulary"] = {kept.kind: kept.num_sentinels}
 
     def finish(
-        self, *, made_from: Mapping[str, Any], tasks: Sequence[task_format.TaskFormat] = ()
+        self,
+        *,
+        made_from: Mapping[str, Any],
+        tasks: Sequence[task_format.TaskFormat] = (),
+        described: Mapping[str, str] | None = None,
     ) -> Mapping[str, Any]:
         """Completes the cache; returns what it holds.
 
         Args:
             made_from: settings that it was made with.
             tasks: how the tasks in it write their inputs.
+            described: of each split, what was said of the data that it is made of.
         """
         splits = {
             split: {
                 "rows": found["rows"],
                 "features": found["features"],
                 "fingerprint": found["digest"][:32],
+                "tokens": found.get("tokens", {}),
+                "counts": found.get("counts", {}),
+                "described": (described or {}).get(split, ""),
             }
             for split, found in self._progress["splits"].items()
         }
@@ -532,6 +572,12 @@ def _check_about(about: Any) -> None:
         _ = split["features"]["encoder_input_tokens"], split["features"]["decoder_input_tokens"]
         if not isinstance(split["fingerprint"], str) or not split["rows"]:
             raise ValueError(f"the split {name!r} has no rows, or no fingerprint of them")
+        told = split.get("described", "")
+        if not isinstance(told, str) or len(told) > _LONGEST_DESCRIPTION:
+            raise ValueError(f"the split {name!r} is described by no text")
+        counts += split.get("tokens", {}).values()
+        for numbers in split.get("counts", {}).values():
+            counts += Counts(*numbers)
         for feature_name, feature in split["features"].items():
             if not _FEATURE.fullmatch(feature_name):  # It is the name of a file.
                 raise ValueError(f"{feature_name!r} is no name of a feature")

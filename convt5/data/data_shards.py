@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from convt5 import errors
+from convt5.data.counts import Counts
 from convt5.data.prefetching import position, take_apart
 from convt5.data.protocols import DataConfig
 
@@ -90,6 +92,7 @@ class ShardedBatches:
         self, config: DataConfig, batch_sharding: NamedSharding, *, num_shards: int | None = None
     ):
         self.rows = own_rows(batch_sharding, config.batch_size)
+        self._is_finite = config.num_epochs is not None
         self.num_shards = num_shards or self.rows.default_num_shards()
         check(config.batch_size, self.num_shards)
         self._readers = {
@@ -128,10 +131,35 @@ class ShardedBatches:
         for shard, reader in self._readers.items():
             reader.set_state(positions[shard])
 
+    def counts(self) -> dict[str, Counts]:
+        """Returns what this host adds to the counts of the examples that were read, by task.
+
+        Finite data is read whole by each shard, so that the first host's count is that of all.
+        Images have none.
+        """
+        found = {s: getattr(reader, "counts", dict)() for s, reader in self._readers.items()}
+        if self._is_finite:
+            counts = next(iter(found.values()))
+            return counts if not jax.process_index() else dict.fromkeys(counts, Counts())
+        total = {name: Counts() for name in next(iter(found.values()))}
+        for shard in self._saved:
+            for name, counts in found[shard].items():
+                total[name] = Counts(*map(sum, zip(total[name], counts, strict=True)))
+        return total
+
     def to_save(self, state: bytes) -> dict[int, bytes]:
         """Returns, from a position, that of each shard which this host saves."""
         positions = split(state)
         return {shard: positions[shard] for shard in self._saved}
+
+
+def over_all_hosts(counts: Mapping[str, Counts]) -> dict[str, Counts]:
+    """Returns the sums over hosts, all of which must call it with the same tasks."""
+    if jax.process_count() == 1 or not counts:
+        return dict(counts)
+    own = np.array(list(counts.values()), np.int64)
+    total = np.asarray(multihost_utils.process_allgather(own)).sum(axis=0)
+    return {name: Counts(*row) for name, row in zip(counts, total.tolist(), strict=True)}
 
 
 def check(batch_size: int, num_shards: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from convt5 import errors
+from convt5.data.counts import Counts
 from convt5.data.rows import Examples, joined
 
 _DRAWN_AT_ONCE = 4096
@@ -62,6 +63,9 @@ class TaskStream:
         make: makes a block; it may run in another thread.
         executor: runs it.
         num_epochs: None never ends.
+
+    Attributes:
+        counts: of the examples that were taken since the first.
     """
 
     def __init__(self, make: MakeBlock, executor: Executor, num_epochs: int | None):
@@ -70,6 +74,7 @@ class TaskStream:
         self._num_epochs = num_epochs
         self._requests: dict[BlockPlace, Future[Block]] = {}
         self._place, self._taken = BlockPlace(), 0
+        self.counts = Counts()
 
     def peek(self, count: int) -> Examples:
         """Returns the next examples without taking them: fewer than `count` only at the end."""
@@ -97,6 +102,8 @@ class TaskStream:
         while count > 0:
             block = self._request(self._place).result()
             taken = min(count, block.examples.count - self._taken)
+            flags = block.examples.flags[self._taken : self._taken + taken]
+            self.counts = self.counts.plus(flags)
             self._taken += taken
             count -= taken
             if self._taken == block.examples.count:
@@ -104,14 +111,18 @@ class TaskStream:
         self._look_ahead()
 
     def get_state(self) -> list[int]:
-        """Returns the position: epoch, block, source examples before it, examples taken of it."""
-        return [*self._place, self._taken]
+        """Returns the position: epoch, block, source examples before it, examples taken of it.
+
+        The counts of what lies before it follow.
+        """
+        return [*self._place, self._taken, *self.counts]
 
     def set_state(self, state: Sequence[int]) -> None:
         """Goes to a position."""
-        epoch, number, first, taken = map(int, state)
+        epoch, number, first, taken, *counts = map(int, state)
         self._go_to(BlockPlace(epoch, number, first))
         self._taken = taken
+        self.counts = Counts(*counts)  # Earlier runs have none in their positions.
 
     def _go_to(self, place: BlockPlace) -> None:
         self._place, self._taken = place, 0
@@ -200,6 +211,10 @@ class MixedStream:
         for stream, taken in zip(self._streams.values(), counts, strict=True):
             stream.advance(int(taken))
         self._count += count
+
+    def counts(self) -> dict[str, Counts]:
+        """Returns those of each task."""
+        return {name: stream.counts for name, stream in self._streams.items()}
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position: examples taken of all tasks, and the position in each."""

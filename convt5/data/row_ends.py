@@ -38,17 +38,31 @@ def end_and_cut(
     output_features: Mapping[str, Any],
     sequence_length: Mapping[str, int] | None = None,
 ) -> tf.data.Dataset:
-    """Cuts features to `sequence_length`, end token included; None cuts nothing."""
+    """Cuts features to `sequence_length`, end token included; None cuts nothing.
+
+    Whether a feature was cut, or will be by seqio, is then told under the name `was_cut(feature)`.
+    """
     lengths = sequence_length or {}
 
-    def fit(name: str, ids: tf.Tensor) -> tf.Tensor:
+    def fit(name: str, ids: tf.Tensor, limit: int | None) -> tf.Tensor:
         end_id = _end_id(output_features.get(name), ids)
-        return ids if end_id is None else _ended(ids, end_id, lengths.get(name))
+        return ids if end_id is None else _ended(ids, end_id, limit)
 
-    return dataset.map(
-        lambda example: {name: fit(name, value) for name, value in example.items()},
-        num_parallel_calls=tf.data.AUTOTUNE,
-    )
+    def fit_all(example: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        whole = {name: fit(name, value, None) for name, value in example.items()}
+        told = {
+            was_cut(name): tf.reduce_any(tf.not_equal(whole[name][limit:], 0))
+            for name, limit in lengths.items()
+            if name in whole
+        }
+        return {name: fit(name, value, lengths.get(name)) for name, value in whole.items()} | told
+
+    return dataset.map(fit_all, num_parallel_calls=tf.data.AUTOTUNE)
+
+
+def was_cut(feature: str) -> str:
+    """Returns the name under which an example tells whether a feature was cut."""
+    return f"{feature}_was_cut"
 
 
 def _end_id(feature: Any, ids: tf.Tensor) -> int | None:

@@ -38,6 +38,12 @@ class Ragged:
         end = begin + int(self.lengths[first:last].sum())
         return Ragged(self.values[begin:end], self.lengths[first:last])
 
+    def holding(self, value: int) -> np.ndarray:
+        """Returns, as bool [sequences], which of them hold a token."""
+        before = np.concatenate([[0], np.cumsum(self.values == value)])
+        ends = np.cumsum(self.lengths)
+        return before[ends] > before[ends - self.lengths]
+
     def cut(self, length: int) -> "Ragged":
         """Returns the sequences, each of them cut to `length` tokens at most."""
         if not len(self.lengths) or self.lengths.max() <= length:
@@ -48,10 +54,17 @@ class Ragged:
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """Pairs of inputs and targets; both hold equally many."""
+    """Pairs of inputs and targets; both hold equally many.
+
+    Attributes:
+        inputs, targets: their tokens.
+        flags: bool [examples, 3]: whether inputs were cut, targets were cut, and targets have text
+            that the vocabulary lacks; see `counts.Counts`.
+    """
 
     inputs: Ragged
     targets: Ragged
+    flags: np.ndarray
 
     @property
     def count(self) -> int:
@@ -59,11 +72,13 @@ class Examples:
 
     def take(self, numbers: np.ndarray) -> "Examples":
         """Returns the examples of these numbers, in their order."""
-        return Examples(self.inputs.take(numbers), self.targets.take(numbers))
+        return Examples(self.inputs.take(numbers), self.targets.take(numbers), self.flags[numbers])
 
     def part(self, first: int, last: int) -> "Examples":
         """Returns the examples from `first` up to, but without, `last`."""
-        return Examples(self.inputs.part(first, last), self.targets.part(first, last))
+        return Examples(
+            self.inputs.part(first, last), self.targets.part(first, last), self.flags[first:last]
+        )
 
 
 def joined(parts: Sequence[Examples]) -> Examples:
@@ -74,7 +89,8 @@ def joined(parts: Sequence[Examples]) -> Examples:
         lengths = [np.zeros(0, np.int64), *(s.lengths for s in sequences)]
         return Ragged(np.concatenate(values), np.concatenate(lengths))
 
-    return Examples(one([p.inputs for p in parts]), one([p.targets for p in parts]))
+    flags = np.concatenate([np.zeros((0, 3), bool), *(p.flags for p in parts)])
+    return Examples(one([p.inputs for p in parts]), one([p.targets for p in parts]), flags)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ import tensorflow as tf
 from convt5 import errors
 from convt5.configuration import checks
 from convt5.data import data_report
+from convt5.data.counts import Counts
 from convt5.data.mixing import MakeBlock, MixedStream, TaskStream
 from convt5.data.prefetching import (
     Prefetcher,
@@ -365,7 +366,11 @@ class BatchIterator:
     def num_read(self) -> dict[str, tuple[int, int]]:
         """Returns, for each task, epochs and source examples of the next that lie behind."""
         tasks = self._examples.get_state()["tasks"]
-        return {name: (epoch, first) for name, (epoch, _, first, _) in tasks.items()}
+        return {name: (epoch, first) for name, (epoch, _, first, *_) in tasks.items()}
+
+    def counts(self) -> dict[str, Counts]:
+        """Returns what was counted, for each task, of the examples that lie behind."""
+        return self._examples.counts()
 
     def get_state(self) -> bytes:
         """Returns the position: a few numbers, and the settings that they belong to."""

@@ -19,11 +19,13 @@ from convt5 import errors
 from convt5.data import row_ends
 from convt5.data.mixing import NO_BLOCK, Block, BlockPlace, seeds
 from convt5.data.rows import Examples, Ragged
+from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
 
 tf.config.set_visible_devices([], "GPU")
 tf.config.set_visible_devices([], "TPU")
 
 FEATURES = ("inputs", "targets")
+_WAS_CUT = "was_cut"
 
 # Of a block: the most examples and the least bytes. Text that is joined to fill rows is so block by
 # block: half a row stays empty, which is under 0.5 % of 128 rows.
@@ -243,6 +245,7 @@ class _Preprocessing:
     def __init__(self, task: seqio.Task, lengths: Mapping[str, int], cached: bool):
         self._lengths = dict(lengths)
         self._task = row_ends.fitted(task)
+        self._unknown_id = vocabularies.unknown_id(task.output_features["targets"].vocabulary)
         if cached:
             steps = self._task.preprocessors
             places = [isinstance(s, seqio.CacheDatasetPlaceholder) for s in steps]
@@ -280,9 +283,14 @@ class _Preprocessing:
             with _globally_seeded(seed):
                 built = self._build(examples, seed=seed).with_options(options(in_order=True))
                 found = _gather(built)
-        return Examples(
-            *(Ragged(found[name][0].numpy(), found[name][1].numpy()) for name in FEATURES)
+        inputs, targets = (
+            Ragged(found[name][0].numpy(), found[name][1].numpy()) for name in FEATURES
         )
+        unknown = np.zeros(targets.lengths.shape, bool)
+        if self._unknown_id is not None:
+            unknown = targets.holding(self._unknown_id)
+        flags = np.concatenate([found[_WAS_CUT][0].numpy(), unknown[:, None]], axis=1)
+        return Examples(inputs, targets, flags)
 
     def _gathered(self, examples: tf.data.Dataset, seed: tf.Tensor) -> Any:
         with _random_numbers_from(seed):
@@ -318,14 +326,26 @@ def _set(task: seqio.Task, *, steps: Sequence[Any]) -> None:
 
 
 def _gather(examples: tf.data.Dataset) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
-    """Returns the tokens of all examples, one after the other, and how many each has."""
-    tokens = examples.map(lambda x: {name: tf.cast(x[name], tf.int32) for name in FEATURES})
+    """Returns the tokens of all examples, one after the other, and how many each has.
+
+    Under `_WAS_CUT` are bools [examples, 2], of inputs and targets.
+    """
+    tokens = examples.map(
+        lambda x: (
+            {name: tf.cast(x[name], tf.int32) for name in FEATURES}
+            | {_WAS_CUT: tf.stack([x[row_ends.was_cut(name)] for name in FEATURES])}
+        )
+    )
     none = {name: (tf.zeros([0], tf.int32), tf.zeros([0], tf.int64)) for name in FEATURES}
+    none[_WAS_CUT] = (tf.zeros([0, len(FEATURES)], tf.bool), tf.zeros([0], tf.int64))
 
     def add(sums: Any, batch: Any) -> Any:
         found = {}
         for name, (values, lengths) in sums.items():
             rows = batch[name]
+            if name == _WAS_CUT:
+                found[name] = tf.concat([values, rows], 0), lengths
+                continue
             if isinstance(rows, tf.RaggedTensor):
                 tokens, counts = rows.flat_values, rows.row_lengths()
             else:  # All are of one length.

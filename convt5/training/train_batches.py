@@ -1,14 +1,13 @@
 """The batches of a run: read, placed on the devices ahead of their use, with positions to save."""
 
-import functools
-
 from convt5 import errors
 from convt5.checkpoints.checkpoint import DataPositions
-from convt5.data.data_shards import ShardedBatches, joined
+from convt5.data.counts import Counts
+from convt5.data.data_shards import ShardedBatches, joined, over_all_hosts
 from convt5.data.prefetching import Prefetcher
 from convt5.data.protocols import DataConfig
 from convt5.training.plan import Plan
-from convt5.training.validation import PlacedBatch, place_batch
+from convt5.training.validation import HostBatch, PlacedBatch, place_batch
 
 _PREFETCHED = 2  # Batches made ready while a step runs.
 
@@ -41,16 +40,28 @@ class TrainBatches:
         self.num_shards = self._sharded.num_shards
         if positions.by_shard:  # An imported model has none; its data starts from the beginning.
             self._sharded.set_state(joined(positions.by_shard))
-        place = functools.partial(
-            place_batch,
-            batch_sharding=plan.batch_sharding,
+        self._counts = self._sharded.counts()
+        self._batch_sharding = plan.batch_sharding
+        self._ready = Prefetcher(self._sharded, self._place, depth=_PREFETCHED)
+
+    def __next__(self) -> PlacedBatch:
+        batch = next(self._ready)
+        self._counts = batch.counts
+        return batch
+
+    def _place(self, batch: HostBatch) -> PlacedBatch:
+        """Places a batch right after it was read, and before the next one is."""
+        placed = place_batch(
+            batch,
+            self._batch_sharding,
             rows=self._sharded.rows,
             token_bytes=self._sharded.token_bytes,
         )
-        self._ready = Prefetcher(self._sharded, place, depth=_PREFETCHED)
+        return placed._replace(counts=self._sharded.counts())
 
-    def __next__(self) -> PlacedBatch:
-        return next(self._ready)
+    def counts(self) -> dict[str, Counts]:
+        """Returns what was counted, by task, of the batches that were taken; all hosts call."""
+        return over_all_hosts(self._counts)
 
     def positions(self) -> DataPositions:
         """Returns the positions, after the batches that were taken, that this host saves."""

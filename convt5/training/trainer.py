@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from convt5 import errors
 from convt5.checkpoints.checkpoint import CheckpointConfig, Checkpointer, DataPositions, Restored
 from convt5.checkpoints.record import describe_config
+from convt5.data import counts
 from convt5.data.data_shards import own_rows
 from convt5.data.protocols import DataConfig
 from convt5.modeling import sharding
@@ -273,6 +274,8 @@ def train(
                 loop.run(batches, interruption, before_first=write_settings)
         result = _result(folder, plan, loop, validation, checkpoint)
         log.message(describe(result))
+        if batches is not None:
+            _tell_of_reading(log, batches, validation)
         if report is not None:
             log.message(f"\n{report(loop.model, eval_data or train_data)}")
         return result
@@ -413,6 +416,18 @@ def _tell_of_data(log: run_log.RunLog, data: DataConfig, measures: Sequence[Task
         describe_part = getattr(part, "describe", None)
         if describe_part is not None:
             log.message(describe_part())
+
+
+def _tell_of_reading(
+    log: run_log.RunLog, batches: TrainBatches, validation: Validation | None
+) -> None:
+    """Shows what was counted of the data where it was read; all hosts must call."""
+    parts = [("read in training", batches.counts())]
+    if validation is not None:
+        parts.append(("read in an evaluation", validation.counts()))
+    for title, found in parts:
+        if found:
+            log.message(counts.describe(title, found))
 
 
 def _announce(

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from convt5 import errors
 from convt5.data import data_shards
+from convt5.data.counts import Counts
 from convt5.data.protocols import DataConfig
 from convt5.training.train_step import LossSums
 
@@ -29,10 +30,12 @@ class PlacedBatch(NamedTuple):
     Attributes:
         arrays: by name, split over the devices of all hosts.
         num_tokens: source and target tokens in it that are no padding, over all hosts.
+        counts: this host's, of the examples that were read up to this batch, by task.
     """
 
     arrays: dict[str, jax.Array]
     num_tokens: int
+    counts: Mapping[str, Counts] = {}
 
 
 def place_batch(
@@ -198,6 +201,10 @@ class Validation:
             rows=self._batches.rows,
             token_bytes=self._batches.token_bytes,
         )
+
+    def counts(self) -> dict[str, Counts]:
+        """Returns what was counted, by task, in the last evaluation; all hosts must call."""
+        return data_shards.over_all_hosts(self._batches.counts() if self._batches else {})
 
     def target_unigram_entropy(self) -> float | None:
         """Returns that of the targets last measured, in nats per token."""
