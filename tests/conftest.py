@@ -41,6 +41,7 @@ import jaxtyping  # noqa: E402
 jaxtyping.install_import_hook(
     [
         "convt5.ops",
+        "convt5.modeling.canon",
         "convt5.modeling.layers",
         "convt5.modeling.attention",
         "convt5.modeling.mixers.base",

@@ -125,6 +125,7 @@ SINGLE_LAYER = st.fixed_dictionaries(
         "kernel_size": st.integers(1, 6),
         "dilation": st.sampled_from([1, 2, 5]),
         "heads": st.sampled_from([None, 1, 4]),
+        "canon": st.sampled_from(["", "AC", "BD", "ABCD"]),
     }
 )
 
@@ -136,6 +137,8 @@ def configs(draw) -> Callable[[], ConvT5Config]:
     They are made by the tests: the checks of array types draw random numbers of their own.
     """
     layers = draw(st.lists(SINGLE_LAYER, min_size=2, max_size=2))
+    convolved_projections = any("B" in layer["canon"] for layer in layers)
+    projections = ["gated", "linear", *([] if convolved_projections else ["none"])]
     decoder = StackConfig(
         num_layers=2,
         mixing=[layer["mixing"] for layer in layers],
@@ -144,7 +147,9 @@ def configs(draw) -> Callable[[], ConvT5Config]:
         num_kernels=[
             None if layer["mixing"] == "depthwise" else layer["heads"] for layer in layers
         ],
-        input_projection=draw(st.sampled_from(["gated", "linear", "none"])),
+        input_projection=draw(st.sampled_from(projections)),
+        canon=[layer["canon"] for layer in layers],
+        canon_activation=draw(st.sampled_from(["none", "silu"])),
         pointwise=draw(st.booleans()),
         output_projection=draw(st.booleans()),
         projection_bias=draw(st.booleans()),

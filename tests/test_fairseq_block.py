@@ -35,9 +35,8 @@ def predict_after_masking(monkeypatch, mask) -> None:
     recorded cotangents are not zero at padding, and reach parameters from there.
     """
     gated = Convolution._gated
-    monkeypatch.setattr(
-        Convolution, "_gated", lambda self, x: gated(self, x) * jnp.asarray(mask)[..., None]
-    )
+    seen = jnp.asarray(mask)[..., None]
+    monkeypatch.setattr(Convolution, "_gated", lambda self, *given: gated(self, *given) * seen)
 
 
 class Block:
@@ -58,6 +57,8 @@ class Block:
             emb_dim=channels,
             num_heads=1,
             head_dim=1,
+            mlp_dim=1,
+            mlp="relu",
             dropout_rate=0.0,
             dtype="float32",
             taps_cross_segments=False,

@@ -39,6 +39,9 @@ STACKS = {
         kernel_size=(4, 3, 2),
         dilation=(1, 2, 4),
         num_kernels=(2, None, None),
+        canon=("AD", "", "BC"),
+        canon_kernel_size=(4, 1, 2),
+        canon_dilation=(1, 1, 3),
     ),
     "doubling": StackConfig(num_layers=3, mixing="depthwise", kernel_size=2, dilation=(1, 4, 16)),
 }

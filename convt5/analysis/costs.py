@@ -231,7 +231,8 @@ def stack_reaches(
 ) -> tuple[Reach, ...]:
     """Returns, for each layer, what it and the layers below it read of their sequence.
 
-    A convolution adds (kernel_size - 1) * dilation positions to what lies below it.
+    A convolution adds (kernel_size - 1) * dilation positions to what lies below it, and so does
+    each Canon layer.
 
     Args:
         layers: bottom first.
@@ -240,7 +241,7 @@ def stack_reaches(
     """
     reaches = []
     for mixing in layers:
-        below = below.then(mixing.reach.strided(stride))
+        below = below.then(mixing.layer_reach.strided(stride))
         reaches.append(below)
     return tuple(reaches)
 
@@ -337,6 +338,7 @@ def _layer_flops(
     matrices = 3 if config.mlp == "gated_gelu" else 2
     flops = 2.0 * matrices * config.emb_dim * config.mlp_dim
     flops += mixing.flops(config, length)
+    flops += 2 * mixing.canon_kernel_size * mixing.canon_channels(config)
     if source is not None:
         flops += attention.flops(config, queries=length, keys=source) / length
     return flops
@@ -351,6 +353,9 @@ def _layer_activations(
     gated = config.mlp == "gated_gelu"
     kept = width * (2 * config.emb_dim + (3 if gated else 1) * config.mlp_dim)
     kept += mixing.activation_bytes(config, length)
+    # What each Canon layer convolves, and the activation of that reads.
+    vectors = 1 if mixing.canon_activation == "none" else 2
+    kept += width * vectors * mixing.canon_channels(config)
     if source is not None:
         kept += attention.activation_bytes(config, queries=length, keys=source) / length
     return kept
@@ -360,7 +365,10 @@ def _decoding_bytes(config: ModelDescription, *, encoder_length: int, decoder_le
     """Bytes that decoding keeps for one row: taps' inputs, or keys and values, and memory's."""
     memory = attention.cache_size(config, encoder_length)
     numbers = sum(
-        mixing.state_size(config, decoder_length) + memory for mixing in config.decoder_layers
+        mixing.state_size(config, decoder_length)
+        + mixing.canon_slots * mixing.canon_channels(config)
+        + memory
+        for mixing in config.decoder_layers
     )
     return jnp.dtype(config.dtype).itemsize * numbers
 

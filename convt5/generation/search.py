@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from convt5 import errors
 from convt5.configuration import checks
 from convt5.modeling.layers import at_least_float32
-from convt5.modeling.mixers.base import select_rows
 from convt5.modeling.model import ConvT5, DecoderState, HostOrDevice
 
 LOWEST_TEMPERATURE = 1e-30
@@ -460,12 +459,7 @@ def reordered(state: DecoderState, parents: Int[Array, "batch beams"]) -> Decode
     if count == 1:
         return state
     rows = (jnp.arange(batch)[:, None] * count + parents).reshape(-1)
-    # All beams of a row read the same encoder output: only what mixing remembers moves.
-    return state._replace(
-        layers=tuple(
-            layer._replace(mixing=select_rows(layer.mixing, rows)) for layer in state.layers
-        )
-    )
+    return state._replace(layers=tuple(layer.rows(rows) for layer in state.layers))
 
 
 def rows_taken(x: Array, chosen: Int[Array, "batch taken"]) -> Array:

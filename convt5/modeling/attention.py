@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from convt5.modeling.canon import NO_CANON, Along, CanonConfig
 from convt5.modeling.layers import Dense, DropoutKey, at_least_float32
 from convt5.modeling.sharding import Rule
 from convt5.modeling.sizes import ModelSizes, Size
@@ -34,15 +35,20 @@ class AttentionState(NamedTuple):
 class Attention(nnx.Module):
     """T5 attention: no 1/sqrt(head_dim) factor (the initial query scale holds it), no biases."""
 
-    def __init__(self, sizes: ModelSizes, *, key: PRNGKeyArray):
+    def __init__(self, sizes: ModelSizes, *, canon: CanonConfig = NO_CANON, key: PRNGKeyArray):
         emb, heads, head_dim = sizes.emb_dim, sizes.num_heads, sizes.head_dim
         keys = jax.random.split(key, 4)
-        normal = jax.nn.initializers.normal
         inner = heads * head_dim
-        self.query = Dense(emb, inner, key=keys[0], init=normal((emb * head_dim) ** -0.5))
-        self.key = Dense(emb, inner, key=keys[1], init=normal(emb**-0.5))
-        self.value = Dense(emb, inner, key=keys[2], init=normal(emb**-0.5))
-        self.output = Dense(inner, emb, key=keys[3], init=normal(inner**-0.5))
+
+        def projection(name: str, stddev: float, key: PRNGKeyArray) -> Dense:
+            init = jax.nn.initializers.normal(stddev)
+            taps = canon.canon_at("B", name, cross_segments=sizes.taps_cross_segments)
+            return Dense(emb, inner, key=key, init=init, canon=taps)
+
+        self.query = projection("query", (emb * head_dim) ** -0.5, keys[0])
+        self.key = projection("key", emb**-0.5, keys[1])
+        self.value = projection("value", emb**-0.5, keys[2])
+        self.output = Dense(inner, emb, key=keys[3], init=jax.nn.initializers.normal(inner**-0.5))
         self.num_heads = heads
         self.dropout_rate = sizes.dropout_rate
 
@@ -55,14 +61,16 @@ class Attention(nnx.Module):
         *,
         causal: bool = False,
         distance_bias: Float[Array, "heads distances"] | None = None,
+        along: Along | None = None,
         dropout_key: DropoutKey = None,
     ) -> Float[Array, "rows target embed"]:
         """Attends from x to the memory of the same segment; see `ops.attend`.
 
         Each row of memory serves as many adjacent rows of x as there are for it, of which
-        self-attention, causal or with a bias, has but one.
+        self-attention, causal or with a bias, has but one. `along` is the sequence of both, for
+        Canon layers.
         """
-        keys, values = self._keys_and_values(memory)
+        keys, values = self._keys_and_values(memory, along)
         if dropout_key is not None and self.dropout_rate > 0.0:
             # One mask of the weights for all queries, as in T5: the same as a mask of the values.
             batch, source, heads, _ = values.shape
@@ -71,7 +79,7 @@ class Attention(nnx.Module):
             )
             kept = jnp.swapaxes(kept, 1, 2)[..., None]
             values = jnp.where(kept, values / (1.0 - self.dropout_rate), 0.0)
-        query = self._heads(self.query(x))
+        query = self._heads(self.query(x, along))
         together = memory.shape[0], _per_row(x, memory) * x.shape[1]
         y = attend(
             query.reshape(*together, *query.shape[2:]),
@@ -104,9 +112,10 @@ class Attention(nnx.Module):
         position: Int[Array, " batch"],
         *,
         bias: Float[Array, "rows heads 1 length"] | None = None,
+        along: Along | None = None,
     ) -> tuple[Float[Array, "batch 1 embed"], AttentionState]:
         """Writes the next position into the cache and attends to all positions up to it."""
-        key, value = self._keys_and_values(x)
+        key, value = self._keys_and_values(x, along)
         if state.keys.ndim == 3:
             state = AttentionState(
                 jax.lax.dynamic_update_index_in_dim(state.keys, key[0, 0], position[0], 2),
@@ -119,7 +128,7 @@ class Attention(nnx.Module):
                 state.values.at[rows, :, position].set(value[:, 0]),
             )
         seen = jnp.arange(state.keys.shape[-1])[None, None] <= position[:, None, None]
-        return self.read(x, state, seen, bias=bias), state
+        return self.read(x, state, seen, bias=bias, along=along), state
 
     def read(
         self,
@@ -128,13 +137,14 @@ class Attention(nnx.Module):
         mask: Bool[Array, "batch 1 length"],
         *,
         bias: Float[Array, "batch heads 1 length"] | None = None,
+        along: Along | None = None,
     ) -> Float[Array, "rows 1 embed"]:
         """Attends from one position to projected keys and values, where `mask` is true.
 
         Each row of keys serves as many adjacent rows of x as there are for it, at once.
         """
         batch, rows = mask.shape[0], x.shape[0]
-        query = self._heads(self.query(x))
+        query = self._heads(self.query(x, along))
         query = query.reshape(batch, _per_row(x, mask), *query.shape[2:]).swapaxes(1, 2)
         query = query.reshape(*state.keys.shape[:-2], *query.shape[2:])
         logits = jnp.einsum(
@@ -155,11 +165,11 @@ class Attention(nnx.Module):
         return self.output(y.reshape(rows, 1, self.num_heads * y.shape[-1]))
 
     def _keys_and_values(
-        self, x: Float[Array, "batch length embed"]
+        self, x: Float[Array, "batch length embed"], along: Along | None = None
     ) -> tuple[
         Float[Array, "batch length heads head_dim"], Float[Array, "batch length heads head_dim"]
     ]:
-        return self._heads(self.key(x)), self._heads(self.value(x))
+        return self._heads(self.key(x, along)), self._heads(self.value(x, along))
 
     def _heads(
         self, x: Float[Array, "batch length inner"]

@@ -12,9 +12,10 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from convt5.modeling import gathering
 from convt5.modeling.attention import Attention, AttentionState, RelativeBias
+from convt5.modeling.canon import Along, Canon, canons_of, convolved
 from convt5.modeling.description import LayerOrder, ModelDescription, Remat
 from convt5.modeling.layers import DropoutKey, Mlp, Norm, dropout, split_key
-from convt5.modeling.mixers.base import MixerConfig, Position, StackInputs, State
+from convt5.modeling.mixers.base import MixerConfig, Position, StackInputs, State, select_rows
 
 T = TypeVar("T")
 
@@ -45,6 +46,12 @@ class LayerState(NamedTuple):
 
     mixing: State
     memory: AttentionState
+    canons: dict[str, Array]
+
+    def rows(self, chosen: Int[Array, " rows"]) -> "LayerState":
+        """Returns the state of the chosen rows; all of them read the same encoder output."""
+        mixing, canons = select_rows((self.mixing, self.canons), chosen)
+        return LayerState(mixing, self.memory, canons)
 
 
 class EncoderLayer(nnx.Module):
@@ -63,8 +70,12 @@ class EncoderLayer(nnx.Module):
             kind=config.mlp,
             use_bias=config.mlp_bias,
             dropout_rate=config.dropout_rate,
+            canon=mixing,
+            cross_segments=config.taps_cross_segments,
             key=mlp_key,
         )
+        self.mixing_canon = _canon(config, mixing, "A", "mixing", key=mixing_key)
+        self.mlp_canon = _canon(config, mixing, "C", "mlp", key=mlp_key)
         self.residual = Residual(order=config.layer_order, dropout_rate=config.dropout_rate)
 
     def __call__(
@@ -76,24 +87,25 @@ class EncoderLayer(nnx.Module):
     ) -> Float[Array, "batch length embed"]:
         mixing_key, mlp_key = split_key(dropout_key, 2)
         x = self._mix(x, inputs, dropout_key=mixing_key)
-        return self._feed_forward(x, dropout_key=mlp_key)
+        return self._feed_forward(x, inputs, dropout_key=mlp_key)
 
     def _mix(self, x, inputs: StackInputs, *, dropout_key: DropoutKey):
         branch_key, residual_key = split_key(dropout_key, 2)
 
         def mix(y):
+            y = convolved(self.mixing_canon, y, inputs)
             return self.mixing(y, inputs, dropout_key=branch_key)
 
         return self.residual(x, mix, self.mixing_norm, dropout_key=residual_key)
 
-    def _feed_forward(self, x, *, dropout_key: DropoutKey = None):
+    def _feed_forward(self, x, along: Along, *, dropout_key: DropoutKey = None):
         branch_key, residual_key = split_key(dropout_key, 2)
-        return self.residual(
-            x,
-            lambda y: self.mlp(y, dropout_key=branch_key),
-            self.mlp_norm,
-            dropout_key=residual_key,
-        )
+
+        def transform(y):
+            y = convolved(self.mlp_canon, y, along)
+            return self.mlp(y, along, dropout_key=branch_key)
+
+        return self.residual(x, transform, self.mlp_norm, dropout_key=residual_key)
 
 
 class DecoderLayer(EncoderLayer):
@@ -123,7 +135,7 @@ class DecoderLayer(EncoderLayer):
             self.cross_norm,
             dropout_key=residual_key,
         )
-        return self._feed_forward(x, dropout_key=mlp_key)
+        return self._feed_forward(x, inputs, dropout_key=mlp_key)
 
     def init_state(
         self, memory: Float[Array, "batch source embed"], *, length: int, copies: int = 1
@@ -132,7 +144,10 @@ class DecoderLayer(EncoderLayer):
         batch, _, emb_dim = memory.shape
         rows = batch * copies
         mixing = self.mixing.init_state(rows, length, emb_dim, memory.dtype)
-        return LayerState(mixing, self.cross_attention.memory_state(memory))
+        canons = {
+            name: canon.init_state(rows, memory.dtype) for name, canon in canons_of(self).items()
+        }
+        return LayerState(mixing, self.cross_attention.memory_state(memory), canons)
 
     def step(
         self,
@@ -144,8 +159,11 @@ class DecoderLayer(EncoderLayer):
     ) -> tuple[Float[Array, "rows 1 embed"], LayerState]:
         """Runs one position and returns the state that includes it."""
         mixed: list[State] = []
+        canons = dict(state.canons)
+        position = position._replace(canons=canons)
 
         def mix(y):
+            y = convolved(self.mixing_canon, y, position)
             y, after = self.mixing.step(y, state.mixing, position)
             mixed.append(after)
             return y
@@ -156,7 +174,8 @@ class DecoderLayer(EncoderLayer):
             lambda y: self.cross_attention.read(y, state.memory, memory_mask),
             self.cross_norm,
         )
-        return self._feed_forward(x), state._replace(mixing=mixed[0])
+        x = self._feed_forward(x, position)
+        return x, state._replace(mixing=mixed[0], canons=canons)
 
 
 class Stack(nnx.Module):
@@ -321,3 +340,10 @@ def _given(value: T | None) -> T:
 
 def _norm(config: ModelDescription) -> Norm:
     return Norm(config.emb_dim, kind=config.norm, epsilon=config.norm_epsilon)
+
+
+def _canon(
+    config: ModelDescription, mixing: MixerConfig, place: str, name: str, *, key: PRNGKeyArray
+) -> Canon | None:
+    taps = mixing.canon_at(place, name, cross_segments=config.taps_cross_segments)
+    return None if taps is None else taps.build(config.emb_dim, key=key)

@@ -60,7 +60,8 @@ class StackConfig:
 
     Every setting of a mixing kind (`modeling.mixers`) is a setting of the stack too, and goes to
     the layers of the kinds that have it; those that vary with depth (`kernel_size`, `dilation`,
-    `num_kernels`) take one value, or a list with one for each layer.
+    `num_kernels`) take one value, or a list with one for each layer. So do the settings of Canon
+    layers (`modeling.canon`).
 
     Attributes:
         num_layers: layers in the stack.
@@ -393,7 +394,7 @@ class ModelDescription:
         found += self.encoder.faults("encoder", emb_dim=self.emb_dim)
         decoder_faults = self.decoder.faults("decoder", emb_dim=self.emb_dim)
         if not decoder_faults:
-            decoder_faults = [
+            decoder_faults = _canon_direction_faults(self.decoder_layers) or [
                 f"decoder[layer {i}] reads {layer.reach.right} positions of the future (padding="
                 f"{getattr(layer, 'padding', None)}); a decoder must be causal: leave padding "
                 "unset or use 'CAUSAL'."
@@ -426,6 +427,16 @@ class ModelDescription:
                     f"the {stack}."
                 )
         return found
+
+
+def _canon_direction_faults(decoder: Sequence[MixerConfig]) -> list[str]:
+    padding = next((layer.canon_padding for layer in decoder if layer.canon_reach[1]), None)
+    if padding is None:
+        return []
+    return [
+        f"decoder.canon_padding={padding!r} reads positions of the future; a decoder must be "
+        "causal: use 'CAUSAL' in the decoder."
+    ]
 
 
 def _per_layer(value: Any, count: int) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from convt5 import errors
+from convt5.modeling.canon import NO_CANON, Along, Canon, CanonConfig, CanonTaps, convolved
 from convt5.ops.dense import dense
 
 DropoutKey = PRNGKeyArray | None
@@ -20,7 +21,12 @@ MlpKind = Literal["relu", "gated_gelu"]
 
 
 class Dense(nnx.Module):
-    """y = x @ kernel + bias, kernel [in, out]; truncated normal of scale 1/sqrt(in) as in T5."""
+    """y = x @ kernel + bias, kernel [in, out]; truncated normal of scale 1/sqrt(in) as in T5.
+
+    Where `canon` is given a Canon layer convolves y along the sequence.
+    """
+
+    canon: Canon | None
 
     def __init__(
         self,
@@ -30,14 +36,19 @@ class Dense(nnx.Module):
         key: PRNGKeyArray,
         use_bias: bool = False,
         init: jax.nn.initializers.Initializer | None = None,
+        canon: CanonTaps | None = None,
     ):
         init = init or truncated_normal(in_dim**-0.5)
         self.kernel = nnx.Param(init(key, (in_dim, out_dim), jnp.float32))
         self.bias = nnx.Param(jnp.zeros((out_dim,), jnp.float32)) if use_bias else None
+        self.canon = None if canon is None else canon.build(out_dim, key=key)
 
-    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
+    def __call__(
+        self, x: Float[Array, "*batch in"], along: Along | None = None
+    ) -> Float[Array, "*batch out"]:
         y = dense(x, self.kernel[...].astype(x.dtype))
-        return y if self.bias is None else add_vector(y, self.bias[...])
+        y = y if self.bias is None else add_vector(y, self.bias[...])
+        return convolved(self.canon, y, along)
 
 
 class Embed(nnx.Module):
@@ -93,25 +104,35 @@ class Mlp(nnx.Module):
         kind: MlpKind,
         use_bias: bool,
         dropout_rate: float,
+        canon: CanonConfig = NO_CANON,
+        cross_segments: bool = False,
         key: PRNGKeyArray,
     ):
         keys = jax.random.split(key, 3)
-        inward = lambda key: Dense(emb_dim, mlp_dim, key=key, use_bias=use_bias)  # noqa: E731
+
+        def inward(name: str, key: PRNGKeyArray) -> Dense:
+            taps = canon.canon_at("D", name, cross_segments=cross_segments)
+            return Dense(emb_dim, mlp_dim, key=key, use_bias=use_bias, canon=taps)
+
         if kind == "gated_gelu":
-            self.wi_0, self.wi_1 = inward(keys[0]), inward(keys[1])
+            self.wi_0, self.wi_1 = inward("wi_0", keys[0]), inward("wi_1", keys[1])
         else:
-            self.wi = inward(keys[0])
+            self.wi = inward("wi", keys[0])
         self.wo = Dense(mlp_dim, emb_dim, key=keys[2], use_bias=use_bias)
         self.kind = kind
         self.dropout_rate = dropout_rate
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], *, dropout_key: DropoutKey = None
+        self,
+        x: Float[Array, "batch length embed"],
+        along: Along | None = None,
+        *,
+        dropout_key: DropoutKey = None,
     ) -> Float[Array, "batch length embed"]:
         if self.kind == "gated_gelu":
-            hidden = jax.nn.gelu(self.wi_0(x), approximate=True) * self.wi_1(x)
+            hidden = jax.nn.gelu(self.wi_0(x, along), approximate=True) * self.wi_1(x, along)
         else:
-            hidden = jax.nn.relu(self.wi(x))
+            hidden = jax.nn.relu(self.wi(x, along))
         # batch length mlp
         return self.wo(dropout(hidden, self.dropout_rate, dropout_key))
 

@@ -1,6 +1,6 @@
 """Where the parameters of a text model live: a table of rules for `sharding`."""
 
-from convt5.modeling import attention
+from convt5.modeling import attention, canon
 from convt5.modeling.mixers import KINDS
 from convt5.modeling.sharding import Rule
 
@@ -16,6 +16,7 @@ TEXT_RULES = (
     Rule(r"norm/(scale|bias)$"),
     Rule(r"stem/layers/\d+/kernel$", (None, "fsdp", "tensor"), optional=True),
     Rule(r"stem/output/kernel$", ("tensor", "fsdp"), optional=True),
+    *canon.sharding_rules,
     *_MIXER_RULES,
     *attention.sharding_rules("cross_attention"),
     Rule(r"mlp/wi(_[01])?/kernel$", ("fsdp", "tensor")),

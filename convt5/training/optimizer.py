@@ -13,6 +13,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from convt5 import errors
+from convt5.modeling import canon
 from convt5.modeling.mixers import KINDS
 from convt5.modeling.tree_paths import matches, named_leaves, pattern_faults
 from convt5.training.schedule import Schedule
@@ -20,7 +21,10 @@ from convt5.training.schedule import Schedule
 Tree = Any
 Moment = dict[str, Array]
 
-STACKED_TAPS = tuple(name for kind in KINDS.values() for name in kind.stacked_parameters)
+STACKED_TAPS = (
+    *canon.stacked_parameters,
+    *(name for kind in KINDS.values() for name in kind.stacked_parameters),
+)
 """The taps of a convolution: one array here, one variable per tap in the original."""
 
 NOT_DECAYED = (r"(^|/)\w*bias(/|$)", r"norm/scale$")

@@ -25,6 +25,10 @@ class SelfAttentionConfig(MixerConfig):
     def reach(self) -> Reach:
         return Reach(None, 0 if self.causal else None)
 
+    def projections(self, sizes: ModelSizes) -> dict[str, int]:
+        inner = sizes.num_heads * sizes.head_dim
+        return {"query": inner, "key": inner, "value": inner}
+
     def build(self, sizes: ModelSizes, *, key: PRNGKeyArray) -> "SelfAttention":
         return SelfAttention(self, sizes, key=key)
 
@@ -42,7 +46,7 @@ class SelfAttention(Attention, base.Mixer):
     """Attention from a sequence to itself; decoding keeps the keys and values of each position."""
 
     def __init__(self, config: SelfAttentionConfig, sizes: ModelSizes, *, key: PRNGKeyArray):
-        super().__init__(sizes, key=key)
+        super().__init__(sizes, canon=config, key=key)
         self.causal = config.causal
 
     def __call__(
@@ -59,6 +63,7 @@ class SelfAttention(Attention, base.Mixer):
             inputs.segment_ids,
             causal=self.causal,
             distance_bias=inputs.distance_bias,
+            along=inputs,
             dropout_key=dropout_key,
         )
 
@@ -70,7 +75,7 @@ class SelfAttention(Attention, base.Mixer):
     def step(
         self, x: Float[Array, "batch 1 embed"], state: AttentionState, position: Position
     ) -> tuple[Float[Array, "batch 1 embed"], AttentionState]:
-        return self.append(x, state, position.index, bias=position.bias)
+        return self.append(x, state, position.index, bias=position.bias, along=position)
 
     def room(self, state: AttentionState) -> int:
         return state.keys.shape[-1]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from convt5.modeling.canon import Canon, CanonConfig
 from convt5.modeling.layers import DropoutKey
 from convt5.modeling.sharding import Rule
 from convt5.modeling.sizes import ModelSizes, Size
@@ -82,6 +83,12 @@ class StackInputs(NamedTuple):
     memory: Float[Array, "batch source embed"] | None = None
     memory_segment_ids: Int[Array, "batch source"] | None = None
 
+    def convolve(
+        self, canon: Canon, x: Float[Array, "batch length channels"]
+    ) -> Float[Array, "batch length channels"]:
+        """Convolves the whole sequence; see `canon.Along`."""
+        return canon(x, self.segment_ids, self.readable)
+
 
 class Position(NamedTuple):
     """What a mixer is told about one position while decoding.
@@ -90,11 +97,23 @@ class Position(NamedTuple):
         index: of the position in each row, from 0.
         readable: whether convolution taps may read it; None for everywhere.
         bias: of attention, for the positions that its state has room for; None without one.
+        canons: the states of the layer's Canon layers by name, which each replaces by the next.
     """
 
     index: Int[Array, " batch"]
     readable: Bool[Array, "batch 1"] | None = None
     bias: Float[Array, "rows heads 1 length"] | None = None
+    canons: dict[str, Array] | None = None
+
+    def convolve(
+        self, canon: Canon, x: Float[Array, "batch 1 channels"]
+    ) -> Float[Array, "batch 1 channels"]:
+        """Convolves the next position; see `canon.Along`."""
+        if self.canons is None:
+            raise ValueError("this position was not given the states of its layer's Canon layers")
+        name = canon.taps.name
+        y, self.canons[name] = canon.step(x, self.canons[name], self.readable)
+        return y
 
 
 class Mixer(nnx.Module):
@@ -126,8 +145,10 @@ class Mixer(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MixerConfig:
+class MixerConfig(CanonConfig):
     """How one layer mixes along the sequence. Kinds add their settings as fields.
+
+    The Canon layers of the layer are settings of every kind (`canon`).
 
     Attributes:
         causal: whether an output may read its own and earlier positions only, as in a decoder.
@@ -157,6 +178,23 @@ class MixerConfig:
     def reach(self) -> Reach:
         """Positions read to the left and to the right of the output position."""
         raise NotImplementedError
+
+    @property
+    def layer_reach(self) -> Reach:
+        """What a layer of this mixing reads, with its Canon layers."""
+        return self.reach.then(Reach(*self.canon_reach))
+
+    def projections(self, sizes: ModelSizes) -> dict[str, int]:
+        """Returns the channels of the projections that Canon layers convolve at B, by name."""
+        raise NotImplementedError
+
+    def canon_channels(self, sizes: ModelSizes) -> int:
+        """Returns the channels of all Canon layers of a layer together."""
+        hidden = (2 if sizes.mlp == "gated_gelu" else 1) * sizes.mlp_dim
+        widths = {"A": sizes.emb_dim, "C": sizes.emb_dim, "D": hidden}
+        if "B" in self.canon:
+            widths["B"] = sum(self.projections(sizes).values())
+        return sum(widths[place] for place in self.canon)
 
     def build(self, sizes: ModelSizes, *, key: PRNGKeyArray) -> Mixer:
         """Returns the module with random parameters."""

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from convt5.configuration import rules
 from convt5.configuration.rules import ruled
+from convt5.modeling.canon import Along
 from convt5.modeling.layers import Dense, DropoutKey, add_vector, at_least_float32, truncated_normal
 from convt5.modeling.mixers import base
 from convt5.modeling.mixers.base import MixerConfig, Position, Reach
@@ -94,6 +95,14 @@ class ConvolutionConfig(MixerConfig):
         return str(self.kernel_size), str(self.dilation), kernels
 
     @property
+    def projection_names(self) -> tuple[str, ...]:
+        """The dense layers before the taps, which read the input of the block."""
+        return tuple(name for name in self.dense_layers if name in ("input", "gate"))
+
+    def projections(self, sizes: ModelSizes) -> dict[str, int]:
+        return dict.fromkeys(self.projection_names, sizes.emb_dim)
+
+    @property
     def dense_layers(self) -> tuple[str, ...]:
         """The dense layers of the block, in order."""
         present = {
@@ -119,6 +128,11 @@ class ConvolutionConfig(MixerConfig):
         return self.num_slots * sizes.emb_dim
 
     def faults(self, where: str, *, emb_dim: int) -> list[str]:
+        if "B" in self.canon and not self.projection_names:
+            return [
+                f"{where}.canon={self.canon!r} has a Canon layer at B on the projections of the "
+                "mixing, but input_projection='none' leaves it none; remove B."
+            ]
         try:
             pad_widths(self.kernel_size, self.dilation, self.tap_padding)
         except ValueError as error:
@@ -152,7 +166,10 @@ class Convolution(base.Mixer):
         def dense(name: str, key: PRNGKeyArray) -> Dense | None:
             if name not in config.dense_layers:
                 return None
-            return Dense(emb_dim, emb_dim, key=key, use_bias=config.projection_bias)
+            canon = None
+            if name in config.projection_names:
+                canon = config.canon_at("B", name, cross_segments=sizes.taps_cross_segments)
+            return Dense(emb_dim, emb_dim, key=key, use_bias=config.projection_bias, canon=canon)
 
         self.input = dense("input", keys[0])
         self.gate = dense("gate", keys[1])
@@ -200,7 +217,7 @@ class Convolution(base.Mixer):
     ) -> Float[Array, "batch length embed"]:
         """Mixes a whole sequence; taps read zero at padding and wherever not `readable`."""
         config, readable = self.config, inputs.readable
-        gated = self._gated(x)
+        gated = self._gated(x, inputs)
         where = {
             "dilation": config.dilation,
             "padding": config.tap_padding,
@@ -222,7 +239,7 @@ class Convolution(base.Mixer):
         """Mixes the next position of a causal convolution."""
         config, index, readable = self.config, position.index, position.readable
         slots = state.inputs.shape[1]
-        gated = self._gated(x)
+        gated = self._gated(x, position)
         # batch embed
         newest = gated[:, 0] if readable is None else gated[:, 0] * readable.astype(x.dtype)
         rows = jnp.arange(x.shape[0])
@@ -236,10 +253,10 @@ class Convolution(base.Mixer):
         return self._project(y.astype(x.dtype)), ConvolutionState(inputs)
 
     def _gated(
-        self, x: Float[Array, "batch length embed"]
+        self, x: Float[Array, "batch length embed"], along: Along
     ) -> Float[Array, "batch length channels"]:
-        y = x if self.input is None else self.input(x)
-        return y if self.gate is None else gate(y, self.gate(x))
+        y = x if self.input is None else self.input(x, along)
+        return y if self.gate is None else gate(y, self.gate(x, along))
 
     def _project(
         self, y: Float[Array, "batch length channels"]

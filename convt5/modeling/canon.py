@@ -1,0 +1,225 @@
+"""Canon layers: short convolutions with a residual, beside attention and feed-forward layers.
+
+y[t] = h[t] + sum_j w[j] h[t - j * dilation], j = 0..K-1, for each channel by itself (Allen-Zhu
+2025, arXiv 2512.17351): at any of four places of a layer, whatever mixes its sequence.
+"""
+
+import dataclasses
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from convt5.configuration import rules
+from convt5.configuration.rules import ruled
+from convt5.modeling.sharding import Rule
+from convt5.modeling.sizes import Size
+from convt5.ops import depthwise_conv, pad_widths
+
+PLACES = "ABCD"
+SPLIT_PLACES = "BD"
+"""Places whose channels the mesh axis "tensor" splits, as those of the layers they follow."""
+
+CanonActivation = Literal["none", "silu"]
+
+sharding_rules = (
+    Rule(r"_canon/(kernel|bias)$", optional=True),
+    Rule(r"/canon/(\w+/)?kernel$", (None, "tensor"), optional=True),
+    Rule(r"/canon/(\w+/)?bias$", ("tensor",), optional=True),
+)
+"""A and C read the residual stream, which every device holds whole; B and D what is split."""
+
+stacked_parameters = (r"(_|/)canon/(\w+/)?kernel$",)
+"""Patterns of arrays that hold one parameter for each tap; see `AdafactorConfig.stacked`."""
+
+_KEY_NUMBER = 2**16
+"""Folded into the key of what a Canon layer stands beside: `split` gives the lowest numbers, and
+the parameters of a model without Canon layers are those of the model with them."""
+
+
+def _places(value: object) -> str:
+    is_set = isinstance(value, str) and set(value) <= set(PLACES) and len(set(value)) == len(value)
+    return "" if is_set else "must name places among A, B, C and D, each once, such as 'ABCD'."
+
+
+class CanonTaps(NamedTuple):
+    """One Canon layer.
+
+    Attributes:
+        name: unique in its layer: of what it stands in front of, or of the projection it follows.
+        kernel_size, dilation, padding, bias, activation: see `CanonConfig`.
+        split: whether the mesh axis "tensor" splits its channels.
+        cross_segments: whether its taps read other packed examples.
+    """
+
+    name: str
+    kernel_size: int
+    dilation: int
+    padding: str
+    bias: bool
+    activation: CanonActivation
+    split: bool
+    cross_segments: bool
+
+    def build(self, channels: int, *, key: PRNGKeyArray) -> "Canon":
+        """Returns the module; `key` is that of what it stands beside."""
+        return Canon(self, channels, key=jax.random.fold_in(key, _KEY_NUMBER))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CanonConfig:
+    """The Canon layers of one layer of a model.
+
+    Attributes:
+        canon: their places, some of "ABCD"; "" for none. A: before the mixing, after its norm; B:
+            on the projections of the mixing: queries, keys and values, or what a convolution block
+            gates; C: before the feed-forward layer, after its norm; D: on the hidden values of the
+            feed-forward layer before their activation, both halves of a gated one.
+        canon_kernel_size: taps K.
+        canon_dilation: distance between taps; 1 means adjacent.
+        canon_padding: "CAUSAL": the position and those before it, as published; "CENTERED": as for
+            mixing, for encoders.
+        canon_bias: a bias added to the sum over the taps.
+        canon_activation: "silu" of that sum; "none" as published. The residual is added after it.
+    """
+
+    canon: str = ruled(_places, default="", per_layer=True)
+    canon_kernel_size: int = ruled(rules.count, default=4, per_layer=True)
+    canon_dilation: int = ruled(rules.count, default=1, per_layer=True)
+    canon_padding: str = ruled(rules.choice("CAUSAL", "CENTERED"), default="CAUSAL")
+    canon_bias: bool = ruled(rules.switch, default=False)
+    canon_activation: CanonActivation = ruled(rules.choice(CanonActivation), default="none")
+
+    def canon_at(self, place: str, name: str, *, cross_segments: bool = False) -> CanonTaps | None:
+        """Returns the Canon layer at one place, or None where there is none."""
+        if place not in self.canon:
+            return None
+        return CanonTaps(
+            name=name,
+            kernel_size=self.canon_kernel_size,
+            dilation=self.canon_dilation,
+            padding=self.canon_padding,
+            bias=self.canon_bias,
+            activation=self.canon_activation,
+            split=place in SPLIT_PLACES,
+            cross_segments=cross_segments,
+        )
+
+    @property
+    def canon_reach(self) -> tuple[int, int]:
+        """Positions that the Canon layers of a layer read together, to the left and to the right:
+        each reads what those below it have read."""
+        widths = pad_widths(self.canon_kernel_size, self.canon_dilation, self.canon_padding)
+        left, right = (len(self.canon) * width for width in widths)
+        return left, right
+
+    @property
+    def canon_slots(self) -> int:
+        """Positions that decoding keeps for each Canon layer."""
+        return (self.canon_kernel_size - 1) * self.canon_dilation
+
+
+NO_CANON = CanonConfig()
+
+
+class Canon(nnx.Module):
+    """One Canon layer.
+
+    Taps begin uniform between -1/sqrt(K) and 1/sqrt(K) and biases at zero, as in the authors' code
+    (facebookresearch/PhysicsLM4, `canon_helper.py`: the defaults of torch's Conv1d).
+    """
+
+    def __init__(self, taps: CanonTaps, channels: int, *, key: PRNGKeyArray):
+        limit = taps.kernel_size**-0.5
+        shape = (taps.kernel_size, channels)
+        self.kernel = nnx.Param(jax.random.uniform(key, shape, jnp.float32, -limit, limit))
+        self.bias = nnx.Param(jnp.zeros((channels,), jnp.float32)) if taps.bias else None
+        self.taps = taps
+
+    def __call__(
+        self,
+        x: Float[Array, "batch length channels"],
+        segment_ids: Int[Array, "batch length"],
+        readable: Bool[Array, "batch length"] | None = None,
+    ) -> Float[Array, "batch length channels"]:
+        """Convolves whole sequences; taps read zero at padding and wherever not `readable`."""
+        read = _visible(x, readable)
+        y = depthwise_conv(
+            read,
+            self._kernel(),
+            dilation=self.taps.dilation,
+            padding=self.taps.padding,
+            segment_ids=segment_ids,
+            taps_cross_segments=self.taps.cross_segments,
+        )
+        return self._joined(x, read, y)
+
+    def init_state(self, batch: Size, dtype: jnp.dtype) -> Float[Array, "batch slots channels"]:
+        """Returns the inputs before the first position, which read as zero, oldest first."""
+        slots = (self.taps.kernel_size - 1) * self.taps.dilation
+        return jnp.zeros((batch, slots, self.kernel.shape[1]), dtype)
+
+    def step(
+        self,
+        x: Float[Array, "batch 1 channels"],
+        state: Float[Array, "batch slots channels"],
+        readable: Bool[Array, "batch 1"] | None = None,
+    ) -> tuple[Float[Array, "batch 1 channels"], Float[Array, "batch slots channels"]]:
+        """Convolves the next position of causal taps, and returns the inputs that follow."""
+        read = _visible(x, readable)
+        window = jnp.concatenate([state, read], axis=1)
+        kernel = self._kernel()
+        kernel = kernel.astype(jnp.promote_types(x.dtype, kernel.dtype))
+        # batch kernel channels
+        seen = window[:, :: self.taps.dilation].astype(kernel.dtype)
+        y = jnp.sum(seen * kernel[None], axis=1, keepdims=True).astype(x.dtype)
+        return self._joined(x, read, y), window[:, 1:]
+
+    def _kernel(self) -> Float[Array, "kernel channels"]:
+        """Returns the taps; without an activation the residual is part of the current one, so that
+        no pass over the inputs adds it."""
+        kernel = self.kernel[...]
+        if self.taps.activation != "none":
+            return kernel
+        left, _ = pad_widths(self.taps.kernel_size, self.taps.dilation, self.taps.padding)
+        return kernel.at[left // self.taps.dilation].add(1.0)
+
+    def _joined(self, x, read, y):
+        """Adds what is missing of the residual to a sum over the taps."""
+        if self.bias is not None:
+            y = y + self.bias[...].astype(y.dtype)[None, None]
+        if self.taps.activation != "none":
+            return x + jax.nn.silu(y)
+        return y if read is x else y + (x - read)
+
+
+@runtime_checkable
+class Along(Protocol):
+    """What Canon layers convolve along: whole sequences, or the positions decoded so far."""
+
+    def convolve(
+        self, canon: Canon, x: Float[Array, "batch length channels"]
+    ) -> Float[Array, "batch length channels"]: ...
+
+
+def convolved(
+    canon: Canon | None, x: Float[Array, "*batch channels"], along: Along | None
+) -> Float[Array, "*batch channels"]:
+    """Returns what a Canon layer gives, or x where there is none."""
+    if canon is None:
+        return x
+    if along is None:
+        raise ValueError(f"the Canon layer at {canon.taps.name} was not told its sequence")
+    return along.convolve(canon, x)
+
+
+def canons_of(module: nnx.Module) -> dict[str, Canon]:
+    """Returns the Canon layers inside of a layer by their names."""
+    found = [part for _, part in nnx.iter_modules(module) if isinstance(part, Canon)]
+    return {canon.taps.name: canon for canon in found}
+
+
+def _visible(x, readable):
+    return x if readable is None else x * readable[..., None].astype(x.dtype)
