@@ -73,8 +73,14 @@ COMMAND = command_line.Command(
         ),
         Flag(
             "input",
-            "a file: text with one input in each line, or JSON lines (.jsonl, .ndjson, .json); "
-            "also .gz, .xz or .bz2. - is standard input, the default.",
+            "a file, glob or folder: text with one input in each line, or JSON lines (.jsonl, "
+            ".ndjson, .json); also .gz, .xz or .bz2. - is standard input, the default.",
+        ),
+        Flag(
+            "invalid_utf8",
+            "what becomes of lines with bytes that are no UTF-8: refuse (the default), replace or "
+            "skip, which leaves them out and counts them.",
+            {"choices": ["refuse", "replace", "skip"]},
         ),
         Flag(
             "field",
@@ -140,6 +146,8 @@ def main(argv: Sequence[str]) -> int:
     if not flags.task:
         about = run_settings.answers_described(written, config, raw=flags.raw)
         print(about, file=sys.stderr)
+    if inputs is not None:
+        _tell_faults(inputs)  # Of files, which are checked whole; a stream is not read yet.
     if flags.dry_run:
         count = "a dialogue" if inputs is None else _counted(inputs)
         print(
@@ -156,6 +164,7 @@ def main(argv: Sequence[str]) -> int:
         "vocabulary": flags.vocabulary,
         "input": inputs.name if inputs else None,
         "field": flags.field,
+        **({"invalid_utf8": flags.invalid_utf8} if flags.invalid_utf8 else {}),
         **({"ema": True} if flags.ema else {}),
         **({"format": task_format.as_json([written])} if written and not flags.raw else {}),
         **config.described(),
@@ -206,9 +215,10 @@ def open_inputs(
     format = None if flags.raw else written
     if flags.task:
         return _task_inputs(flags, features, config, vocab_size)
+    how = {"invalid_utf8": flags.invalid_utf8 or "refuse"}
     if flags.input and flags.input != inputs.STDIN:
-        return inputs.from_file(flags.input, flags.field, format)
-    return inputs.from_stream(sys.stdin.buffer, flags.field, format)
+        return inputs.from_files(flags.input, flags.field, format, **how)
+    return inputs.from_stream(sys.stdin.buffer, flags.field, format, **how)
 
 
 def run(predictor: "Predictor", inputs: "Inputs", output: "ResumableLines | None") -> None:
@@ -239,6 +249,8 @@ def run(predictor: "Predictor", inputs: "Inputs", output: "ResumableLines | None
             else:
                 out.write("".join(map(json_line, records)))
                 out.flush()
+    if inputs.total is None:
+        _tell_faults(inputs)
     if cut:
         print(
             f"{cut} inputs were longer than max_input_length="
@@ -299,7 +311,7 @@ def _check_flags(flags: Any, gin_files: Sequence[str]) -> bool:
         faults.append(f"--num_examples={flags.num_examples} must be at least 1.")
     faults += [
         f"--{name} is for texts, and --task writes its own inputs; leave it out."
-        for name in ("field", "raw", "format")
+        for name in ("field", "raw", "format", "invalid_utf8")
         if flags.task and getattr(flags, name)
     ]
     if flags.raw and flags.format:
@@ -356,6 +368,11 @@ def _one(found: Sequence[Any], which: str) -> Any:
 def _counted(inputs: "Inputs") -> str:
     count = "as they come" if inputs.total is None else f"{inputs.total:,}"
     return f"{count} from {inputs.name}"
+
+
+def _tell_faults(inputs: "Inputs") -> None:
+    if faults := inputs.faults():
+        print(f"input={inputs.name}: {faults}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -182,6 +182,7 @@ def paper_task(
     *,
     data_dir: str | None = None,
     validation_fraction: float = VALIDATION_FRACTION,
+    invalid_utf8: InvalidUtf8 = "refuse",
     rank: bool = False,
 ) -> seqio.Task:
     """Returns a classification task of the paper, from TFDS or from local files.
@@ -195,6 +196,7 @@ def paper_task(
         data_dir: where TFDS has the prepared data; None is its default, `~/tensorflow_datasets`.
         validation_fraction: of the rows of local "train" files, held out where there are none for
             "validation".
+        invalid_utf8: of local files, as of `text_classification`.
         rank: see `classification_task`; the task is then called `<name>_rank`.
 
     Raises:
@@ -216,6 +218,7 @@ def paper_task(
             vocabulary=vocabulary,
             layout=task.layout,
             validation_fraction=validation_fraction,
+            invalid_utf8=invalid_utf8,
             rank=rank,
             name=name,
         )
@@ -332,7 +335,6 @@ def text_classification(
         labels=generated,
         metric_fns=metric_fns,
         rank=rank,
-        strip=True,
     )
 
 
@@ -358,7 +360,6 @@ def classification_task(
     preprocessors: Sequence[Callable[..., tf.data.Dataset]] = (),
     metric_fns: Sequence[metrics.LabelMetric] = (),
     rank: bool = False,
-    strip: bool = False,
 ) -> seqio.Task:
     """Returns a task whose target is the text of a label.
 
@@ -373,8 +374,6 @@ def classification_task(
             `labels`.
         rank: makes an example of each label of each row, to choose the likeliest: for evaluation,
             where it needs no decoding and no answer is invalid. The name gets "_rank" added.
-        strip: whether the source gives fields without the blanks around them, as files are read;
-            predictions then remove them too.
 
     Raises:
         UserError: fewer than two labels, the same twice, two that the vocabulary reads as one, or
@@ -388,7 +387,7 @@ def classification_task(
         )
     label_checks.check_ids(labels, vocabulary, name)
     feature = seqio.Feature(vocabulary=vocabulary, add_eos=True)
-    written = task_format.of_template(name, prompt, strip=strip, labels=tuple(labels))
+    written = task_format.of_template(name, prompt, labels=tuple(labels))
     steps = [
         *preprocessors,
         functools.partial(formats.write_inputs, format=written, others=_label_as_target),
@@ -467,7 +466,7 @@ def _named(labels: Labels, task: str) -> dict[str, str | None]:
 
 
 def _label(row: Row, field: str, names: Mapping[str, str | None]) -> str | None:
-    label = row.text(field)
+    label = row.stripped(field)
     if label not in names:
         raise row.error(
             f"has the unknown label {label!r} under {field!r}; the labels are {list(names)}; add "
@@ -477,7 +476,7 @@ def _label(row: Row, field: str, names: Mapping[str, str | None]) -> str | None:
 
 
 def _number(row: Row, field: str) -> float:
-    text = row.text(field)
+    text = row.stripped(field)
     try:
         number = float(text)
     except ValueError:

@@ -14,6 +14,7 @@ import tensorflow as tf
 from convt5.text.task_format import Field, TaskFormat
 
 from . import formats, metrics, vocabularies
+from .local_files import InvalidUtf8
 from .sources import shuffle_buffer_size
 from .tables import Example, Path, Row, TableSource
 
@@ -29,6 +30,7 @@ def cogs(
     *,
     columns: Sequence[str] | None = COLUMNS,
     prompt: str = "",
+    invalid_utf8: InvalidUtf8 = "refuse",
     name: str = "cogs",
 ) -> seqio.Task:
     """Returns COGS from local files: the public .tsv, or .jsonl with the fields of `COLUMNS`.
@@ -39,14 +41,15 @@ def cogs(
         vocabulary: from `vocabularies.sentencepiece`; None takes bytes.
         columns: fields of .tsv files, which have no header line; None takes them from their first.
         prompt: stands before the sentence.
+        invalid_utf8: as of `classification.text_classification`.
         name: of the task; it is registered under the same, if at all.
 
     Raises:
         UserError: a path without files.
     """
-    source = TableSource(path, _parse, columns=columns)
+    source = TableSource(path, _parse, columns=columns, invalid_utf8=invalid_utf8)
     parts = (prompt, Field("text")) if prompt else (Field("text"),)
-    written = TaskFormat(task=name, parts=parts, strip=True)
+    written = TaskFormat(task=name, parts=parts)
     feature = seqio.Feature(vocabulary=vocabulary or vocabularies.characters(), add_eos=True)
     return seqio.Task(
         name,
@@ -83,9 +86,11 @@ def _target_and_category(row: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
 
 
 def _parse(row: Row) -> Example | None:
-    example = {field: row.text(field) for field in COLUMNS}
     # A header line, which the public tables do not have.
-    return None if tuple(example.values()) == COLUMNS else example
+    if tuple(map(row.stripped, COLUMNS)) == COLUMNS:
+        return None
+    texts = {field: row.text(field) for field in ("text", "target")}
+    return texts | {"category": row.stripped("category")}
 
 
 def _with_category(

@@ -10,6 +10,7 @@ import tensorflow as tf
 from convt5.text import task_format
 
 from . import formats, metrics, vocabularies
+from .local_files import InvalidUtf8
 from .sources import shuffle_buffer_size
 from .tables import Example, Layout, Path, Row, TableSource
 
@@ -30,15 +31,14 @@ def generation_task(
 
     Args:
         name: appears in logs and results; the task is not registered.
-        source: rows with the fields of `prompt`, and the answer under `TARGET`, without the blanks
-            around them.
+        source: rows with the fields of `prompt`, and the answer under `TARGET`.
         vocabulary: of inputs and targets; None takes bytes.
         prompt: the input, with fields in braces.
         metric_fns: of targets and predictions.
         postprocess_fn: of both, as seqio has it; None leaves them as they are.
     """
     feature = seqio.Feature(vocabulary=vocabulary or vocabularies.characters(), add_eos=True)
-    written = task_format.of_template(name, prompt, strip=True)
+    written = task_format.of_template(name, prompt)
     return seqio.Task(
         name,
         source=source,
@@ -62,6 +62,7 @@ def summarization(
     summary_field: str = "summary",
     columns: Sequence[str] | None = None,
     validation_fraction: float = 0.0,
+    invalid_utf8: InvalidUtf8 = "refuse",
     name: str = "summarization",
 ) -> seqio.Task:
     """Returns summaries of documents from local files, measured by ROUGE, as T5 writes them.
@@ -74,6 +75,7 @@ def summarization(
         columns: the fields of .tsv and .csv files that have no header line.
         validation_fraction: of the rows of "train" that are held out where there are no files for
             "validation", in [0, 0.5].
+        invalid_utf8: as of `classification.text_classification`.
         name: of the task; it is registered under the same, if at all.
 
     Raises:
@@ -87,7 +89,12 @@ def summarization(
     return generation_task(
         name,
         TableSource(
-            path, parse, columns=columns, layout=layout, validation_fraction=validation_fraction
+            path,
+            parse,
+            columns=columns,
+            layout=layout,
+            validation_fraction=validation_fraction,
+            invalid_utf8=invalid_utf8,
         ),
         vocabulary,
         prompt="summarize: {document}",

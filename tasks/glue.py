@@ -15,6 +15,7 @@ from convt5 import errors
 from convt5.text import task_format
 
 from . import classification, generation, metrics
+from .local_files import InvalidUtf8
 from .tables import Example, Layout, Path, Row, TableSource
 
 STSB = "stsb"
@@ -81,6 +82,7 @@ def glue(
     vocabulary: seqio.Vocabulary | None = None,
     *,
     validation_fraction: float = classification.VALIDATION_FRACTION,
+    invalid_utf8: InvalidUtf8 = "refuse",
     rank: bool = False,
 ) -> seqio.Task:
     """Returns a task of GLUE from local files.
@@ -93,6 +95,7 @@ def glue(
         vocabulary: from `vocabularies.sentencepiece`; None takes bytes.
         validation_fraction: of the rows of "train" that are held out where there are no files for
             "validation".
+        invalid_utf8: as of `classification.text_classification`.
         rank: see `classification.classification_task`; stsb has no labels to rank.
 
     Raises:
@@ -103,17 +106,19 @@ def glue(
             f"name={name!r} is none of the tasks of GLUE, {list(NAMES)}; "
             f"text_classification reads any other from files.{errors.suggest(name, NAMES)}"
         )
+    read: dict[str, Any] = {
+        "validation_fraction": validation_fraction,
+        "invalid_utf8": invalid_utf8,
+    }
     if name in _OF_THE_PAPER:
-        return classification.paper_task(
-            name, path, vocabulary, validation_fraction=validation_fraction, rank=rank
-        )
+        return classification.paper_task(name, path, vocabulary, rank=rank, **read)
     if name == STSB:
         if rank:
             raise errors.UserError(
                 "rank=True chooses among labels, and name='stsb' has numbers for answers; leave it "
                 "out."
             )
-        return _stsb(path, vocabulary, validation_fraction)
+        return _stsb(path, vocabulary, read)
     task = CLASSIFICATIONS[name]
     return classification.text_classification(
         path,
@@ -122,23 +127,18 @@ def glue(
         prompt=task.prompt,
         layout=task.layout,
         vocabulary=vocabulary,
-        validation_fraction=validation_fraction,
         metric_fns=task.metric_fns,
         rank=rank,
         name=name,
+        **read,
     )
 
 
-def _stsb(path: Path, vocabulary: seqio.Vocabulary | None, fraction: float) -> seqio.Task:
+def _stsb(path: Path, vocabulary: seqio.Vocabulary | None, read: Mapping[str, Any]) -> seqio.Task:
     """Returns STS-B: how similar two sentences are, a number written as text."""
     return generation.generation_task(
         STSB,
-        TableSource(
-            path,
-            _scored,
-            layout=Layout(aliases={"label": ["score"]}),
-            validation_fraction=fraction,
-        ),
+        TableSource(path, _scored, layout=Layout(aliases={"label": ["score"]}), **read),
         vocabulary,
         prompt=f"{STSB} {_SENTENCES}",
         metric_fns=[metrics.regression],
@@ -147,7 +147,7 @@ def _stsb(path: Path, vocabulary: seqio.Vocabulary | None, fraction: float) -> s
 
 
 def _scored(row: Row) -> Example | None:
-    text = row.text("label")
+    text = row.stripped("label")
     score = metrics.number_of(text)
     if score == -1:
         return None

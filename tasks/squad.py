@@ -13,6 +13,7 @@ import tensorflow as tf
 from convt5.text import task_format
 
 from . import formats, metrics, vocabularies
+from .local_files import InvalidUtf8
 from .sources import PreparedTfdsSource, shuffle_buffer_size
 from .tables import Example, Path, Row, TableSource
 
@@ -24,6 +25,7 @@ def squad(
     vocabulary: seqio.Vocabulary | None = None,
     *,
     data_dir: str | None = None,
+    invalid_utf8: InvalidUtf8 = "refuse",
     name: str = "squad",
 ) -> seqio.Task:
     """Returns SQuAD from TFDS, or from local .jsonl files with "context", "question", "answers".
@@ -34,6 +36,7 @@ def squad(
             and metrics count the best. None reads TFDS.
         vocabulary: None takes bytes for files, and for TFDS T5's own, which is downloaded.
         data_dir: where TFDS has the prepared data; None is its default, `~/tensorflow_datasets`.
+        invalid_utf8: of local files, as of `classification.text_classification`.
         name: of the task; it is registered under the same, if at all.
 
     Raises:
@@ -44,7 +47,7 @@ def squad(
         vocabulary = vocabulary or vocabularies.published_t5()
         steps = [_tfds_rows]
     else:
-        source = TableSource(path, _parse)
+        source = TableSource(path, _parse, invalid_utf8=invalid_utf8)
         vocabulary = vocabulary or vocabularies.characters()
         steps = []
     feature = seqio.Feature(vocabulary=vocabulary, add_eos=True)
@@ -52,7 +55,6 @@ def squad(
     written = task_format.of_template(
         name,
         "question: {question} context: {context}",
-        strip=path is not None,
         space_punctuation=True,
     )
     return seqio.Task(

@@ -18,7 +18,6 @@ import tensorflow as tf
 from absl import logging
 
 from convt5 import errors
-from convt5.text import task_format
 
 from . import local_files
 from .sources import ItemSource
@@ -88,7 +87,7 @@ class Row:
         return value
 
     def text(self, field: str) -> str:
-        """Returns what stands under a field as text without surrounding blanks.
+        """Returns what stands under a field as text, as it is in the file.
 
         Raises:
             UserError: there is no such field, nothing in it, or no text.
@@ -96,7 +95,15 @@ class Row:
         value = self.value(field)
         if not isinstance(value, str | int | float):
             raise self.error(f"has {value!r} under {field!r}, which is no text.")
-        return task_format.field_text(value)
+        return str(value)
+
+    def stripped(self, field: str) -> str:
+        """Returns what stands under a field as a name or number, without blanks around it.
+
+        Raises:
+            UserError: as `text`.
+        """
+        return self.text(field).strip()
 
     def renamed(self, aliases: Mapping[str, Sequence[str]]) -> "Row":
         """Returns the row with fields that it lacks taken from others; see `Layout`."""
@@ -273,7 +280,9 @@ class TableSource(ItemSource):
         for split, files in self._files.items():
             found = 0
             for file in files:
-                rows = read_rows(file, self._columns, invalid_utf8=self._invalid_utf8)
+                rows = read_rows(
+                    file, self._columns, layout=self._layout, invalid_utf8=self._invalid_utf8
+                )
                 for row in itertools.islice(rows, num_rows):
                     self._parse(row)
                     found += 1

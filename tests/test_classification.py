@@ -1,5 +1,6 @@
 """Classification reads TFDS and local files alike, generates or ranks labels, names bad rows."""
 
+import functools
 import gzip
 import json
 import pathlib
@@ -8,7 +9,7 @@ import shutil
 import pytest
 import seqio
 import tensorflow_datasets as tfds
-from convt5.tasks import classification, glue, vocabularies
+from convt5.tasks import classification, cogs, formats, generation, glue, squad, vocabularies
 from convt5.tasks.classification import PAPER_TASKS, paper_task, text_classification
 
 from convt5 import data, errors, evaluation
@@ -462,7 +463,53 @@ class TestUnusualFiles:
         task = text_classification(
             str(tmp_path / "train.csv"), LABELS, prompt="{text}", validation_fraction=0
         )
-        assert texts(task) == [(book.strip(), "positive")]
+        assert texts(task) == [(book, "positive")]
+
+
+@pytest.mark.parametrize(
+    ("make", "row"),
+    [
+        (functools.partial(paper_task, "sst2"), {"text": "für", "label": "positive"}),
+        (functools.partial(glue.glue, "stsb"), {"sentence1": "für", "sentence2": "x", "label": 3}),
+        (functools.partial(glue.glue, "sst2"), {"text": "für", "label": "positive"}),
+        (squad.squad, {"context": "für", "question": "x", "answers": "y"}),
+        (cogs.cogs, {"text": "für", "target": "x", "category": "y"}),
+        (generation.summarization, {"document": "für", "summary": "x"}),
+    ],
+)
+def test_any_task_from_files_deals_with_bytes_that_are_no_utf_8(tmp_path, make, row):
+    line = json.dumps(row, ensure_ascii=False) + "\n"
+    (tmp_path / "train.jsonl").write_bytes(line.encode("latin1") + line.encode() * 2)
+
+    def read(policy):
+        file = str(tmp_path / "train.jsonl")
+        task = make(path={"train": file, "validation": file}, invalid_utf8=policy)
+        return [text for text, _ in texts(task)], task.source.tally("train")
+
+    with pytest.raises(errors.UserError, match=r"train\.jsonl', line 1 is not UTF-8"):
+        read("refuse")
+    replaced, tally = read("replace")
+    assert "f\ufffdr" in replaced[0]
+    assert (len(replaced), tally.replaced) == (3, 1)
+    skipped, tally = read("skip")
+    assert skipped == replaced[1:]
+    assert tally.skipped == 1
+
+
+@pytest.mark.parametrize("name", ["train.csv", "train.tsv", "train.jsonl"])
+def test_the_text_of_a_field_is_what_is_in_the_file(tmp_path, name):
+    text, label = "  two  blanks\u00a0", " positive "
+    content = {
+        "train.csv": f"text,label\r\n{text},{label}\r\n",
+        "train.tsv": f"text\tlabel\n{text}\t{label}\n",
+        "train.jsonl": json.dumps({"text": text, "label": label}),
+    }[name]
+    (tmp_path / name).write_bytes(f"\ufeff{content}".encode())
+    task = text_classification(
+        str(tmp_path / name), LABELS, prompt="read: {text}", validation_fraction=0
+    )
+    assert texts(task) == [(f"read: {text}", "positive")]
+    assert formats.of(task)[0].text({"text": text}) == f"read: {text}"
 
     def test_a_name_with_brackets_is_a_file_before_it_is_a_glob(self, tmp_path):
         path = write_rows(tmp_path / "a[1].jsonl", ROWS)

@@ -649,7 +649,7 @@ def test_text_that_unpacks_to_far_more_than_its_size_is_refused(
                 pass
 
     assert "unpack to" in refused(read, path)
-    assert "unpack to" in refused(lambda path: inputs.from_file(str(path)), path)
+    assert "unpack to" in refused(lambda path: inputs.from_files(str(path)), path)
 
 
 @pytest.mark.parametrize("suffix", PACKERS)
@@ -657,7 +657,7 @@ def test_a_packed_line_without_an_end_is_refused(suffix, tmp_path, monkeypatch):
     monkeypatch.setattr(foreign_files, "MOST_LINE_BYTES", 2**18)
     path = tmp_path / f"a.txt{suffix}"
     path.write_bytes(PACKERS[suffix](b"x\n" * 10 + b"x" * 2**20))
-    assert "a line in it" in refused(lambda path: inputs.from_file(str(path)), path)
+    assert "a line in it" in refused(lambda path: inputs.from_files(str(path)), path)
 
 
 # Bytes that flip
@@ -721,8 +721,8 @@ FLIPPED = {
         lambda folder: Checkpoint(str(folder / "model.ckpt-1")),
     ),
     "spm.model": (MODEL, read_pieces),
-    "a.txt.gz": (gzip.compress(b"text\n" * 50), lambda f: inputs.from_file(str(f / "a.txt.gz"))),
-    "a.txt.xz": (lzma.compress(b"text\n" * 50), lambda f: inputs.from_file(str(f / "a.txt.xz"))),
+    "a.txt.gz": (gzip.compress(b"text\n" * 50), lambda f: inputs.from_files(str(f / "a.txt.gz"))),
+    "a.txt.xz": (lzma.compress(b"text\n" * 50), lambda f: inputs.from_files(str(f / "a.txt.xz"))),
 }
 """Files that are whole, and what reads them in a folder."""
 

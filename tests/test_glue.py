@@ -102,6 +102,7 @@ def test_files_as_glue_publishes_them_are_read(tmp_path, name):
     file = "dev_matched" if name == "mnli" else "dev"
     (tmp_path / f"{file}.tsv").write_text("\n".join(lines) + "\n")
     task = read(name, tmp_path)
+    task.source.check_rows()  # As a dry run does.
     given = {**FIELDS[name], "label": 3.75 if name == "stsb" else 1}
     expected = texts(read(name, write_json(tmp_path / "rows.jsonl", [given] * 2)))
     assert texts(task, "validation") == expected

@@ -76,14 +76,14 @@ def test_files_are_read_by_their_kind(tmp_path, suffix):
     lines = [json.dumps({"id": 3, "text": t}) if "json" in suffix else t for t in WRITTEN]
     content = "".join(f"{line}\n" for line in lines).encode()
     path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
-    read = inputs.from_file(str(path))
+    read = inputs.from_files(str(path))
     assert [item.text for item in read.read()] == WRITTEN
     assert read.total == 4
 
 
 def test_windows_line_ends_and_a_missing_last_one_are_no_text(tmp_path):
     (tmp_path / "in.txt").write_bytes(b"one\r\ntwo")
-    assert [i.text for i in inputs.from_file(str(tmp_path / "in.txt")).read()] == ["one", "two"]
+    assert [i.text for i in inputs.from_files(str(tmp_path / "in.txt")).read()] == ["one", "two"]
 
 
 @pytest.mark.parametrize(
@@ -107,12 +107,41 @@ def test_faulty_lines_are_named_before_anything_is_predicted(
 ):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
-        inputs.from_file(str(tmp_path / name), field)
+        inputs.from_files(str(tmp_path / name), field)
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [("replace", ["one", "f\ufffdr", "  two", "three"]), ("skip", ["one", "  two", "three"])],
+)
+def test_a_folder_is_its_files_and_bytes_that_are_no_utf_8_are_dealt_with_as_in_training(
+    tmp_path, policy, expected, capsys
+):
+    folder = tmp_path / "in"
+    (folder / "below").mkdir(parents=True)
+    (folder / "a.txt").write_bytes("one\nfür\n  two".encode("latin1"))
+    (folder / "below" / "b.jsonl").write_text('\n{"text": "three"}\n')
+    (folder / "c.txt").write_text("")
+    (folder / ".hidden").write_text("no text\n")
+    with pytest.raises(UserError, match=r"in/a\.txt', line 2 is not UTF-8.* invalid_utf8"):
+        inputs.from_files(str(folder))
+    found = inputs.from_files(str(folder), invalid_utf8=policy)
+    for _ in range(2):
+        assert [item.text for item in found.read()] == expected
+    assert found.total == len(expected)
+    infer._tell_faults(found)
+    told = capsys.readouterr().err
+    assert "1 empty files" in told
+    assert f"1 documents {'left out' if policy == 'skip' else 'with bytes'}" in told
+    lines = io.BytesIO((folder / "a.txt").read_bytes())
+    stream_of = inputs.from_stream(lines, invalid_utf8=policy)
+    assert [item.text for item in stream_of.read()] == expected[:-1]
+    assert stream_of.faults()
 
 
 def test_a_missing_file_is_named():
     with pytest.raises(UserError, match=r"input=/nowhere/in\.txt names no file"):
-        inputs.from_file("/nowhere/in.txt")
+        inputs.from_files("/nowhere/in.txt")
 
 
 def test_a_stream_is_read_no_further_than_it_is_answered():
@@ -141,7 +170,7 @@ def test_what_came_before_a_faulty_line_of_a_stream_is_answered():
 def test_blank_lines_of_json_are_no_inputs(tmp_path):
     content = b'\n{"text": "one"}\n  \n{"text": "two"}\n\n'
     (tmp_path / "in.jsonl").write_bytes(content)
-    read = inputs.from_file(str(tmp_path / "in.jsonl"))
+    read = inputs.from_files(str(tmp_path / "in.jsonl"))
     assert read.total == 2
     for each in (read, inputs.from_stream(io.BytesIO(content), "text")):
         assert [item.text for item in each.read()] == ["one", "two"]
@@ -405,7 +434,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path, suffix):
     lines = [json.dumps({"text": t}) if "json" in suffix else t for t in WRITTEN]
     content = "".join(f"{line}\n" for line in lines).encode("utf-8-sig")
     (tmp_path / f"in{suffix}").write_bytes(content)
-    read = inputs.from_file(str(tmp_path / f"in{suffix}"))
+    read = inputs.from_files(str(tmp_path / f"in{suffix}"))
     assert [item.text for item in read.read()] == WRITTEN
     stream_of = inputs.from_stream(io.BytesIO(content), "text" if "json" in suffix else None)
     assert [item.text for item in stream_of.read()] == WRITTEN
@@ -420,7 +449,7 @@ def test_files_of_every_compression_are_read_by_their_kind(tmp_path, suffix):
     content = "".join(f"{line}\n" for line in lines).encode()
     path = tmp_path / f"in{suffix}"
     path.write_bytes(compress.get(suffix.rpartition(".")[2], bytes)(content))
-    assert [item.text for item in inputs.from_file(str(path)).read()] == WRITTEN
+    assert [item.text for item in inputs.from_files(str(path)).read()] == WRITTEN
 
 
 def test_damaged_files_are_named(tmp_path):
@@ -429,14 +458,14 @@ def test_damaged_files_are_named(tmp_path):
     for content in (whole[: len(whole) // 2], b"plain text\n", no_block):
         (tmp_path / "in.txt.gz").write_bytes(content)
         with pytest.raises(UserError, match=r"in\.txt\.gz' cannot be read .*is it complete"):
-            inputs.from_file(str(tmp_path / "in.txt.gz"))
+            inputs.from_files(str(tmp_path / "in.txt.gz"))
 
 
 @pytest.mark.parametrize("line", ["[" * 100_000, '{"text": ' + "9" * 5000 + "}"])
 def test_json_that_python_cannot_hold_is_named_by_its_line(tmp_path, line):
     (tmp_path / "in.jsonl").write_text(f'{{"text": "one"}}\n{line}\n')
     with pytest.raises(UserError, match=r"in\.jsonl, line 2 is not JSON"):
-        inputs.from_file(str(tmp_path / "in.jsonl"))
+        inputs.from_files(str(tmp_path / "in.jsonl"))
 
 
 @pytest.mark.parametrize("content", ['{"task": "a", "sett', "", "[]", "null"])

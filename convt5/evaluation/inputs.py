@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from convt5 import errors
 from convt5.runtime import foreign_files
@@ -32,25 +32,36 @@ class Inputs(NamedTuple):
         name: what they are called in messages and settings.
         total: how many; None where they come one by one.
         read: yields them.
+        faults: returns what a user should know of what was read, such as lines left out.
     """
 
     name: str
     total: int | None
     read: Callable[[], Iterator[Item]]
+    faults: Callable[[], str] = str
 
 
-def from_file(path: str, field: str | None = None, format: TaskFormat | None = None) -> Inputs:
-    """Returns the lines of a text file, or fields of each line of a file of JSON lines.
+def from_files(
+    path: str,
+    field: str | None = None,
+    format: TaskFormat | None = None,
+    *,
+    invalid_utf8: str = "refuse",
+) -> Inputs:
+    """Returns the lines of text files, or fields of each line of files of JSON lines.
 
-    All of the file is checked at once: a fault in its last line is better known before the first
-    is predicted.
+    All of them are checked at once: a fault in the last line is better known before the first is
+    predicted.
 
     Args:
-        path: .jsonl, .ndjson and .json are JSON lines; may end in .gz, .xz or .bz2 after that. So
-            is every file for a task with several fields.
+        path: a file, a glob or a folder, which stands for the files in it and below. .jsonl,
+            .ndjson and .json are JSON lines; may end in .gz, .xz or .bz2 after that. So is every
+            file for a task with several fields.
         field: of JSON objects, which holds the text; by default the fields of the task, or
             "inputs" or "input", "text" or "sentence" where texts are sent as they are.
         format: how the task writes an input; None sends texts as they are.
+        invalid_utf8: what becomes of lines with bytes that are no UTF-8: "refuse", "replace" or
+            "skip", as in training.
 
     Raises:
         UserError: no such file, one that cannot be read, or a line without text; the message has
@@ -59,33 +70,55 @@ def from_file(path: str, field: str | None = None, format: TaskFormat | None = N
     # Deferred: it imports TensorFlow, which predictions of texts in memory do not need.
     from convt5.tasks import local_files  # pyright: ignore[reportMissingImports]
 
+    local_files.check_invalid_utf8(invalid_utf8)
     path = os.path.expanduser(path)
-    if not os.path.isfile(path):
+    try:
+        names = local_files.find(path)
+    except errors.UserError:
         raise errors.UserError(
             f"input={path} names no file (working directory {os.getcwd()!r}); correct the path, "
             f"or give {STDIN} for standard input."
-        )
-    is_json = local_files.is_json_lines(path)
-    parse, skips_blank = _parser(field, format, is_json=is_json)
+        ) from None
 
-    def read() -> Iterator[Item]:
-        with local_files.explained(path), local_files.open_bytes(path) as file:
-            yield from _items(file, path, parse, skip_blank=skips_blank)
+    def read(tally: Any) -> Iterator[Item]:
+        for name in names:
+            is_json = local_files.is_json_lines(name)
+            parse, skips_blank = _parser(field, format, is_json=is_json)
+            before = tally.documents
+            with local_files.explained(name), local_files.open_bytes(name) as file:
+                lines = _lines(file, name, invalid_utf8, tally)
+                for item in _items(lines, parse, skip_blank=skips_blank):
+                    tally.documents += 1
+                    yield item
+            tally.empty_files += tally.documents == before
 
-    return Inputs(path, sum(1 for _ in read()), read)
+    tally = local_files.Tally()
+    total = sum(1 for _ in read(tally))
+    return Inputs(path, total, lambda: read(local_files.Tally()), tally.faults)
 
 
 def from_stream(
-    stream: Iterable[bytes], field: str | None = None, format: TaskFormat | None = None
+    stream: Iterable[bytes],
+    field: str | None = None,
+    format: TaskFormat | None = None,
+    *,
+    invalid_utf8: str = "refuse",
 ) -> Inputs:
     """Returns the lines of a stream, which are read as they come, and once.
 
     They are JSON lines where `field` is given or the task has several fields.
     """
+    from convt5.tasks import local_files  # pyright: ignore[reportMissingImports]
+
+    local_files.check_invalid_utf8(invalid_utf8)
     parse, skips_blank = _parser(field, format, is_json=False)
-    return Inputs(
-        STDIN, None, lambda: _items(stream, "standard input", parse, skip_blank=skips_blank)
-    )
+    tally = local_files.Tally()
+
+    def read() -> Iterator[Item]:
+        lines = _lines(stream, "standard input", invalid_utf8, tally)
+        return _items(lines, parse, skip_blank=skips_blank)
+
+    return Inputs(STDIN, None, read, tally.faults)
 
 
 def from_examples(name: str, examples: Iterable[Item]) -> Inputs:
@@ -170,31 +203,38 @@ def _json_object(line: str, format: TaskFormat | None) -> dict[str, Any]:
     return record
 
 
+class _Line(NamedTuple):
+    """A line, and where it stands."""
+
+    text: str
+    where: str
+
+
+def _lines(file: Iterable[bytes], name: str, invalid_utf8: Any, tally: Any) -> Iterator[_Line]:
+    """Yields the lines of a file as training reads them."""
+    from convt5.tasks import local_files  # pyright: ignore[reportMissingImports]
+
+    for number, line in enumerate(local_files.text_lines(file), start=1):
+        text = local_files.readable(line, name, number, invalid_utf8, tally)
+        if text is not None:
+            yield _Line(text, f"{name}, line {number}")
+
+
 def _items(
-    file: IO[bytes] | Iterable[bytes],
-    name: str,
-    parse: Callable[[str], Any],
-    *,
-    skip_blank: bool,
+    lines: Iterable[_Line], parse: Callable[[str], Any], *, skip_blank: bool
 ) -> Iterator[Item]:
     """Yields inputs; blank lines are a fault in text, whose lines are counted, and none in JSON."""
-    for number, line in enumerate(file, start=1):
+    for line in lines:
+        if skip_blank and not line.text.strip():
+            continue
         try:
-            decoded = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            if skip_blank and not decoded.strip():
-                continue
-            given = parse(decoded.removesuffix("\n").removesuffix("\r"))
+            given = parse(line.text)
             for text in given.values() if isinstance(given, dict) else [given]:
                 if not text.strip():
                     raise FieldError("is empty: there is nothing to predict from; leave it out")
                 text.encode()  # JSON can express halves of characters, which no vocabulary has.
-        except UnicodeError as error:
-            # JSON that is well-formed cannot be compressed.
-            is_bytes = isinstance(error, UnicodeDecodeError)
-            named = " (compressed files must be named .gz, .xz or .bz2)" if is_bytes else ""
-            raise errors.UserError(
-                f"{name}, line {number} is not UTF-8 ({error}); convert it{named}."
-            ) from None
+        except UnicodeEncodeError as error:
+            raise errors.UserError(f"{line.where} is not UTF-8 ({error}); correct it.") from None
         except FieldError as error:
-            raise errors.UserError(f"{name}, line {number} {error}.") from None
+            raise errors.UserError(f"{line.where} {error}.") from None
         yield Item(given)

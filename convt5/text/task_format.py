@@ -46,7 +46,7 @@ class TaskFormat:
     Attributes:
         task: its name.
         parts: texts and fields that make up an input; None where only the task's own code knows.
-        strip: whether blanks around the text of a field are removed.
+        strip: whether blanks around the text of a field are removed, as earlier runs read files.
         space_punctuation: whether punctuation has blanks around it, and blanks are single, as T5
             writes SQuAD.
         sentinels: whether <extra_id_0> in an input stands for a sentinel, as in pre-training.
@@ -165,7 +165,7 @@ class TaskFormat:
     def _text(self, value: Any, field: str) -> str:
         if not isinstance(value, str | int | float):
             raise FieldError(f"has {value!r} in the field {field!r}, which must be text")
-        text = field_text(value) if self.strip else str(value)
+        text = str(value).strip() if self.strip else str(value)
         if not text.strip() and not self.is_plain:
             raise FieldError(f"has nothing in the field {field!r}; fill it in")
         return text
@@ -201,11 +201,6 @@ def as_it_is(task: str, *, field: str = "inputs", **settings: Any) -> TaskFormat
 def unknown(task: str, made_by: Sequence[str]) -> TaskFormat:
     """Returns what is known of a task whose own code writes the inputs."""
     return TaskFormat(task=task, parts=None, sentinels=True, unknown=tuple(made_by))
-
-
-def field_text(value: str | float) -> str:
-    """Returns the text of a field of a file: numbers as texts, without surrounding blanks."""
-    return str(value).strip()
 
 
 def spaced_punctuation(text: Any, replace: Callable[[Any, str, str], Any] | None = None) -> Any:
