@@ -121,8 +121,8 @@ def sentencepiece(
 def characters(num_sentinels: int = DEFAULT_NUM_SENTINELS) -> seqio.ByteVocabulary:
     """Returns the vocabulary of the 256 bytes of UTF-8, which needs no file.
 
-    With `num_sentinels=0` it is that of published byte-level T5s, whose sentinels are bytes that
-    UTF-8 does not use, from id 258 down.
+    With `num_sentinels=0` it is that of published byte-level T5s, whose sentinels are the last 100
+    bytes, from id 258 down.
 
     Raises:
         UserError: fewer sentinels than none.
@@ -139,19 +139,19 @@ def published_t5() -> seqio.SentencePieceVocabulary:
 def token_bytes(vocabulary: seqio.Vocabulary) -> np.ndarray | None:
     """Returns the UTF-8 bytes of text that each id stands for; None where that is not known.
 
-    Special ids and sentinels stand for none. An unknown piece counts as one byte, the least it
-    can stand for, so that bits per byte are never flattered.
+    Special ids and sentinels stand for none, but for bytes that may be both. An unknown piece
+    counts as one byte, the least it can stand for, so that bits per byte are never flattered.
     """
     if isinstance(vocabulary, seqio.ByteVocabulary):
         sizes = np.zeros(vocabulary.vocab_size, np.int32)
         sizes[vocabulary.vocab_size - vocabulary.extra_ids - 256 :] = 1
-        sizes[list(sentinels.ids_of(vocabulary))] = 0
+        sizes[list(sentinels.never_text(vocabulary))] = 0
         return sizes
     if isinstance(vocabulary, seqio.SentencePieceVocabulary):
         sizes = np.array(
             [_piece_bytes(vocabulary, i) for i in range(vocabulary.vocab_size)], np.int32
         )
-        sizes[list(sentinels.ids_of(vocabulary))] = 0
+        sizes[list(sentinels.never_text(vocabulary))] = 0
         return sizes
     return None
 

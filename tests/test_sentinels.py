@@ -9,6 +9,8 @@ import tensorflow as tf
 import word_pieces
 from convt5.tasks import vocabularies
 from convt5.tasks.span_corruption import span_corruption
+from hypothesis import given
+from hypothesis import strategies as st
 
 import convt5
 from convt5.evaluation import predictor
@@ -58,14 +60,15 @@ EXPECTED = {
     "added": range(28, 24, -1),
     "reversed": range(25, 29),
     "bytes": range(262, 258, -1),
-    "byt5": range(258, 247, -1),
+    "byt5": range(258, 158, -1),
 }
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_each_vocabulary_has_its_own_sentinels(vocabulary, name):
     assert sentinels.ids_of(vocabulary[name]) == tuple(EXPECTED[name])
-    assert sentinels.numbers_of(vocabulary[name]) == {id: i for i, id in enumerate(EXPECTED[name])}
+    ids = [*EXPECTED[name], 0, 1]
+    assert sentinels.numbers(ids, vocabulary[name]) == [*range(len(ids) - 2), None, None]
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -98,12 +101,34 @@ def test_span_corruption_takes_the_sentinels_of_the_vocabulary(vocabulary, name)
         assert len(marks) >= 2
 
 
-def test_bytes_that_utf_8_never_has_mark_the_spans_of_byte_level_t5s(vocabulary):
-    own, numbers = vocabulary["byt5"], sentinels.numbers_of(vocabulary["byt5"])
+def test_bytes_of_characters_are_no_sentinels_of_byte_level_t5s(vocabulary):
+    own = vocabulary["byt5"]
     every = "".join(map(chr, (*range(0xD800), *range(0xE000, 0x110000, 97))))
-    assert not set(own.encode(every)) & set(numbers)
+    assert not set(own.encode(every)) & set(sentinels.never_text(own))
+    assert set(sentinels.numbers(own.encode(every), own)) == {None}
     assert predictor.decode_text(own, own.encode("naïve 日本 🎉")) == "naïve 日本 🎉"
-    assert vocabularies.token_bytes(own)[list(numbers)].sum() == 0
+    sizes = vocabularies.token_bytes(own)
+    assert sizes[:3].sum() == sizes[list(sentinels.never_text(own))].sum() == 0
+    assert sizes[own.encode(every)].all()
+
+
+@given(st.lists(st.text(max_size=3), max_size=101))
+def test_published_byte_level_t5s_mark_a_hundred_spans_between_any_texts(texts):
+    """As in a target of span corruption: each text after its sentinel, in order."""
+    own = seqio.ByteVocabulary()
+    texts = [text.strip("\x00\x01\x02").replace("<", "") for text in texts[:100]]
+    ids = [i for n, text in enumerate(texts) for i in (258 - n, *own.encode(text))]
+    expected = "".join(f"<extra_id_{n}>{text}" for n, text in enumerate(texts))
+    found = sentinels.numbers(ids, own)
+    assert [n for n in found if n is not None] == list(range(len(texts)))
+    assert predictor.decode_text(own, ids) == expected
+    assert predictor.encode_text(own, expected) == ids
+
+
+def test_a_character_that_is_cut_is_no_sentinel(vocabulary):
+    own = vocabulary["byt5"]
+    cut = own.encode("日")[:1]
+    assert sentinels.numbers([258, *cut], own) == [0, None]
 
 
 @pytest.mark.parametrize("name", [name for name in EXPECTED if name != "reversed"])

@@ -249,7 +249,7 @@ def _ratios(task: seqio.Task, ids: Mapping[str, Sequence[np.ndarray]]) -> dict[s
         sizes = vocabularies.token_bytes(vocabulary)
         if sizes is None:
             return {"tokens_per_word": None, "bytes_per_token": None}
-        marks = {*sentinels.ids_of(vocabulary), 0, vocabulary.eos_id}
+        marks = {*sentinels.never_text(vocabulary), 0, vocabulary.eos_id}
         for row in rows:
             text = [i for i in row.tolist() if i not in marks]
             num_tokens += len(text)

@@ -559,14 +559,13 @@ def end_id(vocabulary: TextVocabulary) -> int:
 
 
 def _decoded_pieces(vocabulary: TextVocabulary, ids: Sequence[int], gap: str) -> Iterator[str]:
-    numbers = sentinels.numbers_of(vocabulary)
     run: list[int] = []
-    for token in ids:
-        if token not in numbers:
+    for token, number in zip(ids, sentinels.numbers(ids, vocabulary), strict=True):
+        if number is None:
             run.append(token)
             continue
         yield samples.decoded(run, vocabulary)
-        yield f"{gap}{sentinels.mark(numbers[token])}{gap}"
+        yield f"{gap}{sentinels.mark(number)}{gap}"
         run = []
     yield samples.decoded(run, vocabulary)
 

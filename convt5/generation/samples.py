@@ -139,17 +139,17 @@ def fill_spans(model: ConvT5, examples: Sequence[SpanExample], *, end_id: int) -
 def render(ids: np.ndarray, vocabulary: TextVocabulary) -> str:
     """Returns ids as one line of text up to the end token, with sentinels as <1>, <2>, ..."""
     kept = _until_end(ids, _end_id(vocabulary))
-    numbers = sentinels.numbers_of(vocabulary)
+    numbers = sentinels.numbers(kept, vocabulary)
     pieces, before, run = [], [], []
-    for token in [*kept, None]:
-        if token is not None and token < vocabulary.vocab_size and token not in numbers:
+    for token, number in [*zip(kept, numbers, strict=True), (None, None)]:
+        if token is not None and token < vocabulary.vocab_size and number is None:
             run.append(token)
             continue
         pieces.append(_continued(before, run, vocabulary))
         before, run = before + run, []
         if token is not None:
             # A table may have more rows than the vocabulary has ids; they stand for nothing.
-            pieces.append(f"<{numbers[token] + 1}>" if token in numbers else "<?>")
+            pieces.append("<?>" if number is None else f"<{number + 1}>")
     return "".join(pieces).replace("\n", "\\n")
 
 
