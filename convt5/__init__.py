@@ -10,6 +10,19 @@ import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # What editors complete; at run time each is imported when it is asked for.
+    from convt5.errors import UserError as UserError
+    from convt5.evaluation.predictor import Predictor as Predictor
+    from convt5.evaluation.predictor import load_predictor as load_predictor
+    from convt5.evaluation.run_settings import load_vocabulary as load_vocabulary
+    from convt5.interchange.loading import load_model as load_model
+    from convt5.modeling.architecture import ConvT5Config as ConvT5Config
+    from convt5.modeling.architecture import StackConfig as StackConfig
+    from convt5.modeling.model import ConvT5 as ConvT5
+    from convt5.vision.architecture import ViTConfig as ViTConfig
+    from convt5.vision.model import ViT as ViT
 
 if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and sys.path:
     # `python -m convt5.NAME` is being looked up, and Python looks for modules in the working
@@ -39,6 +52,10 @@ def __getattr__(name: str):
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 _MOVED = {

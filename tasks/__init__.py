@@ -3,7 +3,10 @@
 `seqio.get_mixture_or_task("pydoc_span_corruption")` then finds them by name.
 """
 
-from . import classification, cogs, denoising, pretraining, squad, synthetic, vocabularies
+from convt5.runtime import quiet_imports
+
+with quiet_imports.without_tensorflow_chatter():
+    from . import classification, cogs, denoising, pretraining, squad, synthetic, vocabularies
 
 __all__ = [
     "classification",

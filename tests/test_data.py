@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convt5 import data, errors
-from convt5.data import prefetching, task_blocks
+from convt5.data import prefetching, seqio_batches, task_blocks
 
 NAMES = {
     "encoder_input_tokens",
@@ -162,7 +162,7 @@ def test_a_position_is_a_few_numbers(task):
 
 
 def test_a_prefetcher_saves_the_position_of_what_was_taken(task):
-    prefetcher = data.Prefetcher(build(task), lambda batch: batch, depth=3)
+    prefetcher = seqio_batches.Prefetcher(build(task), lambda batch: batch, depth=3)
     take(prefetcher, 5)
     state = prefetcher.get_state()
     expected = take(prefetcher, 5)
@@ -286,12 +286,6 @@ def test_no_thread_tunes_the_pipeline():
     """One that does is now and then waited for, up to a minute, when an iterator is dropped."""
     assert task_blocks.options().autotune.enabled is False
     assert task_blocks.options().deterministic is True
-
-
-def test_unigram_entropy_of_equally_frequent_tokens_is_the_logarithm_of_their_number():
-    rows = {"inputs": [[5, 1]] * 4, "targets": [[3, 4, 5, 6], [5, 6, 3, 4]] * 2}
-    batches = build(make_task(rows), batch_size=2, num_epochs=None, shuffle=False)
-    assert data.unigram_entropy(batches, 10) == pytest.approx(np.log(4))
 
 
 def assert_resumes(mixture, *, before=3, **arguments):
@@ -448,11 +442,6 @@ def test_a_position_of_an_earlier_version_goes_on_with_a_new_pass(task):
         build(task, batch_size=8).set_state(state)
 
 
-def test_unigram_entropy_leaves_padding_out():
-    rows = {"inputs": [[5, 1]], "targets": [[3]]}
-    assert data.unigram_entropy(build(make_task(rows), num_epochs=1), 5) == 0
-
-
 def test_tensorflow_leaves_accelerators_alone():
     assert tf.config.get_visible_devices("GPU") == []
 
@@ -498,7 +487,7 @@ class TestMistakes:
     def test_a_task_that_t5_ranks_is_data_with_its_right_labels_alone(self, mode, refused):
         preprocessors = pytest.importorskip("t5.data.preprocessors")
         step = functools.partial(preprocessors.rank_classification_formatter, mode=mode)
-        assert data._makes_every_label(step) == refused
+        assert seqio_batches._makes_every_label(step) == refused
 
     @pytest.mark.parametrize("feature", ["inputs", "targets"])
     def test_a_vocabulary_that_is_gone_is_named(self, feature):

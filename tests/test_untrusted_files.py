@@ -136,10 +136,10 @@ POSITIONS = [
 @pytest.mark.parametrize("snapshot", POSITIONS)
 def test_a_position_that_is_none_is_named_and_never_unpacked(snapshot):
     pytest.importorskip("tensorflow")
-    from convt5 import data
+    from convt5.data import seqio_batches
     from convt5.data.mixing import MixedStream, TaskStream
 
-    iterator = object.__new__(data.BatchIterator)
+    iterator = object.__new__(seqio_batches.BatchIterator)
     iterator._settings = {}
     iterator._examples = MixedStream({"t": TaskStream(None, None, None)}, [1.0], 0)
     with pytest.raises(errors.UserError, match="position in the checkpoint is damaged"):

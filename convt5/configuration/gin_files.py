@@ -294,10 +294,16 @@ class TooLargeError(ValueError):
         self.lineno = lineno
 
 
+def come_with_convt5() -> pathlib.Path:
+    """Returns the folder of the gin files that come with convt5: in the checkout or the wheel."""
+    beside = PACKAGE.parent / "gin"
+    return beside if (beside / "models").is_dir() else PACKAGE / "gin"
+
+
 def roots() -> list[pathlib.Path]:
     """Returns the folders that gin paths start from: here, the checkout, the installed package."""
     # Beside an installed package, gin/ is gin-config itself.
-    checkout = [PACKAGE.parent] if (PACKAGE.parent / "gin" / "models").is_dir() else []
+    checkout = [] if come_with_convt5().is_relative_to(PACKAGE) else [PACKAGE.parent]
     return [pathlib.Path.cwd(), *checkout, PACKAGE]
 
 

@@ -108,12 +108,12 @@ def _reference_fits(reference: ResolvedReference, hint: Any) -> bool:
     is_protocol = getattr(kind, "_is_protocol", False)
     if not reference.call:
         # A function can stand for an object of which only a call is asked.
-        return kind is type or (not is_class and is_protocol and _asked(kind) == {"__call__"})
+        return kind is type or (not is_class and is_protocol and asked(kind) == {"__call__"})
     if kind in _LISTS or kind in _MAPPINGS:
         return _has(target, "__iter__")
     if is_protocol:
         # One that does a part may be enough for what is used; one that does nothing of it is not.
-        return any(_has(target, name) and _is_meant(target, kind, name) for name in _asked(kind))
+        return any(_has(target, name) and _is_meant(target, kind, name) for name in asked(kind))
     return issubclass(target, kind)
 
 
@@ -134,7 +134,7 @@ def _is_meant(target: type, protocol: type, name: str) -> bool:
     return inspect.signature(asked).parameters.keys() <= inspect.signature(found).parameters.keys()
 
 
-def _asked(protocol: type) -> set[str]:
+def asked(protocol: type) -> set[str]:
     """Returns the methods and attributes that a protocol asks for."""
     bases = [base for base in protocol.__mro__ if getattr(base, "_is_protocol", False)]
     names = {n for base in bases for n in (*vars(base), *inspect.get_annotations(base))}

@@ -5,6 +5,8 @@
 
 import importlib
 
+from convt5.runtime import quiet_imports
+
 _LAZY = {
     "DataConfig": "convt5.data.seqio_batches",
 }
@@ -12,5 +14,6 @@ _LAZY = {
 
 def __getattr__(name: str):
     if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+        with quiet_imports.without_tensorflow_chatter():
+            return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

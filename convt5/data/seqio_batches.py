@@ -15,7 +15,6 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import seqio
 import tensorflow as tf
 
@@ -42,7 +41,7 @@ from convt5.tasks import (  # pyright: ignore[reportMissingImports]
 from convt5.text import vocabulary_files
 from convt5.text.task_format import TaskFormat
 
-__all__ = ["BatchIterator", "DataConfig", "Prefetcher", "unigram_entropy"]
+__all__ = ["BatchIterator", "DataConfig", "Prefetcher"]
 
 # Of tf.data's own positions, which runs had before.
 _ARCHIVE = b"PK"
@@ -488,21 +487,6 @@ def _check_sampling(mixture: seqio.Mixture) -> None:
             f"mixture={mixture.name!r} has a sample_fn of its own, and tasks are drawn by their "
             "rates here; leave sample_fn out, and write the rates as numbers."
         )
-
-
-def unigram_entropy(batches: Iterator[Mapping[str, np.ndarray]], num_batches: int) -> float:
-    """Returns the entropy of single target tokens over some batches, in nats per token.
-
-    It is the least loss of a model that knows how often each token occurs and nothing else.
-    """
-    counts = np.zeros(0, np.int64)
-    for _, batch in zip(range(num_batches), batches, strict=False):
-        tokens = batch["decoder_target_tokens"][batch["decoder_loss_weights"] > 0]
-        longer = np.bincount(tokens.ravel(), minlength=len(counts))
-        longer[: len(counts)] += counts
-        counts = longer
-    shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * np.log(shares)).sum())
 
 
 def _registered(name: str) -> seqio.Task | seqio.Mixture:

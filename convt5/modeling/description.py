@@ -49,7 +49,13 @@ def _with_mixer_settings(stack: type[T]) -> type[T]:
         stack.__name__, fields, bases=(stack,), frozen=True, kw_only=True
     )
     made.__module__, made.__qualname__ = stack.__module__, stack.__qualname__
-    made.__doc__ = stack.__doc__
+    declaring = dict.fromkeys(base for kind in KINDS.values() for base in kind.__mro__)
+    texts = [
+        (base.__doc__ or "").partition("Attributes:\n")[2].rstrip()
+        for base in declaring
+        if base is not MixerConfig  # The stack says what is causal.
+    ]
+    made.__doc__ = "\n".join([(stack.__doc__ or "").rstrip(), *filter(None, texts), "    "])
     return made
 
 

@@ -1,0 +1,219 @@
+"""Every setting that gin files can bind: found by what the commands build, and what fits in it.
+
+A class or function is listed if a command builds it, or if it fits a parameter of one that is
+listed. So the catalogue needs no list of its own, and whatever is added to a room is in it.
+"""
+
+import collections.abc
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from convt5.configuration import gin_types, trust
+from convt5.configuration.gin_names import ResolvedReference, Target
+
+BUILT = (
+    "convt5.training.trainer.train",
+    "convt5.evaluation.EvalConfig",
+    "convt5.evaluation.PredictConfig",
+    "convt5.sweeps.study.Study",
+    "convt5.configuration.gin_config.folder",
+)
+"""What commands build from gin files; all else is a part of these."""
+
+_ROOMS = ("checkpoints", "data", "evaluation", "generation", "modeling", "sweeps")
+_ROOMS += ("tasks", "training", "vision")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One setting.
+
+    Attributes:
+        name: as gin files bind it, such as `optimizer.AdafactorConfig.decay_exponent`.
+        type: its annotation.
+        default: as Python shows it; None where a value must be given.
+        meaning: the first sentence of its description.
+    """
+
+    name: str
+    type: str
+    default: str | None
+    meaning: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Configurable:
+    """A class or function that gin files set.
+
+    Attributes:
+        name: as gin files call it, such as `optimizer.AdafactorConfig`.
+        module: where it is defined; a gin file imports it from there.
+        meaning: the first line of its description.
+        parameters: its settings.
+    """
+
+    name: str
+    module: str
+    meaning: str
+    parameters: tuple[Parameter, ...]
+
+
+def every_setting() -> list[Configurable]:
+    """Returns everything that gin files can set, sorted by module and name.
+
+    Imports all of convt5 that has settings, and so TensorFlow and seqio.
+    """
+    candidates = list(_candidates())
+    homes = _homes()
+    reached = {id(value): value for value in map(_load, BUILT)}
+    reached |= {id(v): v for v in candidates if not isinstance(v, type)}  # Tasks and vocabularies.
+    waiting = list(reached.values())
+    while waiting:
+        hints = [
+            hint
+            for name, hint in gin_types.hints(waiting.pop()).items()
+            if name != "return" and _can_hold_an_object(hint)
+        ]
+        for value in candidates:
+            if id(value) not in reached and any(_fits(value, hint) for hint in hints):
+                reached[id(value)] = value
+                waiting.append(value)
+    found = [_configurable(value, homes) for value in reached.values()]
+    return sorted(found, key=lambda each: (each.module, each.name))
+
+
+def _load(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _candidates() -> Iterator[Any]:
+    for room in _ROOMS:
+        package = importlib.import_module(f"convt5.{room}")
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            module = importlib.import_module(info.name)
+            for value in list(vars(module).values()):
+                is_defined_here = getattr(value, "__module__", None) == module.__name__
+                is_public = not getattr(value, "__name__", "_").startswith("_")
+                # A named tuple is what functions return.
+                is_result = isinstance(value, type) and issubclass(value, tuple)
+                if is_defined_here and is_public and not is_result and trust.is_setting(value):
+                    yield value
+
+
+def _homes() -> dict[Any, str]:
+    """Returns the modules that show classes of others as their own, which gin files import."""
+    homes = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("convt5.") and name == getattr(module, "__name__", None):
+            shown = [*getattr(module, "__all__", ()), *vars(module).get("_LAZY", ())]
+            values = [getattr(module, each) for each in shown]
+            homes |= {v: name for v in values if getattr(v, "__module__", name) != name}
+    return homes
+
+
+def _can_hold_an_object(hint: Any) -> bool:
+    return hint not in (Any, object, inspect.Parameter.empty)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    parts = typing.get_args(hint)
+    if parts and any(_fits(value, part) for part in parts if _can_hold_an_object(part)):
+        return True
+    if typing.get_origin(hint) is collections.abc.Callable:
+        return _is_called_with(value, parts[0])
+    if not (isinstance(hint, type) and isinstance(value, type)):
+        return False
+    if getattr(hint, "_is_protocol", False):
+        asked = gin_types.asked(hint)
+        return bool(asked) and all(_does(value, hint, name) for name in asked)
+    target = Target(value.__module__, value.__qualname__)
+    return gin_types.fits(ResolvedReference((), target, call=True), hint)
+
+
+def _is_called_with(value: Any, arguments: Any) -> bool:
+    """Whether objects of a class are called with so many arguments."""
+    call = vars(value).get("__call__") if isinstance(value, type) else None
+    if call is None or not isinstance(arguments, list):
+        return False
+    return len(inspect.signature(call).parameters) == 1 + len(arguments)
+
+
+def _does(value: type, protocol: type, name: str) -> bool:
+    """Whether a class has what a protocol asks for, and its method needs no other arguments."""
+    asked, found = getattr(protocol, name, None), getattr(value, name, None)
+    if not inspect.isfunction(asked):
+        return name in vars(value) or name in getattr(value, "__dataclass_fields__", {})
+    if not inspect.isfunction(found):
+        return False
+    given, taken = inspect.signature(asked).parameters, inspect.signature(found).parameters
+    needed = {p.name for p in taken.values() if p.default is p.empty and p.kind != p.VAR_KEYWORD}
+    return needed <= given.keys() <= taken.keys()
+
+
+def _configurable(value: Any, homes: Mapping[Any, str]) -> Configurable:
+    doc = inspect.getdoc(value) or ""
+    module = homes.get(value, value.__module__)
+    name = f"{module.rpartition('.')[2]}.{value.__name__}"
+    meanings = _meanings(value)
+    return Configurable(
+        name=name,
+        module=module,
+        meaning=" ".join(doc.partition("\n\n")[0].split()),
+        parameters=tuple(
+            Parameter(
+                name=f"{name}.{p.name}",
+                type=_type_text(p.annotation),
+                default=None if p.default is inspect.Parameter.empty else _default_text(p),
+                meaning=meanings.get(p.name, ""),
+            )
+            for p in inspect.signature(value).parameters.values()
+            if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ),
+    )
+
+
+def _default_text(parameter: inspect.Parameter) -> str:
+    text = repr(parameter.default)
+    # Of objects what they are, not where they lie in memory.
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+def _type_text(annotation: Any) -> str:
+    if annotation is inspect.Parameter.empty:
+        return ""
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", text)
+
+
+def _meanings(value: Any) -> Mapping[str, str]:
+    """Returns the first sentence on each parameter, from docstrings of a class and its bases."""
+    found: dict[str, str] = {}
+    for each in value.__mro__ if isinstance(value, type) else [value]:
+        for name, text in _documented(inspect.cleandoc(each.__doc__ or "").split("\n")):
+            found.setdefault(name, text)
+    return found
+
+
+def _documented(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yields the names and first sentences of the sections `Args` and `Attributes`."""
+    inside, names, text = False, "", ""
+    for line in [*lines, "End:"]:
+        entry = re.match(r"    (\w[\w, ]*): (.*)", line)
+        if names and (entry or not line.startswith("     ")):
+            sentence = re.split(r"(?<=\.)\s(?=[A-Z])", " ".join(text.split()))[0]
+            yield from ((name.strip(), sentence) for name in names.split(","))
+            names = ""
+        if re.fullmatch(r"\w+:", line):
+            inside = line in ("Args:", "Attributes:")
+        elif inside and entry:
+            names, text = entry.groups()
+        elif names:
+            text += f" {line}"

@@ -1,0 +1,258 @@
+"""Entry point of `python -m convt5.vocabulary`: trains a SentencePiece vocabulary on text.
+
+The model follows T5: id 0 pads, 1 ends, 2 is unknown, nothing begins; letters that are in no piece
+are written as bytes. Sentinels are no pieces of it: convt5 puts them after its last id.
+"""
+
+import argparse
+import io
+import os
+import pathlib
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+from convt5 import errors
+from convt5.configuration import command_line
+from convt5.runtime import quiet_imports, terminal, whole_files
+
+_HELD_OUT = 100
+"""One line in so many is measured and not trained on."""
+_MOST_MEASURED = 20_000
+_LINE_BYTES = 4_000
+"""SentencePiece leaves out longer lines, so they are cut at blanks."""
+_BYTE_PIECES = 256
+
+COMMAND = command_line.Command(
+    name="vocabulary",
+    summary="Trains a SentencePiece vocabulary on your text with T5's conventions, and reports how "
+    "well it covers text that it has not seen.",
+    needs_gin_file=False,
+    reads_gin=False,
+    examples=[
+        (
+            "8,000 pieces for a small model",
+            "--text='corpus/*.txt.gz' --size=8000 --output=corpus/spm.model",
+        ),
+        (
+            "several sources, and text of many scripts",
+            "--text=corpus/books --text=corpus/web.jsonl --coverage=0.9995 --output=spm.model",
+        ),
+        (
+            "pre-training with it",
+            "--text='corpus/*.txt.gz' --output=corpus/spm.model && python -m convt5.train "
+            "--gin_file=gin/runs/pretrain_text.gin --gin.TEXT='corpus/*.txt.gz' "
+            "--gin.VOCABULARY=corpus/spm.model --gin.RUN_DIR=runs/corpus",
+        ),
+    ],
+    flags=[
+        command_line.Flag(
+            "text",
+            "a file, folder or glob of plain text or JSON lines, also .gz, .xz, .bz2; may be "
+            "repeated.",
+            {"action": "append", "required": True},
+        ),
+        command_line.Flag("output", "the .model file to write.", {"required": True}),
+        command_line.Flag(
+            "size", "pieces, bytes included; 32,000 by default.", {"type": int, "default": 32_000}
+        ),
+        command_line.Flag(
+            "lines",
+            "lines to train on at most, drawn from all; 1,000,000 by default.",
+            {"type": int, "default": 1_000_000},
+        ),
+        command_line.Flag(
+            "coverage",
+            "share of the letters of the text that get a piece of their own, 1 by default; the "
+            "rest is written as bytes. 0.9995 suits scripts of thousands of letters.",
+            {"type": float, "default": 1.0},
+        ),
+        command_line.Flag(
+            "invalid_utf8",
+            "refuse (the default), replace or skip: what becomes of bytes that are no text.",
+            {"default": "refuse"},
+        ),
+    ],
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    flags = command_line.parse(COMMAND, argv).flags
+    output = command_line.path(flags.output)
+    _check(flags, output)
+    with quiet_imports.without_tensorflow_chatter():
+        from convt5.tasks import text_files  # pyright: ignore[reportMissingImports]
+
+    files = text_files.TextFiles(path=flags.text, invalid_utf8=flags.invalid_utf8)
+    lines = _Lines(_cut(files.documents()))
+    model = _train(lines, flags)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with whole_files.replacing(output) as partial:
+        partial.write_bytes(model)
+    measured = lines.held_out or lines.first
+    print(describe(measure(model, measured), is_held_out=bool(lines.held_out)))
+    print(f"use it: --gin.VOCABULARY={flags.output}")
+    return 0
+
+
+def _check(flags: argparse.Namespace, output: pathlib.Path) -> None:
+    faults = []
+    if flags.size <= _BYTE_PIECES + 3:
+        faults.append(
+            f"size={flags.size} must be above {_BYTE_PIECES + 3}: so many are bytes and marks."
+        )
+    if flags.lines < 1:
+        faults.append(f"lines={flags.lines} must be at least 1.")
+    if not 0.9 <= flags.coverage <= 1:
+        faults.append(f"coverage={flags.coverage} must be from 0.9 to 1.")
+    if output.suffix != ".model":
+        faults.append(f"output={flags.output!r} must end in .model, as SentencePiece models do.")
+    if os.path.lexists(output):
+        faults.append(
+            f"output={flags.output!r} is there already; ids of another vocabulary mean other text "
+            "to every model that was trained with it. Choose another name, or remove it."
+        )
+    errors.raise_all(faults, where="vocabulary")
+
+
+class _Lines:
+    """The lines to train on, one in `_HELD_OUT` set aside.
+
+    Args:
+        lines: all of the text.
+    """
+
+    def __init__(self, lines: Iterable[str]):
+        self._lines = lines
+        self.first: list[str] = []
+        self.held_out: list[str] = []
+        self.error: errors.UserError | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            yield from self._training_lines()
+        except errors.UserError as error:
+            self.error = error
+            raise
+        print("training", file=sys.stderr, flush=True)
+
+    def _training_lines(self) -> Iterator[str]:
+        progress = tqdm(
+            self._lines,
+            desc="reading",
+            unit=" lines",
+            unit_scale=True,
+            file=terminal.unchanged(sys.stderr),
+            disable=None,
+        )
+        for number, line in enumerate(progress):
+            if number < _HELD_OUT:
+                self.first.append(line)
+            if number % _HELD_OUT == _HELD_OUT - 1 and len(self.held_out) < _MOST_MEASURED:
+                self.held_out.append(line)
+            else:
+                yield line
+
+
+def _cut(documents: Iterable[bytes]) -> Iterator[str]:
+    from convt5.tasks import sources  # pyright: ignore[reportMissingImports]
+
+    for document in documents:
+        for line in document.split(b"\n"):
+            for piece in sources.pieces(line, _LINE_BYTES):
+                if piece.strip():
+                    yield piece.decode()
+
+
+def _train(lines: _Lines, flags: argparse.Namespace) -> bytes:
+    """Returns the trained model as its file has it."""
+    import sentencepiece
+
+    sentencepiece.set_random_generator_seed(0)
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            vocab_size=flags.size,
+            model_type="unigram",
+            byte_fallback=True,
+            pad_id=0,
+            eos_id=1,
+            unk_id=2,
+            bos_id=-1,
+            character_coverage=flags.coverage,
+            input_sentence_size=flags.lines,
+            shuffle_input_sentence=True,
+            max_sentence_length=2 * _LINE_BYTES,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        if lines.error is not None:  # Of reading the text, which SentencePiece wraps.
+            raise lines.error from None
+        reason = str(error).rpartition("] ")[2].strip().rstrip(".") or "there is no text"
+        raise errors.UserError(
+            f"size={flags.size}: SentencePiece makes no vocabulary of this text: {reason}."
+        ) from error
+    return model.getvalue()
+
+
+class Measured(NamedTuple):
+    """How a vocabulary writes text.
+
+    Attributes:
+        pieces: of the vocabulary, sentinels left out.
+        lines: measured.
+        words: what stands between blanks.
+        tokens: ids that the text becomes.
+        num_bytes: of the text in UTF-8, line ends left out.
+        byte_tokens: ids that stand for one byte, of letters that are in no piece.
+        example: the pieces of the first words.
+    """
+
+    pieces: int
+    lines: int
+    words: int
+    tokens: int
+    num_bytes: int
+    byte_tokens: int
+    example: str
+
+
+def measure(model: bytes, lines: Sequence[str]) -> Measured:
+    """Returns how the vocabulary in a model file writes some lines."""
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    encoded = [processor.encode(line) for line in lines]
+    return Measured(
+        pieces=processor.get_piece_size(),
+        lines=len(lines),
+        words=sum(len(line.split()) for line in lines),
+        tokens=sum(map(len, encoded)),
+        num_bytes=sum(len(line.encode()) for line in lines),
+        byte_tokens=sum(processor.is_byte(token) for ids in encoded for token in ids),
+        example=" ".join(processor.id_to_piece(encoded[0][:16])) if encoded else "",
+    )
+
+
+def describe(measured: Measured, *, is_held_out: bool) -> str:
+    """Returns the report that the command prints."""
+    of = "held out of training" if is_held_out else "it was trained on"
+    words, tokens = max(measured.words, 1), max(measured.tokens, 1)
+    share = 100 * (1 - measured.byte_tokens / max(measured.num_bytes, 1))
+    return "\n".join(
+        [
+            f"{measured.pieces:,} pieces; on {measured.lines:,} lines {of}:",
+            f"  {measured.tokens / words:.2f} tokens a word, {measured.num_bytes / tokens:.2f} "
+            "bytes a token",
+            f"  {share:.2f} % of the text is in pieces, the rest is written as bytes",
+            f"  {errors.printable(measured.example)}",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    command_line.run(main)
