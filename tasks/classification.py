@@ -315,7 +315,7 @@ def text_classification(
         if threshold is not None:
             label = generated[_number(row, label_field) >= threshold]
         else:
-            label = _label(row, label_field, names)
+            label = label_of(row, label_field, names)
         if label is None:
             return None
         return {**{field: row.text(field) for field in text_fields}, _TARGET: label}
@@ -465,7 +465,12 @@ def _named(labels: Labels, task: str) -> dict[str, str | None]:
     return names
 
 
-def _label(row: Row, field: str, names: Mapping[str, str | None]) -> str | None:
+def label_of(row: Row, field: str, names: Mapping[str, str | None]) -> str | None:
+    """Returns what is generated for the label of a row; None for a row that is left out.
+
+    Raises:
+        UserError: the row has another label than `names`.
+    """
     label = row.stripped(field)
     if label not in names:
         raise row.error(

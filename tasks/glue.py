@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import seqio
+import tensorflow as tf
 
 from convt5 import errors
 from convt5.text import task_format
 
-from . import classification, generation, metrics
+from . import classification, generation, metrics, vocabularies
 from .local_files import InvalidUtf8
-from .tables import Example, Layout, Path, Row, TableSource
+from .tables import Example, Layout, Path, Row, TableSource, find_splits
 
 STSB = "stsb"
 LARGEST_SCORE = 5.0
@@ -73,7 +74,10 @@ CLASSIFICATIONS: Mapping[str, Classification] = types.MappingProxyType(
     }
 )
 _OF_THE_PAPER = ("sst2", "mnli")
-NAMES = (*CLASSIFICATIONS, STSB, *_OF_THE_PAPER)
+WNLI_SIMPLE = "wnli_simple"
+"""T5's second way of writing WNLI, which it evaluates models by that were trained on WSC."""
+NAMES = (*CLASSIFICATIONS, STSB, *_OF_THE_PAPER, WNLI_SIMPLE)
+_PRONOUNS = frozenset(["he", "she", "they", "it", "her", "his", "their", "them", "him"])
 
 
 def glue(
@@ -88,7 +92,9 @@ def glue(
     """Returns a task of GLUE from local files.
 
     Args:
-        name: cola, sst2, mrpc, qqp, stsb, mnli, qnli, rte or wnli.
+        name: cola, sst2, mrpc, qqp, stsb, mnli, qnli, rte or wnli; or wnli_simple, which asks what
+            a pronoun stands for and is right where the answer fits the label. It is for evaluation
+            alone and has no "train" split; a file or a glob is "validation".
         path: files as `classification.text_classification` reads them: those that GLUE publishes
             (.tsv), or rows with the fields of GLUE in TFDS and Hugging Face's `datasets`. Labels
             are numbers or names; rows labelled -1 have no answer and are left out.
@@ -96,10 +102,10 @@ def glue(
         validation_fraction: of the rows of "train" that are held out where there are no files for
             "validation".
         invalid_utf8: as of `classification.text_classification`.
-        rank: see `classification.classification_task`; stsb has no labels to rank.
+        rank: see `classification.classification_task`; stsb and wnli_simple have no labels to rank.
 
     Raises:
-        UserError: no such task, a path without files, or rank=True with stsb.
+        UserError: no such task, a path without files, or rank=True without labels.
     """
     if name not in NAMES:
         raise errors.UserError(
@@ -112,13 +118,15 @@ def glue(
     }
     if name in _OF_THE_PAPER:
         return classification.paper_task(name, path, vocabulary, rank=rank, **read)
-    if name == STSB:
+    if name in (STSB, WNLI_SIMPLE):
         if rank:
+            answers = "numbers" if name == STSB else "texts"
             raise errors.UserError(
-                "rank=True chooses among labels, and name='stsb' has numbers for answers; leave it "
-                "out."
+                f"rank=True chooses among labels, and name={name!r} has {answers} for answers; "
+                "leave it out."
             )
-        return _stsb(path, vocabulary, read)
+        make = _stsb if name == STSB else _wnli_simple
+        return make(path, vocabulary, read)
     task = CLASSIFICATIONS[name]
     return classification.text_classification(
         path,
@@ -144,6 +152,60 @@ def _stsb(path: Path, vocabulary: seqio.Vocabulary | None, read: Mapping[str, An
         metric_fns=[metrics.regression],
         postprocess_fn=_number_if_target,
     )
+
+
+def _wnli_simple(
+    path: Path, vocabulary: seqio.Vocabulary | None, read: Mapping[str, Any]
+) -> seqio.Task:
+    """Returns WNLI by its pronoun: the premise with the pronoun marked, and what it stands for."""
+    splits = find_splits(path)
+    kept = {split: files for split, files in splits.items() if split != "train"}
+    feature = seqio.Feature(vocabulary or vocabularies.characters(), add_eos=True)
+    return seqio.Task(
+        WNLI_SIMPLE,
+        source=TableSource(
+            kept or {"validation": splits["train"]},
+            _sentences_with_a_pronoun,
+            invalid_utf8=read["invalid_utf8"],
+        ),
+        preprocessors=[
+            _referents,
+            seqio.preprocessors.tokenize,
+            seqio.preprocessors.append_eos_after_trim,
+        ],
+        output_features={"inputs": feature, "targets": feature},
+        postprocess_fn=_names_the_referent,
+        metric_fns=[metrics.accuracy],
+    )
+
+
+def _sentences_with_a_pronoun(row: Row) -> Example | None:
+    numbers = classification.by_name_or_number(CLASSIFICATIONS["wnli"].labels)
+    label = classification.label_of(row, "label", numbers)
+    if label is None:
+        return None
+    found = {name: row.text(name) for name in ("sentence1", "sentence2")}
+    words = {word.strip(".,?!") for word in found["sentence1"].lower().split()}
+    if not words & _PRONOUNS:
+        raise row.error(f"has none of {sorted(_PRONOUNS)} under 'sentence1', which WNLI is about.")
+    is_entailed = label == CLASSIFICATIONS["wnli"].labels[1]
+    return found | {"label": str(int(is_entailed))}
+
+
+def _referents(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    preprocessors = metrics.of_t5("data.preprocessors", "the second form of WNLI")
+    numbered = dataset.enumerate().map(
+        lambda number, row: {**row, "label": tf.strings.to_number(row["label"]), "idx": number}
+    )
+    return preprocessors.wnli_simple(numbered)
+
+
+def _names_the_referent(
+    text: str, *, example: Any = None, is_target: bool = False, **_: Any
+) -> Any:
+    """Returns 1 where an answer names what the pronoun stands for by the hypothesis, else 0."""
+    postprocessors = metrics.of_t5("data.postprocessors", "the second form of WNLI")
+    return int(postprocessors.wsc_simple(text, example, is_target))
 
 
 def _scored(row: Row) -> Example | None:

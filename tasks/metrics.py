@@ -1,15 +1,16 @@
 """Metrics of downstream tasks, as seqio calls them: targets and predictions in, percentages out.
 
 Names and rules are those of `t5.evaluation.metrics`, so that numbers can be compared; only SQuAD's
-and ROUGE need that package itself.
+and ROUGE, and the second form of WNLI, need that package itself.
 """
 
 import collections
 import contextlib
+import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
@@ -37,7 +38,7 @@ class CategoryText(NamedTuple):
     category: str
 
 
-def accuracy(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
+def accuracy(targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, float]:
     """Returns how many predictions equal their target."""
     return {"accuracy": _percent_equal(targets, predictions)}
 
@@ -184,7 +185,7 @@ def rouge(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float
         UserError: the package t5 is not installed.
     """
     with _same_random_numbers():
-        found = _t5_metrics("ROUGE").rouge(targets, predictions)
+        found = of_t5("evaluation.metrics", "ROUGE").rouge(targets, predictions)
     return {name: float(value) for name, value in found.items()}
 
 
@@ -269,23 +270,31 @@ def squad(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[
     Raises:
         UserError: the package t5 is not installed.
     """
-    found = _t5_metrics("the metrics of SQuAD").squad(targets, predictions)
+    found = of_t5("evaluation.metrics", "the metrics of SQuAD").squad(targets, predictions)
     return {name: float(value) for name, value in found.items()}
 
 
-def _t5_metrics(what: str) -> ModuleType:
+def of_t5(module: str, what: str) -> ModuleType:
+    """Returns a module of the package t5.
+
+    Args:
+        module: its name in the package.
+        what: is taken from there, for the message.
+
+    Raises:
+        UserError: the package is not installed.
+    """
     try:
-        from t5.evaluation import metrics as t5_metrics
+        return importlib.import_module(f"t5.{module}")
     except ImportError as error:
         are = "is that" if what.isupper() else "are those"
         raise errors.UserError(
             f"{what} {are} of the package t5, which cannot be imported ({error});"
             ' `uv sync` installs it; with pip, see "Installing as a package" in README.md.'
         ) from error
-    return t5_metrics
 
 
-def _percent_equal(targets: Sequence[str], predictions: Sequence[str]) -> float:
+def _percent_equal(targets: Sequence[Any], predictions: Sequence[Any]) -> float:
     equal = sum(t == p for t, p in zip(targets, predictions, strict=True))
     return 100 * equal / len(targets)
 

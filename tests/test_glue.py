@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 from convt5.tasks import generation, glue
-from convt5.tasks.glue import CLASSIFICATIONS, NAMES
+from convt5.tasks.glue import CLASSIFICATIONS
 
 from convt5 import errors, evaluation
 from convt5.configuration import gin_config
@@ -73,7 +73,7 @@ def answer(name):
     return "3.8" if name == "stsb" else LABELS[name][1]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FIELDS)
 def test_inputs_and_targets_are_those_of_t5(tmp_path, name):
     t5 = pytest.importorskip("t5.data.preprocessors")
     tf = pytest.importorskip("tensorflow")
@@ -95,7 +95,7 @@ def test_inputs_and_targets_are_those_of_t5(tmp_path, name):
     assert found == expected
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FIELDS)
 def test_files_as_glue_publishes_them_are_read(tmp_path, name):
     header, row = PUBLISHED[name]
     lines = ([header] if header else []) + [row.format(**FIELDS[name])] * 2
@@ -109,7 +109,7 @@ def test_files_as_glue_publishes_them_are_read(tmp_path, name):
     assert {target for _, target in expected} == {answer(name)}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FIELDS)
 def test_labels_may_be_names_and_rows_without_an_answer_are_left_out(tmp_path, name):
     values = [3.8, -1] if name == "stsb" else [LABELS[name][1], -1]
     rows = [{**FIELDS[name], "label": value} for value in values]
@@ -159,6 +159,31 @@ def test_a_gin_file_reads_each_task(tmp_path, name):
     assert texts(tasks[0], "validation")[0] == texts(tasks[0])[0]
 
 
+def test_the_second_form_of_wnli_is_that_of_t5(tmp_path):
+    pytest.importorskip("t5.data.preprocessors")
+    rows = [
+        ("The fish ate the worm. It was tasty.", "The worm was tasty.", 0),
+        ("Lily spoke to Donna breaking her silence.", "Lily spoke breaking Donna's silence.", 1),
+    ]  # fmt: skip
+    lines = ["index\tsentence1\tsentence2\tlabel", *(f"0\t{a}\t{b}\t{n}" for a, b, n in rows)]
+    for name in ("train", "dev"):
+        (tmp_path / f"{name}.tsv").write_text("\n".join([*lines, "2\tHe.\tHe.\t-1"]) + "\n")
+    task = read("wnli_simple", tmp_path)
+    assert list(task.splits) == ["validation"]
+    assert texts(task, "validation") == [
+        ("wsc: The fish ate the worm. *It* was tasty.", "The worm"),
+        ("wsc: Lily spoke to Donna breaking *her* silence.", "Donna"),
+    ]
+    examples = list(task.get_dataset(None, "validation", shuffle=False).as_numpy_iterator())
+    targets = [task.postprocess_fn("", example=e, is_target=True) for e in examples]
+    answers = [task.postprocess_fn("Donna", example=e) for e in examples]
+    assert (targets, answers) == ([0, 1], [0, 1])
+    assert task.predict_metric_fns[0](targets, answers) == {"accuracy": 100.0}
+    (tmp_path / "dev.tsv").write_text("sentence1\tsentence2\tlabel\nA cat.\tA cat.\t1\n")
+    with pytest.raises(errors.UserError, match=r"line 2 has none of .* under 'sentence1'"):
+        texts(read("wnli_simple", tmp_path), "validation")
+
+
 def test_scores_are_written_as_t5_writes_them():
     tf = pytest.importorskip("tensorflow")
     scores = np.arange(0, 501, dtype=np.float32) / 100
@@ -195,6 +220,7 @@ def test_broken_lines_of_qqp_are_left_out_and_counted(tmp_path, caplog):
     ("settings", "message"),
     [
         ({"name": "stsb", "rank": True}, "rank=True chooses among labels, and name='stsb'"),
+        ({"name": "wnli_simple", "rank": True}, "name='wnli_simple' has texts for answers"),
         ({"name": "colla"}, "name='colla' is none of the tasks of GLUE.* Did you mean cola"),
     ],
 )

@@ -149,7 +149,7 @@ class TestSquad:
         assert found == {"em": 50.0, "f1": pytest.approx(100 * (1 + 2 / 3) / 2)}
 
     def test_without_t5_the_package_is_named(self, monkeypatch):
-        monkeypatch.setitem(sys.modules, "t5.evaluation", None)
+        monkeypatch.setitem(sys.modules, "t5.evaluation.metrics", None)
         with pytest.raises(errors.UserError, match="package t5"):
             metrics.squad([["x"]], ["x"])
 
