@@ -14,7 +14,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -23,6 +23,9 @@ from convt5.configuration import command_line, gin_config, gin_files
 from convt5.data.block_workers import BlockWorkers
 from convt5.runtime import quiet_imports, terminal
 from convt5.text import task_format
+
+if TYPE_CHECKING:
+    from convt5.training.trainer import TrainRun
 
 COMMAND = command_line.Command(
     name="cache",
@@ -70,18 +73,18 @@ def main(argv: Sequence[str]) -> None:
         from convt5.data import cached_data, counts
         from convt5.training.validation import check_num_batches
 
-    settings = _settings(arguments)
-    configs = {"train": settings["train_data"], "validation": settings.get("eval_data")}
+    run = _run(arguments)
+    configs = {"train": run.train_data, "validation": run.eval_data}
     for config in configs.values():
         if config is not None and not isinstance(config, data.DataConfig):
             raise errors.UserError(
                 f"the gin files bind {type(config).__name__} as data; a cache is made of "
                 "data.DataConfig, text from seqio."
             )
-    check_num_batches(settings.get("eval_num_batches"), configs["validation"])
+    check_num_batches(run.eval_num_batches, run.eval_data)
     output_dir = os.path.expanduser(flags.output_dir)
     wanted = {
-        split: _wanted(split, config, flags, settings)
+        split: _wanted(split, config, flags, run)
         for split, config in configs.items()
         if config is not None
     }
@@ -117,13 +120,11 @@ class _Wanted(NamedTuple):
     most: int | None
 
 
-def _wanted(
-    split: str, config: Any, flags: argparse.Namespace, settings: Mapping[str, Any]
-) -> _Wanted:
+def _wanted(split: str, config: Any, flags: argparse.Namespace, run: "TrainRun") -> _Wanted:
     if split == "train":
         config = dataclasses.replace(config, num_epochs=flags.epochs, shuffle=True)
         return _Wanted(config, flags.rows)
-    num_batches = settings.get("eval_num_batches")
+    num_batches = run.eval_num_batches
     return _Wanted(config, num_batches and num_batches * config.batch_size)
 
 
@@ -204,9 +205,9 @@ class _Estimate:
 def load_blocks(argv: list[str], split: str) -> Any:
     """Returns the blocks of a split, in another process of the same command."""
     arguments = command_line.parse(COMMAND, argv)
-    settings = _settings(arguments)
-    data = {"train": settings["train_data"], "validation": settings.get("eval_data")}
-    return _wanted(split, data[split], arguments.flags, settings).config.task_blocks()
+    run = _run(arguments)
+    config = run.train_data if split == "train" else run.eval_data
+    return _wanted(split, config, arguments.flags, run).config.task_blocks()
 
 
 def _first_rows(
@@ -225,8 +226,8 @@ def _first_rows(
                 return
 
 
-def _settings(arguments: command_line.Arguments) -> Mapping[str, Any]:
-    """Returns the arguments of `trainer.train`; a cache needs no run directory."""
+def _run(arguments: command_line.Arguments) -> "TrainRun":
+    """Returns the run of the gin files; a cache needs no run directory."""
     statements = gin_files.read_all(arguments.gin_files)
     unneeded = ["RUN_DIR='unused'"] if gin_files.is_required(statements, "RUN_DIR") else []
     bindings = [*unneeded, *arguments.gin_bindings]
@@ -239,7 +240,7 @@ def _settings(arguments: command_line.Arguments) -> Mapping[str, Any]:
     )
     from convt5.training import trainer
 
-    return config.arguments(trainer.train)
+    return trainer.TrainRun(**config.arguments(trainer.train))
 
 
 def _size(folder: str) -> int:

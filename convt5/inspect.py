@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from convt5 import errors
 from convt5.configuration import command_line, gin_config, gin_files
-from convt5.modeling.placement import TEXT_RULES
 from convt5.reports import figures
 from convt5.vision import costs as vision_costs
 from convt5.vision.architecture import ViTConfig
 
 if TYPE_CHECKING:
-    from convt5.analysis.compiled_step import Step
     from convt5.analysis.cost_report import Subject
     from convt5.modeling.architecture import ConvT5Config
     from convt5.modeling.description import StackName
+    from convt5.training.train_step import StepConfig
+    from convt5.training.trainer import TrainRun
 
 DEFAULTS = {"encoder_length": 512, "decoder_length": 114, "batch_size": 128}
 """Of T5's pre-training; used where the gin files describe a model and no data."""
@@ -133,11 +133,9 @@ def main(argv: Sequence[str]) -> int:
     arguments = command_line.parse(COMMAND, argv)
     flags = arguments.flags
     _check_flags(vars(flags))
-    settings, name = read_settings(
-        arguments.gin_files, arguments.gin_bindings, trust=arguments.trust
-    )
-    if isinstance(settings["model"], ViTConfig):
-        return _show_vision(settings["model"], name, vars(flags))
+    step, name = read_step(arguments.gin_files, arguments.gin_bindings, trust=arguments.trust)
+    if isinstance(step.model, ViTConfig):
+        return _show_vision(step.model, name, vars(flags))
     if flags.plot:
         _check_plot(flags.plot)
     topology = None
@@ -146,10 +144,10 @@ def main(argv: Sequence[str]) -> int:
 
         topology = topologies.load(flags.topology)
         flags.devices = len(topology.devices)
-    subject = make_subject(name, settings, vars(flags))
-    if settings.get("frozen"):
+    subject = make_subject(name, step, vars(flags))
+    if step.frozen:
         print(
-            f"frozen={list(settings['frozen'])}: FLOPs and activations in closed form are those of "
+            f"frozen={list(step.frozen)}: FLOPs and activations in closed form are those of "
             "training every parameter; --topology compiles the step as it is.",
             file=sys.stderr,
         )
@@ -160,8 +158,8 @@ def main(argv: Sequence[str]) -> int:
     if topology is not None:
         from convt5.analysis import compiled_step
 
-        step = make_step(subject, settings, gradients_only=flags.gradients_only)
-        compiled = compiled_step.make_report(step, topology)
+        compiling = compiled_step.Step(subject, gradients_only=flags.gradients_only)
+        compiled = compiled_step.make_report(compiling, topology)
         sections.append(compiled.as_text())
         values["compiled_step"] = compiled.as_json()
     if flags.measure:
@@ -172,8 +170,8 @@ def main(argv: Sequence[str]) -> int:
         paired = _paired(subject, flags.pair_with, flags.multiple, arguments.trust)
         sections.append(paired[0])
         values["equal_cost"] = paired[1]
-    examples = decoded_examples(settings, flags.examples) if flags.examples else []
-    if (described := _described_data(settings.get("train_data"))) is not None:
+    examples = decoded_examples(_data(step), flags.examples) if flags.examples else []
+    if (described := _described_data(_data(step))) is not None:
         sections.append(values.setdefault("data", described))
     if flags.json:
         json.dump({**values, "examples": examples}, sys.stdout, indent=2)
@@ -210,10 +208,10 @@ def _show_vision(config: ViTConfig, name: str, flags: Mapping[str, Any]) -> int:
     return 0
 
 
-def read_settings(
+def read_step(
     files: Sequence[str], bindings: Sequence[str], *, trust: Sequence[str] = ()
-) -> tuple[dict[str, Any], str]:
-    """Returns the arguments of `trainer.train` that are known, and the name of the model.
+) -> tuple["StepConfig", str]:
+    """Returns the run that gin files describe, or the update of a model alone; and its name.
 
     Gin files that bind nothing of `trainer.train` describe a model alone; the loss, optimizer,
     schedule and mesh are then the macros LOSS, OPTIMIZER, SCHEDULE and MESH, `_MODEL_ALONE`.
@@ -227,54 +225,59 @@ def read_settings(
         supplied = _unneeded(bound, bindings)
         roots = ["%MODEL", "@trainer.train"]
         config = gin_config.load(files, [*supplied, *bindings], roots=roots, trusted=trust)
-        settings: dict[str, Any] = _arguments(config, moved_runs.folder_of(files))
+        step = _run(config, moved_runs.folder_of(files))
     else:
         macros = ["MODEL", *(binding.partition("=")[0] for binding in _MODEL_ALONE)]
         roots = [f"%{macro}" for macro in macros]
         config = gin_config.load(files, [*_MODEL_ALONE, *bindings], roots=roots, trusted=trust)
-        settings = {macro.lower(): config.macro(macro) for macro in macros}
+        from convt5.training.train_step import StepConfig
+
+        step = StepConfig(**{macro.lower(): config.macro(macro) for macro in macros})
     has_name = any(b.is_macro and b.selector == "MODEL_NAME" for b in bound)
-    return settings, config.macro("MODEL_NAME") if has_name else "without a name"
+    return step, config.macro("MODEL_NAME") if has_name else "without a name"
 
 
-def _arguments(config: gin_config.Config, run_dir: str | None) -> dict[str, Any]:
-    """Returns the arguments of `trainer.train`; of a run whose data is gone, its lengths alone."""
+def _run(config: gin_config.Config, run_dir: str | None) -> "TrainRun":
+    """Returns the run of a configuration; where its data is gone, with its lengths alone."""
     from convt5.configuration.moved_runs import DATA_ARGUMENTS
     from convt5.text import vocabulary_files
     from convt5.training import trainer
 
-    settings = config.arguments(trainer.train, leave_out=DATA_ARGUMENTS)
+    settings: dict[str, Any] = config.arguments(trainer.train, leave_out=DATA_ARGUMENTS)
     with vocabulary_files.of_run(run_dir):
         try:
-            return settings | config.arguments(trainer.train, only=DATA_ARGUMENTS)
+            settings |= config.arguments(trainer.train, only=DATA_ARGUMENTS)
         except errors.UserError as error:
             kept = vocabulary_files.load(run_dir) if run_dir else None
             if kept is None:
                 raise
             print(f"the run's data is left out: {error}", file=sys.stderr)
-            return {**settings, "train_data": kept}
+            settings["train_data"] = kept
+    return trainer.TrainRun(**settings)
 
 
-def make_subject(name: str, settings: Mapping[str, Any], flags: Mapping[str, Any]) -> "Subject":
+def _data(step: "StepConfig") -> Any:
+    """Returns the training data of a run; None for a model alone."""
+    return getattr(step, "train_data", None)
+
+
+def make_subject(name: str, step: "StepConfig", flags: Mapping[str, Any]) -> "Subject":
     """Returns what to report on; flags that are not None win over the settings.
 
     Raises:
-        UserError: a model that is no text model, or a mesh that does not fit the devices.
+        UserError: a model that is no text model, or rows longer than its table of positions.
     """
     import jax
 
     from convt5.analysis import cost_report
-    from convt5.modeling import sharding
     from convt5.modeling.architecture import ConvT5Config
-    from convt5.training import optimizer
 
-    model, data = settings["model"], settings.get("train_data")
+    model, data = step.model, _data(step)
     if not isinstance(model, ConvT5Config):
         raise errors.UserError(
             f"model={type(model).__name__} is no ConvT5Config; inspect describes text models, so "
             "bind MODEL = @architecture.ConvT5Config()."
         )
-
     chosen = {
         setting: _first_known(flags.get(setting), getattr(data, setting, None), default)
         for setting, default in DEFAULTS.items()
@@ -282,47 +285,13 @@ def make_subject(name: str, settings: Mapping[str, Any], flags: Mapping[str, Any
     _check_lengths(
         model, {"encoder": chosen["encoder_length"], "decoder": chosen["decoder_length"]}
     )
-    devices = _first_known(flags.get("devices"), jax.device_count())
-    mesh = settings.get("mesh") or sharding.MeshConfig()
     return cost_report.Subject(
         name=name,
-        config=model,
+        step=step,
         **chosen,
-        grad_accum_steps=settings.get("grad_accum_steps", 1),
-        optimizer=settings.get("optimizer") or optimizer.AdafactorConfig(),
-        mesh=mesh.sizes(devices),
-        rules=settings.get("sharding_rules", TEXT_RULES),
-        frozen=settings.get("frozen", ()),
-        has_average=settings.get("ema") is not None,
-        assumed=() if data else _assumed(flags, settings),
-    )
-
-
-def make_step(
-    subject: "Subject", settings: Mapping[str, Any], *, gradients_only: bool = False
-) -> "Step":
-    """Returns the training step that `trainer.train` would run for these settings."""
-    from convt5.analysis.compiled_step import Step
-    from convt5.modeling import sharding
-
-    return Step(
-        name=subject.name,
-        model=subject.config,
-        loss=settings["loss"],
-        optimizer=subject.optimizer,
-        schedule=settings["schedule"],
-        batch_size=subject.batch_size,
-        encoder_length=subject.encoder_length,
-        decoder_length=subject.decoder_length,
-        packed=getattr(settings.get("train_data"), "pack", False),
-        gradients_only=gradients_only,
-        mesh=settings.get("mesh") or sharding.MeshConfig(),
-        grad_accum_steps=subject.grad_accum_steps,
-        ema=settings.get("ema"),
-        skip_spikes=settings.get("skip_spikes"),
-        frozen=subject.frozen,
-        seed=settings.get("seed", 0),
-        sharding_rules=subject.rules,
+        packed=getattr(data, "pack", False),
+        devices=_first_known(flags.get("devices"), jax.device_count()),
+        assumed=() if data else _assumed(flags, step),
     )
 
 
@@ -384,7 +353,8 @@ def _paired(
     """Returns widths that give the model the cost of another, as text and as plain values."""
     from convt5.analysis import pairing
 
-    settings, name = read_settings([other], [], trust=trust)
+    step, name = read_step([other], [], trust=trust)
+    reference: Any = step.model
     multiple = multiple or (128 if subject.config.emb_dim >= 256 else 8)
     lengths = {
         "encoder_length": subject.encoder_length,
@@ -396,7 +366,7 @@ def _paired(
     }
     lines, values = [f"Widths of {subject.name} at the cost of {name}"], {}
     for by, what in quantities.items():
-        found = pairing.pair(subject.config, settings["model"], by=by, multiple=multiple, **lengths)
+        found = pairing.pair(subject.config, reference, by=by, multiple=multiple, **lengths)
         widths = {"emb_dim": found.config.emb_dim, "mlp_dim": found.config.mlp_dim}
         values[by] = {**widths, "cost": found.cost, "wanted": found.wanted}
         lines.append(
@@ -406,20 +376,20 @@ def _paired(
     return "\n".join(lines), values
 
 
-def decoded_examples(settings: Mapping[str, Any], num: int) -> list[dict[str, Any]]:
-    """Returns the first training examples: their text with sentinels as <1>, <2>, ..., and ids.
+def decoded_examples(data: Any, num: int) -> list[dict[str, Any]]:
+    """Returns the first examples of the data: text with sentinels as <1>, <2>, ..., and ids.
 
     Raises:
         UserError: the gin files describe no training data, or such without a vocabulary.
     """
-    if settings.get("train_data") is None:
+    if data is None:
         raise errors.UserError(
             f"examples={num} needs training data, but the gin files describe a model alone; give a "
             "run, such as --gin_file=gin/runs/quickstart.gin."
         )
     from convt5.generation import samples
 
-    batches = settings["train_data"].build(process_index=0, process_count=1)
+    batches = data.build(process_index=0, process_count=1)
     if batches.vocabulary is None:
         raise errors.UserError(
             f"examples={num} needs a vocabulary to make text of ids, and the data keeps none; "
@@ -471,9 +441,9 @@ def _unneeded(bound: Sequence[gin_files.Binding], bindings: Sequence[str]) -> li
     return ["RUN_DIR=unused"] if needed else []
 
 
-def _assumed(flags: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[str, ...]:
+def _assumed(flags: Mapping[str, Any], step: "StepConfig") -> tuple[str, ...]:
     assumed = (f"{name} {value}" for name, value in DEFAULTS.items() if flags.get(name) is None)
-    return (*assumed, type(settings["optimizer"]).__name__.removesuffix("Config"))
+    return (*assumed, type(step.optimizer).__name__.removesuffix("Config"))
 
 
 def _first_known(*values: int | None) -> int:

@@ -4,14 +4,16 @@ Nothing here can be bound by gin: this file runs as `__main__`, and a gin file t
 would bind a second copy. Bind `trainer.train`.
 """
 
-import inspect
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from convt5 import errors
 from convt5.configuration import command_line, gin_config
 from convt5.runtime import determinism, multi_host
+
+if TYPE_CHECKING:
+    from convt5.training.trainer import TrainRun
 
 COMMAND = command_line.Command(
     name="train",
@@ -90,90 +92,44 @@ def _run(arguments: command_line.Arguments) -> int:
             raise moved_runs.data_is_gone(error, settings["run_dir"]) from None
         print(f"{steps[-1]} steps done\n  run directory    {settings['run_dir']}")
         return 0
-    check_lengths(settings)
     if arguments.flags.dry_run:
-        print(dry_run(settings))
+        print(dry_run(trainer.TrainRun(**settings)))
         return 0
-    check_vocabulary(settings)
     trainer.train(**settings, config_text=determinism.record(config.text))
     return 0
 
 
-def dry_run(settings: Mapping[str, Any]) -> str:
-    """Checks the arguments of `trainer.train` without compiling; returns what would be trained.
+def dry_run(run: "TrainRun") -> str:
+    """Checks everything that can be checked before compiling; returns what would be trained.
 
     Raises:
         UserError: sizes that do not fit each other or the devices.
     """
     import jax
 
-    from convt5.training import plan, run_directory, trainer
-
-    call = inspect.signature(trainer.train).bind(**settings)
-    call.apply_defaults()
-    values = dict(call.arguments)
-    _check_data(settings, values)
-    parts = ("train_data", "eval_data", "loss", "report")
-    trainer.check_model(values["model"], *(values[part] for part in parts))
-    values["batch_size"] = values["train_data"].batch_size
-    values["lengths"] = plan.row_lengths(
-        train_data=values["train_data"], eval_data=values["eval_data"]
-    )
-    intervals = trainer.Intervals(**_accepted(trainer.Intervals, values))
-    run_directory.check(values["run_dir"])
-    trainer.check_measures(
-        values["checkpoint"] or trainer.CheckpointConfig(),
-        values["eval_data"],
-        values["eval_num_batches"],
-        values["task_evals"],
-        intervals,
-        has_ema=values["ema"] is not None,
-    )
-    planned = plan.make_plan(**_accepted(plan.make_plan, values))
-    if values["statistics"] is not None:
-        values["statistics"].build(planned)
+    run.check()
+    run.check_data()
+    plan = run.plan()
+    if run.statistics is not None:
+        run.statistics.build(plan)
     # A run that goes on has its own parameters, and needs no others.
-    if values["init_from"] is not None and not _steps(values["run_dir"]):
-        values["init_from"].check(planned.abstract.model)
-        values["init_from"].check_num_steps(values["num_steps"])
-        if _vocabulary_is_here(settings):
-            text = trainer.kept_text(values["train_data"], values["eval_data"])
-            values["init_from"].check_vocabulary(text)
-    mesh = ", ".join(f"{axis}={size}" for axis, size in planned.mesh.shape.items())
+    if run.init_from is not None and not _steps(run.run_dir):
+        run.init_from.check(plan.abstract.model)
+        run.init_from.check_num_steps(run.num_steps)
+        if run.has_vocabulary_here():
+            run.init_from.check_vocabulary(run.kept_text())
+    mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
     return "\n".join(
         [
             "The configuration is complete and consistent; nothing was trained.",
-            f"  parameters     {planned.num_parameters():,}"
-            + (f" ({planned.num_trained():,} trained)" if planned.frozen else ""),
+            f"  parameters     {plan.num_parameters():,}"
+            + (f" ({plan.num_trained():,} trained)" if run.frozen else ""),
             f"  devices        {jax.device_count()} x {jax.devices()[0].device_kind} ({mesh})",
-            f"  batch          {values['batch_size']} rows",
-            f"  steps          {values['num_steps']:,}",
-            f"  run directory  {values['run_dir']}",
+            f"  batch          {plan.batch_size} rows",
+            f"  steps          {run.num_steps:,}",
+            f"  run directory  {run.run_dir}",
         ]
     )
-
-
-def _check_data(settings: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Checks vocabulary, labels, tasks and the first rows of files, of data that has such.
-
-    Args:
-        settings: of the run.
-        values: the same with defaults.
-    """
-    both = (values["train_data"], values["eval_data"])
-    if _vocabulary_is_here(settings):
-        check_vocabulary(settings)
-        for data in both:
-            if hasattr(data, "check_labels"):
-                data.check_labels()
-        for task in values["task_evals"]:
-            if hasattr(task, "check"):
-                task.check(values["model"])
-    for data in both:
-        if hasattr(data, "provider"):
-            data.provider()
-        if hasattr(data, "check_rows"):
-            data.check_rows()
 
 
 def _steps(run_dir: str) -> list[int]:
@@ -183,60 +139,6 @@ def _steps(run_dir: str) -> list[int]:
     from convt5.checkpoints.reading import steps_in
 
     return steps_in(epath.Path(run_dir).expanduser() / "checkpoints")
-
-
-def check_lengths(settings: Mapping[str, Any]) -> None:
-    """Raises `UserError` if the data has rows longer than the model's table of positions."""
-    model = settings["model"]
-    if not hasattr(model, "most_tokens"):
-        return
-    faults = [
-        f"{data}.{stack}_length={length} is longer than {limit}, the tokens that the model's "
-        f"max_positions={model.max_positions} learned positions reach; lower {stack}_length or "
-        "raise max_positions."
-        for data in ("train_data", "eval_data")
-        for stack in ("encoder", "decoder")
-        if (limit := model.most_tokens(stack))
-        and (length := getattr(settings.get(data), f"{stack}_length", None) or 0) > limit
-    ]
-    errors.raise_all(faults, where="configuration")
-
-
-def check_vocabulary(settings: Mapping[str, Any]) -> None:
-    """Raises `UserError` if the data has more token ids than the model has embeddings."""
-    limit = getattr(settings["model"], "vocab_size", None)
-    if limit is None:
-        return  # No text: nothing to compare.
-    for data in ("train_data", "eval_data"):
-        for name, size in _vocabulary_sizes(settings.get(data)).items():
-            if size > limit:
-                raise errors.UserError(
-                    f"the vocabulary of {name!r} of {data} has {size} ids, sentinels included, but "
-                    f"vocab_size={limit} rows are in the model's token table; set --gin."
-                    f"architecture.ConvT5Config.vocab_size to at least {size}."
-                )
-
-
-def _vocabulary_sizes(data: Any) -> dict[str, int]:
-    """Returns how many ids each feature of some batches may have; none for other than text."""
-    if hasattr(data, "provider"):
-        features = data.provider().output_features.items()
-        return {name: feature.vocabulary.vocab_size for name, feature in features}
-    size = getattr(data, "vocab_size", None)  # Rows of a cache keep no more of their vocabulary.
-    return {} if size is None else {"targets": size}
-
-
-def _vocabulary_is_here(settings: Mapping[str, Any]) -> bool:
-    """Whether no vocabulary file lies elsewhere, such as in a bucket, or is missing."""
-    providers = [getattr(settings.get(d), "provider", None) for d in ("train_data", "eval_data")]
-    features = [f for find in providers if find for f in find().output_features.values()]
-    files = [getattr(f.vocabulary, "sentencepiece_model_file", None) for f in features]
-    return all(file is None or os.path.isfile(file) for file in files)
-
-
-def _accepted(function: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = inspect.signature(function).parameters
-    return {name: values[name] for name in parameters if name in values}
 
 
 if __name__ == "__main__":

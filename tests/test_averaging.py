@@ -25,6 +25,7 @@ from convt5.training import optimizer, schedule
 from convt5.training.averaging import EMA, ScaledEMA
 from convt5.training.losses import TextLoss
 from convt5.training.plan import make_plan
+from convt5.training.train_step import StepConfig
 from convt5.vision import placement
 from convt5.vision.images import ImageDataConfig
 from convt5.vision.statistics import Reestimate
@@ -98,14 +99,16 @@ def test_averages_that_cannot_be_are_named(make, message):
 def plan(ema=None, mesh=(1, 1, 1)):
     data, fsdp, tensor = mesh
     return make_plan(
-        model=MODEL,
-        loss=LOSS,
-        optimizer=optimizer.AdamWConfig(),
-        schedule=schedule.Constant(rate=0.1),
+        StepConfig(
+            model=MODEL,
+            loss=LOSS,
+            optimizer=optimizer.AdamWConfig(),
+            schedule=schedule.Constant(rate=0.1),
+            mesh=sharding.MeshConfig(data=data, fsdp=fsdp, tensor=tensor),
+            sharding_rules=placement.rules(),
+            ema=ema,
+        ),
         batch_size=16,
-        mesh=sharding.MeshConfig(data=data, fsdp=fsdp, tensor=tensor),
-        sharding_rules=placement.rules(),
-        ema=ema,
         devices=jax.devices()[: data * fsdp * tensor],
     )
 
@@ -226,12 +229,14 @@ def test_a_text_model_is_averaged_as_well():
         decoder=stack,
     )
     chosen = make_plan(
-        model=config,
-        loss=TextLoss(),
-        optimizer=optimizer.AdafactorConfig(),
-        schedule=schedule.Constant(rate=0.1),
+        StepConfig(
+            model=config,
+            loss=TextLoss(),
+            optimizer=optimizer.AdafactorConfig(),
+            schedule=schedule.Constant(rate=0.1),
+            ema=EMA(decay=0.75),
+        ),
         batch_size=2,
-        ema=EMA(decay=0.75),
         devices=jax.devices()[:1],
     )
     state = chosen.init_state()

@@ -9,6 +9,7 @@ import commands
 import pytest
 
 from convt5 import errors, train
+from convt5.training import data_checks
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -246,7 +247,7 @@ def test_the_dry_run_finds_the_tasks_of_evaluations(tmp_path):
 def test_the_vocabulary_of_rows_from_a_cache_is_compared_too(half):
     rows, model = types.SimpleNamespace(vocab_size=359), types.SimpleNamespace(vocab_size=256)
     with pytest.raises(errors.UserError, match=rf"of {half} has 359 ids.*vocab_size=256"):
-        train.check_vocabulary({"model": model, "train_data": None, half: rows})
+        data_checks.check_vocabulary(model, {"train_data": None, half: rows})
 
 
 @pytest.mark.parametrize(

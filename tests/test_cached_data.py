@@ -1,5 +1,6 @@
 """Caches: the same rows as were made, in an order that can be resumed, and damage that is named."""
 
+import dataclasses
 import gc
 import itertools
 import json
@@ -18,6 +19,7 @@ from convt5.data import cached_data
 from convt5.data.cached_data import CachedDataConfig
 from convt5.data.counts import Counts
 from convt5.data.row_order import RowOrder
+from convt5.training.trainer import TrainRun
 
 ROWS, LENGTH = 10, 6
 FEATURE = {"dtype": "<u2", "length": 4}
@@ -114,15 +116,15 @@ def test_packed_rows_are_known_as_such_and_refused_where_a_stem_would_mix_them(f
     writer.vocabulary(vocabularies.characters(), None)
     list(writer.write("train", [made() | ids]))
     writer.finish(made_from={})
-    settings, name = inspect.read_settings(["gin/models/stem_dynamic_tiny.gin"], [])
+    step, name = inspect.read_step(["gin/models/stem_dynamic_tiny.gin"], [])
     alone, packed = config(folder), config(tmp_path / "packed")
-    alone.check_model(settings["model"])
+    alone.check_model(step.model)
     with pytest.raises(errors.UserError, match=r"packed has several .* stride of 4.*make it anew"):
-        packed.check_model(settings["model"])
+        packed.check_model(step.model)
     for data_config in (alone, packed):
-        step_settings = settings | {"train_data": data_config}
-        step = inspect.make_step(inspect.make_subject(name, step_settings, {}), step_settings)
-        assert step.packed == (data_config is packed)
+        settings = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
+        run = TrainRun(**settings, train_data=data_config, run_dir="unused", num_steps=1)
+        assert inspect.make_subject(name, run, {}).packed == (data_config is packed)
 
 
 def test_rows_that_are_read_once_are_shuffled_too(folder):
@@ -483,6 +485,6 @@ def test_the_larger_of_two_vocabularies_sets_what_ids_are_kept(tmp_path):
     # One vocabulary cannot stand for both, and the wrong one would be taken in silence.
     assert found.vocabulary is None
     with pytest.raises(errors.UserError, match="examples=1 needs a vocabulary"):
-        inspect.decoded_examples({"train_data": found}, 1)
+        inspect.decoded_examples(found, 1)
     batch = next(found.build(process_index=0, process_count=1))
     np.testing.assert_array_equal(batch["encoder_input_tokens"], 99_999)

@@ -22,6 +22,7 @@ from convt5.training.losses import TextLoss
 from convt5.training.optimizer import AdafactorConfig, AdamWConfig, SGDConfig
 from convt5.training.plan import make_plan
 from convt5.training.train_state import abstract_state, parameters
+from convt5.training.train_step import StepConfig
 from convt5.training.trainer import train
 
 RATE = schedule.Constant(rate=0.1)
@@ -31,13 +32,15 @@ ENCODER = ("^encoder/", "token_embedder")
 def plan_of(*, mesh=ONE_DEVICE, optimizer=None, frozen=(), **model):
     size = build_mesh(mesh).size
     return make_plan(
-        model=text_config(**model),
-        loss=TextLoss(),
-        optimizer=optimizer or SGDConfig(),
-        schedule=RATE,
+        StepConfig(
+            model=text_config(**model),
+            loss=TextLoss(),
+            optimizer=optimizer or SGDConfig(),
+            schedule=RATE,
+            mesh=mesh,
+            frozen=frozen,
+        ),
         batch_size=16,
-        mesh=mesh,
-        frozen=frozen,
         devices=jax.devices()[:size],
     )
 

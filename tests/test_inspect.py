@@ -1,5 +1,6 @@
 """`python -m convt5.inspect`: the report as text and JSON, its examples and its messages."""
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -15,7 +16,8 @@ from convt5 import inspect
 from convt5.analysis import cost_report, costs
 from convt5.errors import UserError
 from convt5.modeling.placement import TEXT_RULES
-from convt5.modeling.sharding import Rule
+from convt5.modeling.sharding import AXES, MeshConfig, Rule
+from convt5.training.averaging import EMA
 from convt5.training.optimizer import AdamWConfig
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -54,18 +56,20 @@ def as_json(capsys, *argv: str) -> dict:
 
 
 def little_subject(gin_file: str, **changes) -> cost_report.Subject:
-    settings, name = inspect.read_settings([gin_file.removeprefix("--gin_file=")], [])
-    values = {
-        "name": name,
-        "config": settings["model"],
-        "encoder_length": 32,
-        "decoder_length": 16,
-        "batch_size": 8,
-        "grad_accum_steps": 1,
-        "optimizer": AdamWConfig(),
-        "mesh": (1, 1, 1, 1),
-    }
-    return cost_report.Subject(**{**values, **changes})
+    """Returns the model of a gin file with AdamW; `changes` are of the subject or of its step."""
+    step, name = inspect.read_step([gin_file.removeprefix("--gin_file=")], [])
+    of_step = {field.name for field in dataclasses.fields(step)} & changes.keys()
+    step = dataclasses.replace(
+        step,
+        **{"optimizer": AdamWConfig(), "mesh": None, **{n: changes.pop(n) for n in of_step}},
+    )
+    values = {"name": name, "encoder_length": 32, "decoder_length": 16, "batch_size": 8}
+    return cost_report.Subject(step=step, **{**values, **changes})
+
+
+def mesh(*sizes: int) -> dict:
+    """Changes of a subject whose devices make a mesh of these sizes."""
+    return {"mesh": MeshConfig(**dict(zip(AXES, sizes, strict=True))), "devices": math.prod(sizes)}
 
 
 def table_rows(text: str, title: str) -> list[str]:
@@ -109,15 +113,15 @@ def test_memory_per_device_shrinks_where_the_mesh_splits(gin_file):
         return cost_report.make_report(little_subject(gin_file, **changes)).memory
 
     one = report()
-    assert report(mesh=(4, 1, 1, 1)).parameters == one.parameters
-    assert report(mesh=(4, 1, 1, 1)).activations == one.activations / 4
+    assert report(**mesh(4, 1, 1, 1)).parameters == one.parameters
+    assert report(**mesh(4, 1, 1, 1)).activations == one.activations / 4
     assert report(grad_accum_steps=2).activations == one.activations / 2
-    assert report(mesh=(1, 4, 1, 1)).parameters < 0.3 * one.parameters
-    assert report(mesh=(1, 4, 1, 1)).optimizer < 0.3 * one.optimizer
-    assert report(mesh=(1, 4, 1, 1)).gathered == one.parameters
-    assert report(mesh=(1, 1, 1, 4)).logits == one.logits / 4
-    assert report(mesh=(1, 1, 4, 1)).logits == one.logits / 4
-    assert report(mesh=(1, 1, 4, 1)).activations == one.activations / 4
+    assert report(**mesh(1, 4, 1, 1)).parameters < 0.3 * one.parameters
+    assert report(**mesh(1, 4, 1, 1)).optimizer < 0.3 * one.optimizer
+    assert report(**mesh(1, 4, 1, 1)).gathered == one.parameters
+    assert report(**mesh(1, 1, 1, 4)).logits == one.logits / 4
+    assert report(**mesh(1, 1, 4, 1)).logits == one.logits / 4
+    assert report(**mesh(1, 1, 4, 1)).activations == one.activations / 4
 
 
 def test_memory_on_one_device_is_that_of_the_closed_form(gin_file):
@@ -198,7 +202,7 @@ def test_memory_leaves_out_what_frozen_parameters_do_not_need(gin_file):
 
 
 def test_an_average_of_the_model_takes_as_much_memory_again(gin_file):
-    memory = cost_report.make_report(little_subject(gin_file, has_average=True)).memory
+    memory = cost_report.make_report(little_subject(gin_file, ema=EMA(decay=0.5))).memory
     without = cost_report.make_report(little_subject(gin_file)).memory
     assert memory.average == memory.parameters
     assert memory.total == without.total + memory.parameters
@@ -211,10 +215,8 @@ def test_the_step_that_is_compiled_is_that_of_the_run():
         "trainer.train.skip_spikes=@spikes.SkipSpikes()",
         "trainer.train.frozen=['^encoder/']",
     ]
-    settings, name = inspect.read_settings(["gin/runs/quickstart.gin"], bindings)
-    subject = inspect.make_subject(name, settings, {})
-    plan = inspect.make_step(subject, settings).plan(jax.devices()[:1])
-    assert subject.has_average
+    run, name = inspect.read_step(["gin/runs/quickstart.gin"], bindings)
+    plan = inspect.make_subject(name, run, {}).plan(jax.devices()[:1])
     assert plan.abstract.ema is not None
     assert plan.abstract.spikes is not None
     assert plan.num_trained() < plan.num_parameters()
@@ -232,14 +234,14 @@ def test_costs_in_closed_form_say_that_they_leave_out_what_is_frozen(capsys):
 
 def test_examples_are_decoded_and_taken_out_of_packed_rows():
     data = types.SimpleNamespace(build=lambda process_index, process_count: ThreeRows())
-    examples = inspect.decoded_examples({"train_data": data}, 5)
+    examples = inspect.decoded_examples(data, 5)
     assert [(e["source"], e["target"]) for e in examples] == [
         ("ab<1>", "<1>f"),
         ("c<1>", "<1>g"),
         ("de<1>", "<1>h"),
     ]
     assert examples[1]["source_ids"] == [4, 19]
-    assert len(inspect.decoded_examples({"train_data": data}, 1)) == 1
+    assert len(inspect.decoded_examples(data, 1)) == 1
 
 
 def test_run_gives_lengths_batch_model_and_examples(capsys):
@@ -266,10 +268,10 @@ def test_run_directory_that_a_run_requires_need_not_be_given(tmp_path):
     run = tmp_path / "run.gin"
     text = (ROOT / "gin" / "runs" / "quickstart.gin").read_text()
     run.write_text(f"{text}\nRUN_DIR = %gin.REQUIRED\n")
-    settings, name = inspect.read_settings([str(run)], [])
-    assert (name, settings["run_dir"]) == ("dynamic_tiny", "unused")
-    settings, _ = inspect.read_settings([str(run)], ["RUN_DIR=mine"])
-    assert settings["run_dir"] == "mine"
+    step, name = inspect.read_step([str(run)], [])
+    assert (name, step.run_dir) == ("dynamic_tiny", "unused")
+    step, _ = inspect.read_step([str(run)], ["RUN_DIR=mine"])
+    assert step.run_dir == "mine"
 
 
 def test_a_run_tells_what_its_data_is_or_why_not(capsys, tmp_path):
@@ -298,19 +300,19 @@ def test_mesh_that_does_not_divide_heads_is_refused(gin_file):
 
 
 def test_model_alone_takes_optimizer_and_mesh_from_the_command_line(gin_file):
-    settings, _ = inspect.read_settings(
+    step, _ = inspect.read_step(
         [gin_file.removeprefix("--gin_file=")],
         ["OPTIMIZER=@optimizer.AdamWConfig()", "sharding.MeshConfig.fsdp=4"],
     )
-    assert settings["optimizer"] == AdamWConfig()
-    assert settings["mesh"].fsdp == 4
-    subject = inspect.make_subject("little", settings, {"devices": 8})
+    assert step.optimizer == AdamWConfig()
+    assert step.mesh.fsdp == 4
+    subject = inspect.make_subject("little", step, {"devices": 8})
     assert subject.mesh == (2, 4, 1, 1)
     assert subject.assumed[-1] == "AdamW"
 
 
 def test_rule_that_matches_nothing_is_refused(gin_file):
-    subject = little_subject(gin_file, rules=[Rule("no_such_parameter"), *TEXT_RULES])
+    subject = little_subject(gin_file, sharding_rules=[Rule("no_such_parameter"), *TEXT_RULES])
     with pytest.raises(UserError, match="no_such_parameter"):
         cost_report.make_report(subject)
 
@@ -346,15 +348,15 @@ def test_rows_longer_than_learned_positions_are_refused(gin_file):
 def test_learned_positions_behind_a_stem_are_those_of_the_shortened_rows():
     learned = ["architecture.ConvT5Config.positions=learned"]
     learned += ["architecture.ConvT5Config.max_positions=16"]
-    settings, name = inspect.read_settings(["gin/models/stem_dynamic_tiny.gin"], learned)
+    step, name = inspect.read_step(["gin/models/stem_dynamic_tiny.gin"], learned)
     flags = {"decoder_length": 16, "batch_size": 2, "devices": 1}
-    stride = settings["model"].stem_stride
+    stride = step.model.stem_stride
     assert stride > 1
-    subject = inspect.make_subject(name, settings, {**flags, "encoder_length": 16 * stride})
+    subject = inspect.make_subject(name, step, {**flags, "encoder_length": 16 * stride})
     assert subject.encoder_length == 16 * stride
     message = f"encoder_length={16 * stride + 1} is longer than max_positions=16, .*{stride} tokens"
     with pytest.raises(UserError, match=message):
-        inspect.make_subject(name, settings, {**flags, "encoder_length": 16 * stride + 1})
+        inspect.make_subject(name, step, {**flags, "encoder_length": 16 * stride + 1})
 
 
 def test_command_runs_without_tensorflow_and_exits_with_zero(gin_file):
@@ -390,7 +392,7 @@ def test_a_vision_model_is_no_pair_of_a_text_model(gin_file):
 
 
 def test_a_vision_model_is_not_measured(gin_file, monkeypatch):
-    model = types.SimpleNamespace(config=inspect.read_settings([VIT], [])[0]["model"])
+    model = types.SimpleNamespace(config=inspect.read_step([VIT], [])[0].model)
     monkeypatch.setattr("convt5.interchange.loading.load_model", lambda _: model)
     with pytest.raises(UserError, match=r"--checkpoint=runs/images holds a .*for text models"):
         inspect.main([gin_file, "--measure", "--checkpoint=runs/images"])

@@ -21,7 +21,7 @@ from convt5.ops import shift_right
 from convt5.training.optimizer import AdafactorConfig, SecondMomentState
 from convt5.training.schedule import Constant, InverseSqrt
 from convt5.training.train_state import TrainState, abstract_state, parameters, state_shardings
-from convt5.training.train_step import make_train_step
+from convt5.training.train_step import StepConfig, make_train_step
 
 with warnings.catch_warnings():  # TensorFlow's own imports warn.
     warnings.simplefilter("ignore")
@@ -78,14 +78,14 @@ def compiled(config, settings):
     optimizer = settings.optimizer.build(settings.schedule)
     mesh = MeshConfig().build(jax.devices()[:1])
     shardings = state_shardings(abstract_state(config, optimizer), mesh, TEXT_RULES)
-    step = make_train_step(
-        settings.loss,
-        optimizer,
-        shardings,
-        batch_sharding(mesh),
+    update = StepConfig(
+        model=config,
+        loss=settings.loss,
+        optimizer=settings.optimizer,
         schedule=settings.schedule,
-        seed_key=jax.random.key(0),
     )
+    where = batch_sharding(mesh)
+    step = make_train_step(update, optimizer, shardings, where, seed_key=jax.random.key(0))
     return step, shardings, optimizer
 
 

@@ -27,7 +27,7 @@ from convt5.training.losses import TextLoss
 from convt5.training.optimizer import AdafactorConfig
 from convt5.training.schedule import Constant
 from convt5.training.train_state import abstract_state, init_state, state_shardings
-from convt5.training.train_step import make_train_step
+from convt5.training.train_step import StepConfig, make_train_step
 
 STEMS = {
     "halves": TextStemConfig(strides=(2,), kernel_size=3),
@@ -339,21 +339,20 @@ def test_an_update_is_the_same_on_every_mesh(mesh):
         "decoder_target_tokens": target,
         "decoder_loss_weights": np.ones_like(target),
     }
-    optimizer = AdafactorConfig(min_dim_to_factor=8).build(Constant(rate=0.1))
+    update = StepConfig(
+        model=about,
+        loss=TextLoss(),
+        optimizer=AdafactorConfig(min_dim_to_factor=8),
+        schedule=Constant(rate=0.1),
+    )
+    optimizer = update.optimizer.build(update.schedule)
     models = []
     for chosen, devices in ((MeshConfig(), jax.devices()[:1]), (MESHES[mesh], jax.devices())):
         placed = chosen.build(devices)
         shardings = state_shardings(abstract_state(about, optimizer), placed, TEXT_RULES)
         tokens = token_sharding(placed)
         state = init_state(about, optimizer, jax.random.key(0), shardings)
-        step = make_train_step(
-            TextLoss(),
-            optimizer,
-            shardings,
-            tokens,
-            schedule=Constant(rate=0.1),
-            seed_key=jax.random.key(1),
-        )
+        step = make_train_step(update, optimizer, shardings, tokens, seed_key=jax.random.key(1))
         state, _ = step(state, jax.device_put(batch, tokens))
         models.append(jax.device_get(state.model))
     alone, shared = (dict(named_leaves(found)) for found in models)

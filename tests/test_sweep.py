@@ -767,7 +767,7 @@ class TestOverAnAxis:
         costs_of = {}
         for point in self.study(tmp_path).points():
             run = equal_cost.described(point.gin_files, point.bindings)
-            cost = costs.model_cost(run.model, **run.lengths)
+            cost = costs.model_cost(run.model, **equal_cost.lengths(run))
             labels = point.labels
             found = cost.parameters if labels["equal"] == "parameters" else cost.forward_flops
             costs_of[labels["equal"], labels["gap"], labels["model"]] = found

@@ -140,7 +140,7 @@ def test_a_step_takes_at_least_what_its_tightest_limit_says(report):
 @pytest.mark.tpu
 def test_scanned_layers_cost_what_they_cost_one_by_one(compiler):
     def cost(scan_layers):
-        settings, name = inspect.read_settings(
+        update, name = inspect.read_step(
             [str(ROOT / MODEL)],
             [
                 "architecture.StackConfig.num_layers=4",
@@ -148,7 +148,7 @@ def test_scanned_layers_cost_what_they_cost_one_by_one(compiler):
             ],
         )
         flags = {"devices": 1, "batch_size": 4, "encoder_length": 64, "decoder_length": 32}
-        step = inspect.make_step(inspect.make_subject(name, settings, flags), settings)
+        step = compiled_step.Step(inspect.make_subject(name, update, flags))
         report = compiled_step.make_report(step, topology.load("v5e:1x1"))
         assert report.loops_counted
         return report.flops, report.bytes_accessed
@@ -167,13 +167,13 @@ FROZEN = {
 
 
 def scanned_step(frozen) -> compiled_step.Step:
-    settings, name = inspect.read_settings(
+    update, name = inspect.read_step(
         [str(ROOT / MODEL)],
         ["architecture.StackConfig.num_layers=4", "architecture.ConvT5Config.scan_layers=True"],
     )
     flags = {"devices": 1, "batch_size": 4, "encoder_length": 64, "decoder_length": 32}
-    settings["frozen"] = frozen
-    return inspect.make_step(inspect.make_subject(name, settings, flags), settings)
+    update = dataclasses.replace(update, frozen=frozen)
+    return compiled_step.Step(inspect.make_subject(name, update, flags))
 
 
 @pytest.mark.parametrize("name", FROZEN)
@@ -182,7 +182,9 @@ def test_layers_are_counted_by_one_and_two_where_all_are_frozen_alike(name, monk
     compiled = []
 
     def compile_few(step, plan, topology, waiting):
-        compiled.append((step.model.encoder.num_layers, plan.num_parameters() - plan.num_trained()))
+        compiled.append(
+            (step.config.model.encoder.num_layers, plan.num_parameters() - plan.num_trained())
+        )
 
     monkeypatch.setattr(compiled_step, "_compile", compile_few)
     monkeypatch.setattr(compiled_step, "_cost", lambda _: np.array([10.0, 10.0]) * len(compiled))
@@ -192,7 +194,7 @@ def test_layers_are_counted_by_one_and_two_where_all_are_frozen_alike(name, monk
         assert cost is None
         return
     assert cost == pytest.approx(40.0)
-    plan = step.plan(here.devices)
+    plan = step.subject.plan(here.devices)
     held = plan.num_parameters() - plan.num_trained()
     assert compiled == [(1, held / 4), (2, held / 2)]
 
@@ -295,12 +297,11 @@ def test_without_libtpu_the_extra_is_named(monkeypatch):
 
 
 def example_report(**memory: int) -> compiled_step.StepReport:
-    settings, name = inspect.read_settings([str(ROOT / MODEL)], [])
-    subject = inspect.make_subject(name, settings, {"devices": 4})
+    update, name = inspect.read_step([str(ROOT / MODEL)], [])
     devices = (types.SimpleNamespace(device_kind="TPU v5 lite"),) * 4
     parts = {"arguments": 7, "results": 1, "temporaries": 3, "code": 2, "available": 16}
     return compiled_step.StepReport(
-        step=inspect.make_step(subject, settings),
+        step=compiled_step.Step(inspect.make_subject(name, update, {"devices": 4})),
         topology=topology.Topology("v5e:2x2", topology.CHIPS["v5e"], devices),
         mesh={"data": 4, "fsdp": 1, "tensor": 1},
         flops=394e12,

@@ -24,6 +24,7 @@ from convt5.training.schedule import Constant, InverseSqrt
 from convt5.training.train_state import abstract_state, init_state, new_state, state_shardings
 from convt5.training.train_step import (
     LossSums,
+    StepConfig,
     describe_nonfinite,
     first_nonfinite,
     make_eval_step,
@@ -93,23 +94,22 @@ def run_small(
     **options,
 ):
     """Returns the jitted step, the final state and the metrics of each step."""
-    schedule = Constant(rate=rate)
-    transformation = (optimizer or SGDConfig()).build(schedule)
+    config = StepConfig(
+        model=TwoLayersConfig(),
+        loss=weighted_squares,
+        optimizer=optimizer or SGDConfig(),
+        schedule=Constant(rate=rate),
+        **options,
+    )
+    transformation = config.optimizer.build(config.schedule)
     rules = [Rule("first$", ("fsdp", "tensor")), Rule("second$", ("tensor", "fsdp"))]
     placed = build_mesh(mesh)
     shardings = state_shardings(abstract_state(TwoLayersConfig(), transformation), placed, rules)
     state = new_state(TwoLayersConfig(), transformation, jax.random.key(0))
     state = dataclasses.replace(state, step=jnp.int32(first_step))
     state = jax.device_put(state, shardings)
-    step = make_train_step(
-        weighted_squares,
-        transformation,
-        shardings,
-        batch_sharding(placed),
-        schedule=schedule,
-        seed_key=jax.random.key(seed),
-        **options,
-    )
+    where, key = batch_sharding(placed), jax.random.key(seed)
+    step = make_train_step(config, transformation, shardings, where, seed_key=key)
     metrics = []
     for _ in range(steps):
         state, latest = step(state, jax.device_put(batch, batch_sharding(placed)))
@@ -301,9 +301,14 @@ def run_text(config, mesh: MeshConfig, state, schedule, *, steps: int = 1, batch
     if state is None:
         state = init_state(config, optimizer, jax.random.key(0), shardings)
     tokens = token_sharding(placed)
-    step = make_train_step(
-        TextLoss(z_loss=1e-4), optimizer, shardings, tokens, seed_key=jax.random.key(1), **options
+    update = StepConfig(
+        model=config,
+        loss=TextLoss(z_loss=1e-4),
+        optimizer=ADAFACTOR,
+        schedule=schedule,
+        **options,
     )
+    step = make_train_step(update, optimizer, shardings, tokens, seed_key=jax.random.key(1))
     state = jax.device_put(state, shardings)
     batch = jax.device_put(text_batch() if batch is None else batch, tokens)
     metrics = []

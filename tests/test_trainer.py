@@ -1,9 +1,11 @@
 """A run trains, logs every step once, continues exactly, and says what is wrong when it cannot."""
 
 import dataclasses
+import inspect
 import json
 import os
 import signal
+from typing import get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from flax import nnx
 from quick import quick
 
 from convt5 import errors
+from convt5.analysis.cost_report import Subject
 from convt5.checkpoints import checkpoint, reading, record
 from convt5.data.prefetching import position, take_apart
 from convt5.modeling import sharding
@@ -24,8 +27,8 @@ from convt5.training.loop import Loop
 from convt5.training.patience import Patience
 from convt5.training.plan import make_plan
 from convt5.training.spikes import SkipSpikes
-from convt5.training.train_step import LossSums
-from convt5.training.trainer import train
+from convt5.training.train_step import LossSums, StepConfig
+from convt5.training.trainer import TrainRun, train
 
 WIDTH = 8
 RULES = (sharding.Rule(r"kernel$"),)
@@ -133,6 +136,27 @@ def run(tmp_path):
         return train(**settings | changes)
 
     return call
+
+
+def test_each_setting_of_a_run_is_declared_once_and_gin_sees_it():
+    declared = [n for part in TrainRun.__mro__ for n in inspect.get_annotations(part)]
+    assert len(declared) == len(set(declared))
+    assert inspect.signature(train) == inspect.signature(TrainRun)
+    assert inspect.signature(train).parameters.keys() == set(declared)
+    assert get_type_hints(train).keys() - {"return"} == set(declared)
+    # Tools that look at a step of a run hold it, and repeat none of it.
+    assert not {f.name for f in dataclasses.fields(Subject)} & set(declared)
+
+
+def test_a_run_is_checked_and_planned_before_anything_is_written(run, monkeypatch, tmp_path):
+    monkeypatch.setitem(globals(), "train", TrainRun)
+    made = run(mesh=sharding.MeshConfig(fsdp=2))
+    made.check()
+    made.check_data()
+    plan = made.plan(jax.devices()[:2])
+    assert plan.mesh.shape["fsdp"] == 2
+    assert plan.num_parameters() == WIDTH * WIDTH
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture
@@ -424,7 +448,7 @@ def test_a_run_that_stops_early_has_saved_the_best_step(run, tmp_path):
     assert min(norms, key=norms.__getitem__) in kept
 
 
-@pytest.mark.parametrize("call", [train, lambda **settings: dry_run(settings)])
+@pytest.mark.parametrize("call", [train, lambda **settings: dry_run(TrainRun(**settings))])
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -738,7 +762,7 @@ def test_another_metric_is_waited_for_anew(run):
     assert run(num_steps=stopped + 2, checkpoint=other, **settings).step == stopped + 2
 
 
-@pytest.mark.parametrize("call", [train, lambda **settings: dry_run(settings)])
+@pytest.mark.parametrize("call", [train, lambda **settings: dry_run(TrainRun(**settings))])
 def test_an_evaluation_batch_that_the_devices_do_not_divide_is_refused(
     run, tmp_path, monkeypatch, call
 ):
@@ -774,13 +798,15 @@ def test_a_finished_run_whose_validation_loss_is_no_number_is_left_as_it_is(run,
 def test_all_seeds_of_64_bits_differ():
     def key(seed):
         plan = make_plan(
-            model=LinearConfig(),
-            loss=token_loss,
-            optimizer=optimizer.SGDConfig(),
-            schedule=schedule.Constant(rate=0.05),
+            StepConfig(
+                model=LinearConfig(),
+                loss=token_loss,
+                optimizer=optimizer.SGDConfig(),
+                schedule=schedule.Constant(rate=0.05),
+                seed=seed,
+                sharding_rules=RULES,
+            ),
             batch_size=8,
-            seed=seed,
-            sharding_rules=RULES,
         )
         return np.asarray(jax.random.key_data(plan.init_key)).tobytes()
 

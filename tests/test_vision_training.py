@@ -22,6 +22,7 @@ from convt5.modeling.tree_paths import named_leaves
 from convt5.training import optimizer, schedule
 from convt5.training.plan import make_plan
 from convt5.training.train_state import parameters
+from convt5.training.train_step import StepConfig
 from convt5.training.trainer import train
 from convt5.vision import losses, placement
 from convt5.vision.architecture import ViTConfig
@@ -58,14 +59,16 @@ def batch(seed: int = 0, rows: int = 16) -> dict[str, np.ndarray]:
 def plan(mesh: tuple[int, int, int] = (1, 1, 1), grad_accum_steps: int = 1):
     data, fsdp, tensor = mesh
     return make_plan(
-        model=MODEL,
-        loss=LOSS,
-        optimizer=optimizer.SGDConfig(momentum=0.9, nesterov=True, weight_decay=0.1),
-        schedule=schedule.Constant(rate=0.1),
+        StepConfig(
+            model=MODEL,
+            loss=LOSS,
+            optimizer=optimizer.SGDConfig(momentum=0.9, nesterov=True, weight_decay=0.1),
+            schedule=schedule.Constant(rate=0.1),
+            mesh=sharding.MeshConfig(data=data, fsdp=fsdp, tensor=tensor),
+            grad_accum_steps=grad_accum_steps,
+            sharding_rules=placement.rules(),
+        ),
         batch_size=16,
-        mesh=sharding.MeshConfig(data=data, fsdp=fsdp, tensor=tensor),
-        grad_accum_steps=grad_accum_steps,
-        sharding_rules=placement.rules(),
         devices=jax.devices()[: data * fsdp * tensor],
     )
 

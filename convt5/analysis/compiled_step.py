@@ -1,6 +1,6 @@
 """The training step as the TPU compiler makes it: cost, memory and communication of each device.
 
-`inspect --topology` prints it. The step is the one that `trainer.train` would run, compiled for a
+`inspect --topology` prints it. The step is the one that training would run, compiled for a
 slice of TPUs that need not exist here.
 """
 
@@ -8,8 +8,8 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,101 +17,59 @@ import numpy as np
 
 from convt5 import errors
 from convt5.analysis import collectives, costs, gpu_target
-from convt5.analysis.cost_report import aligned, device_bytes, short_bytes
+from convt5.analysis.cost_report import Subject, aligned, device_bytes, short_bytes
 from convt5.analysis.topology import Topology
 from convt5.evaluation.progress import elapsed
 from convt5.modeling import sharding
-from convt5.modeling.architecture import ConvT5Config
-from convt5.modeling.placement import TEXT_RULES
 from convt5.modeling.tree_paths import matches
 from convt5.ops import dispatch
 from convt5.training import compilation
-from convt5.training.averaging import Averaging
-from convt5.training.optimizer import OptimizerConfig
-from convt5.training.plan import Plan, make_plan
+from convt5.training.plan import Plan
 from convt5.training.run_log import short_number
-from convt5.training.schedule import Schedule
-from convt5.training.spikes import SkipSpikes
-from convt5.training.train_step import Loss, differentiated
+from convt5.training.train_step import StepConfig, differentiated
 
 _LAYER = re.compile(r"/layers/(\d+)/")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Step:
-    """A training step, as arguments of `trainer.train` describe it.
+class Step(NamedTuple):
+    """What is compiled.
 
     Attributes:
-        name: what to call the model.
-        batch_size: rows of an update, over all devices.
-        encoder_length, decoder_length: tokens of a row.
-        packed: whether rows hold several examples.
+        subject: the update, its rows and its name.
         gradients_only: stops at the loss and gradients of one microbatch, without the update.
-        model, loss, optimizer, schedule, mesh, grad_accum_steps, ema, skip_spikes, frozen, seed,
-            sharding_rules: as there.
     """
 
-    name: str
-    batch_size: int
-    encoder_length: int
-    decoder_length: int
-    packed: bool = False
+    subject: Subject
     gradients_only: bool = False
-    model: ConvT5Config
-    loss: Loss
-    optimizer: OptimizerConfig
-    schedule: Schedule
-    mesh: sharding.MeshConfig
-    grad_accum_steps: int = 1
-    ema: Averaging | None = None
-    skip_spikes: SkipSpikes | None = None
-    frozen: Sequence[str] = ()
-    seed: int = 0
-    sharding_rules: Sequence[sharding.Rule] = TEXT_RULES
+
+    @property
+    def config(self) -> StepConfig:
+        return self.subject.step
 
     @property
     def rows(self) -> int:
         """Rows of what is compiled, over all devices."""
-        return self.batch_size // (self.grad_accum_steps if self.gradients_only else 1)
+        parts = self.config.grad_accum_steps if self.gradients_only else 1
+        return self.subject.batch_size // parts
 
     @property
     def loops(self) -> int:
         """How often the compiled program runs its loop over microbatches."""
-        return 1 if self.gradients_only else self.grad_accum_steps
+        return 1 if self.gradients_only else self.config.grad_accum_steps
 
-    def plan(self, devices: Sequence[Any]) -> Plan:
-        """Returns the plan of a run on these devices.
-
-        Raises:
-            UserError: a mesh that does not divide the devices, the batch or the model.
-        """
-        return make_plan(
-            model=self.model,
-            loss=self.loss,
-            optimizer=self.optimizer,
-            schedule=self.schedule,
-            batch_size=self.batch_size,
-            lengths={
-                "encoder_length": self.encoder_length,
-                "decoder_length": self.decoder_length,
-            },
-            mesh=self.mesh,
-            grad_accum_steps=self.grad_accum_steps,
-            ema=self.ema,
-            skip_spikes=self.skip_spikes,
-            frozen=self.frozen,
-            seed=self.seed,
-            sharding_rules=self.sharding_rules,
-            devices=devices,
-        )
+    def changed(self, **changes: Any) -> "Step":
+        """Returns the step with changes of its `StepConfig`."""
+        config = dataclasses.replace(self.config, **changes)
+        return self._replace(subject=dataclasses.replace(self.subject, step=config))
 
     def abstract_batch(self, where: jax.sharding.NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes of a batch as `data` makes and `place_batch` places it."""
-        lengths = {"encoder": self.encoder_length, "decoder": self.decoder_length}
+        subject = self.subject
+        lengths = {"encoder": subject.encoder_length, "decoder": subject.decoder_length}
         names = ["encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens"]
         names += ["decoder_loss_weights", "decoder_target_bytes"]
-        if self.packed:
+        if subject.packed:
             names += [
                 f"{stack}_{kind}" for stack in lengths for kind in ("segment_ids", "positions")
             ]
@@ -215,11 +173,8 @@ class StepReport:
     @functools.cached_property
     def model_flops(self) -> float:
         """Operations of forward and backward pass in closed form, shared by all devices."""
-        cost = costs.model_cost(
-            self.step.model,
-            encoder_length=self.step.encoder_length,
-            decoder_length=self.step.decoder_length,
-        )
+        subject = self.step.subject
+        cost = costs.model_cost(subject.config, **subject.lengths)
         return cost.training_flops * self.step.rows / math.prod(self.mesh.values())
 
     @functools.cached_property
@@ -233,18 +188,17 @@ class StepReport:
 
     def as_json(self) -> dict[str, Any]:
         """Returns plain values; bytes and operations are those of one device."""
-        step, memory, roofline = self.step, self.memory, self.roofline
+        subject, memory, roofline = self.step.subject, self.memory, self.roofline
         return {
-            "model": step.name,
+            "model": subject.name,
             "parameters": self.num_parameters,
             "topology": self.topology.name,
             "devices": len(self.topology.devices),
             "mesh": dict(self.mesh),
-            "batch_size": step.batch_size,
-            "encoder_length": step.encoder_length,
-            "decoder_length": step.decoder_length,
-            "grad_accum_steps": step.grad_accum_steps,
-            "gradients_only": step.gradients_only,
+            "batch_size": subject.batch_size,
+            **subject.lengths,
+            "grad_accum_steps": subject.step.grad_accum_steps,
+            "gradients_only": self.step.gradients_only,
             "flops": self.flops,
             "loops_counted": self.loops_counted,
             "model_flops": self.model_flops,
@@ -276,21 +230,21 @@ class StepReport:
         )
 
     def _heading(self) -> str:
-        step = self.step
+        step, subject = self.step, self.step.subject
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         parts = f", {step.loops} microbatches" if step.loops > 1 else ""
         rows = [
             ("devices", f"{len(self.topology.devices)} of {self.topology.name}, mesh {mesh}"),
             (
                 "batch",
-                f"{step.rows:,} rows of {step.encoder_length:,} + {step.decoder_length:,} "
-                f"tokens{', packed' if step.packed else ''}{parts}",
+                f"{step.rows:,} rows of {subject.encoder_length:,} + {subject.decoder_length:,} "
+                f"tokens{', packed' if subject.packed else ''}{parts}",
             ),
             ("compiled in", f"{self.compile_seconds:.1f} s on this machine"),
         ]
         what = "Loss and gradients" if step.gradients_only else "Training step"
         platform = self.topology.chip.platform
-        return f"{what} of {step.name}, compiled for {platform}\n" + aligned(rows, left=(0, 1))
+        return f"{what} of {subject.name}, compiled for {platform}\n" + aligned(rows, left=(0, 1))
 
     def _step_rows(self) -> list[tuple[str, ...]]:
         ratio = f"{self.flops / self.model_flops:.2f} x those in closed form"
@@ -379,15 +333,15 @@ def make_report(step: Step, topology: Topology, *, count_loops: bool = True) -> 
         UserError: a mesh that does not divide the devices, the batch or the model.
         DoesNotFit: it needs more memory than the devices have.
     """
-    plan = step.plan(topology.devices)
-    waiting = f"compiling {step.name} for {topology.name}, which takes minutes"
+    plan = step.subject.plan(topology.devices)
+    waiting = f"compiling {step.subject.name} for {topology.name}, which takes minutes"
     try:
         compiled = _compile(step, plan, topology, waiting)
     except jax.errors.JaxRuntimeError as error:
         raise _explained(error, step, topology) from None
     cost = _cost(compiled)
     whole: np.ndarray | None = cost
-    if step.model.scan_layers:
+    if step.subject.config.scan_layers:
         whole = _cost_of_all_layers(step, topology) if count_loops else None
     flops, bytes_accessed = step.loops * (cost if whole is None else whole)
     memory = compiled.call.memory_analysis()
@@ -429,7 +383,7 @@ def _cost_of_all_layers(step: Step, topology: Topology) -> np.ndarray | None:
     Layers that are all alike add equal amounts, so that programs of one and of two tell the rest.
     None where they are not alike, or not frozen alike.
     """
-    config = step.model
+    config = step.subject.config
     stacks = config.encoder, config.decoder
     count = config.encoder.num_layers
     listed = [v for stack in stacks for v in vars(stack).values() if isinstance(v, tuple | list)]
@@ -448,9 +402,9 @@ def _cost_of_all_layers(step: Step, topology: Topology) -> np.ndarray | None:
         )
         held = [name for name in frozen if _layer_number(name) < number]
         exactly = tuple(f"^{re.escape(name)}$" for name in held)
-        few = dataclasses.replace(step, model=model, frozen=exactly)
+        few = step.changed(model=model, frozen=exactly)
         waiting = f"compiling {number} of its {count} layers, to count operations"
-        return _cost(_compile(few, few.plan(topology.devices), topology, waiting))
+        return _cost(_compile(few, few.subject.plan(topology.devices), topology, waiting))
 
     one = with_layers(1)
     return one + (count - 1) * (with_layers(2) - one)
@@ -458,10 +412,8 @@ def _cost_of_all_layers(step: Step, topology: Topology) -> np.ndarray | None:
 
 def _frozen_alike(step: Step) -> list[str] | None:
     """Returns the names of all frozen parameters; None where layers of a stack differ in them."""
-    shapes = costs.model_cost(
-        step.model, encoder_length=step.encoder_length, decoder_length=step.decoder_length
-    ).shapes
-    frozen = [name for name in shapes if matches(name, step.frozen)]
+    shapes = costs.model_cost(step.subject.config, **step.subject.lengths).shapes
+    frozen = [name for name in shapes if matches(name, step.config.frozen)]
     kinds = {_LAYER.sub("/layers/*/", name) for name in frozen}
     is_alike = all(name in frozen for name in shapes if _LAYER.sub("/layers/*/", name) in kinds)
     return frozen if is_alike else None
@@ -483,8 +435,8 @@ def _compile_here(step: Step, plan: Plan) -> compilation.CompiledStep:
     batch = step.abstract_batch(plan.batch_sharding)
     if not step.gradients_only:
         return compilation.compile_step(plan.train_step, plan.abstract, batch)
-    key = jax.random.key(step.seed)
-    gradients = differentiated(step.loss, plan.shardings.model)
+    key = jax.random.key(step.config.seed)
+    gradients = differentiated(step.config.loss, plan.shardings.model)
     jitted = jax.jit(
         lambda model, batch: gradients(model, batch, key),
         in_shardings=(plan.shardings.model, plan.batch_sharding),
@@ -526,10 +478,11 @@ def _does_not_fit(
             f": it needs {short_bytes(used)} of {short_bytes(available)}, "
             f"{short_bytes(used - available)} too much"
         )
+    batch_size, parts = step.subject.batch_size, step.config.grad_accum_steps
     return DoesNotFit(
         f"the step does not fit a device of {topology.name}{how_much}; lower batch_size="
-        f"{step.batch_size}, split more by --gin.sharding.MeshConfig.fsdp or .tensor, raise "
-        f"grad_accum_steps={step.grad_accum_steps}, or take more or larger chips.",
+        f"{batch_size}, split more by --gin.sharding.MeshConfig.fsdp or .tensor, raise "
+        f"grad_accum_steps={parts}, or take more or larger chips.",
         used,
     )
 

@@ -1,6 +1,7 @@
 """The report of `inspect`: costs and shardings of a model as values for JSON and as text."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -13,10 +14,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from convt5.analysis import costs
 from convt5.modeling import sharding
 from convt5.modeling.architecture import ConvT5Config
-from convt5.modeling.placement import TEXT_RULES
 from convt5.modeling.tree_paths import named_leaves
 from convt5.training import schedule
-from convt5.training.optimizer import OptimizerConfig
+from convt5.training.plan import Plan, check_mesh, make_plan
 from convt5.training.run_log import short_number
 from convt5.training.train_state import (
     TrainState,
@@ -25,6 +25,7 @@ from convt5.training.train_state import (
     parameters,
     state_shardings,
 )
+from convt5.training.train_step import StepConfig
 
 _PARTS = (
     ("embeddings and output", r"^(token_embedder|position_embedder|output_head)/"),
@@ -52,31 +53,47 @@ class Subject:
 
     Attributes:
         name: what to call the model.
-        config: the model.
+        step: an update of a text model. Where it freezes parameters, memory is that of training
+            the others; operations and activations are those of training all of them.
         encoder_length, decoder_length: tokens of a row.
         batch_size: rows of an update, over all devices.
-        grad_accum_steps: microbatches of an update.
-        optimizer: whose state is counted.
-        mesh: sizes of the mesh axes `sharding.AXES`.
-        rules: the sharding table.
-        frozen: patterns of the parameters that are not trained. Memory is that of training the
-            others; operations and activations are those of training all of them.
-        has_average: whether an average of the model is kept.
+        packed: whether rows hold several examples.
+        devices: how many there are.
         assumed: settings among these that the configuration does not give.
     """
 
     name: str
-    config: ConvT5Config
+    step: StepConfig
     encoder_length: int
     decoder_length: int
     batch_size: int
-    grad_accum_steps: int
-    optimizer: OptimizerConfig
-    mesh: tuple[int, ...]
-    rules: Sequence[sharding.Rule] = TEXT_RULES
-    frozen: Sequence[str] = ()
-    has_average: bool = False
+    packed: bool = False
+    devices: int = 1
     assumed: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> ConvT5Config:
+        """The model."""
+        return cast(ConvT5Config, self.step.model)
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Tokens of a row by the name of their setting."""
+        return {"encoder_length": self.encoder_length, "decoder_length": self.decoder_length}
+
+    @functools.cached_property
+    def mesh(self) -> tuple[int, ...]:
+        """Sizes of the mesh axes `sharding.AXES`."""
+        return (self.step.mesh or sharding.MeshConfig()).sizes(self.devices)
+
+    def plan(self, devices: Sequence[Any]) -> Plan:
+        """Returns the plan of a run on these devices.
+
+        Raises:
+            UserError: a mesh that does not divide the devices, the batch or the model.
+        """
+        size = self.batch_size
+        return make_plan(self.step, batch_size=size, lengths=self.lengths, devices=devices)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,23 +188,13 @@ def make_report(subject: Subject) -> Report:
         subject.mesh, sharding.AXES, axis_types=(AxisType.Auto,) * len(subject.mesh)
     )
     mesh = cast(Mesh, abstract_mesh)
-    config = subject.config
-    sharding.check_mesh(
-        mesh,
-        batch_size=subject.batch_size,
-        grad_accum_steps=subject.grad_accum_steps,
-        tensor_divides={"num_heads": config.num_heads},
-        lengths=config.split_lengths(
-            {"encoder_length": subject.encoder_length, "decoder_length": subject.decoder_length}
-        ),
-    )
+    step = subject.step
+    check_mesh(step, mesh, batch_size=subject.batch_size, lengths=subject.lengths)
     # No cost depends on the learning rate.
-    optimizer = subject.optimizer.build(schedule.Constant(rate=1.0))
-    state = abstract_state(config, optimizer, with_ema=subject.has_average, frozen=subject.frozen)
-    shardings = state_shardings(state, mesh, subject.rules)
-    cost = costs.model_cost(
-        config, encoder_length=subject.encoder_length, decoder_length=subject.decoder_length
-    )
+    optimizer = step.optimizer.build(schedule.Constant(rate=1.0))
+    state = abstract_state(step.model, optimizer, with_ema=step.ema is not None, frozen=step.frozen)
+    shardings = state_shardings(state, mesh, step.sharding_rules)
+    cost = costs.model_cost(subject.config, **subject.lengths)
     return Report(
         subject=subject,
         cost=cost,
@@ -237,7 +244,7 @@ def _device_memory(
     gathered = device_bytes(state.model, sharding.gathered(shardings.model))
     axes = dict(zip(sharding.AXES, subject.mesh, strict=True))
     ways = math.prod(axes[axis] for axis in sharding.BATCH_AXES)
-    rows = subject.batch_size // ways // subject.grad_accum_steps
+    rows = subject.batch_size // ways // subject.step.grad_accum_steps
     return costs.TrainingMemory(
         parameters=device_bytes(state.model, shardings.model),
         gradients=trained,
@@ -393,7 +400,7 @@ def _memory_section(subject: Subject, memory: costs.TrainingMemory) -> str:
     rows = [
         ("parameters", short_bytes(memory.parameters), "float32"),
         ("gradients", short_bytes(memory.gradients), "float32"),
-        ("optimizer state", short_bytes(memory.optimizer), type(subject.optimizer).__name__),
+        ("optimizer state", short_bytes(memory.optimizer), type(subject.step.optimizer).__name__),
         ("average", short_bytes(memory.average), "of the model over its updates, float32"),
         ("activations", short_bytes(memory.activations), "estimate, kept for the backward pass"),
         ("logits", short_bytes(memory.logits), "estimate, with their gradient"),
@@ -401,7 +408,8 @@ def _memory_section(subject: Subject, memory: costs.TrainingMemory) -> str:
         ("total", short_bytes(memory.total), ""),
     ]
     rows = [row for row in rows if row[1] != short_bytes(0)]
-    accumulated = f" in {subject.grad_accum_steps} parts" if subject.grad_accum_steps > 1 else ""
+    parts = subject.step.grad_accum_steps
+    accumulated = f" in {parts} parts" if parts > 1 else ""
     return (
         f"Memory of an update on each device (batch {subject.batch_size:,}{accumulated}, "
         f"{_mesh_text(subject)})\n" + aligned(rows, left=(0, 2))

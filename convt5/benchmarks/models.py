@@ -11,12 +11,12 @@ from convt5.benchmarks.sides import TARGETS, Measured, Side, random_batch, rando
 from convt5.benchmarks.timing import in_turns
 from convt5.generation.decoding import decode
 from convt5.modeling.architecture import ConvT5Config
-from convt5.modeling.sharding import MeshConfig
 from convt5.training.compilation import compile_step
 from convt5.training.losses import TextLoss
 from convt5.training.optimizer import AdafactorConfig
 from convt5.training.plan import make_plan
 from convt5.training.schedule import InverseSqrt
+from convt5.training.train_step import StepConfig
 
 _TOKENS_OF_ROW = {
     "train_step": lambda length: length + length // TARGETS,
@@ -58,15 +58,10 @@ def by_length(
 
 def train_step(config: ConvT5Config, length: int, batch_size: int) -> Measured:
     """Makes an update of a model of ours, its loss, gradients and Adafactor."""
-    plan = make_plan(
-        model=config,
-        loss=TextLoss(),
-        optimizer=AdafactorConfig(),
-        schedule=InverseSqrt(),
-        batch_size=batch_size,
-        mesh=MeshConfig(),
-        devices=jax.devices()[:1],
+    update = StepConfig(
+        model=config, loss=TextLoss(), optimizer=AdafactorConfig(), schedule=InverseSqrt()
     )
+    plan = make_plan(update, batch_size=batch_size, devices=jax.devices()[:1])
     batch = jax.device_put(random_batch(config, length, batch_size), plan.batch_sharding)
     step = compile_step(plan.train_step, plan.abstract, batch)
     state = [plan.init_state()]

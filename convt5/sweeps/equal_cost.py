@@ -6,10 +6,13 @@ Nothing heavy is imported here before widths are asked for.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from convt5 import errors
 from convt5.analysis.pairing import TOLERANCE, Quantity, check_models, pair
+
+if TYPE_CHECKING:
+    from convt5.training.trainer import TrainRun
 
 NOT_PAIRED = "none"
 
@@ -25,24 +28,6 @@ class Described(Protocol):
     def bindings(self) -> tuple[str, ...]: ...
     @property
     def trust(self) -> tuple[str, ...]: ...
-
-
-class Sized(NamedTuple):
-    """A model and the rows it is trained on.
-
-    Attributes:
-        model: a `ConvT5Config` or `ViTConfig`.
-        settings: all that `trainer.train` is given.
-    """
-
-    model: Any
-    settings: Mapping[str, Any]
-
-    @property
-    def lengths(self) -> dict[str, int]:
-        """Tokens of a row of text, as keywords of functions about costs."""
-        data = self.settings["train_data"]
-        return {name: getattr(data, name) for name in ("encoder_length", "decoder_length")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,6 +78,8 @@ class Pairing:
         by = self.quantity(point.labels)
         if by is None or point.labels[self.axis] == self.reference:
             return {}
+        own: Any
+        other: Any
         own, other = (described(p.gin_files, p.bindings, p.trust) for p in (point, reference))
         check_models(own.model, other.model)
         found = pair(
@@ -102,7 +89,7 @@ class Pairing:
             tolerance=self.tolerance,
             multiple=self.multiple,
             largest_change=self.largest_change,
-            **own.lengths,
+            **lengths(own),
         )
         return {
             f"architecture.ConvT5Config.{name}": value
@@ -112,8 +99,8 @@ class Pairing:
 
 def described(
     gin_files: Sequence[str], bindings: Sequence[str], trust: Sequence[str] = ()
-) -> Sized:
-    """Returns the model and the settings of a run.
+) -> "TrainRun":
+    """Returns a run of a study; its directory and seed, which decide no cost, are made up.
 
     Raises:
         UserError: settings that the trainer does not know.
@@ -127,7 +114,7 @@ def described(
 @functools.cache
 def _described(
     gin_files: tuple[str, ...], bindings: tuple[str, ...], trust: tuple[str, ...]
-) -> Sized:
+) -> "TrainRun":
     from convt5.configuration import gin_config
     from convt5.training import trainer
 
@@ -138,5 +125,10 @@ def _described(
         supplied=["config_text"],
         trusted=trust,
     )
-    settings = config.arguments(trainer.train)
-    return Sized(settings["model"], settings)
+    return trainer.TrainRun(**config.arguments(trainer.train))
+
+
+def lengths(run: "TrainRun") -> dict[str, int]:
+    """Returns the tokens of a row of text, as keywords of functions about costs."""
+    data: Any = run.train_data
+    return {name: getattr(data, name) for name in ("encoder_length", "decoder_length")}

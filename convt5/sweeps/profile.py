@@ -2,17 +2,20 @@
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from convt5 import errors
 from convt5.reports import markdown
 from convt5.sweeps import analysis
 from convt5.sweeps.analysis import Best, Key, Result
-from convt5.sweeps.equal_cost import Sized, described
+from convt5.sweeps.equal_cost import described, lengths
 from convt5.sweeps.running import Made, final_value, states
 from convt5.sweeps.study import Study
 from convt5.vision import costs as vision_costs
 from convt5.vision.architecture import ViTConfig
+
+if TYPE_CHECKING:
+    from convt5.training.trainer import TrainRun
 
 Line = dict[str, Best]
 """The best setting at each value of the axis, in the order of `Study.labels`."""
@@ -176,27 +179,28 @@ def _cost(runs: Sequence[Made]) -> Cost:
         run = described(point.gin_files, point.bindings, point.trust)
     except errors.UserError as error:
         return taken._replace(fault=str(error))
-    if isinstance(run.model, ViTConfig):
-        total = vision_costs.model_cost(run.model).total
+    model: Any = run.model
+    if isinstance(model, ViTConfig):
+        total = vision_costs.model_cost(model).total
         parameters, flops, memory = total.parameters, 2 * total.multiply_adds, None
     else:
         parameters, flops, memory = _text_cost(run)
     return taken._replace(
-        widths=(run.model.emb_dim, run.model.mlp_dim),
+        widths=(model.emb_dim, model.mlp_dim),
         parameters=parameters,
         flops=flops,
         memory=memory,
     )
 
 
-def _text_cost(run: Sized) -> tuple[int, float, float]:
+def _text_cost(run: "TrainRun") -> tuple[int, float, float]:
     """Returns parameters, FLOPs of the forward pass, and bytes of an update."""
     from convt5.analysis import costs
 
-    rows = run.settings["train_data"].batch_size // run.settings.get("grad_accum_steps", 1)
-    optimizer = run.settings["optimizer"]
-    cost = costs.model_cost(run.model, **run.lengths)
-    memory = costs.training_memory(run.model, optimizer, rows=rows, **run.lengths)
+    model: Any = run.model
+    rows = run.train_data.batch_size // run.grad_accum_steps
+    cost = costs.model_cost(model, **lengths(run))
+    memory = costs.training_memory(model, run.optimizer, rows=rows, **lengths(run))
     return cost.parameters, cost.forward_flops, memory.total
 
 

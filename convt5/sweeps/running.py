@@ -87,7 +87,7 @@ def _check_configuration(run: Made, name: str) -> None:
             supplied=["config_text"],
             trusted=run.point.trust,
         )
-        config.arguments(trainer.train)
+        trainer.TrainRun(**config.arguments(trainer.train)).check()
     except errors.UserError as error:
         raise errors.UserError(f"{name} cannot be made: {error}") from error
 

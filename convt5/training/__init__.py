@@ -1,1 +1,1 @@
-"""A training run: `trainer.train` and what it is given, state, step, loop, logs and folder."""
+"""A training run: `trainer.TrainRun` and its parts, state, step, loop, logs and folder."""

@@ -33,35 +33,52 @@ _NOT_LOGGED = (ALL_FINITE, NONFINITE_INDEX, "loss_weight")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Intervals:
-    """How many steps, and what happens after which; see `trainer.train`."""
+    """How many steps a run makes, and what happens after which of them.
+
+    Attributes:
+        num_steps: updates in total, those before an interruption included.
+        log_every_steps: steps between records.
+        eval_every_steps: steps between evaluations; None evaluates only after the last step.
+        early_stop_evaluations: ends the run after so many evaluations without a better
+            `checkpoint.best_metric`; None for never. Such a run saves each step that is the best
+            so far, whatever `checkpoint.every_steps` is.
+        stall_warning_secs: when a batch, a step, an evaluation or a checkpoint takes longer, the
+            stack of every thread is shown, again after twice the time, and so on; None for never.
+    """
 
     num_steps: int
-    log_every_steps: int
-    eval_every_steps: int | None
+    log_every_steps: int = 50
+    eval_every_steps: int | None = None
     early_stop_evaluations: int | None = None
-    stall_warning_secs: float | None = None
+    stall_warning_secs: float | None = 600.0
 
     def __post_init__(self):
-        optional = ("eval_every_steps", "early_stop_evaluations")
-        counts = dataclasses.asdict(self)
-        seconds = counts.pop("stall_warning_secs")
+        errors.raise_all(self._faults(), where="train")
+
+    def _faults(self) -> list[str]:
+        counts = {"num_steps": self.num_steps, "log_every_steps": self.log_every_steps}
+        optional = {
+            "eval_every_steps": self.eval_every_steps,
+            "early_stop_evaluations": self.early_stop_evaluations,
+        }
+        counts |= {name: value for name, value in optional.items() if value is not None}
         faults = [
             f"{name}={value!r} must be an integer of at least 1, and below 2**31."
             for name, value in counts.items()
             if not (isinstance(value, int) and 1 <= value < checks.MOST_STEPS)
-            and not (name in optional and value is None)
         ]
         if self.early_stop_evaluations and self.eval_every_steps is None:
             faults.append(
                 f"early_stop_evaluations={self.early_stop_evaluations} counts evaluations, but "
                 "eval_every_steps=None makes one alone, after the last step; set eval_every_steps."
             )
+        seconds = self.stall_warning_secs
         if seconds is not None and not 0 < seconds < math.inf:
             faults.append(
                 f"stall_warning_secs={seconds!r} must be a positive number of seconds, or None "
                 "for no warnings."
             )
-        errors.raise_all(faults, where="train")
+        return faults
 
     def logs(self, step: int) -> bool:
         """Whether a record is due; the first step's shows the loss at the start."""
@@ -97,6 +114,21 @@ Estimate = Callable[[nnx.Module], Mapping[str, jax.Array]]
 """Measures statistics of a model anew, by name, such as the means of batch normalisation."""
 
 
+class Measures(NamedTuple):
+    """What is measured of the model during a run.
+
+    Attributes:
+        validation: the loss on evaluation data; None without such data.
+        tasks: whose own metrics each evaluation measures as well.
+        estimate: measures statistics of the model before each evaluation; None for models that
+            keep none.
+    """
+
+    validation: Validation | None = None
+    tasks: Sequence[TaskMeasure] = ()
+    estimate: Estimate | None = None
+
+
 class _Pending(NamedTuple):
     """A step that was dispatched and whose metrics were not read yet."""
 
@@ -121,25 +153,21 @@ class Loop:
         *,
         log: run_log.RunLog,
         checkpointer: Checkpointer,
-        validation: Validation | None,
+        measures: Measures,
+        watchdog: Watchdog,
         restored: Restored | None,
         init_from: InitFrom | None = None,
-        task_measures: Sequence[TaskMeasure] = (),
-        estimate: Estimate | None = None,
-        watchdog: Watchdog | None = None,
     ):
         self._plan = plan
         self._intervals = intervals
         self._log = log
         self._checkpointer = checkpointer
-        self._validation = validation
+        self._validation, self._task_measures, self._estimate = measures
         self._meter = run_log.Meter(
             peak_flops=compilation.peak_flops(plan.mesh.devices.flatten().tolist()),
             state=restored.progress if restored else None,
         )
-        self._task_measures = task_measures
-        self._estimate = estimate
-        self._watchdog = watchdog or Watchdog(None)
+        self._watchdog = watchdog
         self._state = self._first_state(init_from) if restored is None else restored.state
         if self._state.spikes is not None and restored is not None:
             memory = SpikeMemory.new(restored.progress.get("spikes"))

@@ -17,15 +17,19 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from convt5 import errors
+from convt5.configuration import checks
 from convt5.modeling import gathering
-from convt5.modeling.sharding import BATCH_AXES, gathered, replicated
+from convt5.modeling.placement import TEXT_RULES
+from convt5.modeling.sharding import BATCH_AXES, MeshConfig, Rule, gathered, replicated
 from convt5.modeling.tree_paths import named_leaves
 from convt5.ops import dispatch
 from convt5.training.averaging import Averaging
 from convt5.training.freezing import without_gradients
+from convt5.training.optimizer import OptimizerConfig
 from convt5.training.schedule import Schedule
 from convt5.training.spikes import SKIPPED, SkipSpikes
-from convt5.training.train_state import TrainState, parameters
+from convt5.training.train_state import ModelConfig, TrainState, parameters
 
 Tree = Any
 Scalar = Float[Array, ""]
@@ -94,33 +98,68 @@ class Loss(Protocol):
 SumsAndGradients = Callable[[nnx.Module, Batch, PRNGKeyArray], tuple[LossSums, nnx.Module]]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """One update: the model, what is minimised and how, and how devices share the work.
+
+    Attributes:
+        model: description of the model, with a method `build(key)`.
+        loss: what is minimised, such as `losses.TextLoss`; called on a batch or microbatch.
+        optimizer: how gradients become updates.
+        schedule: the learning rate of each step, reported as the metric `learning_rate`.
+        mesh: how devices share the work; by default all split the batch.
+        grad_accum_steps: microbatches that each batch is cut into, to save memory. Their gradients
+            are summed before the update, which is the same as without them. It must divide the
+            batch. Statistics are the exception: batch normalisation sees one microbatch (of all
+            devices), and the mean over the microbatches is written.
+        ema: keeps an average of the model over its updates, such as `averaging.EMA`, saved with it
+            and evaluated as it is: each metric of `validation/` and of tasks is there again under
+            `ema/`. None keeps none.
+        skip_spikes: leaves out updates whose loss or gradient stands out, and counts them in the
+            metric `skipped_updates`; such a step counts as made. None makes every update, and the
+            state then has no memory of them.
+        frozen: regular expressions searched in the names of parameters: those found stay as they
+            are, and need neither gradients nor memory of the optimizer.
+        seed: of the initial parameters and of dropout, an integer of 64 bits.
+        sharding_rules: table of parameter names and mesh axes.
+    """
+
+    model: ModelConfig
+    loss: Loss
+    optimizer: OptimizerConfig
+    schedule: Schedule
+    mesh: MeshConfig | None = None
+    grad_accum_steps: int = 1
+    ema: Averaging | None = None
+    skip_spikes: SkipSpikes | None = None
+    frozen: Sequence[str] = ()
+    seed: int = 0
+    sharding_rules: Sequence[Rule] = TEXT_RULES
+
+    def __post_init__(self):
+        errors.raise_all(self._faults(), where="train")
+
+    def _faults(self) -> list[str]:
+        if checks.fits_64_bits(self.seed):
+            return []
+        return [f"seed={self.seed} must be an integer of 64 bits."]
+
+
 def make_train_step(
-    loss: Loss,
-    optimizer: optax.GradientTransformation,
+    config: StepConfig,
+    updates: optax.GradientTransformation,
     state_shardings: TrainState,
     batch_sharding: NamedSharding,
     *,
-    schedule: Schedule | None = None,
-    grad_accum_steps: int = 1,
-    averaging: Averaging | None = None,
-    skip_spikes: SkipSpikes | None = None,
     seed_key: PRNGKeyArray,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns the jitted update; it consumes (donates) the state it is given.
 
     Args:
-        loss: called on a model and a batch or microbatch.
-        optimizer: from `optimizer.*Config.build`.
+        config: what an update computes.
+        updates: from `config.optimizer.build`.
         state_shardings: of the state, in and out.
         batch_sharding: of every array of the batch.
-        schedule: reported as the metric `learning_rate`.
-        grad_accum_steps: microbatches whose gradients are summed before the update, which is the
-            same as without them but needs the memory of one. It must divide the batch. Statistics
-            are the exception: batch normalisation sees one microbatch (of all devices), and the
-            mean over the microbatches is written.
-        averaging: how the state's average takes in an update; None where it has none.
-        skip_spikes: which updates are left out for their loss or gradient; such a step counts as
-            made. None leaves out none, and the state then has no memory of them.
         seed_key: with the step number it determines all dropout, so a resumed run repeats it.
 
     Returns:
@@ -132,17 +171,15 @@ def make_train_step(
         old one until all of the new one is known takes another copy of it, and a quarter of the
         bytes that a small batch moves.
     """
-
-    sums_and_gradients = differentiated(loss, state_shardings.model)
+    sums_and_gradients = differentiated(config.loss, state_shardings.model)
+    num_parts, skip_spikes = config.grad_accum_steps, config.skip_spikes
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(seed_key, state.step)
-        sums, gradients = _accumulated(
-            sums_and_gradients, state.model, batch, key, grad_accum_steps
-        )
+        sums, gradients = _accumulated(sums_and_gradients, state.model, batch, key, num_parts)
         gradients = jax.tree.map(lambda g: _mean(g, sums.weight_sum), gradients)
-        statistics = jax.tree.map(lambda x: x / grad_accum_steps, sums.statistics)
-        updated = state.apply_gradients(optimizer, gradients).with_statistics(statistics)
+        statistics = jax.tree.map(lambda x: x / num_parts, sums.statistics)
+        updated = state.apply_gradients(updates, gradients).with_statistics(statistics)
         grad_norm = optax.tree.norm(gradients)
         is_left_out = jnp.zeros((), bool)
         if skip_spikes is not None:
@@ -150,7 +187,7 @@ def make_train_step(
             assert state.spikes is not None
             is_left_out, memory = skip_spikes.judge(state.spikes, measured)
             updated = dataclasses.replace(updated.unless(is_left_out, state), spikes=memory)
-        updated = updated.averaged(averaging)
+        updated = updated.averaged(config.ema)
         index = _nonfinite_index(
             sums.loss_sum, state.model, gradients, updated, is_left_out=is_left_out
         )
@@ -161,9 +198,8 @@ def make_train_step(
             "param_norm": optax.tree.norm(parameters(state.model)),
             ALL_FINITE: index < 0,
             NONFINITE_INDEX: index,
+            "learning_rate": config.schedule(state.step),
         }
-        if schedule is not None:
-            metrics["learning_rate"] = schedule(state.step)
         if updated.spikes is not None:
             metrics[SKIPPED] = updated.spikes.skipped
         return updated, metrics

@@ -65,14 +65,14 @@ class Program:
         if self.model == PEER:
             assert checkout is not None
             return self._compiled_peer(checkout)
-        settings, name = inspect.read_settings([_gin_file(self.model)], [])
+        update, name = inspect.read_step([_gin_file(self.model)], [])
         flags = {
             "batch_size": TOKENS // self.length,
             "encoder_length": self.length,
             "decoder_length": self.length // TARGETS,
         }
-        subject = inspect.make_subject(name, settings, {"devices": 1, **flags})
-        step = inspect.make_step(subject, settings, gradients_only=True)
+        subject = inspect.make_subject(name, update, {"devices": 1, **flags})
+        step = compiled_step.Step(subject, gradients_only=True)
         slice_ = topology.load(self.slice)
         began = time.process_time()
         report = compiled_step.make_report(step, slice_)

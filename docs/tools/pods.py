@@ -68,7 +68,7 @@ class Program:
         """Returns what the compiler says, after minutes."""
         slice_ = topology.load(self.slice)
         fsdp = FSDP[self.size][topology.parse(self.slice).generation]
-        settings, name = inspect.read_settings(
+        update, name = inspect.read_step(
             [f"gin/models/{self.variant}_{self.size}.gin"],
             [
                 f"sharding.MeshConfig.fsdp={fsdp}",
@@ -81,7 +81,7 @@ class Program:
             "encoder_length": self.length,
             "decoder_length": self.length // TARGETS,
         }
-        step = inspect.make_step(inspect.make_subject(name, settings, flags), settings)
+        step = compiled_step.Step(inspect.make_subject(name, update, flags))
         try:
             report = compiled_step.make_report(step, slice_, count_loops=count_loops)
         except compiled_step.DoesNotFit as error:

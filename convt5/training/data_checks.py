@@ -1,0 +1,93 @@
+"""Whether the data of a run fits its model: lengths, vocabularies, labels and the first rows."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from convt5 import errors
+
+Data = Mapping[str, Any]
+"""Descriptions of batches by the name of their setting; None for absent ones."""
+
+
+def check_model(model: Any, *parts: Any) -> None:
+    """Raises `UserError` if data, loss or report do not fit the model, as far as they can tell."""
+    for part in parts:
+        check = getattr(part, "check_model", None)
+        if check is not None:
+            check(model)
+
+
+def check_lengths(model: Any, data: Data) -> None:
+    """Raises `UserError` if the data has rows longer than the model's table of positions."""
+    if not hasattr(model, "most_tokens"):
+        return
+    faults = [
+        f"{name}.{stack}_length={length} is longer than {limit}, the tokens that the model's "
+        f"max_positions={model.max_positions} learned positions reach; lower {stack}_length or "
+        "raise max_positions."
+        for name, config in data.items()
+        for stack in ("encoder", "decoder")
+        if (limit := model.most_tokens(stack))
+        and (length := getattr(config, f"{stack}_length", None) or 0) > limit
+    ]
+    errors.raise_all(faults, where="configuration")
+
+
+def check_vocabulary(model: Any, data: Data) -> None:
+    """Raises `UserError` if the data has more token ids than the model has embeddings."""
+    limit = getattr(model, "vocab_size", None)
+    if limit is None:
+        return  # No text: nothing to compare.
+    for name, config in data.items():
+        for feature, size in _vocabulary_sizes(config).items():
+            if size > limit:
+                raise errors.UserError(
+                    f"the vocabulary of {feature!r} of {name} has {size} ids, sentinels included, "
+                    f"but vocab_size={limit} rows are in the model's token table; set --gin."
+                    f"architecture.ConvT5Config.vocab_size to at least {size}."
+                )
+
+
+def vocabulary_is_here(data: Data) -> bool:
+    """Whether no vocabulary file lies elsewhere, such as in a bucket, or is missing."""
+    providers = [getattr(config, "provider", None) for config in data.values()]
+    features = [f for find in providers if find for f in find().output_features.values()]
+    files = [getattr(f.vocabulary, "sentencepiece_model_file", None) for f in features]
+    return all(file is None or os.path.isfile(file) for file in files)
+
+
+def check_labels(data: Data) -> None:
+    """Checks the labels of data that has such."""
+    for config in data.values():
+        if hasattr(config, "check_labels"):
+            config.check_labels()
+
+
+def check_rows(data: Data) -> None:
+    """Checks tasks and the first rows of files, of data that has such."""
+    for config in data.values():
+        if hasattr(config, "provider"):
+            config.provider()
+        if hasattr(config, "check_rows"):
+            config.check_rows()
+
+
+def row_lengths(data: Data) -> dict[str, int] | None:
+    """Returns the tokens of a row by the name of their setting, or None for data without tokens."""
+    lengths = {
+        f"{name}.{field}": getattr(config, field)
+        for name, config in data.items()
+        for field in ("encoder_length", "decoder_length")
+        if hasattr(config, field)
+    }
+    return lengths or None
+
+
+def _vocabulary_sizes(data: Any) -> dict[str, int]:
+    """Returns how many ids each feature of some batches may have; none for other than text."""
+    if hasattr(data, "provider"):
+        features = data.provider().output_features.items()
+        return {name: feature.vocabulary.vocab_size for name, feature in features}
+    size = getattr(data, "vocab_size", None)  # Rows of a cache keep no more of their vocabulary.
+    return {} if size is None else {"targets": size}
