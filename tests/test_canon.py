@@ -7,15 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+import test_vision_model
+from jax.sharding import NamedSharding, PartitionSpec
 from quick import quick
 from test_model import VOCAB, random_tokens, shift, tiny_config
 
-from convt5.analysis import costs
+from convt5.analysis import collectives, costs
 from convt5.errors import UserError
 from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.modeling.canon import CanonConfig
 from convt5.modeling.model import ConvT5
+from convt5.modeling.sharding import BATCH_AXES, MeshConfig, parameter_specs
 from convt5.modeling.tree_paths import named_leaves
+from convt5.ops import dispatch
+from convt5.vision import costs as vision_costs
+from convt5.vision import placement
 
 EMBED, LENGTH = 3, 11
 IDS = np.array([[1] * 5 + [2] * 4 + [0] * 2, [0, 1, 1, 0, 1, 1, 2, 2, 2, 2, 3]], np.int32)
@@ -100,6 +106,50 @@ def test_without_an_activation_the_residual_costs_no_operation():
     jaxpr = jax.make_jaxpr(lambda x: canon(x, jnp.asarray(IDS)))(inputs())
     big = [str(eqn.primitive) for eqn in jaxpr.eqns if eqn.outvars[0].aval.shape == inputs().shape]
     assert big == ["custom_vjp_call"]
+
+
+@pytest.mark.parametrize("place", ["A", "B"])
+def test_devices_that_share_rows_and_channels_trade_the_rows_that_taps_reach_alone(place):
+    """Of A each device holds all channels, and needs them all behind it; of B it has its own."""
+    taps = CanonConfig(canon=place, canon_dilation=2).canon_at(place, "any")
+    canon = taps.build(8, key=jax.random.key(0))
+    mesh = MeshConfig(data=2, sequence=2, tensor=2).build(jax.devices()[:8])
+    rng = np.random.default_rng(0)
+    x, dy = rng.normal(size=(2, 4, 16, 8)).astype(np.float32)
+    ids = jnp.asarray(np.repeat(1 + (np.arange(16) > 6)[None], 4, axis=0), jnp.int32)
+
+    def gradients(canon, x, ids, dy):
+        y, pull_back = jax.vjp(lambda canon, x: canon(x, ids), canon, x)
+        return y, *pull_back(dy)
+
+    expected = jax.jit(gradients)(canon, x, ids, dy)
+    channels = "tensor" if taps.split else None
+    rows = NamedSharding(mesh, PartitionSpec("data", "sequence", channels))
+    kernels = NamedSharding(mesh, PartitionSpec(None, channels))
+    tokens = NamedSharding(mesh, PartitionSpec("data", "sequence"))
+    devices = dispatch.Devices(mesh, BATCH_AXES, ("tensor",), ("sequence",))
+    with dispatch.using(devices=devices):
+        program = jax.jit(
+            lambda *given: gradients(*given),
+            in_shardings=(kernels, rows, tokens, rows),
+            out_shardings=(rows, kernels, rows),
+        ).lower(canon, x, ids, dy)
+    program = program.compile()
+    placed = jax.device_put((canon, x, ids, dy), (kernels, rows, tokens, rows))
+    for found, wanted in zip(
+        jax.tree.leaves(program(*placed)), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+    travels = {
+        (c.kind, axis)
+        for c in collectives.parse(program.as_text(), dict(mesh.shape))
+        for axis in c.axes
+    }
+    assert travels == {
+        ("collective-permute", "sequence"),
+        ("all-reduce", "data"),
+        ("all-reduce", "sequence"),
+    }
 
 
 # --- In models ------------------------------------------------------------------------------------
@@ -334,3 +384,53 @@ def test_a_decoder_must_not_read_the_future_through_canon_layers():
     assert tiny_config(encoder=stack).encoder_layers[0].canon_reach == (2, 1)
     with pytest.raises(UserError, match=r"decoder\.canon_padding='CENTERED' reads positions of"):
         tiny_config(decoder=stack)
+
+
+# --- In vision blocks -----------------------------------------------------------------------------
+
+
+def vision_model(**settings):
+    return test_vision_model.tiny(stem="patchify", num_layers=1, **settings)
+
+
+@pytest.mark.parametrize(("padding", "widths"), [("CAUSAL", (3, 0)), ("CENTERED", (2, 1))])
+def test_patches_read_patches_alone_and_the_class_token_itself(padding, widths):
+    model = vision_model(canon="ABCD", canon_padding=padding).build(jax.random.key(0))
+    output = model.encoder.layers[0].attention.output
+    output.kernel[...] = jnp.zeros_like(output.kernel[...])  # Tokens meet nowhere else.
+    model.class_token[...] = jnp.ones_like(model.class_token[...])
+    patches = jax.random.normal(jax.random.key(1), (1, 4, 4, 8))
+
+    @jax.jit
+    def slopes(model, patches):
+        def tokens(model, patches):
+            return jnp.sum(model.encode(patches)[0] ** 3, axis=-1)
+
+        by_model, by_patch = jax.jacrev(tokens, argnums=(0, 1))(model, patches)
+        return by_model.class_token[...], by_patch
+
+    by_token, by_patch = slopes(model, patches)
+    # The encoder's places C and D read one after the other.
+    left, right = (2 * width for width in widths)
+    reads = np.abs(by_patch[:, 0]).max(-1).reshape(17, 16) > 0
+    distance = np.arange(16)[None] - np.arange(16)[:, None]
+    np.testing.assert_array_equal(reads[1:], (-left <= distance) & (distance <= right))
+    assert not reads[0].any()
+    assert np.abs(by_token[0]).max() > 0
+    assert not np.abs(by_token[1:]).any()
+
+
+def test_costs_and_places_of_vision_models_are_those_of_the_model():
+    config = vision_model(canon="ABCD", canon_bias=True)
+    abstract = jax.eval_shape(config.build, jax.random.key(0))
+    total = vision_costs.model_cost(config).total
+    assert total.parameters == sum(leaf.size for leaf in jax.tree.leaves(abstract))
+    without = vision_costs.model_cost(vision_model()).total
+    own = [leaf.size for name, leaf in named_leaves(abstract) if "canon/" in name]
+    assert len(own) == 2 * 6
+    assert total.multiply_adds - without.multiply_adds == config.num_tokens * sum(own)
+    specs = parameter_specs(abstract, placement.rules())
+    block = "encoder/layers/0"
+    assert specs[f"{block}/attention_canon/kernel"] == PartitionSpec(None, None)
+    assert specs[f"{block}/attention/input/canon/2/kernel"] == PartitionSpec(None, "tensor")
+    assert specs[f"{block}/mlp/wi/canon/bias"] == PartitionSpec("tensor")

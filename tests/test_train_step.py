@@ -258,7 +258,8 @@ def test_evaluation_has_no_random_numbers_and_its_sums_add_up():
 
 
 def text_config(**overrides):
-    """Every mixing that communicates in its own way, and heads and channels that 8 divides."""
+    """Every mixing that communicates in its own way, Canon layers at every place, and heads and
+    channels that 8 divides."""
     encoder = StackConfig(
         num_layers=2,
         mixing=("dynamic", "attention"),
@@ -266,8 +267,20 @@ def text_config(**overrides):
         num_kernels=4,
         dilation=2,
         tap_dropout_rate=overrides.get("dropout_rate", 0.0),
+        canon=("AD", "BC"),
+        canon_padding="CENTERED",
     )
-    decoder = StackConfig(num_layers=1, mixing="lightweight", kernel_size=4, num_kernels=2)
+    decoder = StackConfig(
+        num_layers=1,
+        mixing="lightweight",
+        kernel_size=4,
+        num_kernels=2,
+        canon="ABCD",
+        canon_kernel_size=3,
+        canon_dilation=2,
+        canon_bias=True,
+        canon_activation="silu",
+    )
     settings = {"emb_dim": 16, "num_heads": 8, "head_dim": 2, "positions": "relative"}
     return tiny_config(**{**settings, "encoder": encoder, "decoder": decoder, **overrides})
 

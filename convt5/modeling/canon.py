@@ -153,6 +153,7 @@ class Canon(nnx.Module):
             padding=self.taps.padding,
             segment_ids=segment_ids,
             taps_cross_segments=self.taps.cross_segments,
+            split_channels=self.taps.split,
         )
         return self._joined(x, read, y)
 

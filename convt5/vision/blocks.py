@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from convt5.modeling.canon import Along, Canon, CanonTaps, convolved
 from convt5.modeling.layers import Dense, Norm, at_least_float32
 from convt5.vision.description import ViTDescription
 
@@ -17,17 +18,28 @@ class QueryKeyValue(nnx.Module):
     Its kernel [embed, 3, embed] is Xavier uniform as one matrix [embed, 3 * embed], as in torch.
     """
 
-    def __init__(self, emb_dim: int, *, key: PRNGKeyArray):
+    def __init__(self, config: ViTDescription, *, key: PRNGKeyArray):
+        emb_dim = config.emb_dim
         init = jax.nn.initializers.glorot_uniform()
         kernel = init(key, (emb_dim, 3 * emb_dim), jnp.float32)
         self.kernel = nnx.Param(kernel.reshape(emb_dim, 3, emb_dim))
         self.bias = nnx.Param(jnp.zeros((3, emb_dim), jnp.float32))
+        canons = [
+            _canon(config, "B", name, emb_dim, key=part)
+            for name, part in zip(("query", "key", "value"), jax.random.split(key, 3), strict=True)
+        ]
+        # Any: a list of modules has no element type.
+        self.canon: Any = None if None in canons else nnx.List(canons)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"]
+        self, x: Float[Array, "batch length embed"], along: Along | None
     ) -> Float[Array, "three batch length embed"]:
         y = jnp.einsum("ble,ecd->cbld", x, self.kernel[...].astype(x.dtype))
-        return y + self.bias[...].astype(x.dtype)[:, None, None]
+        y = y + self.bias[...].astype(x.dtype)[:, None, None]
+        if self.canon is None:
+            return y
+        parts = zip(self.canon, y, strict=True)
+        return jnp.stack([convolved(canon, part, along) for canon, part in parts])
 
 
 class Attention(nnx.Module):
@@ -36,14 +48,16 @@ class Attention(nnx.Module):
     def __init__(self, config: ViTDescription, *, key: PRNGKeyArray):
         input_key, output_key = jax.random.split(key)
         dim = config.emb_dim
-        self.input = QueryKeyValue(dim, key=input_key)
+        self.input = QueryKeyValue(config, key=input_key)
         self.output = Dense(
             dim, dim, key=output_key, use_bias=True, init=symmetric_uniform(dim**-0.5)
         )
         self.num_heads = config.num_heads
 
-    def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
-        projected = self.input(x)
+    def __call__(
+        self, x: Float[Array, "batch length embed"], along: Along | None
+    ) -> Float[Array, "batch length embed"]:
+        projected = self.input(x, along)
         # three batch length heads head_dim
         head_dim = x.shape[-1] // self.num_heads
         query, key, value = projected.reshape(*projected.shape[:3], self.num_heads, head_dim)
@@ -60,15 +74,19 @@ class Mlp(nnx.Module):
 
     def __init__(self, config: ViTDescription, *, key: PRNGKeyArray):
         keys = jax.random.split(key, 4)
-        self.wi = _dense(config.emb_dim, config.mlp_dim, key=keys[0], bias_key=keys[1])
-        self.wo = _dense(config.mlp_dim, config.emb_dim, key=keys[2], bias_key=keys[3])
+        dim, width = config.emb_dim, config.mlp_dim
+        taps = config.canon_at("D", "wi")
+        self.wi = _dense(dim, width, canon=taps, key=keys[0], bias_key=keys[1])
+        self.wo = _dense(width, dim, key=keys[2], bias_key=keys[3])
 
-    def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
-        return self.wo(jax.nn.gelu(self.wi(x), approximate=False))
+    def __call__(
+        self, x: Float[Array, "batch length embed"], along: Along | None
+    ) -> Float[Array, "batch length embed"]:
+        return self.wo(jax.nn.gelu(self.wi(x, along), approximate=False))
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), with Canon layers where there are any."""
 
     def __init__(self, config: ViTDescription, *, key: PRNGKeyArray):
         attention_key, mlp_key = jax.random.split(key)
@@ -76,10 +94,16 @@ class Block(nnx.Module):
         self.attention = Attention(config, key=attention_key)
         self.mlp_norm = norm(config)
         self.mlp = Mlp(config, key=mlp_key)
+        self.attention_canon = _canon(config, "A", "attention", config.emb_dim, key=attention_key)
+        self.mlp_canon = _canon(config, "C", "mlp", config.emb_dim, key=mlp_key)
 
-    def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(
+        self, x: Float[Array, "batch length embed"], along: Along | None
+    ) -> Float[Array, "batch length embed"]:
+        y = convolved(self.attention_canon, self.attention_norm(x), along)
+        x = x + self.attention(y, along)
+        y = convolved(self.mlp_canon, self.mlp_norm(x), along)
+        return x + self.mlp(y, along)
 
 
 class Encoder(nnx.Module):
@@ -91,9 +115,12 @@ class Encoder(nnx.Module):
         self.layers: Any = nnx.List([Block(config, key=key) for key in keys])
         self.final_norm = norm(config)
 
-    def __call__(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
+    def __call__(
+        self, x: Float[Array, "batch length embed"], along: Along | None = None
+    ) -> Float[Array, "batch length embed"]:
+        """Returns what the tokens become; `along` is their sequence, for Canon layers."""
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, along)
         return self.final_norm(x)
 
 
@@ -112,10 +139,23 @@ def symmetric_uniform(limit: float) -> jax.nn.initializers.Initializer:
     return init
 
 
-def _dense(in_dim: int, out_dim: int, *, key: PRNGKeyArray, bias_key: PRNGKeyArray) -> Dense:
+def _canon(
+    config: ViTDescription, place: str, name: str, channels: int, *, key: PRNGKeyArray
+) -> Canon | None:
+    taps = config.canon_at(place, name)
+    return None if taps is None else taps.build(channels, key=key)
+
+
+def _dense(
+    in_dim: int,
+    out_dim: int,
+    *,
+    canon: CanonTaps | None = None,
+    key: PRNGKeyArray,
+    bias_key: PRNGKeyArray,
+) -> Dense:
     """A dense layer of the MLP: Xavier uniform, and biases that are nearly zero."""
-    dense = Dense(
-        in_dim, out_dim, key=key, use_bias=True, init=jax.nn.initializers.glorot_uniform()
-    )
+    init = jax.nn.initializers.glorot_uniform()
+    dense = Dense(in_dim, out_dim, key=key, use_bias=True, init=init, canon=canon)
     dense.bias = nnx.Param(1e-6 * jax.random.normal(bias_key, (out_dim,), jnp.float32))
     return dense

@@ -141,7 +141,16 @@ def _block(config: ViTDescription) -> Cost:
     attention = _dense(dim, 3 * dim, positions=length) + _dense(dim, dim, positions=length)
     mlp = _dense(dim, config.mlp_dim, positions=length)
     mlp += _dense(config.mlp_dim, dim, positions=length)
-    return attention + products + mlp + _norm(dim) + _norm(dim)
+    return attention + products + mlp + _norm(dim) + _norm(dim) + _canons(config)
+
+
+def _canons(config: ViTDescription) -> Cost:
+    """The Canon layers of a block: what each of their channels is multiplied with."""
+    widths = {"A": config.emb_dim, "B": 3 * config.emb_dim, "C": config.emb_dim}
+    widths["D"] = config.mlp_dim
+    channels = sum(widths[place] for place in config.canon)
+    size = channels * (config.canon_kernel_size + config.canon_bias)
+    return Cost(parameters=size, multiply_adds=config.num_tokens * size)
 
 
 def _norm(dim: int) -> Cost:

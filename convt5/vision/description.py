@@ -12,17 +12,21 @@ from typing import Literal
 from convt5 import errors
 from convt5.configuration import checks, rules
 from convt5.configuration.rules import ruled
+from convt5.modeling.canon import CanonConfig
 
 StemKind = Literal["patchify", "conv"]
 Pooling = Literal["token", "mean"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ViTDescription:
+class ViTDescription(CanonConfig):
     """A Vision Transformer: ViT_P with a patchify stem, ViT_C with a stack of small convolutions.
 
     Pre-norm transformer blocks with biases and exact GELU, learned positions, one linear head
     (Xiao et al. 2021, arXiv 2106.14881). ViT_C has one block fewer than ViT_P at equal cost.
+
+    Canon layers (`canon`) convolve along the patches, row by row; the class token is no neighbour
+    of theirs, and reads itself alone.
 
     Attributes:
         image_size: height and width of the images in pixels.

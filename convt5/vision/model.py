@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from convt5 import errors
 from convt5.modeling.layers import Dense, at_least_float32, check_dtype
+from convt5.modeling.mixers.base import StackInputs
 from convt5.vision.blocks import Encoder
 from convt5.vision.description import ViTDescription
 from convt5.vision.stems import ConvolutionStem, PatchifyStem
@@ -86,7 +87,15 @@ class ViT(nnx.Module):
         if self.class_token is not None:
             token = self.class_token[...].astype(x.dtype)
             x = jnp.concatenate([jnp.broadcast_to(token, (len(x), 1, len(token))), x], axis=1)
-        return self.encoder(x + self.position_embedding[...].astype(x.dtype)[None])
+        x = x + self.position_embedding[...].astype(x.dtype)[None]
+        return self.encoder(x, self._neighbours(x) if self.config.canon else None)
+
+    def _neighbours(self, x: Float[Array, "batch length embed"]) -> StackInputs:
+        """Says what Canon layers read: the class token has no place in the image, as an example of
+        its own has none in another."""
+        first_patch = 0 if self.class_token is None else 1
+        example = jnp.where(jnp.arange(x.shape[1]) < first_patch, 1, 2)
+        return StackInputs(jnp.broadcast_to(example[None], x.shape[:2]))
 
     def pool(self, tokens: Float[Array, "batch length embed"]) -> Float[Array, "batch embed"]:
         """Returns the features that the head reads."""

@@ -1,5 +1,6 @@
 """Where the parameters of a Vision Transformer live: a table of rules for `sharding`."""
 
+from convt5.modeling import canon
 from convt5.modeling.sharding import Rule
 
 # As in the text models: "tensor" splits attention heads and the channels inside the feed-forward
@@ -11,6 +12,7 @@ _RULES = (
     Rule(r"norm/(scale|bias|mean|variance)$"),
     Rule(r"class_token$", optional=True),
     Rule(r"position_embedding$", (None, "fsdp")),
+    *canon.sharding_rules,
     Rule(r"attention/input/kernel$", ("fsdp", None, "tensor")),
     Rule(r"attention/input/bias$", (None, "tensor")),
     Rule(r"attention/output/kernel$", ("tensor", "fsdp")),

@@ -8,6 +8,7 @@ kernels for bfloat16 and float32, channels in multiples of 128, and taps that st
 and do not reach too far for fast memory; all else is plain JAX.
 """
 
+import dataclasses
 import functools
 import operator
 from typing import Literal
@@ -32,6 +33,7 @@ def depthwise_conv(
     padding: Padding = "CENTERED",
     segment_ids: Segments = None,
     taps_cross_segments: bool = False,
+    split_channels: bool = True,
 ) -> Float[Array, "batch length embed"]:
     """Convolves each channel with its own kernel (Tay et al. 2021, arXiv 2105.03322, section 3).
 
@@ -48,6 +50,8 @@ def depthwise_conv(
         segment_ids: the packed example of each position; 0 is padding, which reads as zero and
             whose output is zero. None: the whole row is one example.
         taps_cross_segments: whether taps read other segments of the row, though never padding.
+        split_channels: whether devices that share channels each convolve theirs; False where each
+            holds all channels of x, and reads all of the result.
 
     Raises:
         ValueError: dilation, padding or the shapes of the arrays do not fit together, or x holds
@@ -63,7 +67,7 @@ def depthwise_conv(
     taps = _taps(kernel.shape[0], dilation, padding, taps_cross_segments)
     if x.size == 0:
         return jnp.zeros_like(x)
-    return _static_conv(taps, *vary_alike(x, kernel, segment_ids))
+    return _static_conv(taps, split_channels, *vary_alike(x, kernel, segment_ids))
 
 
 def lightweight_conv(
@@ -105,7 +109,7 @@ def lightweight_conv(
         return jnp.zeros_like(x)
     weights = reference.normalize(softmax, tap_dropout_rate, kernel_logits, dropout_key)
     kernel = jnp.repeat(weights, group, axis=1)
-    return _static_conv(taps, *vary_alike(x, kernel, segment_ids))
+    return _static_conv(taps, True, *vary_alike(x, kernel, segment_ids))
 
 
 def dynamic_conv(
@@ -208,20 +212,29 @@ def _group_size(x, kernel_logits) -> int:
     return embed // heads
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _static_conv(taps: Taps, x, kernel, segment_ids):
-    return _run("forward", taps, False, segment_ids, x, kernel)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _static_conv(taps: Taps, split_channels: bool, x, kernel, segment_ids):
+    return _static_run("forward", taps, split_channels, segment_ids, x, kernel)
 
 
-def _static_forward(taps, x, kernel, segment_ids):
-    compute = functools.partial(_run, "forward", taps, False)
+def _static_run(direction, taps, split_channels, segment_ids, *arrays):
+    devices = dispatch.devices()
+    if split_channels or devices is None:
+        return _run(direction, taps, False, segment_ids, *arrays)
+    with dispatch.using(devices=dataclasses.replace(devices, channels=())):
+        return _run(direction, taps, False, segment_ids, *arrays)
+
+
+def _static_forward(taps, split_channels, x, kernel, segment_ids):
+    compute = functools.partial(_static_run, "forward", taps, split_channels)
     y = dispatch.one_operation(compute, segment_ids, x, kernel)
     return y, (x, kernel, segment_ids)
 
 
-def _static_backward(taps, residuals, dy):
+def _static_backward(taps, split_channels, residuals, dy):
     x, kernel, segment_ids = residuals
-    return *_run("backward", taps, False, segment_ids, x, kernel, dy), None
+    gradients = _static_run("backward", taps, split_channels, segment_ids, x, kernel, dy)
+    return *gradients, None
 
 
 _static_conv.defvjp(_static_forward, _static_backward)
