@@ -124,8 +124,9 @@ def find_splits(path: Path) -> dict[str, list[str]]:
     """Returns the files of each split.
 
     Args:
-        path: a folder, whose files are the splits of their names, where "dev" and "valid" mean
-            "validation"; or a file, a glob or several, which are "train"; or all of these by split.
+        path: a folder, whose files, and folders of files, are the splits of their names, where
+            "dev" and "valid" mean "validation"; or a file, a glob or several, which are "train"; or
+            all of these by split.
 
     Raises:
         UserError: no file is there, or one both compressed and not.
@@ -138,26 +139,36 @@ def find_splits(path: Path) -> dict[str, list[str]]:
             )
         return {split: local_files.find(files) for split, files in path.items()}
     if isinstance(path, str | os.PathLike) and os.path.isdir(os.path.expanduser(path)):
-        splits: dict[str, list[str]] = {}
-        contents: dict[str, str] = {}
-        for file in sorted(pathlib.Path(path).expanduser().iterdir()):
-            # A name with a dot in front is no data, such as what macOS writes beside a file.
-            if _suffix(str(file)) and not file.name.startswith("."):
-                other = contents.setdefault(local_files.uncompressed(file.name), file.name)
-                if other != file.name:
-                    raise errors.UserError(
-                        f"path={os.fspath(path)!r} holds {other} and {file.name}, which are the "
-                        "same rows by their names and would be read twice; remove or rename one."
-                    )
-                name = file.name.partition(".")[0]
-                splits.setdefault(_SPLIT_NAMES.get(name, name), []).append(str(file))
-        if not splits:
-            raise errors.UserError(
-                f"path={os.fspath(path)!r} is a folder without a {', '.join(SUFFIXES)} file, also "
-                "compressed; set it to a folder with files such as train.jsonl and dev.jsonl."
-            )
-        return splits
+        return _splits_of_folder(pathlib.Path(path).expanduser())
     return {"train": local_files.find(path)}
+
+
+def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[str]]:
+    splits: dict[str, list[str]] = {}
+    contents: dict[str, str] = {}
+    # A name with a dot in front is no data, such as what macOS writes beside a file.
+    files = [
+        file.relative_to(folder)
+        for file in sorted(folder.rglob("*"))
+        if _suffix(str(file)) and file.is_file()
+    ]
+    for file in files:
+        if any(part.startswith(".") for part in file.parts):
+            continue
+        other = contents.setdefault(local_files.uncompressed(str(file)), str(file))
+        if other != str(file):
+            raise errors.UserError(
+                f"path={str(folder)!r} holds {other} and {file}, which are the same rows by their "
+                "names and would be read twice; remove or rename one."
+            )
+        name = file.parts[0].partition(".")[0]
+        splits.setdefault(_SPLIT_NAMES.get(name, name), []).append(str(folder / file))
+    if not splits:
+        raise errors.UserError(
+            f"path={str(folder)!r} is a folder without a {', '.join(SUFFIXES)} file, also "
+            "compressed; set it to a folder with files such as train.jsonl and dev.jsonl."
+        )
+    return splits
 
 
 def read_rows(

@@ -57,6 +57,17 @@ class TestFiles:
         expected = [(f"sst2 sentence: {row['text']}", row["label"]) for row in ROWS]
         assert texts(task) == texts(task, "validation") == texts(task, "extra") == expected
 
+    def test_folders_of_a_folder_are_splits_too(self, tmp_path):
+        for name in ("train/a.jsonl", "train/below/b.jsonl", "dev/a.jsonl", "test.jsonl"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            write_rows(tmp_path / name, ROWS[:1])
+        (tmp_path / "train" / ".hidden").mkdir()
+        write_rows(tmp_path / "train" / ".hidden" / "c.jsonl", ROWS)
+        (tmp_path / "train" / "README.txt").write_text("no rows")
+        task = paper_task("sst2", str(tmp_path))
+        assert set(task.splits) == {"train", "validation", "test"}
+        assert [len(texts(task, split)) for split in ("train", "validation", "test")] == [2, 1, 1]
+
     def test_ids_end_with_the_end_token(self, folder):
         example = examples(paper_task("sst2", folder))[0]
         vocabulary = vocabularies.characters()

@@ -24,6 +24,17 @@ def test_ci_runs_the_test_command_of_the_readme():
     assert TEST_COMMAND in (ROOT / ".ci" / "run").read_text().splitlines()
 
 
+def test_what_is_promised_about_data_names_tests_that_exist():
+    page = (ROOT / "docs" / "data.md").read_text()
+    files = {path.name: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
+    defined = set(re.findall(r"^ *(?:def|class) (\w+)", "\n".join(files.values()), re.M))
+    promises = [row for row in page.partition("\n\n## ")[0].splitlines()[4:] if row]
+    for row in promises:
+        named = re.findall(r"`(test_\w+(?:\.py)?|Test\w+)`", row.split("|")[2])
+        assert named, row
+        assert set(named) <= defined | set(files), row
+
+
 def test_the_map_names_every_module_and_nothing_else():
     written = runpy.run_path(str(ROOT / "docs" / "tools" / "code_map.py"))["page"]()
     assert (ROOT / "docs" / "code.md").read_text() == written, "run docs/tools/code_map.py"
