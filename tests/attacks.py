@@ -44,6 +44,11 @@ ROWS = [
         lambda m: len(m.OUTSIDE) + len(m.POSITIONS),
     ),
     Row(
+        "Files of PyTorch: code, views that repeat, storages of 10^12, programs, flipped bytes",
+        "test_torch_files",
+        lambda m: len(m.HOSTILE) + m.FLIPS * len(m.WHOLE),
+    ),
+    Row(
         "Names of variables that are none, for TPU VMs and Kubernetes",
         "test_launch",
         lambda m: 2 * len(m.NO_NAMES),

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import io
 import pathlib
+import random
 import re
 import signal
 import traceback
@@ -273,3 +274,17 @@ def outcome(command, argv):
     except Exception:
         return traceback.format_exc()
     return "success" if not code else f"exit code {code}"
+
+
+def flipped(content, seed):
+    """Returns bytes of which one bit, a few bytes, or the end is another: what `seed` says."""
+    generator = random.Random(seed)
+    damaged = bytearray(content)
+    if seed % 3 == 0:
+        damaged[generator.randrange(len(damaged))] ^= 1 << generator.randrange(8)
+    elif seed % 3 == 1:
+        for _ in range(4):
+            damaged[generator.randrange(len(damaged))] = generator.choice([0, 127, 128, 255])
+    else:
+        del damaged[generator.randrange(len(damaged)) :]
+    return bytes(damaged)

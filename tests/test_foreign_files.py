@@ -10,7 +10,6 @@ import io
 import json
 import lzma
 import os
-import random
 import shutil
 import struct
 import tracemalloc
@@ -666,19 +665,6 @@ FLIPS = 24
 """Of each kind of file: one bit, a few bytes, or the end is gone."""
 
 
-def flipped(content, seed):
-    generator = random.Random(seed)
-    damaged = bytearray(content)
-    if seed % 3 == 0:
-        damaged[generator.randrange(len(damaged))] ^= 1 << generator.randrange(8)
-    elif seed % 3 == 1:
-        for _ in range(4):
-            damaged[generator.randrange(len(damaged))] = generator.choice([0, 127, 128, 255])
-    else:
-        del damaged[generator.randrange(len(damaged)) :]
-    return bytes(damaged)
-
-
 def read_tensors(folder):
     files = safetensors_files.open_all(folder)
     return [files.read(name) for name in files.shapes]
@@ -738,7 +724,7 @@ def test_a_file_with_flipped_bytes_is_read_or_refused(name, tmp_path):
         read(tmp_path)
     num_refused = 0
     for seed in range(FLIPS):
-        file.write_bytes(flipped(content, seed))
+        file.write_bytes(fuzzing.flipped(content, seed))
         with fuzzing.limited(fuzzing.LIMIT_SECS), contextlib.suppress(errors.UserError):
             read(tmp_path)
             continue

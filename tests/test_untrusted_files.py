@@ -90,7 +90,7 @@ def test_a_file_of_torch_that_holds_code_is_refused(trap, tmp_path):
 
     torch.save({"model_state": {"weight": trap}}, tmp_path / "model.pyth")
     with pytest.raises(errors.UserError, match=r"model\.pyth"):
-        pycls._read_torch(tmp_path / "model.pyth", [])
+        pycls.read_model(tmp_path / "model.pyth")
 
 
 def test_a_pickle_in_a_cache_of_rows_is_refused(trap, tmp_path):

@@ -1,4 +1,4 @@
-"""T5 1.0 and 1.1 as Hugging Face transformers keeps them: config.json and safetensors.
+"""T5 1.0 and 1.1 as Hugging Face transformers keeps them: config.json and a file of weights.
 
 Both directions read one table of names. Kernels are [out, in] there and [in, out] here, so values
 are moved and never computed with: a model that goes there and back is the same bit for bit.
@@ -6,14 +6,14 @@ are moved and never computed with: a model that goes there and back is the same 
 
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from convt5 import errors
-from convt5.interchange import safetensors_files
-from convt5.interchange.mapping import Imported, Source, check, check_layers, take_apart
+from convt5.interchange import safetensors_files, torch_files, weight_files
+from convt5.interchange.mapping import Imported, Shape, Source, check, check_layers, take_apart
 from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.modeling.layers import MlpKind
 from convt5.runtime import foreign_files
@@ -38,7 +38,9 @@ def is_directory(path: str | pathlib.Path) -> bool:
 
 
 def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imported:
-    """Reads a folder with config.json and safetensors, whole or in shards.
+    """Reads a folder with config.json and weights, whole or in shards.
+
+    Weights are `model.safetensors`, or else `pytorch_model.bin`, for which PyTorch is needed.
 
     Raises:
         UserError: another architecture, other shapes than the config's, or damaged files.
@@ -46,22 +48,27 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
     folder = pathlib.Path(path)
     settings = _read_settings(folder)
     config = architecture(settings, where=str(folder / CONFIG))
-    files = safetensors_files.open_all(folder)
+    files = _open_weights(folder)
     check_layers(config, files.shapes, where=str(folder))
-    table = parameter_table(config)
     copies = dict(_COPIES)
     if config.tie_output:
         copies["lm_head.weight"] = "a copy of shared.weight: the output is tied"
+    found, notes = dict(files.shapes), []
+    tie = _tie(found, copies)
+    if tie is not None:
+        notes.append(f"shared.weight is absent; {tie}, which is tied to it, is taken.")
+        found["shared.weight"] = found.pop(tie)
+
+    def read(name: str) -> np.ndarray:
+        return files.read(tie if tie is not None and name == "shared.weight" else name)
+
+    table = parameter_table(config)
     report = check(
-        table,
-        config,
-        files.shapes,
-        skipped=copies,
-        allow_unmapped=allow_unmapped,
-        where=str(folder),
+        table, config, found, skipped=copies, allow_unmapped=allow_unmapped, where=str(folder)
     )
-    _check_copies(files, report.skipped, where=str(folder))
-    params = {source.path: source.assemble(files.read) for source in table}
+    report.notes += notes
+    _check_copies(read, report.skipped, where=str(folder))
+    params = {source.path: source.assemble(read) for source in table}
     return Imported(config=config, params=params, sources=tuple(table), report=report)
 
 
@@ -238,19 +245,39 @@ def _scale(path: str, name: str) -> Source:
     return Source(path=f"{path}/scale", names=(f"{name}.weight",))
 
 
-def _read_settings(folder: pathlib.Path) -> dict[str, Any]:
-    return foreign_files.read_json(
-        folder / CONFIG,
-        remedy="pass the folder of a T5 that holds config.json and model.safetensors.",
+def _open_weights(folder: pathlib.Path) -> safetensors_files.Files | torch_files.Files:
+    known = (safetensors_files, torch_files)
+    for reader in known:
+        if paths := weight_files.find(folder, reader.WHOLE, reader.INDEX):
+            return reader.Files(paths)
+    names = ", ".join(name for reader in known for name in (reader.WHOLE, reader.INDEX))
+    raise errors.UserError(
+        f"{folder} holds none of {names}; download one of them, or convert other files with "
+        "transformers' save_pretrained first."
     )
 
 
-def _check_copies(files, skipped: list[tuple[str, str]], *, where: str) -> None:
+def _read_settings(folder: pathlib.Path) -> dict[str, Any]:
+    return foreign_files.read_json(
+        folder / CONFIG,
+        remedy="pass the folder of a T5 that holds config.json and its weights.",
+    )
+
+
+def _tie(found: Mapping[str, Shape], copies: Mapping[str, str]) -> str | None:
+    """Returns the name that the token table has where it is not under its own."""
+    if "shared.weight" in found:
+        return None
+    ties = (name for name, why in copies.items() if why.startswith("a copy") and name in found)
+    return next(ties, None)
+
+
+def _check_copies(
+    read: Callable[[str], np.ndarray], skipped: list[tuple[str, str]], *, where: str
+) -> None:
     """Raises if a tensor that should repeat the token table does not."""
     for name, why in skipped:
-        if why.startswith("a copy") and not np.array_equal(
-            files.read(name), files.read("shared.weight")
-        ):
+        if why.startswith("a copy") and not np.array_equal(read(name), read("shared.weight")):
             raise errors.UserError(
                 f"{where}: {name} differs from shared.weight, of which it should be a copy; "
                 "tie_word_embeddings may be set wrongly in config.json."

@@ -6,7 +6,6 @@ given.
 """
 
 import dataclasses
-import importlib
 import math
 import pathlib
 import re
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from convt5 import errors
-from convt5.interchange import safetensors_files
+from convt5.interchange import safetensors_files, torch_files
 from convt5.interchange.mapping import Arrays, Imported, Shape, Source, check, parameter_shapes
 from convt5.runtime import foreign_files
 from convt5.vision.architecture import ViTConfig
@@ -195,8 +194,10 @@ def open_arrays(path: pathlib.Path) -> Stored:
         files = safetensors_files.Files([path])
         shapes, read = files.shapes, files.read
     else:
-        arrays = _read_torch(path, notes)
-        shapes, read = {name: a.shape for name, a in arrays.items()}, arrays.__getitem__
+        files = torch_files.Files([path], inside="model_state")
+        shapes, read = files.shapes, files.read
+        if "ema_state" in files.beside:
+            notes.append("model_state is read; the file's ema_state is left out.")
     skipped = {}
     if any(name.startswith(_PREFIX) for name in shapes):
         skipped = {
@@ -344,36 +345,3 @@ def _notes(
 def _read_npz(path: pathlib.Path) -> tuple[dict[str, Shape], Callable[[str], np.ndarray]]:
     file = foreign_files.Npz(path, remedy="it may be truncated: copy it again.")
     return {name: file.header(name).shape for name in file.names}, file.read
-
-
-def _read_torch(path: pathlib.Path, notes: list[str]) -> Arrays:
-    try:
-        torch = importlib.import_module("torch")  # Not one of convt5's dependencies.
-    except ImportError:
-        raise errors.UserError(
-            f"{path} is a file of torch, which is not installed; install convt5's extra torch, or "
-            "save the arrays of model_state as .npz or .safetensors where torch is."
-        ) from None
-    try:
-        held = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise errors.UserError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); it may be truncated, or no "
-            "checkpoint of torch."
-        ) from None
-    if isinstance(held, dict) and "model_state" in held:
-        if "ema_state" in held:
-            notes.append("model_state is read; the file's ema_state is left out.")
-        held = held["model_state"]
-    if not isinstance(held, dict) or not all(hasattr(value, "detach") for value in held.values()):
-        raise errors.UserError(
-            f"{path} holds no state of a model: expected arrays by name, or these in model_state."
-        )
-    arrays = {name: value.detach().float().numpy() for name, value in held.items()}
-    try:  # A view repeats what is stored as often as it says.
-        foreign_files.check_expansion(
-            sum(array.nbytes for array in arrays.values()), path.stat().st_size
-        )
-    except ValueError as error:
-        raise foreign_files.unreadable(path, error, "it is no checkpoint of a model.") from None
-    return arrays

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 import numpy as np
 
 from convt5 import errors
+from convt5.interchange import weight_files
 from convt5.interchange.mapping import Shape
 from convt5.runtime import foreign_files
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_REMEDY = "it may be truncated: copy it again."
 _FLOATS = ("F32", "BF16", "F16")
 
 
@@ -65,35 +65,11 @@ def open_all(folder: pathlib.Path) -> Files:
     Raises:
         UserError: none there, one missing, damaged, or with a type that is not known.
     """
-    if (folder / WHOLE).is_file():
-        return Files([folder / WHOLE])
-    if not (folder / INDEX).is_file():
-        raise errors.UserError(
-            f"{folder} holds neither {WHOLE} nor {INDEX}; only safetensors are read: convert "
-            "other files with transformers' save_pretrained first."
-        )
-    by_name = foreign_files.read_json(folder / INDEX, remedy=_REMEDY).get("weight_map")
-    if not isinstance(by_name, dict) or not by_name:
-        raise errors.UserError(
-            f"{folder / INDEX} must have in weight_map the file of each array, not "
-            f"{errors.clipped(by_name)}; copy it again."
-        )
-    for shard in by_name.values():
-        if not isinstance(shard, str) or not _is_plain_name(shard):
-            raise errors.UserError(
-                f"{folder / INDEX} names the file {errors.clipped(shard)}; it must be one in the "
-                "same folder."
-            )
-    shards = sorted(set(by_name.values()))
-    if absent := [shard for shard in shards if not (folder / shard).is_file()]:
-        raise errors.UserError(
-            f"{folder} lacks {', '.join(errors.shortened(absent))}, which {INDEX} names."
-        )
-    return Files([folder / shard for shard in shards])
-
-
-def _is_plain_name(name: str) -> bool:
-    return pathlib.PurePath(name).name == name and "\0" not in name and len(name) < 256
+    if paths := weight_files.find(folder, WHOLE, INDEX):
+        return Files(paths)
+    raise errors.UserError(
+        f"{folder} holds neither {WHOLE} nor {INDEX}; pass a folder that holds one of them."
+    )
 
 
 def write(
@@ -107,4 +83,4 @@ def write(
 
 
 def _damaged(path: pathlib.Path, error: Exception) -> errors.UserError:
-    return foreign_files.unreadable(path, error, _REMEDY)
+    return foreign_files.unreadable(path, error, weight_files.REMEDY)
