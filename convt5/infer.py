@@ -73,8 +73,9 @@ COMMAND = command_line.Command(
         ),
         Flag(
             "input",
-            "a file, glob or folder: text with one input in each line, or JSON lines (.jsonl, "
-            ".ndjson, .json); also .gz, .xz or .bz2. - is standard input, the default.",
+            "a file, glob or folder: text with one input in each line, JSON lines (.jsonl, "
+            ".ndjson, .json), or tables with a header line (.tsv, .csv); also .gz, .xz or .bz2. "
+            "- is standard input, the default.",
         ),
         Flag(
             "invalid_utf8",
@@ -84,9 +85,9 @@ COMMAND = command_line.Command(
         ),
         Flag(
             "field",
-            "of JSON lines, which holds the text; by default the fields of the task, or inputs, "
-            "input, text or sentence. Standard input is read as JSON if it is given, or if the "
-            "task has several fields.",
+            "of JSON lines and tables, which holds the text; by default the fields of the task, or "
+            "inputs, input, text or sentence. Standard input is read as JSON if it is given, or if "
+            "the task has several fields.",
         ),
         Flag("task", "predicts from this registered seqio task instead."),
         Flag("split", "of the task, validation."),

@@ -24,6 +24,7 @@ from convt5.evaluation.results import Outcome, Results, ResumableLines
 from convt5.evaluation.settings import PredictConfig
 from convt5.interchange import portable
 from convt5.modeling.tree_paths import named_leaves
+from convt5.text import task_format
 from convt5.training.run_log import read_records
 
 TEXTS = ["one", "two", "", "three é", "four"]
@@ -137,6 +138,26 @@ def test_a_folder_is_its_files_and_bytes_that_are_no_utf_8_are_dealt_with_as_in_
     stream_of = inputs.from_stream(lines, invalid_utf8=policy)
     assert [item.text for item in stream_of.read()] == expected[:-1]
     assert stream_of.faults()
+
+
+@pytest.mark.parametrize(
+    ("fields", "given"),
+    [(("text",), "  a, film"), (("text", "note"), {"text": "  a, film", "note": "5"})],
+)
+@pytest.mark.parametrize("name", ["in.csv", "in.tsv.gz"])
+def test_tables_are_read_as_in_training(tmp_path, name, fields, given):
+    rows = [["id", "text", "note"], ["7", "  a, film", "5"]]
+    text = "\n".join("\t".join(row) for row in rows)
+    if "csv" in name:
+        text = "\n".join(",".join(f'"{cell}"' for cell in row) for row in rows)
+    content = f"\ufeff{text}\n".encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    template = " ".join(f"{field}: {{{field}}}" for field in fields)
+    format = task_format.of_template("films", template)
+    found = inputs.from_files(str(tmp_path / name), format=format)
+    assert ([item.text for item in found.read()], found.total) == ([given], 1)
+    with pytest.raises(UserError, match=r"line 2 has no field 'title'|field=title names one"):
+        inputs.from_files(str(tmp_path / name), field="title")
 
 
 def test_a_missing_file_is_named():

@@ -1,7 +1,7 @@
-"""Where `infer` reads: lines of text, fields of JSON lines, standard input, or a task's split."""
+"""Where `infer` reads: lines of text, fields of rows, standard input, or a task's split."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from convt5 import errors
@@ -48,17 +48,17 @@ def from_files(
     *,
     invalid_utf8: str = "refuse",
 ) -> Inputs:
-    """Returns the lines of text files, or fields of each line of files of JSON lines.
+    """Returns the lines of text files, or fields of the rows of JSON lines and tables.
 
     All of them are checked at once: a fault in the last line is better known before the first is
     predicted.
 
     Args:
         path: a file, a glob or a folder, which stands for the files in it and below. .jsonl,
-            .ndjson and .json are JSON lines; may end in .gz, .xz or .bz2 after that. So is every
-            file for a task with several fields.
-        field: of JSON objects, which holds the text; by default the fields of the task, or
-            "inputs" or "input", "text" or "sentence" where texts are sent as they are.
+            .ndjson and .json are JSON lines, and so is any text for a task with several fields;
+            .tsv and .csv are tables with a header line. May end in .gz, .xz or .bz2 after that.
+        field: of rows, which holds the text; by default the fields of the task, or "inputs" or
+            "input", "text" or "sentence" where texts are sent as they are.
         format: how the task writes an input; None sends texts as they are.
         invalid_utf8: what becomes of lines with bytes that are no UTF-8: "refuse", "replace" or
             "skip", as in training.
@@ -68,7 +68,7 @@ def from_files(
             its number.
     """
     # Deferred: it imports TensorFlow, which predictions of texts in memory do not need.
-    from convt5.tasks import local_files  # pyright: ignore[reportMissingImports]
+    from convt5.tasks import local_files, tables  # pyright: ignore[reportMissingImports]
 
     local_files.check_invalid_utf8(invalid_utf8)
     path = os.path.expanduser(path)
@@ -82,6 +82,11 @@ def from_files(
 
     def read(tally: Any) -> Iterator[Item]:
         for name in names:
+            if local_files.suffix(name) in (".tsv", ".csv"):
+                rows = tables.read_rows(name, invalid_utf8=invalid_utf8, tally=tally)
+                lines = (_Line(row.values, f"{name}, line {row.line}") for row in rows)
+                yield from _items(lines, _record_parser(field, format), skip_blank=False)
+                continue
             is_json = local_files.is_json_lines(name)
             parse, skips_blank = _parser(field, format, is_json=is_json)
             before = tally.documents
@@ -152,6 +157,17 @@ def _parser(
 ) -> tuple[Callable[[str], Any], bool]:
     """Returns what reads a line, and whether lines without anything are none."""
     several = format if format is not None and len(format.fields) > 1 else None
+    parse_record = _record_parser(field, format)
+    if not (several or is_json or field is not None):
+        return format.read if format else _checked_alone, False
+    return lambda line: parse_record(_json_object(line, several)), True
+
+
+def _record_parser(
+    field: str | None, format: TaskFormat | None
+) -> Callable[[Mapping[str, Any]], Any]:
+    """Returns what takes an input from the fields of a row."""
+    several = format if format is not None and len(format.fields) > 1 else None
     if several and field is not None:
         raise errors.UserError(
             f"field={field} names one field, but task={several.task} writes an input from "
@@ -159,11 +175,8 @@ def _parser(
             "they are with --raw."
         )
     check = format.read if format else _checked_alone
-    if not (several or is_json or field is not None):
-        return check, False
 
-    def parse(line: str) -> Any:
-        record = _json_object(line, several)
+    def parse(record: Mapping[str, Any]) -> Any:
         if several:
             return check(record)
         names = [field] if field else [*(format.fields if format else ())]
@@ -179,7 +192,7 @@ def _parser(
             raise FieldError(f"has {record[name]!r} in the field {name!r}, which must be text")
         return check({format.fields[0] if format and format.fields else "inputs": record[name]})
 
-    return parse, True
+    return parse
 
 
 def _checked_alone(given: Any) -> str:
@@ -204,9 +217,9 @@ def _json_object(line: str, format: TaskFormat | None) -> dict[str, Any]:
 
 
 class _Line(NamedTuple):
-    """A line, and where it stands."""
+    """A line, or the fields of a row, and where it stands."""
 
-    text: str
+    content: str | Mapping[str, Any]
     where: str
 
 
@@ -221,14 +234,14 @@ def _lines(file: Iterable[bytes], name: str, invalid_utf8: Any, tally: Any) -> I
 
 
 def _items(
-    lines: Iterable[_Line], parse: Callable[[str], Any], *, skip_blank: bool
+    lines: Iterable[_Line], parse: Callable[[Any], Any], *, skip_blank: bool
 ) -> Iterator[Item]:
     """Yields inputs; blank lines are a fault in text, whose lines are counted, and none in JSON."""
     for line in lines:
-        if skip_blank and not line.text.strip():
+        if skip_blank and isinstance(line.content, str) and not line.content.strip():
             continue
         try:
-            given = parse(line.text)
+            given = parse(line.content)
             for text in given.values() if isinstance(given, dict) else [given]:
                 if not text.strip():
                     raise FieldError("is empty: there is nothing to predict from; leave it out")
