@@ -10,6 +10,7 @@ own shard, and the gradient of a replicated argument is summed over the devices.
 
 from convt5.ops.attention.operators import attend
 from convt5.ops.convolution.operators import depthwise_conv, dynamic_conv, lightweight_conv
+from convt5.ops.convolution.whole_rows import long_conv
 from convt5.ops.cross_entropy.operators import linear_cross_entropy, token_cross_entropy
 from convt5.ops.geometry import Padding, pad_widths
 from convt5.ops.masking import attention_mask, shift_right
@@ -22,6 +23,7 @@ __all__ = [
     "dynamic_conv",
     "lightweight_conv",
     "linear_cross_entropy",
+    "long_conv",
     "pad_widths",
     "shift_right",
     "token_cross_entropy",

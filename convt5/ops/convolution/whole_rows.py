@@ -1,0 +1,233 @@
+"""Depthwise convolution with about as many taps as a row is long, in L log^2 L operations.
+
+Taps of short distances are summed as in `depthwise_conv`. For the others a row is cut in halves,
+those in halves again, and so on: an input reaches an output in the other half of the smallest part
+that holds both. Of a part, only the segment that spans its middle passes from one half to the
+other, so that masks of its inputs and outputs keep any number of packed segments apart, exactly;
+and as no sum ever runs over inputs behind a causal output, none depends on them, not even by
+rounding. From half to half a row passes by Fourier transforms padded so that nothing wraps around:
+by FFT on CPU and GPU, and elsewhere as matrix products, for XLA's FFT on TPU is slow. Used by the
+mixing kind `long`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from convt5.ops import dispatch
+from convt5.ops.convolution.operators import depthwise_conv
+from convt5.ops.geometry import Padding, pad_widths
+
+SUMMED_TAPS = 32
+"""Distances that CPUs and GPUs sum tap by tap, at most: about what two FFTs cost."""
+
+TPU_SUMMED_TAPS = 128
+"""The same on TPU, whose kernels touch memory once however many taps there are."""
+
+TPU_TRANSFORM = 512
+"""Positions that TPUs transform by one product, at most."""
+
+
+class Method(NamedTuple):
+    """How a platform computes.
+
+    Attributes:
+        block: distances, from 0, that are summed tap by tap, at most.
+        across: returns what reaches second halves [batch, parts, half, embed] from first halves
+            of that shape, by taps [2 * half, embed] of which those below the block are zero.
+    """
+
+    block: int
+    across: Callable[[Array, Array], Array]
+
+
+def long_conv(
+    x: Float[Array, "batch length embed"],
+    kernel: Float[Array, "kernel embed"],
+    *,
+    padding: Padding = "CENTERED",
+    segment_ids: Int[Array, "batch length"] | None = None,
+    taps_cross_segments: bool = False,
+) -> Float[Array, "batch length embed"]:
+    """Returns `depthwise_conv(x, kernel, ...)`, faster where taps are hundreds.
+
+    Sums are taken in at least float32; on TPU, operands of the transforms have the dtype of `x`.
+    For the backward pass `x` and `kernel` are kept.
+
+    Args:
+        x, kernel, padding: as in `depthwise_conv`; taps beyond the row read nothing.
+        segment_ids: likewise, but an example is a run of equal ids: one that stands in a row twice
+            is two examples. Padding inside of a run belongs to it.
+        taps_cross_segments: as in `depthwise_conv`.
+
+    Raises:
+        ValueError: as in `depthwise_conv`.
+    """
+    left, _ = pad_widths(kernel.shape[0], 1, padding)
+    if x.size == 0:
+        return jnp.zeros_like(x)
+    if segment_ids is not None:
+        if taps_cross_segments:
+            segment_ids = (segment_ids != 0).astype(jnp.int32)
+        segment_ids = _numbered_runs(segment_ids)
+    table = dispatch.Table(
+        default=functools.partial(_convolve, _PRODUCTS, left),
+        cpu=functools.partial(_convolve, _FFT, left),
+        gpu=functools.partial(_convolve, _FFT, left),
+    )
+    return jax.checkpoint(functools.partial(dispatch.run, table))(x, kernel, segment_ids)
+
+
+def cut(length: int, most: int) -> tuple[int, int]:
+    """Returns positions and number of the smallest parts: at most `most`, and a power of two."""
+    count = 1
+    while -(-length // count) > most:
+        count *= 2
+    return -(-length // count), count
+
+
+def flops(length: int, *, sides: int) -> float:
+    """Returns the operations for each channel of a row with taps for all of it, by FFT.
+
+    Two for each multiply-add of a tap, 5/2 N log2 N for a real transform of N positions (those of
+    the taps, which all rows share, included), six for each product of complex numbers.
+
+    Args:
+        length: positions of the row.
+        sides: 1 for causal taps, 2 for taps on both sides.
+    """
+    block, count = cut(length, SUMMED_TAPS)
+    total = 2.0 * length * (sides * (block - 1) + 1)
+    half = block
+    while half < block * count:
+        parts = block * count // (2 * half)
+        transform = 5 * half * np.log2(2 * half)
+        total += sides * ((2 * parts + 1) * transform + 6 * parts * (half + 1))
+        half *= 2
+    return total
+
+
+def _numbered_runs(ids):
+    """Returns ids that count the runs of a row from 1, 0 at padding."""
+    places = jnp.where(ids != 0, jnp.arange(ids.shape[1]), -1)
+    latest = lax.cummax(places, axis=1)
+    held = jnp.take_along_axis(ids, jnp.maximum(latest, 0), axis=1)
+    begins = jnp.diff(held, axis=1, prepend=0) != 0
+    return jnp.where(ids != 0, jnp.cumsum(begins, axis=1, dtype=jnp.int32), 0)
+
+
+def _convolve(method: Method, left: int, x, kernel, ids):
+    block, count = cut(x.shape[1], method.block)
+    first, last = max(0, left - block + 1), min(kernel.shape[0], left + block)
+    near = depthwise_conv(
+        x, kernel[first:last], padding=(left - first, last - left - 1), segment_ids=ids
+    )
+    size, length = block * count, x.shape[1]
+    beside = (0, 0), (0, size - length)
+    rows = jnp.pad(_real(x, ids), (*beside, (0, 0)))
+    # Padding inside of a run belongs to it.
+    runs = None if ids is None else jnp.pad(lax.cummax(ids, axis=1), beside)
+    y = near.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if count > 1 and left >= block:
+        behind = _far_taps(block, size, kernel[left::-1])
+        y += _real(_onward(method, block, rows, behind, runs)[:, :length], ids)
+    if count > 1 and kernel.shape[0] - left > block:
+        ahead = _far_taps(block, size, kernel[left:])
+        turned = None if runs is None else runs[:, ::-1]
+        far = _onward(method, block, rows[:, ::-1], ahead, turned)[:, ::-1]
+        y += _real(far[:, :length], ids)
+    return y.astype(x.dtype)
+
+
+def _real(x, ids):
+    """Returns x with zero at padding."""
+    return x if ids is None else jnp.where((ids != 0)[..., None], x, jnp.zeros((), x.dtype))
+
+
+def _far_taps(block: int, size: int, taps):
+    """Returns taps of the distances 0 to size - 1, zero below `block`."""
+    taps = jnp.pad(taps[:size], ((0, max(0, size - taps.shape[0])), (0, 0)))
+    return jnp.where(jnp.arange(size)[:, None] < block, jnp.zeros((), taps.dtype), taps)
+
+
+def _onward(method: Method, block: int, x, taps, runs):
+    """Returns the sums over inputs of earlier blocks, by the halves of parts of every size."""
+    batch, size, embed = x.shape
+    total, half = jnp.zeros_like(x), block
+    while half < size:
+        parts = size // (2 * half)
+        sent = x.reshape(batch, parts, 2, half, embed)[:, :, 0]
+        if runs is not None:
+            first, second = jnp.moveaxis(runs.reshape(batch, parts, 2, half), 2, 0)
+            sends = (first == first[..., -1:]) & (first[..., -1:] == second[..., :1])
+            sent = jnp.where(sends[..., None], sent, jnp.zeros((), sent.dtype))
+        found = method.across(sent, taps[: 2 * half])
+        if runs is not None:
+            reads = second == second[..., :1]
+            found = jnp.where(reads[..., None], found, jnp.zeros((), found.dtype))
+        beside = jnp.zeros_like(found)
+        total = total + jnp.stack([beside, found], axis=2).reshape(batch, size, embed)
+        half *= 2
+    return total
+
+
+def _across_by_fft(x, taps):
+    half, dtype = x.shape[2], jnp.promote_types(x.dtype, jnp.float32)
+    spectra = jnp.fft.rfft(x.astype(dtype), 2 * half, axis=2)
+    spectra *= jnp.fft.rfft(taps.astype(dtype), axis=0)[None, None]
+    return jnp.fft.irfft(spectra, 2 * half, axis=2)[:, :, half:]
+
+
+def _across_by_products(x, taps):
+    """Transforms blocks of long halves, so that products grow no further.
+
+    The frequencies lie between those of an FFT, at f + 1/2 of 2 * block positions: what wraps
+    around (here nothing does) would change its sign, and there are as many as positions of a block.
+    """
+    batch, parts, half, embed = x.shape
+    block = half
+    while block > TPU_TRANSFORM:
+        block //= 2
+    count = half // block
+    angles = np.outer(np.arange(block) + 0.5, np.arange(2 * block)) * (np.pi / block)
+    waves = np.concatenate([np.cos(angles), -np.sin(angles)])
+    product = functools.partial(_product, dtype=x.dtype)
+    windows = taps.reshape(2 * count, block, embed)
+    windows = jnp.concatenate([windows[:-1], windows[1:]], axis=1)
+    # Frequencies stand where positions stood: real parts, then imaginary ones.
+    spectra = product("fn,wnd->wfd", waves, windows)
+    sent = product(
+        "fn,bpcnd->bpcfd", waves[:, :block], x.reshape(batch, parts, count, block, embed)
+    )
+    real, imaginary = 0.0, 0.0
+    for sender in range(count):
+        # To the blocks of the other half, one after another.
+        window = spectra[None, None, count - 1 - sender : 2 * count - 1 - sender]
+        a, b = sent[:, :, sender, None, :block], sent[:, :, sender, None, block:]
+        c, d = window[..., :block, :], window[..., block:, :]
+        real, imaginary = real + (a * c - b * d), imaginary + (a * d + b * c)
+    both = jnp.concatenate([real, imaginary], axis=3)
+    y = product("nf,bpcfd->bpcnd", waves[:, block:].T / block, both)
+    return y.reshape(x.shape)
+
+
+def _product(axes: str, waves: np.ndarray, x, *, dtype):
+    """Returns products with constants in the dtype of the rows, summed in at least float32."""
+    y = jnp.einsum(
+        axes,
+        jnp.asarray(waves, dtype),
+        x.astype(dtype),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.promote_types(dtype, jnp.float32),
+    )
+    return y.astype(dtype)
+
+
+_FFT = Method(SUMMED_TAPS, _across_by_fft)
+_PRODUCTS = Method(TPU_SUMMED_TAPS, _across_by_products)
