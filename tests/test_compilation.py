@@ -46,6 +46,8 @@ def test_a_compiled_step_tells_its_operations():
         ("TPU v5 lite", 197e12),
         ("TPU v5", 459e12),
         ("TPU v4", 275e12),
+        ("TPU7x", 2307e12 / 2),
+        ("NVIDIA B200", 2250e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
     ],

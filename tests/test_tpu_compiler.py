@@ -214,7 +214,7 @@ def test_what_does_not_divide_is_refused_before_compiling(compiler, argv, messag
 
 @pytest.mark.tpu
 @pytest.mark.parametrize(
-    "name", ["v3:2x2", "v4:2x2x2", "v5e:4x4", "v5p:1x1x1", "v5e:1x1", "v6e:2x4"]
+    "name", ["v3:2x2", "v4:2x2x2", "v5e:4x4", "v5p:1x1x1", "v5e:1x1", "v6e:2x4", "tpu7x:2x2x1"]
 )
 def test_every_generation_has_devices_of_known_speed(compiler, name):
     found = topology.load(name)
@@ -224,7 +224,7 @@ def test_every_generation_has_devices_of_known_speed(compiler, name):
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:1x1", "v6e:1x1"])
+@pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:1x1", "v6e:1x1", "tpu7x:1x1x1"])
 @pytest.mark.parametrize("biased", [False, True])
 def test_attention_kernels_compile_and_write_no_logits(compiler, name, biased):
     place = jax.sharding.SingleDeviceSharding(topology.load(name).devices[0])

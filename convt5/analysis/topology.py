@@ -34,10 +34,11 @@ _LIBTPU_ENVIRONMENT = {
 
 
 # Memory is what libtpu 0.0.42 says is available when a program asks for too much. Bandwidths are
-# from "TPU architecture" (cloud.google.com/tpu/docs/v3 to v6e), where that of the links is given
+# from "TPU architecture" (cloud.google.com/tpu/docs/v3 to tpu7x), where that of the links is given
 # for both directions together; for v3 and v4, from the number of links and their speed: 4 of 656
 # Gbit/s (Jouppi et al. 2020, CACM 63(7), table 3) and 6 of 50 GB/s (Jouppi et al. 2023, arXiv
-# 2304.01433, table 4). A v3 device is one of the two cores of a chip and has half of everything.
+# 2304.01433, table 4). A v3 device is one of the two cores of a chip and has half of everything,
+# and so has a TPU7x device, one of the two chiplets.
 CHIPS: Mapping[str, Chip] = {
     "v3": Chip(
         pod=(32, 32),
@@ -63,6 +64,13 @@ CHIPS: Mapping[str, Chip] = {
     ),
     "v6e": Chip(
         pod=(16, 16), hbm_bytes=int(31.25 * _GIB), hbm_bandwidth=1638e9, ici_bandwidth=400e9
+    ),
+    "tpu7x": Chip(
+        pod=(16, 16, 36),
+        hbm_bytes=int(94.75 * _GIB),
+        hbm_bandwidth=3690e9,
+        ici_bandwidth=300e9,
+        cores_per_chip=2,
     ),
 }
 

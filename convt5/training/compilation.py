@@ -23,10 +23,13 @@ _PEAK_FLOPS = {
     "TPU v5p": 459e12,
     "TPU v6 lite": 918e12,
     "TPU v6e": 918e12,
+    "TPU7x": 1153.5e12,  # A device is one of the two chiplets of a chip.
     "NVIDIA A100": 312e12,
     "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H100": 989e12,
     "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA GB200": 2500e12,
     "NVIDIA L4": 121e12,
     "Tesla V100": 125e12,
     "Tesla T4": 65e12,
