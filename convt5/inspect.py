@@ -171,7 +171,8 @@ def main(argv: Sequence[str]) -> int:
         sections.append(paired[0])
         values["equal_cost"] = paired[1]
     examples = decoded_examples(_data(step), flags.examples) if flags.examples else []
-    if (described := _described_data(_data(step))) is not None:
+    described = _described_data(_data(step), is_read=bool(examples))
+    if described is not None:
         sections.append(values.setdefault("data", described))
     if flags.json:
         json.dump({**values, "examples": examples}, sys.stdout, indent=2)
@@ -412,15 +413,21 @@ def decoded_examples(data: Any, num: int) -> list[dict[str, Any]]:
     return found[:num]
 
 
-def _described_data(data: Any) -> str | None:
+def _described_data(data: Any, *, is_read: bool) -> str | None:
     """Returns the block about the data, or why there is none; None for data without one."""
     describe = getattr(data, "describe", None)
     if describe is None:
         return None
     try:
+        if not is_read and not getattr(data, "is_at_hand", lambda: True)():
+            return (
+                "data: not measured: its text was not read yet, which takes a while; train, cache "
+                "and inspect --examples=N read it"
+            )
         return describe()
-    except errors.UserError as error:  # A model and its costs are there all the same.
-        return f"data: not measured: {error}"
+    except Exception as error:  # The model and its costs are there all the same.
+        named = "" if isinstance(error, errors.UserError) else f"{type(error).__name__}: "
+        return f"data: not measured: {named}{error}"
 
 
 def _examples_section(examples: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -49,6 +49,11 @@ class TextFilesSource(seqio.DataSource):
     def num_input_examples(self, split: str) -> int:
         return sum(_num_records(name) for name in self.list_shards(split))
 
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether the documents are stored, or few enough to be so in a moment."""
+        return all(files.is_at_hand() for files, _ in self._files.values())
+
     def check_rows(self) -> None:
         """Reads the first documents of each file, and stores nothing.
 

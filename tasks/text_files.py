@@ -33,6 +33,7 @@ _NUM_SHARDS = 64
 _SHARD_BYTES = 2**20
 _BLOCK_BYTES = 256 * 2**20
 _SNIFFED_BYTES = 2**20
+_FEW_BYTES = 2**22
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +102,11 @@ class TextFiles:
             split: sorted(str(path) for path in folder.glob(f"{split}-*"))
             for split in ("train", "validation")
         }
+
+    def is_at_hand(self) -> bool:
+        """Whether the documents are stored, or of few bytes."""
+        sizes = (local_files.identity(name)[1] for name in self.matches())
+        return self._folder().exists() or sum(sizes) <= _FEW_BYTES
 
     def check(self, num_documents: int = 20) -> None:
         """Reads the first documents of each file.

@@ -11,8 +11,9 @@ import commands
 import jax
 import numpy as np
 import pytest
+from convt5.tasks import pretraining, text_files
 
-from convt5 import inspect
+from convt5 import data, inspect
 from convt5.analysis import cost_report, costs
 from convt5.errors import UserError
 from convt5.modeling.placement import TEXT_RULES
@@ -287,6 +288,18 @@ def test_a_run_tells_what_its_data_is_or_why_not(capsys, tmp_path):
     (tmp_path / "train.jsonl").write_text('{"label": "number"}\n' * 3)
     assert inspect.main([*argv, "--json"]) == 0
     assert "not measured: file" in json.loads(capsys.readouterr().out)["data"]
+
+
+def test_much_text_is_not_read_to_inspect_a_run(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("a line of text\n" * 30)
+    task = pretraining.text_span_corruption(str(tmp_path / "text.txt"))
+    config = data.DataConfig(mixture=task, batch_size=2, encoder_length=32, decoder_length=12)
+    monkeypatch.setattr(text_files, "_FEW_BYTES", 100)
+    assert "text was not read yet" in inspect._described_data(config, is_read=False)
+    assert not (tmp_path / "cache").exists()
+    assert "text_span_corruption: " in inspect._described_data(config, is_read=True)
+    assert "text_span_corruption: " in inspect._described_data(config, is_read=False)
 
 
 def test_examples_without_data_say_what_to_give(gin_file):

@@ -149,6 +149,11 @@ class DataConfig:
             elif isinstance(task.source, seqio.FileDataSource):
                 data_report.check_reads(task, self)
 
+    def is_at_hand(self) -> bool:
+        """Whether the first examples come at once, without much text being read and stored."""
+        tasks = seqio.get_subtasks(self.provider())
+        return all(getattr(task.source, "is_at_hand", True) for task in tasks)
+
     def describe(self) -> str:
         """Returns what the data is: documents, tokens, rows, what is cut, and padding, by task.
 
