@@ -244,8 +244,15 @@ def test_truncated_weights_are_named(folder, tmp_path):
         hugging_face.read_model(tmp_path)
 
 
-def test_a_convolutional_model_is_refused_by_name(tmp_path):
-    config = tiny(encoder=StackConfig(num_layers=1, mixing="dynamic"))
-    with pytest.raises(UserError, match=r"mixing=dynamic.*--to=safetensors"):
+@pytest.mark.parametrize(
+    ("stack", "message"),
+    [
+        ({"mixing": "dynamic"}, r"mixing=dynamic.*--to=safetensors"),
+        ({"mixing": "attention", "canon": "AC"}, r"Canon layers, and T5 has none.*safetensors"),
+    ],
+)
+def test_a_convolutional_model_is_refused_by_name(stack, message, tmp_path):
+    config = tiny(encoder=StackConfig(num_layers=1, **stack))
+    with pytest.raises(UserError, match=message):
         hugging_face.write_model(tmp_path, config, {})
     assert list(tmp_path.iterdir()) == []

@@ -109,6 +109,20 @@ def test_json_says_the_same_to_programs(gin_file, capsys):
     assert report["mesh"] == {"data": 4, "fsdp": 1, "sequence": 1, "tensor": 1}
 
 
+def test_canon_layers_are_named_with_their_parameters(gin_file, capsys):
+    settings = ("canon=AC", "canon_dilation=2")
+    flags = [gin_file, *(f"--gin.architecture.StackConfig.{value}" for value in settings)]
+    inspect.main(flags)
+    assert ", Canon layers at AC (K=4, dilation 2, causal)" in capsys.readouterr().out
+    report = as_json(capsys, *flags)
+    layers = report["layers"]
+    assert {layer["canon"] for layer in layers} == {"AC"}
+    emb_dim = next(p for p in report["sharding"] if p["name"].endswith("norm/scale"))["shape"][0]
+    assert report["parameters_by_part"]["Canon layers"] == 2 * 4 * emb_dim * len(layers)
+    # Each of a layer's two reads 3 * 2 positions to the left, and three layers 7 by themselves.
+    assert report["receptive_field"]["decoder"]["left"] == 7 + 3 * 2 * 6
+
+
 def test_memory_per_device_shrinks_where_the_mesh_splits(gin_file):
     def report(**changes):
         return cost_report.make_report(little_subject(gin_file, **changes)).memory

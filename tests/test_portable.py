@@ -35,6 +35,8 @@ def hybrid(**changes) -> ConvT5Config:
         num_kernels=(2, None, None),
         conv_bias=True,
         predictor_bias=True,
+        canon=("A", "BD", ""),
+        canon_padding="CENTERED",
     )
     settings = {
         "vocab_size": 13,
@@ -44,7 +46,13 @@ def hybrid(**changes) -> ConvT5Config:
         "head_dim": 4,
         "encoder": stack,
         "decoder": StackConfig(
-            num_layers=2, mixing="lightweight", kernel_size=3, attention_layers=(-1,)
+            num_layers=2,
+            mixing="lightweight",
+            kernel_size=3,
+            attention_layers=(-1,),
+            canon="ABCD",
+            canon_kernel_size=3,
+            canon_bias=True,
         ),
         "positions": "relative",
         "mlp": "gated_gelu",

@@ -1,5 +1,6 @@
 """Every file of gin/ describes something that can be built, of the size that its header states."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
+from quick import quick
 
 from convt5 import train
 from convt5.configuration import gin_config
@@ -24,7 +26,10 @@ MODELS = sorted(
     for folder in ("gin/models", "gin/models/released")
     for path in (ROOT / folder).glob("*.gin")
 )
-VARIANTS = ("t5", "depthwise", "lightweight", "dynamic", "dilated", "wavenet", "hybrid")
+VARIANTS = (
+    *("t5", "depthwise", "lightweight", "dynamic", "dilated", "wavenet", "hybrid"),
+    *("t5_canon", "t5_canon_nope", "dynamic_canon"),
+)
 SIZES = ("tiny", "small", "base", "large")
 
 
@@ -54,7 +59,10 @@ def test_every_variant_comes_in_every_size(variant, size):
     assert f"gin/models/{variant}_{size}.gin" in MODELS
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Of models with Canon layers, which are others with as many parameters more, the tiny ones.
+@pytest.mark.parametrize(
+    "name", quick(MODELS, chosen=[n for n in MODELS if "canon" not in n or "tiny" in n])
+)
 def test_a_model_file_builds_and_states_its_parameters(name):
     stated = re.match(r"# .*: ([\d,]+) parameters\.", (ROOT / name).read_text())
     assert stated is not None
@@ -128,6 +136,16 @@ def test_the_hybrid_has_attention_in_the_top_encoder_layer_alone(size):
     kinds = [layer.kind for layer in config.encoder_layers]
     assert kinds == ["dynamic"] * (len(kinds) - 1) + ["attention"]
     assert {layer.kind for layer in config.decoder_layers} == {"dynamic"}
+
+
+@pytest.mark.parametrize("name", ["t5_canon_nope", "t5_canon", "dynamic_canon"])
+def test_canon_presets_are_their_variant_with_canon_layers_at_every_place(name):
+    config = model(f"gin/models/{name}_tiny.gin")
+    plain = model(f"gin/models/{name.split('_')[0]}_tiny.gin")
+    stack = dataclasses.replace(plain.encoder, canon="ABCD")
+    positions = "none" if name == "t5_canon_nope" else plain.positions
+    assert config == dataclasses.replace(plain, encoder=stack, decoder=stack, positions=positions)
+    assert {layer.canon_reach for layer in config.decoder_layers} == {(12, 0)}
 
 
 @pytest.mark.parametrize("name", ["lconv", "dconv"])

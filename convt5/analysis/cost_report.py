@@ -30,6 +30,7 @@ from convt5.training.train_step import StepConfig
 _PARTS = (
     ("embeddings and output", r"^(token_embedder|position_embedder|output_head)/"),
     ("stem", r"^stem/"),
+    ("Canon layers", r"[_/]canon/"),
     ("mixing", r"/mixing/|/relative_bias/"),
     ("encoder-decoder attention", r"/cross_attention/"),
     ("feed-forward", r"/mlp/"),
@@ -205,13 +206,12 @@ def make_report(subject: Subject) -> Report:
 
 
 def parameters_by_part(shapes: costs.Shapes) -> dict[str, int]:
-    """Returns how many parameters serve each purpose; a stem is named where there is one."""
-    has_stem = any(name.startswith("stem/") for name in shapes)
-    counts = {part: 0 for part, _ in _PARTS if part != "stem" or has_stem}
+    """Returns how many parameters serve each purpose; a stem and Canon layers where there are."""
+    counts = {part: 0 for part, _ in _PARTS}
     for name, shape in shapes.items():
         part = next(part for part, pattern in _PARTS if re.search(pattern, name))
         counts[part] += math.prod(shape)
-    return counts
+    return {p: n for p, n in counts.items() if n or p not in ("stem", "Canon layers")}
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: Iterable[int] = (0,)) -> str:
@@ -305,7 +305,9 @@ def _describe(subject: Subject) -> str:
 def _mixing_summary(config: ConvT5Config, stack: str) -> str:
     layers = config.encoder_layers if stack == "encoder" else config.decoder_layers
     kinds = [layer.kind for layer in layers]
-    return ", ".join(f"{kind} x {kinds.count(kind)}" for kind in dict.fromkeys(kinds))
+    mixing = ", ".join(f"{kind} x {kinds.count(kind)}" for kind in dict.fromkeys(kinds))
+    canons = dict.fromkeys(layer.canon_summary for layer in layers if layer.canon)
+    return f"{mixing}, Canon layers at {'; '.join(canons)}" if canons else mixing
 
 
 def _stem_section(cost: costs.ModelCost) -> str:
@@ -495,6 +497,7 @@ def _layer_json(layer: costs.LayerCost) -> dict[str, Any]:
         "stack": layer.stack,
         "layer": layer.index,
         "mixing": mixing.kind,
+        "canon": mixing.canon,
         "kernel_size": getattr(mixing, "kernel_size", None),
         "dilation": getattr(mixing, "dilation", None),
         "num_kernels": getattr(mixing, "num_kernels", None),

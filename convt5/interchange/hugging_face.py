@@ -150,7 +150,8 @@ def architecture(settings: Mapping[str, Any], *, where: str = CONFIG) -> ConvT5C
 
 def as_settings(config: ConvT5Config) -> dict[str, Any]:
     """Returns the config.json of a model; raises `UserError` if transformers' T5 is another."""
-    kinds = {layer.kind for layer in (*config.encoder_layers, *config.decoder_layers)}
+    layers = (*config.encoder_layers, *config.decoder_layers)
+    kinds = {layer.kind for layer in layers}
     wanted = {
         "positions": "relative",
         "layer_order": "pre",
@@ -169,6 +170,10 @@ def as_settings(config: ConvT5Config) -> dict[str, Any]:
             0,
             f"mixing={others}, but T5 has attention in every layer; export convolutional models "
             "with --to=safetensors.",
+        )
+    if any(layer.canon for layer in layers):
+        faults.append(
+            "canon: this model has Canon layers, and T5 has none; export it with --to=safetensors."
         )
     errors.raise_all(faults, where="this model cannot be written as a Hugging Face T5")
     activation = "relu" if config.mlp == "relu" else "gated-gelu"

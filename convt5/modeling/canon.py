@@ -108,6 +108,13 @@ class CanonConfig:
         )
 
     @property
+    def canon_summary(self) -> str:
+        """The Canon layers in a few words."""
+        taps = f"K={self.canon_kernel_size}"
+        taps += f", dilation {self.canon_dilation}" if self.canon_dilation > 1 else ""
+        return f"{self.canon} ({taps}, {self.canon_padding.lower()})"
+
+    @property
     def canon_reach(self) -> tuple[int, int]:
         """Positions that the Canon layers of a layer read together, to the left and to the right:
         each reads what those below it have read."""
