@@ -160,16 +160,27 @@ class TestFiles:
                 vocabularies.named(source)
 
 
-@pytest.fixture
-def data(tmp_path, words):
-    """A folder with everything that a run reads."""
-    folder = tmp_path / "data"
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A folder with a run of two steps, and in `data` everything that it read."""
+    folder = tmp_path_factory.mktemp("original")
+    data = folder / "data"
+    data.mkdir()
     lines = [json.dumps(row) + "\n" for row in tiny_run.REVIEWS[:4] * 3]
     for name in ("train", "dev"):
-        (folder / f"{name}.jsonl").write_text("".join(lines))
-    shutil.copy(words, folder / "words.model")
+        (data / f"{name}.jsonl").write_text("".join(lines))
+    (data / "words.model").write_bytes(word_pieces.trained_model())
+    train.main([f"--gin_file={gin_file(folder, 'run', rows=data, model=data / 'words.model')}"])
     return folder
+
+
+@pytest.fixture
+def data(original, tmp_path):
+    """The folder of the data, which a test may change or remove: afterwards it is as before."""
+    kept = shutil.copytree(original / "data", tmp_path / "kept data")
+    yield original / "data"
+    shutil.rmtree(original / "data", ignore_errors=True)
+    shutil.copytree(kept, original / "data")
 
 
 def gin_file(folder, name, *, rows, model, extra=""):
@@ -191,10 +202,9 @@ def gin_file(folder, name, *, rows, model, extra=""):
 
 
 @pytest.fixture
-def trained(tmp_path, data):
-    """The directory of a run of two steps."""
-    train.main([f"--gin_file={gin_file(tmp_path, 'run', rows=data, model=data / 'words.model')}"])
-    return tmp_path / "run"
+def trained(original, tmp_path):
+    """A copy of the run."""
+    return shutil.copytree(original / "run", tmp_path / "run")
 
 
 class TestRuns:
@@ -230,7 +240,7 @@ class TestRuns:
         (data / "words.model").write_bytes(word_pieces.trained_model(OTHER_TEXT))
         assert run_settings.text_features(str(trained)).inputs.encode("the cat") == before
 
-    def test_a_run_does_not_go_on_with_another_vocabulary(self, trained, tmp_path, data):
+    def test_a_run_does_not_go_on_with_another_vocabulary(self, trained, tmp_path, data, words):
         other = gin_file(
             tmp_path,
             "run",
@@ -242,7 +252,9 @@ class TestRuns:
             train.main([f"--gin_file={other}"])
         assert "words.model" in (trained / CONFIG_FILE).read_text()
 
-    def test_fine_tuning_refuses_embeddings_of_another_vocabulary(self, trained, tmp_path, data):
+    def test_fine_tuning_refuses_embeddings_of_another_vocabulary(
+        self, trained, tmp_path, data, words
+    ):
         start = f"""
 from convt5.training import initialization
 trainer.train.init_from = @initialization.InitFrom()
@@ -274,7 +286,7 @@ initialization.InitFrom.path = '{trained}'
         pieces = word_pieces.trained_model(
             f"{word_pieces.TEXT} positive negative", vocab_size=60, model_type="bpe"
         )
-        (data / "words.model").write_bytes(pieces)
+        (data / "pieces.model").write_bytes(pieces)
         rows = [{"text": text, "label": "positive"} for text in ("the cat", "the dog")] * 4
         for name in ("train", "dev"):
             lines = "".join(json.dumps(row) + "\n" for row in rows)
@@ -283,18 +295,19 @@ initialization.InitFrom.path = '{trained}'
         common = [
             "--gin_file=gin/finetune/sst2.gin",
             *(f"--gin.architecture.ConvT5Config.{name}={size}" for name, size in sizes.items()),
+            "--gin.architecture.StackConfig.num_layers=1",
             "--gin.data.DataConfig.batch_size=8",
             f"--gin.DATA={data}",
             "--gin.NUM_STEPS=1",
         ]
         first, second = tmp_path / "first", tmp_path / "second"
-        scratch = ["--gin.trainer.train.init_from=None", f"--gin.VOCABULARY={data}/words.model"]
+        scratch = ["--gin.trainer.train.init_from=None", f"--gin.VOCABULARY={data}/pieces.model"]
         assert train.main([*common, *scratch, f"--gin.RUN_DIR={first}"]) == 0
         tuning = [f"--gin.INIT_FROM={first}", f"--gin.RUN_DIR={second}"]
         assert train.main([*common, *tuning]) == 0
         kept = vocabulary_files.load(second)
         assert kept == vocabulary_files.load(first)
-        assert kept.inputs.model == (data / "words.model").read_bytes()
+        assert kept.inputs.model == (data / "pieces.model").read_bytes()
         argv = [f"--checkpoint={second}", "--gin_file=gin/tasks/sst2.gin", f"--gin.DATA={data}"]
         assert convt5_eval.main([*argv, "--dry_run"]) == 0
         assert "sst2, sst2_rank" in capsys.readouterr().out
