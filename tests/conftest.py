@@ -1,9 +1,11 @@
 """Test settings that must hold before jax is imported, and the references beside the project."""
 
+import dataclasses
 import gc
 import importlib.util
 import os
 import pathlib
+from collections.abc import Hashable
 
 import commands
 
@@ -70,11 +72,20 @@ from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_enable_custom_prng", True)
 
-# The modules of jax stay: looking through them again and again takes a twentieth of the time.
-gc.freeze()
 gc.set_threshold(50_000, 20, 50)
 
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def settled_heap():
+    """Keeps collections of garbage quick: what is there when a file begins stays.
+
+    Looking through all imported modules and jax's caches takes seconds, and every read of a
+    damaged checkpoint does.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -108,6 +119,46 @@ def unchecked():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def shared_steps(monkeypatch):
+    """Compiles the step of runs with equal settings once: for tests of what surrounds the step.
+
+    Not for tests in which something else than settings changes what a step computes.
+    """
+    trainer = importlib.import_module("convt5.training.trainer")
+    compilation = importlib.import_module("convt5.training.compilation")
+    train_step = importlib.import_module("convt5.training.train_step")
+    make_plan, compile_step = trainer.make_plan, compilation.compile_step
+
+    def plan_once(run, **sizes):
+        settings = [getattr(run, field.name) for field in dataclasses.fields(train_step.StepConfig)]
+        key = _key([*settings, *sizes.items()])
+        if key not in _PLANS:
+            _PLANS[key] = make_plan(run, **sizes)
+        return _PLANS[key]
+
+    def compile_once(jitted, *args):
+        leaves, structure = jax.tree.flatten(args)
+        key = (jitted, structure, *((x.shape, x.dtype, x.sharding) for x in leaves))
+        if key not in _STEPS:
+            _STEPS[key] = compile_step(jitted, *args)
+        return _STEPS[key]
+
+    monkeypatch.setattr(trainer, "make_plan", plan_once)
+    monkeypatch.setattr(compilation, "compile_step", compile_once)
+
+
+_PLANS: dict = {}
+_STEPS: dict = {}
+
+
+def _key(value):
+    """Returns settings as something hashable."""
+    if isinstance(value, dict):
+        value = value.items()
+    return value if isinstance(value, Hashable) else tuple(map(_key, value))
 
 
 @pytest.fixture(scope="session")

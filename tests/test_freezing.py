@@ -189,7 +189,7 @@ class RowsData:
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, shared_steps):
     def call(name, **changes):
         settings = {
             "run_dir": str(tmp_path / name),
