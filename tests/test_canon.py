@@ -1,5 +1,6 @@
 """Canon layers: the published equation, exact at every border, and free where there are none."""
 
+import dataclasses
 import functools
 
 import jax
@@ -15,7 +16,8 @@ from test_model import VOCAB, random_tokens, shift, tiny_config
 from convt5.analysis import collectives, costs
 from convt5.errors import UserError
 from convt5.modeling.architecture import ConvT5Config, StackConfig
-from convt5.modeling.canon import CanonConfig
+from convt5.modeling.canon import CanonConfig, canons_of
+from convt5.modeling.mixers import KINDS
 from convt5.modeling.model import ConvT5
 from convt5.modeling.sharding import BATCH_AXES, MeshConfig, parameter_specs
 from convt5.modeling.tree_paths import named_leaves
@@ -321,23 +323,18 @@ def test_the_receptive_field_grows_by_that_of_each_place():
         (2 + 2 * 4, 0),
         (10 + 1 + 3 * 3, 0),
     ]
-    centered = StackConfig(**{**settings_of(both), "canon_padding": "CENTERED"})
+    centered = dataclasses.replace(both, canon_padding="CENTERED")
     assert [tuple(reach) for reach in costs.stack_reaches(centered.layers())] == [
         (1 + 2 * 2, 1 + 2 * 2),
         (5 + 1 + 3 * 2, 5 + 0 + 3 * 1),
     ]
 
 
-def settings_of(stack: StackConfig) -> dict:
-    return {name: getattr(stack, name) for name in stack.__dataclass_fields__}
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_costs_in_closed_form_are_those_of_the_model(name):
     config = config_of(name)
     bare = {
-        half: StackConfig(**{**settings_of(MODELS[name][half]), "canon": ""})
-        for half in ("encoder", "decoder")
+        half: dataclasses.replace(MODELS[name][half], canon="") for half in ("encoder", "decoder")
     }
     lengths = {"encoder_length": 12, "decoder_length": 12}
     cost = costs.model_cost(config, **lengths)
@@ -370,13 +367,28 @@ def test_costs_in_closed_form_are_those_of_the_model(name):
         ({"canon_bias": 1}, r"canon_bias=1 must be True or False"),
         (
             {"canon": "AB", "input_projection": "none"},
-            r"canon='AB' has a Canon layer at B .* input_projection='none' leaves it none",
+            r"canon='AB' has a Canon layer at B, .* but mixing='dynamic' has none there; remove B",
         ),
     ],
 )
 def test_settings_without_meaning_are_told(changes, message):
     with pytest.raises(UserError, match=message):
         tiny_config(encoder=StackConfig(num_layers=2, **changes))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_convolves_the_projections_that_it_states(kind):
+    """Or states none, and B is refused: it never goes unnoticed."""
+    stack = StackConfig(num_layers=1, mixing=kind, canon="B")
+    config = tiny_config(encoder=dataclasses.replace(stack, canon=""), num_heads=3)
+    stated = stack.layers()[0].projections(config)
+    if not stated:
+        with pytest.raises(UserError, match="remove B"):
+            tiny_config(encoder=stack)
+        return
+    mixing = stack.layers()[0].build(config, key=jax.random.key(0))
+    found = {name: canon.kernel.shape[1] for name, canon in canons_of(mixing).items()}
+    assert found == stated
 
 
 def test_a_decoder_must_not_read_the_future_through_canon_layers():

@@ -407,7 +407,18 @@ class ModelDescription:
                 for i, layer in enumerate(self.decoder_layers)
                 if layer.reach.right != 0
             ]
-        return found + decoder_faults or self._relative_faults()
+        return found + decoder_faults or self._projection_faults() + self._relative_faults()
+
+    def _projection_faults(self) -> list[str]:
+        """Returns what Canon layers have nothing to convolve; call where all else is right."""
+        stacks = {"encoder": self.encoder_layers, "decoder": self.decoder_layers}
+        return [
+            f"{stack}[layer {i}].canon={layer.canon!r} has a Canon layer at B, on the projections "
+            f"of the mixing, but mixing={layer.kind!r} has none there; remove B."
+            for stack, layers in stacks.items()
+            for i, layer in enumerate(layers)
+            if "B" in layer.canon and not layer.projections(self)
+        ]
 
     def _relative_faults(self) -> list[str]:
         """Returns why distances have no buckets; call where all else is right."""

@@ -185,8 +185,12 @@ class MixerConfig(CanonConfig):
         return self.reach.then(Reach(*self.canon_reach))
 
     def projections(self, sizes: ModelSizes) -> dict[str, int]:
-        """Returns the channels of the projections that Canon layers convolve at B, by name."""
-        raise NotImplementedError
+        """Returns the channels of the projections that Canon layers convolve at B, by name.
+
+        The module makes these dense layers with `canon_at("B", name)`, and calls them with its
+        inputs or its position.
+        """
+        return {}
 
     def canon_channels(self, sizes: ModelSizes) -> int:
         """Returns the channels of all Canon layers of a layer together."""

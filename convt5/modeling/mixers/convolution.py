@@ -128,11 +128,6 @@ class ConvolutionConfig(MixerConfig):
         return self.num_slots * sizes.emb_dim
 
     def faults(self, where: str, *, emb_dim: int) -> list[str]:
-        if "B" in self.canon and not self.projection_names:
-            return [
-                f"{where}.canon={self.canon!r} has a Canon layer at B on the projections of the "
-                "mixing, but input_projection='none' leaves it none; remove B."
-            ]
         try:
             pad_widths(self.kernel_size, self.dilation, self.tap_padding)
         except ValueError as error:
