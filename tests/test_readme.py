@@ -8,13 +8,15 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEST_COMMAND = "uv run --extra dev pytest"
 
 
 def code_block(first_line: str) -> str:
+    page = (ROOT / "docs" / "guides" / "tasks.md").read_text()
     return next(
         body
-        for body in re.findall(r"```\w*\n(.*?)```", README, flags=re.DOTALL)
+        for body in re.findall(r"```\w*\n(.*?)```", page, flags=re.DOTALL)
         if body.startswith(first_line)
     )
 
@@ -40,17 +42,44 @@ def test_the_map_names_every_module_and_nothing_else():
     assert (ROOT / "docs" / "code.md").read_text() == written, "run docs/tools/code_map.py"
 
 
-def test_the_map_of_the_readme_names_every_folder():
-    named = set(re.findall(r"`([\w/]+)/`", README.partition("## Map of the code")[2]))
+def test_the_map_for_contributors_names_every_folder():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    named = set(re.findall(r"`([\w/]+)/`", page.partition("## Map of the code")[2]))
     packages = {str(init.parent.relative_to(ROOT)) for init in ROOT.glob("convt5/*/__init__.py")}
     folders = {"gin", "launch", "tasks", "tests", "docs"}
     assert named == packages | folders
 
 
-@pytest.mark.parametrize("number", range(README.count("--gin_file=gin/")))
-def test_gin_files_of_the_commands_exist(number):
-    name = re.findall(r"--gin_file=(gin/[\w/]+\.gin)", README)[number]
-    assert (ROOT / name).is_file()
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_of_commands_and_links_exist(page):
+    text = page.read_text()
+    for name in re.findall(r"--gin_file=(gin/[\w/]+\.gin)", text):
+        assert (ROOT / name).is_file(), name
+    for module in re.findall(r"python -m (convt5[\w.]*)", text):
+        names = module.split(".")[1:]
+        assert not names or (ROOT / "convt5" / "/".join(names)).with_suffix(".py").is_file(), module
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", prose):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_sections_lead_to_one(page):
+    def anchors(text: str) -> set[str]:
+        titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+        return {
+            re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles
+        }
+
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text()):
+        if "://" not in target:
+            other = page.parent / target if target else page
+            assert anchor in anchors(other.read_text()), f"{target}#{anchor}"
+
+
+def test_the_readme_is_read_in_a_few_minutes():
+    assert len(README.splitlines()) <= 150
 
 
 def test_a_task_of_ten_lines_is_registered_and_read(tmp_path, monkeypatch):
