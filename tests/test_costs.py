@@ -102,7 +102,10 @@ FLOPS_CASES = {
     "lightweight": (StackConfig(num_layers=1, mixing="lightweight", num_kernels=2), {}),
     "dynamic": (StackConfig(num_layers=1, mixing="dynamic", num_kernels=2), {}),
     "released": (dataclasses.replace(RELEASED, num_layers=1), {}),
+    "long": (StackConfig(num_layers=1, mixing="long", filter_width=8), {}),
 }
+ROOM = {"long": 0.02}
+"""XLA counts the transforms of real numbers as those of complex ones."""
 
 
 @pytest.mark.parametrize("case", FLOPS_CASES)
@@ -110,7 +113,7 @@ FLOPS_CASES = {
 def test_flops_are_those_of_the_program_within_one_percent(case, mode):
     """The program's count holds elementwise work too, which is little at emb_dim 512."""
     counted, program = flops(case, mode)
-    assert counted == pytest.approx(program.cost_analysis()["flops"], rel=0.01)
+    assert counted == pytest.approx(program.cost_analysis()["flops"], rel=ROOM.get(case, 0.01))
 
 
 def test_flops_are_those_that_the_compiler_counts_within_two_percent():

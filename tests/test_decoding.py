@@ -121,7 +121,7 @@ def forced_and_stepwise_logits(model, source, decoder_inputs):
 
 SINGLE_LAYER = st.fixed_dictionaries(
     {
-        "mixing": st.sampled_from(["attention", "depthwise", "lightweight", "dynamic"]),
+        "mixing": st.sampled_from(["attention", "depthwise", "lightweight", "dynamic", "long"]),
         "kernel_size": st.integers(1, 6),
         "dilation": st.sampled_from([1, 2, 5]),
         "heads": st.sampled_from([None, 1, 4]),

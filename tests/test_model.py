@@ -31,6 +31,7 @@ VARIANTS = {
     "lightweight": {"mixing": "lightweight", "num_kernels": 2, "kernel_size": 3},
     "dynamic": {"mixing": "dynamic", "num_kernels": 2, "kernel_size": 3},
     "dilated": {"mixing": "depthwise", "kernel_size": (2, 3), "dilation": (1, 3)},
+    "long": {"mixing": "long", "filter_scale": (4, 8), "filter_width": 4, "filter_bands": 2},
     "hybrid": {"mixing": "dynamic", "num_kernels": 4, "attention_layers": (-1,)},
     "released": {
         "mixing": "dynamic",

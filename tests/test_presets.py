@@ -27,7 +27,7 @@ MODELS = sorted(
     for path in (ROOT / folder).glob("*.gin")
 )
 VARIANTS = (
-    *("t5", "depthwise", "lightweight", "dynamic", "dilated", "wavenet", "hybrid"),
+    *("t5", "depthwise", "lightweight", "dynamic", "dilated", "wavenet", "hybrid", "long"),
     *("t5_canon", "t5_canon_nope", "dynamic_canon"),
 )
 SIZES = ("tiny", "small", "base", "large")
