@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 import io
 import os
 import sys
@@ -343,7 +344,7 @@ def _converse(predictor: "Predictor") -> None:
     prompt = ""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  # Lines can be edited and recalled.
+            importlib.import_module("readline")  # Lines can be edited and recalled.
         prompt = "> "
         wanted = " and ".join(predictor.fields) or "a text"
         print(f"Type {wanted}; Ctrl-D ends.", file=sys.stderr)

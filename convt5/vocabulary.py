@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
     output = command_line.path(flags.output)
     _check(flags, output)
     with quiet_imports.without_tensorflow_chatter():
-        from convt5.tasks import text_files  # pyright: ignore[reportMissingImports]
+        from convt5.tasks import text_files
 
     files = text_files.TextFiles(path=flags.text, invalid_utf8=flags.invalid_utf8)
     lines = _Lines(_cut(files.documents()))
@@ -157,7 +157,7 @@ class _Lines:
 
 
 def _cut(documents: Iterable[bytes]) -> Iterator[str]:
-    from convt5.tasks import sources  # pyright: ignore[reportMissingImports]
+    from convt5.tasks import sources
 
     for document in documents:
         for line in document.split(b"\n"):

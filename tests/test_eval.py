@@ -18,7 +18,7 @@ from etils import epath
 import convt5
 from convt5 import eval as evaluation
 from convt5.errors import UserError
-from convt5.evaluation import checkpoints, task_data
+from convt5.evaluation import checkpoints, registry, task_data
 from convt5.evaluation.batching import stacked
 from convt5.evaluation.evaluator import Evaluator
 from convt5.evaluation.in_training import TaskEval
@@ -322,7 +322,7 @@ def test_a_task_alone_is_a_list_of_it():
 
 def test_lengths_that_a_task_refuses_are_called_as_they_are_set():
     argv = {"max_input_length": 16, "max_length": 4}
-    copying = task_data.registered("gap_copy")
+    copying = registry.registered("gap_copy")
     message = r"encoder_length is max_input_length=16, and decoder_length is max_length=4"
     with pytest.raises(UserError, match=message):
         Evaluator(copying, "validation", PredictConfig(**argv))

@@ -9,7 +9,7 @@ import pytest
 
 from convt5 import errors
 from convt5.configuration import gin_config, gin_files
-from convt5.modeling import architecture
+from convt5.modeling import architecture, mixers
 from convt5.training import schedule
 
 HEAD = """
@@ -334,7 +334,7 @@ def test_booleans_and_choices_are_checked_with_close_names(write):
     flag = fault([name], ["architecture.StackConfig.pointwise=true"], roots=["%MODEL"])
     assert "Write True." in flag
     mixing = fault([name], ["architecture.StackConfig.mixing=dinamic"], roots=["%MODEL"])
-    assert "must be one of depthwise, lightweight, dynamic, attention" in mixing
+    assert f"must be one of {', '.join(mixers.KINDS)}. Did you mean dynamic?" in mixing
     assert "Did you mean dynamic?" in mixing
 
 

@@ -227,7 +227,7 @@ def stack_reaches(
     layers: Sequence[MixerConfig],
     *,
     stride: int = 1,
-    below: Reach = Reach(0, 0),  # noqa: B008
+    below: Reach | None = None,
 ) -> tuple[Reach, ...]:
     """Returns, for each layer, what it and the layers below it read of their sequence.
 
@@ -239,6 +239,7 @@ def stack_reaches(
         stride: tokens for each position of these layers.
         below: what the lowest of them reads at its own position.
     """
+    below = below or Reach(0, 0)
     reaches = []
     for mixing in layers:
         below = below.then(mixing.layer_reach.strided(stride))

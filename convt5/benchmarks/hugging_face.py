@@ -8,7 +8,7 @@ from convt5.modeling.architecture import ConvT5Config
 
 def train_step(config: ConvT5Config, length: int, batch_size: int) -> Measured:
     """Makes an update with its own Adafactor."""
-    import torch  # pyright: ignore[reportMissingImports]
+    import torch
     from transformers.optimization import Adafactor
 
     model = _model(config).train()
@@ -33,7 +33,7 @@ def train_step(config: ConvT5Config, length: int, batch_size: int) -> Measured:
 
 def decoder(config: ConvT5Config, length: int, batch_size: int) -> Measured:
     """Makes a greedy `generate`, which keeps every key and value so far."""
-    import torch  # pyright: ignore[reportMissingImports]
+    import torch
 
     model = _model(config).eval()
     source = torch.from_numpy(random_source(config, length, batch_size)).long()
@@ -53,7 +53,7 @@ def decoder(config: ConvT5Config, length: int, batch_size: int) -> Measured:
 
 
 def _model(config: ConvT5Config) -> Any:
-    import torch  # pyright: ignore[reportMissingImports]
+    import torch
     import transformers
 
     torch.manual_seed(0)

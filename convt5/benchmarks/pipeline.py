@@ -16,7 +16,7 @@ _ENCODER_LENGTH, _DECODER_LENGTH = 512, 128
 def suite(*, batch_size: int, num_batches: int) -> Iterator[dict[str, Any]]:
     """Yields records: rows of one example each, packed rows, and packed rows from a cache."""
     # Deferred: importing it registers the tasks, which takes seconds.
-    from convt5.tasks import pretraining  # pyright: ignore[reportMissingImports]
+    from convt5.tasks import pretraining
 
     for pack in (False, True):
         config = data.DataConfig(

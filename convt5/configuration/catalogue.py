@@ -196,6 +196,7 @@ def _type_text(annotation: Any) -> str:
 def _meanings(value: Any) -> Mapping[str, str]:
     """Returns the first sentence on each parameter, from docstrings of a class and its bases."""
     found: dict[str, str] = {}
+    value = inspect.unwrap(value)
     for each in value.__mro__ if isinstance(value, type) else [value]:
         for name, text in _documented(inspect.cleandoc(each.__doc__ or "").split("\n")):
             found.setdefault(name, text)

@@ -9,7 +9,7 @@ import functools
 import itertools
 import posixpath
 import sys
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import gin
@@ -114,20 +114,24 @@ def load(
     refuse(gin_checks.target_faults(final.values(), root_values))
     refuse(gin_checks.scope_faults(final.values(), every))
     refuse(gin_checks.number_faults(final.values()))
-    walk = gin_checks.Walk(final, supplied)
-    for value in root_values:
-        walk.visit(value, (), wanted_by="")
+    walk = _walk(final, supplied, root_values)
     refuse(gin_types.faults(gin_checks.typed(final)))
-    reached = gin_checks.Walk(final, supplied)
-    for value in (*root_values, *related_values):
-        reached.visit(value, (), wanted_by="")
     if roots:
+        reached = _walk(final, supplied, [*root_values, *related_values])
         refuse(gin_checks.ineffective(final, reached))
     if walk.missing:
         raise errors.UserError(gin_checks.missing_message(walk.missing))
     kept = gin_checks.without_unused_macros(final, root_values)
     macros = [setting.name for setting in kept.values() if setting.target is None]
     return Config(gin_text.text(kept, walk.defaults(), imports), macros)
+
+
+def _walk(final: Mapping[Any, Any], supplied: Sequence[str], values: Sequence[Any]):
+    """Returns a walk over everything that values need."""
+    walk = gin_checks.Walk(final, supplied)
+    for value in values:
+        walk.visit(value, (), wanted_by="")
+    return walk
 
 
 def folder(parts: Sequence[str]) -> str:

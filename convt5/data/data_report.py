@@ -19,7 +19,7 @@ import tensorflow as tf
 from convt5 import errors
 from convt5.data import row_ends
 from convt5.data.rows import RowLayout
-from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
+from convt5.tasks import vocabularies
 from convt5.text import sentinels
 
 _MOST_DOCUMENTS, _MOST_BYTES = 100, 2**16

@@ -32,7 +32,7 @@ from convt5.data.prefetching import (
 )
 from convt5.data.rows import Batch, RowLayout
 from convt5.data.task_blocks import TaskBlocks
-from convt5.tasks import (  # pyright: ignore[reportMissingImports]
+from convt5.tasks import (
     classification,
     formats,
     label_checks,

@@ -19,7 +19,7 @@ from convt5 import errors
 from convt5.data import row_ends
 from convt5.data.mixing import NO_BLOCK, Block, BlockPlace, seeds
 from convt5.data.rows import Examples, Ragged
-from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
+from convt5.tasks import vocabularies
 
 tf.config.set_visible_devices([], "GPU")
 tf.config.set_visible_devices([], "TPU")

@@ -35,7 +35,7 @@ from convt5.evaluation.task_data import (
     row_numbers,
 )
 from convt5.generation.decoding import NO_REGULARIZERS, Regularizers
-from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
+from convt5.tasks import vocabularies
 from convt5.training.losses import TextLoss
 
 LOSS = "loss"

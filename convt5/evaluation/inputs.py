@@ -68,7 +68,7 @@ def from_files(
             its number.
     """
     # Deferred: it imports TensorFlow, which predictions of texts in memory do not need.
-    from convt5.tasks import local_files, tables  # pyright: ignore[reportMissingImports]
+    from convt5.tasks import local_files, tables
 
     local_files.check_invalid_utf8(invalid_utf8)
     path = os.path.expanduser(path)
@@ -113,7 +113,7 @@ def from_stream(
 
     They are JSON lines where `field` is given or the task has several fields.
     """
-    from convt5.tasks import local_files  # pyright: ignore[reportMissingImports]
+    from convt5.tasks import local_files
 
     local_files.check_invalid_utf8(invalid_utf8)
     parse, skips_blank = _parser(field, format, is_json=False)
@@ -225,7 +225,7 @@ class _Line(NamedTuple):
 
 def _lines(file: Iterable[bytes], name: str, invalid_utf8: Any, tally: Any) -> Iterator[_Line]:
     """Yields the lines of a file as training reads them."""
-    from convt5.tasks import local_files  # pyright: ignore[reportMissingImports]
+    from convt5.tasks import local_files
 
     for number, line in enumerate(local_files.text_lines(file), start=1):
         text = local_files.readable(line, name, number, invalid_utf8, tally)

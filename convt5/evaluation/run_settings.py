@@ -225,7 +225,7 @@ def text_features(
         trust: as of `read`, where they have not.
     """
     with quiet_imports.without_tensorflow_chatter():
-        from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
+        from convt5.tasks import vocabularies
 
     source = os.path.expanduser(source)
     if source == BYTES:
@@ -268,7 +268,7 @@ def _features_of_data(settings: RunSettings) -> TextFeatures | None:
         return TextFeatures(cached, cached)
     provider = getattr(data, "mixture", None)
     if isinstance(provider, str):
-        from convt5.evaluation.task_data import registered
+        from convt5.evaluation.registry import registered
 
         provider = registered(provider)
     if not isinstance(provider, seqio.Task | seqio.Mixture):

@@ -13,8 +13,9 @@ from etils import epath
 from convt5 import errors
 from convt5.data import row_ends, task_blocks
 from convt5.evaluation.predictor import TextVocabulary, check_vocabulary_size
+from convt5.evaluation.registry import registered
 from convt5.evaluation.run_settings import check_readable
-from convt5.tasks import formats, label_checks  # pyright: ignore[reportMissingImports]
+from convt5.tasks import formats, label_checks
 from convt5.text.task_format import TaskFormat
 from convt5.text.vocabulary_files import TextFeatures, same_pieces
 
@@ -65,24 +66,6 @@ def find_format(named: Any) -> TaskFormat:
         UserError: as `find_task`.
     """
     return formats.of(find_task(named))[0]
-
-
-def registered(name: str) -> seqio.Task | seqio.Mixture:
-    """Returns the task or mixture of a name.
-
-    Raises:
-        UserError: there is none.
-    """
-    from convt5 import tasks  # pyright: ignore[reportAttributeAccessIssue] # noqa: F401
-
-    names = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
-    if name not in names:
-        raise errors.UserError(
-            f"task={name} is not registered with seqio; correct the name, or import the module "
-            f"that registers it in a gin file.{errors.suggest(name, names)} Registered: "
-            f"{', '.join(sorted(names))}."
-        )
-    return seqio.get_mixture_or_task(name)
 
 
 def check_split(task: seqio.Task, split: str) -> None:

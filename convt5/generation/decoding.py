@@ -124,14 +124,8 @@ def decode(
     _check_axes("decode", "encoder_input_tokens", sources, "batch source")
     batch = sources.shape[0]
     prefix = np.zeros((batch, 0), np.int32) if prefix is None else np.asarray(prefix)
-    _check_axes("decode", "prefix", prefix, "batch prefix")
     limits = np.full((batch,), max_length) if max_lengths is None else np.asarray(max_lengths)
-    _check_axes("decode", "max_lengths", limits, "batch")
-    given = {"prefix": prefix, "max_lengths": limits}
-    _check_rows("decode", {"encoder_input_tokens": sources}, given)
-    prefix = _trimmed(prefix)
-    _check_tokens(model, "encoder_input_tokens", sources)
-    _check_tokens(model, "prefix", prefix)
+    prefix = _checked_prefix(model, sources, prefix, limits)
     _check_limits(max_length, limits, prefix, end_id)
     if isinstance(strategy, MeshTFBeamSearch) and prefix.size:
         raise errors.UserError(
@@ -163,6 +157,20 @@ def decode(
     )
     found = jax.tree.map(lambda x: _on_host(x)[:batch], found)
     return found._replace(tokens=found.tokens[:, :, :max_length])
+
+
+def _checked_prefix(
+    model: ConvT5, sources: np.ndarray, prefix: np.ndarray, limits: np.ndarray
+) -> np.ndarray:
+    """Checks axes, rows and tokens of what `decode` is given; returns the prefix, trimmed."""
+    _check_axes("decode", "prefix", prefix, "batch prefix")
+    _check_axes("decode", "max_lengths", limits, "batch")
+    given = {"prefix": prefix, "max_lengths": limits}
+    _check_rows("decode", {"encoder_input_tokens": sources}, given)
+    prefix = _trimmed(prefix)
+    _check_tokens(model, "encoder_input_tokens", sources)
+    _check_tokens(model, "prefix", prefix)
+    return prefix
 
 
 def score(

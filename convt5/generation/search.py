@@ -262,7 +262,10 @@ def _draw(
         )
 
     end = jax.lax.while_loop(lambda draws: jnp.any(active(draws)), body, start)
-    by_row = lambda x: x.reshape(-1, copies, *x.shape[1:])  # noqa: E731
+
+    def by_row(x: Array) -> Array:
+        return x.reshape(-1, copies, *x.shape[1:])
+
     log_probs = by_row(end.log_probs)
     lengths = by_row(end.lengths)
     scores = jnp.where(lengths > 0, log_probs, -jnp.inf)

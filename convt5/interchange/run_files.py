@@ -113,6 +113,17 @@ def model_gin(config: ConvT5Config | ViTConfig, *, origin: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+_RUN_MODULES = (
+    "checkpoint",
+    "data",
+    "losses",
+    "optimizer",
+    "schedule",
+    "sharding",
+    "trainer",
+)
+
+
 def run_gin(imported: Imported, training: Training, *, run_dir: pathlib.Path, origin: str) -> str:
     """Returns a run file that goes on with pre-training where the import ends."""
     limit = imported.config.max_positions or max(_LONGEST.values())
@@ -131,18 +142,7 @@ def run_gin(imported: Imported, training: Training, *, run_dir: pathlib.Path, or
         "#   --gin.vocabularies.sentencepiece.path=spm.model",
         f"include {MODEL_FILE!r}",
         "from __gin__ import dynamic_registration",
-        *(
-            f"from convt5 import {name}"
-            for name in (
-                "checkpoint",
-                "data",
-                "losses",
-                "optimizer",
-                "schedule",
-                "sharding",
-                "trainer",
-            )
-        ),
+        *(f"from convt5 import {name}" for name in _RUN_MODULES),
         "from convt5.tasks import pretraining",
         "from convt5.tasks import vocabularies",
         "",

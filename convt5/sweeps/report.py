@@ -80,63 +80,73 @@ def tables(
     parts = [
         f"{num_done} of {num_runs} runs are done. The error is {error} after the last step.",
         "## Errors over the grid",
-        markdown.table(
-            [
-                {
-                    **_named(study.rows, key),
-                    "runs": str(len(d.errors)),
-                    "diverged": str(d.num_diverged),
-                    **{
-                        name: _number(d.quantile(share))
-                        for name, share in (
-                            ("least", 0.0),
-                            ("first quarter", 0.25),
-                            ("median", 0.5),
-                            ("third quarter", 0.75),
-                            ("greatest", 1.0),
-                        )
-                    },
-                }
-                for key, d in distributions.items()
-            ]
-        ),
+        _errors(study, distributions),
         "## Best settings",
-        markdown.table(
-            [
-                {
-                    **_named(study.rows, key),
-                    **b.labels,
-                    f"{SEED}s": str(len(b.errors)),
-                    "mean error": _number(b.mean),
-                    "least": _number(min(b.errors)),
-                    "greatest": _number(max(b.errors)),
-                }
-                for key, b in bests.items()
-            ]
-        ),
+        _best(study, bests),
     ]
-    gaps = list(analysis.differences(study, bests))
-    if gaps:
+    if gaps := list(analysis.differences(study, bests)):
         first, second = analysis.versus_labels(study)[:2]
-        others = [axis for axis in study.rows if axis != study.versus]
-        parts += [
-            f"## {second} minus {first}, each at its best setting",
-            markdown.table(
-                [
-                    {
-                        **_named(others, key),
-                        first: _number(a),
-                        second: _number(b),
-                        "difference": f"{b - a:+.4f}" if math.isfinite(b - a) else "-",
-                    }
-                    for key, a, b in gaps
-                ]
-            ),
-        ]
+        parts += [f"## {second} minus {first}, each at its best setting", _gaps(study, gaps)]
     but = ", but for those that diverged" if any(b.diverged for b in bests.values()) else ""
     parts += [f"## Steps of the best settings to an error that all reach{but}"]
     parts += [_steps(study, bests)]
     return "\n\n".join(parts) + "\n"
+
+
+def _errors(study: Study, distributions: Mapping[Key, Distribution]) -> str:
+    """Returns a table of quantiles of the error."""
+    quantiles = {
+        "least": 0.0,
+        "first quarter": 0.25,
+        "median": 0.5,
+        "third quarter": 0.75,
+        "greatest": 1.0,
+    }
+    return markdown.table(
+        [
+            {
+                **_named(study.rows, key),
+                "runs": str(len(d.errors)),
+                "diverged": str(d.num_diverged),
+                **{name: _number(d.quantile(share)) for name, share in quantiles.items()},
+            }
+            for key, d in distributions.items()
+        ]
+    )
+
+
+def _best(study: Study, bests: Mapping[Key, Best]) -> str:
+    """Returns a table of the best settings and their errors."""
+    return markdown.table(
+        [
+            {
+                **_named(study.rows, key),
+                **b.labels,
+                f"{SEED}s": str(len(b.errors)),
+                "mean error": _number(b.mean),
+                "least": _number(min(b.errors)),
+                "greatest": _number(max(b.errors)),
+            }
+            for key, b in bests.items()
+        ]
+    )
+
+
+def _gaps(study: Study, gaps: Sequence[tuple[Key, float, float]]) -> str:
+    """Returns a table of the two values of `Study.versus` and their difference."""
+    first, second = analysis.versus_labels(study)[:2]
+    others = [axis for axis in study.rows if axis != study.versus]
+    return markdown.table(
+        [
+            {
+                **_named(others, key),
+                first: _number(a),
+                second: _number(b),
+                "difference": f"{b - a:+.4f}" if math.isfinite(b - a) else "-",
+            }
+            for key, a, b in gaps
+        ]
+    )
 
 
 def _steps(study: Study, bests: Mapping[Key, Best]) -> str:

@@ -161,25 +161,8 @@ def run_all(
         futures.ThreadPoolExecutor(processes) as pool,
         contextlib.closing(_Trainers(processes)) as trainers,
     ):
-        has_failed = threading.Event()
-        firsts = {made.first.folder: threading.Lock() for made in missing if made.first}
-
-        def make(made: Made) -> float | None:
-            if has_failed.is_set():
-                return None
-            started = time.monotonic()
-            try:
-                if made.first is not None:
-                    with firsts[made.first.folder]:
-                        first = _finished(study, made.first, launch or trainers)
-                    made = made._replace(first=first)
-                _run(study, made, launch or trainers)
-                return time.monotonic() - started
-            except BaseException:
-                has_failed.set()
-                raise
-
-        begun = {pool.submit(make, made): made for made in missing}
+        maker = _Maker(study, missing, launch or trainers)
+        begun = {pool.submit(maker.make, made): made for made in missing}
         try:
             for one in futures.as_completed(begun):
                 seconds = one.result()
@@ -189,6 +172,31 @@ def run_all(
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
     return len(missing)
+
+
+class _Maker:
+    """Makes runs of a study in several threads, until one of them fails."""
+
+    def __init__(self, study: Study, missing: Sequence[Made], launch: Launch):
+        self._study, self._launch = study, launch
+        self._has_failed = threading.Event()
+        self._firsts = {made.first.folder: threading.Lock() for made in missing if made.first}
+
+    def make(self, made: Made) -> float | None:
+        """Makes a run, after its first stage; returns its seconds, or None after a failure."""
+        if self._has_failed.is_set():
+            return None
+        started = time.monotonic()
+        try:
+            if made.first is not None:
+                with self._firsts[made.first.folder]:
+                    first = _finished(self._study, made.first, self._launch)
+                made = made._replace(first=first)
+            _run(self._study, made, self._launch)
+            return time.monotonic() - started
+        except BaseException:
+            self._has_failed.set()
+            raise
 
 
 class _Trainers:

@@ -128,7 +128,7 @@ def of(vocabulary: Any) -> KeptVocabulary | None:
         import seqio
         import tensorflow as tf
 
-        from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
+        from convt5.tasks import vocabularies
 
     if isinstance(vocabulary, seqio.ByteVocabulary):
         num_sentinels = int(vocabulary.extra_ids or 0)
@@ -248,7 +248,7 @@ def revived(kept: KeptVocabulary, file: epath.PathLike | None) -> Any:
         UserError: nothing that can be read lies there.
     """
     with quiet_imports.without_tensorflow_chatter():
-        from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
+        from convt5.tasks import vocabularies
 
     if kept.kind == "characters":
         return vocabularies.characters(kept.num_sentinels)

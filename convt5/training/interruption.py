@@ -3,7 +3,7 @@
 import signal
 import threading
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 from convt5 import errors
 
@@ -47,7 +47,7 @@ class Interruption:
 
     def __init__(self, hosts: PreemptionNotice | None = None):
         self._hosts = hosts
-        self._before: dict[signal.Signals, object] = {}
+        self._before: dict[signal.Signals, Any] = {}
         self._received: signal.Signals | None = None
 
     def requested(self, step: int) -> bool:
@@ -82,4 +82,4 @@ class Interruption:
 
     def _restore(self, *numbers: signal.Signals) -> None:
         for number in numbers:
-            signal.signal(number, self._before.pop(number))  # pyright: ignore[reportArgumentType]
+            signal.signal(number, self._before.pop(number))

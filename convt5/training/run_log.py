@@ -223,7 +223,7 @@ class WeightsAndBiases:
 
     def __init__(self, run_dir: epath.PathLike, *, project: str, config: Mapping[str, Any]):
         try:
-            import wandb  # pyright: ignore[reportMissingImports]  # An optional dependency.
+            import wandb  # An optional dependency.
         except ImportError as error:
             raise errors.UserError(
                 f"wandb_project={project!r} needs the package wandb, which is not installed; "

@@ -172,7 +172,7 @@ def make_train_step(
         bytes that a small batch moves.
     """
     sums_and_gradients = differentiated(config.loss, state_shardings.model)
-    num_parts, skip_spikes = config.grad_accum_steps, config.skip_spikes
+    num_parts = config.grad_accum_steps
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(seed_key, state.step)
@@ -181,12 +181,8 @@ def make_train_step(
         statistics = jax.tree.map(lambda x: x / num_parts, sums.statistics)
         updated = state.apply_gradients(updates, gradients).with_statistics(statistics)
         grad_norm = optax.tree.norm(gradients)
-        is_left_out = jnp.zeros((), bool)
-        if skip_spikes is not None:
-            measured = {"loss": sums.means()["loss"], "grad_norm": grad_norm}
-            assert state.spikes is not None
-            is_left_out, memory = skip_spikes.judge(state.spikes, measured)
-            updated = dataclasses.replace(updated.unless(is_left_out, state), spikes=memory)
+        measured = {"loss": sums.means()["loss"], "grad_norm": grad_norm}
+        updated, is_left_out = _judged(config.skip_spikes, state, updated, measured)
         updated = updated.averaged(config.ema)
         index = _nonfinite_index(
             sums.loss_sum, state.model, gradients, updated, is_left_out=is_left_out
@@ -210,6 +206,17 @@ def make_train_step(
         out_shardings=(state_shardings, replicated(batch_sharding.mesh)),
         donate_argnums=0,
     )
+
+
+def _judged(
+    skip_spikes: SkipSpikes | None, before: TrainState, updated: TrainState, measured: Metrics
+) -> tuple[TrainState, Bool[Array, ""]]:
+    """Returns the state after an update, or as it was where the update stands out; and whether."""
+    if skip_spikes is None:
+        return updated, jnp.zeros((), bool)
+    assert before.spikes is not None
+    is_left_out, memory = skip_spikes.judge(before.spikes, measured)
+    return dataclasses.replace(updated.unless(is_left_out, before), spikes=memory), is_left_out
 
 
 def make_eval_step(

@@ -207,8 +207,8 @@ def train(**settings: Any) -> Result:
     return TrainRun(**settings).train()
 
 
-# What gin reads of the settings, their types and their defaults.
-vars(train)["__signature__"] = inspect.signature(TrainRun)
+# What gin and lists of settings read of them: types, defaults and meanings.
+vars(train).update(__signature__=inspect.signature(TrainRun), __wrapped__=TrainRun)
 train.__annotations__ = {**typing.get_type_hints(TrainRun), "return": Result}
 
 

@@ -77,8 +77,8 @@ class Blocks:
         return Window(0, self.rows, 0)
 
     def _window(self, before: int, after: int, multiple: int) -> Window:
-        up = lambda reach: -(-reach // multiple) * multiple  # noqa: E731
-        return Window(up(before), self.rows, up(after))
+        above, below = (-(-reach // multiple) * multiple for reach in (before, after))
+        return Window(above, self.rows, below)
 
     def fetched(self, window: Window) -> int:
         """Rows of a window that are read from the array: not more than there are."""

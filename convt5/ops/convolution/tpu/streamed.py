@@ -61,9 +61,9 @@ def backward(
     tap = (None, None, length, LANES)
     read = pl.BlockSpec(tap, lambda b, c, step: (b, jnp.minimum(step, taps - 1), 0, c))
     written = pl.BlockSpec(tap, lambda b, c, step: (b, jnp.maximum(step - taps, 0), 0, c))
-    rows = lambda size: pltpu.VMEM((1, size, LANES), jnp.float32)  # noqa: E731
     scratch = [pltpu.VMEM((1, blocks.segments.size, LANES), jnp.int32)] * blocks.packed
-    scratch += [rows(blocks.inputs.size), rows(blocks.readers.size), rows(blocks.readers.size)]
+    for window in (blocks.inputs, blocks.readers, blocks.readers):
+        scratch.append(pltpu.VMEM((1, window.size, LANES), jnp.float32))
     scratch += [pltpu.VMEM((length, LANES), jnp.float32)] * 4
     arrays = [x, dy, logits, *([ids] if blocks.packed else [])]
     if not call.interpret:
