@@ -5,7 +5,6 @@ import gc
 import importlib.util
 import os
 import pathlib
-from collections.abc import Hashable
 
 import commands
 
@@ -157,8 +156,8 @@ _STEPS: dict = {}
 def _key(value):
     """Returns settings as something hashable."""
     if isinstance(value, dict):
-        value = value.items()
-    return value if isinstance(value, Hashable) else tuple(map(_key, value))
+        value = tuple(value.items())
+    return tuple(map(_key, value)) if isinstance(value, list | tuple) else value
 
 
 @pytest.fixture(scope="session")

@@ -156,7 +156,7 @@ def test_a_position_is_a_few_numbers(task):
     batches = build(task, pack=True)
     sizes = []
     for _ in range(3):
-        take(batches, 100)
+        take(batches, 25)
         sizes.append(len(batches.get_state()))
     assert max(sizes) < 700
 

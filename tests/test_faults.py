@@ -173,7 +173,7 @@ def test_checkpoints_of_versions_without_checksums_are_read(good_run, tmp_path):
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, shared_steps):
     """Calls `train` on a small problem; keywords replace its settings."""
 
     def call(folder="run", **changes):

@@ -115,7 +115,7 @@ class RandomData:
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, shared_steps):
     """Calls `train` on a small problem; keywords replace its settings."""
 
     def call(*, every_steps=4, **changes):

@@ -154,14 +154,14 @@ class AdamWConfig:
 
     def build(self, schedule: Schedule) -> optax.GradientTransformation:
         """Returns the transformation; its updates are to be added to the parameters."""
-        scale = optax.identity()
+        decay = _decay(self.weight_decay, self.not_decayed)
         if self.scale_by_parameter:
             scale = scale_by_parameter_rms(self.min_parameter_scale, stacked=self.stacked)
+            decay = optax.chain(scale, decay)  # In one place: checkpoints name states by place.
         return optax.chain(
             _clip_gradients(self.max_grad_norm),
             optax.scale_by_adam(b1=self.b1, b2=self.b2, eps=self.epsilon),
-            scale,
-            _decay(self.weight_decay, self.not_decayed),
+            decay,
             optax.scale_by_learning_rate(schedule),
         )
 
