@@ -213,6 +213,7 @@ def open_inputs(
 ) -> "Inputs":
     """Returns what the flags name, checked."""
     from convt5.evaluation import inputs
+    from convt5.runtime import foreign_files
 
     format = None if flags.raw else written
     if flags.task:
@@ -220,7 +221,8 @@ def open_inputs(
     how = {"invalid_utf8": flags.invalid_utf8 or "refuse"}
     if flags.input and flags.input != inputs.STDIN:
         return inputs.from_files(flags.input, flags.field, format, **how)
-    return inputs.from_stream(sys.stdin.buffer, flags.field, format, **how)
+    lines = foreign_files.lines_as_they_come(sys.stdin.buffer, "standard input")
+    return inputs.from_stream(lines, flags.field, format, **how)
 
 
 def run(predictor: "Predictor", inputs: "Inputs", output: "ResumableLines | None") -> None:

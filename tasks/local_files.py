@@ -234,14 +234,16 @@ def is_json_lines(name: str) -> bool:
 def open_bytes(name: str) -> Any:
     """Opens a file to read its bytes, decompressed as its name says.
 
-    What it unpacks to is bounded, as `foreign_files.Unpacked` says.
+    What it unpacks to and its lines are bounded, as `foreign_files.Text` says.
     """
-    opener = OPENERS.get(pathlib.PurePath(name).suffix.lower())
-    file = tf.io.gfile.GFile(name, "rb") if is_remote(name) else name
-    if opener is None:
-        return file if is_remote(name) else open(name, "rb")
-    _, stored, _ = identity(name)
-    return io.BufferedReader(foreign_files.Unpacked(opener(file, "rb"), stored), _BLOCK_BYTES)
+    suffix = pathlib.PurePath(name).suffix.lower()
+    stored = identity(name)[1] if suffix in OPENERS else None
+    file: Any = tf.io.gfile.GFile(name, "rb") if is_remote(name) else name
+    if suffix in OPENERS:
+        file = OPENERS[suffix](file, "rb")
+    elif file is name:
+        file = io.FileIO(name)
+    return io.BufferedReader(foreign_files.Text(file, stored), _BLOCK_BYTES)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import seqio
 import tensorflow as tf
 
 from convt5 import errors
-from convt5.runtime import foreign_files
+from convt5.runtime import foreign_files, tfds_features
 
 from .text_files import TextFiles
 
@@ -129,6 +129,7 @@ class PreparedTfdsSource(seqio.TfdsDataSource):
                 f"tfds_name={tfds_name!r} has no version; set it to one such as 'c4/en:3.1.0'."
             )
         foreign_files.check_tfds(tfds_name, data_dir, setting="tfds_name")
+        tfds_features.import_none_of_others()
         self._tfds_name = tfds_name
         self._fields = tuple(fields)
         self._names = dict(splits or {"train": "train", "validation": "validation"})
@@ -165,6 +166,8 @@ class PreparedTfdsSource(seqio.TfdsDataSource):
     def _explained(self, split: str) -> Iterator[None]:
         try:
             yield
+        except errors.UserError:
+            raise
         except _TFDS_ERRORS as error:
             self._check_split(split)
             raise errors.UserError(

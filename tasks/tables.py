@@ -18,6 +18,7 @@ import tensorflow as tf
 from absl import logging
 
 from convt5 import errors
+from convt5.runtime import foreign_files
 
 from . import local_files
 from .sources import ItemSource
@@ -26,8 +27,6 @@ Path = local_files.Paths | Mapping[str, local_files.Paths]
 Example = Mapping[str, str | list[str]]
 
 SUFFIXES = (".jsonl", ".tsv", ".csv")
-_LONGEST_FIELD = 2**31 - 1
-"""Characters of a field of CSV, of which Python takes 131,072 where nothing else is said."""
 _SPLIT_NAMES = {
     **dict.fromkeys(("dev", "valid", "val", "dev_matched", "validation_matched"), "validation"),
     "dev_mismatched": "validation_mismatched",
@@ -363,7 +362,7 @@ def _json_rows(file: str, lines: Iterator[str], readable: _Readable) -> Iterator
 
 
 def _csv_cells(file: str, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
-    csv.field_size_limit(_LONGEST_FIELD)
+    csv.field_size_limit(foreign_files.MOST_LINE_BYTES)
     reader = csv.reader((f"{line}\n" for line in lines), strict=True)
     try:
         for cells in reader:

@@ -22,6 +22,7 @@ import tensorflow as tf
 from absl import logging
 
 from convt5 import errors
+from convt5.runtime import foreign_files
 
 from . import local_files
 
@@ -291,10 +292,19 @@ class _Reader:
 def _paragraph_groups(lines: Iterable[str | None]) -> Iterator[str]:
     """Yields the lines between blank ones; a group with None in it is left out."""
     group: list[str | None] = []
+    size = 0
     for line in itertools.chain(lines, [""]):
         if line is None or line.strip():
             group.append(line)
+            size += len(line or "")
+            if size > foreign_files.MOST_LINE_BYTES:
+                raise foreign_files.TooLargeError(
+                    f"a document in it has more than {foreign_files.MOST_LINE_BYTES:,} characters "
+                    "without a blank line; set separator='line', or put blank lines between "
+                    "documents"
+                )
             continue
+        size = 0
         whole = [each for each in group if each is not None]
         if whole and len(whole) == len(group):
             yield "\n".join(whole)

@@ -49,6 +49,11 @@ ROWS = [
         lambda m: len(m.HOSTILE) + m.FLIPS * len(m.WHOLE),
     ),
     Row(
+        "Images whose headers tell more pixels than memory holds",
+        "test_vision_images",
+        lambda m: 2 * len(m.HUGE_IMAGES),
+    ),
+    Row(
         "Names of variables that are none, for TPU VMs and Kubernetes",
         "test_launch",
         lambda m: 2 * len(m.NO_NAMES),

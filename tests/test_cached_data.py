@@ -208,6 +208,20 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(folder):
         list(itertools.islice(batches, ROWS))
 
 
+@pytest.mark.parametrize("value", [2**16 - 1, 402, "position"])
+def test_ids_beyond_the_vocabulary_and_positions_beyond_the_row_are_refused(folder, value):
+    name = "decoder_loss_weights" if value == "position" else "decoder_target_tokens"
+    feature = cached_data.read_about(str(folder))["splits"]["train"]["features"][name]
+    path = folder / "train" / f"{name}.bin"
+    stored = np.fromfile(path, feature["dtype"]).reshape(-1, feature["length"])
+    stored[7, 2] = 5 if value == "position" else value
+    stored.tofile(path)
+    batches = built(folder, num_epochs=1, shuffle=False)
+    next(batches)
+    with pytest.raises(errors.UserError, match=rf"{name}\.bin has {stored[7, 2]} in row 7"):
+        next(batches)
+
+
 def test_an_unfinished_cache_is_none(tmp_path):
     writer = cached_data.Writer(tmp_path / "cache")
     list(writer.write("train", [made()]))

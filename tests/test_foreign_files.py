@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import tf_bundle
 import word_pieces
-from convt5.tasks import local_files, vocabularies
+from convt5.tasks import local_files, tables, text_files, vocabularies
 
 from convt5 import errors
 from convt5.data import cached_data
@@ -659,6 +659,41 @@ def test_a_packed_line_without_an_end_is_refused(suffix, tmp_path, monkeypatch):
     assert "a line in it" in refused(lambda path: inputs.from_files(str(path)), path)
 
 
+def read_stream(path):
+    with open(path, "rb") as stream:
+        list(foreign_files.lines_as_they_come(stream, str(path)))
+
+
+ENDLESS = {
+    "a.txt": lambda path: list(text_files.TextFiles(path=path, separator="line").documents()),
+    "paragraph.txt": lambda path: list(text_files.TextFiles(path=path).documents()),
+    "a.jsonl": lambda path: list(tables.read_rows(path)),
+    "a.csv": lambda path: list(tables.read_rows(path, ["a", "b"])),
+    "quoted.csv": lambda path: list(tables.read_rows(path, ["a", "b"])),
+    "a.tsv": lambda path: list(tables.read_rows(path, ["a", "b"])),
+    "inputs.txt": inputs.from_files,
+    "standard input": read_stream,
+}
+"""Files that hold lines or documents of a gigabyte, and what reads them."""
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_line_or_a_document_without_an_end_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(foreign_files, "MOST_LINE_BYTES", 2**18)
+    path = tmp_path / name
+    starts = {
+        "paragraph.txt": b"a\n\nb\n" + b"b\n" * 2**18,
+        "quoted.csv": b'a,"' + b"b" * 2**9 + b"\n" * 2**18,
+    }
+    path.write_bytes(starts.get(name, b"a"))
+    os.truncate(path, 2**30)
+    tracemalloc.start()
+    message = refused(lambda path: ENDLESS[name](str(path)), path)
+    assert tracemalloc.get_traced_memory()[1] < 2**25
+    tracemalloc.stop()
+    assert "more than" in message or "larger than" in message
+
+
 # Bytes that flip
 
 FLIPS = 24
@@ -757,5 +792,6 @@ ATTACKS = {
     "SentencePiece models, and text packed by gzip, xz and bzip2 that unpacks without end": (
         len(PIECES) + 2 + 2 * len(BOMBS) * len(PACKERS) + len(PACKERS)
     ),
+    "Lines and documents of a gigabyte in files of text and tables": len(ENDLESS),
     "Bytes flipped or cut at random, in twelve formats": FLIPS * len(FLIPPED),
 }

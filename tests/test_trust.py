@@ -26,6 +26,7 @@ from convt5.configuration import gin_config, gin_files, trust
 from convt5.configuration.gin_names import Resolver, Target
 from convt5.interchange import portable
 from convt5.modeling.tree_paths import named_leaves
+from convt5.runtime import tfds_features
 from convt5.vision import sources as images
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -449,3 +450,16 @@ def test_a_data_set_of_tfds_names_no_module_to_import(place, key):
         lambda _: images.Tfds(name="mnist", data_dir=str(place.folder / "data")).open("train"),
     ):
         assert "evil.Feature" in refused(place, read)
+
+
+def test_features_of_other_modules_are_refused_wherever_the_data_lies(place, monkeypatch):
+    from tensorflow_datasets.core.features import feature
+
+    original = feature.FeatureConnector.cls_from_name
+    monkeypatch.setattr(feature.FeatureConnector, "cls_from_name", original)
+    tfds_features.import_none_of_others()
+    tfds_features.import_none_of_others()
+    read = feature.FeatureConnector.from_json
+    assert read({"type": "tensorflow_datasets.core.features.text_feature.Text", "content": {}})
+    for named in ({"type": "evil.Feature", "content": {}}, {"pythonClassName": "evil.Feature"}):
+        assert "evil.Feature" in refused(place, lambda _, named=named: read(named))

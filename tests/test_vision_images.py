@@ -2,10 +2,13 @@
 
 import dataclasses
 import functools
+import io
 import itertools
 import pathlib
 import shutil
+import struct
 import warnings
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -380,6 +383,57 @@ def test_a_corrupt_file_is_named_or_skipped_and_counted(folder):
         pytest.raises(UserError, match="none of the 4 images"),
     ):
         next(unread)
+
+
+def png(width, height):
+    def chunk(kind, content):
+        check = zlib.crc32(kind + content)
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", check)
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+
+
+def jpeg(width, height):
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, "JPEG")
+    content = bytearray(buffer.getvalue())
+    at = content.index(b"\xff\xc0") + 5
+    content[at : at + 4] = struct.pack(">HH", height, width)
+    return bytes(content)
+
+
+def gif(version, width, height):
+    frame = b"," + struct.pack("<HHHHB", 0, 0, width, height, 0) + b"\x02\x00"
+    return version + struct.pack("<HHBBB", width, height, 0, 0, 0) + frame + b";"
+
+
+HUGE_IMAGES = {
+    "a.png": png(2**16, 2**12),
+    "wide.png": png(2**30, 1),
+    "a.jpg": jpeg(65_000, 65_000),
+    "a.gif": gif(b"GIF89a", 65_000, 65_000),
+    "a.bmp": b"BM" + struct.pack("<IIIIiiHHIIIIII", 0, 0, 54, 40, 2**20, 2**20, 1, 24, *[0] * 6),
+    "gif.png": gif(b"GIF87a", 65_000, 65_000),
+}
+
+
+@pytest.mark.parametrize("name", HUGE_IMAGES)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_an_image_of_more_pixels_than_memory_is_refused_before_it_is_unpacked(
+    name, channels, tmp_path
+):
+    path = tmp_path / name
+    path.write_bytes(HUGE_IMAGES[name])
+    with pytest.raises(UserError, match=r"are more than [\d,]+ pixels"):
+        decode(path, channels=channels)
+
+
+def test_a_film_is_not_unpacked_whole(tmp_path):
+    path = tmp_path / "a.gif"
+    frames = [Image.new("P", (40, 30), color) for color in range(9)]
+    frames[0].save(path, save_all=True, append_images=frames[1:])
+    assert decode(path, channels=3).shape == (30, 40, 3)
 
 
 def test_an_empty_or_missing_folder_is_named(tmp_path):

@@ -164,7 +164,12 @@ class CachedDataConfig:
         split = self._about["splits"][self.split]
         folder = _folder(self.path) / self.split
         return {
-            name: _Rows(folder / f"{name}.bin", feature, split["rows"])
+            name: _Rows(
+                folder / f"{name}.bin",
+                feature,
+                split["rows"],
+                limit=_limit(name, feature, self._about),
+            )
             for name, feature in split["features"].items()
         }
 
@@ -510,8 +515,8 @@ class _Rows:
     told, where a mapped one ends the process.
     """
 
-    def __init__(self, path: pathlib.Path, feature: Mapping[str, Any], count: int):
-        self._path = path
+    def __init__(self, path: pathlib.Path, feature: Mapping[str, Any], count: int, *, limit: int):
+        self._path, self._limit = path, limit
         self._dtype, self._length = np.dtype(feature["dtype"]), feature["length"]
         self._row_bytes = self._length * self._dtype.itemsize
         expected = count * self._row_bytes
@@ -530,6 +535,7 @@ class _Rows:
 
         Raises:
             TrainingError: the file no longer holds one of the rows, or cannot be read.
+            UserError: a row holds an id beyond the vocabulary, or a position beyond the row.
         """
         stored = np.empty((len(rows), self._length), self._dtype)
         for row, values in zip(rows, stored, strict=True):
@@ -539,6 +545,13 @@ class _Rows:
                 raise self._fault(f"cannot be read ({error.strerror})") from None
             if found != self._row_bytes:
                 raise self._fault(f"ends within row {row}, though it did not when it was opened")
+        wrong = (stored < 0) | (stored >= self._limit)
+        if wrong.any():
+            row = rows[wrong.any(axis=1).argmax()]
+            raise errors.UserError(
+                f"{self._path} has {stored[wrong][0]} in row {row}, where {_ABOUT_FILE} allows "
+                f"numbers from 0 to {self._limit - 1}; the cache is damaged: make it anew."
+            )
         return stored.astype(np.int32)
 
     def _fault(self, what: str) -> errors.TrainingError:
@@ -550,6 +563,11 @@ class _Rows:
 
 def _folder(path: str | os.PathLike[str]) -> pathlib.Path:
     return pathlib.Path(os.path.expanduser(path))
+
+
+def _limit(name: str, feature: Mapping[str, Any], about: Mapping[str, Any]) -> int:
+    """Returns what numbers of a feature are below: ids, or segments and positions in the row."""
+    return about["vocab_size"] if name.endswith("tokens") else feature["length"] + 1
 
 
 def _seed_faults(seed: object) -> list[str]:

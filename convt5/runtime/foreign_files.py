@@ -6,6 +6,7 @@ wrong is a `ValueError` that says why, or a `UserError` that names the file as w
 
 import contextlib
 import io
+import itertools
 import json
 import math
 import os
@@ -120,18 +121,32 @@ def lines(file: IO[bytes]) -> Iterator[bytes]:
         yield rest
 
 
-class Unpacked(io.RawIOBase):
-    """A compressed file as it is read, refused once it is no text of anyone's.
+def lines_as_they_come(stream: IO[bytes], name: str) -> Iterator[bytes]:
+    """Yields the lines of a pipe or terminal; raises `UserError` for one of more than 64 MiB."""
+    for number in itertools.count(1):
+        line = stream.readline(MOST_LINE_BYTES + 1)
+        if len(line) > MOST_LINE_BYTES:
+            raise errors.UserError(
+                f"{name}, line {number} has more than {MOST_LINE_BYTES:,} bytes; end each input "
+                "with a line feed."
+            )
+        if not line:
+            return
+        yield line
+
+
+class Text(io.RawIOBase):
+    """A file of text as it is read, refused once it is no text of anyone's.
 
     Args:
-        file: what unpacks it.
-        stored: its own size in bytes.
+        file: of its bytes, or what unpacks them.
+        stored: its own size in bytes, where it is packed.
 
     Raises:
-        TooLargeError: it unpacks to far more than its size, or to a line without an end.
+        TooLargeError: it unpacks to far more than its size, or has a line of more than 64 MiB.
     """
 
-    def __init__(self, file: IO[bytes], stored: int):
+    def __init__(self, file: IO[bytes], stored: int | None = None):
         self._file, self._stored = file, stored
         self._count = self._in_line = 0
 
@@ -142,7 +157,8 @@ class Unpacked(io.RawIOBase):
         piece = self._file.read(len(buffer))
         buffer[: len(piece)] = piece
         self._count += len(piece)
-        check_expansion(self._count, self._stored)
+        if self._stored is not None:
+            check_expansion(self._count, self._stored)
         end = piece.rfind(b"\n")
         self._in_line = len(piece) - end - 1 + (self._in_line if end < 0 else 0)
         if self._in_line > MOST_LINE_BYTES:

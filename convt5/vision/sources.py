@@ -18,10 +18,14 @@ import numpy as np
 from PIL import Image
 
 from convt5 import errors
-from convt5.runtime import foreign_files, quiet_imports
+from convt5.runtime import foreign_files, quiet_imports, tfds_features
 
 OnCorrupt = Literal["refuse", "skip"]
 
+MOST_PIXELS = 2**26
+"""Of an image in a file: 67 million."""
+
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 _SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
 _SPLIT = "{split}"
 
@@ -227,9 +231,12 @@ class Tfds:
         with quiet_imports.without_tensorflow_chatter():
             import tensorflow_datasets as tfds
         _tensorflow()
+        tfds_features.import_none_of_others()
         try:
             builder: Any = tfds.builder(self.name, data_dir=self.data_dir)
             examples = builder.as_data_source(split=split)
+        except errors.UserError:
+            raise
         except Exception as error:  # TFDS has many kinds.
             raise errors.UserError(
                 f"split={split!r} of name={self.name!r} cannot be read; prepare it with `tfds "
@@ -313,8 +320,10 @@ def decode(path: pathlib.Path, *, channels: int) -> np.ndarray:
     """
     try:
         content = path.read_bytes()
-        # TensorFlow does not look up the palette of a .bmp.
-        return (_by_pillow if content.startswith(b"BM") else _decoded)(content, channels)
+        _check_size(content)
+        # TensorFlow does not look up the palette of a .bmp, and it unpacks all images of a .gif.
+        by_pillow = content.startswith((b"BM", b"GIF"))
+        return (_by_pillow if by_pillow else _decoded)(content, channels)
     except (OSError, _NoImageError) as error:
         raise CorruptImage(
             f"{path} cannot be read as an image ({error}); replace or remove it, or set "
@@ -324,6 +333,27 @@ def decode(path: pathlib.Path, *, channels: int) -> np.ndarray:
 
 class _NoImageError(Exception):
     """Bytes that are no image."""
+
+
+def _check_size(content: bytes) -> None:
+    """Raises `_NoImageError` for an image of more pixels than are read, by what it says of itself.
+
+    A file of kilobytes may unpack to gigabytes.
+    """
+    Image.init()
+    for name in _FORMATS:
+        factory, accept = Image.OPEN[name]
+        if accept is not None and accept(content[:16]) is True:
+            try:
+                width, height = factory(io.BytesIO(content), "").size
+            except Exception as error:  # Pillow has many kinds.
+                raise _NoImageError(str(error)) from None
+            if width * height > MOST_PIXELS:
+                raise _NoImageError(
+                    f"{width}x{height} are more than {MOST_PIXELS:,} pixels; make it smaller"
+                )
+            return
+    raise _NoImageError(f"it is none of {', '.join(_FORMATS)}")
 
 
 def _decoded(content: bytes, channels: int) -> np.ndarray:
