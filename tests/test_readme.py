@@ -77,6 +77,22 @@ def test_links_to_sections_lead_to_one(page):
             assert anchor in anchors(other.read_text()), f"{target}#{anchor}"
 
 
+def test_pages_link_one_another_in_the_site_as_in_the_repository():
+    rewritten = runpy.run_path(str(ROOT / "docs" / "tools" / "site_pages.py"))["rewritten"]
+    text = "[a](../data.md) [b](../../README.md#models) [c](https://a.b/c.md) [d](../../.ci/run)"
+    found = rewritten(text, here="docs/guides/tasks.md", page="guides/tasks.md")
+    assert found == "[a](../data.md) [b](../index.md#models) [c](https://a.b/c.md) [d]"
+    found = rewritten("[a](docs/data.md#order)", here="README.md", page="index.md")
+    assert found == "[a](data.md#order)"
+
+
+def test_every_page_is_in_the_menu_of_the_site():
+    menu = set(re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    pages.discard("comparison/comparison.md")  # A table that comparison.md shows.
+    assert menu == pages | {"index.md", "contributing.md", "changelog.md"}
+
+
 def test_the_readme_is_read_in_a_few_minutes():
     assert len(README.splitlines()) <= 150
 
