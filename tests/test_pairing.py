@@ -124,9 +124,11 @@ BASE = [(variant, by) for by in ("parameters", "flops") for variant in VARIANTS]
 
 
 @pytest.mark.parametrize(
-    ("variant", "by"), quick(BASE, chosen=[("dynamic", "flops"), ("hybrid", "parameters")])
+    "case", quick(BASE, chosen=[("dynamic", "flops"), ("hybrid", "parameters")]), ids="-".join
 )
-def test_base_presets_can_be_paired_with_t5(variant, by):
+def test_base_presets_can_be_paired_with_t5(case):
+    variant, by = case
+
     def load(name):
         return gin_config.load([f"gin/models/{name}_base.gin"], roots=["%MODEL"]).macro("MODEL")
 
