@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from convt5.analysis.cost_report import Subject
     from convt5.modeling.architecture import ConvT5Config
     from convt5.modeling.description import StackName
+    from convt5.modeling.sharding import MeshConfig
     from convt5.training.train_step import StepConfig
     from convt5.training.trainer import TrainRun
 
@@ -67,6 +68,10 @@ COMMAND = command_line.Command(
             "widths that give it as many parameters, or FLOPs, as another model",
             "--gin_file=gin/models/dynamic_base.gin --pair_with=gin/models/t5_base.gin",
         ),
+        (
+            "a proof that it reads nothing that it must not, here and on two meshes",
+            "--gin_file=gin/models/dynamic_tiny.gin --prove --mesh=data=2,fsdp=2 --mesh=sequence=2",
+        ),
         ("for a program", "--gin_file=gin/models/wavenet_base.gin --json"),
     ],
     flags=[
@@ -109,7 +114,22 @@ COMMAND = command_line.Command(
             "--checkpoint: the distance within which 50, 95 and 99 percent of the gradient lie.",
             {"action": "store_true"},
         ),
-        command_line.Flag("checkpoint", "with --measure: a run directory, or a step of one."),
+        command_line.Flag(
+            "prove",
+            "also proves that no output depends on later targets, other packed examples, padding "
+            "or other rows, that decoding equals teacher forcing, and that layers read no further "
+            "than stated; exit code 1 where something fails, with the layer.",
+            {"action": "store_true"},
+        ),
+        command_line.Flag(
+            "mesh",
+            "with --prove: also proves that an update is the same on this mesh of emulated "
+            "devices, such as fsdp=2,tensor=2, as on one; may be repeated.",
+            {"action": "append"},
+        ),
+        command_line.Flag(
+            "checkpoint", "with --measure or --prove: a run directory, or a step of one."
+        ),
         command_line.Flag(
             "plot",
             "with --measure: draws it to this file, such as field.png.",
@@ -133,9 +153,10 @@ def main(argv: Sequence[str]) -> int:
     arguments = command_line.parse(COMMAND, argv)
     flags = arguments.flags
     _check_flags(vars(flags))
+    meshes = _emulated(flags.mesh or ())
     step, name = read_step(arguments.gin_files, arguments.gin_bindings, trust=arguments.trust)
     if isinstance(step.model, ViTConfig):
-        return _show_vision(step.model, name, vars(flags))
+        return _show_vision(step, name, vars(flags), meshes)
     if flags.plot:
         _check_plot(flags.plot)
     topology = None
@@ -170,6 +191,17 @@ def main(argv: Sequence[str]) -> int:
         paired = _paired(subject, flags.pair_with, flags.multiple, arguments.trust)
         sections.append(paired[0])
         values["equal_cost"] = paired[1]
+    exit_code = 0
+    if flags.prove:
+        from convt5.analysis.proofs import report as proofs
+
+        lengths = (subject.encoder_length, subject.decoder_length)
+        proven = proofs.make_report(
+            name, step, lengths=lengths, checkpoint=flags.checkpoint, meshes=meshes
+        )
+        sections.append(proven.as_text())
+        values["proofs"] = proven.as_json()
+        exit_code = proven.exit_code
     examples = decoded_examples(_data(step), flags.examples) if flags.examples else []
     described = _described_data(_data(step), is_read=bool(examples))
     if described is not None:
@@ -179,11 +211,26 @@ def main(argv: Sequence[str]) -> int:
         print()
     else:
         print("\n\n".join([*sections, *_examples_section(examples)]))
-    return 0
+    return exit_code
 
 
-def _show_vision(config: ViTConfig, name: str, flags: Mapping[str, Any]) -> int:
+def _emulated(texts: Sequence[str]) -> list["MeshConfig"]:
+    """Returns the meshes of the command line, for which it emulates devices."""
+    if not texts:
+        return []
+    from convt5.analysis.proofs import meshes
+
+    parsed = meshes.parse(texts)
+    meshes.emulate_devices(max(map(meshes.num_devices, parsed)))
+    return parsed
+
+
+def _show_vision(
+    step: "StepConfig", name: str, flags: Mapping[str, Any], meshes: Sequence["MeshConfig"]
+) -> int:
     """Prints the report of a vision model, which is shorter; returns the exit code."""
+    config = step.model
+    assert isinstance(config, ViTConfig)
     errors.raise_all(
         (
             f"--{flag} is for text models, and {name} is a vision model; leave it out."
@@ -201,12 +248,20 @@ def _show_vision(config: ViTConfig, name: str, flags: Mapping[str, Any]) -> int:
         ),
         where="inspect",
     )
+    text, values = f"{name}: {vision_costs.as_text(config)}", vision_costs.as_json(config)
+    exit_code = 0
+    if flags["prove"]:
+        from convt5.analysis.proofs import report as proofs
+
+        proven = proofs.make_report(name, step, checkpoint=flags["checkpoint"], meshes=meshes)
+        text, exit_code = f"{text}\n\n{proven.as_text()}", proven.exit_code
+        values = {**values, "proofs": proven.as_json()}
     if flags["json"]:
-        json.dump({"name": name, **vision_costs.as_json(config)}, sys.stdout, indent=2)
+        json.dump({"name": name, **values}, sys.stdout, indent=2)
         print()
     else:
-        print(f"{name}: {vision_costs.as_text(config)}")
-    return 0
+        print(text)
+    return exit_code
 
 
 def read_step(
@@ -465,10 +520,12 @@ def _check_flags(flags: Mapping[str, Any]) -> None:
     ]
     if flags["gradients_only"] and not flags["topology"]:
         faults.append("--gradients_only says what to compile; give --topology, such as v5e:2x2.")
+    needed = {"checkpoint": ["measure", "prove"], "plot": ["measure"], "mesh": ["prove"]}
     faults += [
-        f"--{name}={flags[name]} is for --measure; add it."
-        for name in ("checkpoint", "plot")
-        if flags[name] and not flags["measure"]
+        f"--{name}={value} is for --{' or --'.join(others)}; add it."
+        for name, others in needed.items()
+        for value in (flags[name] if name == "mesh" else [flags[name]]) or []
+        if value and not any(flags[other] for other in others)
     ]
     if flags["multiple"] and not flags["pair_with"]:
         faults.append(f"--multiple={flags['multiple']} is for --pair_with; add it.")

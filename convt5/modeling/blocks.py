@@ -260,8 +260,10 @@ class Stack(nnx.Module):
                 layer.mixing.room(state.mixing)
                 for layer, state in zip(self.layers, states, strict=True)
             )
-            length = next(room for room in rooms if room is not None)
-            bias = self.relative_bias(index[:, None], jnp.arange(length))
+            length = next((room for room in rooms if room is not None), None)
+            # Layers alone may be without attention where their stack has some.
+            if length is not None:
+                bias = self.relative_bias(index[:, None], jnp.arange(length))
         position = Position(index, readable=readable, bias=bias)
         after = []
         for layer, state in zip(self.layers, states, strict=True):

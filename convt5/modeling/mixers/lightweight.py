@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
+from convt5.modeling.layers import at_least_float32
 from convt5.modeling.mixers.convolution import (
     Convolution,
     ConvolutionConfig,
@@ -43,7 +44,7 @@ class LightweightConvolution(Convolution):
     def convolve(self, inputs, gated, where, *, dropout_key):
         return lightweight_conv(
             inputs,
-            self.kernel_logits[...],
+            self.kernel_logits[...].astype(at_least_float32(inputs.dtype)),
             softmax=self.config.normalize_taps,
             tap_dropout_rate=self.config.tap_dropout_rate,
             dropout_key=dropout_key,

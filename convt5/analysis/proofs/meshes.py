@@ -1,0 +1,198 @@
+"""The proof that an update is the same on a mesh of devices as on one device.
+
+Devices are emulated on the CPU, so that any mesh can be proven anywhere. Activations and their
+gradients are float64: what remains are roundings of parameters to float32.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from convt5 import errors
+from convt5.analysis.proofs.results import Proof
+from convt5.modeling.architecture import ConvT5Config
+from convt5.modeling.sharding import BATCH_AXES, MeshConfig
+from convt5.modeling.tree_paths import named_leaves
+from convt5.training.losses import TextLoss
+from convt5.training.plan import Plan, make_plan
+from convt5.training.schedule import Constant
+from convt5.training.train_step import StepConfig
+from convt5.vision import placement as vision_placement
+from convt5.vision.architecture import ViTConfig
+from convt5.vision.losses import VisionLoss
+
+ALLOWED = 1e-4
+"""Largest difference of an updated number, relative to the largest update of its parameter."""
+
+_LAST_BITS = 2 * float(np.finfo(np.float32).eps)
+
+Batch = Mapping[str, np.ndarray]
+RATE = 1e-3
+"""The learning rate of the update, whatever the schedule begins with."""
+
+
+class _Update(NamedTuple):
+    """One update: the loss before it, and parameters by name before and after it."""
+
+    loss: float
+    before: dict[str, np.ndarray]
+    after: dict[str, np.ndarray]
+
+
+def parse(texts: Sequence[str]) -> list[MeshConfig]:
+    """Returns the meshes that texts such as "data=2,tensor=4" name; axes left out are 1.
+
+    Raises:
+        UserError: an axis or a size that there is not.
+    """
+    axes = list(MeshConfig.__dataclass_fields__)
+    found = []
+    for text in texts:
+        sizes = {}
+        for part in text.split(","):
+            axis, _, size = (piece.strip() for piece in part.partition("="))
+            if axis not in axes or axis in sizes or not size.isdecimal() or int(size) < 1:
+                raise errors.UserError(
+                    f"--mesh={text}: {part!r} must be an axis, each at most once, and its size of "
+                    f"at least 1, such as fsdp=2; the axes are {', '.join(axes)}."
+                )
+            sizes[axis] = int(size)
+        found.append(MeshConfig(**{axis: sizes.get(axis, 1) for axis in axes}))
+    return found
+
+
+def num_devices(mesh: MeshConfig) -> int:
+    """Returns how many devices a mesh without -1 has."""
+    return math.prod(vars(mesh).values())
+
+
+def emulate_devices(count: int) -> None:
+    """Makes the CPU look like so many devices; call before JAX computes anything.
+
+    Raises:
+        UserError: JAX has begun already, with fewer.
+    """
+    with contextlib.suppress(RuntimeError):  # What there are may be enough.
+        jax.config.update("jax_num_cpu_devices", count)
+    if (present := len(jax.devices("cpu"))) < count:
+        raise errors.UserError(
+            f"--mesh needs {count} devices, but the CPU is {present} here; set XLA_FLAGS="
+            f"--xla_force_host_platform_device_count={count} before Python starts."
+        )
+
+
+def prove(
+    step: StepConfig, model: Any, meshes: Sequence[MeshConfig], *, lengths: Sequence[int] = ()
+) -> list[Proof]:
+    """Returns for each mesh whether an update on it is that of one device.
+
+    Args:
+        step: loss, optimizer, frozen parameters, microbatches and sharding rules of the update.
+        model: the parameters before it.
+        meshes: to prove, without -1.
+        lengths: tokens of an encoder's and of a decoder's row, for a text model.
+
+    Raises:
+        UserError: a mesh that does not divide the model or its rows.
+    """
+    ways = [math.prod(getattr(mesh, axis) for axis in BATCH_AXES) for mesh in meshes]
+    rows = math.lcm(*ways) * step.grad_accum_steps
+    rows *= -(-4 // rows)
+    config = model.config
+    batch = _text_batch(rows, config, *lengths) if lengths else _image_batch(rows, config)
+    named = {f"{half}_length": n for half, n in zip(("encoder", "decoder"), lengths, strict=False)}
+    devices = jax.devices("cpu")
+    with jax.enable_x64(True), jax.default_device(devices[0]):
+        step = _in_float64(step, config)
+
+        def update(mesh: MeshConfig) -> _Update:
+            plan = make_plan(
+                dataclasses.replace(step, mesh=mesh),
+                batch_size=rows,
+                lengths=named or None,
+                devices=devices[: num_devices(mesh)],
+            )
+            return _updated(plan, model, batch)
+
+        alone = update(MeshConfig(data=1))
+        return [_compared(mesh, update(mesh), alone) for mesh in meshes]
+
+
+def _in_float64(step: StepConfig, config: Any) -> StepConfig:
+    """Returns an update of a model alone, for which nothing is averaged or skipped."""
+    names = ("optimizer", "grad_accum_steps", "frozen", "seed", "loss", "sharding_rules")
+    settings = {name: getattr(step, name) for name in names}
+    if isinstance(config, ViTConfig) and isinstance(step.loss, TextLoss):
+        # Gin files of a model alone name none.
+        settings |= {"loss": VisionLoss(), "sharding_rules": vision_placement.rules()}
+    exact = dataclasses.replace(config, dtype="float64")
+    return StepConfig(model=exact, schedule=Constant(rate=RATE), **settings)
+
+
+def _text_batch(rows: int, config: ConvT5Config, encoder_length: int, decoder_length: int) -> Batch:
+    """Returns random rows, the last eighth of each padded."""
+    random = np.random.default_rng(0)
+
+    def tokens(length: int) -> np.ndarray:
+        ids = random.integers(1, config.vocab_size, (rows, length)).astype(np.int32)
+        ids[:, length - length // 8 :] = 0
+        return ids
+
+    targets = tokens(decoder_length)
+    return {
+        "encoder_input_tokens": tokens(encoder_length),
+        "decoder_input_tokens": np.pad(targets, ((0, 0), (1, 0)))[:, :-1],
+        "decoder_target_tokens": targets,
+        "decoder_loss_weights": (targets != 0).astype(np.int32),
+    }
+
+
+def _image_batch(rows: int, config: ViTConfig) -> Batch:
+    random = np.random.default_rng(0)
+    shape = (rows, config.image_size, config.image_size, config.in_channels)
+    return {
+        "images": random.standard_normal(shape).astype(np.float32),
+        "labels": random.integers(0, config.num_classes, rows).astype(np.int32),
+        "weights": np.ones(rows, np.float32),
+    }
+
+
+def _updated(plan: Plan, model: Any, batch: Batch) -> _Update:
+    state = plan.init_state()
+    structure = jax.tree.structure(state.model)
+    given = jax.tree.unflatten(structure, map(jnp.copy, jax.tree.leaves(model)))
+    state = jax.device_put(state.starting_with(given), plan.shardings)
+    before = _on_host(state.model)
+    state, metrics = plan.train_step(state, jax.device_put(batch, plan.batch_sharding))
+    return _Update(float(metrics["loss"]), before, _on_host(state.model))
+
+
+def _on_host(model: Any) -> dict[str, np.ndarray]:
+    return {name: np.asarray(leaf, np.float64) for name, leaf in named_leaves(model)}
+
+
+def _compared(mesh: MeshConfig, found: _Update, alone: _Update) -> Proof:
+    apart = {name: _difference(name, found, alone) for name in alone.after}
+    apart["the loss"] = abs(found.loss - alone.loss) / abs(alone.loss)
+    at, worst = max(apart.items(), key=lambda item: np.nan_to_num(item[1], nan=np.inf))
+    text = ", ".join(f"{axis}={size}" for axis, size in vars(mesh).items() if size > 1)
+    name = f"the update is the same on {text or 'one device'}"
+    proof = Proof(name=name, worst=worst, allowed=ALLOWED)
+    return proof if proof.result == "holds" else dataclasses.replace(proof, layer=at)
+
+
+def _difference(name: str, found: _Update, alone: _Update) -> float:
+    """Returns how far a parameter is apart beyond its last bits, relative to its update."""
+    after = alone.after[name]
+    apart = np.abs(found.after[name] - after) - _LAST_BITS * np.abs(after)
+    apart = max(0.0, float(apart.max(initial=0.0)))
+    update = float(np.abs(after - alone.before[name]).max(initial=0.0))
+    if apart == 0:
+        return 0.0
+    return apart / update if update else math.inf
