@@ -767,6 +767,22 @@ def test_a_file_with_flipped_bytes_is_read_or_refused(name, tmp_path):
     assert num_refused
 
 
+@pytest.mark.parametrize("name", FLIPPED)
+def test_a_file_that_may_not_be_read_is_named(name, tmp_path):
+    content, read = FLIPPED[name]
+    (tmp_path / "model.ckpt-1.data-00000-of-00001").write_bytes(bytes(64))
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(content)
+    file.chmod(0)
+    if os.access(file, os.R_OK):
+        pytest.skip("permissions do not bind this user, as they do not bind root")
+    if name == "spm.model":  # `read_pieces` copies it.
+        refused(lambda _: vocabularies.sentencepiece(str(file)), file)
+    else:
+        refused(read, tmp_path)
+
+
 ATTACKS = {
     "Files of JSON that hold none: cut, nested 100,000 deep, 8 MB, keys twice, pipes": (
         len(JSON) * len(JSON_FILES) + len(THINGS) * len(OPENED) + len(LINES) + 1
