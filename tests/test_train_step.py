@@ -26,7 +26,6 @@ from convt5.training.train_step import (
     LossSums,
     StepConfig,
     describe_nonfinite,
-    first_nonfinite,
     make_eval_step,
     make_train_step,
 )
@@ -229,12 +228,6 @@ def test_no_step_is_finite_after_one_that_was_not():
 def test_the_index_of_what_is_not_finite_is_explained(index, message):
     model = abstract_state(TwoLayersConfig(), SGDConfig().build(Constant(rate=1.0))).model
     assert describe_nonfinite({"nonfinite_index": np.int32(index)}, model) == message
-
-
-def test_the_first_array_that_is_not_finite_is_named():
-    tree = {"a": jnp.ones(2), "b": {"c": jnp.array([0.0, jnp.nan]), "d": jnp.array(jnp.inf)}}
-    assert first_nonfinite(tree) == "b/c"
-    assert first_nonfinite({"a": jnp.ones(2), "n": jnp.arange(3)}) is None
 
 
 def test_evaluation_has_no_random_numbers_and_its_sums_add_up():

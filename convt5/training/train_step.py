@@ -235,14 +235,6 @@ def make_eval_step(
     )
 
 
-def first_nonfinite(tree: Tree) -> str | None:
-    """Returns the name of the first array that holds NaN or infinity; reads every array."""
-    for name, leaf in named_leaves(tree):
-        if jnp.issubdtype(leaf.dtype, jnp.inexact) and not bool(jnp.isfinite(leaf).all()):
-            return name
-    return None
-
-
 def describe_nonfinite(metrics: Mapping[str, Any], model: nnx.Module) -> str | None:
     """Says what was not finite in a step, or returns None if all was; `model` may be abstract."""
     index = int(np.asarray(metrics[NONFINITE_INDEX]))
