@@ -1,4 +1,4 @@
-"""Tasks made by code, to study how far a model sees: ListOps, and copying and recalling over gaps.
+"""Tasks made by code, to study how far and how deep a model sees: ListOps, gaps, pointers.
 
 Every example follows from the seed, its split and its number alone, so that all hosts and all runs
 have the same ones, and nothing is stored. Importing this registers each with its defaults.
@@ -6,7 +6,7 @@ have the same ones, and nothing is stored. Importing this registers each with it
 The gap tasks are read as bytes, one token a symbol, so that gaps are counted in tokens. An
 encoder-decoder can bridge the gap of `gap_copy`, `gap_reverse` and `associative_recall` by
 attention between decoder and encoder; that of `lookback` only by what mixes the positions of the
-encoder.
+encoder. `pointer_hops` asks for depth: pointers followed one after another, within one answer.
 """
 
 import functools
@@ -294,6 +294,45 @@ def lookback(
     )
 
 
+def pointer_hops(
+    hops: int = 2,
+    *,
+    num_pointers: int = 8,
+    num_train: int = NUM_TRAIN,
+    num_eval: int = NUM_EVAL,
+    seed: int = 0,
+    end_token: bool = True,
+    name: str = "pointer_hops",
+) -> seqio.Task:
+    """Returns following pointers: with 2 hops, `bdaccbda?a` is `b`.
+
+    Each pair is a pointer from its first letter to its second; the pointers form one cycle and
+    stand in random order. The answer is the letter after `hops` of them: no step is written down,
+    so that each hop takes depth (as Depo of arXiv 2512.17351, which repeats the question).
+
+    Args:
+        hops: pointers to follow, at least 1 and less than `num_pointers`: no answer is the letter
+            that is asked for.
+        num_pointers: letters, at least 2 and at most 26.
+        num_train: examples of "train".
+        num_eval: examples of "validation" and of "test".
+        seed: of the examples.
+        end_token: whether targets end in one. Without it an accuracy counts symbols alone, and a
+            model so trained does not learn to stop.
+        name: of the task; it is registered under the same, if at all.
+
+    Raises:
+        UserError: a value out of range.
+    """
+    ranges = {
+        "num_pointers": (num_pointers, 2, len(string.ascii_lowercase)),
+        "hops": (hops, 1, num_pointers - 1),
+    }
+    generate = functools.partial(_followed, hops=hops, num_pointers=num_pointers)
+    source = GeneratedSource(generate, num_train=num_train, num_eval=num_eval, seed=seed)
+    return _gap_task(name, source, ranges, end_token=end_token)
+
+
 @formats.keeps_inputs
 def check_lengths(
     dataset: tf.data.Dataset,
@@ -383,6 +422,14 @@ def _recalled(
     return Pair("".join(pairs) + FILLER * gap + QUERY_MARK + queries, answer)
 
 
+def _followed(random: np.random.Generator, *, hops: int, num_pointers: int) -> Pair:
+    cycle = random.permutation(list(string.ascii_lowercase))[:num_pointers]
+    pointers = [a + b for a, b in zip(cycle, np.roll(cycle, -1), strict=True)]
+    start = random.integers(num_pointers)
+    listed = "".join(random.permutation(pointers))
+    return Pair(listed + QUERY_MARK + cycle[start], cycle[(start + hops) % num_pointers])
+
+
 def _looked_back(random: np.random.Generator, *, gap: int, num_symbols: int) -> Pair:
     symbols = _letters(random, num_symbols)
     mark = random.integers(gap, num_symbols + 1)
@@ -424,5 +471,5 @@ def _operation(
     return _OPERATORS[operator](values)
 
 
-for _function in (listops, gap_copy, gap_reverse, associative_recall, lookback):
+for _function in (listops, gap_copy, gap_reverse, associative_recall, lookback, pointer_hops):
     seqio.TaskRegistry.add_provider(_function.__name__, _function())

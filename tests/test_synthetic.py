@@ -15,6 +15,7 @@ TASKS = (
     synthetic.gap_reverse,
     synthetic.associative_recall,
     synthetic.lookback,
+    synthetic.pointer_hops,
 )
 each_task = pytest.mark.parametrize("make", TASKS, ids=lambda make: make.__name__)
 
@@ -117,6 +118,22 @@ def test_looking_back_finds_the_letter_so_many_tokens_before_the_mark():
     assert marks == {4, 5, 6}
 
 
+@pytest.mark.parametrize("hops", [1, 3, 4])
+def test_pointers_are_followed_to_the_answer(hops):
+    places = set()
+    for text, target in texts(synthetic.pointer_hops(hops, num_pointers=5), num=40):
+        listed, letter = text.split("?")
+        places.add(listed[::2].index(letter))
+        pointers = dict(zip(listed[::2], listed[1::2], strict=True))
+        assert set(pointers) == set(pointers.values())
+        assert len(pointers) == 5
+        start = letter
+        for _ in range(hops):
+            letter = pointers[letter]
+        assert letter == target != start
+    assert places == {0, 1, 2, 3, 4}
+
+
 @pytest.mark.parametrize("gap", [16, 4096])
 def test_gaps_are_counted_in_tokens(gap):
     task = synthetic.gap_copy(gap, num_symbols=8)
@@ -181,6 +198,8 @@ class TestBadInput:
             (synthetic.associative_recall, {"num_queries": 5}, "num_queries=5 .* at most 4"),
             (synthetic.lookback, {"gap": 8, "num_symbols": 7}, "num_symbols=7 must be at least 8"),
             (synthetic.lookback, {"gap": 0}, "gap=0 must be at least 1"),
+            (synthetic.pointer_hops, {"hops": 8}, "hops=8 must be at least 1 and at most 7"),
+            (synthetic.pointer_hops, {"num_pointers": 27}, "num_pointers=27 .* at most 26"),
             (synthetic.listops, {"max_arguments": 1}, "max_arguments=1 must be at least 2"),
             (synthetic.listops, {"max_depth": 0}, "max_depth=0 must be at least 1"),
             (synthetic.listops, {"max_length": 3}, "max_length=3 must be at least 4"),

@@ -127,7 +127,8 @@ class TestTasks:
         assert predictor(model, format).encode(given) == example["inputs"].tolist()
 
     @pytest.mark.parametrize(
-        "name", ["listops", "gap_copy", "gap_reverse", "associative_recall", "lookback"]
+        "name",
+        ["listops", "gap_copy", "gap_reverse", "associative_recall", "lookback", "pointer_hops"],
     )
     def test_an_example_made_by_code_is_asked_as_it_was_trained(self, model, name):
         task = seqio.get_mixture_or_task(name)
