@@ -495,8 +495,13 @@ SAFETENSORS = {
 def test_tensors_that_are_none_are_refused(content, tmp_path):
     path = tmp_path / safetensors_files.WHOLE
     path.write_bytes(content)
-    refused(safetensors_files.open_all, path.parent)
+    refused(read_all, path.parent)
     refused(pycls.read_model, path, name=str(tmp_path))
+
+
+def read_all(folder):
+    files = safetensors_files.open_all(folder)
+    return [files.read(name) for name in files.shapes]
 
 
 INDICES = {

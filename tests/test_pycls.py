@@ -116,7 +116,7 @@ def save_with_prefix(path, arrays):
 
 
 def save_safetensors(path, arrays):
-    counters = {"stem.cstem0_bn.num_batches_tracked": np.ones((), np.float32)}
+    counters = {"stem.cstem0_bn.num_batches_tracked": np.array(7)}
     save_file({**arrays, **counters}, path)
 
 

@@ -42,17 +42,18 @@ class Files:
                 piece = reader.get_slice(name)
                 self._owners[name] = (reader, path)
                 self.shapes[name] = tuple(piece.get_shape())
-                if piece.get_dtype() not in _FLOATS:
-                    faults.append(
-                        f"{name} is stored as {piece.get_dtype()}, which is none of "
-                        f"{', '.join(_FLOATS)}."
-                    )
             self._readers.append(reader)
         errors.raise_all(errors.shortened(faults), where=str(paths[0].parent))
 
     def read(self, name: str) -> np.ndarray:
-        """Returns an array in float32."""
+        """Returns an array in float32; raises `UserError` for one of integers."""
         reader, path = self._owners[name]
+        kind = reader.get_slice(name).get_dtype()
+        if kind not in _FLOATS:
+            raise errors.UserError(
+                f"{path}: {errors.clipped(name)} is stored as {kind}, which is none of "
+                f"{', '.join(_FLOATS)}."
+            )
         try:
             return np.asarray(reader.get_tensor(name), np.float32)
         except self._damage as error:
@@ -63,7 +64,7 @@ def open_all(folder: pathlib.Path) -> Files:
     """Opens the safetensors files of a folder.
 
     Raises:
-        UserError: none there, one missing, damaged, or with a type that is not known.
+        UserError: none there, one missing, or damaged.
     """
     if paths := weight_files.find(folder, WHOLE, INDEX):
         return Files(paths)
