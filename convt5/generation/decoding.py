@@ -276,11 +276,15 @@ def _score_tokens(
     negative, _ = token_cross_entropy(logits, flat)
     objective = negative
     if regularizers != NO_REGULARIZERS:
-        objective = sum(token_cross_entropy(logits, flat, **regularizers._asdict()))
+        cross_entropy, z_loss = token_cross_entropy(logits, flat, **regularizers._asdict())
+        objective = cross_entropy + z_loss
     at = jnp.arange(targets.shape[2])[None, None]
     is_scored = (at >= starts[:, None, None]) & (at < lengths[..., None])
-    found = (-negative, objective)
-    return tuple(jnp.where(is_scored, x.reshape(targets.shape), 0.0) for x in found)
+
+    def scored(values: Array) -> Array:
+        return jnp.where(is_scored, values.reshape(targets.shape), 0.0)
+
+    return scored(-negative), scored(objective)
 
 
 def _row_keys(key, batch: int, strategy: Strategy):
