@@ -48,7 +48,7 @@ class TrainingError(UserError):
 
 
 def of_full_disk(error: BaseException | None) -> TrainingError | None:
-    """Returns what to tell of an error that came from a disk or quota without room, else None.
+    """Returns what to tell of an error from a disk, a quota or a limit without room, else None.
 
     Any write can meet it, and none of them can do more about it than say so.
     """
@@ -58,8 +58,8 @@ def of_full_disk(error: BaseException | None) -> TrainingError | None:
     reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[-1][:300]
     return TrainingError(
         f"nothing more can be written{f' to {file}' if file else ''}: {reason}. Make room on that "
-        "disk (`df -h` shows them), then give the same command again; what was saved before is "
-        "whole."
+        "disk (`df -h` shows them), or raise the limit on the size of files (`ulimit -f`), then "
+        "give the same command again; what was saved before is whole."
     )
 
 
@@ -88,14 +88,17 @@ _OF_PATHS = {
 }
 
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def _means_full_disk(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return error.errno in _NO_ROOM
     text = str(error)
     if isinstance(error, OSError) and "requested and" in text and text.endswith("written"):
         return True  # As numpy says it.
     # Writers that are not Python's have errors of their own.
-    return any(os.strerror(number) in text for number in (errno.ENOSPC, errno.EDQUOT))
+    return any(os.strerror(number) in text for number in _NO_ROOM)
 
 
 def suggest(name: str, candidates: Iterable[str], *, limit: int = 3) -> str:

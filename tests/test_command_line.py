@@ -285,6 +285,7 @@ def test_train_runs_as_a_module_from_any_directory(tmp_path):
         (errno.EACCES, 2, "change its permissions"),
         (errno.EROFS, 2, "a path that can be written"),
         (errno.EDQUOT, 1, "Make room"),
+        (errno.EFBIG, 1, "ulimit -f"),
     ],
 )
 def test_what_the_file_system_says_of_a_path_is_the_users(number, exit_code, words):
