@@ -176,6 +176,21 @@ def through_a_link(place: Place) -> object:
     return train.main(["--gin_file=mine.gin", "--dry_run"])
 
 
+def through_a_link_of_the_run(place: Place) -> object:
+    """What the user names is a link, and so is what it leads to."""
+    (place.folder / "beside").mkdir()
+    (place.run / "config.gin").rename(place.folder / "beside" / "settings.gin")
+    (place.run / "config.gin").symlink_to("../beside/settings.gin")
+    return through_a_link(place)
+
+
+def beside_a_model_of_pytorch(place: Place) -> object:
+    (place.folder / "hub" / "more").mkdir(parents=True)
+    (place.folder / "hub" / "pytorch_model.bin").write_bytes(b"")
+    shutil.copy(place.run / "config.gin", place.folder / "hub" / "more" / "settings.gin")
+    return train.main(["--gin_file=hub/more/settings.gin", "--dry_run"])
+
+
 def below_the_run(place: Place) -> object:
     (place.run / "more").mkdir()
     shutil.copy(place.run / "config.gin", place.run / "more" / "settings.gin")
@@ -195,6 +210,8 @@ ENTRANCES = {
     "train, to go on": use(train.main, CONFIG),
     "train, an included file": own_file_that_includes,
     "train, a linked file": through_a_link,
+    "train, a linked file that is a link": through_a_link_of_the_run,
+    "train, a file beside a model of PyTorch": beside_a_model_of_pytorch,
     "train, a file of another name": under_another_name,
     "train, a file below the run": below_the_run,
     "eval": use(eval.main, RUN, "--dry_run"),

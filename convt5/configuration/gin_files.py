@@ -32,6 +32,7 @@ MOST_NESTING = 40  # Of lists, macros and objects in one another.
 _MOST_FILES = 200
 _LONGEST_NAME = 500
 _LONGEST_SHOWN = 200
+_MOST_LINKS = 40  # As many as Linux follows.
 _MOST_PARTS = 30  # Of a name, its scopes counted in.
 
 _MODEL_FILES = (
@@ -40,6 +41,8 @@ _MODEL_FILES = (
     "metrics.jsonl",
     "model.safetensors",
     "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
     "sweep.json",
 )
 """Any of these makes a folder that of a model, and all that lies below it."""
@@ -154,14 +157,27 @@ def model_folder(folder: pathlib.Path) -> pathlib.Path | None:
 def came_with_model(file: pathlib.Path) -> bool:
     """Whether a file lies in a run directory or beside an exported model, by any of its names.
 
-    Such a file may be anybody's: models are copied with all that lies around them.
+    Such a file may be anybody's: models are copied with all that lies around them, links included.
     """
-    for path in (pathlib.Path(os.path.abspath(file)), file.resolve()):
+    for path in _led_through(file):
         if any(_exists(path.parent / name) for name in _BESIDE_MODELS):
             return True
         if model_folder(path.parent) is not None:
             return True
     return False
+
+
+def _led_through(file: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields every path that symbolic links lead through from a name to the file itself."""
+    path = pathlib.Path(os.path.abspath(file))
+    yield path
+    for _ in range(_MOST_LINKS):
+        link = next((p for p in (*reversed(path.parents), path) if p.is_symlink()), None)
+        if link is None:
+            break
+        path = pathlib.Path(os.path.abspath(link.parent / link.readlink()), path.relative_to(link))
+        yield path
+    yield file.resolve()
 
 
 def _exists(path: pathlib.Path) -> bool:
