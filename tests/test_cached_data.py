@@ -437,6 +437,35 @@ def test_any_number_of_processes_makes_the_same_rows_and_goes_on_when_killed(tmp
     assert one["splits"]["train"]["rows"] > 20000
 
 
+def test_processes_that_make_blocks_end_with_the_command_that_is_killed(tmp_path):
+    code = (
+        "import os, time\n"
+        "from convt5.data.block_workers import BlockWorkers\n"
+        "workers = BlockWorkers(2, dict)\n"
+        "print(*(pool.submit(os.getpid).result() for pool in workers._pools), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    command = commands.start([sys.executable, "-c", code], stdout=-1)
+    assert command.stdout is not None
+    workers = [pathlib.Path("/proc", pid, "stat") for pid in command.stdout.readline().split()]
+    assert len(workers) == 2
+    assert all(path.exists() for path in workers)
+    command.kill()
+    command.wait()
+    command.stdout.close()
+
+    def is_over(stat: pathlib.Path) -> bool:
+        try:
+            return stat.read_text().rpartition(")")[2].split()[0] == "Z"
+        except OSError:
+            return True
+
+    deadline = time.monotonic() + 60
+    while not all(map(is_over, workers)):
+        assert time.monotonic() < deadline, "a process outlives the command"
+        time.sleep(0.05)
+
+
 @pytest.mark.slow
 def test_the_command_keeps_no_more_rows_than_asked_for(tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"text number {i}\n" for i in range(200)))

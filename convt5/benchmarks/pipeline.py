@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from convt5 import data
-from convt5.data import cached_data
+from convt5.data import cached_data, seqio_batches
 
 _ENCODER_LENGTH, _DECODER_LENGTH = 512, 128
 
@@ -42,7 +42,7 @@ def suite(*, batch_size: int, num_batches: int) -> Iterator[dict[str, Any]]:
 
 
 def _measure(
-    case: str, batches: data.BatchIterator | cached_data.CachedBatches, num_batches: int
+    case: str, batches: seqio_batches.BatchIterator | cached_data.CachedBatches, num_batches: int
 ) -> dict[str, Any]:
     next(batches)
     wall, cpu, tokens = time.perf_counter(), time.process_time(), 0

@@ -6,6 +6,8 @@ and makes every N-th block.
 
 import concurrent.futures
 import multiprocessing
+import os
+import threading
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -100,7 +102,16 @@ _found: dict[str, _Found] = {}
 
 
 def _begin(load: Load) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _found.update({name: _Found(blocks) for name, blocks in load().items()})
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the one that started it has ended, however it did."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _make(task: str, epoch: int, number: int) -> Block:
