@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quick import quick
 
-from convt5 import sweep
+from convt5 import cache, sweep
 from convt5.analysis import costs
 from convt5.configuration import command_line
 from convt5.errors import UserError
@@ -522,6 +522,24 @@ def test_an_axis_that_the_trainer_does_not_know_is_refused_before_any_run(axes, 
         running.check(chosen)
 
 
+@pytest.fixture
+def tiny_cache(tmp_path):
+    """A cache of a few rows, which studies of pre-training look at before they begin."""
+    (tmp_path / "text.txt").write_text("".join(f"text number {i}\n" for i in range(50)))
+    vocabulary = "pretraining.text_span_corruption.vocabulary=@vocabularies.characters()"
+    cache.main(
+        [
+            "--gin_file=gin/runs/pretrain_text.gin",
+            f"--gin.TEXT={tmp_path}/text.txt",
+            "--gin.VOCABULARY=unused",
+            f"--gin.{vocabulary}",
+            "--rows=10",
+            f"--output_dir={tmp_path}/cache",
+        ]
+    )
+    return tmp_path / "cache"
+
+
 STUDIES = [f"gin/studies/{path.name}" for path in sorted((ROOT / "gin/studies").glob("*.gin"))]
 
 
@@ -531,7 +549,7 @@ STUDIES = [f"gin/studies/{path.name}" for path in sorted((ROOT / "gin/studies").
 def test_every_study_of_the_package_can_be_made(name, request, capsys, tmp_path):
     required = []
     if any(f"/{study}" in name for study in ("pretraining", "recipes")):
-        required = ["--gin.CACHE=none"]
+        required = [f"--gin.CACHE={request.getfixturevalue('tiny_cache')}"]
     if "/finetuning" in name:
         # The fixture skips where the data of these studies is absent.
         data = request.getfixturevalue("shared_data")
