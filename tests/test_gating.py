@@ -74,6 +74,8 @@ def test_gradients_of_a_block_access_fewer_bytes_than_with_the_plain_product(com
         return Norm(768), config.build(
             SimpleNamespace(
                 emb_dim=768,
+                mlp_dim=2048,
+                mlp="relu",
                 num_heads=1,
                 head_dim=1,
                 dropout_rate=0.0,

@@ -247,7 +247,7 @@ def stack_reaches(
     return tuple(reaches)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=1024)
 def parameter_shapes(config: ModelDescription) -> Shapes:
     """Returns the shape of every parameter by its name in the model; allocates nothing."""
     model = jax.eval_shape(lambda: ConvT5(config, key=jax.random.key(0)))
