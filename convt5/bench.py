@@ -11,11 +11,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tqdm import tqdm
-
 from convt5 import errors
 from convt5.configuration import command_line, gin_config
-from convt5.runtime import terminal
+from convt5.runtime.bars import Bar
 
 SUITES = ("ops", "train_step", "decode", "data", "formulations")
 VARIANTS = ("t5", "depthwise", "lightweight", "dynamic")
@@ -99,11 +97,11 @@ def main(argv: Sequence[str]) -> None:
     records = [machine.describe()]
     with (
         open(folder / "records.jsonl", "w") as file,
-        tqdm(unit=" measurements", file=terminal.unchanged(sys.stderr), disable=None) as progress,
+        Bar(sys.stderr, unit="measurement") as progress,
     ):
         print(json.dumps(records[0]), file=file, flush=True)
         for suite in suites:
-            progress.set_description(suite)
+            progress.tell(suite)
             for record in _run(suite, lengths[suite], flags, models, repeats, records[0]):
                 print(json.dumps(record), file=file, flush=True)
                 records.append(record)

@@ -16,12 +16,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tqdm import tqdm
-
 from convt5 import errors
 from convt5.configuration import command_line, gin_config, gin_files
 from convt5.data.block_workers import BlockWorkers
-from convt5.runtime import quiet_imports, terminal
+from convt5.runtime import quiet_imports
+from convt5.runtime.bars import Bar
 from convt5.text import task_format
 
 if TYPE_CHECKING:
@@ -156,15 +155,7 @@ def _write(
             left = None if left is None else left - written.num_read
             print(f"{split}: goes on after {written.num_read:,} rows that are there", flush=True)
         progress = stack.enter_context(
-            tqdm(
-                total=wanted.most,
-                initial=written.num_read,
-                desc=errors.printable(split),
-                unit=" rows",
-                unit_scale=True,
-                file=terminal.unchanged(sys.stderr),
-                disable=None,
-            )
+            Bar(sys.stderr, total=wanted.most, done=written.num_read, label=split, unit="row")
         )
         tell = _Estimate(progress, wanted, batches)
         rows = _first_rows(batches, left, tell)
@@ -184,11 +175,11 @@ class _Estimate:
         batches: where it comes from.
     """
 
-    def __init__(self, progress: Any, wanted: _Wanted, batches: Any):
+    def __init__(self, progress: Bar, wanted: _Wanted, batches: Any):
         self._progress = progress
         self._most, self._epochs = wanted.most, wanted.config.num_epochs
         self._batches = batches
-        self._counts = wanted.config.num_examples() if not progress.disable else None
+        self._counts = wanted.config.num_examples() if progress.is_shown else None
 
     def __call__(self, num_rows: int) -> None:
         self._progress.update(num_rows)
@@ -197,8 +188,8 @@ class _Estimate:
         read = self._batches.num_read()
         done = sum(epoch * self._counts[name] + first for name, (epoch, first) in read.items())
         if done:
-            total = int(self._progress.n * self._epochs * sum(self._counts.values()) / done)
-            total = max(total, self._progress.n)
+            total = int(self._progress.done * self._epochs * sum(self._counts.values()) / done)
+            total = max(total, self._progress.done)
             self._progress.total = total if self._most is None else min(total, self._most)
 
 

@@ -86,7 +86,7 @@ def describe(name: str, gin_file: str) -> dict[str, Any]:
 
 
 def _print_table(rows: Iterator[dict[str, Any]], names: Sequence[str]) -> None:
-    from convt5.training.run_log import short_number
+    from convt5.runtime.amounts import short_number
 
     width = max(map(len, names))
     print(f"{'model':<{width}}  {'layers':>7}  {'width':>5}  {'parameters':>14}  {'FLOPs':>7}")

@@ -12,11 +12,10 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 from convt5 import errors
 from convt5.configuration import command_line
-from convt5.runtime import quiet_imports, terminal, whole_files
+from convt5.runtime import quiet_imports, whole_files
+from convt5.runtime.bars import Bar
 
 _HELD_OUT = 100
 """One line in so many is measured and not trained on."""
@@ -139,21 +138,15 @@ class _Lines:
         print("training", file=sys.stderr, flush=True)
 
     def _training_lines(self) -> Iterator[str]:
-        progress = tqdm(
-            self._lines,
-            desc="reading",
-            unit=" lines",
-            unit_scale=True,
-            file=terminal.unchanged(sys.stderr),
-            disable=None,
-        )
-        for number, line in enumerate(progress):
-            if number < _HELD_OUT:
-                self.first.append(line)
-            if number % _HELD_OUT == _HELD_OUT - 1 and len(self.held_out) < _MOST_MEASURED:
-                self.held_out.append(line)
-            else:
-                yield line
+        with Bar(sys.stderr, label="reading", unit="line") as progress:
+            for number, line in enumerate(self._lines):
+                progress.update()
+                if number < _HELD_OUT:
+                    self.first.append(line)
+                if number % _HELD_OUT == _HELD_OUT - 1 and len(self.held_out) < _MOST_MEASURED:
+                    self.held_out.append(line)
+                else:
+                    yield line
 
 
 def _cut(documents: Iterable[bytes]) -> Iterator[str]:

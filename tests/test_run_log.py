@@ -164,14 +164,44 @@ def test_plain_lines_come_at_intervals_except_evaluations_and_the_last(clock):
 def test_a_terminal_shows_a_bar_with_loss_and_time_left():
     out = Terminal()
     progress = run_log.Progress(num_steps=10, first_step=4, out=out)
-    progress.step(5)
+    progress.status("compiling")
+    progress.step(5, {"loss": 3.5})
     progress.record(5, {"loss": 3.25, "tokens_per_second": 999.0})
     progress.message("hello")
+    progress.step(10, {"loss": 3.0})
+    progress.record(10, {"loss": 3.0, "validation/loss": 4.0})
     progress.close()
-    shown = out.getvalue()
-    assert "5/10" in shown
-    assert "loss 3.2500" in shown
+    progress.message("the end")
+    shown = [text.rstrip(" ") for text in out.getvalue().split("\r")]
+    assert shown[1].endswith(" 4/10  compiling")
+    assert any(text.endswith(" 5/10  loss 3.2500  999 tokens/s") for text in shown)
     assert "hello\n" in shown
+    assert any(text.endswith("10/10  loss 3.0000  999 tokens/s") for text in shown)
+    assert "step 10  validation loss 4.0000\n" in shown
+    assert shown[-1] == "the end\n"
+
+
+def test_every_step_shows_its_loss_in_a_terminal_before_the_first_record(clock):
+    out = Terminal()
+    progress = run_log.Progress(num_steps=100_000, first_step=0, out=out)
+    for step in (1, 2, 3):
+        clock(4)
+        progress.step(step, {"loss": 10.0 - step})
+    assert " 3/100000  loss 7.0000  4d 15h left" in out.getvalue()
+
+
+@pytest.mark.parametrize("first_step", [0, 500])
+def test_a_long_run_shows_numbers_between_its_records(clock, first_step):
+    out = io.StringIO()
+    progress = run_log.Progress(num_steps=1000, first_step=first_step, out=out)
+    for step in range(first_step + 1, first_step + 9):
+        clock(9)
+        progress.step(step, {"loss": 2.0})
+        if step == 1:
+            progress.record(step, {"loss": 2.0, "seconds_per_step": 9.0})
+    shown = [line.split("/")[0] for line in out.getvalue().splitlines()]
+    assert shown == [f"step {first_step + step}" for step in (1, 5)]
+    assert "loss 2.0000  9 s/step  ETA 2h 29m" in out.getvalue() or first_step
 
 
 def test_means_and_rates_are_over_the_steps_since_the_last_record(clock):

@@ -230,6 +230,37 @@ def test_the_end_shows_where_the_run_lies_and_how_good_it_is(run, tmp_path, caps
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 10
 
 
+def test_samples_are_shown_and_kept_during_training_where_asked_for(run, tmp_path, capsys):
+    def report(model, data):
+        return f"sum {float(model.kernel[...].sum()):.6f} of seed {data.seed}"
+
+    seen = {}
+    for every in (None, 3):
+        folder = tmp_path / str(every)
+        run(run_dir=str(folder), report=report, report_every_steps=every)
+        seen[every] = run_log.read_samples(folder)
+    assert seen[3][3] in capsys.readouterr().err
+    assert list(seen[None]) == [10]
+    assert list(seen[3]) == [3, 6, 9, 10]
+    # It changes nothing, and the end is the same.
+    assert seen[3][10] == seen[None][10]
+    assert len({text.splitlines()[-1] for text in seen[3].values()}) == 4
+    for step, text in seen[3].items():
+        assert text.endswith("of seed 1")
+        assert text.startswith(f"step {step}\n") == (step < 10)
+    # A run that goes on from step 8 repeats what came after.
+    log = run_log.open_run_log(tmp_path / "3", num_steps=10, last_step=8, is_first_process=True)
+    log.open_files(last_step=8, wandb_project=None, config={})
+    log.sample(9, "again")
+    log.close()
+    assert run_log.read_samples(tmp_path / "3") == {3: seen[3][3], 6: seen[3][6], 9: "again"}
+
+
+def test_reports_that_nothing_makes_are_refused(run):
+    with pytest.raises(errors.UserError, match=r"report_every_steps=3 asks for reports, but"):
+        run(report_every_steps=3)
+
+
 def test_the_unigram_entropy_is_that_of_the_validation_targets(run):
     batches = RandomBatches(RandomData(seed=1, num_batches=3))
     tokens = np.concatenate([next(batches)["decoder_target_tokens"].ravel() for _ in range(3)])

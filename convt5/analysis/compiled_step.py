@@ -23,9 +23,9 @@ from convt5.evaluation.progress import elapsed
 from convt5.modeling import sharding
 from convt5.modeling.tree_paths import matches
 from convt5.ops import dispatch
+from convt5.runtime.amounts import short_number
 from convt5.training import compilation
 from convt5.training.plan import Plan
-from convt5.training.run_log import short_number
 from convt5.training.train_step import StepConfig, differentiated
 
 _LAYER = re.compile(r"/layers/(\d+)/")

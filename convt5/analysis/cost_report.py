@@ -15,9 +15,9 @@ from convt5.analysis import costs
 from convt5.modeling import sharding
 from convt5.modeling.architecture import ConvT5Config
 from convt5.modeling.tree_paths import named_leaves
+from convt5.runtime.amounts import short_number
 from convt5.training import schedule
 from convt5.training.plan import Plan, check_mesh, make_plan
-from convt5.training.run_log import short_number
 from convt5.training.train_state import (
     TrainState,
     abstract_state,

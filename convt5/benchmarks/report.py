@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from convt5.reports import figures, markdown
-from convt5.training.run_log import short_number
+from convt5.runtime.amounts import short_number
 
 Record = Mapping[str, Any]
 

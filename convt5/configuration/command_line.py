@@ -238,7 +238,8 @@ def _print_any_text() -> None:
     """Texts may hold letters that the locale lacks: files and pipes get UTF-8 whatever it is."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         encoding = sys.stdout.encoding if sys.stdout.isatty() else "utf-8"
-        sys.stdout.reconfigure(encoding=encoding, errors="backslashreplace")
+        # Line by line: who reads a pipe or follows a log sees what there is.
+        sys.stdout.reconfigure(encoding=encoding, errors="backslashreplace", line_buffering=True)
 
 
 class _Help(argparse.Action):

@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
-from tqdm import tqdm
-
 from convt5.errors import printable
 from convt5.runtime import terminal
-from convt5.training.run_log import duration, short_number, show_line
+from convt5.runtime.amounts import duration, short_number
+from convt5.runtime.bars import Bar
+from convt5.training.run_log import show_line
 
 
 class Progress:
@@ -41,21 +41,11 @@ class Progress:
         self._label = f"{label}: " if label else ""
         self._interval = seconds_between_lines
         self._started = self._last_line = time.monotonic()
-        self._bar = None
-        if self._out.isatty():
-            self._bar = tqdm(
-                total=total,
-                initial=done,
-                desc=printable(label) or None,
-                unit=" examples",
-                dynamic_ncols=True,
-                file=terminal.unchanged(self._out),
-                leave=False,
-            )
+        self._bar = Bar(self._out, total=total, done=done, label=label, unit="example")
 
     def __call__(self, examples: int) -> None:
         self._done += examples
-        if self._bar is not None:
+        if self._bar.is_shown:
             self._bar.update(examples)
         elif time.monotonic() - self._last_line >= self._interval:
             self._last_line = time.monotonic()
@@ -67,8 +57,7 @@ class Progress:
 
     def close(self) -> None:
         """Ends the bar, and says how long it took."""
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
         seconds = time.monotonic() - self._started
         if self._done > self._first:
             count = self._done - self._first

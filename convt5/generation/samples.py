@@ -1,6 +1,7 @@
 """Readable samples of span corruption: the corrupted text, the model's filling, and the truth.
 
-The trainer prints them at the end of a run. Any vocabulary will do: `sentinels` knows its own.
+The trainer shows them at the end of a run, and during it where `report_every_steps` says so. Any
+vocabulary will do: `sentinels` knows its own.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ class TextData(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpanSamples:
-    """What a run of span corruption shows at its end; bind it to `trainer.train.report`.
+    """What a run of span corruption shows; bind it to `trainer.train.report`.
 
     Attributes:
         num: examples to show.

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any, BinaryIO, Literal, NamedTuple, TextIO, get_args
 
-from tqdm import tqdm
-
 from convt5 import errors
-from convt5.runtime import foreign_files, terminal, whole_files
+from convt5.runtime import foreign_files, whole_files
+from convt5.runtime.amounts import duration
+from convt5.runtime.bars import Bar
 from convt5.sweeps.study import Point, Study
 from convt5.training import interruption
 from convt5.training.run_directory import replace_text
-from convt5.training.run_log import METRICS_FILE, duration, read_metrics, show_line
+from convt5.training.run_log import METRICS_FILE, read_metrics, show_line
 
 RUNS_FOLDER = "runs"
 FIRST_STAGES_FOLDER = "first_stages"
@@ -455,15 +455,7 @@ class _Progress:
         self._processes = processes
         self._seconds: list[float] = []
         self._done = done
-        self._bar = None
-        if self._out.isatty():
-            self._bar = tqdm(
-                total=total,
-                initial=self._done,
-                unit=" runs",
-                dynamic_ncols=True,
-                file=terminal.unchanged(self._out),
-            )
+        self._bar = Bar(self._out, total=total, done=done, unit="run")
         show_line(f"{total} runs, {missing} of them to be made", out=self._out, above=self._bar)
 
     def add(self, made: Made, seconds: float, metric: str) -> None:
@@ -481,9 +473,7 @@ class _Progress:
             out=self._out,
             above=self._bar,
         )
-        if self._bar is not None:
-            self._bar.update(1)
+        self._bar.update()
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()

@@ -16,6 +16,7 @@ from flax import nnx
 from convt5 import errors
 from convt5.checkpoints.checkpoint import Checkpointer, DataPositions, Restored
 from convt5.configuration import checks
+from convt5.runtime import amounts
 from convt5.training import compilation, run_log
 from convt5.training.initialization import InitFrom
 from convt5.training.interruption import Interruption
@@ -42,6 +43,8 @@ class Intervals:
         early_stop_evaluations: ends the run after so many evaluations without a better
             `checkpoint.best_metric`; None for never. Such a run saves each step that is the best
             so far, whatever `checkpoint.every_steps` is.
+        report_every_steps: steps between calls of `report`, which then shows samples while the run
+            trains; None calls it after the last step alone.
         stall_warning_secs: when a batch, a step, an evaluation or a checkpoint takes longer, the
             stack of every thread is shown, again after twice the time, and so on; None for never.
     """
@@ -50,6 +53,7 @@ class Intervals:
     log_every_steps: int = 50
     eval_every_steps: int | None = None
     early_stop_evaluations: int | None = None
+    report_every_steps: int | None = None
     stall_warning_secs: float | None = 600.0
 
     def __post_init__(self):
@@ -60,6 +64,7 @@ class Intervals:
         optional = {
             "eval_every_steps": self.eval_every_steps,
             "early_stop_evaluations": self.early_stop_evaluations,
+            "report_every_steps": self.report_every_steps,
         }
         counts |= {name: value for name, value in optional.items() if value is not None}
         faults = [
@@ -90,6 +95,11 @@ class Intervals:
         return step == self.num_steps or bool(
             self.eval_every_steps and step % self.eval_every_steps == 0
         )
+
+    def reports(self, step: int) -> bool:
+        """Whether a report is due while the run trains; that of the last step comes at the end."""
+        every = self.report_every_steps
+        return every is not None and step % every == 0 and step < self.num_steps
 
 
 class Batches(Protocol):
@@ -122,11 +132,13 @@ class Measures(NamedTuple):
         tasks: whose own metrics each evaluation measures as well.
         estimate: measures statistics of the model before each evaluation; None for models that
             keep none.
+        report: shows something of the model as text; None for nothing.
     """
 
     validation: Validation | None = None
     tasks: Sequence[TaskMeasure] = ()
     estimate: Estimate | None = None
+    report: Callable[[nnx.Module], str] | None = None
 
 
 class _Pending(NamedTuple):
@@ -162,7 +174,7 @@ class Loop:
         self._intervals = intervals
         self._log = log
         self._checkpointer = checkpointer
-        self._validation, self._task_measures, self._estimate = measures
+        self._validation, self._task_measures, self._estimate, self._report = measures
         self._meter = run_log.Meter(
             peak_flops=compilation.peak_flops(plan.mesh.devices.flatten().tolist()),
             state=restored.progress if restored else None,
@@ -242,7 +254,7 @@ class Loop:
                 self._read_pending()
                 self._save(batches)
                 raise interruption.error(self.step)
-            if self._intervals.evaluates(self.step) or self._checkpointer.is_due(self.step):
+            if self._pauses():
                 self._pause(batches)
         self._end(batches)
         if self._patience.is_exhausted:
@@ -266,14 +278,15 @@ class Loop:
         return metrics
 
     def _compile(self, batch: PlacedBatch) -> compilation.CompiledStep:
+        self._log.status("compiling the training step")
         with self._watchdog.phase("compiling the training step"):
             compiled = compilation.compile_step(self._plan.train_step, self._state, batch.arrays)
         self._meter.flops_per_step = compiled.flops
-        facts = [f"compiled the training step in {run_log.duration(compiled.seconds)}"]
+        facts = [f"compiled the training step in {amounts.duration(compiled.seconds)}"]
         if compiled.flops:
-            facts.append(f"{run_log.short_number(compiled.flops, 'FLOP')} per step")
+            facts.append(f"{amounts.short_number(compiled.flops, 'FLOP')} per step")
         if compiled.temporary_bytes:
-            memory = run_log.short_number(compiled.temporary_bytes, "B")
+            memory = amounts.short_number(compiled.temporary_bytes, "B")
             facts.append(f"{memory} of temporary memory per device")
         self._log.message(", ".join(facts))
         return compiled
@@ -287,19 +300,28 @@ class Loop:
             metrics = jax.device_get(pending.metrics)
         if not metrics[ALL_FINITE]:
             raise self._nonfinite(pending.step, metrics)
+        shown = {name: float(value) for name, value in metrics.items() if name not in _NOT_LOGGED}
         self._meter.add_step(
-            {name: float(value) for name, value in metrics.items() if name not in _NOT_LOGGED},
+            shown,
             tokens=pending.num_tokens,
             data_wait=pending.data_wait,
         )
-        self._log.step(pending.step)
+        self._log.step(pending.step, shown)
         if is_last or self._measures(pending.step):
             return
         if self._intervals.logs(pending.step):
             self._write(pending.step, self._meter.take())
 
+    def _pauses(self) -> bool:
+        """Whether something is due after this step for which the clock of training stands."""
+        return (
+            self._intervals.evaluates(self.step)
+            or self._checkpointer.is_due(self.step)
+            or self._intervals.reports(self.step)
+        )
+
     def _pause(self, batches: Batches) -> None:
-        """Evaluates and saves, where due, while the clock of training stands."""
+        """Evaluates, saves and reports, where due, while the clock of training stands."""
         self._read_pending()
         self._meter.stop()
         if self._measures(self.step):
@@ -307,6 +329,10 @@ class Loop:
         if self._checkpointer.is_due(self.step) or self._is_best_so_far or self._missing_metric:
             self._save(batches)
         self._check_best_metric()
+        if self._report is not None and self._intervals.reports(self.step):
+            self._log.status("sampling")
+            with self._watchdog.phase(f"sampling after step {self.step}"):
+                self._log.sample(self.step, f"step {self.step}\n{self._report(self.model)}")
         self._meter.start()
 
     def _end(self, batches: Batches) -> None:
@@ -334,6 +360,7 @@ class Loop:
     def _record(self) -> None:
         """Writes the record of this step, with the validation metrics if there is such data."""
         record = self._meter.take()
+        self._log.status("evaluating")
         with self._watchdog.phase(f"evaluating after step {self.step}"):
             record |= self._measured_now()
         self._measured_step = self.step

@@ -8,7 +8,7 @@ import jax
 from etils import epath
 
 from convt5.checkpoints.checkpoint import CheckpointConfig
-from convt5.runtime import foreign_files
+from convt5.runtime import amounts, foreign_files
 from convt5.training import metric_names, run_directory, run_log
 from convt5.training.loop import Loop
 from convt5.training.plan import Plan
@@ -51,7 +51,7 @@ def describe(result: Result) -> str:
     lines = [
         f"{result.step} steps done"
         + (
-            f" in {run_log.duration(result.train_seconds)} of training"
+            f" in {amounts.duration(result.train_seconds)} of training"
             if result.train_seconds
             else ""
         ),

@@ -5,6 +5,7 @@ damaged/<step>/      checkpoints that could not be read
 replaced/<step>/     one that is being saved anew, until it is; put back after a kill
 config.gin           the settings, which give the same run again
 metrics.jsonl        one line for each logged step
+samples.jsonl        what the model put out, by step, where the run shows samples
 summary.json         the result, once the run has ended
 task.json            how its tasks write their inputs
 vocabulary/          what token ids stand for
@@ -31,7 +32,15 @@ from convt5.text import task_format, vocabulary_files
 _LOCK_FILE = "lock"
 CONFIG_FILE = "config.gin"
 
-_FILES = (_LOCK_FILE, CONFIG_FILE, "metrics.jsonl", "summary.json", "task.json", "wandb_id")
+_FILES = (
+    _LOCK_FILE,
+    CONFIG_FILE,
+    "metrics.jsonl",
+    "samples.jsonl",
+    "summary.json",
+    "task.json",
+    "wandb_id",
+)
 _OF_STEPS = ("checkpoints", "damaged", "replaced")
 _FOLDERS = (*_OF_STEPS, vocabulary_files.FOLDER, "tensorboard")
 

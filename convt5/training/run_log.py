@@ -17,19 +17,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TextIO
 
 from etils import epath
-from tqdm import tqdm
 
 from convt5 import errors
-from convt5.errors import printable
-from convt5.runtime import foreign_files, terminal, whole_files
+from convt5.runtime import foreign_files, whole_files
+from convt5.runtime.amounts import duration, short_number
+from convt5.runtime.bars import Bar
 from convt5.training import metric_names, run_directory
 
 Record = Mapping[str, float]
 
 METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 _AS_LAST = ("learning_rate", "skipped_updates")
 _JUDGED = ("objective", "loss", "grad_norm")
 _ACCURACIES = ("token_accuracy", "accuracy")
+_SPEED = ("tokens_per_second",)
 _MOST_OF_A_TASK = 3  # Metrics in a line.
 
 
@@ -171,6 +173,44 @@ def _record(line: bytes, need: Sequence[str], path: epath.Path, number: int) -> 
     return record
 
 
+class Samples:
+    """What a run shows of its outputs, by step, in one file of JSON lines.
+
+    Args:
+        run_dir: which has the file.
+        last_step: samples of later steps, which the run is about to repeat, are dropped.
+    """
+
+    def __init__(self, run_dir: epath.PathLike, *, last_step: int):
+        self._path = epath.Path(run_dir) / SAMPLES_FILE
+        found = read_samples(run_dir)
+        self._texts = {step: text for step, text in found.items() if step <= last_step}
+
+    def add(self, step: int, text: str) -> None:
+        """Writes the sample of a step, instead of one that there was."""
+        self._texts[step] = text
+        lines = (_line({"step": step, "text": text}) for step, text in self._texts.items())
+        run_directory.replace_text(self._path, "".join(lines))
+
+
+def read_samples(run_dir: epath.PathLike) -> dict[int, str]:
+    """Returns by step what a run has shown of its outputs; nothing where it has no samples.jsonl.
+
+    Raises:
+        UserError: naming a line that is no sample of a step.
+    """
+    path = epath.Path(run_dir) / SAMPLES_FILE
+    found = {}
+    for number, record in enumerate(read_records(path, need=["step", "text"]), start=1):
+        if not (isinstance(record["step"], int) and isinstance(record["text"], str)):
+            raise errors.UserError(
+                f"{path}, line {number} is damaged: it must hold a step and a text; remove the "
+                "line, or put back a good copy of the file."
+            )
+        found[record["step"]] = record["text"]
+    return found
+
+
 class TensorBoard:
     """Scalars for `tensorboard --logdir`; a name with a slash gets a section of its own.
 
@@ -252,14 +292,6 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def show_line(text: str, *, out: TextIO, above: tqdm | None) -> None:
-    """Writes a line; where a bar is shown, above that."""
-    if above is None:
-        print(text, file=out, flush=True)
-    else:
-        above.write(printable(text), file=terminal.unchanged(out))
-
-
 class Progress:
     """A bar with the time left in a terminal, plain lines anywhere else.
 
@@ -269,6 +301,8 @@ class Progress:
         out: where lines and the bar go; standard error by default.
         seconds_between_lines: plain lines that come sooner are left out, except those with an
             evaluation, the first and the last.
+        seconds_between_steps: a plain line shows a step that is not recorded when none came for
+            so long.
         metric: that which chooses the best checkpoint; it comes first among those of its task.
     """
 
@@ -279,54 +313,72 @@ class Progress:
         first_step: int,
         out: TextIO | None = None,
         seconds_between_lines: float = 5.0,
+        seconds_between_steps: float = 30.0,
         metric: str = "",
     ):
         self._out = out or sys.stderr
         self._metric = metric
         self._num_steps = num_steps
-        self._interval = seconds_between_lines
+        self._intervals = seconds_between_lines, seconds_between_steps
         self._last_line = -math.inf
-        self._bar = None
-        if self._out.isatty():
-            self._bar = tqdm(
-                total=num_steps,
-                initial=first_step,
-                unit="step",
-                dynamic_ncols=True,
-                file=terminal.unchanged(self._out),
-                smoothing=0.05,
-            )
+        self._begun: tuple[int, float] | None = None  # The first step made here, and when.
+        self._speed: dict[str, float] = {}
+        self._bar = Bar(self._out, total=num_steps, done=first_step)
 
-    def step(self, step: int) -> None:
-        """Moves the bar; lines are written by `record`."""
-        if self._bar is not None:
-            self._bar.update(step - self._bar.n)
+    def step(self, step: int, metrics: Record) -> None:
+        """Shows the metrics of a step: in the bar, or as a line where the last is long ago."""
+        if self._bar.is_shown:
+            facts = _facts({**metrics, **self._speed})
+            self._bar.update(step - self._bar.done, facts=facts)
+            return
+        now = time.monotonic()
+        if self._begun is None:
+            self._begun = step, now
+        first, began = self._begun
+        # The first step of a run is recorded, the first of one that continues may not be.
+        if step > 1 and now - self._last_line >= self._intervals[1]:
+            seconds = (now - began) / max(step - first, 1)
+            self.record(step, {**metrics, "seconds_per_step": seconds})
 
     def record(self, step: int, record: Record) -> None:
         """Shows the metrics of a logged step."""
         evaluation = _brief_evaluation(record, self._metric)
-        if self._bar is not None:
-            self._bar.set_postfix_str(printable(_brief(record)))
+        if self._bar.is_shown:
+            self._speed = {name: record[name] for name in _SPEED if name in record}
+            if "loss" in record:
+                self._bar.update(0, facts=_facts(record))
             if evaluation:
                 self.message(f"step {step}  {evaluation}")
             return
         now = time.monotonic()
-        if now - self._last_line < self._interval and not evaluation and step != self._num_steps:
+        is_soon = now - self._last_line < self._intervals[0]
+        if is_soon and not evaluation and step != self._num_steps:
             return
         self._last_line = now
         share = f"{100 * step / self._num_steps:.0f}%"
-        parts = [f"step {step}/{self._num_steps} ({share})", _brief(record), evaluation]
+        parts = [f"step {step}/{self._num_steps} ({share})", *_facts(record), evaluation]
         if record.get("seconds_per_step"):
             left = (self._num_steps - step) * record["seconds_per_step"]
             parts.append(f"{record['seconds_per_step']:.3g} s/step  ETA {duration(left)}")
         self.message("  ".join(filter(None, parts)))
 
+    def status(self, text: str) -> None:
+        """Shows in the bar, until the next step, what is done beside steps."""
+        self._bar.update(0, facts=[text])
+
     def message(self, text: str) -> None:
         show_line(text, out=self._out, above=self._bar)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
+
+
+def show_line(text: str, *, out: TextIO, above: Bar) -> None:
+    """Writes a line; where a bar is shown, above that."""
+    if above.is_shown:
+        above.write(text)
+    else:
+        print(text, file=out, flush=True)
 
 
 class RunLog:
@@ -341,6 +393,7 @@ class RunLog:
         self._writers = writers
         self._progress = progress
         self._run_dir = run_dir
+        self._samples: Samples | None = None
 
     def open_files(
         self, *, last_step: int, wandb_project: str | None, config: Mapping[str, Any]
@@ -354,12 +407,19 @@ class RunLog:
                 JsonLines(folder / METRICS_FILE, last_step=last_step),
                 TensorBoard(folder / "tensorboard", last_step=last_step),
             ]
+            self._samples = Samples(folder, last_step=last_step)
             if wandb_project:
                 self._writers += [WeightsAndBiases(folder, project=wandb_project, config=config)]
 
-    def step(self, step: int) -> None:
+    def step(self, step: int, metrics: Record) -> None:
+        """Shows the metrics of a step, whether or not they are recorded."""
         if self._progress:
-            self._progress.step(step)
+            self._progress.step(step, metrics)
+
+    def status(self, text: str) -> None:
+        """Shows in a terminal what is done beside steps, until the next step."""
+        if self._progress:
+            self._progress.status(text)
 
     def record(self, step: int, record: Record) -> None:
         """Writes the metrics of one step everywhere, in order; more of the last step is added."""
@@ -374,14 +434,25 @@ class RunLog:
         if self._progress:
             self._progress.message(text)
 
+    def sample(self, step: int, text: str) -> None:
+        """Shows and keeps what the model of a step puts out."""
+        self.message(f"\n{text}")
+        if self._samples:
+            with run_directory.writing(self._run_dir):
+                self._samples.add(step, text)
+
+    def end_progress(self) -> None:
+        """Clears the bar: no step is to come."""
+        if self._progress:
+            self._progress.close()
+
     def sync(self) -> None:
         with run_directory.writing(self._run_dir):
             for writer in self._writers:
                 writer.sync()
 
     def close(self) -> None:
-        if self._progress:
-            self._progress.close()
+        self.end_progress()
         with run_directory.writing(self._run_dir), contextlib.ExitStack() as stack:
             for writer in self._writers:
                 stack.callback(writer.close)
@@ -515,29 +586,8 @@ class Meter:
         self._window[name] = self._window.get(name, 0.0) + value
 
 
-def duration(seconds: float) -> str:
-    """Returns a time for people: 8s, 3m 05s, 2h 07m, 4d 03h."""
-    seconds = max(0, round(seconds))
-    if seconds < 60:
-        return f"{seconds}s"
-    minutes, seconds = divmod(seconds, 60)
-    if minutes < 60:
-        return f"{minutes}m {seconds:02d}s"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 24:
-        return f"{hours}h {minutes:02d}m"
-    return f"{hours // 24}d {hours % 24:02d}h"
-
-
-def short_number(value: float, unit: str = "") -> str:
-    """Returns a count for people: 312, 12.3k, 4.56M; with a unit 7.89 GB."""
-    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{' ' * bool(unit)}{prefix}{unit}"
-    return f"{value:.3g}{' ' * bool(unit)}{unit}"
-
-
-def _brief(record: Record) -> str:
+def _facts(record: Record) -> list[str]:
+    """Returns what a line shows of a record, the most important first."""
     parts = [f"loss {record['loss']:.4f}"] if "loss" in record else []
     # Where nothing is added to the cross-entropy, the two are one but for rounding.
     if "objective" in record and not math.isclose(
@@ -549,7 +599,7 @@ def _brief(record: Record) -> str:
     ]
     if "tokens_per_second" in record:
         parts.append(f"{short_number(record['tokens_per_second'])} tokens/s")
-    return "  ".join(parts)
+    return parts
 
 
 def _brief_evaluation(record: Record, metric: str) -> str:
@@ -562,7 +612,7 @@ def _brief_evaluation(record: Record, metric: str) -> str:
     parts = []
     if found := groups.pop("validation", None):
         bits = found.get("bits_per_byte")
-        parts = [_brief(found)] + ([] if bits is None else [f"bits per byte {bits:.4f}"])
+        parts = ["  ".join(_facts(found))] + ([] if bits is None else [f"bits per byte {bits:.4f}"])
         parts[0] = f"validation {parts[0]}"
     for half, found in groups.items():
         names = [

@@ -22,7 +22,7 @@ from convt5.data import counts
 from convt5.data import data_shards as shards
 from convt5.data.protocols import DataConfig
 from convt5.modeling import sharding
-from convt5.runtime import determinism
+from convt5.runtime import amounts, determinism
 from convt5.text import task_format, vocabulary_files
 from convt5.training import compilation, data_checks, run_directory, run_log
 from convt5.training import result as results
@@ -73,7 +73,7 @@ class TrainRun(StepConfig, Intervals):
             another; without effect on one that continues.
         wandb_project: also logs to this project on wandb.ai.
         report: called with the final model and `eval_data` (or `train_data`) to say more at the
-            end, such as `samples.SpanSamples`.
+            end, such as `samples.SpanSamples`; with `report_every_steps` also while the run trains.
         config_text: the settings, kept beside the checkpoints.
 
     Raises:
@@ -97,6 +97,11 @@ class TrainRun(StepConfig, Intervals):
         faults = [*Intervals._faults(self), *StepConfig._faults(self)]
         if self.data_shards is not None and self.data_shards < 1:
             faults.append(f"data_shards={self.data_shards} must be at least 1, or None.")
+        if self.report_every_steps is not None and self.report is None:
+            faults.append(
+                f"report_every_steps={self.report_every_steps} asks for reports, but report=None "
+                "makes none; set report, such as @samples.SpanSamples(), or leave it out."
+            )
         return faults
 
     @property
@@ -275,13 +280,19 @@ class _Session:
             hosts = self._checkpointer if jax.process_count() > 1 else None
             with Interruption(hosts) as interruption:
                 loop.run(batches, interruption, before_first=self._write_settings)
+        log.end_progress()
         result = results.write(self._folder, self._plan, loop, self._validation, run.checkpoints)
         log.message(results.describe(result))
         if batches is not None:
             self._tell_of_reading(batches)
         if run.report is not None:
-            log.message(f"\n{run.report(loop.model, run.eval_data or run.train_data)}")
+            log.sample(loop.step, self._report(loop.model))
         return result
+
+    def _report(self, model: nnx.Module) -> str:
+        run = self._run
+        assert run.report is not None
+        return run.report(model, run.eval_data or run.train_data)
 
     def _restore(self) -> Restored | None:
         """Returns the last checkpoint, or the state of another run that this new one goes on with;
@@ -302,7 +313,8 @@ class _Session:
     def _measures(self) -> Measures:
         statistics = self._run.statistics
         estimate = statistics.build(self._plan) if statistics else None
-        return Measures(self._validation, self._tasks, estimate)
+        report = self._report if self._run.report is not None else None
+        return Measures(self._validation, self._tasks, estimate, report)
 
     def _open_data(self) -> TrainBatches:
         """Opens the data of a run that has updates left, and tells of it."""
@@ -372,9 +384,9 @@ class _Session:
         run, plan, step = self._run, self._plan, self._first_step
         mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items() if size > 1)
         device = plan.mesh.devices.flat[0]
-        trained = f" ({run_log.short_number(plan.num_trained())} trained)" if run.frozen else ""
+        trained = f" ({amounts.short_number(plan.num_trained())} trained)" if run.frozen else ""
         self._log.message(
-            f"{run_log.short_number(plan.num_parameters())} parameters{trained} on "
+            f"{amounts.short_number(plan.num_parameters())} parameters{trained} on "
             f"{plan.mesh.devices.size} x {device.device_kind}{f' ({mesh})' if mesh else ''}, run "
             f"directory {self._folder}"
         )

@@ -13,7 +13,7 @@ from typing import TextIO
 
 import jax
 
-from convt5.training.run_log import duration
+from convt5.runtime.amounts import duration
 
 _LONGEST_POLL_SECS = 1.0
 

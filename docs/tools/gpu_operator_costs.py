@@ -10,12 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tpu_operator_costs import KINDS, Case, add_case_flags, check_case_flags, measure
-from tqdm import tqdm
 
 from convt5.analysis import gpu_target as target
 from convt5.configuration import command_line
 from convt5.reports import markdown
-from convt5.runtime import terminal
+from convt5.runtime.bars import Bar
 
 
 def rows(device: Any, taps: Sequence[int], dilations: Sequence[int]) -> Iterator[dict[str, str]]:
@@ -50,9 +49,12 @@ def main(argv: Sequence[str]) -> None:
     device = target.load(settings.topology).devices[0]
     found = rows(device, settings.taps, settings.dilations)
     count = len(KINDS) * len(settings.taps) * len(settings.dilations)
-    bar = terminal.unchanged(sys.stderr)
-    counted = tqdm(found, total=count, unit=" operators", file=bar, disable=None)
-    print(markdown.table(list(counted)))
+    shown = []
+    with Bar(sys.stderr, total=count, unit="operator") as progress:
+        for row in found:
+            shown.append(row)
+            progress.update()
+    print(markdown.table(shown))
 
 
 if __name__ == "__main__":
