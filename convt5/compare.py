@@ -15,9 +15,8 @@ from typing import Any, NoReturn
 from convt5 import errors
 from convt5.configuration import command_line
 from convt5.reports import figures, markdown
-from convt5.runtime import foreign_files
+from convt5.runtime import foreign_files, metric_names
 from convt5.runtime.amounts import duration
-from convt5.training import metric_names
 from convt5.training.run_log import METRICS_FILE, read_metrics
 
 SUMMARY_FILE = "summary.json"

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from convt5 import errors
-from convt5.checkpoints import folders
 from convt5.configuration import command_line
-from convt5.runtime import whole_files
+from convt5.runtime import folders, whole_files
 from convt5.text import task_format, vocabulary_files
 
 if TYPE_CHECKING:

@@ -13,16 +13,15 @@ from convt5 import errors
 from convt5.configuration import command_line
 from convt5.configuration.command_line import Flag
 from convt5.evaluation.flags import EMA_FLAG, PREDICT_FLAGS
-from convt5.runtime import multi_host
-from convt5.training import metric_names
+from convt5.runtime import metric_names, multi_host
 
 if TYPE_CHECKING:
     from convt5.evaluation import checkpoints
     from convt5.evaluation.evaluator import Evaluator
+    from convt5.evaluation.images import ImagePlan
     from convt5.evaluation.results import Outcome, Results
     from convt5.evaluation.run_settings import RunSettings
     from convt5.evaluation.settings import PredictConfig
-    from convt5.vision.evaluation import ImagePlan
 
 
 _TIMEOUT = 3600.0  # Seconds.
@@ -221,7 +220,7 @@ def make_plan(
 
 
 def _image_plan(config: Any, checkpoint: str, settings: "RunSettings", flags: Any) -> Plan:
-    from convt5.vision import evaluation
+    from convt5.evaluation import images as evaluation
 
     given = [
         flag.name

@@ -276,7 +276,7 @@ def read_step(
     bound = [s for s in statements if isinstance(s, gin_files.Binding)]
     is_run = any(f".{b.selector}".endswith(".trainer.train") for b in bound)
     if is_run:
-        from convt5.configuration import moved_runs
+        from convt5.training import moved_runs
 
         supplied = _unneeded(bound, bindings)
         roots = ["%MODEL", "@trainer.train"]
@@ -295,9 +295,9 @@ def read_step(
 
 def _run(config: gin_config.Config, run_dir: str | None) -> "TrainRun":
     """Returns the run of a configuration; where its data is gone, with its lengths alone."""
-    from convt5.configuration.moved_runs import DATA_ARGUMENTS
     from convt5.text import vocabulary_files
     from convt5.training import trainer
+    from convt5.training.moved_runs import DATA_ARGUMENTS
 
     settings: dict[str, Any] = config.arguments(trainer.train, leave_out=DATA_ARGUMENTS)
     with vocabulary_files.of_run(run_dir):

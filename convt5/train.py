@@ -71,9 +71,8 @@ def _run(arguments: command_line.Arguments) -> int:
         trusted=arguments.trust,
     )
     # These import jax, which help and misspelt flags need not wait for.
-    from convt5.configuration import moved_runs
     from convt5.text import vocabulary_files
-    from convt5.training import trainer
+    from convt5.training import moved_runs, trainer
 
     run_dir = moved_runs.run_dir(
         trainer.train, config, arguments.gin_files, arguments.gin_bindings, arguments.trust

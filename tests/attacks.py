@@ -19,17 +19,17 @@ class Row(NamedTuple):
 
 ROWS = [
     Row(
-        "Settings beside a model that import or call something, at every way in",
+        "Settings of a model that import or call code, through every command and function",
         "test_trust",
         lambda m: len(m.TRAPS) + len(m.ENTRANCES),
     ),
     Row(
-        "Gin files that explode: macros, objects and includes that double, megabytes, devices",
+        "Exploding gin files: macros, objects and includes that double, megabytes, devices",
         "test_gin_files",
         lambda m: len(m.BOMBS),
     ),
     Row(
-        "Links, pipes, folders and files in the way inside a run directory",
+        "Obstacles in a run directory: links, pipes, folders and files",
         "test_run_directory",
         lambda m: len(m.IN_THE_WAY),
     ),
@@ -39,22 +39,22 @@ ROWS = [
         lambda m: len(m.NAMES) + len(m.REFUSED),
     ),
     Row(
-        "Names in an index that lead out of its folder, and positions in data that are none",
+        "Index entries that point outside their folder, and invalid data positions",
         "test_untrusted_files",
         lambda m: len(m.OUTSIDE) + len(m.POSITIONS),
     ),
     Row(
-        "Files of PyTorch: code, views that repeat, storages of 10^12, programs, flipped bytes",
+        "PyTorch files: code, overlapping views, storages of 10^12, programs, flipped bytes",
         "test_torch_files",
         lambda m: len(m.HOSTILE) + m.FLIPS * len(m.WHOLE),
     ),
     Row(
-        "Images whose headers tell more pixels than memory holds",
+        "Images whose headers claim more pixels than fit into memory",
         "test_vision_images",
         lambda m: 2 * len(m.HUGE_IMAGES),
     ),
     Row(
-        "Names of variables that are none, for TPU VMs and Kubernetes",
+        "Invalid names of environment variables, for TPU VMs and Kubernetes",
         "test_launch",
         lambda m: 2 * len(m.NO_NAMES),
     ),
@@ -72,9 +72,9 @@ def counts() -> Iterator[tuple[str, str, int]]:
 def table() -> str:
     """Returns the table in Markdown."""
     found = list(counts())
-    lines = ["| what is offered | cases | tests |", "| --- | ---: | --- |"]
+    lines = ["| attack | cases | tests |", "| --- | ---: | --- |"]
     lines += [f"| {kind} | {count:,} | `tests/{module}.py` |" for kind, module, count in found]
-    return "\n".join([*lines, f"| together | {sum(count for *_, count in found):,} | |"])
+    return "\n".join([*lines, f"| total | {sum(count for *_, count in found):,} | |"])
 
 
 if __name__ == "__main__":

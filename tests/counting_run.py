@@ -26,7 +26,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 SETTINGS = """
 from __gin__ import dynamic_registration
 from convt5.checkpoints import checkpoint
-from convt5.training import initialization
+from convt5.interchange import initialization
 from convt5.training import optimizer
 from convt5.training import schedule
 from convt5.modeling import sharding

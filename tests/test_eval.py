@@ -27,7 +27,8 @@ from convt5.evaluation.results import Results
 from convt5.evaluation.settings import EvalConfig, PredictConfig
 from convt5.modeling import sharding
 from convt5.ops import shift_right
-from convt5.training import losses, metric_names
+from convt5.runtime import metric_names
+from convt5.training import losses
 from convt5.training.run_log import read_records
 
 with warnings.catch_warnings():  # clu's imports warn.

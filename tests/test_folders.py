@@ -13,7 +13,8 @@ from etils import epath
 from quick import quick
 
 from convt5 import errors
-from convt5.checkpoints import checkpoint, folders, read_back, reading
+from convt5.checkpoints import checkpoint, read_back, reading
+from convt5.runtime import folders
 from convt5.training import averaging, run_directory, run_log
 from convt5.training.trainer import train
 

@@ -789,10 +789,10 @@ def test_a_file_that_may_not_be_read_is_named(name, tmp_path):
 
 
 ATTACKS = {
-    "Files of JSON that hold none: cut, nested 100,000 deep, 8 MB, keys twice, pipes": (
+    "Invalid JSON: truncated, nested 100,000 deep, 8 MB, repeated keys, pipes": (
         len(JSON) * len(JSON_FILES) + len(THINGS) * len(OPENED) + len(LINES) + 1
     ),
-    "Settings of models, caches and vocabularies of a wrong kind, missing or absurd": (
+    "Settings of models, caches and vocabularies that are missing, mistyped or absurd": (
         len(CONFIGS)
         + len(MISSING)
         + len(ABSURD)
@@ -801,18 +801,18 @@ ATTACKS = {
         + len(ROWS)
         + len(VOCABULARIES)
     ),
-    "Arrays and archives of NumPy: pickles, code, shapes of 10^12, bombs, encrypted, twice": (
+    "NumPy arrays and archives: pickles, code, shapes of 10^12, bombs, encrypted, repeated": (
         3 * len(ARRAYS) + len(SIZES_OF_TOKENS) + 2 * len(ARCHIVES) + 3
     ),
-    "safetensors and their indices: headers of 10^12, overlapping, outside, absent": (
+    "safetensors and their indices: headers of 10^12, data that overlaps or is missing": (
         2 * len(SAFETENSORS) + len(INDICES) + 1
     ),
-    "Checkpoints of TensorFlow 1 and their gin files: shapes that end TensorFlow": (
+    "TensorFlow 1 checkpoints and their gin files: shapes that abort TensorFlow": (
         len(BUNDLES) + len(OPERATIVE)
     ),
-    "SentencePiece models, and text packed by gzip, xz and bzip2 that unpacks without end": (
+    "SentencePiece models; gzip, xz and bzip2 text that unpacks without end": (
         len(PIECES) + 2 + 2 * len(BOMBS) * len(PACKERS) + len(PACKERS)
     ),
-    "Lines and documents of a gigabyte in files of text and tables": len(ENDLESS),
-    "Bytes flipped or cut at random, in twelve formats": FLIPS * len(FLIPPED),
+    "Lines and documents of a gigabyte in text files and tables": len(ENDLESS),
+    "Random flipped or truncated bytes, in twelve formats": FLIPS * len(FLIPPED),
 }

@@ -12,8 +12,10 @@ import sentencepiece
 
 import convt5
 from convt5 import __main__ as overview
-from convt5 import errors, models, settings, vocabulary
-from convt5.configuration import catalogue
+from convt5 import errors
+from convt5.analysis import models
+from convt5.configuration import catalogue, settings
+from convt5.data import vocabulary
 from convt5.text import sentinels
 
 PACKAGE = pathlib.Path(convt5.__file__).parent

@@ -2,7 +2,7 @@
 
 import pytest
 
-from convt5.training import metric_names
+from convt5.runtime import metric_names
 
 TEXT = {"loss": 3.5, "cross_entropy": 3.0, "accuracy": 0.25, "z_loss": 0.5}
 IMAGES = {"loss": 1.5, "accuracy": 0.75, "top_5_accuracy": "nan"}

@@ -17,7 +17,7 @@ from convt5.text.vocabulary_files import KeptText
 ROWS = [{"text": "good", "label": "positive"}, {"text": "bad", "label": "negative"}] * 4
 GIN = """
 from convt5 import evaluation
-from convt5.training import initialization
+from convt5.interchange import initialization
 from convt5.tasks import classification
 from convt5.tasks import vocabularies
 DATA = 'data'

@@ -18,9 +18,10 @@ from convt5 import errors
 from convt5.analysis.cost_report import Subject
 from convt5.checkpoints import checkpoint, reading, record
 from convt5.data.prefetching import position, take_apart
+from convt5.interchange import initialization
 from convt5.modeling import sharding
 from convt5.train import dry_run
-from convt5.training import initialization, optimizer, run_directory, run_log, schedule
+from convt5.training import optimizer, run_directory, run_log, schedule
 from convt5.training.averaging import EMA
 from convt5.training.interruption import Interrupted
 from convt5.training.loop import Loop

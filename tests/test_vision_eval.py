@@ -6,6 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from convt5.evaluation.images import make_plan
 from test_vision_training import MODEL, Stripes
 
 import convt5
@@ -16,7 +17,6 @@ from convt5.errors import UserError
 from convt5.evaluation import checkpoints
 from convt5.modeling import sharding
 from convt5.vision.augmentation import Augmentation
-from convt5.vision.evaluation import make_plan
 from convt5.vision.images import ImageDataConfig
 from convt5.vision.sources import Folder, Npz
 from convt5.vision.statistics import Reestimate

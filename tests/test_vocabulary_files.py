@@ -256,7 +256,7 @@ class TestRuns:
         self, trained, tmp_path, data, words
     ):
         start = f"""
-from convt5.training import initialization
+from convt5.interchange import initialization
 trainer.train.init_from = @initialization.InitFrom()
 initialization.InitFrom.path = '{trained}'
 """

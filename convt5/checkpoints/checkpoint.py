@@ -24,11 +24,10 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from convt5 import errors
-from convt5.checkpoints import folders, named_arrays, read_back, reading, record
+from convt5.checkpoints import named_arrays, read_back, reading, record
 from convt5.checkpoints.checksums import checksums
 from convt5.checkpoints.reading import EMA
-from convt5.runtime import foreign_files, whole_files
-from convt5.training import metric_names
+from convt5.runtime import folders, foreign_files, metric_names, whole_files
 
 BestMode = Literal["min", "max"]
 

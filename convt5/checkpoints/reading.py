@@ -16,8 +16,9 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from convt5 import errors
-from convt5.checkpoints import folders, named_arrays, record
+from convt5.checkpoints import named_arrays, record
 from convt5.checkpoints.checksums import mismatched
+from convt5.runtime import folders
 
 EMA = "ema"
 """The average of the model, in the state and among what is saved beside the optimizer's."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from convt5 import errors
-from convt5.configuration import rules
+from convt5.errors import rules
 
 MOST_LAYERS = 1000
 MOST_STEPS = 2**31

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from convt5 import errors
-from convt5.configuration import checks
 from convt5.data import counts
 from convt5.data.counts import Counts
 from convt5.data.prefetching import rows_per_host
 from convt5.data.row_order import Passes
+from convt5.errors import checks
 from convt5.runtime import file_locks, foreign_files, whole_files
 from convt5.text import task_format, vocabulary_files
 

@@ -19,7 +19,6 @@ import seqio
 import tensorflow as tf
 
 from convt5 import errors
-from convt5.configuration import checks
 from convt5.data import data_report
 from convt5.data.counts import Counts
 from convt5.data.mixing import MakeBlock, MixedStream, TaskStream
@@ -32,6 +31,7 @@ from convt5.data.prefetching import (
 )
 from convt5.data.rows import Batch, RowLayout
 from convt5.data.task_blocks import TaskBlocks
+from convt5.errors import checks
 from convt5.tasks import (
     classification,
     formats,

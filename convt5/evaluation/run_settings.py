@@ -14,16 +14,15 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from convt5 import errors
-from convt5.checkpoints import folders
 from convt5.configuration import gin_config, gin_files
-from convt5.configuration.moved_runs import DATA_ARGUMENTS, data_is_gone
 from convt5.configuration.trust import Untrusted, named_by_own
 from convt5.evaluation.settings import EvalConfig, PredictConfig, Rank
-from convt5.runtime import quiet_imports
+from convt5.runtime import folders, quiet_imports
 from convt5.text import task_format as formats
 from convt5.text import vocabulary_files
 from convt5.text.task_format import TaskFormat
 from convt5.text.vocabulary_files import BYTES, TextFeatures
+from convt5.training.moved_runs import DATA_ARGUMENTS, data_is_gone
 from convt5.training.run_directory import CONFIG_FILE
 
 

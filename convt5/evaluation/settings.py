@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from convt5 import errors
-from convt5.configuration import checks
+from convt5.errors import checks
 from convt5.evaluation.flags import LONG_INPUTS, STRATEGY_FLAGS
 from convt5.generation.search import BeamSearch, Greedy, Sampling, Strategy
 from convt5.modeling.description import ModelDescription

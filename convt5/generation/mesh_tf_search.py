@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from convt5 import errors
-from convt5.configuration import checks
+from convt5.errors import checks
 from convt5.generation.search import (
     Found,
     SearchInputs,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from convt5.configuration import checks
+from convt5.errors import checks
 from convt5.generation import decoding
 from convt5.modeling.model import ConvT5, HostOrDevice
 from convt5.text import sentinels

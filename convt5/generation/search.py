@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from convt5 import errors
-from convt5.configuration import checks
+from convt5.errors import checks
 from convt5.modeling.layers import at_least_float32
 from convt5.modeling.model import ConvT5, DecoderState, HostOrDevice
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from convt5.configuration import rules
-from convt5.configuration.rules import ruled
+from convt5.errors import rules
+from convt5.errors.rules import ruled
 from convt5.modeling.sharding import Rule
 from convt5.modeling.sizes import Size
 from convt5.ops import depthwise_conv, pad_widths

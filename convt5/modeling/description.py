@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from convt5 import errors
-from convt5.configuration import checks, rules
-from convt5.configuration.rules import ruled
+from convt5.errors import checks, rules
+from convt5.errors.rules import ruled
 from convt5.modeling.layers import MlpKind, NormKind
 from convt5.modeling.mixers import KINDS
 from convt5.modeling.mixers.base import MixerConfig

@@ -9,9 +9,9 @@ import pathlib
 from typing import Any
 
 from convt5 import errors
+from convt5.runtime import metric_names
 from convt5.sweeps import running
 from convt5.sweeps.study import Study
-from convt5.training import metric_names
 from convt5.training.run_directory import replace_text
 from convt5.training.run_log import METRICS_FILE, read_metrics, read_records
 

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from convt5 import errors
-from convt5.checkpoints import folders
-from convt5.runtime import foreign_files, whole_files
+from convt5.runtime import folders, foreign_files, whole_files
 
 FILE = "task.json"
 

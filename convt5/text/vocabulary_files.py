@@ -22,8 +22,7 @@ from typing import Any, Literal, NamedTuple
 from etils import epath
 
 from convt5 import errors
-from convt5.checkpoints import folders
-from convt5.runtime import foreign_files, quiet_imports, whole_files
+from convt5.runtime import folders, foreign_files, quiet_imports, whole_files
 from convt5.text import sentinels
 
 FOLDER = "vocabulary"

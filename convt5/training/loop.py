@@ -15,10 +15,10 @@ from flax import nnx
 
 from convt5 import errors
 from convt5.checkpoints.checkpoint import Checkpointer, DataPositions, Restored
-from convt5.configuration import checks
+from convt5.errors import checks
+from convt5.interchange.initialization import InitFrom
 from convt5.runtime import amounts
 from convt5.training import compilation, run_log
-from convt5.training.initialization import InitFrom
 from convt5.training.interruption import Interruption
 from convt5.training.patience import Patience
 from convt5.training.plan import Plan

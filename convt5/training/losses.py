@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from convt5 import errors
-from convt5.configuration import checks
+from convt5.errors import checks
 from convt5.modeling.layers import DropoutKey, at_least_float32
 from convt5.modeling.model import ConvT5
 from convt5.ops import linear_cross_entropy

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from convt5.checkpoints.checkpoint import CheckpointConfig
-from convt5.training import metric_names
+from convt5.runtime import metric_names
 
 
 class Patience:

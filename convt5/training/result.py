@@ -8,8 +8,8 @@ import jax
 from etils import epath
 
 from convt5.checkpoints.checkpoint import CheckpointConfig
-from convt5.runtime import amounts, foreign_files
-from convt5.training import metric_names, run_directory, run_log
+from convt5.runtime import amounts, foreign_files, metric_names
+from convt5.training import run_directory, run_log
 from convt5.training.loop import Loop
 from convt5.training.plan import Plan
 from convt5.training.validation import Validation

@@ -25,8 +25,7 @@ import jax
 from etils import epath
 
 from convt5 import errors
-from convt5.checkpoints import folders
-from convt5.runtime import file_locks, whole_files
+from convt5.runtime import file_locks, folders, whole_files
 from convt5.text import task_format, vocabulary_files
 
 _LOCK_FILE = "lock"

@@ -19,10 +19,10 @@ from typing import Any, Protocol, TextIO
 from etils import epath
 
 from convt5 import errors
-from convt5.runtime import foreign_files, whole_files
+from convt5.runtime import foreign_files, metric_names, whole_files
 from convt5.runtime.amounts import duration, short_number
 from convt5.runtime.bars import Bar
-from convt5.training import metric_names, run_directory
+from convt5.training import run_directory
 
 Record = Mapping[str, float]
 

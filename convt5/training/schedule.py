@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from convt5 import errors
-from convt5.configuration import checks
+from convt5.errors import checks
 
 Rate = Float[Array, ""]
 

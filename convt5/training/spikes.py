@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from convt5 import errors
-from convt5.configuration import checks
+from convt5.errors import checks
 
 Measure = Literal["grad_norm", "loss"]
 SKIPPED = "skipped_updates"

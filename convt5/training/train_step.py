@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from convt5 import errors
-from convt5.configuration import checks
+from convt5.errors import checks
 from convt5.modeling import gathering
 from convt5.modeling.placement import TEXT_RULES
 from convt5.modeling.sharding import BATCH_AXES, MeshConfig, Rule, gathered, replicated

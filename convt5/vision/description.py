@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from convt5 import errors
-from convt5.configuration import checks, rules
-from convt5.configuration.rules import ruled
+from convt5.errors import checks, rules
+from convt5.errors.rules import ruled
 from convt5.modeling.canon import CanonConfig
 
 StemKind = Literal["patchify", "conv"]

@@ -12,9 +12,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from convt5 import errors
-from convt5.configuration import checks
 from convt5.data.prefetching import rows_per_host
 from convt5.data.row_order import Passes, RowsOfBatch
+from convt5.errors import checks
 from convt5.vision.augmentation import Augmentation, resized
 from convt5.vision.description import ViTDescription
 from convt5.vision.sources import CorruptImage, ImageSet, ImageSource, OnCorrupt

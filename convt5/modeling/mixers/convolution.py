@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from convt5.configuration import rules
-from convt5.configuration.rules import ruled
+from convt5.errors import rules
+from convt5.errors.rules import ruled
 from convt5.modeling.canon import Along
 from convt5.modeling.layers import Dense, DropoutKey, add_vector, at_least_float32, truncated_normal
 from convt5.modeling.mixers import base
