@@ -9,7 +9,7 @@ import importlib.abc
 import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # What editors complete; at run time each is imported when it is asked for.
@@ -63,19 +63,24 @@ _MOVED = {
     "batches": "data",
     "cached_data": "data.cached_data",
     "checkpoint": "checkpoints.checkpoint",
+    "data.batch_fingerprint": "training.batch_fingerprint",
     "gin_config": "configuration.gin_config",
-    "initialization": "training.initialization",
+    "initialization": "interchange.initialization",
     "loading": "interchange.loading",
     "losses": "training.losses",
     "modeling.mixing": "modeling.attention",
+    "models": "analysis.models",
     "optimizer": "training.optimizer",
     "samples": "generation.samples",
     "schedule": "training.schedule",
     "sentinels": "text.sentinels",
+    "settings": "configuration.settings",
     "sharding": "modeling.sharding",
     "task_format": "text.task_format",
     "trainer": "training.trainer",
+    "training.initialization": "interchange.initialization",
     "tree_paths": "modeling.tree_paths",
+    "vocabulary": "data.vocabulary",
     "vocabulary_files": "text.vocabulary_files",
 }
 """Modules that programs, gin files and run directories may still name as they were, and where
@@ -97,6 +102,13 @@ class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if current_name(fullname) == fullname:
             return None
         return importlib.util.spec_from_loader(fullname, self)
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Returns what `python -m` runs."""
+        spec = importlib.util.find_spec(current_name(fullname))
+        assert spec is not None
+        assert isinstance(spec.loader, importlib.abc.InspectLoader)
+        return spec.loader.get_code(spec.name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(current_name(spec.name))

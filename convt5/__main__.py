@@ -54,7 +54,7 @@ def main() -> None:
             # As with `python -m`: a user's own modules lie where the command is given.
             sys.path.append(working_directory)
         del sys.argv[1]
-        runpy.run_module(f"convt5.{name}", run_name="__main__", alter_sys=True)
+        runpy.run_module(convt5.current_name(f"convt5.{name}"), run_name="__main__", alter_sys=True)
     command_line.run(lambda _: _overview(name))
 
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from convt5 import errors
 from convt5.configuration import command_line
-from convt5.configuration.command_line import Flag
 from convt5.evaluation.flags import EMA_FLAG, PREDICT_FLAGS
 from convt5.runtime import metric_names, multi_host
+from convt5.runtime.flags import Flag
 
 if TYPE_CHECKING:
     from convt5.evaluation import checkpoints
@@ -114,7 +114,7 @@ COMMAND = command_line.Command(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextPlan:
-    """What will be evaluated of a text model, checked; `vision.evaluation.ImagePlan` is another.
+    """What will be evaluated of a text model, checked; `images.ImagePlan` is another.
 
     Attributes:
         checkpoint: where the model is.
@@ -220,7 +220,7 @@ def make_plan(
 
 
 def _image_plan(config: Any, checkpoint: str, settings: "RunSettings", flags: Any) -> Plan:
-    from convt5.evaluation import images as evaluation
+    from convt5.evaluation import images
 
     given = [
         flag.name
@@ -233,7 +233,7 @@ def _image_plan(config: Any, checkpoint: str, settings: "RunSettings", flags: An
     errors.raise_all(
         [f"{name} is for models of text; leave it out." for name in given], where=checkpoint
     )
-    return evaluation.make_plan(
+    return images.make_plan(
         checkpoint,
         model=config,
         train=settings.train,

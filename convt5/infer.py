@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from convt5 import errors
 from convt5.configuration import command_line
-from convt5.configuration.command_line import Flag
 from convt5.evaluation.flags import EMA_FLAG, INFER_FLAGS
 from convt5.runtime import terminal
+from convt5.runtime.flags import Flag
 
 if TYPE_CHECKING:
     from convt5.evaluation.inputs import Inputs

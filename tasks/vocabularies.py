@@ -9,28 +9,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import seqio
-import tensorflow as tf
-from google.protobuf import message
 
 from convt5 import errors
 from convt5.runtime.whole_files import is_remote
-from convt5.text import sentinels, vocabulary_files
+from convt5.text import sentinels, seqio_vocabularies, vocabulary_files
 
-DEFAULT_NUM_SENTINELS = vocabulary_files.T5_SENTINELS
+DEFAULT_NUM_SENTINELS = sentinels.T5_SENTINELS
 T5_VOCABULARY = "gs://t5-data/vocabs/cc_all.32000/sentencepiece.model"
 """Where T5 publishes its vocabulary of 32,000 pieces; reading it needs the network."""
-
-
-class _OwnSentinels(seqio.SentencePieceVocabulary):
-    """A SentencePiece model that holds its sentinels as pieces."""
-
-    def __init__(self, path: str, num_sentinels: int):
-        super().__init__(path, extra_ids=0)
-        self._num_sentinels = num_sentinels
-
-    @property
-    def extra_ids(self) -> int:
-        return self._num_sentinels
 
 
 def named(source: str, num_sentinels: int = DEFAULT_NUM_SENTINELS) -> seqio.Vocabulary:
@@ -76,46 +62,14 @@ def sentencepiece(
 ) -> seqio.SentencePieceVocabulary:
     """Returns the SentencePiece model at `path` with sentinels after its last piece.
 
-    A model that holds `extra_id` pieces keeps those as its sentinels, wherever they stand.
+    Where the settings of a run name a file that is gone, it is the one that the run keeps.
 
     Raises:
-        UserError: no file at `path`, no SentencePiece model in it, one that does not keep id 0 for
-            padding or has no end piece, or one that brings fewer sentinels than asked for, which
-            must be at least 0.
+        UserError: what `seqio_vocabularies.from_file` raises.
     """
-    _check_count(num_sentinels)
-    path = os.path.expanduser(path)
-    if not is_remote(path) and not os.path.isfile(path):
-        if kept := vocabulary_files.kept_by_run():
-            return kept
-        raise errors.UserError(
-            f"vocabulary path={path!r} names no file (working directory {os.getcwd()!r}); set it "
-            "to a SentencePiece .model file."
-        )
-    if not is_remote(path) and os.path.getsize(path) > vocabulary_files.MOST_MODEL_BYTES:
-        raise errors.UserError(
-            f"vocabulary path={path!r} has {os.path.getsize(path):,} bytes, more than the "
-            f"{vocabulary_files.MOST_MODEL_BYTES:,} of any SentencePiece model; set it to a .model "
-            "file made by sentencepiece."
-        )
-    vocabulary = seqio.SentencePieceVocabulary(path, extra_ids=0)
-    try:
-        _ = vocabulary.tokenizer
-    except (tf.errors.OpError, OSError, RuntimeError, message.DecodeError) as error:
-        raise errors.UserError(
-            f"vocabulary path={path!r} cannot be read as a SentencePiece model ({error}); "
-            "set it to a .model file made by sentencepiece."
-        ) from error
-    _check_special_pieces(vocabulary, path)
-    own = len(sentinels.ids_of(vocabulary))
-    if not own:
-        return seqio.SentencePieceVocabulary(path, extra_ids=num_sentinels)
-    if own < num_sentinels:
-        raise errors.UserError(
-            f"vocabulary path={path!r} holds {own} sentinel pieces, fewer than "
-            f"num_sentinels={num_sentinels}; lower num_sentinels, or use a model without them."
-        )
-    return _OwnSentinels(path, own)
+    gone = not is_remote(path) and not os.path.isfile(os.path.expanduser(path))
+    kept = vocabulary_files.kept_by_run() if gone else None
+    return kept or seqio_vocabularies.from_file(path, num_sentinels)
 
 
 def characters(num_sentinels: int = DEFAULT_NUM_SENTINELS) -> seqio.ByteVocabulary:
@@ -127,8 +81,7 @@ def characters(num_sentinels: int = DEFAULT_NUM_SENTINELS) -> seqio.ByteVocabula
     Raises:
         UserError: fewer sentinels than none.
     """
-    _check_count(num_sentinels)
-    return seqio.ByteVocabulary(extra_ids=num_sentinels)
+    return seqio_vocabularies.byte_level(num_sentinels)
 
 
 def published_t5() -> seqio.SentencePieceVocabulary:
@@ -167,14 +120,6 @@ def unknown_id(vocabulary: seqio.Vocabulary) -> int | None:
     return vocabulary.unk_id if isinstance(vocabulary, seqio.SentencePieceVocabulary) else None
 
 
-def _check_count(num_sentinels: int) -> None:
-    if not isinstance(num_sentinels, int) or num_sentinels < 0:
-        raise errors.UserError(
-            f"num_sentinels={num_sentinels!r} must be an integer of at least 0; T5 has "
-            f"{DEFAULT_NUM_SENTINELS}."
-        )
-
-
 def _piece_bytes(vocabulary: seqio.SentencePieceVocabulary, token: int) -> int:
     model = vocabulary.tokenizer
     if model.IsControl(token):
@@ -182,16 +127,3 @@ def _piece_bytes(vocabulary: seqio.SentencePieceVocabulary, token: int) -> int:
     if model.IsByte(token) or model.IsUnknown(token):
         return 1
     return len(model.IdToPiece(token).replace("▁", " ").encode())
-
-
-def _check_special_pieces(vocabulary: seqio.SentencePieceVocabulary, path: str) -> None:
-    model = vocabulary.tokenizer
-    faults = []
-    if model.pad_id() not in (0, -1) or (model.pad_id() == -1 and not model.IsControl(0)):
-        faults.append(
-            f"id 0 is the piece {model.IdToPiece(0)!r}, but id 0 is padding; train the model with "
-            "--pad_id=0 --eos_id=1 --unk_id=2."
-        )
-    if model.eos_id() < 0:
-        faults.append("it has no end piece; train the model with --eos_id=1.")
-    errors.raise_all(faults, where=f"vocabulary path={path!r}")

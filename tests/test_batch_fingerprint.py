@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from convt5.training.batch_fingerprint import FingerprintedLoss, fingerprint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convt5.modeling import sharding
+from convt5.training.batch_fingerprint import FingerprintedLoss, fingerprint
 from convt5.training.train_step import LossSums
 
 SHAPE = (8, 3)

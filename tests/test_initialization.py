@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from convt5.interchange.initialization import InitFrom
 from flax import nnx
 
 from convt5 import errors
 from convt5.checkpoints.checkpoint import CheckpointConfig, Checkpointer, DataPositions
 from convt5.interchange import initialization
+from convt5.interchange.initialization import InitFrom
 from convt5.modeling.tree_paths import named_leaves
 from convt5.training.train_state import TrainState
 

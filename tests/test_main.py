@@ -22,10 +22,13 @@ PACKAGE = pathlib.Path(convt5.__file__).parent
 
 
 def test_the_overview_lists_every_command_that_there_is():
-    files = PACKAGE.glob("[a-z]*.py")
-    named = {path.stem for path in files if "command_line.run(main)" in path.read_text()}
-    assert named == set(overview.COMMANDS)
-    assert all(f"  {name} " in overview.overview() for name in named)
+    at_the_top = {path.stem for path in PACKAGE.glob("[a-z]*.py")}
+    in_rooms = {name: convt5.current_name(f"convt5.{name}") for name in overview.COMMANDS}
+    assert at_the_top <= set(in_rooms)
+    for name, module in in_rooms.items():
+        file = PACKAGE.parent / f"{module.replace('.', '/')}.py"
+        assert "command_line.run(main)" in file.read_text(), name
+        assert f"  {name} " in overview.overview()
 
 
 @pytest.mark.parametrize(
@@ -42,6 +45,12 @@ def test_a_command_runs_by_its_name(arguments, code, shown):
     assert done.returncode == code
     assert shown in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_command_that_lies_in_a_room_runs_as_a_module_of_its_name():
+    done = commands.run([sys.executable, "-m", "convt5.vocabulary", "--help"])
+    assert done.returncode == 0, done.stderr
+    assert "usage: python -m convt5.vocabulary" in done.stdout
 
 
 def test_models_are_listed_with_what_inspect_says_of_them(capsys):

@@ -5,9 +5,9 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from convt5.errors.rules import ruled
 
 from convt5.errors import rules
+from convt5.errors.rules import ruled
 from convt5.modeling.mixers import KINDS
 from convt5.modeling.mixers.base import MixerConfig, Shared, kinds_among, select_rows
 

@@ -6,7 +6,6 @@ import json
 import jax
 import numpy as np
 import pytest
-from convt5.evaluation.images import make_plan
 from test_vision_training import MODEL, Stripes
 
 import convt5
@@ -15,6 +14,7 @@ from convt5 import train
 from convt5.data import data_shards
 from convt5.errors import UserError
 from convt5.evaluation import checkpoints
+from convt5.evaluation.images import make_plan
 from convt5.modeling import sharding
 from convt5.vision.augmentation import Augmentation
 from convt5.vision.images import ImageDataConfig

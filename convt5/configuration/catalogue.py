@@ -27,8 +27,8 @@ BUILT = (
 )
 """What commands build from gin files; all else is a part of these."""
 
-_ROOMS = ("checkpoints", "data", "evaluation", "generation", "modeling", "sweeps")
-_ROOMS += ("tasks", "training", "vision")
+_ROOMS = ("checkpoints", "data", "evaluation", "generation", "interchange", "modeling")
+_ROOMS += ("sweeps", "tasks", "training", "vision")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import pathlib
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from convt5 import errors
 from convt5.runtime import (
@@ -22,6 +22,7 @@ from convt5.runtime import (
     terminal,
     xla_flags,
 )
+from convt5.runtime.flags import Flag
 
 _GIN_HELP = """\
 configuration:
@@ -42,15 +43,6 @@ configuration:
 _EXIT_HELP = """\
 exit code:
   0 success, 2 a usage or configuration error, 1 a run that could not go on."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Flag:
-    """One flag of a command beside the gin flags; keywords go to `argparse.add_argument`."""
-
-    name: str
-    help: str
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 TRUST_FLAG = Flag(

@@ -1,6 +1,6 @@
 """Flags that `eval` and `infer` share. Nothing heavy is imported, so that help comes at once."""
 
-from convt5.configuration.command_line import Flag
+from convt5.runtime.flags import Flag
 
 LONG_INPUTS = ("truncate", "refuse")
 STRATEGIES = ("greedy", "sampling", "beam")

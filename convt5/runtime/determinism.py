@@ -8,7 +8,7 @@ import os
 from collections.abc import MutableMapping
 
 from convt5 import errors
-from convt5.configuration.command_line import Flag
+from convt5.runtime.flags import Flag
 
 FLAG = Flag(
     "deterministic",

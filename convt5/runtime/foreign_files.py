@@ -25,6 +25,9 @@ from convt5.runtime import whole_files
 MOST_JSON_BYTES = 2**23
 """Of a file of settings: Python takes up to 25 times as much to hold it."""
 
+MOST_VOCABULARY_BYTES = 2**27
+"""Of a SentencePiece model; those of a million pieces take 20 MB."""
+
 MOST_LINE_BYTES = 2**26
 """Of a line of text, and so of an example: 64 MiB."""
 

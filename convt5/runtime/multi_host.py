@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from convt5 import errors
-from convt5.configuration.command_line import Flag
+from convt5.runtime.flags import Flag
 
 FLAGS = (
     Flag(

@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+T5_SENTINELS = 100
+
 MARK = re.compile(r"<extra_id_(\d{1,9})>")
 """How a sentinel is written in text."""
 

@@ -32,11 +32,6 @@ HUGGING_FACE_FILE = "spiece.model"
 _TOKENIZER_FILE = "tokenizer_config.json"
 _BYTE_TOKENIZER = "ByT5Tokenizer"
 
-T5_SENTINELS = 100
-
-MOST_MODEL_BYTES = 2**27
-"""Of a SentencePiece model; those of a million pieces take 20 MB."""
-
 MOST_TOKENS = 2**24
 """Of a row or of the sentinels, where a file tells their number and memory is taken for it."""
 
@@ -127,18 +122,18 @@ def of(vocabulary: Any) -> KeptVocabulary | None:
         import seqio
         import tensorflow as tf
 
-        from convt5.tasks import vocabularies
+        from convt5.text import seqio_vocabularies
 
     if isinstance(vocabulary, seqio.ByteVocabulary):
         num_sentinels = int(vocabulary.extra_ids or 0)
-        same = vocabularies.characters(num_sentinels) == vocabulary
+        same = seqio_vocabularies.byte_level(num_sentinels) == vocabulary
         return KeptVocabulary("characters", num_sentinels) if same else None
     if not isinstance(vocabulary, seqio.SentencePieceVocabulary):
         return None
     file, own = vocabulary.sentencepiece_model_file, sentinels.ids_of(vocabulary)
     num_sentinels = len(own)
     try:
-        again = vocabularies.sentencepiece(file, num_sentinels)
+        again = seqio_vocabularies.from_file(file, num_sentinels)
     except errors.UserError:
         return None
     if again.sp_model != vocabulary.sp_model or sentinels.ids_of(again) != own:
@@ -247,11 +242,11 @@ def revived(kept: KeptVocabulary, file: epath.PathLike | None) -> Any:
         UserError: nothing that can be read lies there.
     """
     with quiet_imports.without_tensorflow_chatter():
-        from convt5.tasks import vocabularies
+        from convt5.text import seqio_vocabularies
 
     if kept.kind == "characters":
-        return vocabularies.characters(kept.num_sentinels)
-    return vocabularies.sentencepiece(str(file), kept.num_sentinels)
+        return seqio_vocabularies.byte_level(kept.num_sentinels)
+    return seqio_vocabularies.from_file(str(file), kept.num_sentinels)
 
 
 def _folder(model: epath.PathLike) -> epath.Path | None:
@@ -283,7 +278,7 @@ def _num_sentinels(file: epath.Path, model: bytes) -> int:
         own = 0
     given = (foreign_files.find_json(file.parent / _TOKENIZER_FILE) or {}).get("extra_ids")
     if type(given) is not int or not 0 < given <= MOST_TOKENS:
-        given = T5_SENTINELS
+        given = sentinels.T5_SENTINELS
     return own or given
 
 
@@ -322,7 +317,7 @@ def _read_vocabulary(about: Mapping[str, Any], file: epath.Path) -> KeptVocabula
 
 def read_model(file: epath.PathLike) -> bytes:
     """Returns a SentencePiece model as it is; raises `ValueError` for a file that is too large."""
-    return foreign_files.read_bytes(file, MOST_MODEL_BYTES)
+    return foreign_files.read_bytes(file, foreign_files.MOST_VOCABULARY_BYTES)
 
 
 def _count(value: Any, *, none: bool = False) -> Any:

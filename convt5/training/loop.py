@@ -16,14 +16,14 @@ from flax import nnx
 from convt5 import errors
 from convt5.checkpoints.checkpoint import Checkpointer, DataPositions, Restored
 from convt5.errors import checks
-from convt5.interchange.initialization import InitFrom
 from convt5.runtime import amounts
+from convt5.text.vocabulary_files import KeptText
 from convt5.training import compilation, run_log
 from convt5.training.interruption import Interruption
 from convt5.training.patience import Patience
 from convt5.training.plan import Plan
 from convt5.training.spikes import SpikeMemory
-from convt5.training.train_state import TrainState
+from convt5.training.train_state import ModelConfig, TrainState
 from convt5.training.train_step import ALL_FINITE, NONFINITE_INDEX, describe_nonfinite
 from convt5.training.validation import PlacedBatch, Validation
 from convt5.training.watchdog import Watchdog
@@ -112,6 +112,26 @@ class Batches(Protocol):
         ...
 
 
+class StartingPoint(Protocol):
+    """What a new run takes over from another; `initialization.InitFrom` is one."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def continue_training(self) -> bool: ...
+
+    def check(self, model: nnx.Module) -> None: ...
+
+    def check_vocabulary(self, text: KeptText | None) -> None: ...
+
+    def check_num_steps(self, num_steps: int) -> None: ...
+
+    def apply(self, model: nnx.Module) -> tuple[nnx.Module, Any]: ...
+
+    def state(self, abstract_state: TrainState, *, model_config: ModelConfig) -> Restored: ...
+
+
 class TaskMeasure(Protocol):
     """Metrics of a task; `evaluation.in_training.TaskMeasure` is one."""
 
@@ -168,7 +188,7 @@ class Loop:
         measures: Measures,
         watchdog: Watchdog,
         restored: Restored | None,
-        init_from: InitFrom | None = None,
+        init_from: StartingPoint | None = None,
     ):
         self._plan = plan
         self._intervals = intervals
@@ -260,7 +280,7 @@ class Loop:
         if self._patience.is_exhausted:
             self._log.message(self._patience.text())
 
-    def _first_state(self, init_from: InitFrom | None) -> TrainState:
+    def _first_state(self, init_from: StartingPoint | None) -> TrainState:
         state = self._plan.init_state()
         if init_from is None:
             return state

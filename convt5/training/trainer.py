@@ -21,14 +21,13 @@ from convt5.checkpoints.record import describe_config
 from convt5.data import counts
 from convt5.data import data_shards as shards
 from convt5.data.protocols import DataConfig
-from convt5.interchange.initialization import InitFrom
 from convt5.modeling import sharding
 from convt5.runtime import amounts, determinism
 from convt5.text import task_format, vocabulary_files
 from convt5.training import compilation, data_checks, run_directory, run_log
 from convt5.training import result as results
 from convt5.training.interruption import Interruption
-from convt5.training.loop import Estimate, Intervals, Loop, Measures, TaskMeasure
+from convt5.training.loop import Estimate, Intervals, Loop, Measures, StartingPoint, TaskMeasure
 from convt5.training.plan import Plan, make_plan
 from convt5.training.result import Result
 from convt5.training.train_batches import TrainBatches
@@ -88,7 +87,7 @@ class TrainRun(StepConfig, Intervals):
     task_evals: Sequence[TaskEval] = ()
     statistics: StatisticsEstimate | None = None
     data_shards: int | None = None
-    init_from: InitFrom | None = None
+    init_from: StartingPoint | None = None
     wandb_project: str | None = None
     report: Callable[[nnx.Module, DataConfig], str] | None = None
     config_text: str | None = None

@@ -1,0 +1,110 @@
+"""Vocabularies of seqio with T5's sentinels, made of a SentencePiece file or of bytes.
+
+Padding is id 0; `sentinels` knows which ids are sentinels.
+"""
+
+import os
+
+import seqio
+import tensorflow as tf
+from google.protobuf import message
+
+from convt5 import errors
+from convt5.runtime.foreign_files import MOST_VOCABULARY_BYTES
+from convt5.runtime.whole_files import is_remote
+from convt5.text import sentinels
+from convt5.text.sentinels import T5_SENTINELS
+
+
+class _OwnSentinels(seqio.SentencePieceVocabulary):
+    """A SentencePiece model that holds its sentinels as pieces."""
+
+    def __init__(self, path: str, num_sentinels: int):
+        super().__init__(path, extra_ids=0)
+        self._num_sentinels = num_sentinels
+
+    @property
+    def extra_ids(self) -> int:
+        return self._num_sentinels
+
+
+def from_file(path: str, num_sentinels: int = T5_SENTINELS) -> seqio.SentencePieceVocabulary:
+    """Returns the SentencePiece model at `path` with sentinels after its last piece.
+
+    A model that holds `extra_id` pieces keeps those as its sentinels, wherever they stand.
+
+    Raises:
+        UserError: no file at `path`, no SentencePiece model in it, one that does not keep id 0 for
+            padding or has no end piece, or one that brings fewer sentinels than asked for, which
+            must be at least 0.
+    """
+    _check_count(num_sentinels)
+    path = os.path.expanduser(path)
+    if not is_remote(path):
+        _check_file(path)
+    vocabulary = seqio.SentencePieceVocabulary(path, extra_ids=0)
+    try:
+        _ = vocabulary.tokenizer
+    except (tf.errors.OpError, OSError, RuntimeError, message.DecodeError) as error:
+        raise errors.UserError(
+            f"vocabulary path={path!r} cannot be read as a SentencePiece model ({error}); "
+            "set it to a .model file made by sentencepiece."
+        ) from error
+    _check_special_pieces(vocabulary, path)
+    own = len(sentinels.ids_of(vocabulary))
+    if not own:
+        return seqio.SentencePieceVocabulary(path, extra_ids=num_sentinels)
+    if own < num_sentinels:
+        raise errors.UserError(
+            f"vocabulary path={path!r} holds {own} sentinel pieces, fewer than "
+            f"num_sentinels={num_sentinels}; lower num_sentinels, or use a model without them."
+        )
+    return _OwnSentinels(path, own)
+
+
+def byte_level(num_sentinels: int = T5_SENTINELS) -> seqio.ByteVocabulary:
+    """Returns the vocabulary of the 256 bytes of UTF-8, which needs no file.
+
+    With `num_sentinels=0` it is that of published byte-level T5s, whose sentinels are the last 100
+    bytes, from id 258 down.
+
+    Raises:
+        UserError: fewer sentinels than none.
+    """
+    _check_count(num_sentinels)
+    return seqio.ByteVocabulary(extra_ids=num_sentinels)
+
+
+def _check_count(num_sentinels: int) -> None:
+    if not isinstance(num_sentinels, int) or num_sentinels < 0:
+        raise errors.UserError(
+            f"num_sentinels={num_sentinels!r} must be an integer of at least 0; T5 has "
+            f"{T5_SENTINELS}."
+        )
+
+
+def _check_file(path: str) -> None:
+    if not os.path.isfile(path):
+        raise errors.UserError(
+            f"vocabulary path={path!r} names no file (working directory {os.getcwd()!r}); set it "
+            "to a SentencePiece .model file."
+        )
+    if os.path.getsize(path) > MOST_VOCABULARY_BYTES:
+        raise errors.UserError(
+            f"vocabulary path={path!r} has {os.path.getsize(path):,} bytes, more than the "
+            f"{MOST_VOCABULARY_BYTES:,} of any SentencePiece model; set it to a .model file made "
+            "by sentencepiece."
+        )
+
+
+def _check_special_pieces(vocabulary: seqio.SentencePieceVocabulary, path: str) -> None:
+    model = vocabulary.tokenizer
+    faults = []
+    if model.pad_id() not in (0, -1) or (model.pad_id() == -1 and not model.IsControl(0)):
+        faults.append(
+            f"id 0 is the piece {model.IdToPiece(0)!r}, but id 0 is padding; train the model with "
+            "--pad_id=0 --eos_id=1 --unk_id=2."
+        )
+    if model.eos_id() < 0:
+        faults.append("it has no end piece; train the model with --eos_id=1.")
+    errors.raise_all(faults, where=f"vocabulary path={path!r}")
