@@ -1,4 +1,4 @@
-"""Entry point of `python -m convt5.models`: the models of convt5, with parameters and FLOPs."""
+"""Entry point of `convt5 models`: the models of convt5, with parameters and FLOPs."""
 
 import fnmatch
 import json

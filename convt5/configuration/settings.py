@@ -1,4 +1,4 @@
-"""Entry point of `python -m convt5.settings`: every setting, with type, default and meaning."""
+"""Entry point of `convt5 settings`: every setting, with type, default and meaning."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Entry point of `python -m convt5.vocabulary`: trains a SentencePiece vocabulary on text.
+"""Entry point of `convt5 vocabulary`: trains a SentencePiece vocabulary on text.
 
 The model follows T5: id 0 pads, 1 ends, 2 is unknown, nothing begins; letters that are in no piece
 are written as bytes. Sentinels are no pieces of it: convt5 puts them after its last id.
