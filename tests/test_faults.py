@@ -5,12 +5,15 @@ import errno
 import io
 import itertools
 import json
+import logging
 import random
 import re
 import resource
 import shutil
+import sys
 import threading
 import time
+import types
 import warnings
 from collections.abc import Callable
 
@@ -24,7 +27,7 @@ from flax import nnx
 from quick import quick
 
 from convt5 import errors
-from convt5.checkpoints import checkpoint, reading
+from convt5.checkpoints import checkpoint, late_errors, reading
 from convt5.modeling import sharding
 from convt5.runtime import amounts
 from convt5.training import run_log, schedule, spikes, watchdog
@@ -254,7 +257,7 @@ def test_a_full_disk_ends_the_run_with_one_message_and_loses_nothing_saved(
     assert_ends_as_one_left_alone(run, folder)
 
 
-def test_a_checkpoint_that_finds_the_disk_full_ends_the_run_too(run, tmp_path, small_files):
+def test_a_checkpoint_that_finds_the_disk_full_ends_the_run_too(run, tmp_path, small_files, caplog):
     folder = tmp_path / "run"
 
     def fill():
@@ -263,11 +266,31 @@ def test_a_checkpoint_that_finds_the_disk_full_ends_the_run_too(run, tmp_path, s
 
     rules = (*counting_run.rules(), sharding.Rule(r"unused$"))
     settings = {"model": Wide(), "sharding_rules": rules}
-    with pytest.raises(errors.TrainingError, match=r"checkpoint could not be written .*Make room"):
+    told = r"checkpoint could not be written to .*checkpoints: File too large\. Make room"
+    with pytest.raises(errors.TrainingError, match=told):
         run(train_data=Meddling(batch_size=8, act=fill), **settings)
+    assert not [said for said in caplog.records if said.exc_info]  # As the message says it all.
     small_files(resource.RLIM_INFINITY)
     assert reading.steps_in(folder / "checkpoints") == [4]
     assert run(**settings).step == 12
+
+
+def test_errors_that_nobody_raises_are_still_shown(caplog, monkeypatch):
+    shown = []
+    monkeypatch.setattr(sys, "unraisablehook", shown.append)
+    late_errors.silence()
+    late_errors.silence()
+    told = types.SimpleNamespace(object=None, exc_value=RuntimeError("Event loop is closed"))
+    other = types.SimpleNamespace(object=None, exc_value=RuntimeError("broken"))
+    for raised in (told, other):
+        sys.unraisablehook(raised)
+    assert shown == [other]
+    for name in ("absl", "asyncio"):
+        try:
+            raise ValueError("broken")
+        except ValueError:
+            logging.getLogger(name).exception("Task exception was never retrieved")
+    assert [said.name for said in caplog.records] == ["absl", "asyncio"]
 
 
 class WideTable(counting_run.Table):

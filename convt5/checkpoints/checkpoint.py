@@ -8,7 +8,6 @@ its step; it appears under that name only when complete.
 import base64
 import contextlib
 import dataclasses
-import gc
 import hashlib
 import json
 import math
@@ -24,7 +23,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from convt5 import errors
-from convt5.checkpoints import named_arrays, read_back, reading, record
+from convt5.checkpoints import late_errors, named_arrays, read_back, reading, record
 from convt5.checkpoints.checksums import checksums
 from convt5.checkpoints.reading import EMA
 from convt5.runtime import folders, foreign_files, metric_names, whole_files
@@ -148,6 +147,7 @@ class Checkpointer:
         self.directory = folders.literal(directory)
         self.config = config
         self._description = record.describe_config(model_config)
+        late_errors.silence()
         _put_back(self.directory)
         self._values = _values(_measured(self.directory), config.best_metric)
         self._kept = _Kept(self._values, config)
@@ -251,8 +251,7 @@ class Checkpointer:
             UserError: another architecture or optimizer wrote it, or none of several can be read.
         """
         self.wait()  # A checkpoint still being written is listed, but not complete.
-        with reading.without_late_read_errors():
-            return self._restore_newest(abstract_state, shards_read)
+        return self._restore_newest(abstract_state, shards_read)
 
     def wait(self) -> None:
         """Returns when everything saved so far is complete on disk, and the newest can be read.
@@ -279,10 +278,11 @@ class Checkpointer:
         try:
             yield
         except Exception as error:  # Writers fail in many ways on full or vanished disks.
+            reason = errors.lack_of_room(error) or reading.first_line(error)
             raise errors.TrainingError(
-                f"a checkpoint could not be written to {self.directory}: "
-                f"{reading.first_line(error)}. Make room there, or see to its permissions; the "
-                "same command then continues from the last complete checkpoint."
+                f"a checkpoint could not be written to {self.directory}: {reason}. Make room "
+                "there, or see to its permissions; the same command then continues from the last "
+                "complete checkpoint."
             ) from error
 
     def _read_back(self, saved: _Unread) -> None:
@@ -290,9 +290,8 @@ class Checkpointer:
         folder = self.directory / str(saved.step)
         parts = {"params": saved.params, "optimizer": saved.optimizer}
         try:
-            with reading.without_late_read_errors():
-                read_back.check(folder, saved.about, parts)
-                reading.on_all_hosts(lambda: _check_positions(folder, saved.data))
+            read_back.check(folder, saved.about, parts)
+            reading.on_all_hosts(lambda: _check_positions(folder, saved.data))
         except Exception as error:  # Readers fail in many ways on damaged files.
             with self._naming_write_errors():
                 self._set_aside([saved.step])
@@ -325,7 +324,7 @@ class Checkpointer:
         needed = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
         free = shutil.disk_usage(self.directory).free
         if free < needed:
-            raise OSError(f"{needed / 1e6:.0f} MB are needed, but {free / 1e6:.0f} MB are free")
+            raise OSError(f"{needed / 1e6:.3g} MB are needed, but {free / 1e6:.3g} MB are free")
 
     def _restore_newest(self, abstract_state: Any, shards_read: ShardsRead) -> Restored | None:
         steps = sorted(self._manager.all_steps(), reverse=True)
@@ -340,7 +339,6 @@ class Checkpointer:
             else:
                 self._set_aside(failures)
                 return restored
-            gc.collect()  # What is left of the readers, while they are silenced.
             warnings.warn(
                 f"the checkpoint of step {step} in {self.directory} is damaged and is skipped: "
                 f"{failures[step]}",
@@ -387,8 +385,7 @@ def read_state(folder: epath.Path, abstract_state: Any, *, model_config: Any) ->
         UserError: another architecture or optimizer wrote it.
     """
     description = record.describe_config(model_config)
-    with reading.without_late_read_errors():
-        restored = _read(folder, abstract_state, lambda _: [], description=description)
+    restored = _read(folder, abstract_state, lambda _: [], description=description)
     return restored._replace(data=DataPositions(), progress={})
 
 

@@ -4,8 +4,6 @@ A checkpoint is one folder named after its step; what is incomplete has another 
 """
 
 import contextlib
-import gc
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
@@ -16,7 +14,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from convt5 import errors
-from convt5.checkpoints import named_arrays, record
+from convt5.checkpoints import late_errors, named_arrays, record
 from convt5.checkpoints.checksums import mismatched
 from convt5.runtime import folders
 
@@ -134,7 +132,7 @@ def load_named(
     }
     folder = folders.literal(folder)
     about = _about(folder)
-    with _naming_read_errors(folder), without_late_read_errors():
+    with _naming_read_errors(folder):
         return read_arrays(folder, part, leaves, about)
 
 
@@ -169,6 +167,7 @@ def read_arrays(
     All hosts succeed, or all raise. A checkpoint of a version that kept no checksums is taken as
     it is.
     """
+    late_errors.silence()
     item = named_arrays.nested(leaves)
     # The handler itself: readers around it wait for all hosts, also for one that has failed.
     reader = ocp.PyTreeCheckpointHandler()
@@ -235,30 +234,6 @@ def _naming_read_errors(folder: epath.PathLike) -> Iterator[None]:
             f"{folder} cannot be read: {first_line(error)}. It is damaged, or was removed; choose "
             "another step, or put back a good copy."
         ) from error
-
-
-@contextlib.contextmanager
-def without_late_read_errors() -> Iterator[None]:
-    """Silences readers that finish after the first of them has failed.
-
-    Each of them prints a traceback about a closed event loop, which would bury the one warning that
-    says what is wrong.
-    """
-    report = sys.unraisablehook
-
-    def hook(raised: Any) -> None:
-        is_reader = "_read_array" in repr(raised.object)
-        if not is_reader and "Event loop is closed" not in str(raised.exc_value):
-            report(raised)
-
-    sys.unraisablehook = hook
-    try:
-        yield
-    except Exception:
-        gc.collect()  # Now, while they are silenced.
-        raise
-    finally:
-        sys.unraisablehook = report
 
 
 def first_line(error: Exception) -> str:

@@ -63,6 +63,17 @@ def of_full_disk(error: BaseException | None) -> TrainingError | None:
     )
 
 
+def lack_of_room(error: BaseException) -> str | None:
+    """Returns the words of the system for an error of a disk without room, else None.
+
+    They are all that says something where a writer wraps them in pages of its own.
+    """
+    if not _means_full_disk(error):
+        return None
+    numbers = [n for n in _NO_ROOM if n == getattr(error, "errno", None)] or _NO_ROOM
+    return next((os.strerror(n) for n in numbers if os.strerror(n) in str(error)), None)
+
+
 def of_files(error: BaseException) -> UserError | None:
     """Returns what to tell of an error that the file system gave for a path, else None.
 
