@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from convt5 import errors
 from convt5.configuration import command_line, gin_config, gin_files
 from convt5.data.block_workers import BlockWorkers
-from convt5.runtime import quiet_imports
 from convt5.runtime.bars import Bar
 from convt5.text import task_format
 
@@ -67,10 +66,9 @@ def main(argv: Sequence[str]) -> None:
     for name in ("epochs", "rows", "processes"):
         if getattr(flags, name) is not None and getattr(flags, name) < 1:
             raise errors.UserError(f"{name}={getattr(flags, name)} must be at least 1.")
-    with quiet_imports.without_tensorflow_chatter():
-        from convt5 import data
-        from convt5.data import cached_data, counts
-        from convt5.training.validation import check_num_batches
+    from convt5 import data
+    from convt5.data import cached_data, counts
+    from convt5.training.validation import check_num_batches
 
     run = _run(arguments)
     configs = {"train": run.train_data, "validation": run.eval_data}

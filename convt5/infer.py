@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import io
 import os
@@ -264,8 +265,6 @@ def run(predictor: "Predictor", inputs: "Inputs", output: "ResumableLines | None
 
 
 def _task_inputs(flags: Any, features: "TextFeatures", config: Any, vocab_size: int) -> "Inputs":
-    import functools
-
     from convt5.evaluation import inputs, task_data
     from convt5.evaluation.predictor import decode_text
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from convt5 import errors
 from convt5.configuration import command_line
-from convt5.runtime import quiet_imports, whole_files
+from convt5.runtime import whole_files
 from convt5.runtime.bars import Bar
 
 _HELD_OUT = 100
@@ -81,8 +81,7 @@ def main(argv: Sequence[str]) -> int:
     flags = command_line.parse(COMMAND, argv).flags
     output = command_line.path(flags.output)
     _check(flags, output)
-    with quiet_imports.without_tensorflow_chatter():
-        from convt5.tasks import text_files
+    from convt5.tasks import text_files
 
     files = text_files.TextFiles(path=flags.text, invalid_utf8=flags.invalid_utf8)
     lines = _Lines(_cut(files.documents()))

@@ -17,7 +17,7 @@ from convt5 import errors
 from convt5.configuration import gin_config, gin_files
 from convt5.configuration.trust import Untrusted, named_by_own
 from convt5.evaluation.settings import EvalConfig, PredictConfig, Rank
-from convt5.runtime import folders, quiet_imports
+from convt5.runtime import folders
 from convt5.text import task_format as formats
 from convt5.text import vocabulary_files
 from convt5.text.task_format import TaskFormat
@@ -223,8 +223,7 @@ def text_features(
         settings: of the run, where they have been read.
         trust: as of `read`, where they have not.
     """
-    with quiet_imports.without_tensorflow_chatter():
-        from convt5.tasks import vocabularies
+    from convt5.tasks import vocabularies
 
     source = os.path.expanduser(source)
     if source == BYTES:

@@ -17,6 +17,7 @@ from convt5.errors.rules import ruled
 from convt5.modeling.sharding import Rule
 from convt5.modeling.sizes import Size
 from convt5.ops import depthwise_conv, pad_widths
+from convt5.ops.masking import zero_unless
 
 PLACES = "ABCD"
 SPLIT_PLACES = "BD"
@@ -152,7 +153,7 @@ class Canon(nnx.Module):
         readable: Bool[Array, "batch length"] | None = None,
     ) -> Float[Array, "batch length channels"]:
         """Convolves whole sequences; taps read zero at padding and wherever not `readable`."""
-        read = _visible(x, readable)
+        read = zero_unless(readable, x)
         y = depthwise_conv(
             read,
             self._kernel(),
@@ -176,7 +177,7 @@ class Canon(nnx.Module):
         readable: Bool[Array, "batch 1"] | None = None,
     ) -> tuple[Float[Array, "batch 1 channels"], Float[Array, "batch slots channels"]]:
         """Convolves the next position of causal taps, and returns the inputs that follow."""
-        read = _visible(x, readable)
+        read = zero_unless(readable, x)
         window = jnp.concatenate([state, read], axis=1)
         kernel = self._kernel()
         kernel = kernel.astype(jnp.promote_types(x.dtype, kernel.dtype))
@@ -227,7 +228,3 @@ def canons_of(module: nnx.Module) -> dict[str, Canon]:
     """Returns the Canon layers inside of a layer by their names."""
     found = [part for _, part in nnx.iter_modules(module) if isinstance(part, Canon)]
     return {canon.taps.name: canon for canon in found}
-
-
-def _visible(x, readable):
-    return x if readable is None else x * readable[..., None].astype(x.dtype)

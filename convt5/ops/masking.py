@@ -1,7 +1,7 @@
 """Masks for padded and packed rows; used by attention, by the model and by decoding."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 def attention_mask(
@@ -26,6 +26,13 @@ def attention_mask(
         key_index = jnp.arange(key.shape[2])[None, None, :]
         mask &= key_index <= query_index
     return mask
+
+
+def zero_unless(
+    readable: Bool[Array, "batch length"] | None, x: Float[Array, "batch length channels"]
+) -> Float[Array, "batch length channels"]:
+    """Returns x with zeros at the positions that are not readable; None: all are."""
+    return x if readable is None else x * readable[..., None].astype(x.dtype)
 
 
 def shift_right(

@@ -19,6 +19,7 @@ from convt5.modeling.sharding import Rule
 from convt5.modeling.sizes import ModelSizes, Size
 from convt5.ops.gating import gate
 from convt5.ops.geometry import Padding, pad_widths
+from convt5.ops.masking import zero_unless
 
 InputProjection = Literal["gated", "linear", "none"]
 
@@ -211,7 +212,7 @@ class Convolution(base.Mixer):
         dropout_key: DropoutKey = None,
     ) -> Float[Array, "batch length embed"]:
         """Mixes a whole sequence; taps read zero at padding and wherever not `readable`."""
-        config, readable = self.config, inputs.readable
+        config = self.config
         gated = self._gated(x, inputs)
         where = {
             "dilation": config.dilation,
@@ -219,7 +220,7 @@ class Convolution(base.Mixer):
             "segment_ids": inputs.segment_ids,
             "taps_cross_segments": self.taps_cross_segments,
         }
-        read = gated if readable is None else gated * readable[..., None].astype(gated.dtype)
+        read = zero_unless(inputs.readable, gated)
         return self._project(self.convolve(read, gated, where, dropout_key=dropout_key))
 
     def init_state(
@@ -232,11 +233,11 @@ class Convolution(base.Mixer):
         self, x: Float[Array, "batch 1 embed"], state: ConvolutionState, position: Position
     ) -> tuple[Float[Array, "batch 1 embed"], ConvolutionState]:
         """Mixes the next position of a causal convolution."""
-        config, index, readable = self.config, position.index, position.readable
+        config, index = self.config, position.index
         slots = state.inputs.shape[1]
         gated = self._gated(x, position)
         # batch embed
-        newest = gated[:, 0] if readable is None else gated[:, 0] * readable.astype(x.dtype)
+        newest = zero_unless(position.readable, gated)[:, 0]
         rows = jnp.arange(x.shape[0])
         inputs = state.inputs.at[rows, index % slots].set(newest)
         offsets = config.dilation * jnp.arange(1 - config.kernel_size, 1)

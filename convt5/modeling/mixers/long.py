@@ -26,6 +26,7 @@ from convt5.modeling.sizes import ModelSizes, Size
 from convt5.ops import long_conv
 from convt5.ops.convolution.whole_rows import flops as convolution_flops
 from convt5.ops.gating import gate
+from convt5.ops.masking import zero_unless
 
 Gating = Literal["glu", "hyena"]
 
@@ -152,8 +153,7 @@ class LongConvolution(base.Mixer):
     ) -> Float[Array, "batch length embed"]:
         """Mixes a whole sequence; taps read zero at padding and wherever not `readable`."""
         gated, query = self._gated(x, inputs)
-        if inputs.readable is not None:
-            gated = gated * inputs.readable[..., None].astype(gated.dtype)
+        gated = zero_unless(inputs.readable, gated)
         behind, *ahead = self._taps(x.shape[1], at_least_float32(x.dtype))
         y = long_conv(
             gated,
@@ -175,9 +175,7 @@ class LongConvolution(base.Mixer):
     ) -> tuple[Float[Array, "batch 1 embed"], LongState]:
         """Mixes the next position."""
         gated, query = self._gated(x, position)
-        newest, readable = gated[:, 0], position.readable
-        if readable is not None:
-            newest = newest * readable.astype(x.dtype)
+        newest = zero_unless(position.readable, gated)[:, 0]
         inputs = state.inputs.at[jnp.arange(x.shape[0]), position.index].set(newest)
         taps, length = state.taps.value, inputs.shape[1]
 
