@@ -9,15 +9,15 @@ from convt5 import errors
 from convt5.configuration import command_line
 
 COMMANDS = {
-    "train": "Trains a model, fine-tunes one, or continues a run.",
-    "eval": "Measures a trained model on its tasks, or follows a run as it trains.",
-    "infer": "Predicts: for files, for lines from a pipe, or in a dialogue.",
+    "train": "Pre-trains or fine-tunes a model, or resumes a run.",
+    "eval": "Evaluates a trained model, or follows a run as it trains.",
+    "infer": "Predicts for files, for lines from a pipe, or interactively.",
     "inspect": "Reports a model's layers, parameters, FLOPs, memory and receptive field.",
-    "bench": "Times operators, training steps, decoding and data against other libraries.",
+    "bench": "Times operators, training steps, decoding and data; compares other libraries.",
     "compare": "Compares runs in a table and a plot.",
-    "sweep": "Makes the runs of a study: settings, models and seeds.",
-    "cache": "Tokenises, corrupts and packs training data once.",
-    "convert": "Reads models of other formats, and writes them.",
+    "sweep": "Trains the runs of a study: a grid over settings, models and seeds.",
+    "cache": "Tokenises, corrupts and packs training data once, for faster runs.",
+    "convert": "Imports models of other formats, and exports them.",
     "models": "Lists the models that come with convt5, with parameters and FLOPs.",
     "settings": "Lists every setting that gin files can bind, with type, default and meaning.",
     "vocabulary": "Trains a SentencePiece vocabulary on your text.",
@@ -39,7 +39,7 @@ def overview() -> str:
             "  convt5 COMMAND --help     shows the flags of a command, with examples.",
             "  convt5 --version          shows the version.",
             "",
-            "start here:",
+            "to begin:",
             "  convt5 train --gin_file=gin/runs/quickstart.gin",
         ]
     )

@@ -29,15 +29,15 @@ _QUICK = {"ops": (256,), "formulations": (256,), "train_step": (64, 128), "decod
 
 COMMAND = command_line.Command(
     name="bench",
-    summary="Measures this machine: convolutions against the naive sum, whole training steps and "
-    "decoding of several models by length, how fast data comes, and whether the formulations that "
-    "are chosen are the fastest. Writes records.jsonl, "
-    "bench.md and, with the extra 'plot', pictures of time, operations and memory by length.",
+    summary="Times this machine: convolution operators against a naive implementation, training "
+    "steps and decoding of several models at several lengths, the data pipeline, and "
+    "whether each operator's default formulation is the fastest. Writes records.jsonl, "
+    "bench.md and, with the extra 'plot', plots of time, FLOPs and memory by length.",
     examples=[
-        ("everything, small: a minute or two", "--quick"),
-        ("training steps alone, at these lengths", "--suites=train_step --lengths=512,2048"),
+        ("run everything at small sizes: a minute or two", "--quick"),
+        ("time only training steps, at these lengths", "--suites=train_step --lengths=512,2048"),
         (
-            "models of your own",
+            "time other models",
             "--suites=train_step,decode --gin_file=gin/models/hybrid_tiny.gin "
             "--gin_file=gin/models/t5_tiny.gin --output=bench",
         ),
@@ -46,32 +46,41 @@ COMMAND = command_line.Command(
         command_line.Flag(
             "suites", f"some of {','.join(SUITES)}, which is all of them.", {"default": None}
         ),
-        command_line.Flag("lengths", "instead of those of each suite: 128,512.", {"default": None}),
-        command_line.Flag("batch_size", "rows, 4.", {"type": int, "default": 4}),
-        command_line.Flag("repeats", "times that each side runs, 5.", {"type": int}),
+        command_line.Flag(
+            "lengths",
+            "sequence lengths in tokens, such as 128,512 (default: those of each suite).",
+            {"default": None},
+        ),
+        command_line.Flag(
+            "batch_size", "rows per batch (default: 4).", {"type": int, "default": 4}
+        ),
+        command_line.Flag(
+            "repeats", "times that each implementation runs (default: 5).", {"type": int}
+        ),
         command_line.Flag(
             "longest_seconds",
-            "what takes longer for a step or an output is left out at greater lengths, 20.",
+            "an implementation that needs more seconds than this for a step or an output is not "
+            "run at greater lengths (default: 20).",
             {"type": float, "default": 20.0},
         ),
         command_line.Flag(
             "t5x",
-            "a checkout of T5X, whose T5 is then a side of train_step and decode.",
+            "a checkout of T5X: train_step and decode then also time its T5.",
             {"type": command_line.path},
         ),
         command_line.Flag(
             "only_ours",
-            "leaves Hugging Face's T5 out, which otherwise is a side where it is installed.",
+            "does not time Hugging Face's T5; by default it is timed if installed.",
             {"action": "store_true"},
         ),
         command_line.Flag(
             "quick",
-            "short lengths and 2 repeats, where these are not given.",
+            "uses short lengths and 2 repeats, unless these are given.",
             {"action": "store_true"},
         ),
         command_line.Flag(
             "output",
-            "a folder for the results, bench.",
+            "folder of the results (default: bench).",
             {"type": command_line.path, "default": "bench"},
         ),
     ],

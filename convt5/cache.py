@@ -27,34 +27,38 @@ if TYPE_CHECKING:
 
 COMMAND = command_line.Command(
     name="cache",
-    summary="Makes the rows of a run's data once, tokenised, corrupted and packed, so that "
-    "training reads them at the speed of files and needs no TensorFlow to start.",
+    summary="Tokenises, corrupts and packs the data of a run once, and stores the rows. "
+    "Training then reads them at file speed and needs no TensorFlow.",
     examples=[
         (
-            "your own text, twice over with different masks",
+            "cache two epochs of your own text, with different masks",
             "--gin_file=gin/runs/pretrain_text.gin --gin.TEXT='corpus/*.txt.gz' "
             "--gin.VOCABULARY=corpus/spm.model --epochs=2 --output_dir=corpus/cache",
         ),
         (
-            "the first million rows of C4, by 16 processes; killed, the same command goes on",
+            "cache the first million rows of C4 with 16 processes; repeat the command to resume",
             "--gin_file=gin/runs/pretrain_c4.gin --rows=1000000 --processes=16 "
             "--output_dir=c4_cache",
         ),
     ],
     flags=[
-        command_line.Flag("output_dir", "a folder that does not exist yet.", {"required": True}),
+        command_line.Flag(
+            "output_dir", "the folder to create; it must not exist yet.", {"required": True}
+        ),
         command_line.Flag(
             "epochs",
-            "passes over the training data, 1; each corrupts it anew.",
+            "epochs of the training data (default: 1); each has new corruption.",
             {"type": int, "default": 1},
         ),
         command_line.Flag(
             "processes",
-            "that tokenise and corrupt side by side, 1; the rows are the same.",
+            "worker processes (default: 1); their number does not change the rows.",
             {"type": int, "default": 1},
         ),
         command_line.Flag(
-            "rows", "training rows, at most; all by default.", {"type": int, "default": None}
+            "rows",
+            "largest number of training rows (default: all).",
+            {"type": int, "default": None},
         ),
     ],
 )

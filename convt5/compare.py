@@ -28,15 +28,15 @@ _LINE_STYLES = ("-", "--", ":", "-.")
 _MOST_SHOWN = 120  # Characters of names beside one another in a legend.
 
 _DESCRIPTION = """\
-Compares runs: a table (comparison.md, also printed) and a plot (comparison.png, needs the extra
-'plot') of one metric against training steps and against training seconds."""
+Compares one metric of several runs against training steps and training seconds. Writes a table
+(comparison.md, also printed) and a plot (comparison.png, needs the extra 'plot')."""
 
 _EXAMPLES = """\
 examples:
-  # two runs, by the names of their directories
+  # compare two runs, named by their directories
   python -m convt5.compare runs/t5_tiny runs/dynamic_tiny --output=comparison
 
-  # names of your own, and another metric
+  # name the runs, and compare another metric
   python -m convt5.compare attention=runs/a convolution=runs/b --metric=validation/token_accuracy
 
 exit code:
@@ -394,18 +394,18 @@ def _parser() -> argparse.ArgumentParser:
         type=command_line.path,
         default=".",
         metavar="DIR",
-        help="where the files go (default: here)",
+        help="output folder (default: the working directory)",
     )
     parser.add_argument(
         "--metric",
-        help=f"a name in {METRICS_FILE} (default: what the runs chose their best checkpoints by, "
-        f"or a metric of the task they have in common, or {DEFAULT_METRIC})",
+        help=f"a name in {METRICS_FILE} (default: the best_metric of the runs, or a task metric "
+        f"that they share, or {DEFAULT_METRIC})",
     )
     parser.add_argument(
         "--clock",
         choices=sorted(CLOCKS),
         default="wall",
-        help="seconds that passed while training, or seconds of processor time (default: wall)",
+        help="wall-clock seconds of training, or processor seconds (default: wall)",
     )
     return parser
 

@@ -30,35 +30,35 @@ _ONLY_FOR = {
 
 COMMAND = command_line.Command(
     name="convert",
-    summary="Reads a model from another format into a run directory, which train, eval and infer "
-    "start from, or writes a model into another format.",
+    summary="Converts a model of another format into a run directory for train, eval and infer, "
+    "or writes a model in another format.",
     needs_gin_file=False,
     reads_gin=False,
     examples=[
         (
-            "a released Mesh TensorFlow checkpoint, with the state of its optimizer",
+            "import a released Mesh TensorFlow checkpoint, with its optimizer state",
             "--from=mesh_tf --checkpoint=lconv_base/model.ckpt-524288 "
             "--operative_config=lconv_base/operative_config.gin --optimizer "
             "--vocabulary=sentencepiece.model --output_dir=runs/lconv_base",
         ),
         (
-            "T5 from Hugging Face, and back",
+            "import a T5 from Hugging Face",
             "--from=hf --checkpoint=t5-v1_1-base --output_dir=runs/t5_base",
         ),
         (
-            "a Vision Transformer of pycls",
+            "import a Vision Transformer of pycls",
             "--from=pycls --checkpoint=ViT-C-1GF.pyth --output_dir=runs/vit_c_1gf",
         ),
         (
-            "a trained T5 for Hugging Face transformers",
+            "export a trained T5 for Hugging Face transformers",
             "--to=hf --checkpoint=runs/t5_base --output_dir=exports/t5_base",
         ),
         (
-            "any model as safetensors with a JSON description",
+            "export any model as safetensors with a JSON description",
             "--to=safetensors --checkpoint=runs/dynamic --output_dir=exports/dynamic",
         ),
         (
-            "its encoder and decoding step as programs that need no convt5",
+            "export encoder and decoding step as programs that need no convt5",
             "--to=stablehlo --checkpoint=runs/dynamic --output_dir=exports/programs "
             "--encoder_length=512 --decoder_length=114",
         ),
@@ -66,70 +66,76 @@ COMMAND = command_line.Command(
     flags=[
         command_line.Flag(
             "from",
-            f"format of the checkpoint, one of {', '.join(SOURCES)}; run (the default) is what "
-            "convt5 trains.",
+            f"format of the checkpoint, one of {', '.join(SOURCES)} (default: run, a run "
+            "directory of convt5).",
             {"default": "run", "dest": "source"},
         ),
         command_line.Flag(
             "to",
-            f"format to write, one of {', '.join(TARGETS)}; run is the default.",
+            f"format to write, one of {', '.join(TARGETS)} (default: run).",
             {"default": "run", "dest": "target"},
         ),
         command_line.Flag(
             "checkpoint",
-            "what is read: for mesh_tf the prefix, such as model.ckpt-524288; for pycls a .npz, "
-            ".safetensors or .pyth file; else a folder.",
+            "the checkpoint to read: for mesh_tf a folder or a prefix, such as "
+            "model.ckpt-524288; for pycls a .npz, .safetensors or .pyth file; otherwise a "
+            "folder.",
         ),
-        command_line.Flag("output_dir", "folder to make; it must not exist, or be empty."),
+        command_line.Flag("output_dir", "the folder to create; it must not exist, or be empty."),
         command_line.Flag(
             "operative_config",
-            "the operative_config.gin of a mesh_tf checkpoint: it says where taps lie and how "
-            "many heads there are. By default the one beside the checkpoint.",
+            "the operative_config.gin of a mesh_tf checkpoint, which sets tap offsets and the "
+            "number of heads (default: the one beside the checkpoint).",
         ),
         command_line.Flag(
             "optimizer",
-            "also reads the optimizer's state of a mesh_tf checkpoint, so that training "
-            "continues; otherwise the optimizer starts anew.",
+            "also imports the optimizer state of a mesh_tf checkpoint, to continue training; "
+            "otherwise the optimizer state is initialized.",
             {"action": "store_true"},
         ),
         command_line.Flag(
             "num_heads",
-            "attention heads of a pycls model; by default of 64 channels each.",
+            "attention heads of a pycls model (default: one per 64 channels).",
             {"type": int},
         ),
         command_line.Flag(
             "image_size",
-            "pixels of a pycls model's images; by default those its position table is for.",
+            "height and width of a pycls model's images in pixels (default: from its position "
+            "table).",
             {"type": int},
         ),
         command_line.Flag(
             "stem_strides",
-            "strides of a pycls model's convolutions, such as 2,2,2,2,1; by default 2 wherever a "
-            "convolution widens.",
+            "strides of a pycls model's stem, such as 2,2,2,2,1 (default: 2 for each "
+            "convolution that adds channels).",
         ),
         command_line.Flag(
             "vocabulary",
-            "what the ids of a text model stand for, kept beside it: a SentencePiece .model file, "
-            "or bytes; by default what is kept beside the checkpoint.",
+            "the vocabulary of a text model: a SentencePiece .model file, or bytes (default: "
+            "the vocabulary beside the checkpoint).",
         ),
         command_line.TRUST_FLAG,
         command_line.Flag(
             "allow_unmapped",
-            "leaves out variables that belong to no known part of the model.",
+            "ignores variables that belong to no known part of the model.",
             {"action": "store_true"},
         ),
         command_line.Flag(
             "dtype",
-            "of activations in the run: float32 (the default of an import) or bfloat16.",
+            "dtype of activations in the run: float32 (the default of an import) or bfloat16.",
         ),
         command_line.Flag(
-            "step", "which checkpoint of a run is read; by default the newest.", {"type": int}
+            "step", "the step of a run to read (default: the newest).", {"type": int}
         ),
         command_line.Flag(
-            "encoder_length", "source length of stablehlo programs, 512.", {"type": int}
+            "encoder_length",
+            "input length of stablehlo programs, in tokens (default: 512).",
+            {"type": int},
         ),
         command_line.Flag(
-            "decoder_length", "most decoding steps of stablehlo programs, 114.", {"type": int}
+            "decoder_length",
+            "most decoding steps of stablehlo programs (default: 114).",
+            {"type": int},
         ),
     ],
 )

@@ -40,29 +40,32 @@ _TASK_FLAGS = (
 )
 COMMAND = command_line.Command(
     name="eval",
-    summary="Measures a trained model on seqio tasks, with the metrics of the tasks and the "
-    "loss of their targets (of the right labels, where labels are ranked), or on labelled images: "
-    "top-1, top-5 and loss. Accuracies are percentages. "
-    "Results lie in RUN_DIR/evaluation/TASK/SPLIT: metrics as JSON, "
-    "predictions as JSON lines; and in RUN_DIR/evaluation/tensorboard.",
+    summary="Evaluates a trained model. On seqio tasks it reports the metrics of the task and "
+    "the loss of the targets (for rank classification, of the correct labels); on "
+    "labelled images top-1 and top-5 accuracy and the loss. Accuracies are percentages. "
+    "Writes metrics (JSON) and predictions (JSON lines) to "
+    "RUN_DIR/evaluation/TASK/SPLIT, and scalars to RUN_DIR/evaluation/tensorboard.",
     needs_gin_file=False,
     examples=[
-        ("the newest checkpoint of a run, on its own validation data", "--checkpoint=runs/a"),
         (
-            "the best checkpoint on other tasks, decoded with beam search",
+            "evaluate the newest checkpoint of a run on its own validation data",
+            "--checkpoint=runs/a",
+        ),
+        (
+            "evaluate the best checkpoint on other tasks, with beam search",
             "--checkpoint=runs/a --step=best --task=imdb --task=trec6 --split=test "
             "--strategy=beam --beam_size=4",
         ),
         (
-            "a run in progress: each checkpoint as it appears",
+            "follow a run in progress: evaluate each checkpoint as it appears",
             "--checkpoint=runs/a --follow --timeout=7200",
         ),
         (
-            "a model of images, its batch statistics measured anew on 64 batches",
+            "evaluate an image model; re-estimate its batch statistics on 64 batches first",
             "--checkpoint=runs/digits/vit_c_tiny --split=test --reestimate=64",
         ),
         (
-            "the run that a train command with the same settings makes",
+            "evaluate the run of the train command with the same settings, on training examples",
             "--gin_file=gin/runs/quickstart.gin --gin.RUN_DIR=runs/a "
             "--gin.eval/data.DataConfig.split=train --num_examples=1000",
         ),
@@ -70,41 +73,42 @@ COMMAND = command_line.Command(
     flags=[
         Flag(
             "checkpoint",
-            "a run directory or one step in it, or an exported model; by default the run_dir "
-            "of the gin files. Its config.gin is read before other gin files, unless these "
+            "a run directory, one of its steps, or an exported model (default: the run_dir of "
+            "the gin files). Its config.gin is read before other gin files, unless these "
             "describe a run.",
         ),
         Flag(
             "step",
-            "latest (the default), best (by the best_metric of the run), all, or steps: 100,200.",
+            "latest (the default), best (by the run's best_metric), all, or a list of steps: "
+            "100,200.",
             {"default": "latest"},
         ),
         _TASK_FLAGS[0],
-        Flag("split", "of the tasks; by default the run's own, or validation."),
-        Flag("num_examples", "only the first examples of each task.", {"type": int}),
+        Flag("split", "split of the tasks (default: the run's own split, or validation)."),
+        Flag("num_examples", "evaluates only this many examples of each task.", {"type": int}),
         _TASK_FLAGS[1],
         EMA_FLAG,
         Flag(
             "reestimate",
-            "images: measures batch statistics anew over so many batches of training data.",
+            "images: re-estimates batch statistics on this many batches of training data.",
             {"type": int},
         ),
         Flag(
             "follow",
-            "evaluates checkpoints as they appear, until the run ends; skips "
-            "those that have results of these settings.",
+            "evaluates checkpoints as they appear, until the run ends; skips those already "
+            "evaluated with these settings.",
             {"action": "store_true"},
         ),
         Flag(
             "timeout",
-            "follow: ends after so many seconds without a new checkpoint, 3600.",
+            "with --follow: ends after this many seconds without a new checkpoint (default: 3600).",
             {"type": float},
         ),
-        Flag("output_dir", "by default the folder evaluation of the run."),
+        Flag("output_dir", "folder of the results (default: RUN_DIR/evaluation)."),
         *PREDICT_FLAGS,
         Flag(
             "dry_run",
-            "checks checkpoints, tasks, splits and vocabularies; computes nothing.",
+            "checks checkpoints, tasks, splits and vocabularies; evaluates nothing.",
             {"action": "store_true"},
         ),
         *multi_host.FLAGS,

@@ -29,73 +29,79 @@ _CHUNK_BATCHES = 8
 
 COMMAND = command_line.Command(
     name="infer",
-    summary="Predicts from texts: lines of a file or of standard input, or a split of a task. "
-    "Inputs are written as in training, with the prefix and the fields of the task that the run "
-    "keeps (--raw sends them as they are). Each becomes a JSON line with input, predictions and "
-    "scores, and of a task with labels the likeliest label and the probability of each. In a "
-    "terminal without --input it asks for texts. The same command continues an output file that "
-    "was interrupted.",
+    summary="Predicts for the lines of a file or of standard input, or for a split of a task. "
+    "Inputs are formatted as in training, with the prefix and fields of the run's task "
+    "(--raw passes them unchanged). The output has one JSON line per input, with the "
+    "input, the predictions and their scores; for a task with labels, the most likely "
+    "label and the probability of each label. In a terminal without --input it prompts "
+    "for text. The same command completes an interrupted output file.",
     needs_gin_file=False,
     examples=[
         (
-            "each line of a file; give it again after a kill",
+            "predict for each line of a file; repeat the command to resume",
             "--checkpoint=runs/a --input=texts.txt --output=predictions.jsonl",
         ),
         (
-            "the field review of JSON lines, four predictions each",
+            "predict for the field 'review' of JSON lines, four predictions each",
             "--checkpoint=runs/a --input=reviews.jsonl --field=review --output=out.jsonl "
             "--strategy=beam --beam_size=4 --length_penalty=0.6",
         ),
         (
-            "JSON lines with the fields of the task, such as premise and hypothesis",
+            "predict for JSON lines with all fields of the task, such as premise and hypothesis",
             "--checkpoint=runs/mnli --input=pairs.jsonl --output=labels.jsonl",
         ),
-        ("a dialogue in the terminal, sampled", "--checkpoint=runs/a --strategy=sampling"),
-        ("a split of a task", "--checkpoint=runs/a --task=trec6 --split=test --output=test.jsonl"),
         (
-            "a model imported by convt5.convert, with its SentencePiece vocabulary",
+            "prompt for text in the terminal, and sample answers",
+            "--checkpoint=runs/a --strategy=sampling",
+        ),
+        (
+            "predict for a split of a task",
+            "--checkpoint=runs/a --task=trec6 --split=test --output=test.jsonl",
+        ),
+        (
+            "use a model imported by convt5.convert, with its SentencePiece vocabulary",
             "--checkpoint=runs/lconv_base --vocabulary=sentencepiece.model --input=texts.txt",
         ),
     ],
     flags=[
         Flag(
             "checkpoint",
-            "a run directory or one step in it, or an exported model; by default the run_dir of "
-            "the gin files. Its config.gin is read before other gin files, unless these describe "
-            "a run.",
+            "a run directory, one of its steps, or an exported model (default: the run_dir of "
+            "the gin files). Its config.gin is read before other gin files, unless these "
+            "describe a run.",
         ),
         Flag(
             "step",
-            "latest (the default), best (by the best_metric of the run), or a step.",
+            "latest (the default), best (by the run's best_metric), or a step.",
             {"default": "latest"},
         ),
         Flag(
             "vocabulary",
-            "a SentencePiece .model file, or bytes; by default that of the run's data.",
+            "a SentencePiece .model file, or bytes (default: the vocabulary of the run).",
         ),
         Flag(
             "input",
-            "a file, glob or folder: text with one input in each line, JSON lines (.jsonl, "
-            ".ndjson, .json), or tables with a header line (.tsv, .csv); also .gz, .xz or .bz2. "
-            "- is standard input, the default.",
+            "a file, glob or folder: text with one input per line, JSON lines (.jsonl, .ndjson, "
+            ".json), or tables with a header line (.tsv, .csv); also .gz, .xz or .bz2. - is "
+            "standard input, the default.",
         ),
         Flag(
             "invalid_utf8",
-            "what becomes of lines with bytes that are no UTF-8: refuse (the default), replace or "
-            "skip, which leaves them out and counts them.",
+            "lines with invalid UTF-8: refuse (the default) ends the command, replace "
+            "substitutes U+FFFD, skip drops and counts them.",
             {"choices": ["refuse", "replace", "skip"]},
         ),
         Flag(
             "field",
-            "of JSON lines and tables, which holds the text; by default the fields of the task, or "
-            "inputs, input, text or sentence. Standard input is read as JSON if it is given, or if "
-            "the task has several fields.",
+            "field of JSON lines or tables that holds the text (default: the fields of the "
+            "task, or inputs, input, text or sentence). With this flag, or if the task has "
+            "several fields, standard input is read as JSON.",
         ),
-        Flag("task", "predicts from this registered seqio task instead."),
-        Flag("split", "of the task, validation."),
-        Flag("num_examples", "only the first examples of the task.", {"type": int}),
-        Flag("output", "JSONL file; by default standard output."),
-        Flag("interactive", "asks for texts.", {"action": "store_true"}),
+        Flag("task", "reads inputs from this registered seqio task instead."),
+        Flag("split", "split of --task (default: validation)."),
+        Flag("num_examples", "predicts for only this many examples of the task.", {"type": int}),
+        Flag("output", "JSON lines file (default: standard output)."),
+        Flag("interactive", "prompts for text.", {"action": "store_true"}),
         EMA_FLAG,
         *INFER_FLAGS,
         Flag(

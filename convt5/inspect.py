@@ -39,68 +39,68 @@ _NUMBER = {"type": int, "default": None}
 
 COMMAND = command_line.Command(
     name="inspect",
-    summary="Shows what gin files describe without building it: every layer with its receptive "
-    "field, parameters and FLOPs, totals, memory, where parameters live on the devices; of a run "
-    "also how much data there is, and examples of it. With --topology, also compiles the training "
-    "step for TPUs or GPUs that need not be there.",
+    summary="Reports on a model or run without building it: receptive field, parameters and "
+    "FLOPs of each layer, totals, memory, and the sharding of parameters; for a run "
+    "also the amount of data, and examples. With --topology, also compiles the training "
+    "step for TPUs or GPUs; this machine needs none.",
     examples=[
-        ("a model", "--gin_file=gin/models/dynamic_base.gin"),
+        ("inspect a model", "--gin_file=gin/models/dynamic_base.gin"),
         (
-            "a run: its model, lengths, batch, optimizer and mesh, and three training examples",
+            "inspect a run: model, lengths, batch, optimizer, mesh, and three training examples",
             "--gin_file=gin/runs/quickstart.gin --examples=3",
         ),
         (
-            "longer sequences, on 8 devices that share the parameters",
+            "plan for longer sequences, and parameters sharded over 8 devices",
             "--gin_file=gin/runs/pretrain_c4.gin --encoder_length=4096 --devices=8 "
             "--gin.sharding.MeshConfig.data=1 --gin.sharding.MeshConfig.fsdp=8",
         ),
         (
-            "what the TPU compiler makes of its training step on 16 chips",
+            "compile the training step for 16 TPU chips, and report its costs",
             "--gin_file=gin/models/dynamic_base.gin --topology=v5e:4x4 "
             "--gin.sharding.MeshConfig.fsdp=4",
         ),
         (
-            "how far a trained model reads, by its gradients, as a table and a plot",
+            "measure the receptive field of a trained model by gradients, as a table and a plot",
             "--gin_file=runs/corpus/config.gin --measure --checkpoint=runs/corpus "
             "--plot=receptive_field.png",
         ),
         (
-            "widths that give it as many parameters, or FLOPs, as another model",
+            "find widths with the parameters, or FLOPs, of another model",
             "--gin_file=gin/models/dynamic_base.gin --pair_with=gin/models/t5_base.gin",
         ),
         (
-            "a proof that it reads nothing that it must not, here and on two meshes",
+            "prove that no padding, later target or other example leaks, here and on two meshes",
             "--gin_file=gin/models/dynamic_tiny.gin --prove --mesh=data=2,fsdp=2 --mesh=sequence=2",
         ),
-        ("for a program", "--gin_file=gin/models/wavenet_base.gin --json"),
+        ("print JSON", "--gin_file=gin/models/wavenet_base.gin --json"),
     ],
     flags=[
         command_line.Flag(
             "examples",
-            "decoded training examples to show; needs TensorFlow.",
+            "number of decoded training examples to show; needs TensorFlow.",
             {"type": int},
         ),
         command_line.Flag(
             "encoder_length",
-            "tokens of an encoder row; default: those of the training data, or 512.",
+            "tokens per encoder row (default: as in the training data, or 512).",
             _NUMBER,
         ),
         command_line.Flag(
             "decoder_length",
-            "tokens of a decoder row; default: those of the training data, or 114.",
+            "tokens per decoder row (default: as in the training data, or 114).",
             _NUMBER,
         ),
         command_line.Flag(
-            "batch_size", "rows of an update; default: those of the run, or 128.", _NUMBER
+            "batch_size", "rows per update (default: as in the run, or 128).", _NUMBER
         ),
         command_line.Flag(
-            "devices", "devices to plan for; default: those of this machine.", _NUMBER
+            "devices", "number of devices to plan for (default: those of this machine).", _NUMBER
         ),
         command_line.Flag(
             "topology",
-            "compiles the training step for this slice of TPUs, such as v5e:4x4 or v5p:2x2x1, or "
-            "for GPUs, such as h100:8, and reports its memory, FLOPs, bytes and collectives; needs "
-            "the extra tpu, or gpu.",
+            "compiles the training step for a TPU slice, such as v5e:4x4 or v5p:2x2x1, or for "
+            "GPUs, such as h100:8; reports its memory, FLOPs, bytes accessed and collectives. "
+            "Needs the extra tpu or gpu.",
         ),
         command_line.Flag(
             "gradients_only",
@@ -110,38 +110,42 @@ COMMAND = command_line.Command(
         ),
         command_line.Flag(
             "measure",
-            "also measures by gradients how far every layer reads, at initialisation or of "
-            "--checkpoint: the distance within which 50, 95 and 99 percent of the gradient lie.",
+            "also measures the receptive field of each layer by gradients, at initialisation or "
+            "for --checkpoint: the distances that contain 50, 95 and 99 percent of the gradient.",
             {"action": "store_true"},
         ),
         command_line.Flag(
             "prove",
-            "also proves that no output depends on later targets, other packed examples, padding "
-            "or other rows, that decoding equals teacher forcing, and that layers read no further "
-            "than stated; exit code 1 where something fails, with the layer.",
+            "also proves that no output depends on later targets, other packed examples, "
+            "padding or other rows, that decoding equals teacher forcing, and that no layer "
+            "reads beyond its stated receptive field. If a proof fails, names the layer and "
+            "exits with code 1.",
             {"action": "store_true"},
         ),
         command_line.Flag(
             "mesh",
-            "with --prove: also proves that an update is the same on this mesh of emulated "
-            "devices, such as fsdp=2,tensor=2, as on one; may be repeated.",
+            "with --prove: also proves that this mesh of emulated devices, such as "
+            "fsdp=2,tensor=2, computes the same update as one device; may be repeated.",
             {"action": "append"},
         ),
         command_line.Flag(
-            "checkpoint", "with --measure or --prove: a run directory, or a step of one."
+            "checkpoint", "with --measure or --prove: a run directory, or one of its steps."
         ),
         command_line.Flag(
             "plot",
-            "with --measure: draws it to this file, such as field.png.",
+            "with --measure: plots the receptive field to this file, such as field.png.",
             {"type": command_line.path},
         ),
         command_line.Flag(
             "pair_with",
-            "a gin file of another model: also finds widths at which this one has its parameters, "
-            "and widths at which it has its FLOPs.",
+            "a gin file of another model: also finds the widths at which this model has as many "
+            "parameters as the other, and those at which it has as many FLOPs.",
         ),
         command_line.Flag(
-            "multiple", "with --pair_with: of both widths; 128, or 8 below 256 channels.", _NUMBER
+            "multiple",
+            "with --pair_with: both widths are multiples of this (default: 128, or "
+            "8 below 256 channels).",
+            _NUMBER,
         ),
         command_line.Flag("json", "prints JSON instead of text.", {"action": "store_true"}),
     ],

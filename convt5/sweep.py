@@ -14,26 +14,25 @@ if TYPE_CHECKING:
 
 COMMAND = command_line.Command(
     name="sweep",
-    summary="Makes the runs of a study: every combination of the values of "
-    "some settings, with several seeds. The same command continues a study that was "
-    "interrupted. In the end, or with --report_only at any time, it writes report.md, plots and "
-    "results.json: distributions of the error over the grid, the best settings, differences, and "
-    "the steps to a given error.",
+    summary="Trains the runs of a study: a grid over settings and seeds. The same command "
+    "resumes an interrupted study. At its end, or at any time with --report_only, it "
+    "writes report.md, plots and results.json: error distributions over the grid, the "
+    "best settings, differences, and the steps needed to reach a given error.",
     examples=[
         (
-            "ViT_P and ViT_C with AdamW and SGD over learning rates and weight decays",
+            "compare ViT_P and ViT_C with AdamW and SGD over learning rates and weight decays",
             "--gin_file=gin/studies/early_convolutions.gin",
         ),
-        ("what would be run? Every axis is checked", "--gin_file=STUDY.gin --dry_run"),
+        ("check every axis and list the runs", "--gin_file=STUDY.gin --dry_run"),
         (
-            "the next ten runs alone, in a folder of your own",
+            "train only the next ten runs, in a folder of your own",
             "--gin_file=gin/studies/early_convolutions.gin --gin.OUTPUT_DIR=runs/study "
             "--most_runs=10",
         ),
-        ("four runs at a time", "--gin_file=STUDY.gin --processes=4"),
-        ("what is known so far", "--gin_file=STUDY.gin --report_only"),
+        ("train four runs at a time", "--gin_file=STUDY.gin --processes=4"),
+        ("report the runs so far", "--gin_file=STUDY.gin --report_only"),
         (
-            "a report of what two machines have done, each with seeds of its own",
+            "merge the results of two machines, each with its own seeds, into one report",
             "--gin_file=STUDY.gin --import_results=other.jsonl --report_only",
         ),
     ],
@@ -45,25 +44,26 @@ COMMAND = command_line.Command(
         ),
         command_line.Flag(
             "report_only",
-            "makes no run, but the report of those that are there.",
+            "writes the report of existing runs; trains nothing.",
             {"action": "store_true"},
         ),
-        command_line.Flag("most_runs", "ends after so many runs.", {"type": int}),
+        command_line.Flag("most_runs", "ends after this many runs.", {"type": int}),
         command_line.Flag(
             "processes",
-            "runs at a time, each on its share of the processor's cores: small models train faster "
-            "on one core each. An accelerator serves one run at a time. Default: 1.",
+            "runs trained at the same time, each on its share of the CPU cores (default: 1). "
+            "Small models train faster on one core each. An accelerator serves one run at a "
+            "time.",
             {"type": int, "default": 1},
         ),
         command_line.Flag(
             "import_results",
-            "first takes over the results in this file for runs that were never begun here.",
+            "first imports results from this file, for runs that were not started here.",
             {"type": command_line.path, "metavar": "FILE"},
         ),
         command_line.Flag(
             "export_results",
-            "in the end writes the results of all runs that are done to this file, also when the "
-            "study is stopped: a line for each, without checkpoints.",
+            "writes the results of all finished runs to this file at the end, or when the study "
+            "is interrupted: one JSON line per run, without checkpoints.",
             {"type": command_line.path, "metavar": "FILE"},
         ),
     ],

@@ -17,34 +17,35 @@ if TYPE_CHECKING:
 
 COMMAND = command_line.Command(
     name="train",
-    summary="Trains a model as gin files describe it. The same command continues a run that was "
-    "interrupted, with the same batches as if it had never stopped. Asked to stop by SIGTERM it "
-    "saves at the next step and exits with 143, by Ctrl-C with 130, by a closed terminal with 129.",
+    summary="Trains the model that gin files describe. The same command resumes an interrupted "
+    "run, with exactly the batches of an uninterrupted one. On SIGTERM, Ctrl-C or a "
+    "closed terminal it saves at the next step and exits with code 143, 130 or 129.",
     examples=[
         (
-            "a tiny dynamic-convolution T5 on the English text inside Python, in minutes on a CPU",
+            "train a tiny dynamic-convolution T5 on the English documentation inside Python, in "
+            "minutes on a CPU",
             "--gin_file=gin/runs/quickstart.gin",
         ),
         (
-            "the same run with another model, and fewer steps",
+            "train another model for fewer steps",
             "--gin_file=gin/runs/quickstart.gin --gin_file=gin/models/dilated_tiny.gin "
             "--gin.NUM_STEPS=100",
         ),
         (
-            "your own text and SentencePiece vocabulary",
+            "train on your own text and SentencePiece vocabulary",
             "--gin_file=gin/runs/pretrain_text.gin --gin.TEXT='corpus/*.txt.gz' "
             "--gin.VOCABULARY=corpus/spm.model --gin.RUN_DIR=runs/corpus",
         ),
         (
-            "is anything missing or inconsistent? Nothing is compiled, few rows are read",
+            "check a configuration: compiles nothing, reads few rows",
             "--gin_file=gin/runs/pretrain_c4.gin --gin.RUN_DIR=/tmp/c4 --dry_run",
         ),
     ],
     flags=[
         command_line.Flag(
             "dry_run",
-            "checks everything that can be checked before compiling: missing settings, "
-            "files and their first rows, mesh, batch and model shapes; trains nothing.",
+            "checks everything that needs no compilation: settings, files and their first rows, "
+            "mesh, batch and model shapes; trains nothing.",
             {"action": "store_true"},
         ),
         determinism.FLAG,

@@ -14,18 +14,20 @@ ENCODER_LENGTH, DECODER_LENGTH = 512, 114
 
 COMMAND = command_line.Command(
     name="models",
-    summary="Lists the models that come with convt5. FLOPs are those of one forward pass: of text "
-    f"models over a row of {ENCODER_LENGTH} encoder and {DECODER_LENGTH} decoder tokens, of vision "
-    "models over an image; a multiplication and an addition count as two.",
+    summary="Lists the models that come with convt5. FLOPs are those of one forward pass: for "
+    f"text models over a row of {ENCODER_LENGTH} encoder and {DECODER_LENGTH} decoder "
+    "tokens, for vision models over one image. A multiply-add counts as two.",
     needs_gin_file=False,
     reads_gin=False,
     examples=[
-        ("all of them", ""),
-        ("the dynamic convolutions", "--name='dynamic*'"),
-        ("for a program", "--name='*_base' --json"),
+        ("list all models", ""),
+        ("list the dynamic convolutions", "--name='dynamic*'"),
+        ("print JSON", "--name='*_base' --json"),
     ],
     flags=[
-        command_line.Flag("name", "only names that match this pattern; * stands for any letters."),
+        command_line.Flag(
+            "name", "lists only names that match this pattern; * matches any characters."
+        ),
         command_line.Flag("json", "prints JSON.", {"action": "store_true"}),
     ],
 )

@@ -26,29 +26,28 @@ from convt5.runtime.flags import Flag
 
 _GIN_HELP = """\
 configuration:
-  --gin_file=FILE        a gin file; may be repeated, later ones override earlier ones.
-                         Paths start from the working directory or from the installed
-                         package. A file of gin/models takes the place of the model that
+  --gin_file=FILE        a gin file; may be repeated, and later files override earlier
+                         ones. Paths are relative to the working directory or to the
+                         installed package. A file of gin/models replaces the model that
                          a run file includes.
   --gin.NAME=VALUE       sets a macro (--gin.NUM_STEPS=100) or a parameter
                          (--gin.architecture.ConvT5Config.dropout_rate=0.1,
                          --gin.encoder/architecture.StackConfig.kernel_size=9).
-                         Texts need no quotes: --gin.RUN_DIR=/tmp/run. May be repeated.
+                         Strings need no quotes: --gin.RUN_DIR=/tmp/run. May be repeated.
   --trust=MODULE         a module, such as my_tasks, that the settings of a run may import.
-                         Files that came with a model may name convt5 alone, as importing
-                         runs code; your own gin files may import anything. May be
-                         repeated, or several with commas.
+                         By default, gin files that came with a model may import only
+                         convt5, because an import runs code; your own gin files may
+                         import anything. May be repeated, or several with commas.
 """
 
 _EXIT_HELP = """\
 exit code:
-  0 success, 2 a usage or configuration error, 1 a run that could not go on."""
+  0 success, 1 a failed run, 2 a usage or configuration error."""
 
 
 TRUST_FLAG = Flag(
     "trust",
-    "a module that the settings of a run may import, such as my_tasks; may be repeated. Of those "
-    "that take gin settings every command has it.",
+    "a module that the settings of a run may import, such as my_tasks; may be repeated.",
     {"action": "append"},
 )
 """For commands that take no gin settings, but may read those of a run."""

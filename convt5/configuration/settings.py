@@ -21,10 +21,10 @@ COMMAND = command_line.Command(
     needs_gin_file=False,
     reads_gin=False,
     examples=[
-        ("the classes and functions that have settings", ""),
-        ("the settings of one", "--name=AdafactorConfig"),
-        ("all settings whose name or description has a word", "--search=dropout"),
-        ("for a program", "--json"),
+        ("list the classes and functions that have settings", ""),
+        ("list the settings of one class", "--name=AdafactorConfig"),
+        ("search settings by a word in name or description", "--search=dropout"),
+        ("print JSON", "--json"),
     ],
     flags=[
         command_line.Flag("name", "a class or function, such as optimizer.AdafactorConfig."),

@@ -26,21 +26,21 @@ _BYTE_PIECES = 256
 
 COMMAND = command_line.Command(
     name="vocabulary",
-    summary="Trains a SentencePiece vocabulary on your text with T5's conventions, and reports how "
-    "well it covers text that it has not seen.",
+    summary="Trains a SentencePiece vocabulary with T5's conventions on your text, and reports "
+    "its coverage of held-out text.",
     needs_gin_file=False,
     reads_gin=False,
     examples=[
         (
-            "8,000 pieces for a small model",
+            "train 8,000 pieces for a small model",
             "--text='corpus/*.txt.gz' --size=8000 --output=corpus/spm.model",
         ),
         (
-            "several sources, and text of many scripts",
+            "train on several sources, with text of many scripts",
             "--text=corpus/books --text=corpus/web.jsonl --coverage=0.9995 --output=spm.model",
         ),
         (
-            "pre-training with it",
+            "train a vocabulary, then pre-train with it",
             "--text='corpus/*.txt.gz' --output=corpus/spm.model && python -m convt5.train "
             "--gin_file=gin/runs/pretrain_text.gin --gin.TEXT='corpus/*.txt.gz' "
             "--gin.VOCABULARY=corpus/spm.model --gin.RUN_DIR=runs/corpus",
@@ -55,22 +55,24 @@ COMMAND = command_line.Command(
         ),
         command_line.Flag("output", "the .model file to write.", {"required": True}),
         command_line.Flag(
-            "size", "pieces, bytes included; 32,000 by default.", {"type": int, "default": 32_000}
+            "size",
+            "number of pieces, byte pieces included (default: 32,000).",
+            {"type": int, "default": 32_000},
         ),
         command_line.Flag(
             "lines",
-            "lines to train on at most, drawn from all; 1,000,000 by default.",
+            "most lines to train on, drawn from all (default: 1,000,000).",
             {"type": int, "default": 1_000_000},
         ),
         command_line.Flag(
             "coverage",
-            "share of the letters of the text that get a piece of their own, 1 by default; the "
-            "rest is written as bytes. 0.9995 suits scripts of thousands of letters.",
+            "share of the text's characters that get a piece of their own (default: 1); the "
+            "others become bytes. 0.9995 suits scripts with thousands of characters.",
             {"type": float, "default": 1.0},
         ),
         command_line.Flag(
             "invalid_utf8",
-            "refuse (the default), replace or skip: what becomes of bytes that are no text.",
+            "lines with invalid UTF-8: refuse (the default), replace or skip.",
             {"default": "refuse"},
         ),
     ],

@@ -16,29 +16,38 @@ STRATEGY_FLAGS = (
 """Flags that some strategies have and others have not."""
 
 _DECODING_FLAGS = (
-    Flag("beam_size", "beam: sequences kept at every step, 4.", {"type": int}),
+    Flag("beam_size", "beam: hypotheses kept at every step (default: 4).", {"type": int}),
     Flag(
         "length_penalty",
-        "beam: scores are sums of log-probabilities over length ** length_penalty, 1.",
+        "beam: a score is the sum of log-probabilities divided by length ** length_penalty "
+        "(default: 1).",
         {"type": float},
     ),
     Flag(
         "num_results",
-        "beam and sampling: predictions for each input; all beams, or 1.",
+        "beam and sampling: predictions per input (default: all beams, or 1 sample).",
         {"type": int},
     ),
-    Flag("temperature", "sampling: logits are divided by it, 1.", {"type": float}),
-    Flag("top_k", "sampling: only among so many likeliest tokens.", {"type": int}),
-    Flag("top_p", "sampling: only among the likeliest tokens of this mass.", {"type": float}),
-    Flag("seed", "sampling: which draws, 0.", {"type": int}),
-    Flag("max_length", "longest prediction in tokens; by default as in training.", {"type": int}),
-    Flag("max_input_length", "longest input in tokens; by default as in training.", {"type": int}),
+    Flag("temperature", "sampling: divides the logits (default: 1).", {"type": float}),
+    Flag("top_k", "sampling: draws from this many most likely tokens.", {"type": int}),
+    Flag(
+        "top_p",
+        "sampling: draws from the most likely tokens with this total probability.",
+        {"type": float},
+    ),
+    Flag("seed", "sampling: random seed (default: 0).", {"type": int}),
+    Flag("max_length", "longest prediction in tokens (default: as in training).", {"type": int}),
+    Flag("max_input_length", "longest input in tokens (default: as in training).", {"type": int}),
     Flag(
         "long_inputs",
-        "truncate (the default) cuts and counts inputs that are longer; refuse stops.",
+        "longer inputs: truncate (the default) shortens and counts them; refuse ends the command.",
         {"choices": list(LONG_INPUTS)},
     ),
-    Flag("batch_size", "inputs decoded together, 32; changes no result.", {"type": int}),
+    Flag(
+        "batch_size",
+        "inputs decoded together (default: 32); does not change results.",
+        {"type": int},
+    ),
 )
 
 PREDICT_FLAGS = (
@@ -50,26 +59,26 @@ PREDICT_FLAGS = (
 INFER_FLAGS = (
     Flag(
         "strategy",
-        "rank, among the labels of the task (the default for a task that has labels); or greedy, "
-        "sampling or beam, which generate an answer.",
+        "rank scores every label of the task (the default for a task with labels); greedy, "
+        "sampling and beam generate an answer.",
         {"choices": [RANK, *STRATEGIES]},
     ),
     *_DECODING_FLAGS,
     Flag(
         "raw",
-        "sends inputs as they are; by default they are written as in training, with the prefix "
-        "and the fields of the task.",
+        "passes inputs unchanged; by default they are formatted as in training, with the prefix "
+        "and fields of the task.",
         {"action": "store_true"},
     ),
     Flag(
         "format",
-        "of a model trained on several tasks: the task whose inputs are given.",
+        "for a model trained on several tasks: the task that the inputs belong to.",
     ),
 )
 """Flags of `infer`."""
 
 EMA_FLAG = Flag(
     "ema",
-    "takes the average of the model over its updates, where the run kept one.",
+    "uses the exponential moving average of the parameters; the run must have kept one.",
     {"action": "store_true"},
 )

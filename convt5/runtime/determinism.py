@@ -12,8 +12,8 @@ from convt5.runtime.flags import Flag
 
 FLAG = Flag(
     "deterministic",
-    "compiles programs for GPUs that compute the same bits in every run, which bit-identical "
-    "resumption needs there; they may be slower. CPUs and TPUs need no flag. Adds "
+    "GPUs: compiles programs that compute the same bits in every run, as bit-identical "
+    "resumption requires; they may be slower. CPUs and TPUs do not need it. Adds "
     "--xla_gpu_deterministic_ops=true and --xla_gpu_autotune_level=0 to XLA_FLAGS.",
     {"action": "store_true"},
 )

@@ -19,14 +19,14 @@ from convt5.runtime.flags import Flag
 FLAGS = (
     Flag(
         "multi_host",
-        "joins the other hosts of a run (jax.distributed). On Cloud TPU, GKE, SLURM and Open MPI "
-        "JAX finds them; elsewhere give the next three, or JAX_COORDINATOR_ADDRESS, "
-        "JAX_NUM_PROCESSES and JAX_PROCESS_ID in the environment.",
+        "joins the other hosts of a run (jax.distributed). JAX finds them on Cloud TPU, GKE, "
+        "SLURM and Open MPI. Elsewhere give the next three flags, or set "
+        "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.",
         {"action": "store_true"},
     ),
-    Flag("coordinator_address", "HOST:PORT of the first process, the same for all.", {}),
-    Flag("num_processes", "how many processes the run has.", {"type": int}),
-    Flag("process_id", "which of them this is, from 0.", {"type": int}),
+    Flag("coordinator_address", "HOST:PORT of the first process, the same for all processes.", {}),
+    Flag("num_processes", "number of processes in the run.", {"type": int}),
+    Flag("process_id", "index of this process, from 0.", {"type": int}),
 )
 _VARIABLES = {
     "coordinator_address": "JAX_COORDINATOR_ADDRESS",
