@@ -111,8 +111,7 @@ def main(argv: Sequence[str]) -> int:
             _import(study, flags.import_results)
         if not flags.report_only:
             running.check(study)
-            with running.stopping_on_signals():
-                running.run_all(study, most_runs=flags.most_runs, processes=flags.processes)
+            running.run_all(study, most_runs=flags.most_runs, processes=flags.processes)
         print(report.write(study))
     return 0
 

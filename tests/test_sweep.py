@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+import types
 
 import commands
 import pytest
@@ -18,7 +20,7 @@ from quick import quick
 from convt5 import cache, sweep
 from convt5.analysis import costs
 from convt5.configuration import command_line
-from convt5.errors import UserError
+from convt5.errors import TrainingError, UserError
 from convt5.sweeps import (
     Grid,
     Pairing,
@@ -30,6 +32,7 @@ from convt5.sweeps import (
     report,
     running,
 )
+from convt5.training.interruption import Interrupted
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -174,12 +177,50 @@ def test_a_run_that_diverged_is_a_result_and_any_other_failure_ends_the_study(tm
     noisy = Trainer(fails="peak=0.2", says="the loss is not finite\nthread 3 has ended")
     assert running.run_all(study(tmp_path / "d"), launch=noisy) == 8
     full = Trainer(fails="peak=0.2", says="a checkpoint could not be written")
-    with pytest.raises(UserError, match=r"exit code 1: error: a checkpoint could not(.|\n)*output"):
+    told = r"exit code 1: error: a checkpoint could not(.|\n)*output"
+    with pytest.raises(TrainingError, match=told):
         running.run_all(study(tmp_path / "b"), launch=full)
+    refused = Trainer(fails="peak=0.2", exit_code=2, says="peak=0.2 is too much\nand more")
+    with pytest.raises(UserError, match=r"exit code 2: error: peak=0.2 is too much\n") as caught:
+        running.run_all(study(tmp_path / "e"), launch=refused)
+    assert caught.value.exit_code == 2
     killed = Trainer(fails="peak=0.2", exit_code=-9)
     with pytest.raises(UserError, match="killed by signal 9"):
         running.run_all(study(tmp_path / "c"), launch=killed)
     assert running.run_all(study(tmp_path / "c"), launch=Trainer()) == 6
+
+
+def test_a_run_that_cannot_say_why_it_failed_has_its_disk_looked_at(tmp_path, monkeypatch):
+    monkeypatch.setattr(running.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=0))
+    with pytest.raises(TrainingError, match="it said nothing, as no room is left on its disk"):
+        running.run_all(study(tmp_path), launch=lambda *_: 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_a_study_after_the_runs_in_progress(tmp_path, number):
+    """Whenever it comes, and however often at once, as `timeout` sends it twice."""
+    ended = []
+
+    def launch(arguments, log):
+        for _ in range(2):
+            os.kill(os.getpid(), number)
+        time.sleep(3 * running._LOOK_SECS)
+        ended.append(Trainer()(arguments, log))
+        return 0
+
+    with pytest.raises(Interrupted, match=f"stopped by {number.name}") as caught:
+        running.run_all(study(tmp_path), launch=launch)
+    assert caught.value.exit_code == 128 + number
+    assert ended == [0]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_the_run_of_a_study_that_is_gone_stops(tmp_path):
+    """Its standard input ends with the study, however that does; in a test it has ended before."""
+    settings = ["--gin_file=gin/runs/resume_check.gin", f"--gin.RUN_DIR={tmp_path / 'run'}"]
+    done = commands.run([sys.executable, "-m", "convt5.sweeps.train_run", *settings], cwd=ROOT)
+    assert done.returncode in (-signal.SIGTERM, 143), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_folder_of_other_settings_is_refused(tmp_path):
@@ -732,8 +773,8 @@ def test_a_study_that_is_stopped_goes_on_in_the_middle_of_a_run(tmp_path):
 
     commands.wait_until(lambda: any("step 1/" in o.read_text() for o in outputs()), first, secs=600)
     first.send_signal(signal.SIGTERM)
-    assert first.communicate(timeout=600)[1].endswith("interrupted\n")
-    assert first.returncode == 130
+    assert "stopped by SIGTERM; what the runs in progress" in first.communicate(timeout=600)[1]
+    assert first.returncode == 143
     (output,) = outputs()
     assert "stopped by SIGTERM" in output.read_text()
     again = commands.run(command, cwd=ROOT, timeout=900)

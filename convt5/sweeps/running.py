@@ -8,12 +8,12 @@ import json
 import os
 import pathlib
 import queue
-import signal
+import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any, BinaryIO, Literal, NamedTuple, TextIO, get_args
 
@@ -35,6 +35,8 @@ Status = Literal["started", "finished", "diverged"]
 Launch = Callable[[Sequence[str], pathlib.Path], int]
 """Trains with arguments of `python -m convt5.train`, output into a file; returns the exit code."""
 
+_LOOK_SECS = 0.2  # Between two looks whether a signal has come.
+_LEAST_ROOM = 4096  # Bytes of a disk that is full.
 _NOT_FINITE = "is not finite"  # How the trainer says that a run diverged.
 
 
@@ -142,8 +144,9 @@ def run_all(
         out: where progress is shown; standard error by default.
 
     Raises:
-        UserError: a run failed for another reason than that it diverged, or the folder of the study
-            cannot be made.
+        UserError: a run was refused, or the folder of the study cannot be made.
+        TrainingError: a run failed for another reason than that it diverged.
+        Interrupted: a signal asked for an end.
     """
     try:
         study.folder.mkdir(parents=True, exist_ok=True)
@@ -155,6 +158,7 @@ def run_all(
     missing = [made for made in every if not made.is_done]
     done, missing = len(every) - len(missing), missing[:most_runs]
     with (
+        interruption.Interruption() as stop,
         contextlib.closing(
             _Progress(len(every), done, missing=len(missing), processes=processes, out=out)
         ) as progress,
@@ -164,7 +168,7 @@ def run_all(
         maker = _Maker(study, missing, launch or trainers)
         begun = {pool.submit(maker.make, made): made for made in missing}
         try:
-            for one in futures.as_completed(begun):
+            for one in _as_completed(begun, stop):
                 seconds = one.result()
                 if seconds is not None:
                     made = begun[one]
@@ -172,6 +176,22 @@ def run_all(
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
     return len(missing)
+
+
+def _as_completed(
+    begun: Iterable[futures.Future], stop: interruption.Interruption
+) -> Iterator[futures.Future]:
+    """Yields what has ended; raises `Interrupted` soon after a signal, and between two waits."""
+    waiting = set(begun)
+    while waiting:
+        done, waiting = futures.wait(waiting, _LOOK_SECS, return_when=futures.FIRST_COMPLETED)
+        if stop.received is not None:
+            raise interruption.Interrupted(
+                f"stopped by {stop.received.name}; what the runs in progress have done is saved. "
+                "The same command goes on with the study.",
+                signal_number=stop.received,
+            )
+        yield from done
 
 
 class _Maker:
@@ -220,9 +240,10 @@ class _Trainers:
         try:
             with open(log, "ab", opener=whole_files.not_followed) as file:
                 process = self._start(arguments, file)
-            if cores:
-                os.sched_setaffinity(process.pid, cores)
-            code = process.wait()
+            with process:
+                if cores:
+                    os.sched_setaffinity(process.pid, cores)
+                code = process.wait()
             self._running.discard(process)
             return code
         finally:
@@ -233,11 +254,11 @@ class _Trainers:
             if not self._is_open:
                 raise errors.UserError("the study was stopped.")
             process = subprocess.Popen(
-                [sys.executable, "-m", "convt5.train", *arguments],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-m", "convt5.sweeps.train_run", *arguments],
+                stdin=subprocess.PIPE,  # Its end, also that of this process, asks it to stop.
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches the study alone, which passes it on once.
+                start_new_session=True,  # Ctrl-C reaches the study alone.
             )
             self._running.add(process)
             return process
@@ -248,26 +269,10 @@ class _Trainers:
             self._is_open = False
             left = list(self._running)
         for process in left:
-            process.terminate()
+            assert process.stdin is not None
+            process.stdin.close()
         for process in left:
             process.wait()
-
-
-@contextlib.contextmanager
-def stopping_on_signals() -> Iterator[None]:
-    """Treats all `interruption.stop_signals` as Ctrl-C, so that runs in progress are told too."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        if number == signal.SIGHUP:  # A terminal that closes may say so twice.
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = {n: signal.signal(n, interrupt) for n in interruption.stop_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def final_value(folder: pathlib.Path, metric: str) -> float | None:
@@ -334,11 +339,20 @@ def _run(study: Study, made: Made, launch: Launch) -> Made:
     if code == errors.TrainingError.exit_code and diverged:
         return _write(made, "diverged", diverged[-1])
     what = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
-    last = said[-1] if said else "it said nothing"
-    raise errors.UserError(
-        f"the run in {made.folder} {what}: {last}\nIts output is in {log}. The same command goes "
-        "on with the study."
+    kind = errors.UserError if code == errors.UserError.exit_code else errors.TrainingError
+    raise kind(
+        f"the run in {made.folder} {what}: {_reason(said, made.folder)}\nIts output is in {log}. "
+        "The same command goes on with the study."
     )
+
+
+def _reason(said: Sequence[str], folder: pathlib.Path) -> str:
+    """Returns the line that tells best why a run has failed, of what it said."""
+    of_errors = [line for line in said if line.startswith("error:")]
+    if of_errors or said:
+        return (of_errors or said)[-1]
+    is_full = shutil.disk_usage(folder).free < _LEAST_ROOM
+    return "it said nothing" + (", as no room is left on its disk" if is_full else "")
 
 
 def _state(point: Point, folder: pathlib.Path) -> Made:

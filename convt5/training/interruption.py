@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any, Protocol
 
@@ -31,6 +32,10 @@ def stop_signals() -> list[signal.Signals]:
     return asked
 
 
+_ONE_REQUEST_SECS = 1.0
+"""Signals that come closer together are one request: `timeout` sends two."""
+
+
 class PreemptionNotice(Protocol):
     """How the hosts of a run agree on the step to stop at; `checkpoint.Checkpointer` is one."""
 
@@ -38,7 +43,7 @@ class PreemptionNotice(Protocol):
 
 
 class Interruption:
-    """Takes note of `stop_signals` while the context lasts; a second one ends at once.
+    """Takes note of `stop_signals` while the context lasts; one that comes later ends at once.
 
     Args:
         hosts: in a run of several hosts these must all stop at one step, so that jax takes note of
@@ -48,17 +53,18 @@ class Interruption:
     def __init__(self, hosts: PreemptionNotice | None = None):
         self._hosts = hosts
         self._before: dict[signal.Signals, Any] = {}
-        self._received: signal.Signals | None = None
+        self._noted_at = 0.0
+        self.received: signal.Signals | None = None
 
     def requested(self, step: int) -> bool:
         """Whether the run should stop after this step; call after every step."""
         if self._hosts is not None and self._hosts.reached_preemption(step):
-            self._received = signal.SIGTERM
-        return self._received is not None
+            self.received = signal.SIGTERM
+        return self.received is not None
 
     def error(self, step: int) -> Interrupted:
         """Returns what to raise once the state is saved."""
-        received = self._received or signal.SIGTERM
+        received = self.received or signal.SIGTERM
         return Interrupted(
             f"stopped by {received.name} after step {step}, which is saved; give the same command "
             "again to continue.",
@@ -73,13 +79,18 @@ class Interruption:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore(*self._before)
+        self._restore()
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        self._received = self._received or signal.Signals(number)
-        # A terminal that closes may say so twice, and is no second request.
-        self._restore(*(number for number in self._before if number != signal.SIGHUP))
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self._noted_at = signal.Signals(number), now
+        # A terminal that closes is no second request, however often it says so.
+        elif number != signal.SIGHUP and now - self._noted_at > _ONE_REQUEST_SECS:
+            self._restore()
+            signal.raise_signal(number)
 
-    def _restore(self, *numbers: signal.Signals) -> None:
-        for number in numbers:
-            signal.signal(number, self._before.pop(number))
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
