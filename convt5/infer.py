@@ -1,31 +1,13 @@
 """Entry point of `python -m convt5.infer`: predictions of texts, as JSON lines or in a dialogue."""
 
-import contextlib
-import dataclasses
-import functools
-import importlib
-import io
-import os
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Sequence
+from typing import Any
 
 from convt5 import errors
 from convt5.configuration import command_line
 from convt5.evaluation.flags import EMA_FLAG, INFER_FLAGS
-from convt5.runtime import terminal
 from convt5.runtime.flags import Flag
-
-if TYPE_CHECKING:
-    from convt5.evaluation.inputs import Inputs
-    from convt5.evaluation.predictor import Predictor
-    from convt5.evaluation.results import ResumableLines
-    from convt5.evaluation.run_settings import RunSettings
-    from convt5.text.task_format import TaskFormat
-    from convt5.text.vocabulary_files import TextFeatures
-
-_CHUNK_BATCHES = 8
-"""Batches whose inputs are put together by length, and written at once."""
 
 COMMAND = command_line.Command(
     name="infer",
@@ -116,187 +98,11 @@ COMMAND = command_line.Command(
 def main(argv: Sequence[str]) -> int:
     """Predicts as the command line says; returns the exit code."""
     arguments = command_line.parse(COMMAND, argv)
-    flags = arguments.flags
-    is_dialogue = _check_flags(flags, arguments.gin_files)
-    from convt5.evaluation import run_settings
+    is_dialogue = _check_flags(arguments.flags, arguments.gin_files)
+    # Deferred: help and wrong flags are told at once.
+    from convt5.evaluation import infer_command
 
-    settings = run_settings.read_for_text(
-        flags.checkpoint,
-        arguments.gin_files,
-        arguments.gin_bindings,
-        vocabulary=flags.vocabulary,
-        trust=arguments.trust,
-    )
-    checkpoint = flags.checkpoint or settings.train.get("run_dir")
-    if not checkpoint:
-        raise errors.UserError("the gin files describe no run; give --checkpoint=DIR.")
-    checkpoint = os.path.expanduser(checkpoint)
-
-    from convt5.evaluation import checkpoints, stream
-    from convt5.evaluation.predictor import Predictor, check_vocabulary_size
-    from convt5.evaluation.settings import from_flags
-    from convt5.modeling import sharding
-    from convt5.text import task_format
-    from convt5.training.compilation import enable_persistent_cache
-
-    enable_persistent_cache()
-    found = _one(checkpoints.select(checkpoint, flags.step), flags.step)
-    model_config = checkpoints.model_config(found)
-    features = run_settings.text_features(flags.vocabulary or checkpoint, settings)
-    check_vocabulary_size(features.inputs, model_config.vocab_size)
-    config = from_flags(settings.predict, vars(flags)).completed(
-        model_config, settings.trained_lengths()
-    )
-    written = _task_format(flags, checkpoint, settings)
-    config = dataclasses.replace(config, strategy=config.strategy_for(written))
-    inputs = None
-    if not is_dialogue:
-        inputs = open_inputs(flags, features, config, model_config.vocab_size, written)
-    if not flags.task:
-        about = run_settings.answers_described(written, config, raw=flags.raw)
-        print(about, file=sys.stderr)
-    if inputs is not None:
-        _tell_faults(inputs)  # Of files, which are checked whole; a stream is not read yet.
-    if flags.dry_run:
-        count = "a dialogue" if inputs is None else _counted(inputs)
-        print(
-            "The settings are complete and consistent; nothing was predicted.\n"
-            f"  checkpoint   {found.folder}\n"
-            f"  vocabulary   {type(features.inputs).__name__}, {features.inputs.vocab_size} ids\n"
-            f"  inputs       {count}\n"
-            f"  strategy     {config.strategy}\n"
-            f"  lengths      {config.max_input_length} tokens in, {config.max_length} out"
-        )
-        return 0
-    settings_of_output = {
-        "checkpoint": str(found.folder),
-        "vocabulary": flags.vocabulary,
-        "input": inputs.name if inputs else None,
-        "field": flags.field,
-        **({"invalid_utf8": flags.invalid_utf8} if flags.invalid_utf8 else {}),
-        **({"ema": True} if flags.ema else {}),
-        **({"format": task_format.as_json([written])} if written and not flags.raw else {}),
-        **config.described(),
-    }
-    with contextlib.ExitStack() as stack:
-        output = _open_output(stack, flags.output, settings_of_output)
-        if output and inputs and inputs.total == output.num_done:
-            stream.check_done(inputs.read(), output.done())
-            print(f"{flags.output} is complete: {inputs.total} lines", file=sys.stderr)
-            return 0
-        mesh = sharding.MeshConfig().build()
-        predictor = Predictor(
-            checkpoints.load(found, mesh, ema=flags.ema),
-            features.inputs,
-            config,
-            target_vocabulary=features.targets,
-            add_eos=features.add_eos,
-            mesh=mesh,
-            format=written,
-            raw=flags.raw,
-        )
-        if inputs is None:
-            _converse(predictor)
-        else:
-            run(predictor, inputs, output)
-    return 0
-
-
-def _task_format(flags: Any, checkpoint: str, settings: "RunSettings") -> "TaskFormat | None":
-    """Returns the format of the task that is named, or of the one that the model keeps."""
-    from convt5.evaluation import run_settings, task_data
-
-    if not flags.task:
-        return run_settings.task_format(checkpoint, settings, flags.format, raw=flags.raw)
-    return task_data.find_format(flags.task)
-
-
-def open_inputs(
-    flags: Any,
-    features: "TextFeatures",
-    config: Any,
-    vocab_size: int,
-    written: "TaskFormat | None" = None,
-) -> "Inputs":
-    """Returns what the flags name, checked."""
-    from convt5.evaluation import inputs
-    from convt5.runtime import foreign_files
-
-    format = None if flags.raw else written
-    if flags.task:
-        return _task_inputs(flags, features, config, vocab_size)
-    how = {"invalid_utf8": flags.invalid_utf8 or "refuse"}
-    if flags.input and flags.input != inputs.STDIN:
-        return inputs.from_files(flags.input, flags.field, format, **how)
-    lines = foreign_files.lines_as_they_come(sys.stdin.buffer, "standard input")
-    return inputs.from_stream(lines, flags.field, format, **how)
-
-
-def run(predictor: "Predictor", inputs: "Inputs", output: "ResumableLines | None") -> None:
-    """Predicts from all inputs, into the output or standard output, and says what was cut."""
-    from convt5.evaluation import stream
-    from convt5.evaluation.progress import Progress
-    from convt5.evaluation.results import json_line
-
-    out = _results()
-    num_done = output.num_done if output else 0
-    # What comes one by one is answered as soon as a batch is full.
-    batches = 1 if inputs.total is None else _CHUNK_BATCHES
-    progress = Progress(inputs.total, done=num_done)
-    cut = 0
-    with contextlib.closing(progress):
-        if output and num_done:
-            progress.message(f"continues after {num_done} lines of {output.path}")
-        for records in stream.predictions(
-            predictor,
-            inputs.read(),
-            chunk_size=batches * predictor.config.batch_size,
-            done=output.done() if output else (),
-            progress=progress,
-        ):
-            cut += sum(record["truncated"] > 0 for record in records)
-            if output:
-                output.write(records)
-            else:
-                out.write("".join(map(json_line, records)))
-                out.flush()
-    if inputs.total is None:
-        _tell_faults(inputs)
-    if cut:
-        print(
-            f"{cut} inputs were longer than max_input_length="
-            f"{predictor.config.max_input_length} tokens and were cut",
-            file=sys.stderr,
-        )
-
-
-def _task_inputs(flags: Any, features: "TextFeatures", config: Any, vocab_size: int) -> "Inputs":
-    from convt5.evaluation import inputs, task_data
-    from convt5.evaluation.predictor import decode_text
-
-    split = flags.split or "validation"
-    task = task_data.find_task(flags.task)
-    task_data.check_task(task, split, vocab_size=vocab_size, trained=features)
-    examples = task_data.read_examples(
-        task, split, lengths=config.task_lengths(), num_examples=flags.num_examples
-    )
-
-    def items() -> Iterator[inputs.Item]:
-        for example in examples:
-            # Tasks that rank labels have an example for each of them, all with one input.
-            if not example.get("is_correct", True):
-                continue
-            source, target = (
-                task_data.pretokenized(
-                    example,
-                    name,
-                    functools.partial(decode_text, task.output_features[name].vocabulary),
-                )
-                for name in ("inputs", "targets")
-            )
-            yield inputs.Item(source, example["inputs"].tolist(), target)
-
-    return inputs.from_examples(f"{task.name}/{split}", items())
+    return infer_command.run(arguments, is_dialogue=is_dialogue)
 
 
 def _check_flags(flags: Any, gin_files: Sequence[str]) -> bool:
@@ -330,58 +136,6 @@ def _check_flags(flags: Any, gin_files: Sequence[str]) -> bool:
         faults.append("--output is for --input and --task; a dialogue is shown and not kept.")
     errors.raise_all(faults, where="infer")
     return is_dialogue
-
-
-def _open_output(
-    stack: contextlib.ExitStack, path: str | None, settings: dict[str, Any]
-) -> "ResumableLines | None":
-    if path is None:
-        return None
-    from convt5.evaluation.results import ResumableLines
-
-    return stack.enter_context(contextlib.closing(ResumableLines(path, settings)))
-
-
-def _converse(predictor: "Predictor") -> None:
-    from convt5.evaluation import stream
-
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        # Bytes that are no UTF-8 are then a fault of their line alone.
-        sys.stdin.reconfigure(errors="surrogateescape")
-    prompt = ""
-    if sys.stdin.isatty():
-        with contextlib.suppress(ImportError):
-            importlib.import_module("readline")  # Lines can be edited and recalled.
-        prompt = "> "
-        wanted = " and ".join(predictor.fields) or "a text"
-        print(f"Type {wanted}; Ctrl-D ends.", file=sys.stderr)
-
-    def ask(field: str = "") -> str:
-        return input(f"{errors.printable(field)}{prompt}" if prompt else "")
-
-    stream.converse(predictor, ask, _results(), fields=predictor.fields)
-
-
-def _results() -> TextIO:
-    """Where predictions go: files and pipes get them as they are, a terminal is not controlled."""
-    return sys.stdout if sys.stdout.isatty() else terminal.unchanged(sys.stdout)
-
-
-def _one(found: Sequence[Any], which: str) -> Any:
-    if len(found) != 1:
-        steps = ", ".join(str(each.step) for each in found)
-        raise errors.UserError(f"--step={which} names several checkpoints ({steps}); name one.")
-    return found[0]
-
-
-def _counted(inputs: "Inputs") -> str:
-    count = "as they come" if inputs.total is None else f"{inputs.total:,}"
-    return f"{count} from {inputs.name}"
-
-
-def _tell_faults(inputs: "Inputs") -> None:
-    if faults := inputs.faults():
-        print(f"input={inputs.name}: {faults}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ import pytest
 import seqio
 from convt5.tasks import pretraining, vocabularies  # pyright: ignore[reportMissingImports]
 
-from convt5 import cache, data, errors, inspect
+from convt5 import cache, data, errors
+from convt5.analysis import inspect_command
 from convt5.data import cached_data
 from convt5.data.cached_data import CachedDataConfig
 from convt5.data.counts import Counts
@@ -116,7 +117,7 @@ def test_packed_rows_are_known_as_such_and_refused_where_a_stem_would_mix_them(f
     writer.vocabulary(vocabularies.characters(), None)
     list(writer.write("train", [made() | ids]))
     writer.finish(made_from={})
-    step, name = inspect.read_step(["gin/models/stem_dynamic_tiny.gin"], [])
+    step, name = inspect_command.read_step(["gin/models/stem_dynamic_tiny.gin"], [])
     alone, packed = config(folder), config(tmp_path / "packed")
     alone.check_model(step.model)
     with pytest.raises(errors.UserError, match=r"packed has several .* stride of 4.*make it anew"):
@@ -124,7 +125,7 @@ def test_packed_rows_are_known_as_such_and_refused_where_a_stem_would_mix_them(f
     for data_config in (alone, packed):
         settings = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
         run = TrainRun(**settings, train_data=data_config, run_dir="unused", num_steps=1)
-        assert inspect.make_subject(name, run, {}).packed == (data_config is packed)
+        assert inspect_command.make_subject(name, run, {}).packed == (data_config is packed)
 
 
 def test_rows_that_are_read_once_are_shuffled_too(folder):
@@ -528,6 +529,6 @@ def test_the_larger_of_two_vocabularies_sets_what_ids_are_kept(tmp_path):
     # One vocabulary cannot stand for both, and the wrong one would be taken in silence.
     assert found.vocabulary is None
     with pytest.raises(errors.UserError, match="examples=1 needs a vocabulary"):
-        inspect.decoded_examples(found, 1)
+        inspect_command.decoded_examples(found, 1)
     batch = next(found.build(process_index=0, process_count=1))
     np.testing.assert_array_equal(batch["encoder_input_tokens"], 99_999)

@@ -17,7 +17,7 @@ from convt5.tasks import synthetic
 
 from convt5 import infer
 from convt5.errors import UserError
-from convt5.evaluation import inputs, stream
+from convt5.evaluation import infer_command, inputs, stream
 from convt5.evaluation.inputs import Item
 from convt5.evaluation.predictor import Prediction
 from convt5.evaluation.results import Outcome, Results, ResumableLines
@@ -130,7 +130,7 @@ def test_a_folder_is_its_files_and_bytes_that_are_no_utf_8_are_dealt_with_as_in_
     for _ in range(2):
         assert [item.text for item in found.read()] == expected
     assert found.total == len(expected)
-    infer._tell_faults(found)
+    infer_command._tell_faults(found)
     told = capsys.readouterr().err
     assert "1 empty files" in told
     assert f"1 documents {'left out' if policy == 'skip' else 'with bytes'}" in told

@@ -14,7 +14,7 @@ import pytest
 from convt5.tasks import pretraining, text_files
 
 from convt5 import data, inspect
-from convt5.analysis import cost_report, costs
+from convt5.analysis import cost_report, costs, inspect_command
 from convt5.errors import UserError
 from convt5.modeling.placement import TEXT_RULES
 from convt5.modeling.sharding import AXES, MeshConfig, Rule
@@ -58,7 +58,7 @@ def as_json(capsys, *argv: str) -> dict:
 
 def little_subject(gin_file: str, **changes) -> cost_report.Subject:
     """Returns the model of a gin file with AdamW; `changes` are of the subject or of its step."""
-    step, name = inspect.read_step([gin_file.removeprefix("--gin_file=")], [])
+    step, name = inspect_command.read_step([gin_file.removeprefix("--gin_file=")], [])
     of_step = {field.name for field in dataclasses.fields(step)} & changes.keys()
     step = dataclasses.replace(
         step,
@@ -230,8 +230,8 @@ def test_the_step_that_is_compiled_is_that_of_the_run():
         "trainer.train.skip_spikes=@spikes.SkipSpikes()",
         "trainer.train.frozen=['^encoder/']",
     ]
-    run, name = inspect.read_step(["gin/runs/quickstart.gin"], bindings)
-    plan = inspect.make_subject(name, run, {}).plan(jax.devices()[:1])
+    run, name = inspect_command.read_step(["gin/runs/quickstart.gin"], bindings)
+    plan = inspect_command.make_subject(name, run, {}).plan(jax.devices()[:1])
     assert plan.abstract.ema is not None
     assert plan.abstract.spikes is not None
     assert plan.num_trained() < plan.num_parameters()
@@ -249,14 +249,14 @@ def test_costs_in_closed_form_say_that_they_leave_out_what_is_frozen(capsys):
 
 def test_examples_are_decoded_and_taken_out_of_packed_rows():
     data = types.SimpleNamespace(build=lambda process_index, process_count: ThreeRows())
-    examples = inspect.decoded_examples(data, 5)
+    examples = inspect_command.decoded_examples(data, 5)
     assert [(e["source"], e["target"]) for e in examples] == [
         ("ab<1>", "<1>f"),
         ("c<1>", "<1>g"),
         ("de<1>", "<1>h"),
     ]
     assert examples[1]["source_ids"] == [4, 19]
-    assert len(inspect.decoded_examples(data, 1)) == 1
+    assert len(inspect_command.decoded_examples(data, 1)) == 1
 
 
 def test_run_gives_lengths_batch_model_and_examples(capsys):
@@ -283,9 +283,9 @@ def test_run_directory_that_a_run_requires_need_not_be_given(tmp_path):
     run = tmp_path / "run.gin"
     text = (ROOT / "gin" / "runs" / "quickstart.gin").read_text()
     run.write_text(f"{text}\nRUN_DIR = %gin.REQUIRED\n")
-    step, name = inspect.read_step([str(run)], [])
+    step, name = inspect_command.read_step([str(run)], [])
     assert (name, step.run_dir) == ("dynamic_tiny", "unused")
-    step, _ = inspect.read_step([str(run)], ["RUN_DIR=mine"])
+    step, _ = inspect_command.read_step([str(run)], ["RUN_DIR=mine"])
     assert step.run_dir == "mine"
 
 
@@ -310,10 +310,10 @@ def test_much_text_is_not_read_to_inspect_a_run(monkeypatch, tmp_path):
     task = pretraining.text_span_corruption(str(tmp_path / "text.txt"))
     config = data.DataConfig(mixture=task, batch_size=2, encoder_length=32, decoder_length=12)
     monkeypatch.setattr(text_files, "_FEW_BYTES", 100)
-    assert "text was not read yet" in inspect._described_data(config, is_read=False)
+    assert "text was not read yet" in inspect_command._described_data(config, is_read=False)
     assert not (tmp_path / "cache").exists()
-    assert "text_span_corruption: " in inspect._described_data(config, is_read=True)
-    assert "text_span_corruption: " in inspect._described_data(config, is_read=False)
+    assert "text_span_corruption: " in inspect_command._described_data(config, is_read=True)
+    assert "text_span_corruption: " in inspect_command._described_data(config, is_read=False)
 
 
 def test_examples_without_data_say_what_to_give(gin_file):
@@ -327,13 +327,13 @@ def test_mesh_that_does_not_divide_heads_is_refused(gin_file):
 
 
 def test_model_alone_takes_optimizer_and_mesh_from_the_command_line(gin_file):
-    step, _ = inspect.read_step(
+    step, _ = inspect_command.read_step(
         [gin_file.removeprefix("--gin_file=")],
         ["OPTIMIZER=@optimizer.AdamWConfig()", "sharding.MeshConfig.fsdp=4"],
     )
     assert step.optimizer == AdamWConfig()
     assert step.mesh.fsdp == 4
-    subject = inspect.make_subject("little", step, {"devices": 8})
+    subject = inspect_command.make_subject("little", step, {"devices": 8})
     assert subject.mesh == (2, 4, 1, 1)
     assert subject.assumed[-1] == "AdamW"
 
@@ -375,15 +375,15 @@ def test_rows_longer_than_learned_positions_are_refused(gin_file):
 def test_learned_positions_behind_a_stem_are_those_of_the_shortened_rows():
     learned = ["architecture.ConvT5Config.positions=learned"]
     learned += ["architecture.ConvT5Config.max_positions=16"]
-    step, name = inspect.read_step(["gin/models/stem_dynamic_tiny.gin"], learned)
+    step, name = inspect_command.read_step(["gin/models/stem_dynamic_tiny.gin"], learned)
     flags = {"decoder_length": 16, "batch_size": 2, "devices": 1}
     stride = step.model.stem_stride
     assert stride > 1
-    subject = inspect.make_subject(name, step, {**flags, "encoder_length": 16 * stride})
+    subject = inspect_command.make_subject(name, step, {**flags, "encoder_length": 16 * stride})
     assert subject.encoder_length == 16 * stride
     message = f"encoder_length={16 * stride + 1} is longer than max_positions=16, .*{stride} tokens"
     with pytest.raises(UserError, match=message):
-        inspect.make_subject(name, step, {**flags, "encoder_length": 16 * stride + 1})
+        inspect_command.make_subject(name, step, {**flags, "encoder_length": 16 * stride + 1})
 
 
 def test_command_runs_without_tensorflow_and_exits_with_zero(gin_file):
@@ -419,7 +419,7 @@ def test_a_vision_model_is_no_pair_of_a_text_model(gin_file):
 
 
 def test_a_vision_model_is_not_measured(gin_file, monkeypatch):
-    model = types.SimpleNamespace(config=inspect.read_step([VIT], [])[0].model)
+    model = types.SimpleNamespace(config=inspect_command.read_step([VIT], [])[0].model)
     monkeypatch.setattr("convt5.interchange.loading.load_model", lambda _: model)
     with pytest.raises(UserError, match=r"--checkpoint=runs/images holds a .*for text models"):
         inspect.main([gin_file, "--measure", "--checkpoint=runs/images"])
@@ -435,7 +435,7 @@ def test_a_vision_model_is_not_measured(gin_file, monkeypatch):
 def test_where_to_draw_is_checked_before_anything_is_measured(
     gin_file, tmp_path, monkeypatch, name, message
 ):
-    monkeypatch.setattr(inspect, "_measured", lambda *_: pytest.fail("measured already"))
+    monkeypatch.setattr(inspect_command, "_measured", lambda *_: pytest.fail("measured already"))
     with pytest.raises(UserError, match=message):
         inspect.main([gin_file, "--measure", f"--plot={tmp_path}/{name}"])
 

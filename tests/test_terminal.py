@@ -13,7 +13,7 @@ import pytest
 import tiny_run
 
 from convt5 import compare, errors, infer, inspect, sweep, train
-from convt5.evaluation import progress
+from convt5.evaluation import infer_command, progress
 from convt5.reports import markdown
 from convt5.runtime import terminal
 from convt5.training import run_log
@@ -113,7 +113,7 @@ def test_predictions_in_files_and_pipes_stay_as_they_are(monkeypatch):
     for stream, is_exact in ((io.StringIO(), True), (Terminal(), False)):
         monkeypatch.setattr(sys, "stdout", stream)
         terminal.protect()
-        infer._results().write("a\x9bb")
+        infer_command._results().write("a\x9bb")
         assert stream.getvalue() == ("a\x9bb" if is_exact else r"a\x9bb")
 
 

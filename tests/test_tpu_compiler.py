@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from convt5 import inspect
-from convt5.analysis import compiled_step, topology
+from convt5.analysis import compiled_step, inspect_command, topology
 from convt5.analysis import gpu_target as target
 from convt5.analysis.collectives import Traffic
 from convt5.errors import UserError
@@ -140,7 +140,7 @@ def test_a_step_takes_at_least_what_its_tightest_limit_says(report):
 @pytest.mark.tpu
 def test_scanned_layers_cost_what_they_cost_one_by_one(compiler):
     def cost(scan_layers):
-        update, name = inspect.read_step(
+        update, name = inspect_command.read_step(
             [str(ROOT / MODEL)],
             [
                 "architecture.StackConfig.num_layers=4",
@@ -148,7 +148,7 @@ def test_scanned_layers_cost_what_they_cost_one_by_one(compiler):
             ],
         )
         flags = {"devices": 1, "batch_size": 4, "encoder_length": 64, "decoder_length": 32}
-        step = compiled_step.Step(inspect.make_subject(name, update, flags))
+        step = compiled_step.Step(inspect_command.make_subject(name, update, flags))
         report = compiled_step.make_report(step, topology.load("v5e:1x1"))
         assert report.loops_counted
         return report.flops, report.bytes_accessed
@@ -167,13 +167,13 @@ FROZEN = {
 
 
 def scanned_step(frozen) -> compiled_step.Step:
-    update, name = inspect.read_step(
+    update, name = inspect_command.read_step(
         [str(ROOT / MODEL)],
         ["architecture.StackConfig.num_layers=4", "architecture.ConvT5Config.scan_layers=True"],
     )
     flags = {"devices": 1, "batch_size": 4, "encoder_length": 64, "decoder_length": 32}
     update = dataclasses.replace(update, frozen=frozen)
-    return compiled_step.Step(inspect.make_subject(name, update, flags))
+    return compiled_step.Step(inspect_command.make_subject(name, update, flags))
 
 
 @pytest.mark.parametrize("name", FROZEN)
@@ -297,11 +297,11 @@ def test_without_libtpu_the_extra_is_named(monkeypatch):
 
 
 def example_report(**memory: int) -> compiled_step.StepReport:
-    update, name = inspect.read_step([str(ROOT / MODEL)], [])
+    update, name = inspect_command.read_step([str(ROOT / MODEL)], [])
     devices = (types.SimpleNamespace(device_kind="TPU v5 lite"),) * 4
     parts = {"arguments": 7, "results": 1, "temporaries": 3, "code": 2, "available": 16}
     return compiled_step.StepReport(
-        step=compiled_step.Step(inspect.make_subject(name, update, {"devices": 4})),
+        step=compiled_step.Step(inspect_command.make_subject(name, update, {"devices": 4})),
         topology=topology.Topology("v5e:2x2", topology.CHIPS["v5e"], devices),
         mesh={"data": 4, "fsdp": 1, "tensor": 1},
         flops=394e12,

@@ -82,3 +82,18 @@ EMA_FLAG = Flag(
     "uses the exponential moving average of the parameters; the run must have kept one.",
     {"action": "store_true"},
 )
+
+TASK_FLAGS = (
+    Flag(
+        "task",
+        "a registered seqio task or mixture; may be repeated. By default the run's own "
+        "evaluation data.",
+        {"action": "append"},
+    ),
+    Flag(
+        "predict",
+        "decodes also where no metric needs it, so that predictions are written.",
+        {"action": "store_true"},
+    ),
+)
+"""Flags of `eval` that models of images have not."""

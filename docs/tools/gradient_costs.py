@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 from kept_programs import KeptPrograms, Report, write_tables
 
-from convt5 import errors, inspect
-from convt5.analysis import compiled_step, topology
+from convt5 import errors
+from convt5.analysis import compiled_step, inspect_command, topology
 from convt5.benchmarks import t5x
 from convt5.benchmarks.sides import TARGETS
 from convt5.configuration import command_line, gin_config
@@ -65,13 +65,13 @@ class Program:
         if self.model == PEER:
             assert checkout is not None
             return self._compiled_peer(checkout)
-        update, name = inspect.read_step([_gin_file(self.model)], [])
+        update, name = inspect_command.read_step([_gin_file(self.model)], [])
         flags = {
             "batch_size": TOKENS // self.length,
             "encoder_length": self.length,
             "decoder_length": self.length // TARGETS,
         }
-        subject = inspect.make_subject(name, update, {"devices": 1, **flags})
+        subject = inspect_command.make_subject(name, update, {"devices": 1, **flags})
         step = compiled_step.Step(subject, gradients_only=True)
         slice_ = topology.load(self.slice)
         began = time.process_time()

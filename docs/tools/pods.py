@@ -15,8 +15,7 @@ from typing import Any
 
 from kept_programs import KeptPrograms, Report, write_tables
 
-from convt5 import inspect
-from convt5.analysis import compiled_step, topology
+from convt5.analysis import compiled_step, inspect_command, topology
 from convt5.analysis.cost_report import short_bytes
 from convt5.benchmarks.sides import TARGETS
 from convt5.configuration import command_line
@@ -68,7 +67,7 @@ class Program:
         """Returns what the compiler says, after minutes."""
         slice_ = topology.load(self.slice)
         fsdp = FSDP[self.size][topology.parse(self.slice).generation]
-        update, name = inspect.read_step(
+        update, name = inspect_command.read_step(
             [f"gin/models/{self.variant}_{self.size}.gin"],
             [
                 f"sharding.MeshConfig.fsdp={fsdp}",
@@ -81,7 +80,7 @@ class Program:
             "encoder_length": self.length,
             "decoder_length": self.length // TARGETS,
         }
-        step = compiled_step.Step(inspect.make_subject(name, update, flags))
+        step = compiled_step.Step(inspect_command.make_subject(name, update, flags))
         try:
             report = compiled_step.make_report(step, slice_, count_loops=count_loops)
         except compiled_step.DoesNotFit as error:

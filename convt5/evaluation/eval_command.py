@@ -1,0 +1,380 @@
+"""What `python -m convt5.eval` does: measures checkpoints of a run on tasks or images."""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import jax
+from etils import epath
+
+from convt5 import errors
+from convt5.checkpoints.reading import steps_in
+from convt5.configuration import command_line
+from convt5.evaluation import checkpoints, images, run_settings
+from convt5.evaluation.flags import PREDICT_FLAGS, TASK_FLAGS
+from convt5.evaluation.hosts import first_hosts
+from convt5.evaluation.images import ImagePlan
+from convt5.evaluation.progress import Progress
+from convt5.evaluation.results import Outcome, Results, closing_results
+from convt5.evaluation.run_settings import RunSettings
+from convt5.evaluation.settings import PredictConfig, from_flags
+from convt5.modeling import sharding
+from convt5.runtime import metric_names
+from convt5.training.compilation import enable_persistent_cache
+
+if TYPE_CHECKING:
+    from convt5.evaluation.evaluator import Evaluator
+
+_TIMEOUT = 3600.0  # Seconds.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextPlan:
+    """What will be evaluated of a text model, checked; `images.ImagePlan` is another.
+
+    Attributes:
+        checkpoint: where the model is.
+        tasks: seqio tasks.
+        split: of each.
+        settings: of the run and of the evaluation.
+        predict: how texts become predictions; completed.
+        ema: whether the average over the updates is measured.
+    """
+
+    checkpoint: str
+    tasks: Sequence[Any]
+    split: str
+    settings: RunSettings
+    predict: PredictConfig
+    ema: bool = False
+
+    @property
+    def last_step(self) -> int | None:
+        """The step with which the run ends, where it is known."""
+        return self.settings.train.get("num_steps")
+
+    def facts(self) -> list[str]:
+        """Returns lines about what would be evaluated."""
+        return [
+            f"  strategy     {self.predict.strategy}",
+            f"  lengths      {self.predict.max_input_length} tokens in, "
+            f"{self.predict.max_length} out",
+        ]
+
+    def described(self) -> dict[str, Any]:
+        """Returns what results depend on, as JSON values."""
+        evaluate = self.settings.evaluate
+        return {
+            **self.predict.described(),
+            "num_examples": evaluate.num_examples,
+            **({"every_nth": evaluate.every_nth} if evaluate.every_nth > 1 else {}),
+            "predict": evaluate.predict,
+            "task_seed": evaluate.seed,
+            **({"ema": True} if self.ema else {}),
+        }
+
+    def evaluator(self, task: Any) -> Callable[[Any, Any, int | None], Outcome]:
+        """Returns a function of model, mesh and step."""
+        from convt5.evaluation.evaluator import Evaluator
+
+        loss = self.settings.train.get("loss")
+        read = Evaluator(task, self.split, self.predict, self.settings.evaluate, loss)
+        return functools.partial(_measure, read)
+
+
+Plan: TypeAlias = TextPlan | ImagePlan
+
+
+def run(arguments: command_line.Arguments) -> int:
+    """Evaluates as the flags say; returns the exit code."""
+    flags = arguments.flags
+    if flags.timeout is not None and not flags.follow:
+        raise errors.UserError(f"--timeout={flags.timeout:g} is for --follow; leave it out.")
+    settings, checkpoint = _settings(arguments)
+    found = _first(checkpoint, flags)
+    plan = make_plan(found, checkpoint, settings, flags)
+    if flags.dry_run:
+        print(describe(plan, flags))
+        return 0
+    steps = []
+    outcomes = 0
+    with _opened_results(plan, found, flags.output_dir) as results:
+        coming = _noted(_checkpoints(plan, flags), steps)
+        for _ in evaluate(plan, coming, results, skip=flags.follow):
+            outcomes += 1
+    # What was evaluated before needs nothing more.
+    if not outcomes and not (flags.follow and steps):
+        raise errors.UserError(f"no checkpoint in {checkpoint} was evaluated.")
+    return 0
+
+
+def make_plan(found: checkpoints.Found, checkpoint: str, settings: RunSettings, flags: Any) -> Plan:
+    """Returns what will be evaluated.
+
+    Raises:
+        UserError: no tasks, or tasks that do not fit the model.
+    """
+    config = checkpoints.any_config(found)
+    if hasattr(config, "image_size"):
+        return _image_plan(config, checkpoint, settings, flags)
+    if flags.reestimate is not None:
+        raise errors.UserError(
+            f"--reestimate={flags.reestimate} is for models of images, and {checkpoint} holds one "
+            "of text; leave it out."
+        )
+    return _text_plan(found, checkpoint, settings, ema=flags.ema)
+
+
+def _image_plan(config: Any, checkpoint: str, settings: RunSettings, flags: Any) -> Plan:
+    given = [
+        flag.name
+        for flag in (*PREDICT_FLAGS, *TASK_FLAGS)
+        if flag.name != "batch_size" and _is_given(getattr(flags, flag.name))
+    ]
+    given = [f"--{name}" for name in given]
+    if settings.evaluate.every_nth != 1:
+        given.append("evaluation.EvalConfig.every_nth")
+    errors.raise_all(
+        [f"{name} is for models of text; leave it out." for name in given], where=checkpoint
+    )
+    return images.make_plan(
+        checkpoint,
+        model=config,
+        train=settings.train,
+        data=settings.data,
+        split=settings.evaluate.split,
+        batch_size=flags.batch_size,
+        num_examples=settings.evaluate.num_examples,
+        reestimate=flags.reestimate,
+        ema=flags.ema,
+    )
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False  # 0 is a value.
+
+
+def _text_plan(
+    found: checkpoints.Found, checkpoint: str, settings: RunSettings, *, ema: bool
+) -> TextPlan:
+    from convt5.evaluation import task_data  # Deferred: models of images need no seqio.
+
+    config = checkpoints.model_config(found)
+    predict = settings.predict.completed(config, settings.trained_lengths())
+    named = list(settings.evaluate.tasks)
+    own = getattr(settings.data, "mixture", None)
+    if not named and own is None:
+        raise errors.UserError(
+            f"no task to evaluate {checkpoint} on: its settings name none; give --task=NAME, and a "
+            "gin file that imports the module which registers it."
+        )
+    own_split = getattr(settings.data, "split", None) if not named else None
+    split = settings.evaluate.split or own_split or "validation"
+    tasks = task_data.find_tasks(named or [own])
+    trained = None
+    try:
+        trained = run_settings.trained_features(checkpoint, settings)
+    except errors.UserError as error:
+        print(f"vocabularies are not compared: {error}", file=sys.stderr)
+    for task in tasks:
+        lengths = predict.task_lengths()
+        task_data.check_task(
+            task,
+            split,
+            vocab_size=config.vocab_size,
+            max_length=lengths["targets"],
+            trained=trained,
+        )
+    return TextPlan(
+        checkpoint=checkpoint,
+        tasks=tasks,
+        split=split,
+        settings=settings,
+        predict=predict,
+        ema=ema,
+    )
+
+
+def describe(plan: Plan, flags: Any) -> str:
+    """Returns what would be evaluated."""
+    steps = [str(f.step) for f in checkpoints.select(plan.checkpoint, flags.step)]
+    return "\n".join(
+        [
+            "The settings are complete and consistent; nothing was computed.",
+            f"  checkpoint   {plan.checkpoint}",
+            f"  steps        {'as they appear' if flags.follow else ', '.join(steps)}",
+            f"  tasks        {', '.join(task.name for task in plan.tasks)}",
+            f"  split        {plan.split}",
+            *plan.facts(),
+        ]
+    )
+
+
+def evaluate(
+    plan: Plan,
+    found: Iterator[checkpoints.Found],
+    results: Results | None,
+    *,
+    skip: bool = False,
+) -> Iterator[Outcome]:
+    """Evaluates checkpoints on all tasks, and writes and prints each result.
+
+    Args:
+        plan: from `make_plan`.
+        found: checkpoints of one model.
+        results: where results are written; None on hosts other than the first.
+        skip: leaves out what has results already.
+    """
+    mesh = sharding.MeshConfig().build(jax.local_devices())
+    evaluators: dict[str, Callable[[Any, Any, int | None], Outcome]] = {}
+    for one in found:
+        wanted = [t for t in plan.tasks if not (skip and _is_done(results, t, plan, one.step))]
+        if not wanted:
+            continue
+        model = checkpoints.load_if_there(one, mesh, ema=plan.ema)
+        if model is None:
+            print(f"step {one.step}: removed by its run before it was read", file=sys.stderr)
+            continue
+        for task in wanted:
+            if task.name not in evaluators:
+                evaluators[task.name] = plan.evaluator(task)
+            outcome = evaluators[task.name](model, mesh, one.step)
+            if results is not None:
+                path = results.write(outcome, one.step)
+                print(_summary(outcome, one.step, path), flush=True)
+            yield outcome
+
+
+def _measure(evaluator: "Evaluator", model: Any, mesh: Any, step: int | None) -> Outcome:
+    predictor = evaluator.predictor(model, mesh)
+    if jax.process_index():
+        return evaluator.evaluate(predictor)
+    label = evaluator.task.name if step is None else f"{evaluator.task.name}, step {step}"
+    progress = Progress(evaluator.num_computed(predictor), label=label)
+    with contextlib.closing(progress):
+        return evaluator.evaluate(predictor, progress)
+
+
+def _settings(arguments: command_line.Arguments) -> tuple[RunSettings, str]:
+    flags = arguments.flags
+    if not flags.checkpoint and not arguments.gin_files:
+        raise errors.UserError(
+            "--checkpoint is missing: give a run directory, such as --checkpoint=runs/quickstart/"
+            "dynamic_tiny. See python -m convt5.eval --help."
+        )
+    if flags.follow and flags.step != "latest":
+        raise errors.UserError(f"--follow takes all checkpoints; leave out --step={flags.step}.")
+    if flags.follow and flags.checkpoint:
+        flags.checkpoint = str(checkpoints.run_directory(flags.checkpoint))
+    if flags.follow and flags.checkpoint and not arguments.gin_files:
+        _wait(
+            lambda: run_settings.config_file(flags.checkpoint) is not None,
+            f"the run directory {flags.checkpoint}",
+            flags,
+        )
+    enable_persistent_cache()
+    settings = run_settings.read(
+        flags.checkpoint,
+        arguments.gin_files,
+        arguments.gin_bindings,
+        needs_data=not flags.task,
+        trust=arguments.trust,
+    )
+    given = {
+        name: value
+        for name, value in (
+            ("tasks", flags.task),
+            ("split", flags.split),
+            ("num_examples", flags.num_examples),
+            ("predict", flags.predict or None),
+        )
+        if value is not None
+    }
+    settings = settings._replace(
+        predict=from_flags(settings.predict, vars(flags)),
+        evaluate=dataclasses.replace(settings.evaluate, **given),
+    )
+    checkpoint = flags.checkpoint or settings.train.get("run_dir")
+    if not checkpoint:
+        raise errors.UserError("the gin files describe no run; give --checkpoint=DIR.")
+    return settings, os.path.expanduser(checkpoint)
+
+
+def _first(checkpoint: str, flags: Any) -> checkpoints.Found:
+    """Returns a checkpoint by which the model is known."""
+    if flags.follow:
+        _wait(
+            lambda: steps_in(epath.Path(checkpoint) / "checkpoints"),
+            f"a checkpoint in {checkpoint}",
+            flags,
+        )
+    return checkpoints.select(checkpoint, flags.step)[0]
+
+
+def _checkpoints(plan: Plan, flags: Any) -> Iterator[checkpoints.Found]:
+    if not flags.follow:
+        return iter(checkpoints.select(plan.checkpoint, flags.step))
+    return checkpoints.follow(plan.checkpoint, last_step=plan.last_step, timeout=_timeout(flags))
+
+
+def _noted(
+    found: Iterator[checkpoints.Found], steps: list[int | None]
+) -> Iterator[checkpoints.Found]:
+    for one in found:
+        steps.append(one.step)
+        yield one
+
+
+@contextlib.contextmanager
+def _opened_results(
+    plan: Plan, found: checkpoints.Found, output_dir: str | None
+) -> Iterator[Results | None]:
+    folder = os.path.expanduser(output_dir or found.run_dir / "evaluation")
+    if output_dir is None and os.path.islink(folder):
+        raise errors.UserError(
+            f"{folder} is a link, and nothing in a run directory is written through links; name "
+            "the folder with --output_dir, or remove the link."
+        )
+    described = plan.described()
+    with closing_results(None if jax.process_index() else Results(folder, described)) as results:
+        yield results
+
+
+def _is_done(results: Results | None, task: Any, plan: Plan, step: int | None) -> bool:
+    """Whether there are results already; the first host decides for all."""
+    return first_hosts(results is not None and results.exists(task.name, plan.split, step))
+
+
+def _wait(is_there: Callable[[], Any], what: str, flags: Any) -> None:
+    """Waits for a run that has not begun, and says so."""
+    start, timeout = time.monotonic(), _timeout(flags)
+    if not is_there():
+        print(f"waiting for {what}, at most {timeout:g} seconds", file=sys.stderr)
+    while not is_there() and time.monotonic() - start < timeout:
+        time.sleep(min(10.0, timeout / 10))
+
+
+def _timeout(flags: Any) -> float:
+    return _TIMEOUT if flags.timeout is None else flags.timeout
+
+
+def _summary(outcome: Outcome, step: int | None, path: Any) -> str:
+    metrics = "  ".join(
+        f"{name} {metric_names.shown(name, value)}" for name, value in outcome.metrics.items()
+    )
+    counts = outcome.counts
+    cut = [
+        f"{counts[f'truncated_{name}']} {name} cut"
+        for name in ("inputs", "targets")
+        if counts.get(f"truncated_{name}")
+    ]
+    if counts.get("skipped_images"):
+        cut.append(f"{counts['skipped_images']} images skipped")
+    where = "" if step is None else f"step {step}  "
+    examples = ", ".join([f"{counts['num_examples']} examples", *cut])
+    return f"{where}{outcome.task}/{outcome.split}  {metrics}  ({examples})  {path}"
