@@ -1,11 +1,9 @@
 """A run of a study, in a process that stops when the study does; `running` starts it."""
 
 import os
+import runpy
 import signal
 import threading
-
-from convt5 import train
-from convt5.configuration import command_line
 
 _STUDY = 0
 """Standard input, of which the study has the other end."""
@@ -19,4 +17,4 @@ def _stop_with_study() -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=_stop_with_study, daemon=True).start()
-    command_line.run(train.main)
+    runpy.run_module("convt5.train", run_name="__main__", alter_sys=True)
