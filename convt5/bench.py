@@ -16,7 +16,7 @@ from convt5.configuration import command_line, gin_config
 from convt5.runtime.bars import Bar
 
 SUITES = ("ops", "train_step", "decode", "data", "formulations")
-VARIANTS = ("t5", "depthwise", "lightweight", "dynamic")
+VARIANTS = ("t5", "t5_canon", "depthwise", "lightweight", "dynamic", "dynamic_canon", "long")
 # Of the models that are compared where no gin file names others.
 _SIZE = {"emb_dim": 256, "mlp_dim": 1024, "num_heads": 4, "head_dim": 64, "vocab_size": 1024}
 _LENGTHS = {

@@ -13,6 +13,7 @@ import pytest
 from convt5 import bench, errors
 from convt5.benchmarks import formulations, models, operators, peers, report, timing
 from convt5.configuration import command_line
+from convt5.modeling.mixers import KINDS
 from convt5.ops import depthwise_conv, dynamic_conv, lightweight_conv
 from convt5.ops.geometry import Taps
 
@@ -195,6 +196,12 @@ def test_models_of_files_of_one_name_stay_apart(tmp_path):
         )
     found = bench._models(files, [])
     assert {name: m.encoder.num_layers for name, m in found.items()} == {"a/model": 1, "b/model": 2}
+
+
+def test_every_mixing_kind_is_measured_unless_models_are_named():
+    models = bench._models([], [])
+    assert {layer.kind for m in models.values() for layer in m.encoder_layers} == set(KINDS)
+    assert any(layer.canon for m in models.values() for layer in m.encoder_layers)
 
 
 def test_without_matplotlib_the_tables_are_written(tmp_path, monkeypatch, capsys):

@@ -42,6 +42,7 @@ MODEL = ViTConfig(
     num_classes=3,
     in_channels=1,
     dtype="float32",
+    canon="ABCD",
 )
 LOSS = losses.VisionLoss(label_smoothing=0.1)
 

@@ -107,6 +107,7 @@ class TextProofs:
         self.cuts = _cuts(target)
         self.rows = len(self.cuts)
         self.plain = self._plain()
+        self._plain_outputs: Outputs | None = None
 
     def all(self) -> list[Proof]:
         """Returns the proof of every property."""
@@ -187,7 +188,7 @@ class TextProofs:
         base = self.plain
 
         def worst(model: ConvT5) -> float:
-            at_once = _forward(model, base)
+            at_once = self._outputs(model, base)
             stepped = _stepped(model, at_once.encoded, base)
             apart = jnp.where(
                 base.decoder_ids[..., None] != 0, jnp.abs(stepped - at_once.logits), 0.0
@@ -212,18 +213,18 @@ class TextProofs:
         if claim is None:
             note = f"{reach} is more than rows of {self.lengths[stack]} tokens hold"
             return Proof(name=name, worst=None, note=note)
-        worst, _, _ = _violation(cut(), claim)
+        worst, _, _ = self._violation(cut(), claim)
         if worst == 0:
             less = Reach(*(None if side is None else max(0, side - 1) for side in reach))
             inner = self._beyond(name, stack, less)
-            is_whole = inner is not None and _violation(cut(), inner)[0] > 0
+            is_whole = inner is not None and self._violation(cut(), inner)[0] > 0
             note = f"{reach}, {'read' if is_whole else 'not read'} to its ends"
             return Proof(name=name, worst=worst, note=note)
 
         def fails(index: int) -> bool:
             _, cut, reach = stages[index]
             claim = self._beyond(name, stack, reach)
-            return claim is not None and _violation(cut(), claim)[0] > 0
+            return claim is not None and self._violation(cut(), claim)[0] > 0
 
         label, _, reach = stages[first_failing(top + 1, fails)]
         note = f"stated {reach}"
@@ -267,11 +268,23 @@ class TextProofs:
         kept = nothing._replace(decoder=index == place)
         return _Claim(name, base, base._replace(targets=targets), kept)
 
+    def _outputs(self, model: ConvT5, inputs: Inputs) -> Outputs:
+        """Returns what a model computes; most proofs need the same of the whole model."""
+        if model is not self.model or inputs is not self.plain:
+            return _forward(model, inputs)
+        if self._plain_outputs is None:
+            self._plain_outputs = _forward(model, inputs)
+        return self._plain_outputs
+
+    def _violation(self, model: ConvT5, claim: _Claim) -> tuple[float, bool, bool]:
+        before, after = (self._outputs(model, inputs) for inputs in (claim.base, claim.changed))
+        return _violation(before, after, claim)
+
     def _proven(self, claim: _Claim) -> Proof:
         def worst(model: ConvT5) -> float:
-            return _violation(model, claim)[0]
+            return self._violation(model, claim)[0]
 
-        changed, elsewhere, finite = _violation(self.model, claim)
+        changed, elsewhere, finite = self._violation(self.model, claim)
         if not finite:
             note = "outputs are not finite, so nothing can be shown"
             return Proof(name=claim.name, worst=math.nan, note=note)
@@ -390,9 +403,8 @@ def _stepped(
     return jnp.swapaxes(jax.lax.scan(step, state, tokens.T)[1], 0, 1)
 
 
-def _violation(model: ConvT5, claim: _Claim) -> tuple[float, bool, bool]:
+def _violation(before: Outputs, after: Outputs, claim: _Claim) -> tuple[float, bool, bool]:
     """Returns the largest change of a kept output, whether others change, whether all is finite."""
-    before, after = _forward(model, claim.base), _forward(model, claim.changed)
     changes = [_change(a, b) for a, b in zip(before, after, strict=True)]
     kept = [np.where(k, np.asarray(c), 0.0) for k, c in zip(claim.kept, changes, strict=True)]
     worst = max(float(x.max(initial=0.0)) for x in kept)
