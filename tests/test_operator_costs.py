@@ -4,6 +4,7 @@ import pytest
 import tpu_canon_costs as canon_costs
 import tpu_operator_costs as operator_costs
 
+from convt5.analysis import topology
 from convt5.errors import UserError
 
 
@@ -50,3 +51,23 @@ def test_bytes_of_hbm_are_those_that_no_layout_puts_on_the_chip():
 def test_the_least_of_a_canon_layer_is_its_input_and_output_once():
     assert canon_costs.least_bytes("A", batch=8, both=False) == 2 * 2 * 8 * 512 * 768
     assert canon_costs.least_bytes("BD", batch=1, both=True) == 4 * 2 * 512 * 7 * 768
+
+
+@pytest.mark.tpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("places", "both", "batch", "most"),
+    [("ABCD", False, 8, 1.3), ("ABCD", True, 8, 2), ("C", False, 64, 1.3)],
+)
+def test_canon_layers_add_little_more_than_the_least_to_a_layer(
+    compiler, places, both, batch, most
+):
+    """64 rows have more hidden values than the chip holds: both products must remain one."""
+    device = topology.load("v5e:2x2").devices[0]
+    without, found = (
+        canon_costs.hbm_bytes(
+            canon_costs.compile_layer(p, batch=batch, both=both, device=device).as_text() or ""
+        )
+        for p in ("", places)
+    )
+    assert found - without < most * canon_costs.least_bytes(places, batch=batch, both=both)

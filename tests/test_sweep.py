@@ -854,6 +854,20 @@ class TestOverAnAxis:
         assert row_of(text, "Costs", "parameters", "dynamic")[8] == "7"
         assert (tmp_path / "profiles.png").stat().st_size > 10_000
 
+    def test_a_model_has_one_colour_in_all_panels(self, tmp_path):
+        figure = pytest.importorskip("matplotlib.figure").Figure()
+        asked = self.study(tmp_path)
+        line = {"8": analysis.Best({}, 0.5, (0.5,), ())}
+
+        def colours(*names):
+            axes = figure.add_subplot()
+            profile.draw_on(asked, axes, dict.fromkeys(names, line))
+            return dict(zip(names, (drawn.get_color() for drawn in axes.lines[::2]), strict=True))
+
+        both = colours("dynamic", "t5")
+        assert both["dynamic"] != both["t5"]
+        assert colours("t5")["t5"] == both["t5"]
+
     def test_points_that_diverged_are_named_and_cost_nothing(self, tmp_path):
         def launch(arguments, log):
             told, path = str(arguments), pathlib.Path(log).parent / "metrics.jsonl"

@@ -17,6 +17,9 @@ from convt5.vision.architecture import ViTConfig
 if TYPE_CHECKING:
     from convt5.training.trainer import TrainRun
 
+_MARKERS = "os^DvPX"
+"""Of neighbouring lines: where values agree, more than the uppermost is seen."""
+
 Line = dict[str, Best]
 """The best setting at each value of the axis, in the order of `Study.labels`."""
 
@@ -122,12 +125,17 @@ def draw_on(study: Study, axes: Any, panel: Mapping[str, Line]) -> None:
         labels = _reached(labels, panel.values())
     places = {label: float(label) if numeric else i for i, label in enumerate(labels)}
     marks: list[tuple[list[float], str]] = []
-    for number, (name, line) in enumerate(panel.items()):
-        beside = 0.0 if numeric else 0.12 * (number - (len(panel) - 1) / 2)
+    # A value has one colour in all panels, whatever each of them lacks.
+    names = study.labels(study.rows[-1])
+    for index, (name, line) in enumerate(panel.items()):
+        number = names.index(name)
+        beside = 0.0 if numeric else 0.12 * (index - (len(panel) - 1) / 2)
         x = [places[label] + beside for label in line]
         means = [_value(study, best.mean) for best in line.values()]
         joined = "-" if numeric else ""
-        style = {"color": f"C{number}", "marker": "o", "markersize": 4, "linestyle": joined}
+        marker = _MARKERS[number % len(_MARKERS)]
+        style = {"color": f"C{number}", "marker": marker, "markersize": 5, "linestyle": joined}
+        style["fillstyle"] = "none"
         axes.plot(x, means, label=name, **style)
         for place, best in zip(x, line.values(), strict=True):
             seeds = [_value(study, error) for error in best.finite_errors]
