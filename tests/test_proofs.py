@@ -15,6 +15,7 @@ import pytest
 from convt5 import errors, inspect
 from convt5.analysis.proofs import meshes, report, results
 from convt5.analysis.proofs.results import Proof
+from convt5.analysis.proofs.text import TextProofs
 from convt5.configuration import gin_config
 from convt5.interchange import portable
 from convt5.modeling.architecture import ConvT5Config, StackConfig
@@ -179,6 +180,18 @@ class TestNothingIsShown:
     def test_rows_too_short_to_pack_are_refused(self):
         with pytest.raises(errors.UserError, match="--decoder_length=3 gives rows of 3 positions"):
             report.prove(results.random_model(TEXT), 24, 3)
+
+
+def test_proofs_that_take_long_say_so_and_what_takes_less(capsys, monkeypatch):
+    monkeypatch.setattr(report, "LONG_FLOPS", 1e3)
+    monkeypatch.setattr(TextProofs, "all", lambda proofs: [])
+    report.prove(results.random_model(TEXT), 24, 16)
+    told = capsys.readouterr().err
+    assert "shorter rows than 24 + 16 tokens take less (--encoder_length, --decoder_length)" in told
+    monkeypatch.undo()
+    monkeypatch.setattr(TextProofs, "all", lambda proofs: [])
+    report.prove(results.random_model(TEXT), 24, 16)
+    assert not capsys.readouterr().err
 
 
 class TestMeshes:

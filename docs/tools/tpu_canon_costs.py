@@ -85,7 +85,7 @@ def compile_layer(places: str, *, batch: int, both: bool, device: Any) -> Compil
         return layer(x, StackInputs(ids))
 
     def gradients(layer, x, ids, cotangent):
-        y, vjp = jax.vjp(lambda *given: forward(*given, ids), layer, x)
+        y, vjp = jax.vjp(lambda layer, x: forward(layer, x, ids), layer, x)
         return y, vjp(cotangent)
 
     function, given = (gradients, (layer, x, ids, x)) if both else (forward, (layer, x, ids))

@@ -7,6 +7,7 @@ away.
 """
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,9 @@ from convt5.training.train_step import StepConfig
 from convt5.vision.model import ViT
 
 SEED = 0
+
+LONG_FLOPS = 1e12
+"""Operations in float64 that take a core of a CPU about a minute."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,4 +104,13 @@ def prove(model: ConvT5 | ViT, encoder_length: int = 64, decoder_length: int = 6
         exact = in_float64(model)
         if isinstance(exact, ViT):
             return [vision.neighbours(exact, random)]
-        return TextProofs(exact, encoder_length, decoder_length, random).all()
+        proofs = TextProofs(exact, encoder_length, decoder_length, random)
+        if proofs.flops > LONG_FLOPS:
+            print(
+                f"the proofs take about {proofs.flops / 1e12:.0f} TFLOP in float64, a minute of a "
+                f"core each; shorter rows than {encoder_length} + {decoder_length} tokens take "
+                "less (--encoder_length, --decoder_length), and show as much where they are longer "
+                "than the receptive fields.",
+                file=sys.stderr,
+            )
+        return proofs.all()

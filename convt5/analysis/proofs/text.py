@@ -23,6 +23,8 @@ from convt5.ops import shift_right
 NUM_SEGMENTS = 3
 LEAST_ROWS = 2 * NUM_SEGMENTS
 
+_PASSES = 12
+
 
 class Inputs(NamedTuple):
     """Rows of a text model; targets are shifted inside of the program."""
@@ -107,7 +109,13 @@ class TextProofs:
         self.cuts = _cuts(target)
         self.rows = len(self.cuts)
         self.plain = self._plain()
-        self._plain_outputs: Outputs | None = None
+
+    @property
+    def flops(self) -> float:
+        """Operations of all proofs, where all hold: about a dozen passes over the rows."""
+        source, target = self.lengths.values()
+        cost = costs.model_cost(self.model.config, encoder_length=source, decoder_length=target)
+        return _PASSES * self.rows * cost.forward_flops
 
     def all(self) -> list[Proof]:
         """Returns the proof of every property."""
@@ -269,12 +277,14 @@ class TextProofs:
         return _Claim(name, base, base._replace(targets=targets), kept)
 
     def _outputs(self, model: ConvT5, inputs: Inputs) -> Outputs:
-        """Returns what a model computes; most proofs need the same of the whole model."""
-        if model is not self.model or inputs is not self.plain:
-            return _forward(model, inputs)
-        if self._plain_outputs is None:
-            self._plain_outputs = _forward(model, inputs)
-        return self._plain_outputs
+        """Returns what a model computes: of the whole model and plain rows once for all proofs."""
+        if model is self.model and inputs is self.plain:
+            return self._plain_outputs
+        return _forward(model, inputs)
+
+    @functools.cached_property
+    def _plain_outputs(self) -> Outputs:
+        return _forward(self.model, self.plain)
 
     def _violation(self, model: ConvT5, claim: _Claim) -> tuple[float, bool, bool]:
         before, after = (self._outputs(model, inputs) for inputs in (claim.base, claim.changed))
