@@ -327,7 +327,7 @@ def _read_run(name: str, folder: pathlib.Path, metric: str, time_key: str) -> Ru
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether a recorded value is a number; what is not finite may stand there as text."""
+    """Returns whether a recorded value is a number; what is not finite may stand there as text."""
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 

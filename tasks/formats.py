@@ -69,13 +69,13 @@ def _of_task(task: seqio.Task) -> TaskFormat:
     after = steps[writers[-1] + 1 :] if writers else steps
     changing = [step for step in after if _function(step) not in _KEEP_INPUTS]
     if any(getattr(_function(step), "__module__", None) in _DENOISING for step in changing):
-        return task_format.as_it_is(task.name, sentinels=True)
+        return task_format.plain(task.name, sentinels=True)
     if changing:
         names = [getattr(_function(step), "__name__", str(step)) for step in changing]
         return task_format.unknown(task.name, names)
     if writers:
         return steps[writers[-1]].keywords["format"]
-    return task_format.as_it_is(task.name)
+    return task_format.plain(task.name)
 
 
 def _function(step: Any) -> Any:

@@ -75,7 +75,7 @@ def squad(
 
 def _answers_of_row(row: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
     """Returns "targets" (the first answer) and "answers", written as inputs are."""
-    answers = task_format.spaced_punctuation(row["answers"], tf.strings.regex_replace)
+    answers = task_format.space_punctuation(row["answers"], tf.strings.regex_replace)
     return {"targets": answers[0], "answers": answers}
 
 

@@ -105,7 +105,7 @@ class TextFiles:
         }
 
     def is_at_hand(self) -> bool:
-        """Whether the documents are stored, or of few bytes."""
+        """Returns whether the documents are stored, or of few bytes."""
         sizes = (local_files.identity(name)[1] for name in self.matches())
         return self._folder().exists() or sum(sizes) <= _FEW_BYTES
 

@@ -110,7 +110,7 @@ def token_bytes(vocabulary: seqio.Vocabulary) -> np.ndarray | None:
 
 
 def has_unknown(vocabulary: seqio.Vocabulary, ids: Sequence[int]) -> bool:
-    """Whether ids stand for text that the vocabulary lacks, which nothing gives back."""
+    """Returns whether ids stand for text that the vocabulary lacks, which nothing gives back."""
     unknown = unknown_id(vocabulary)
     return unknown is not None and unknown in ids
 

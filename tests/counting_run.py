@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from convt5.data.prefetching import position, take_apart
+from convt5.data.prefetching import position, split_position
 from convt5.modeling import sharding
 from convt5.training import optimizer, schedule
 from convt5.training.train_step import LossSums
@@ -172,5 +172,5 @@ class NumbersReader:
         return position(self.count.to_bytes(8))
 
     def set_state(self, state):
-        snapshot, skip = take_apart(state)
+        snapshot, skip = split_position(state)
         self.count = int.from_bytes(snapshot) + skip

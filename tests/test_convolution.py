@@ -746,7 +746,7 @@ def test_a_dilation_below_one_is_refused(kind):
 @pytest.mark.parametrize("kind", ["lightweight", "dynamic"])
 def test_kernels_that_do_not_divide_the_channels_are_refused(kind):
     x, kernel = draw(kind, heads=3, dtype=np.float32)
-    with pytest.raises(ValueError, match="heads=3, which must divide embed=4"):
+    with pytest.raises(ValueError, match="num_kernels=3, which must divide embed=4"):
         CONVOLUTIONS[kind](x, kernel)
 
 
@@ -782,7 +782,7 @@ def test_arrays_of_other_axes_are_refused(unchecked, kind):
 
 @pytest.mark.parametrize("kind", ["lightweight", "dynamic"])
 def test_no_kernels_are_refused(kind):
-    with pytest.raises(ValueError, match="heads=0, which must divide embed=4"):
+    with pytest.raises(ValueError, match="num_kernels=0, which must divide embed=4"):
         CONVOLUTIONS[kind](*draw(kind, heads=0, dtype=np.float32))
 
 

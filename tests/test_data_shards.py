@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from convt5 import errors
 from convt5.data import data_shards
 from convt5.data.counts import Counts
-from convt5.data.prefetching import position, take_apart
+from convt5.data.prefetching import position, split_position
 
 BATCH = 24
 
@@ -72,7 +72,7 @@ class NumberedReader:
         return position(bytes([self.shard, self.count]))
 
     def set_state(self, state):
-        snapshot, skip = take_apart(state)
+        snapshot, skip = split_position(state)
         assert snapshot[0] == self.shard
         self.count = snapshot[1] + skip
 
@@ -126,7 +126,7 @@ def test_positions_saved_by_some_hosts_serve_any_others(before, after, data, num
         opened = open_hosts(monkeypatch, placed(hosts=before, data=data), num_shards)
         saved = {}
         for host in opened:
-            state = position(take_apart(host.get_state())[0], 2)  # Two batches later.
+            state = position(split_position(host.get_state())[0], 2)  # Two batches later.
             own = host.to_save(state)
             assert not saved.keys() & own.keys()
             saved |= own
@@ -134,7 +134,7 @@ def test_positions_saved_by_some_hosts_serve_any_others(before, after, data, num
         others = open_hosts(monkeypatch, placed(hosts=after), num_shards)
         for host in others:
             wanted = host.rows.shards(num_shards)
-            host.set_state(data_shards.joined({shard: saved[shard] for shard in wanted}))
+            host.set_state(data_shards.join_positions({shard: saved[shard] for shard in wanted}))
         assert {row[1] for row in whole_batch(others)} == {3}
 
 

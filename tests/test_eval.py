@@ -19,7 +19,7 @@ import convt5
 from convt5 import eval as evaluation
 from convt5.errors import UserError
 from convt5.evaluation import checkpoints, registry, task_data
-from convt5.evaluation.batching import stacked
+from convt5.evaluation.batching import stack
 from convt5.evaluation.evaluator import Evaluator
 from convt5.evaluation.in_training import TaskEval
 from convt5.evaluation.predictor import Prediction, Predictor, TargetScore
@@ -140,9 +140,9 @@ def test_what_is_minimised_is_reported_beside_the_cross_entropy(normalize_by):
     assert "objective" not in plain
     assert plain == {name: value for name, value in found.items() if name != "objective"}
     rows = [subject.predictor(model).fit(ids, 0).tokens for ids in subject._sources]
-    targets = stacked(subject._targets, CONFIG.max_length)
+    targets = stack(subject._targets, CONFIG.max_length)
     batch = {
-        "encoder_input_tokens": stacked(rows, CONFIG.max_input_length),
+        "encoder_input_tokens": stack(rows, CONFIG.max_input_length),
         "decoder_input_tokens": np.asarray(shift_right(jnp.asarray(targets))),
         "decoder_target_tokens": targets,
         "decoder_loss_weights": (targets > 0).astype(np.float32),
@@ -323,7 +323,7 @@ def test_a_task_alone_is_a_list_of_it():
 
 def test_lengths_that_a_task_refuses_are_called_as_they_are_set():
     argv = {"max_input_length": 16, "max_length": 4}
-    copying = registry.registered("gap_copy")
+    copying = registry.find_registered("gap_copy")
     message = r"encoder_length is max_input_length=16, and decoder_length is max_length=4"
     with pytest.raises(UserError, match=message):
         Evaluator(copying, "validation", PredictConfig(**argv))

@@ -12,7 +12,7 @@ from test_train_step import MESHES, ONE_DEVICE, build_mesh, text_batch, text_con
 
 from convt5 import errors
 from convt5.checkpoints.checkpoint import CheckpointConfig
-from convt5.data.prefetching import position, take_apart
+from convt5.data.prefetching import position, split_position
 from convt5.interchange import loading
 from convt5.modeling.architecture import StackConfig
 from convt5.modeling.model import ConvT5
@@ -176,7 +176,7 @@ class Rows:
         return position(self.count.to_bytes(8))
 
     def set_state(self, state):
-        snapshot, skip = take_apart(state)
+        snapshot, skip = split_position(state)
         self.count = int.from_bytes(snapshot) + skip
 
 

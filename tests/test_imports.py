@@ -56,7 +56,7 @@ FLOORS = [
     ["errors", "ops"],
     ["modeling.tree_paths"],
     ["modeling.sharding"],
-    ["modeling.gathering"],
+    ["modeling.fsdp"],
     ["modeling.sizes"],
     ["modeling.canon"],
     ["modeling.layers"],

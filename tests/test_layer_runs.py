@@ -31,7 +31,7 @@ from convt5.modeling.tree_paths import named_leaves
 from convt5.training.losses import TextLoss
 from convt5.training.schedule import InverseSqrt
 from convt5.training.train_state import abstract_state, new_state, state_shardings
-from convt5.training.train_step import differentiated
+from convt5.training.train_step import differentiate
 
 POLICIES = ["full", "dots_saveable", "dots_with_no_batch_dims_saveable"]
 HYBRID = {"mixing": "dynamic", "kernel_size": 3, "num_kernels": 2, "attention_layers": (-1,)}
@@ -113,7 +113,7 @@ def test_parameters_that_devices_split_are_gathered_layer_by_layer(scan_layers):
     mesh = build_mesh(MeshConfig(data=1, fsdp=4))
     state = abstract_state(config, ADAFACTOR.build(InverseSqrt()))
     shardings = state_shardings(state, mesh, TEXT_RULES)
-    gradients = differentiated(TextLoss(), shardings.model)
+    gradients = differentiate(TextLoss(), shardings.model)
     compiled = (
         jax.jit(gradients, in_shardings=(shardings.model, batch_sharding(mesh), None))
         .lower(state.model, text_batch(), jax.random.key(0))

@@ -30,7 +30,7 @@ def example(dtype: DTypeLike = np.float64, batch=2, length=3, vocab=7, scale=3.0
 
 
 def direct(logits, targets, z_loss, label_smoothing):
-    """The same loss through the whole distribution of targets, differentiated by jax."""
+    """The same loss through the whole distribution of targets, differentiate by jax."""
     log_z = jax.nn.logsumexp(logits, axis=-1)
     onehot = jax.nn.one_hot(targets, logits.shape[-1], dtype=logits.dtype)
     wanted = (1 - label_smoothing) * onehot + label_smoothing / logits.shape[-1]
@@ -120,7 +120,7 @@ def outputs_and_table(dtype: DTypeLike = np.float64, batch=2, length=5, embed=6,
 
 
 def through_logits(x, table, targets, weights, z_loss, label_smoothing):
-    """The sums from logits in memory, differentiated by jax."""
+    """The sums from logits in memory, differentiate by jax."""
     logits = jnp.einsum("ble,ve->blv", x, table)
     smoothed, z_term = direct(logits, targets, z_loss, label_smoothing)
     nll, _ = direct(logits, targets, z_loss=0.0, label_smoothing=0.0)

@@ -19,7 +19,7 @@ from convt5.errors import UserError
 from convt5.evaluation import hosts
 from convt5.evaluation.batching import PADDING_ROW, length_bucket, plan_batches
 from convt5.evaluation.flags import PREDICT_FLAGS
-from convt5.evaluation.predictor import Predictor, decode_text, encode_text, truncated
+from convt5.evaluation.predictor import Predictor, decode_text, encode_text, truncate
 from convt5.evaluation.settings import EvalConfig, PredictConfig, from_flags
 from convt5.generation import decoding
 from convt5.generation.search import BeamSearch, Greedy, Sampling
@@ -88,7 +88,7 @@ def test_results_of_hosts_come_together_in_order(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(hosts.multihost_utils, "process_allgather", gathered)
     for values, examples in parts.values():
-        assert hosts.merged(values, examples) == ["long " * 9, "b", 0.1]
+        assert hosts.merge(values, examples) == ["long " * 9, "b", 0.1]
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_sentinels_stand_beside_letters_in_texts_of_sentencepiece(shared_data):
 
 
 def test_a_cut_input_keeps_its_end_token():
-    assert truncated([5, 6, 7, 1], 3, 1) == ([5, 6, 1], 1)
-    assert truncated([5, 6, 7, 8], 3, 1) == ([5, 6, 7], 1)
-    assert truncated([5, 1], 3, 1) == ([5, 1], 0)
+    assert truncate([5, 6, 7, 1], 3, 1) == ([5, 6, 1], 1)
+    assert truncate([5, 6, 7, 8], 3, 1) == ([5, 6, 7], 1)
+    assert truncate([5, 1], 3, 1) == ([5, 1], 0)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from convt5 import errors
 from convt5.data import prefetching
-from convt5.data.prefetching import Prefetcher, position, take_apart
+from convt5.data.prefetching import Prefetcher, position, split_position
 
 
 class Counter:
@@ -34,7 +34,7 @@ class Counter:
         return position(str(self.next_value).encode())
 
     def set_state(self, state):
-        snapshot, skip = take_apart(state)
+        snapshot, skip = split_position(state)
         self.next_value = int(snapshot) + skip
 
 
@@ -95,7 +95,7 @@ def test_a_restart_repeats_a_bounded_number_of_batches(prefetched):
     batches = prefetched(Counter())
     for _ in range(900):
         next(batches)
-    _, skip = take_apart(batches.get_state())
+    _, skip = split_position(batches.get_state())
     assert skip < prefetching._MOST_SKIPPED
 
 
@@ -170,4 +170,4 @@ def test_a_closed_prefetcher_gives_nothing():
 @pytest.mark.parametrize("state", [b"", b"something else that is long enough"])
 def test_bytes_that_are_no_position_are_an_error(state):
     with pytest.raises(errors.UserError, match="not one that this version wrote"):
-        take_apart(state)
+        split_position(state)

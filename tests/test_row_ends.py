@@ -54,15 +54,15 @@ def ended(text, limit):
 @pytest.mark.parametrize("steps", APPENDING.values(), ids=APPENDING)
 def test_every_row_ends_with_its_end_token_whichever_steps_append_it(steps):
     task = task_of(steps)
-    assert features(row_ends.fitted(task)) == [(ended(t, 8), ended(t, 4)) for t in TEXTS]
-    whole = features(row_ends.uncut(task), trim_output_features=False)
+    assert features(row_ends.keep_end_tokens(task)) == [(ended(t, 8), ended(t, 4)) for t in TEXTS]
+    whole = features(row_ends.without_truncation(task), trim_output_features=False)
     assert whole == [(ended(t, 99), ended(t, 99)) for t in TEXTS]
-    assert features(row_ends.fitted(task), lengths=None) == whole
+    assert features(row_ends.keep_end_tokens(task), lengths=None) == whole
 
 
 def test_a_feature_without_an_end_token_is_cut_as_it_is():
     encode = vocabularies.characters().encode
-    found = features(row_ends.fitted(task_of([], add_eos=False)))
+    found = features(row_ends.keep_end_tokens(task_of([], add_eos=False)))
     assert found == [(encode(t)[:8], encode(t)[:4]) for t in TEXTS]
 
 
@@ -78,7 +78,7 @@ def test_the_tasks_of_a_mixture_end_alike_and_keep_their_rates():
     task = task_of(APPENDING["append_eos"])
     inner = seqio.Mixture("inner", [(task, 1)])
     mixture = seqio.Mixture("outer", [(inner, 3), (task, lambda task: 1 + len(task.name))])
-    fitted = row_ends.fitted(mixture)
+    fitted = row_ends.keep_end_tokens(mixture)
     assert [t.name for t in fitted.tasks] == ["texts"]
     assert fitted.get_rate(fitted.tasks[0]) == mixture.get_rate(task) == 9
     assert [row[1][-1] for row in features(fitted)] == [EOS] * len(features(mixture))

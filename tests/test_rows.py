@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convt5.data.rows import Examples, Ragged, RowLayout, joined
+from convt5.data.rows import Examples, Ragged, RowLayout, concatenate
 
 ENCODER, DECODER = 7, 5
 
@@ -96,7 +96,7 @@ def test_sequences_can_be_taken_cut_and_joined(rows, data):
     order = data.draw(st.permutations(range(len(rows))))
     assert lists(examples.take(np.array(order, int)).inputs) == [rows[i][0] for i in order]
     assert lists(examples.targets.cut(3)) == [b[:3] for _, b in rows]
-    whole = joined([examples.part(0, first), examples.part(first, len(rows))])
+    whole = concatenate([examples.part(0, first), examples.part(first, len(rows))])
     assert lists(whole.inputs) == [a for a, _ in rows]
     assert lists(whole.targets) == [b for _, b in rows]
 

@@ -154,7 +154,7 @@ def test_parameters_in_use_are_split_by_tensor_only():
     params = abstract(w=(4, 4), v=(8,))
     rules = [Rule("w", ("fsdp", "tensor")), Rule("v", (("tensor", "fsdp"),))]
     placed = sharding.tree_shardings(params, params, mesh_of(fsdp=2, tensor=2), rules)
-    used = sharding.gathered(placed)
+    used = sharding.without_fsdp(placed)
     assert used["w"].is_equivalent_to(jax.NamedSharding(used["w"].mesh, P(None, "tensor")), 2)
     assert used["v"].is_equivalent_to(jax.NamedSharding(used["v"].mesh, P("tensor")), 1)
 

@@ -21,7 +21,7 @@ from convt5.modeling.architecture import ConvT5Config, StackConfig, TextStemConf
 from convt5.modeling.model import ConvT5
 from convt5.modeling.placement import TEXT_RULES
 from convt5.modeling.sharding import MeshConfig, token_sharding
-from convt5.modeling.stem import TextStem, shortened
+from convt5.modeling.stem import TextStem, window_segments
 from convt5.modeling.tree_paths import named_leaves
 from convt5.training.losses import TextLoss
 from convt5.training.optimizer import AdafactorConfig
@@ -101,8 +101,8 @@ def test_a_stem_is_what_the_equations_say(name, ids):
 
 def test_windows_belong_to_the_tokens_in_them():
     ids = jnp.array([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
-    assert shortened(ids, 2).tolist() == [[1, 1, 0], [1, 0, 0]]
-    assert shortened(ids, 1) is ids
+    assert window_segments(ids, 2).tolist() == [[1, 1, 0], [1, 0, 0]]
+    assert window_segments(ids, 1) is ids
 
 
 def test_a_stem_that_copies_changes_nothing():

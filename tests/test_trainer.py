@@ -17,7 +17,7 @@ from quick import quick
 from convt5 import errors
 from convt5.analysis.cost_report import Subject
 from convt5.checkpoints import checkpoint, reading, record
-from convt5.data.prefetching import position, take_apart
+from convt5.data.prefetching import position, split_position
 from convt5.interchange import initialization
 from convt5.modeling import sharding
 from convt5.train import dry_run
@@ -94,7 +94,7 @@ class RandomBatches:
         return position(self.count.to_bytes(8))
 
     def set_state(self, state):
-        snapshot, skip = take_apart(state)
+        snapshot, skip = split_position(state)
         self.count = int.from_bytes(snapshot) + skip
 
 
@@ -582,7 +582,7 @@ def test_a_run_directory_with_earlier_names_of_metrics_goes_on(run, stopped_in, 
         about["progress"]["patience"]["metric"] = "validation/accuracy"
         del about["best"]["percent"], about["progress"]["patience"]["percent"]
         about["progress"]["window"] = as_before(about["progress"]["window"])
-        (folder / "about" / "metadata").write_text(json.dumps(record.sealed(about)))
+        (folder / "about" / "metadata").write_text(json.dumps(record.seal(about)))
     run(**settings)
     found, expected = (run_log.read_metrics(folder) for folder in (tmp_path / "run", whole))
     clocks = {"train_seconds", "train_cpu_seconds", "seconds_per_step", "tokens_per_second"}

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from convt5.data.prefetching import position, take_apart
+from convt5.data.prefetching import position, split_position
 from convt5.errors import UserError
 from convt5.vision.augmentation import Augmentation, resized
 from convt5.vision.images import ImageDataConfig
@@ -97,7 +97,7 @@ def test_a_position_continues_with_the_same_batches(changes, taken):
     for _ in range(4):
         jax.tree.map(np.testing.assert_array_equal, next(batches), next(again))
     skipped = build(**changes)
-    snapshot, _ = take_apart(build(**changes).get_state())
+    snapshot, _ = split_position(build(**changes).get_state())
     skipped.set_state(position(snapshot, taken + 4))
     jax.tree.map(np.testing.assert_array_equal, next(skipped), next(batches))
 

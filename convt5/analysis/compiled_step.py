@@ -26,7 +26,7 @@ from convt5.ops import dispatch
 from convt5.runtime.amounts import short_number
 from convt5.training import compilation
 from convt5.training.plan import Plan
-from convt5.training.train_step import StepConfig, differentiated
+from convt5.training.train_step import StepConfig, differentiate
 
 _LAYER = re.compile(r"/layers/(\d+)/")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -436,7 +436,7 @@ def _compile_here(step: Step, plan: Plan) -> compilation.CompiledStep:
     if not step.gradients_only:
         return compilation.compile_step(plan.train_step, plan.abstract, batch)
     key = jax.random.key(step.config.seed)
-    gradients = differentiated(step.config.loss, plan.shardings.model)
+    gradients = differentiate(step.config.loss, plan.shardings.model)
     jitted = jax.jit(
         lambda model, batch: gradients(model, batch, key),
         in_shardings=(plan.shardings.model, plan.batch_sharding),

@@ -241,7 +241,7 @@ def _device_memory(
     subject: Subject, cost: costs.ModelCost, state: TrainState, shardings: TrainState
 ) -> costs.TrainingMemory:
     trained = device_bytes(parameters(state.model), parameters(shardings.model))
-    gathered = device_bytes(state.model, sharding.gathered(shardings.model))
+    gathered = device_bytes(state.model, sharding.without_fsdp(shardings.model))
     axes = dict(zip(sharding.AXES, subject.mesh, strict=True))
     ways = math.prod(axes[axis] for axis in sharding.BATCH_AXES)
     rows = subject.batch_size // ways // subject.step.grad_accum_steps

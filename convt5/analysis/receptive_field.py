@@ -20,7 +20,7 @@ from convt5.modeling.blocks import Stack
 from convt5.modeling.description import StackName
 from convt5.modeling.mixers.base import Reach, StackInputs
 from convt5.modeling.model import ConvT5
-from convt5.modeling.stem import shortened
+from convt5.modeling.stem import window_segments
 from convt5.reports import figures
 
 SHARES = (0.5, 0.95, 0.99)
@@ -99,7 +99,7 @@ def measure(
     stride = model.config.stem_stride if stack == "encoder" else 1
     output = length // 2 // stride if stack == "encoder" else length - 1
     position = output * stride
-    inputs = StackInputs(shortened(ids, stride))
+    inputs = StackInputs(window_segments(ids, stride))
     if stack == "decoder":
         inputs = inputs._replace(
             memory=jnp.zeros((rows, 1, model.config.emb_dim), jnp.dtype(model.config.dtype)),
@@ -136,7 +136,7 @@ def _gradient_norms(
 
     def output(x):
         if name == "encoder":
-            x, _ = model.stemmed(x, segment_ids)
+            x, _ = model.run_stem(x, segment_ids)
         else:
             x = model.with_positions(x)
         return stack(x, inputs)[:, position].astype(jnp.float32)

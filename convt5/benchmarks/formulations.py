@@ -17,7 +17,7 @@ from convt5.ops.dispatch import Formulation
 from convt5.ops.geometry import Taps
 
 KERNEL_SIZES = (3, 7, 15, 31)
-HEADS = (2, 16, EMBED)
+NUM_KERNELS = (2, 16, EMBED)
 DILATIONS = (1, 8)
 _STATIC: Mapping[str, Formulation] = {
     "whole": reference.static_weight_gradient,
@@ -39,12 +39,12 @@ def suite(lengths: Sequence[int], *, repeats: int) -> Iterator[dict[str, Any]]:
         given = {"segment_ids": None}
         static = {"chosen": _chosen("static_weight_gradient"), **_STATIC}
         yield _measure(f"static K={size} d={dilation}", static, taps, given, length, repeats)
-        for heads in HEADS:
+        for num_kernels in NUM_KERNELS:
             dynamic = {"chosen": _chosen("dynamic_weight_gradient"), **_DYNAMIC}
             if reach > length:
                 del dynamic["banded"]  # Blocks of rows do not serve taps that reach beyond the row.
-            given = {"segment_ids": None, "heads": heads}
-            case = f"dynamic K={size} d={dilation} H={heads}"
+            given = {"segment_ids": None, "num_kernels": num_kernels}
+            case = f"dynamic K={size} d={dilation} H={num_kernels}"
             yield _measure(case, dynamic, taps, given, length, repeats)
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: what lies in their folders, and how they are read."""
+"""Checkpoints on disk: their format, and reading them."""

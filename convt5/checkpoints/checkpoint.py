@@ -1,8 +1,8 @@
-"""Checkpoints of a run: plain trees of arrays, the optimizer's state and the position in the data.
+"""Checkpoints of a run: parameters, optimizer state and data position, as plain trees of arrays.
 
-`Checkpointer` writes them in the background and finds the newest one that can be read; the trainer
-uses it. `checkpoints.reading` reads them for everybody else. A checkpoint is one folder named after
-its step; it appears under that name only when complete.
+`Checkpointer` writes them in the background and restores the newest readable one, for the trainer;
+others read them with `checkpoints.reading`. A checkpoint is a folder named after its step, which
+appears under that name only when complete.
 """
 
 import base64
@@ -33,16 +33,16 @@ BestMode = Literal["min", "max"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When checkpoints are written and which are kept.
+    """When checkpoints are written, and which are kept.
 
     Attributes:
         every_steps: steps between checkpoints; the last step is always saved.
-        keep_last: the newest checkpoints kept, at least 1. Two let a run continue when the newest
-            is damaged.
-        keep_best: the checkpoints of best `best_metric` kept as well.
-        best_metric: a metric of evaluations as `metrics.jsonl` names it.
-        best_mode: whether the least ("min") or the greatest value ("max") is the best.
-        keep_every_steps: every checkpoint whose step is a multiple is kept for good; None for none.
+        keep_last: number of newest checkpoints kept, at least 1. With two, a run can resume when
+            the newest is damaged.
+        keep_best: number of checkpoints with the best `best_metric` kept as well.
+        best_metric: a metric of evaluations, as named in `metrics.jsonl`.
+        best_mode: whether the lowest ("min") or the highest value ("max") is the best.
+        keep_every_steps: keeps every checkpoint whose step is a multiple forever; None disables it.
     """
 
     every_steps: int = 1000
@@ -66,11 +66,11 @@ class CheckpointConfig:
         errors.raise_all(faults, where="CheckpointConfig")
 
     def ranked(self, values: Mapping[int, float]) -> list[int]:
-        """Returns steps by their value of `best_metric`, the best first."""
+        """Returns steps sorted by their value of `best_metric`, best first."""
         return sorted(values, key=values.__getitem__, reverse=self.best_mode == "max")
 
     def kept(self, steps: Sequence[int], values: Mapping[int, float]) -> set[int]:
-        """Returns which of some checkpoints are kept, given the values of those measured."""
+        """Returns which of these checkpoints are kept, given the values of the measured ones."""
         newest = sorted(steps)[-self.keep_last :]
         best = self.ranked({step: values[step] for step in steps if step in values})
         every = self.keep_every_steps
@@ -78,11 +78,11 @@ class CheckpointConfig:
         return {*newest, *best[: self.keep_best], *multiples}
 
     def is_better(self, value: float, than: float) -> bool:
-        """Whether one value of `best_metric` is better than another."""
+        """Returns whether one value of `best_metric` is better than another."""
         return value > than if self.best_mode == "max" else value < than
 
     def unmeasured(self, measured: Iterable[str]) -> str:
-        """Returns what to tell where evaluations give other metrics than `best_metric`."""
+        """Returns the message for evaluations that lack `best_metric`."""
         names = sorted(measured)
         return (
             f"best_metric={self.best_metric!r} is not among the metrics of an evaluation; set "
@@ -93,11 +93,11 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataPositions:
-    """How far the data was read.
+    """How much of the data has been read.
 
     Attributes:
-        num_shards: how many shards the data is cut into; 0 where none was read.
-        by_shard: the positions of some of them: those that a process saves, or reads.
+        num_shards: number of data shards; 0 if no data was read.
+        by_shard: the positions of some shards: those that a process saves, or reads.
     """
 
     num_shards: int = 0
@@ -105,13 +105,13 @@ class DataPositions:
 
 
 class Restored(NamedTuple):
-    """What a checkpoint held.
+    """The contents of a checkpoint.
 
     Attributes:
-        step: updates done when it was written.
-        state: the training state, placed as asked.
-        data: how far the data was read, for the shards that this process reads.
-        progress: the trainer's own small record.
+        step: number of updates made.
+        state: the training state, sharded as requested.
+        data: data positions of the shards that this process reads.
+        progress: a small record of the trainer.
     """
 
     step: int
@@ -121,7 +121,7 @@ class Restored(NamedTuple):
 
 
 class _Unread(NamedTuple):
-    """A checkpoint that was written and not opened again yet, and what it must be read as."""
+    """A written checkpoint that has not been read back yet, and its expected contents."""
 
     step: int
     about: Mapping[str, Any]
@@ -131,16 +131,16 @@ class _Unread(NamedTuple):
 
 
 ShardsRead = Callable[[int], Sequence[int]]
-"""Tells which shards this process reads, given how many there are."""
+"""Returns the shards that this process reads, given their number."""
 
 
 class Checkpointer:
-    """Writes the checkpoints of one run and reads them back.
+    """Writes and restores the checkpoints of one run.
 
     Args:
-        directory: where the checkpoints of the run lie; made at the first save.
+        directory: folder of the checkpoints; created at the first save.
         config: when to save and what to keep.
-        model_config: the dataclass the model is built from; recorded, and compared on restore.
+        model_config: the dataclass from which the model is built; saved, and compared on restore.
     """
 
     def __init__(self, directory: epath.PathLike, config: CheckpointConfig, *, model_config: Any):
@@ -149,7 +149,7 @@ class Checkpointer:
         self._description = record.describe_config(model_config)
         late_errors.silence()
         _put_back(self.directory)
-        self._values = _values(_measured(self.directory), config.best_metric)
+        self._values = _values(_read_measured(self.directory), config.best_metric)
         self._kept = _Kept(self._values, config)
         self._manager = _manager(self.directory, self._kept)
         self._unread: _Unread | None = None
@@ -168,22 +168,24 @@ class Checkpointer:
     ) -> None:
         """Copies the state off the devices, then writes it in the background.
 
-        An error in the background is raised by the next call. A checkpoint that is there already
-        is replaced, before this returns; killed meanwhile, the run goes on from the one before.
+        The next call raises an error of the background. An existing checkpoint of this step is
+        replaced before this returns; if the process is killed meanwhile, the run resumes from the
+        one before.
 
-        The first one of a process is complete when this returns, and was opened again as a later
-        start opens it; until then no older one is deleted.
+        The first checkpoint of a process is complete and has been read back when this returns;
+        until then, no older one is deleted.
 
         Args:
-            step: updates done; the checkpoint's name.
+            step: number of updates made; the name of the checkpoint.
             state: has the attributes `model`, `opt_state` and `step`; may be donated on return.
-            data: positions after `step` batches, of the shards that this process saves: every
-                shard must have one that does.
+            data: positions after `step` batches, of the shards that this process saves. Each shard
+                must be saved by one process.
             progress: small JSON values of the trainer.
-            best_value: that of `best_metric`, which decides what is kept; None where not measured.
+            best_value: the value of `best_metric`, which decides what is kept; None if not
+                measured.
 
         Raises:
-            TrainingError: it, or the one before, could not be written, or cannot be read back.
+            TrainingError: this checkpoint, or the one before, could not be written or read back.
         """
         params, optimizer = _split(state)
         if best_value is not None and math.isfinite(best_value):
@@ -201,9 +203,9 @@ class Checkpointer:
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    params=ocp.args.StandardSave(named_arrays.nested(params)),
-                    optimizer=ocp.args.StandardSave(named_arrays.nested(optimizer)),
-                    about=ocp.args.JsonSave(record.sealed(about)),
+                    params=ocp.args.StandardSave(named_arrays.nest(params)),
+                    optimizer=ocp.args.StandardSave(named_arrays.nest(optimizer)),
+                    about=ocp.args.JsonSave(record.seal(about)),
                     data=_SavePositions(data.by_shard),
                 ),
                 force=True,
@@ -221,7 +223,7 @@ class Checkpointer:
     def _about(
         self, params: Mapping[str, Any], optimizer: Mapping[str, Any], *, value: float | None
     ) -> dict[str, Any]:
-        """Returns what is recorded of the arrays and of their value of `best_metric`."""
+        """Returns the record of the arrays and of their value of `best_metric`."""
         return {
             "format": record.FORMAT,
             "params": record.shapes(params),
@@ -237,27 +239,27 @@ class Checkpointer:
         }
 
     def restore(self, abstract_state: Any, *, shards_read: ShardsRead = range) -> Restored | None:
-        """Returns the newest checkpoint that can be read; None where none was ever written.
+        """Restores the newest readable checkpoint; returns None if none was ever written.
 
-        A checkpoint that cannot be read, for instance a truncated one, is reported by a warning and
-        set aside in `damaged/`, and the one before it is taken.
+        An unreadable checkpoint, for instance a truncated one, is moved to `damaged/` with a
+        warning, and the one before it is restored.
 
         Args:
-            abstract_state: shapes, dtypes and shardings of the state; the shardings may differ from
-                those it was saved with.
-            shards_read: whose positions in the data are wanted; by default all.
+            abstract_state: shapes, dtypes and shardings of the state; shardings may differ from
+                those of the saved state.
+            shards_read: selects the shards whose data positions are needed; by default all.
 
         Raises:
-            UserError: another architecture or optimizer wrote it, or none of several can be read.
+            UserError: it belongs to another architecture or optimizer, or none is readable.
         """
-        self.wait()  # A checkpoint still being written is listed, but not complete.
+        self.wait()  # A checkpoint that is still being written is listed, but incomplete.
         return self._restore_newest(abstract_state, shards_read)
 
     def wait(self) -> None:
-        """Returns when everything saved so far is complete on disk, and the newest can be read.
+        """Waits until all checkpoints are complete on disk and the newest has been read back.
 
         Raises:
-            TrainingError: it could not be written, or cannot be read back.
+            TrainingError: it could not be written or read back.
         """
         with self._naming_write_errors():
             self._manager.wait_until_finished()
@@ -270,7 +272,7 @@ class Checkpointer:
             self._manager.close()
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether the machines of a multi-host run agreed to stop at this step."""
+        """Returns whether the hosts of a run have agreed to stop at this step."""
         return self._manager.reached_preemption(step)
 
     @contextlib.contextmanager
@@ -286,7 +288,7 @@ class Checkpointer:
             ) from error
 
     def _read_back(self, saved: _Unread) -> None:
-        """Opens a checkpoint again as a later start would; one that cannot be is set aside."""
+        """Reads a checkpoint as a later start would; moves it aside if that fails."""
         folder = self.directory / str(saved.step)
         parts = {"params": saved.params, "optimizer": saved.optimizer}
         try:
@@ -307,7 +309,7 @@ class Checkpointer:
             self._manager.delete(step)
 
     def _move_aside(self, step: int) -> None:
-        """Keeps a checkpoint, which may be the only one, until that in its place is complete."""
+        """Keeps a checkpoint, perhaps the only one, until its replacement is complete."""
         self._manager.wait_until_finished()
         if jax.process_index() == 0:
             aside = _aside(self.directory)
@@ -317,7 +319,7 @@ class Checkpointer:
         self._manager.reload()
 
     def _check_room(self, leaves: Mapping[str, Any]) -> None:
-        """Finds out in time: the writer takes minutes to notice, and fails in the background."""
+        """Checks free space early: the writer takes minutes to fail, in the background."""
         if whole_files.is_remote(self.directory):
             return
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -374,15 +376,15 @@ class Checkpointer:
 
 
 def read_state(folder: epath.Path, abstract_state: Any, *, model_config: Any) -> Restored:
-    """Returns the state in a checkpoint of another run, whose data and progress are left out.
+    """Returns the state in a checkpoint of another run, without data positions and progress.
 
     Args:
         folder: one step of a run.
         abstract_state: shapes, dtypes and shardings of the state.
-        model_config: the dataclass that the model is built from; differences are told.
+        model_config: the dataclass from which the model is built; differences are reported.
 
     Raises:
-        UserError: another architecture or optimizer wrote it.
+        UserError: it belongs to another architecture or optimizer.
     """
     description = record.describe_config(model_config)
     restored = _read(folder, abstract_state, lambda _: [], description=description)
@@ -401,7 +403,7 @@ def _read(
         about["optimizer"], record.shapes(optimizer), what="optimizer state", where=where
     )
     restored = {
-        part: named_arrays.nested(reading.read_arrays(folder, part, leaves, about))
+        part: named_arrays.nest(reading.read_arrays(folder, part, leaves, about))
         for part, leaves in (("params", params), ("optimizer", optimizer))
     }
     for line in record.differences(about["model"], description):
@@ -415,14 +417,14 @@ def _read(
 
 
 def best_step(directory: epath.PathLike) -> int | None:
-    """Returns the best of the checkpoints in a folder by the metric that the run chose.
+    """Returns the best of the checkpoints in a folder by the metric that the run selected.
 
-    None where none of them was measured.
+    Returns None if none of them was measured.
     """
-    measured = _measured(epath.Path(directory))
+    measured = _read_measured(epath.Path(directory))
     if not measured:
         return None
-    last = measured[max(measured)]  # A run that goes on may choose another metric.
+    last = measured[max(measured)]  # A resumed run may select another metric.
     config = CheckpointConfig(best_metric=last["metric"], best_mode=last["mode"])
     return config.ranked(_values(measured, config.best_metric))[0]
 
@@ -432,7 +434,7 @@ def _manager(directory: epath.Path, kept: "_Kept") -> ocp.CheckpointManager:
         directory,
         options=ocp.CheckpointManagerOptions(
             preservation_policy=kept,
-            # What a killed process left half-written has a temporary name and is removed here.
+            # Removes what a killed process left incomplete under a temporary name.
             cleanup_tmp_directories=True,
         ),
         item_handlers={
@@ -449,7 +451,7 @@ def _aside(directory: epath.Path) -> epath.Path:
 
 
 def _put_back(directory: epath.Path) -> None:
-    """Puts back what was moved aside by a process that was killed before its new one."""
+    """Restores a checkpoint whose replacement was not completed before a kill."""
     aside = _aside(directory)
     if jax.process_index() == 0 and aside.exists():
         for step in set(reading.steps_in(aside)) - set(reading.steps_in(directory)):
@@ -465,20 +467,20 @@ def _remove_aside(directory: epath.Path) -> None:
 
 
 def _wait_for_all(what: str) -> None:
-    """Waits for the first host, which moves folders: the others must not list them before."""
+    """Waits for the first host, which moves folders; others must not list them earlier."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(what)
 
 
 class _Kept(PreservationPolicy):
-    """Which checkpoints stay; orbax's own policies forget at a restart which were the best.
+    """Which checkpoints are kept; orbax's own policies forget the best ones at a restart.
 
     Attributes:
-        all: whether all of them stay, because none that this process wrote was read back yet.
+        all: whether all are kept, because none from this process has been read back yet.
     """
 
     def __init__(self, values: Mapping[int, float], config: CheckpointConfig):
-        """Takes the values of the checkpoints measured; the `Checkpointer` adds to them."""
+        """Takes the values of the measured checkpoints; the `Checkpointer` adds to them."""
         self._values = values
         self._config = config
         self.all = True
@@ -490,7 +492,7 @@ class _Kept(PreservationPolicy):
 
 
 class _PositionsHandler(ocp.CheckpointHandler):
-    """Keeps a file for the position of each shard of the data; `_read_positions` reads them."""
+    """Writes one file per data shard with its position; `_read_positions` reads them."""
 
     def save(self, directory: epath.Path, *args, **kwargs) -> None:
         (saving,) = [*args, *kwargs.values()]
@@ -514,19 +516,19 @@ def _read_small_files(
     folder: epath.Path, shards_read: ShardsRead
 ) -> tuple[dict[str, Any], DataPositions]:
     about = record.read(folder)
-    # Before there were shards each process had a file, which is the same to this process.
+    # Before shards existed there was one file per process, which is read the same way.
     of_processes = "data_shards" not in about
     count = about["num_processes"] if of_processes else about["data_shards"]
     name = "process" if of_processes else "shard"
-    read = shards_read(count) if count else []  # An imported model has read no data.
+    read = shards_read(count) if count else []  # An imported model has no data positions.
     paths = {shard: folder / "data" / f"{name}_{shard}.json" for shard in read}
     by_shard = {shard: _read_position(path) for shard, path in paths.items()}
     return about, DataPositions(count, {s: state for s, state in by_shard.items() if state})
 
 
 def _check_positions(folder: epath.Path, saved: DataPositions) -> None:
-    _, found = _read_small_files(folder, lambda _: list(saved.by_shard))
-    if found != saved:
+    _, positions = _read_small_files(folder, lambda _: list(saved.by_shard))
+    if positions != saved:
         raise ValueError(f"{folder / 'data'} does not hold the positions that were saved")
 
 
@@ -542,15 +544,15 @@ T = TypeVar("T")
 
 
 def _split(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns parameters, and everything else of a training state, by path."""
+    """Returns the parameters, and the rest of a training state, by path."""
     return named_arrays.by_path(state.model), named_arrays.by_path(_beside_parameters(state))
 
 
 def _join(like: Any, params: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Any:
-    rest = named_arrays.filled(_beside_parameters(like), optimizer)
+    rest = named_arrays.fill(_beside_parameters(like), optimizer)
     return dataclasses.replace(
         like,
-        model=named_arrays.filled(like.model, params),
+        model=named_arrays.fill(like.model, params),
         step=rest["step"],
         opt_state=rest["state"],
         **{name: value for name, value in rest.items() if name == EMA},
@@ -558,14 +560,14 @@ def _join(like: Any, params: Mapping[str, Any], optimizer: Mapping[str, Any]) ->
 
 
 def _beside_parameters(state: Any) -> dict[str, Any]:
-    """Returns what is saved as the optimizer's: without an average nothing stands for it."""
+    """Returns what is saved with the optimizer state; a disabled average is left out."""
     ema = getattr(state, EMA, None)
     return {"step": state.step, "state": state.opt_state} | ({} if ema is None else {EMA: ema})
 
 
-def _check_ema(saved: Mapping[str, str], wanted: Mapping[str, Any], *, where: str) -> None:
-    """Raises a `UserError` if only one of a checkpoint and the run keeps an average."""
-    has, wants = (any(name.startswith(f"{EMA}/") for name in names) for names in (saved, wanted))
+def _check_ema(saved: Mapping[str, str], expected: Mapping[str, Any], *, where: str) -> None:
+    """Raises `UserError` if only one of checkpoint and run has an average."""
+    has, wants = (any(name.startswith(f"{EMA}/") for name in names) for names in (saved, expected))
     if has == wants:
         return
     with_or_not = {True: "with ema, an average of the model", False: "without ema"}
@@ -576,19 +578,21 @@ def _check_ema(saved: Mapping[str, str], wanted: Mapping[str, Any], *, where: st
     )
 
 
-def _measured(directory: epath.Path) -> dict[int, dict[str, Any]]:
-    """Returns metric, mode and value of each checkpoint that has a value."""
-    found = {step: _best(directory / str(step)) for step in reading.steps_in(directory)}
-    return {step: best for step, best in found.items() if best.get("value") is not None}
+def _read_measured(directory: epath.Path) -> dict[int, dict[str, Any]]:
+    """Returns metric, mode and value of each measured checkpoint."""
+    by_step = {step: _best(directory / str(step)) for step in reading.steps_in(directory)}
+    return {step: best for step, best in by_step.items() if best.get("value") is not None}
 
 
 def _values(measured: Mapping[int, Mapping[str, Any]], metric: str) -> dict[int, float]:
-    found = {step: (best, metric_names.factor(best, metric)) for step, best in measured.items()}
-    return {step: factor * best["value"] for step, (best, factor) in found.items() if factor}
+    with_factors = {
+        step: (best, metric_names.factor(best, metric)) for step, best in measured.items()
+    }
+    return {step: factor * best["value"] for step, (best, factor) in with_factors.items() if factor}
 
 
 def _best(folder: epath.Path) -> dict[str, Any]:
-    """What a checkpoint holds of its metric; nothing where it is damaged."""
+    """Returns what a checkpoint records of its metric; empty if it is damaged."""
     try:
         return record.read(folder).get("best", {})
     except (OSError, ValueError, KeyError):

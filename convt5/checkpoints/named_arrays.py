@@ -1,4 +1,4 @@
-"""Trees as flat mappings from names to arrays, and as the nested folders that are written."""
+"""Converts trees to flat mappings from names to arrays, and to the nested dicts on disk."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +13,8 @@ def by_path(tree: Any) -> dict[str, Any]:
     return dict(tree_paths.named_leaves(tree))
 
 
-def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns leaves by path as mappings within mappings, one for each part of a path."""
+def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts leaves by path to nested dicts, one level for each part of a path."""
     folders: dict[str, Any] = {}
     for path, leaf in leaves.items():
         *parts, name = path.split("/")
@@ -25,13 +25,13 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return folders
 
 
-def filled(like: Any, folders: Mapping[str, Any]) -> Any:
-    """Returns a tree shaped as `like` with the leaves that `nested` has put into folders."""
+def fill(like: Any, folders: Mapping[str, Any]) -> Any:
+    """Returns a tree like `like` whose leaves come from the nested dicts of `nest`."""
 
     def find(path, _):
-        found: Any = folders
+        node: Any = folders
         for name in tree_paths.path_name(path).split("/"):
-            found = found[name]
-        return found
+            node = node[name]
+        return node
 
     return jax.tree.map_with_path(find, like)

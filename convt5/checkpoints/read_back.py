@@ -1,4 +1,4 @@
-"""Opens a checkpoint that was just written as a later start would, before the run relies on it."""
+"""Reads back a checkpoint that was just written, before the run relies on it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,13 +10,13 @@ from etils import epath
 from convt5.checkpoints import named_arrays, reading, record
 
 _BYTES = 2**20
-"""Of numbers that are read back from each part; the names and shapes of all are."""
+"""Most bytes of data that are read back from each part; names and shapes are all checked."""
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
 
 def smallest(arrays: Mapping[str, jax.Array]) -> Shapes:
-    """Returns the smallest of some arrays, as they are placed: those that `check` reads."""
+    """Returns the smallest of the arrays with their shardings, which `check` reads."""
     chosen, total = {}, 0
     for name, leaf in sorted(arrays.items(), key=lambda item: item[1].nbytes):
         total += leaf.nbytes
@@ -27,12 +27,14 @@ def smallest(arrays: Mapping[str, jax.Array]) -> Shapes:
 
 
 def check(folder: epath.Path, about: Mapping[str, Any], parts: Mapping[str, Shapes]) -> None:
-    """Raises if a complete checkpoint is not as it was saved; all hosts must call it, and all do.
+    """Raises an error if a complete checkpoint differs from what was saved.
+
+    All hosts must call it.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         about: the record that was saved with it.
-        parts: by part, such as "params", the arrays of which the numbers are read and compared.
+        parts: by part, such as "params", the arrays whose data is read and compared.
     """
     reading.on_all_hosts(lambda: _compare(folder, about, list(parts)))
     for part, leaves in parts.items():
@@ -43,9 +45,9 @@ def check(folder: epath.Path, about: Mapping[str, Any], parts: Mapping[str, Shap
 def _compare(folder: epath.Path, about: Mapping[str, Any], parts: list[str]) -> None:
     if not folder.name.isdigit() or int(folder.name) not in reading.steps_in(folder.parent):
         raise FileNotFoundError(f"{folder} is not there")
-    found = record.read(folder)
+    read_record = record.read(folder)
     for part in parts:
-        if not found[part] == about[part] == _shapes(folder / part):
+        if not read_record[part] == about[part] == _shapes(folder / part):
             raise ValueError(f"{folder / part} does not hold what was saved")
 
 

@@ -1,6 +1,6 @@
-"""Reads checkpoints, by whoever did not write them: evaluation, inference, fine-tuning, export.
+"""Reads checkpoints outside the run that wrote them: evaluation, inference, fine-tuning, export.
 
-A checkpoint is one folder named after its step; what is incomplete has another name.
+A checkpoint is a folder named after its step; incomplete ones have other names.
 """
 
 import contextlib
@@ -15,20 +15,20 @@ from jax.experimental import multihost_utils
 
 from convt5 import errors
 from convt5.checkpoints import late_errors, named_arrays, record
-from convt5.checkpoints.checksums import mismatched
+from convt5.checkpoints.checksums import find_mismatches
 from convt5.runtime import folders
 
 EMA = "ema"
-"""The average of the model, in the state and among what is saved beside the optimizer's."""
+"""Name of the model average, in the state and beside the optimizer state on disk."""
 
 T = TypeVar("T")
 
 
 def find_checkpoint(path: epath.PathLike, *, step: int | None = None) -> epath.Path:
-    """Returns the folder of one checkpoint, given a run directory or anything inside it.
+    """Returns the folder of one checkpoint, given a run directory or any path inside it.
 
     Raises:
-        UserError: no checkpoint there, or `path` is one of another step.
+        UserError: there is no checkpoint, or `path` is one of another step.
     """
     path = folders.literal(path)
     if (path / "about").exists():
@@ -69,17 +69,17 @@ def read_description(folder: epath.PathLike) -> Any:
 def load_params(
     path: epath.PathLike, abstract_model: Any, *, step: int | None = None, ema: bool = False
 ) -> Any:
-    """Reads a model's parameters alone, without optimizer state or data position.
+    """Reads only the parameters of a model, without optimizer state and data position.
 
     Args:
         path: a run directory, its `checkpoints` folder, or the folder of one step.
-        abstract_model: the model's shapes, for instance from `jax.eval_shape`; leaves may carry
-            shardings, and are otherwise placed on the default device.
-        step: the step wanted; None for the newest.
-        ema: reads the average over the updates instead.
+        abstract_model: the shapes of the model, for instance from `jax.eval_shape`. Leaves may have
+            shardings; otherwise they are placed on the default device.
+        step: the step to read; None means the newest.
+        ema: reads the average of the model instead.
 
     Raises:
-        UserError: no checkpoint there, one of another architecture, or one without an average.
+        UserError: there is no checkpoint, it has another architecture, or it has no average.
     """
     folder = find_checkpoint(path, step=step)
     about = _about(folder)
@@ -88,20 +88,20 @@ def load_params(
         about["params"], record.shapes(params), what="parameters", where=str(folder)
     )
     if ema:
-        wanted = {f"{EMA}/{name}": leaf for name, leaf in params.items()}
-        if not wanted.keys() <= about["optimizer"].keys():
+        shapes = {f"{EMA}/{name}": leaf for name, leaf in params.items()}
+        if not shapes.keys() <= about["optimizer"].keys():
             raise errors.UserError(
                 f"{folder} holds no average of the model: its run was trained without one; leave "
                 "out ema, or train with trainer.train.ema=@averaging.EMA()."
             )
-        return named_arrays.filled(
-            abstract_model, named_arrays.nested(load_named(folder, wanted, part="optimizer"))[EMA]
+        return named_arrays.fill(
+            abstract_model, named_arrays.nest(load_named(folder, shapes, part="optimizer"))[EMA]
         )
-    return named_arrays.filled(abstract_model, named_arrays.nested(load_named(folder, params)))
+    return named_arrays.fill(abstract_model, named_arrays.nest(load_named(folder, params)))
 
 
 def step_of(folder: epath.PathLike) -> int:
-    """Returns the step of a checkpoint, whose folder may have been renamed or copied."""
+    """Returns the step of a checkpoint, even if its folder was renamed or copied."""
     name = epath.Path(folder).name
     if name.isdigit():
         return int(name)
@@ -116,13 +116,13 @@ def load_named(
 
     Args:
         folder: the checkpoint.
-        wanted: their shapes as saved, with the sharding to place them by, or none for a device of
-            this host.
-        part: "optimizer" reads the optimizer's state instead.
+        wanted: their saved shapes, with shardings, or without to place them on a device of this
+            host.
+        part: "optimizer" reads optimizer state instead.
     """
     if not wanted:
         return {}
-    # The first of all devices is out of reach for every host but one.
+    # The first of all devices belongs to another host, except on the first host.
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     leaves = {
         name: jax.ShapeDtypeStruct(
@@ -137,7 +137,7 @@ def load_named(
 
 
 def load_everything(folder: epath.PathLike) -> dict[str, dict[str, jax.Array]]:
-    """Reads parameters and optimizer state of one checkpoint by name, on whatever devices are here.
+    """Reads parameters and optimizer state of one checkpoint by name, onto local devices.
 
     The result has the keys "params" and "optimizer".
     """
@@ -162,14 +162,14 @@ def read_arrays(
     leaves: Mapping[str, jax.ShapeDtypeStruct],
     about: Mapping[str, Any],
 ) -> dict[str, jax.Array]:
-    """Returns arrays of a checkpoint by name, placed as asked; all hosts must call it.
+    """Reads arrays of a checkpoint by name, with the requested shardings.
 
-    All hosts succeed, or all raise. A checkpoint of a version that kept no checksums is taken as
-    it is.
+    All hosts must call it; all succeed, or all raise. Checkpoints of versions without checksums are
+    not verified.
     """
     late_errors.silence()
-    item = named_arrays.nested(leaves)
-    # The handler itself: readers around it wait for all hosts, also for one that has failed.
+    item = named_arrays.nest(leaves)
+    # The bare handler: orbax's readers wait for all hosts, even for one that has failed.
     reader = ocp.PyTreeCheckpointHandler()
     arguments = ocp.args.PyTreeRestore(
         item,
@@ -189,23 +189,23 @@ def read_arrays(
 def _check_arrays(
     arrays: Mapping[str, jax.Array], expected: Mapping[str, int], folder: epath.Path
 ) -> None:
-    if names := mismatched(arrays, expected):
+    if names := find_mismatches(arrays, expected):
         raise ValueError(
             f"{len(names)} arrays do not match their checksum, {names[0]} among them, in {folder}"
         )
 
 
 def on_all_hosts(read: Callable[[], T]) -> T:
-    """Returns what `read` does, where all hosts succeed; otherwise raises on all of them.
+    """Calls `read`, and raises on all hosts if it fails on one.
 
-    A file may be damaged for one host only, and hosts must take the same checkpoint.
+    A file may be damaged for one host only, but all hosts must use the same checkpoint.
     """
-    found, failure = None, None
+    result, failure = None, None
     try:
-        found = read()
+        result = read()
     except errors.UserError:
         raise
-    except Exception as error:  # As damaged files have it.
+    except Exception as error:  # Damaged files raise many kinds of errors.
         failure = error
     if jax.process_count() > 1:
         failed = multihost_utils.process_allgather(np.array(failure is not None))
@@ -214,11 +214,11 @@ def on_all_hosts(read: Callable[[], T]) -> T:
             failure = ValueError(f"it cannot be read by process {hosts}")
     if failure is not None:
         raise failure
-    return cast(T, found)
+    return cast(T, result)
 
 
 def _about(folder: epath.PathLike) -> dict[str, Any]:
-    """Returns what `record.read` does; damage is the user's to mend."""
+    """Returns `record.read`; damage becomes a user error."""
     with _naming_read_errors(folder):
         return record.read(folder)
 
@@ -237,6 +237,6 @@ def _naming_read_errors(folder: epath.PathLike) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """Returns the kind of an error and the beginning of what it says."""
+    """Returns the type of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: shapes, checksums and the model's settings, in one sealed file.
+"""The record of a checkpoint, in one checksummed file: shapes, checksums and model settings.
 
 Arrays are named by their path in the tree, such as `encoder/layers/0/mlp/wi/kernel`.
 """
@@ -18,11 +18,11 @@ from convt5.runtime import foreign_files
 
 FORMAT = 1
 _MOST_BYTES = 2**26
-_SEAL = "sha256"  # Of everything else in the file.
+_SEAL = "sha256"  # Checksum of all else in the file.
 
 
-def sealed(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the record with its checksum, which `read` compares."""
+def seal(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the record with its checksum, which `read` verifies."""
     return dict(about) | {_SEAL: _seal(about)}
 
 
@@ -30,12 +30,12 @@ def read(folder: epath.PathLike) -> dict[str, Any]:
     """Returns the record of the checkpoint in a folder.
 
     Raises:
-        UserError: another version wrote it. Damaged files raise in many ways.
+        UserError: another version wrote it. Damaged files raise many kinds of errors.
     """
     folder = epath.Path(folder)
     path = folder / "about" / "metadata"
     about = foreign_files.parse_json(foreign_files.read_bytes(path, _MOST_BYTES), kind=dict)
-    seal = about.pop(_SEAL, None)  # Versions before had none.
+    seal = about.pop(_SEAL, None)  # Earlier versions had none.
     if seal is not None and seal != _seal(about):
         raise ValueError(f"{folder / 'about'} does not match its checksum")
     if about["format"] != FORMAT:
@@ -47,27 +47,27 @@ def read(folder: epath.PathLike) -> dict[str, Any]:
 
 
 def shapes(by_path: Mapping[str, Any]) -> dict[str, str]:
-    """Returns dtype and shape of arrays as text, such as `float32[8,9]`."""
+    """Returns the dtype and shape of each array as text, such as `float32[8,9]`."""
     return {
         path: f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for path, leaf in by_path.items()
     }
 
 
 def parse_shape(text: str) -> jax.ShapeDtypeStruct:
-    """The inverse of `shapes`, for one array."""
+    """Inverts `shapes` for one array."""
     dtype, _, sizes = text.rstrip("]").partition("[")
     return jax.ShapeDtypeStruct(tuple(int(n) for n in sizes.split(",") if n), jnp.dtype(dtype))
 
 
 def check_shapes(
-    saved: Mapping[str, str], wanted: Mapping[str, str], *, what: str, where: str
+    saved: Mapping[str, str], expected: Mapping[str, str], *, what: str, where: str
 ) -> None:
-    """Raises a `UserError` that names what differs between a checkpoint and the model."""
-    lines = [f"{name}: missing in the checkpoint" for name in wanted if name not in saved]
-    lines += [f"{name}: not in this model" for name in saved if name not in wanted]
+    """Raises a `UserError` that names the differences between a checkpoint and the model."""
+    lines = [f"{name}: missing in the checkpoint" for name in expected if name not in saved]
+    lines += [f"{name}: not in this model" for name in saved if name not in expected]
     lines += [
         f"{name}: {saved[name]} in the checkpoint, {shape} in this model"
-        for name, shape in wanted.items()
+        for name, shape in expected.items()
         if name in saved and saved[name] != shape
     ]
     if not lines:
@@ -103,6 +103,6 @@ def differences(old: Any, new: Any, *, name: str = "") -> list[str]:
 
 
 def _seal(about: Mapping[str, Any]) -> str:
-    # As it is once read back: numbers and texts may have changed their kind.
+    # Round-trips through JSON first, because types of numbers and texts may change.
     text = json.dumps(json.loads(json.dumps(about)), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -139,7 +139,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _is_called_with(value: Any, arguments: Any) -> bool:
-    """Whether objects of a class are called with so many arguments."""
+    """Returns whether objects of a class are called with so many arguments."""
     call = vars(value).get("__call__") if isinstance(value, type) else None
     if call is None or not isinstance(arguments, list):
         return False

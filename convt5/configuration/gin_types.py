@@ -118,12 +118,12 @@ def _reference_fits(reference: ResolvedReference, hint: Any) -> bool:
 
 
 def _has(target: type, name: str) -> bool:
-    """Whether a class itself, and not merely its metaclass, names something so."""
+    """Returns whether a class itself, and not merely its metaclass, names something so."""
     return any(name in {**vars(base), **inspect.get_annotations(base)} for base in target.__mro__)
 
 
 def _is_meant(target: type, protocol: type, name: str) -> bool:
-    """Whether an attribute is what the protocol calls so: many descriptions have a `build`.
+    """Returns whether an attribute is what the protocol calls so: many descriptions have a `build`.
 
     Our own methods tell by their arguments; others may name these as they like.
     """

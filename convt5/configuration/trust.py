@@ -148,7 +148,7 @@ class Trust:
         return is_setting(found) or self._trusts(found.__module__ or "", whole_package=True)
 
     def _trusts(self, module: str, *, whole_package: bool = False) -> bool:
-        """Whether a module is one of the trusted ones or in them.
+        """Returns whether a module is one of the trusted ones or in them.
 
         With `whole_package`, also what these took from elsewhere in their package.
         """
@@ -178,7 +178,7 @@ def named_by_own(statements: Iterable[Any]) -> list[str]:
 
 
 def is_convt5(module: str) -> bool:
-    """Whether a module is convt5's, or the marker that gin files begin with."""
+    """Returns whether a module is convt5's, or the marker that gin files begin with."""
     return module.partition(".")[0] == "convt5" or module == gin_files.DYNAMIC_REGISTRATION
 
 

@@ -1,4 +1,4 @@
-"""Batches of rows: from seqio tasks or from a cache, in an order that a few numbers describe.
+"""Batches of rows, from seqio tasks or from a cache, with an exactly resumable position.
 
 `DataConfig` needs TensorFlow and seqio; `cached_data.CachedDataConfig` does not.
 """

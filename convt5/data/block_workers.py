@@ -1,6 +1,6 @@
-"""Blocks that several processes make side by side: the same as one process would make.
+"""Makes blocks of examples in several processes; the blocks are those of a single process.
 
-`python -m convt5.cache --processes=N` uses it. Each process reads the whole source, which is quick,
+Used by `python -m convt5.cache --processes=N`. Each process reads the whole source, which is fast,
 and makes every N-th block.
 """
 
@@ -17,22 +17,22 @@ from convt5.data.mixing import NO_BLOCK, Block, BlockPlace, MakeBlock
 if TYPE_CHECKING:
     from convt5.data.task_blocks import TaskBlocks
 
-_BLOCKS_AHEAD = 2  # Of each process.
+_BLOCKS_AHEAD = 2  # Prefetched by each process.
 
 Load = Callable[[], Mapping[str, "TaskBlocks"]]
-"""Returns the blocks of each task; it runs in every process, and can be pickled."""
+"""Returns the blocks of each task. Called in every process, so it must be picklable."""
 
 
 class BlockWorkers:
-    """Processes that make blocks, until the end of a `with` statement.
+    """Context with processes that make blocks.
 
     Args:
-        num_processes: how many.
-        load: what they make.
+        num_processes: number of processes.
+        load: returns the blocks of each task.
     """
 
     def __init__(self, num_processes: int, load: Load):
-        # A fork of a process that runs TensorFlow may stand still.
+        # A forked copy of a process that runs TensorFlow can deadlock.
         context = multiprocessing.get_context("spawn")
         self._pools = [
             concurrent.futures.ProcessPoolExecutor(
@@ -42,7 +42,7 @@ class BlockWorkers:
         ]
 
     def maker(self, task: str) -> MakeBlock:
-        """Returns what makes the blocks of a task, in the order in which they are asked for."""
+        """Returns a function that makes the blocks of a task in the order of the requests."""
         return _Requests(self._pools, task).make
 
     def __enter__(self) -> "BlockWorkers":
@@ -59,7 +59,7 @@ class BlockWorkers:
 
 
 class _Requests:
-    """Blocks of one task that were asked for, some of them ahead of their use."""
+    """Requested blocks of one task, some of them prefetched."""
 
     def __init__(self, pools: list[concurrent.futures.ProcessPoolExecutor], task: str):
         self._pools = pools
@@ -78,7 +78,7 @@ class _Requests:
 
 
 class _Found:
-    """The blocks of a task by their number: those before it are read and not made."""
+    """The blocks of a task by number; skipped ones are read but not made."""
 
     def __init__(self, blocks: "TaskBlocks"):
         self._blocks = blocks
@@ -107,7 +107,7 @@ def _begin(load: Load) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ends this process when the one that started it has ended, however it did."""
+    """Ends this process when its parent has ended, however it did."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

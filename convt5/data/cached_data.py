@@ -1,7 +1,7 @@
-"""Batches of the rows that `python -m convt5.cache` made: no text and no TensorFlow is needed.
+"""Batches of rows that `python -m convt5.cache` made; reading them needs no text or TensorFlow.
 
 Gin files bind `cached_data.CachedDataConfig` in the scopes `train/` and `eval/`. A cache is a
-folder with `cache.json`, the vocabulary, and for each split a file of plain numbers per feature.
+folder with `cache.json`, the vocabulary, and a file of integers for each split and feature.
 """
 
 import base64
@@ -36,7 +36,7 @@ _VOCABULARY_FILE = "vocabulary.model"
 _SIZES_FILE = "token_bytes.npy"
 _VERSION = 1
 _LONGEST_DESCRIPTION = 100_000
-# What the decoder reads are its targets once more.
+# The decoder's inputs are its targets again.
 _COUNTED = ("encoder_input_tokens", "decoder_target_tokens")
 _FEATURE = re.compile(r"\w+", re.ASCII)
 _SHORT, _LONG = _DTYPES = ("<u2", "<u4")
@@ -44,16 +44,16 @@ _SHORT, _LONG = _DTYPES = ("<u2", "<u4")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CachedDataConfig:
-    """Which rows of a cache are read, and in which order.
+    """The rows of a cache to read, and their order.
 
     Attributes:
         path: folder of the cache.
         split: "train" or "validation".
         batch_size: rows over all hosts.
-        shuffle: False keeps the order of the rows; None shuffles, as True does, every pass anew.
-        seed: of the order.
-        num_epochs: passes over the rows; None never ends. The last batch of finite data is filled
-            up with empty rows of weight 0.
+        shuffle: False keeps the order of the rows; None and True shuffle anew in each epoch.
+        seed: random seed of the order.
+        num_epochs: passes over the rows; None never ends. The last batch of finite data is padded
+            with empty rows of weight 0.
     """
 
     path: str
@@ -74,12 +74,12 @@ class CachedDataConfig:
 
     @property
     def encoder_length(self) -> int:
-        """Tokens of an encoder row."""
+        """Tokens per encoder row."""
         return self._length("encoder_input_tokens")
 
     @property
     def decoder_length(self) -> int:
-        """Tokens of a decoder row."""
+        """Tokens per decoder row."""
         return self._length("decoder_input_tokens")
 
     @property
@@ -89,11 +89,11 @@ class CachedDataConfig:
 
     @property
     def vocabulary(self) -> Any:
-        """The seqio vocabulary of the rows; None where the cache could not keep it."""
+        """The seqio vocabulary of the rows; None if the cache has none."""
         return _vocabulary(_folder(self.path), self._about)
 
     def kept_text(self) -> vocabulary_files.KeptText | None:
-        """Returns what the ids of rows stand for; None where the cache could not keep it."""
+        """Returns the text of each token id; None if the cache does not have it."""
         about = self._about["vocabulary"]
         if about is None:
             return None
@@ -111,11 +111,11 @@ class CachedDataConfig:
         )
 
     def task_formats(self) -> tuple[task_format.TaskFormat, ...]:
-        """Returns how the tasks that the cache was made from write their inputs."""
+        """Returns the input formats of the tasks from which the cache was made."""
         return task_format.from_json(self._about.get("tasks", []))
 
     def describe(self) -> str:
-        """Returns what the rows are, as they were counted when they were made."""
+        """Returns a description of the rows, from counts taken when they were made."""
         split = self._about["splits"][self.split]
         lengths = f"{self.encoder_length} + {self.decoder_length} tokens"
         title = f"data {self.split} of the cache {self.path}: rows of {lengths}"
@@ -138,11 +138,11 @@ class CachedDataConfig:
 
     @property
     def vocab_size(self) -> int:
-        """Ids of the vocabulary, sentinels included."""
+        """Size of the vocabulary, including sentinels."""
         return self._about["vocab_size"]
 
     def check_model(self, model: Any) -> None:
-        """Raises `UserError` for a model that reads no text, or whose stem mixes packed rows."""
+        """Raises `UserError` if the model reads no text, or its stem would mix packed rows."""
         checks.check_reads_text(model)
         if self.pack:
             remedy = "make it anew with data.DataConfig.pack = False"
@@ -151,16 +151,16 @@ class CachedDataConfig:
         self._rows()
 
     def build(self, *, process_index: int, process_count: int) -> "CachedBatches":
-        """Returns this host's rows of each batch, equal however many hosts there are.
+        """Returns this host's rows of each batch; the batches do not depend on the hosts.
 
         Raises:
-            UserError: there is no such cache or split, or a file is cut off.
+            UserError: the cache or split does not exist, or a file is truncated.
         """
         rows = rows_per_host(self.batch_size, process_count)
         return CachedBatches(self, slice(process_index * rows, (process_index + 1) * rows))
 
     def _rows(self) -> dict[str, "_Rows"]:
-        """Returns the rows of each feature, whose files must have the size that is told."""
+        """Returns the rows of each feature, after checking the sizes of their files."""
         split = self._about["splits"][self.split]
         folder = _folder(self.path) / self.split
         return {
@@ -188,10 +188,10 @@ class CachedDataConfig:
 
 
 class CachedBatches:
-    """Host batches under the names of seqio's EncDecFeatureConverter, from files.
+    """Host batches with the keys of seqio's EncDecFeatureConverter, read from files.
 
     Attributes:
-        token_bytes: bytes of text that each id stands for; None where that is not known.
+        token_bytes: number of bytes of text of each token id; None if unknown.
     """
 
     def __init__(self, config: CachedDataConfig, row_slice: slice):
@@ -211,7 +211,7 @@ class CachedBatches:
 
     @property
     def vocabulary(self) -> Any:
-        """As `CachedDataConfig.vocabulary`."""
+        """The seqio vocabulary of the rows; None if the cache has none."""
         return self._config.vocabulary
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
@@ -232,7 +232,7 @@ class CachedBatches:
         return self._passes.get_state()
 
     def set_state(self, state: bytes) -> None:
-        """Goes to a position.
+        """Moves to a saved position.
 
         Raises:
             UserError: it belongs to other rows or settings.
@@ -241,10 +241,10 @@ class CachedBatches:
 
 
 def read_about(path: str) -> Mapping[str, Any]:
-    """Returns what `cache.json` says of a cache.
+    """Returns the contents of the `cache.json` of a cache.
 
     Raises:
-        UserError: there is none, or none that this version reads.
+        UserError: there is none, or this version cannot read it.
     """
     file = _folder(path) / _ABOUT_FILE
     if not file.exists():
@@ -275,12 +275,12 @@ def read_about(path: str) -> Mapping[str, Any]:
 
 
 class Written(NamedTuple):
-    """What there is of a split so far.
+    """How much of a split has been written.
 
     Attributes:
-        num_read: rows that were read, empty ones included.
-        state: the position of their reader after these; None where it has not begun.
-        is_complete: whether nothing is missing.
+        num_read: rows read so far, including empty ones.
+        state: the position of their reader afterwards; None before the start.
+        is_complete: whether the split is complete.
     """
 
     num_read: int = 0
@@ -289,15 +289,15 @@ class Written(NamedTuple):
 
 
 class Writer:
-    """Writes a cache; it exists once `finish` was called, and not before.
+    """Writes a cache, which appears under its name only after `finish`.
 
     Args:
-        folder: of the cache, which must not exist. It is begun beside it.
-        identity: what the cache is made of. One that was begun of the same, by a process that was
-            killed, is gone on with; None begins anew.
+        folder: folder of the cache, which must not exist. A temporary folder beside it is used.
+        identity: identifies the data. If a killed process began a cache with the same identity,
+            writing continues there; None starts again.
 
     Raises:
-        UserError: it exists, or cannot be written.
+        UserError: the folder exists, or is not writable.
     """
 
     def __init__(self, folder: pathlib.Path, *, identity: str | None = None):
@@ -315,21 +315,21 @@ class Writer:
             self._take()
             self._progress = self._begun(identity)
             if not self._progress["splits"]:
-                for left in self._unfinished.iterdir():
-                    is_folder = whole_files.kind(left) == "a folder"
-                    shutil.rmtree(left) if is_folder else left.unlink()
+                for leftover in self._unfinished.iterdir():
+                    is_folder = whole_files.kind(leftover) == "a folder"
+                    shutil.rmtree(leftover) if is_folder else leftover.unlink()
         except OSError as error:
             raise errors.UserError(
                 f"output_dir={folder} cannot be written ({error.strerror}); name another folder."
             ) from None
 
     def written(self, split: str) -> Written:
-        """Returns what there is of a split, from a process that was killed."""
-        found = self._progress["splits"].get(split)
-        if found is None:
+        """Returns how much of a split a killed process has written."""
+        progress = self._progress["splits"].get(split)
+        if progress is None:
             return Written()
-        state = base64.b64decode(found["state"]) if found["state"] else None
-        return Written(found["num_read"], state, found["is_complete"])
+        state = base64.b64decode(progress["state"]) if progress["state"] else None
+        return Written(progress["num_read"], state, progress["is_complete"])
 
     def write(
         self,
@@ -339,95 +339,95 @@ class Writer:
         get_state: Callable[[], bytes] | None = None,
         get_counts: Callable[[], Mapping[str, Counts]] = dict,
     ) -> Iterator[int]:
-        """Writes the rows of a split, leaving empty ones out; yields the tokens of each batch.
+        """Writes the rows of a split except empty ones; yields the number of tokens of each batch.
 
         Args:
-            split: its name.
-            batches: integers [rows, length]; those after what `written` says.
-            get_state: returns the position of their reader, which is noted now and then.
-            get_counts: returns what was counted, by task, up to that position.
+            split: name of the split.
+            batches: integers [rows, length], starting after what `written` returned.
+            get_state: returns the position of their reader, saved periodically.
+            get_counts: returns the counts by task up to that position.
         """
         folder = self._unfinished / split
         folder.mkdir(exist_ok=True)
-        found = {"rows": 0, "num_read": 0, "features": {}, "digest": "", "state": None}
-        found |= {"is_complete": False, "tokens": {}, "counts": {}}
-        found |= self._progress["splits"].get(split, {})
-        files = {name: _opened_to_append(folder, name, found) for name in found["features"]}
+        progress = {"rows": 0, "num_read": 0, "features": {}, "digest": "", "state": None}
+        progress |= {"is_complete": False, "tokens": {}, "counts": {}}
+        progress |= self._progress["splits"].get(split, {})
+        files = {name: _open_to_append(folder, name, progress) for name in progress["features"]}
         noted = time.monotonic()
         try:
             for batch in batches:
-                yield self._append(folder, found, files, batch)
+                yield self._append(folder, progress, files, batch)
                 if get_state is not None and time.monotonic() - noted > _SECONDS_BETWEEN_NOTES:
-                    found["state"] = base64.b64encode(get_state()).decode()
-                    found["counts"] = get_counts()
-                    self._note(split, found, files)
+                    progress["state"] = base64.b64encode(get_state()).decode()
+                    progress["counts"] = get_counts()
+                    self._note(split, progress, files)
                     noted = time.monotonic()
         finally:
             for file in files.values():
                 file.close()
-        if not found["rows"]:
+        if not progress["rows"]:
             raise errors.UserError(
                 f"split={split!r} gives no row; check the data that the gin files name."
             )
-        self._note(split, found | {"is_complete": True, "counts": get_counts()}, {})
+        self._note(split, progress | {"is_complete": True, "counts": get_counts()}, {})
 
     def _append(
         self,
         folder: pathlib.Path,
-        found: dict[str, Any],
+        progress: dict[str, Any],
         files: dict[str, Any],
         batch: Mapping[str, np.ndarray],
     ) -> int:
-        """Writes a batch; returns its tokens."""
+        """Writes a batch; returns its number of tokens."""
         counted = {name: np.asarray(batch[name]) for name in _COUNTED if name in batch}
         full = np.any([tokens.any(axis=1) for tokens in counted.values()], axis=0)
-        digest = hashlib.sha256(found["digest"].encode())
+        digest = hashlib.sha256(progress["digest"].encode())
         for name, values in batch.items():
-            kept = np.asarray(values)[full]
+            kept_rows = np.asarray(values)[full]
             if name not in files:
-                length = kept.shape[1]
-                # Segments and positions are counted within the row.
+                length = kept_rows.shape[1]
+                # Segment ids and positions are smaller than the row length.
                 counts = _SHORT if length <= 2**16 else _LONG
                 dtype = self._token_type if name.endswith("tokens") else counts
-                found["features"][name] = {"dtype": dtype, "length": length}
+                progress["features"][name] = {"dtype": dtype, "length": length}
                 files[name] = (folder / f"{name}.bin").open("wb")
-            stored = kept.astype(found["features"][name]["dtype"]).tobytes()
+            stored = kept_rows.astype(progress["features"][name]["dtype"]).tobytes()
             digest.update(stored)
             files[name].write(stored)
-        found["digest"] = digest.hexdigest()
-        found["rows"] += int(full.sum())
-        found["num_read"] += len(full)
+        progress["digest"] = digest.hexdigest()
+        progress["rows"] += int(full.sum())
+        progress["num_read"] += len(full)
         added = {name: int((tokens != 0).sum()) for name, tokens in counted.items()}
         for name, count in added.items():
-            found["tokens"][name] = found["tokens"].get(name, 0) + count
+            progress["tokens"][name] = progress["tokens"].get(name, 0) + count
         return sum(added.values())
 
-    def _note(self, split: str, found: Mapping[str, Any], files: Mapping[str, Any]) -> None:
-        """Notes how far a split is written, so that a later process can go on from there."""
+    def _note(self, split: str, progress: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+        """Saves how much of a split is written, so that a later process can continue."""
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
-        self._progress["splits"][split] = dict(found)
+        self._progress["splits"][split] = dict(progress)
         note = self._unfinished / f".{_PROGRESS_FILE}"
         note.write_text(json.dumps(self._progress))
         note.replace(self._unfinished / _PROGRESS_FILE)
 
     def _begun(self, identity: str | None) -> dict[str, Any]:
-        """Returns what was noted of a cache of the same data."""
+        """Returns what an unfinished cache of the same data has recorded."""
         new = {"identity": identity, "splits": {}}
-        found = foreign_files.find_json(self._unfinished / _PROGRESS_FILE) or {}
-        return found if identity is not None and found.get("identity") == identity else new
+        recorded = foreign_files.find_json(self._unfinished / _PROGRESS_FILE) or {}
+        return recorded if identity is not None and recorded.get("identity") == identity else new
 
     def vocabulary(
         self, vocabulary: Any, token_bytes: np.ndarray | None, *, of_inputs: Any = None
     ) -> None:
-        """Says what ids stand for, before any row is written.
+        """Records the meaning of token ids, before any row is written.
 
         Args:
-            vocabulary: a seqio vocabulary, of targets.
-            token_bytes: bytes of text that each of its ids stands for, where that is known.
-            of_inputs: the vocabulary of inputs; None where it is the same. A cache keeps no
-                vocabulary where the two differ.
+            vocabulary: the seqio vocabulary of the targets.
+            token_bytes: number of bytes of text of each of its ids, if known.
+            of_inputs: the vocabulary of the inputs; None if it is the same. A cache cannot store
+                two different vocabularies, and then has none.
         """
         of_inputs = vocabulary if of_inputs is None else of_inputs
         vocab_size = max(vocabulary.vocab_size, of_inputs.vocab_size)
@@ -451,23 +451,23 @@ class Writer:
         tasks: Sequence[task_format.TaskFormat] = (),
         described: Mapping[str, str] | None = None,
     ) -> Mapping[str, Any]:
-        """Completes the cache; returns what it holds.
+        """Completes the cache; returns the contents of its `cache.json`.
 
         Args:
-            made_from: settings that it was made with.
-            tasks: how the tasks in it write their inputs.
-            described: of each split, what was said of the data that it is made of.
+            made_from: the settings with which it was made.
+            tasks: the input formats of its tasks.
+            described: for each split, the description of the data it was made from.
         """
         splits = {
             split: {
-                "rows": found["rows"],
-                "features": found["features"],
-                "fingerprint": found["digest"][:32],
-                "tokens": found.get("tokens", {}),
-                "counts": found.get("counts", {}),
+                "rows": progress["rows"],
+                "features": progress["features"],
+                "fingerprint": progress["digest"][:32],
+                "tokens": progress.get("tokens", {}),
+                "counts": progress.get("counts", {}),
                 "described": (described or {}).get(split, ""),
             }
-            for split, found in self._progress["splits"].items()
+            for split, progress in self._progress["splits"].items()
         }
         about = {
             "version": _VERSION,
@@ -489,7 +489,7 @@ class Writer:
         return about
 
     def _take(self) -> None:
-        """Keeps other processes from writing here for as long as this object is there."""
+        """Locks the folder against other processes for the lifetime of this object."""
         lock = os.open(self._unfinished, os.O_RDONLY)
         weakref.finalize(self, os.close, lock)
         if not file_locks.lock(lock):
@@ -499,11 +499,11 @@ class Writer:
             )
 
 
-def _opened_to_append(folder: pathlib.Path, name: str, found: Mapping[str, Any]) -> Any:
-    """Opens a file after what was noted of it; what a killed process wrote later is cut off."""
-    feature = found["features"][name]
+def _open_to_append(folder: pathlib.Path, name: str, progress: Mapping[str, Any]) -> Any:
+    """Opens a file for appending; cuts off what a killed process wrote after its last record."""
+    feature = progress["features"][name]
     file = (folder / f"{name}.bin").open("r+b")
-    file.truncate(found["rows"] * feature["length"] * np.dtype(feature["dtype"]).itemsize)
+    file.truncate(progress["rows"] * feature["length"] * np.dtype(feature["dtype"]).itemsize)
     file.seek(0, os.SEEK_END)
     return file
 
@@ -511,8 +511,8 @@ def _opened_to_append(folder: pathlib.Path, name: str, found: Mapping[str, Any])
 class _Rows:
     """The rows of one feature in a file.
 
-    They are read, not mapped into memory: a file that is cut meanwhile is an error that can be
-    told, where a mapped one ends the process.
+    They are read rather than memory-mapped: truncating the file then raises an error, whereas with
+    a mapping it would kill the process.
     """
 
     def __init__(self, path: pathlib.Path, feature: Mapping[str, Any], count: int, *, limit: int):
@@ -520,9 +520,9 @@ class _Rows:
         self._dtype, self._length = np.dtype(feature["dtype"]), feature["length"]
         self._row_bytes = self._length * self._dtype.itemsize
         expected = count * self._row_bytes
-        found = path.stat().st_size if path.exists() else None
-        if found != expected:
-            has = "is not there" if found is None else f"has {found} bytes"
+        size = path.stat().st_size if path.exists() else None
+        if size != expected:
+            has = "is not there" if size is None else f"has {size} bytes"
             raise errors.UserError(
                 f"{path} {has}, and {_ABOUT_FILE} says {expected}; the cache is damaged: make it "
                 "anew."
@@ -534,16 +534,16 @@ class _Rows:
         """Returns int32 [rows, length].
 
         Raises:
-            TrainingError: the file no longer holds one of the rows, or cannot be read.
-            UserError: a row holds an id beyond the vocabulary, or a position beyond the row.
+            TrainingError: the file no longer contains one of the rows, or is unreadable.
+            UserError: a row contains an id beyond the vocabulary, or a position beyond the row.
         """
         stored = np.empty((len(rows), self._length), self._dtype)
         for row, values in zip(rows, stored, strict=True):
             try:
-                found = os.preadv(self._file, [values.data], int(row) * self._row_bytes)
+                num_bytes = os.preadv(self._file, [values.data], int(row) * self._row_bytes)
             except OSError as error:
                 raise self._fault(f"cannot be read ({error.strerror})") from None
-            if found != self._row_bytes:
+            if num_bytes != self._row_bytes:
                 raise self._fault(f"ends within row {row}, though it did not when it was opened")
         wrong = (stored < 0) | (stored >= self._limit)
         if wrong.any():
@@ -566,7 +566,7 @@ def _folder(path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def _limit(name: str, feature: Mapping[str, Any], about: Mapping[str, Any]) -> int:
-    """Returns what numbers of a feature are below: ids, or segments and positions in the row."""
+    """Returns the upper bound of a feature's values: ids, segments or positions."""
     return about["vocab_size"] if name.endswith("tokens") else feature["length"] + 1
 
 
@@ -577,7 +577,7 @@ def _seed_faults(seed: object) -> list[str]:
 
 
 def _check_about(about: Any) -> None:
-    """Raises what reading it would raise if a value is not there or not what `Writer` writes."""
+    """Raises errors that reading would raise if a value is missing or not as `Writer` writes it."""
     counts = [about["version"], about["vocab_size"]]
     if about["vocabulary"] is not None:
         ((kind, num_sentinels),) = about["vocabulary"].items()
@@ -590,14 +590,14 @@ def _check_about(about: Any) -> None:
         _ = split["features"]["encoder_input_tokens"], split["features"]["decoder_input_tokens"]
         if not isinstance(split["fingerprint"], str) or not split["rows"]:
             raise ValueError(f"the split {name!r} has no rows, or no fingerprint of them")
-        told = split.get("described", "")
-        if not isinstance(told, str) or len(told) > _LONGEST_DESCRIPTION:
+        description = split.get("described", "")
+        if not isinstance(description, str) or len(description) > _LONGEST_DESCRIPTION:
             raise ValueError(f"the split {name!r} is described by no text")
         counts += split.get("tokens", {}).values()
         for numbers in split.get("counts", {}).values():
             counts += Counts(*numbers)
         for feature_name, feature in split["features"].items():
-            if not _FEATURE.fullmatch(feature_name):  # It is the name of a file.
+            if not _FEATURE.fullmatch(feature_name):  # It is used as a file name.
                 raise ValueError(f"{feature_name!r} is no name of a feature")
             counts.append(feature["length"])
             if feature["dtype"] not in _DTYPES:
@@ -625,4 +625,4 @@ def _vocabulary(folder: pathlib.Path, about: Mapping[str, Any]) -> Any:
         return None
     ((kind, num_sentinels),) = about["vocabulary"].items()
     kept = vocabulary_files.KeptVocabulary(kind, num_sentinels)
-    return vocabulary_files.revived(kept, folder / _VOCABULARY_FILE)
+    return vocabulary_files.build_vocabulary(kept, folder / _VOCABULARY_FILE)

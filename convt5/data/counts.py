@@ -1,6 +1,6 @@
-"""What is counted of the examples that are read: cut inputs and targets, and unknown pieces.
+"""Counts of the examples read: truncated inputs and targets, and unknown pieces.
 
-The numbers are exact and belong to a position in the data, so that a run that goes on counts on.
+The counts are exact and belong to a data position, so a resumed run continues counting.
 """
 
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ import numpy as np
 
 
 class Counts(NamedTuple):
-    """Examples of one task, those of every epoch.
+    """Counts of the examples of one task over all epochs.
 
     Attributes:
-        examples: that were read.
-        cut_inputs, cut_targets: of them, those whose inputs or targets are longer than a row.
-        unknown_targets: those with a target that the vocabulary cannot give back.
+        examples: examples read.
+        cut_inputs, cut_targets: those whose inputs or targets are longer than a row.
+        unknown_targets: those with a target that the vocabulary cannot reproduce.
     """
 
     examples: int = 0
@@ -24,7 +24,7 @@ class Counts(NamedTuple):
     unknown_targets: int = 0
 
     def plus(self, flags: np.ndarray) -> "Counts":
-        """Returns the counts with more examples.
+        """Returns the counts with these examples added.
 
         Args:
             flags: bool [examples, 3], in the order of the attributes after `examples`.
@@ -33,7 +33,7 @@ class Counts(NamedTuple):
         return Counts(*(a + b for a, b in zip(self, added, strict=True)))
 
     def as_text(self) -> str:
-        """Returns the counts and their shares."""
+        """Formats the counts with their shares."""
         parts = [
             f"cut: {self._share(self.cut_inputs)} of inputs, "
             f"{self._share(self.cut_targets)} of targets"
@@ -47,5 +47,5 @@ class Counts(NamedTuple):
 
 
 def describe(title: str, counts: Mapping[str, Counts]) -> str:
-    """Returns a block with a line for each task."""
+    """Formats the counts of several tasks, one line each."""
     return "\n".join([title, *(f"  {name}: {each.as_text()}" for name, each in counts.items())])

@@ -1,8 +1,7 @@
-"""What the data of a run is, told at its start: documents, tokens, rows, what is cut, padding.
+"""The data report at the start of a run: documents, tokens, rows, truncation and padding.
 
-Each task is measured on its first source examples, a bounded number of them, so that a start takes
-a moment whatever the data is. Numbers of the whole data follow from how many source examples there
-are, where the source can count them.
+Each task is measured on a bounded number of its first source examples, so that a start takes a
+moment however large the data is. Totals are extrapolated if the source can count its examples.
 """
 
 import copy
@@ -24,24 +23,24 @@ from convt5.text import sentinels
 
 _MOST_DOCUMENTS, _MOST_BYTES = 100, 2**16
 _LONGEST_TEXT = 2**20
-"""Bytes of a source example that are read; only its beginning is, where it has more."""
+"""Most bytes of a source example that are measured; of longer ones, only the beginning."""
 _MOST_EXAMPLES = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskReport:
-    """What one task holds, measured on its first source examples.
+    """The report on one task, measured on its first source examples.
 
     Attributes:
-        name: of the task.
-        documents: source examples of an epoch; None where the source cannot count them.
-        text_bytes, tokens, rows: of an epoch; None without `documents`. Tokens are those of inputs
-            and targets before they are cut; rows are unpacked, or packed where the data is.
-        measured_documents, measured_rows: what the rest is measured on; rows are unpacked.
-        tokens_per_word, bytes_per_token: None where ids stand for no text.
-        cut_inputs, cut_targets: shares of examples that are longer than a row.
-        unknown_targets: share of targets with text that the vocabulary cannot give back.
-        padding_inputs, padding_targets: shares of rows that hold nothing.
+        name: name of the task.
+        documents: source examples per epoch; None if the source cannot count them.
+        text_bytes, tokens, rows: totals per epoch; None without `documents`. Tokens are counted
+            before truncation; rows are packed if the data is.
+        measured_documents, measured_rows: the size of the sample; its rows are not packed.
+        tokens_per_word, bytes_per_token: None if ids do not represent text.
+        cut_inputs, cut_targets: fraction of examples longer than a row.
+        unknown_targets: fraction of targets with text that the vocabulary cannot reproduce.
+        padding_inputs, padding_targets: fraction of padding in the rows.
     """
 
     name: str
@@ -61,11 +60,11 @@ class TaskReport:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the data was measured."""
+        """Whether the sample is all of the data."""
         return self.documents == self.measured_documents
 
     def as_text(self) -> str:
-        """Returns two lines."""
+        """Formats the report in two lines."""
         about = "" if self.is_whole else "about "
         counts = f"{_count(self.documents)} documents"
         if self.documents is not None:
@@ -89,20 +88,20 @@ class TaskReport:
 
 
 def describe(title: str, reports: Sequence[TaskReport]) -> str:
-    """Returns the block that is shown at a start."""
+    """Formats the reports that are shown at the start of a run."""
     return "\n".join([title, *(report.as_text() for report in reports)])
 
 
 def measure(config: Any) -> list[TaskReport]:
-    """Returns what each task of a `data.DataConfig` holds.
+    """Measures each task of a `data.DataConfig`.
 
     Raises:
-        UserError: a task that cannot be read, or without an example.
+        UserError: a task cannot be read, or has no example.
         TrainingError: the data cannot be read.
     """
     provider = config.provider()
     tasks = [task for task in seqio.get_subtasks(provider) if config.split in task.splits]
-    return [_measured(task, config) for task in tasks]
+    return [_measure(task, config) for task in tasks]
 
 
 def check_reads(task: seqio.Task, config: Any) -> None:
@@ -113,7 +112,7 @@ def check_reads(task: seqio.Task, config: Any) -> None:
     """
     lengths = {"inputs": config.encoder_length, "targets": config.decoder_length}
     try:
-        _sampled(task, config, lengths, is_cached=config.is_cached(task))
+        _read_sample(task, config, lengths, is_cached=config.is_cached(task))
     except (tf.errors.OpError, OSError) as error:
         raise errors.UserError(
             f"task {task.name!r}, split={config.split!r}: its first rows cannot be read: "
@@ -121,31 +120,31 @@ def check_reads(task: seqio.Task, config: Any) -> None:
         ) from error
 
 
-def _measured(task: seqio.Task, config: Any) -> TaskReport:
+def _measure(task: seqio.Task, config: Any) -> TaskReport:
     lengths = {"inputs": config.encoder_length, "targets": config.decoder_length}
     is_cached = config.is_cached(task)
     try:
-        found = _sampled(task, config, lengths, is_cached=is_cached)
+        sample = _read_sample(task, config, lengths, is_cached=is_cached)
     except tf.errors.OpError as error:
         raise errors.TrainingError(
             f"task {task.name!r}, split={config.split!r}: its data cannot be read: "
             f"{error.message.strip()}."
         ) from error
-    if not found.examples:
+    if not sample.examples:
         raise errors.UserError(
             f"task {task.name!r}, split={config.split!r}, gives no example of its first "
-            f"{found.num_documents} source examples; check the data."
+            f"{sample.num_documents} source examples; check the data."
         )
     documents = None if is_cached else task.num_input_examples(config.split)
-    if found.is_whole:
-        documents = found.num_documents
-    times = (documents or 0) / max(found.num_documents, 1)
-    ids = {name: [example[name] for example in found.examples] for name in lengths}
+    if sample.is_whole:
+        documents = sample.num_documents
+    times = (documents or 0) / max(sample.num_documents, 1)
+    ids = {name: [example[name] for example in sample.examples] for name in lengths}
     sizes = {name: np.array([len(each) for each in ids[name]]) for name in lengths}
-    kept = {name: np.minimum(sizes[name], limit) for name, limit in lengths.items()}
+    row_sizes = {name: np.minimum(sizes[name], limit) for name, limit in lengths.items()}
     layout = RowLayout(config.encoder_length, config.decoder_length, config.pack)
     num_rows = len(layout.row_ends(sizes["inputs"], sizes["targets"]))
-    padding = {name: 1 - kept[name].sum() / (num_rows * lengths[name]) for name in lengths}
+    padding = {name: 1 - row_sizes[name].sum() / (num_rows * lengths[name]) for name in lengths}
     cut = {name: float((sizes[name] > lengths[name]).mean()) for name in lengths}
     targets = task.output_features["targets"].vocabulary
     unknown = [vocabularies.has_unknown(targets, each.tolist()) for each in ids["targets"]]
@@ -156,11 +155,11 @@ def _measured(task: seqio.Task, config: Any) -> TaskReport:
     return TaskReport(
         name=task.name,
         documents=documents,
-        text_bytes=whole(found.num_bytes),
+        text_bytes=whole(sample.num_bytes),
         tokens=whole(sum(int(each.sum()) for each in sizes.values())),
         rows=whole(num_rows),
-        measured_documents=found.num_documents,
-        measured_rows=len(found.examples),
+        measured_documents=sample.num_documents,
+        measured_rows=len(sample.examples),
         **_ratios(task, ids),
         cut_inputs=cut["inputs"],
         cut_targets=cut["targets"],
@@ -170,21 +169,21 @@ def _measured(task: seqio.Task, config: Any) -> TaskReport:
     )
 
 
-def _sampled(
+def _read_sample(
     task: seqio.Task, config: Any, lengths: Mapping[str, int], *, is_cached: bool
 ) -> "_Sample":
-    """Reads a sample; few steps need AutoGraph, which takes most of the time of a start."""
+    """Reads a sample, without AutoGraph if possible, which takes most of the time of a start."""
     read = functools.partial(_Sample, task, config, lengths, is_cached=is_cached)
     try:
         return tf.autograph.experimental.do_not_convert(read)()
     except (errors.UserError, tf.errors.OpError, OSError):
         raise
-    except Exception:  # The same again, where it is no matter of AutoGraph.
+    except Exception:  # Raised again with AutoGraph unless that was the reason.
         return read()
 
 
 class _Sample:
-    """The first source examples of a task, and the examples that become of them."""
+    """The first source examples of a task, and the examples made from them."""
 
     def __init__(
         self, task: seqio.Task, config: Any, lengths: Mapping[str, int], *, is_cached: bool
@@ -192,7 +191,7 @@ class _Sample:
         self.num_documents = self.num_bytes = 0
         self.is_whole = False
         arguments = {"split": config.split, "shuffle": False}
-        sampled = row_ends.uncut(task)
+        sampled = row_ends.without_truncation(task)
         if not is_cached:
             source = task.source.get_dataset(**arguments, seed=config.seed)
             self._count(source)
@@ -221,7 +220,7 @@ class _Sample:
 
 
 def _first(source: tf.data.Dataset, count: int, *_: Any, **__: Any) -> tf.data.Dataset:
-    return source.take(count).map(_shortened)
+    return source.take(count).map(_shorten)
 
 
 def _num_bytes(example: Any) -> tf.Tensor:
@@ -230,7 +229,7 @@ def _num_bytes(example: Any) -> tf.Tensor:
     return tf.add_n(sizes) if sizes else tf.constant(0)
 
 
-def _shortened(example: Any) -> Any:
+def _shorten(example: Any) -> Any:
     def shorten(value: Any) -> Any:
         is_text = isinstance(value, tf.Tensor) and value.dtype == tf.string
         return tf.strings.substr(value, 0, _LONGEST_TEXT) if is_text else value
@@ -241,7 +240,7 @@ def _shortened(example: Any) -> Any:
 
 
 def _ratios(task: seqio.Task, ids: Mapping[str, Sequence[np.ndarray]]) -> dict[str, float | None]:
-    """Returns how many tokens a word takes, and how many bytes of text a token stands for."""
+    """Returns the mean number of tokens per word, and of bytes of text per token."""
     num_tokens = num_words = 0
     num_bytes: int | None = 0
     for name, rows in ids.items():

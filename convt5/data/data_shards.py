@@ -1,8 +1,8 @@
-"""Which host reads which part of the data, so that any number of hosts reads the same batches.
+"""Assigns shards of the data to hosts, so that any number of hosts reads the same batches.
 
-The data is cut into shards, each of which gives an equal block of rows of every batch. A host reads
-those shards whose rows its devices hold. Positions are kept for each shard, so that a run goes on
-exactly on more or fewer hosts. The trainer, the validation loss and checkpoints use this.
+The data is cut into shards, each of which provides an equal block of rows of every batch. A host
+reads the shards whose rows its devices hold. Positions are saved per shard, so a run resumes
+exactly on more or fewer hosts. Used by the trainer, the validation loss and checkpoints.
 """
 
 import io
@@ -17,15 +17,15 @@ from jax.sharding import NamedSharding
 
 from convt5 import errors
 from convt5.data.counts import Counts
-from convt5.data.prefetching import position, take_apart
+from convt5.data.prefetching import position, split_position
 from convt5.data.protocols import DataConfig
 
 
 class HostRows(NamedTuple):
-    """The rows of each batch that the devices of one host hold.
+    """The rows of each batch on the devices of one host.
 
     Attributes:
-        numbers: in the batch of all hosts, ascending.
+        numbers: row indices in the global batch, ascending.
         batch_size: rows over all hosts.
     """
 
@@ -33,21 +33,21 @@ class HostRows(NamedTuple):
     batch_size: int
 
     def shards(self, num_shards: int) -> list[int]:
-        """Returns the shards that hold these rows.
+        """Returns the indices of the shards that contain these rows.
 
         Raises:
-            UserError: shards cannot give equal blocks of a batch.
+            UserError: the shards cannot provide equal blocks of a batch.
         """
         check(self.batch_size, num_shards)
         return np.unique(self.numbers // (self.batch_size // num_shards)).tolist()
 
     def default_num_shards(self) -> int:
-        """Returns how many hosts, or groups of hosts with the same rows, share a batch."""
+        """Returns the number of hosts that share a batch; hosts with the same rows count once."""
         return self.batch_size // len(self.numbers)
 
 
 def host_rows(batch_sharding: NamedSharding, batch_size: int, process_index: int) -> HostRows:
-    """Returns the rows of a host; hosts that split other axes than the batch share rows."""
+    """Returns the rows of a host; hosts may share rows if other axes are split."""
     rows = _rows_by_process(batch_sharding, batch_size)[process_index]
     return HostRows(np.array(sorted(rows)), batch_size)
 
@@ -60,7 +60,7 @@ def own_rows(batch_sharding: NamedSharding, batch_size: int) -> HostRows:
 def shards_to_save(
     batch_sharding: NamedSharding, batch_size: int, num_shards: int, process_index: int
 ) -> list[int]:
-    """Returns the shards whose position a host saves: each is saved by exactly one."""
+    """Returns the shards whose position a host saves; each is saved by exactly one host."""
     by_process = _rows_by_process(batch_sharding, batch_size)
     size = batch_size // num_shards
     return [
@@ -71,21 +71,21 @@ def shards_to_save(
 
 
 class ShardedBatches:
-    """This host's rows of each batch, from the shards that hold them.
+    """This host's rows of each batch, read from the shards that contain them.
 
     Args:
-        config: the batches.
-        batch_sharding: where they go.
-        num_shards: how many the data is cut into; None for as many as there are hosts. The batches
-            depend on it, and not on the hosts.
+        config: the description of the batches.
+        batch_sharding: sharding of the global batch.
+        num_shards: number of data shards; None means the number of hosts. The batches depend on it,
+            not on the hosts.
 
     Attributes:
-        rows: which those are.
-        num_shards: into how many the data is cut.
-        token_bytes: as `data.BatchIterator` has it.
+        rows: the rows of this host.
+        num_shards: number of data shards.
+        token_bytes: as in `data.BatchIterator`.
 
     Raises:
-        UserError: shards cannot give equally many rows, or the data cannot be read.
+        UserError: the shards cannot provide equal blocks, or the data cannot be read.
     """
 
     def __init__(
@@ -111,54 +111,56 @@ class ShardedBatches:
         return self
 
     def __next__(self) -> dict[str, np.ndarray]:
-        """Returns arrays whose first axis is `rows.numbers`."""
+        """Returns arrays whose first axis corresponds to `rows.numbers`."""
         parts = [next(reader) for reader in self._readers.values()]
         return {
             name: np.concatenate([part[name] for part in parts])[self._wanted] for name in parts[0]
         }
 
     def get_state(self) -> bytes:
-        """Returns the positions of all shards that this host reads, in one."""
-        return joined({shard: reader.get_state() for shard, reader in self._readers.items()})
+        """Returns the joint position of all shards that this host reads."""
+        return join_positions(
+            {shard: reader.get_state() for shard, reader in self._readers.items()}
+        )
 
     def set_state(self, state: bytes) -> None:
-        """Goes to the positions from `get_state`, or from `joined` of what was saved.
+        """Moves to a position from `get_state`, or from `join_positions` of saved positions.
 
         Raises:
-            UserError: they belong to other data settings.
+            UserError: it belongs to other data settings.
         """
-        positions = split(state)
+        positions = split_positions(state)
         for shard, reader in self._readers.items():
             reader.set_state(positions[shard])
 
     def counts(self) -> dict[str, Counts]:
-        """Returns what this host adds to the counts of the examples that were read, by task.
+        """Returns this host's contribution to the counts of the examples read, by task.
 
-        Finite data is read whole by each shard, so that the first host's count is that of all.
-        Images have none.
+        Every shard of finite data reads all of it, so only the first host counts. Images have no
+        counts.
         """
-        found = {s: getattr(reader, "counts", dict)() for s, reader in self._readers.items()}
+        by_shard = {s: getattr(reader, "counts", dict)() for s, reader in self._readers.items()}
         if self._is_finite:
-            counts = next(iter(found.values()))
+            counts = next(iter(by_shard.values()))
             return counts if not jax.process_index() else dict.fromkeys(counts, Counts())
-        total = {name: Counts() for name in next(iter(found.values()))}
+        total = {name: Counts() for name in next(iter(by_shard.values()))}
         for shard in self._saved:
-            for name, counts in found[shard].items():
+            for name, counts in by_shard[shard].items():
                 total[name] = Counts(*map(sum, zip(total[name], counts, strict=True)))
         return total
 
     def to_save(self, state: bytes) -> dict[int, bytes]:
-        """Returns, from a position, that of each shard which this host saves."""
-        positions = split(state)
+        """Splits a position into those of the shards that this host saves."""
+        positions = split_positions(state)
         return {shard: positions[shard] for shard in self._saved}
 
 
 def over_all_hosts(counts: Mapping[str, Counts]) -> dict[str, Counts]:
-    """Returns the sums over hosts, all of which must call it with the same tasks."""
+    """Returns the sums over hosts; all of them must call it with the same tasks."""
     if jax.process_count() == 1 or not counts:
         return dict(counts)
-    own = np.array(list(counts.values()), np.int64)
-    total = np.asarray(multihost_utils.process_allgather(own)).sum(axis=0)
+    local = np.array(list(counts.values()), np.int64)
+    total = np.asarray(multihost_utils.process_allgather(local)).sum(axis=0)
     return {name: Counts(*row) for name, row in zip(counts, total.tolist(), strict=True)}
 
 
@@ -171,8 +173,8 @@ def check(batch_size: int, num_shards: int) -> None:
         )
 
 
-def joined(positions: Mapping[int, bytes]) -> bytes:
-    """Returns the positions of several shards as one; `prefetching.position` can add to it."""
+def join_positions(positions: Mapping[int, bytes]) -> bytes:
+    """Joins the positions of several shards; `prefetching.position` can add to the result."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for shard, state in positions.items():
@@ -180,29 +182,31 @@ def joined(positions: Mapping[int, bytes]) -> bytes:
     return position(buffer.getvalue())
 
 
-def split(state: bytes) -> dict[int, bytes]:
-    """Returns the positions that `joined` was given, with what was added since.
+def split_positions(state: bytes) -> dict[int, bytes]:
+    """Splits a position made by `join_positions`, including what was added since.
 
     Raises:
-        UserError: the bytes are no such position.
+        UserError: the bytes are not such a position.
     """
-    snapshot, added = take_apart(state)
+    snapshot, added = split_position(state)
     with zipfile.ZipFile(io.BytesIO(snapshot)) as archive:
-        return {int(name): _later(archive.read(name), added) for name in archive.namelist()}
+        return {int(name): _skip_batches(archive.read(name), added) for name in archive.namelist()}
 
 
-def _later(state: bytes, batches: int) -> bytes:
+def _skip_batches(state: bytes, batches: int) -> bytes:
     if not batches:
         return state
-    snapshot, skip = take_apart(state)
+    snapshot, skip = split_position(state)
     return position(snapshot, skip + batches)
 
 
 def _rows_by_process(batch_sharding: NamedSharding, batch_size: int) -> dict[int, set[int]]:
-    # Axes beyond the first do not matter here; each is long enough to be split.
-    others = (batch_sharding.mesh.size,) * (len(batch_sharding.spec) - 1)
-    found: dict[int, set[int]] = {}
-    places = batch_sharding.devices_indices_map((batch_size, *others))
+    # Only the first axis matters here; the others are long enough to be split.
+    other_sizes = (batch_sharding.mesh.size,) * (len(batch_sharding.spec) - 1)
+    by_process: dict[int, set[int]] = {}
+    places = batch_sharding.devices_indices_map((batch_size, *other_sizes))
     for device, index in places.items():
-        found.setdefault(device.process_index, set()).update(range(*index[0].indices(batch_size)))
-    return found
+        by_process.setdefault(device.process_index, set()).update(
+            range(*index[0].indices(batch_size))
+        )
+    return by_process

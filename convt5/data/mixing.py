@@ -1,8 +1,8 @@
-"""Streams of examples whose position is a few numbers: of one task, block by block, and of several.
+"""Streams of examples of one task, or of a mixture, whose position is a few integers.
 
-A task is read in blocks of source examples. A block is made by itself, with seeds of its own, so
-that a position says which block, and how many of its examples were taken. Nothing here knows
-TensorFlow: `task_blocks` makes the blocks.
+A task is read in blocks of source examples. Each block is made independently, with its own seed, so
+a position consists of the block and the number of examples taken from it. This module does not
+depend on TensorFlow; `task_blocks` makes the blocks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,18 +13,18 @@ import numpy as np
 
 from convt5 import errors
 from convt5.data.counts import Counts
-from convt5.data.rows import Examples, joined
+from convt5.data.rows import Examples, concatenate
 
 _DRAWN_AT_ONCE = 4096
 
 
 class BlockPlace(NamedTuple):
-    """Where a block begins.
+    """The position of a block.
 
     Attributes:
-        epoch: passes over the data before it.
-        number: blocks of the epoch before it.
-        first: source examples of the epoch before it.
+        epoch: earlier passes over the data.
+        number: earlier blocks of the epoch.
+        first: earlier source examples of the epoch.
     """
 
     epoch: int = 0
@@ -32,7 +32,7 @@ class BlockPlace(NamedTuple):
     first: int = 0
 
     def after(self, num_read: int) -> "BlockPlace":
-        """Returns where the next block begins; one that read nothing was beyond the epoch's end."""
+        """Returns the position of the next block; it starts an epoch if `num_read` is 0."""
         if not num_read:
             return BlockPlace(self.epoch + 1)
         return BlockPlace(self.epoch, self.number + 1, self.first + num_read)
@@ -42,30 +42,30 @@ class Block(NamedTuple):
     """Examples that are made together.
 
     Attributes:
-        examples: in the order in which they are read.
-        num_read: source examples that they were made of; 0 only beyond the end of the epoch.
+        examples: the examples, in reading order.
+        num_read: source examples they were made from; 0 only beyond the end of the epoch.
     """
 
     examples: Examples
     num_read: int
 
 
-NO_BLOCK = Block(joined([]), 0)
-"""What is beyond the end of an epoch."""
+NO_BLOCK = Block(concatenate([]), 0)
+"""The block beyond the end of an epoch."""
 
 MakeBlock = Callable[[BlockPlace], Block]
 
 
 class TaskStream:
-    """Examples of one task, epoch after epoch.
+    """The examples of one task, epoch after epoch.
 
     Args:
-        make: makes a block; it may run in another thread.
+        make: makes a block; may run in another thread.
         executor: runs it.
-        num_epochs: None never ends.
+        num_epochs: number of epochs; None never ends.
 
     Attributes:
-        counts: of the examples that were taken since the first.
+        counts: counts of the examples taken since the first.
     """
 
     def __init__(self, make: MakeBlock, executor: Executor, num_epochs: int | None):
@@ -77,28 +77,28 @@ class TaskStream:
         self.counts = Counts()
 
     def peek(self, count: int) -> Examples:
-        """Returns the next examples without taking them: fewer than `count` only at the end."""
+        """Returns the next examples without consuming them: fewer than `count` only at the end."""
         parts = []
         for part in self._parts():
             parts.append(part.part(0, min(count, part.count)))
             count -= parts[-1].count
             if not count:
                 break
-        return joined(parts)
+        return concatenate(parts)
 
     def num_left(self, most: int) -> int:
-        """Returns how many examples are left, or `most` where there are more."""
+        """Returns the number of remaining examples, at most `most`."""
         if self._num_epochs is None:
             return most
-        left = 0
+        remaining = 0
         for part in self._parts():
-            left += part.count
-            if left >= most:
+            remaining += part.count
+            if remaining >= most:
                 break
-        return min(left, most)
+        return min(remaining, most)
 
     def advance(self, count: int) -> None:
-        """Takes examples that `peek` gave."""
+        """Consumes examples returned by `peek`."""
         while count > 0:
             block = self._request(self._place).result()
             taken = min(count, block.examples.count - self._taken)
@@ -111,18 +111,18 @@ class TaskStream:
         self._look_ahead()
 
     def get_state(self) -> list[int]:
-        """Returns the position: epoch, block, source examples before it, examples taken of it.
+        """Returns the position: epoch, block, source examples before it, examples taken from it.
 
-        The counts of what lies before it follow.
+        Then follow the counts of the examples before it.
         """
         return [*self._place, self._taken, *self.counts]
 
     def set_state(self, state: Sequence[int]) -> None:
-        """Goes to a position."""
+        """Moves to a position."""
         epoch, number, first, taken, *counts = map(int, state)
         self._go_to(BlockPlace(epoch, number, first))
         self._taken = taken
-        self.counts = Counts(*counts)  # Earlier runs have none in their positions.
+        self.counts = Counts(*counts)  # Positions of earlier runs have none.
 
     def _go_to(self, place: BlockPlace) -> None:
         self._place, self._taken = place, 0
@@ -132,21 +132,21 @@ class TaskStream:
         return self._num_epochs is not None and place.epoch >= self._num_epochs
 
     def _parts(self) -> Iterator[Examples]:
-        """Yields what is left of the block, and the blocks after it."""
+        """Yields the rest of the block, and the blocks after it."""
         place, skipped = self._place, self._taken
-        in_epoch = None  # Examples of the epoch so far, where it is seen from its start.
+        in_epoch = None  # Examples so far in the epoch; None if its start was not seen.
         while not self._is_over(place):
             block = self._request(place).result()
             in_epoch = 0 if not place.number else in_epoch
             if in_epoch is not None:
                 in_epoch += block.examples.count
             if not block.num_read and in_epoch == 0:
-                return  # A pass without a single example: so would be the next.
+                return  # An epoch without examples: so would be every next one.
             yield block.examples.part(skipped, block.examples.count)
             place, skipped = place.after(block.num_read), 0
 
     def _look_ahead(self) -> None:
-        """Has the next block made while this one is read; the end of an epoch is none."""
+        """Prefetches the next block while this one is read, except at the end of an epoch."""
         request = self._requests.get(self._place)
         if request is None or not request.done() or request.exception():
             return
@@ -169,12 +169,12 @@ class TaskStream:
 
 
 class MixedStream:
-    """Examples of several tasks, each drawn with its rate; each task is read to its end.
+    """Examples of several tasks, drawn at given rates; each task is read in order.
 
     Args:
-        streams: by the name of the task.
-        rates: of each, in the same order; only their proportions matter.
-        seed: of the draws.
+        streams: streams by the name of their task.
+        rates: the rate of each, in the same order; only their proportions matter.
+        seed: random seed of the draws.
     """
 
     def __init__(self, streams: Mapping[str, TaskStream], rates: Sequence[float], seed: int):
@@ -184,71 +184,71 @@ class MixedStream:
         self._count = 0
 
     def peek(self, count: int) -> Examples:
-        """Returns the next examples without taking them: fewer than `count` only at the end.
+        """Returns the next examples without consuming them: fewer than `count` only at the end.
 
         Raises:
-            UserError: one of several tasks holds no example, and is read without end.
+            UserError: one of several endless tasks has no example.
         """
         order = self._chosen(count)
         counts = np.bincount(order, minlength=len(self._streams))
-        found = [s.peek(n) for s, n in zip(self._streams.values(), counts, strict=True)]
-        if len(found) == 1:
-            return found[0]
-        for name, part, wanted in zip(self._streams, found, counts, strict=True):
-            if part.count < wanted:
+        parts = [s.peek(n) for s, n in zip(self._streams.values(), counts, strict=True)]
+        if len(parts) == 1:
+            return parts[0]
+        for name, part, num_wanted in zip(self._streams, parts, counts, strict=True):
+            if part.count < num_wanted:
                 raise errors.UserError(
                     f"task {name!r} of the mixture gives no example; check its data, or leave it "
                     "out of the mixture."
                 )
-        # Sorted by task, the order says where the examples of each task go.
+        # Sorting by task tells where the examples of each task go.
         numbers = np.empty(len(order), np.int64)
         numbers[np.argsort(order, kind="stable")] = np.arange(len(order))
-        return joined(found).take(numbers)
+        return concatenate(parts).take(numbers)
 
     def advance(self, count: int) -> None:
-        """Takes examples that `peek` gave."""
+        """Consumes examples returned by `peek`."""
         counts = np.bincount(self._chosen(count), minlength=len(self._streams))
         for stream, taken in zip(self._streams.values(), counts, strict=True):
             stream.advance(int(taken))
         self._count += count
 
     def counts(self) -> dict[str, Counts]:
-        """Returns those of each task."""
+        """Returns the counts of each task."""
         return {name: stream.counts for name, stream in self._streams.items()}
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position: examples taken of all tasks, and the position in each."""
+        """Returns the position: total examples taken, and the position in each task."""
         tasks = {name: stream.get_state() for name, stream in self._streams.items()}
         return {"count": self._count, "tasks": tasks}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a position."""
+        """Moves to a position."""
         self._count = int(state["count"])
         for name, stream in self._streams.items():
             stream.set_state(state["tasks"][name])
 
     def _chosen(self, count: int) -> np.ndarray:
-        """Returns which task each of the next examples is of."""
+        """Returns the task index of each of the next examples."""
         streams = list(self._streams.values())
-        left = np.array([stream.num_left(count) for stream in streams])
+        remaining = np.array([stream.num_left(count) for stream in streams])
         if len(streams) == 1:
-            return np.zeros(left[0], np.int64)
+            return np.zeros(remaining[0], np.int64)
         draws = self._draws.at(self._count, count)
         order = np.zeros(0, np.int64)
-        while len(order) < count and left.any():
-            drawn = _choices(draws[len(order) :], self._rates * (left > 0))
-            # The draws after the last example of a task are of the others.
-            for task in np.flatnonzero(left):
-                own = np.flatnonzero(drawn == task)
-                if len(own) >= left[task]:
-                    drawn = drawn[: own[left[task] - 1] + 1]
-            left -= np.bincount(drawn, minlength=len(left))
+        while len(order) < count and remaining.any():
+            drawn = _choices(draws[len(order) :], self._rates * (remaining > 0))
+            # After the last example of a task, draws are among the other tasks.
+            for task in np.flatnonzero(remaining):
+                of_task = np.flatnonzero(drawn == task)
+                if len(of_task) >= remaining[task]:
+                    drawn = drawn[: of_task[remaining[task] - 1] + 1]
+            remaining -= np.bincount(drawn, minlength=len(remaining))
             order = np.concatenate([order, drawn])
         return order
 
 
 class _Draws:
-    """Uniform numbers in [0, 1) that follow from the seed and their place alone."""
+    """Uniform numbers in [0, 1) that depend only on the seed and their index."""
 
     def __init__(self, seed: int):
         self._seed = seed
@@ -268,10 +268,10 @@ class _Draws:
 
 def _choices(draws: np.ndarray, rates: np.ndarray) -> np.ndarray:
     ends = np.cumsum(rates) / rates.sum()
-    # Rounding may leave the last end below 1; a rate of 0 is never drawn.
+    # Rounding may leave the last boundary below 1; a rate of 0 must never be drawn.
     return np.minimum(np.searchsorted(ends, draws, side="right"), np.flatnonzero(rates)[-1])
 
 
 def seeds(*numbers: int) -> np.random.SeedSequence:
-    """Returns random seeds that follow from integers of any size and sign."""
+    """Returns a seed sequence derived from integers of any size and sign."""
     return np.random.SeedSequence([number % 2**128 for number in numbers])

@@ -1,6 +1,7 @@
-"""Batches made ready in a background thread, with a position that follows what was taken.
+"""Prefetches batches in a background thread, with a position that counts consumed batches.
 
-`data` puts host batches in, the trainer takes placed ones out. Nothing here knows TensorFlow.
+`data` provides host batches, the trainer takes placed ones. This module does not depend on
+TensorFlow.
 """
 
 import collections
@@ -17,7 +18,7 @@ from convt5.data.protocols import BatchReader
 
 Placed = TypeVar("Placed")
 
-# Snapshots may take this share of the background thread; a restart repeats at most so many batches.
+# Snapshots take at most this share of the thread's time; a restart repeats few batches.
 _SNAPSHOT_SHARE = 0.01
 _MOST_SKIPPED = 256
 _POLL_SECONDS = 0.1
@@ -33,10 +34,10 @@ def position(snapshot: bytes, skip: int = 0) -> bytes:
 
 
 def rows_per_host(batch_size: int, process_count: int) -> int:
-    """Returns how many rows of each batch a host has.
+    """Returns the number of rows of each batch per host.
 
     Raises:
-        UserError: hosts cannot have equally many.
+        UserError: the batch size is not divisible by the number of hosts.
     """
     if batch_size % process_count:
         raise errors.UserError(
@@ -46,21 +47,21 @@ def rows_per_host(batch_size: int, process_count: int) -> int:
     return batch_size // process_count
 
 
-def check_settings(own: Mapping[str, Any], saved: Mapping[str, Any], *, item: str) -> None:
-    """Checks that a saved position means the same batches, by the settings that make them.
+def check_settings(current: Mapping[str, Any], saved: Mapping[str, Any], *, item: str) -> None:
+    """Checks that a saved position means the same batches, by comparing data settings.
 
     Args:
-        own: settings now, as JSON has them.
-        saved: those kept with the position.
+        current: the current settings, as JSON values.
+        saved: the settings saved with the position.
         item: what a position counts, for the message.
 
     Raises:
-        UserError: naming each setting that changed.
+        UserError: settings differ; names each of them.
     """
-    own, saved = _without_places(own), _without_places(saved)
-    names = [name for name in own | saved if own.get(name) != saved.get(name)]
+    current, saved = _without_paths(current), _without_paths(saved)
+    names = [name for name in current | saved if current.get(name) != saved.get(name)]
     if names:
-        changes = ", ".join(f"{n}: {saved.get(n)!r} -> {own.get(n)!r}" for n in names)
+        changes = ", ".join(f"{n}: {saved.get(n)!r} -> {current.get(n)!r}" for n in names)
         raise errors.UserError(
             f"the run's data changed since its checkpoint ({changes}), so that it cannot go on "
             f"at the same {item}; set it back, or go on with other data in a new run_dir: "
@@ -70,20 +71,20 @@ def check_settings(own: Mapping[str, Any], saved: Mapping[str, Any], *, item: st
         )
 
 
-def _without_places(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves out where data lies, which another machine may have elsewhere; what it is stays."""
+def _without_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Drops the paths of data, which may differ between machines, but not its identity."""
     return {
-        name: _without_places(value) if isinstance(value, Mapping) else value
+        name: _without_paths(value) if isinstance(value, Mapping) else value
         for name, value in settings.items()
         if name not in _PLACES
     }
 
 
-def take_apart(state: bytes) -> tuple[bytes, int]:
-    """Returns the arguments that `position` was given.
+def split_position(state: bytes) -> tuple[bytes, int]:
+    """Splits a position into the arguments of `position`.
 
     Raises:
-        UserError: the bytes are no position.
+        UserError: the bytes are not a position.
     """
     magic, skip = _POSITION.unpack_from(state) if len(state) >= _POSITION.size else (b"", 0)
     if magic != _MAGIC:
@@ -95,10 +96,10 @@ def take_apart(state: bytes) -> tuple[bytes, int]:
 
 
 class Prefetcher(Generic[Placed]):
-    """Places batches ahead of their use, so that a training step does not wait for them.
+    """Places batches ahead of their use, so that training steps do not wait for them.
 
     Attributes:
-        wait_secs: time that `next` waited for a batch, in total.
+        wait_secs: total time that `next` has waited for a batch, in seconds.
     """
 
     def __init__(
@@ -107,12 +108,13 @@ class Prefetcher(Generic[Placed]):
         place: Callable[[dict[str, Any]], Placed],
         depth: int = 2,
     ):
-        """Starts the thread; up to `depth` placed batches wait to be taken."""
+        """Starts the thread; up to `depth` placed batches are prefetched."""
         self.wait_secs = 0.0
         self._taken = 0
         self._end: BaseException | None = None
         self._feed = _Feed(iterator, place, depth)
-        # Runs when this object goes, and before the interpreter does: TensorFlow must be idle then.
+        # Runs when this object is collected, and before the interpreter exits: TensorFlow must be
+        # idle by then.
         self._stop = weakref.finalize(self, self._feed.stop)
 
     def __iter__(self) -> "Prefetcher[Placed]":
@@ -121,9 +123,9 @@ class Prefetcher(Generic[Placed]):
     def __next__(self) -> Placed:
         """Returns the next placed batch; raises what the iterator or `place` raised."""
         if self._end is None:
-            asked = time.perf_counter()
+            started = time.perf_counter()
             item = self._feed.ready.get()
-            self.wait_secs += max(0.0, time.perf_counter() - asked)
+            self.wait_secs += max(0.0, time.perf_counter() - started)
             if not isinstance(item, _Failure):
                 self._taken += 1
                 self._feed.forget_before(self._taken)
@@ -132,11 +134,11 @@ class Prefetcher(Generic[Placed]):
         raise self._end
 
     def get_state(self) -> bytes:
-        """Returns the position after the batches that were taken, without waiting."""
+        """Returns the position after the consumed batches, without waiting."""
         return self._feed.position_after(self._taken)
 
     def close(self) -> None:
-        """Stops the thread; no batch can be taken afterwards."""
+        """Stops the thread; afterwards no batch can be taken."""
         self._stop()
         self._end = RuntimeError("this Prefetcher is closed")
 
@@ -153,7 +155,7 @@ class _Failure(NamedTuple):
 
 
 class _Feed:
-    """What the background thread and the consumer share."""
+    """State shared by the background thread and the consumer."""
 
     def __init__(self, iterator: BatchReader, place: Callable[[Any], Any], depth: int):
         self.ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
@@ -169,13 +171,13 @@ class _Feed:
 
     def position_after(self, taken: int) -> bytes:
         with self._lock:
-            # Consumption drops the old ones, so that the first is the nearest before `taken`.
+            # Older snapshots are dropped, so the first is the latest one before `taken`.
             snapshot = self._snapshots[0]
-        state, skip = take_apart(snapshot.state)
+        state, skip = split_position(snapshot.state)
         return position(state, skip + taken - snapshot.made)
 
     def forget_before(self, taken: int) -> None:
-        """Drops snapshots that no position from now on needs."""
+        """Drops snapshots that no later position needs."""
         with self._lock:
             while len(self._snapshots) > 1 and self._snapshots[1].made <= taken:
                 self._snapshots.popleft()

@@ -1,7 +1,7 @@
-"""What every source of batches is: a description, and the reader of batches that it builds.
+"""Interfaces of data: a description of batches, and the reader that it builds.
 
-`data.DataConfig`, `cached_data.CachedDataConfig` and `vision.images.ImageDataConfig` are such
-descriptions.
+Such descriptions are `data.DataConfig`, `cached_data.CachedDataConfig` and
+`vision.images.ImageDataConfig`.
 """
 
 from typing import Any, Protocol
@@ -10,10 +10,10 @@ import numpy as np
 
 
 class BatchReader(Protocol):
-    """Host batches with a position that can be saved and set.
+    """Reads host batches; its position can be saved and restored.
 
     Attributes:
-        token_bytes: bytes of text that each token id stands for; None where that has no meaning.
+        token_bytes: number of bytes of text of each token id; None if not applicable.
     """
 
     token_bytes: np.ndarray | None
@@ -27,7 +27,7 @@ class BatchReader(Protocol):
         ...
 
     def set_state(self, state: bytes) -> None:
-        """Goes to a position.
+        """Moves to a saved position.
 
         Raises:
             UserError: it belongs to other data settings.
@@ -36,7 +36,7 @@ class BatchReader(Protocol):
 
 
 class DataConfig(Protocol):
-    """A description of batches; `num_epochs` is None for batches without end."""
+    """A description of batches; `num_epochs` is None for endless batches."""
 
     @property
     def batch_size(self) -> int:
@@ -47,5 +47,5 @@ class DataConfig(Protocol):
     def num_epochs(self) -> int | None: ...
 
     def build(self, *, process_index: int, process_count: int) -> BatchReader:
-        """Returns the batches of one host, or of one shard of the data."""
+        """Builds the reader of one host, or of one shard of the data."""
         ...

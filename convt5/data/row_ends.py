@@ -1,7 +1,7 @@
-"""Examples that fit the rows of a model: what is too long is cut, and the end token stays.
+"""Truncates examples to the rows of a model while keeping their end token.
 
-seqio cuts features after the preprocessors of a task, the end token of `append_eos` with them. A
-model trained so never learns to end an answer that is long.
+seqio truncates features after the preprocessors of a task, including the end token added by
+`append_eos`. A model trained on such data never learns to end a long answer.
 """
 
 import copy
@@ -14,22 +14,22 @@ import tensorflow as tf
 Provider = TypeVar("Provider", seqio.Task, seqio.Mixture)
 
 
-def fitted(provider: Provider) -> Provider:
-    """Returns a task or mixture whose features end with their end token, cut or not.
+def keep_end_tokens(provider: Provider) -> Provider:
+    """Returns a task or mixture whose features always end with their end token.
 
-    It holds for every feature with add_eos=True, whichever steps the task has; where none of them
-    appends the end token it is appended here. Features with add_eos=False are cut as seqio does.
+    Applies to features with add_eos=True, whatever the preprocessors are, and appends missing end
+    tokens. Features with add_eos=False are truncated as seqio does.
     """
-    return _changed(provider, end_and_cut, {})
+    return _with_last_step(provider, end_and_cut, {})
 
 
-def uncut(provider: Provider) -> Provider:
-    """Returns the same with features of their full length, but for steps that need lengths."""
-    return _changed(provider, end, {})
+def without_truncation(provider: Provider) -> Provider:
+    """Returns the task or mixture without truncation, except in steps that need lengths."""
+    return _with_last_step(provider, end, {})
 
 
 def end(dataset: tf.data.Dataset, output_features: Mapping[str, Any]) -> tf.data.Dataset:
-    """Appends the end token to every feature that should have one and does not."""
+    """Appends missing end tokens to the features that should have one."""
     return end_and_cut(dataset, output_features)
 
 
@@ -38,42 +38,44 @@ def end_and_cut(
     output_features: Mapping[str, Any],
     sequence_length: Mapping[str, int] | None = None,
 ) -> tf.data.Dataset:
-    """Cuts features to `sequence_length`, end token included; None cuts nothing.
+    """Truncates features to `sequence_length`, end token included; None truncates nothing.
 
-    Whether a feature was cut, or will be by seqio, is then told under the name `was_cut(feature)`.
+    The feature `was_cut(feature)` then tells whether a feature was truncated, here or by seqio.
     """
     lengths = sequence_length or {}
 
     def fit(name: str, ids: tf.Tensor, limit: int | None) -> tf.Tensor:
         end_id = _end_id(output_features.get(name), ids)
-        return ids if end_id is None else _ended(ids, end_id, limit)
+        return ids if end_id is None else _append_end(ids, end_id, limit)
 
     def fit_all(example: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         whole = {name: fit(name, value, None) for name, value in example.items()}
-        told = {
+        was_cut_flags = {
             was_cut(name): tf.reduce_any(tf.not_equal(whole[name][limit:], 0))
             for name, limit in lengths.items()
             if name in whole
         }
-        return {name: fit(name, value, lengths.get(name)) for name, value in whole.items()} | told
+        return {
+            name: fit(name, value, lengths.get(name)) for name, value in whole.items()
+        } | was_cut_flags
 
     return dataset.map(fit_all, num_parallel_calls=tf.data.AUTOTUNE)
 
 
 def was_cut(feature: str) -> str:
-    """Returns the name under which an example tells whether a feature was cut."""
+    """Returns the name of the feature that tells whether `feature` was truncated."""
     return f"{feature}_was_cut"
 
 
 def _end_id(feature: Any, ids: tf.Tensor) -> int | None:
-    """Returns the id that a feature ends with; None for one without, or of other than ids."""
+    """Returns the end token of a feature; None if it has none, or does not hold ids."""
     if feature is None or not feature.add_eos or ids.shape.rank != 1 or not ids.dtype.is_integer:
         return None
     return feature.vocabulary.eos_id
 
 
-def _ended(ids: tf.Tensor, end_id: int, limit: int | None) -> tf.Tensor:
-    # A task may pad its rows itself; its end token then stands before the padding.
+def _append_end(ids: tf.Tensor, end_id: int, limit: int | None) -> tf.Tensor:
+    # If a task pads its own rows, the end token precedes the padding.
     last = ids[-1:]
     is_ended = tf.reduce_any(tf.logical_or(tf.equal(last, end_id), tf.equal(last, 0)))
     added = tf.fill([1 - tf.cast(is_ended, tf.int32)], tf.constant(end_id, ids.dtype))
@@ -86,30 +88,32 @@ def _ended(ids: tf.Tensor, end_id: int, limit: int | None) -> tf.Tensor:
     return tf.concat([whole[:limit][:-1], ended], axis=0)
 
 
-def _changed(
-    provider: Provider, step: Callable[..., tf.data.Dataset], made: dict[int, Any]
+def _with_last_step(
+    provider: Provider, step: Callable[..., tf.data.Dataset], copies: dict[int, Any]
 ) -> Provider:
-    """Returns a copy whose tasks have `step` as their last; `made` holds those made so far."""
-    if id(provider) in made:  # A task may be in several parts of a mixture.
-        return made[id(provider)]
-    changed = made[id(provider)] = copy.copy(provider)
-    if isinstance(changed, seqio.Mixture):
-        changed._tasks = [_changed(task, step, made) for task in changed._tasks]
-        changed._sub_mixtures = [_changed(part, step, made) for part in changed._sub_mixtures]
-        parts = [*changed._tasks, *changed._sub_mixtures]
-        changed._task_map = {part.name: part for part in parts}
-        return changed
-    steps = [_without_cutting(each) for each in changed.preprocessors]
-    # In the place of seqio's own, so that positions that were saved with it stay valid.
+    """Returns a copy whose tasks end in `step`; `made` caches the copies made so far."""
+    if id(provider) in copies:  # A task may be in several parts of a mixture.
+        return copies[id(provider)]
+    copied = copies[id(provider)] = copy.copy(provider)
+    if isinstance(copied, seqio.Mixture):
+        copied._tasks = [_with_last_step(task, step, copies) for task in copied._tasks]
+        copied._sub_mixtures = [
+            _with_last_step(part, step, copies) for part in copied._sub_mixtures
+        ]
+        parts = [*copied._tasks, *copied._sub_mixtures]
+        copied._task_map = {part.name: part for part in parts}
+        return copied
+    steps = [_without_truncation(each) for each in copied.preprocessors]
+    # In place of seqio's own step, so that saved positions stay valid.
     if steps and getattr(steps[-1], "func", steps[-1]) is seqio.preprocessors.append_eos:
         steps.pop()
-    # `Task.replace` would make a plain task of a subclass.
+    # `Task.replace` would turn a subclass into a plain task.
     steps.append(step)
-    vars(changed).update(_preprocessor_constructor_args=steps, preprocessors=steps)
-    return changed
+    vars(copied).update(_preprocessor_constructor_args=steps, preprocessors=steps)
+    return copied
 
 
-def _without_cutting(step: Any) -> Any:
-    """Returns a step that appends the end token without cutting for it, or any other as it is."""
+def _without_truncation(step: Any) -> Any:
+    """Returns a variant of `append_eos` that does not truncate; other steps unchanged."""
     cuts = getattr(step, "func", step) is seqio.preprocessors.append_eos_after_trim
     return seqio.preprocessors.append_eos if cuts else step

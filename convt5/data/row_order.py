@@ -1,4 +1,4 @@
-"""In which order rows of finite data are read, pass after pass, as a function of the seed alone."""
+"""The order of rows of finite data in each epoch, as a function of the seed alone."""
 
 import dataclasses
 import json
@@ -7,17 +7,17 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from convt5.data.prefetching import check_settings, position, take_apart
+from convt5.data.prefetching import check_settings, position, split_position
 
 
 @dataclasses.dataclass
 class RowOrder:
-    """An endless sequence of row numbers in which every pass has each row once.
+    """An endless sequence of row indices; each epoch contains every row once.
 
     Attributes:
-        size: rows of the data.
-        shuffle: whether each pass has an order of its own, or that of the data.
-        seed: of these orders.
+        size: number of rows.
+        shuffle: whether each epoch is shuffled anew, or in the order of the data.
+        seed: random seed of the shuffling.
     """
 
     size: int
@@ -28,15 +28,15 @@ class RowOrder:
     )
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns which rows are read as the `numbers`th, counted from 0 over all passes."""
+        """Returns the row at each of these indices, counted from 0 over all epochs."""
         passes, places = np.divmod(numbers, self.size)
         if not self.shuffle:
             return places
-        found = np.empty_like(places)
+        rows = np.empty_like(places)
         for number in np.unique(passes):
             chosen = passes == number
-            found[chosen] = self._order(int(number))[places[chosen]]
-        return found
+            rows[chosen] = self._order(int(number))[places[chosen]]
+        return rows
 
     def _order(self, number: int) -> np.ndarray:
         if self._drawn[0] != number:
@@ -46,7 +46,7 @@ class RowOrder:
 
 
 class PassSettings(Protocol):
-    """How a description of data says in which order and how often it is read."""
+    """The settings of a data description that determine order and repetition."""
 
     @property
     def batch_size(self) -> int: ...
@@ -65,9 +65,9 @@ class RowsOfBatch(NamedTuple):
     """One host's rows of a batch.
 
     Attributes:
-        numbers: counted from 0 over all passes.
-        rows: of the data.
-        is_row: False beyond the end of the last pass, where a batch is filled up.
+        numbers: indices counted from 0 over all epochs.
+        rows: row indices in the data.
+        is_row: False for padding rows after the end of the last epoch.
     """
 
     numbers: np.ndarray
@@ -76,13 +76,13 @@ class RowsOfBatch(NamedTuple):
 
 
 class Passes:
-    """Passes over finite data in batches, with a position that can be saved and set.
+    """Epochs over finite data in batches; the position can be saved and restored.
 
     Args:
-        size: rows of the data.
-        config: how they are read; only `shuffle=False` keeps the order of the data.
-        row_slice: this host's part of each batch; hosts agree on how many batches there are.
-        settings: what must be equal for a saved position to mean the same batches.
+        size: number of rows.
+        config: order and repetition; only `shuffle=False` keeps the order of the data.
+        row_slice: this host's part of each batch; hosts agree on the number of batches.
+        settings: the settings that must be equal for a saved position to mean the same batches.
         item: what a row is, for messages.
     """
 
@@ -101,10 +101,10 @@ class Passes:
         self._row_slice = row_slice
         self._settings = json.loads(json.dumps(settings))
         self._item = item
-        self._count = 0  # Batches taken.
+        self._count = 0  # Batches consumed.
 
     def batch(self) -> RowsOfBatch:
-        """Returns the rows of the next batch; it is taken only by `advance`."""
+        """Returns the rows of the next batch; only `advance` consumes it."""
         first = self._count * self._batch_size
         if first >= self._total:
             raise StopIteration
@@ -112,7 +112,7 @@ class Passes:
         return RowsOfBatch(numbers, self._order.rows(numbers), numbers < self._total)
 
     def advance(self) -> None:
-        """Goes on to the batch after the next one."""
+        """Consumes the next batch."""
         self._count += 1
 
     def get_state(self) -> bytes:
@@ -120,12 +120,12 @@ class Passes:
         return position(json.dumps({"count": self._count, "settings": self._settings}).encode())
 
     def set_state(self, state: bytes) -> None:
-        """Goes to a position.
+        """Moves to a saved position.
 
         Raises:
             UserError: it belongs to other data settings.
         """
-        snapshot, skip = take_apart(state)
+        snapshot, skip = split_position(state)
         saved = json.loads(snapshot)
         check_settings(self._settings, saved["settings"], item=self._item)
         self._count = saved["count"] + skip

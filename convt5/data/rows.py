@@ -1,7 +1,7 @@
-"""From examples of any length to rows of one length: padding, cutting and packing, in NumPy.
+"""Turns examples of any length into rows of one length: padding, truncation, packing, in NumPy.
 
-Packing numbers the examples of a row itself, so that inputs and targets belong together whatever
-they hold: a feature may be empty, or hold the id of padding. Nothing here knows TensorFlow.
+Packing numbers the examples of a row itself, so inputs and targets stay paired whatever they hold:
+a feature may be empty, or contain the padding id. This module does not depend on TensorFlow.
 """
 
 import dataclasses
@@ -14,18 +14,18 @@ Batch = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Ragged:
-    """Sequences of tokens, stored one after the other.
+    """Token sequences of different lengths, stored contiguously.
 
     Attributes:
         values: int32 [tokens].
-        lengths: int64 [sequences], tokens of each.
+        lengths: int64 [sequences], number of tokens of each.
     """
 
     values: np.ndarray
     lengths: np.ndarray
 
     def take(self, numbers: np.ndarray) -> "Ragged":
-        """Returns the sequences of these numbers, in their order."""
+        """Returns the sequences with these indices, in this order."""
         starts = np.cumsum(self.lengths) - self.lengths
         lengths = self.lengths[numbers]
         new_starts = np.cumsum(lengths) - lengths
@@ -33,33 +33,33 @@ class Ragged:
         return Ragged(self.values[shifts + np.arange(len(shifts))], lengths)
 
     def part(self, first: int, last: int) -> "Ragged":
-        """Returns the sequences from `first` up to, but without, `last`."""
+        """Returns the sequences from `first` up to, but not including, `last`."""
         begin = int(self.lengths[:first].sum())
         end = begin + int(self.lengths[first:last].sum())
         return Ragged(self.values[begin:end], self.lengths[first:last])
 
     def holding(self, value: int) -> np.ndarray:
-        """Returns, as bool [sequences], which of them hold a token."""
+        """Returns which sequences contain a token, as bool [sequences]."""
         before = np.concatenate([[0], np.cumsum(self.values == value)])
         ends = np.cumsum(self.lengths)
         return before[ends] > before[ends - self.lengths]
 
     def cut(self, length: int) -> "Ragged":
-        """Returns the sequences, each of them cut to `length` tokens at most."""
+        """Returns the sequences, truncated to at most `length` tokens."""
         if not len(self.lengths) or self.lengths.max() <= length:
             return self
-        kept = _places(self.lengths) < length
-        return Ragged(self.values[kept], np.minimum(self.lengths, length))
+        is_kept = _places(self.lengths) < length
+        return Ragged(self.values[is_kept], np.minimum(self.lengths, length))
 
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """Pairs of inputs and targets; both hold equally many.
+    """Pairs of inputs and targets.
 
     Attributes:
-        inputs, targets: their tokens.
-        flags: bool [examples, 3]: whether inputs were cut, targets were cut, and targets have text
-            that the vocabulary lacks; see `counts.Counts`.
+        inputs, targets: their tokens, an equal number of sequences.
+        flags: bool [examples, 3]: inputs were truncated, targets were truncated, and targets have
+            text that the vocabulary lacks; see `counts.Counts`.
     """
 
     inputs: Ragged
@@ -71,18 +71,18 @@ class Examples:
         return len(self.inputs.lengths)
 
     def take(self, numbers: np.ndarray) -> "Examples":
-        """Returns the examples of these numbers, in their order."""
+        """Returns the examples with these indices, in this order."""
         return Examples(self.inputs.take(numbers), self.targets.take(numbers), self.flags[numbers])
 
     def part(self, first: int, last: int) -> "Examples":
-        """Returns the examples from `first` up to, but without, `last`."""
+        """Returns the examples from `first` up to, but not including, `last`."""
         return Examples(
             self.inputs.part(first, last), self.targets.part(first, last), self.flags[first:last]
         )
 
 
-def joined(parts: Sequence[Examples]) -> Examples:
-    """Returns the examples of all parts, in order."""
+def concatenate(parts: Sequence[Examples]) -> Examples:
+    """Concatenates examples, in order."""
 
     def one(sequences: Sequence[Ragged]) -> Ragged:
         values = [np.zeros(0, np.int32), *(s.values for s in sequences)]
@@ -95,12 +95,12 @@ def joined(parts: Sequence[Examples]) -> Examples:
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """How examples become rows.
+    """How examples are laid out in rows.
 
     Attributes:
-        encoder_length: tokens of an encoder row; longer inputs are cut.
-        decoder_length: tokens of a decoder row; longer targets are cut.
-        pack: examples that fit share a row, in their order.
+        encoder_length: tokens per encoder row; longer inputs are truncated.
+        decoder_length: tokens per decoder row; longer targets are truncated.
+        pack: whether examples that fit share a row, in their order.
     """
 
     encoder_length: int
@@ -108,10 +108,10 @@ class RowLayout:
     pack: bool
 
     def row_ends(self, input_lengths: np.ndarray, target_lengths: np.ndarray) -> np.ndarray:
-        """Returns how many examples lie in all rows up to each; the last row may have room left.
+        """Returns the cumulative number of examples up to each row; the last may be incomplete.
 
         Args:
-            input_lengths, target_lengths: integers [examples], tokens before they are cut.
+            input_lengths, target_lengths: integers [examples], tokens before truncation.
         """
         count = len(input_lengths)
         if not self.pack:
@@ -126,7 +126,7 @@ class RowLayout:
             is_full = (
                 encoder_tokens > self.encoder_length
                 or decoder_tokens > self.decoder_length
-                or number - first >= self.encoder_length  # Of examples without a token.
+                or number - first >= self.encoder_length  # Bounds examples without tokens.
             )
             if is_full:
                 ends.append(number)
@@ -134,11 +134,11 @@ class RowLayout:
         return np.array([*ends, *([count] if count else [])], np.int64)
 
     def batch(self, examples: Examples, row_ends: np.ndarray, num_rows: int) -> Batch:
-        """Returns int32 arrays [num_rows, length] named as by seqio's EncDecFeatureConverter.
+        """Returns int32 arrays [num_rows, length] with the keys of seqio's EncDecFeatureConverter.
 
         Args:
-            examples: those of all rows.
-            row_ends: from `row_ends`; empty rows follow where there are fewer than `num_rows`.
+            examples: the examples of all rows.
+            row_ends: the result of `row_ends`; if shorter than `num_rows`, empty rows follow.
             num_rows: rows of the batch.
         """
         per_row = np.zeros(num_rows, np.int64)
@@ -148,7 +148,7 @@ class RowLayout:
         read = np.zeros_like(decoder.tokens)
         read[:, 1:] = decoder.tokens[:, :-1]
         if self.pack:
-            read[decoder.positions == 0] = 0  # Each example begins with the id of padding.
+            read[decoder.positions == 0] = 0  # Each example starts with the padding id.
         batch = {
             "encoder_input_tokens": encoder.tokens,
             "decoder_target_tokens": decoder.tokens,
@@ -164,7 +164,7 @@ class RowLayout:
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """Arrays [rows, length] of encoder or decoder; all are 0 where there is no token."""
+    """Arrays [rows, length] of encoder or decoder, all 0 where there is no token."""
 
     tokens: np.ndarray
     segment_ids: np.ndarray
@@ -172,7 +172,7 @@ class _Side:
 
 
 def _side(sequences: Ragged, per_row: np.ndarray, length: int) -> _Side:
-    """Lays `per_row` sequences beside each other in each row."""
+    """Concatenates the next `per_row` sequences in each row."""
     row_of = np.repeat(np.arange(len(per_row)), per_row)
     tokens_per_row = np.bincount(row_of, sequences.lengths, len(per_row)).astype(np.int64)
     is_token = np.arange(length) < tokens_per_row[:, None]
@@ -191,5 +191,5 @@ def _side(sequences: Ragged, per_row: np.ndarray, length: int) -> _Side:
 
 
 def _places(lengths: np.ndarray) -> np.ndarray:
-    """Returns of each token which one of its sequence it is, from 0."""
+    """Returns the index of each token within its sequence."""
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -1,7 +1,7 @@
-"""Batches of a seqio task or mixture, with a position that can be saved and set exactly.
+"""Batches of a seqio task or mixture; their position can be saved and restored exactly.
 
-Gin files bind `data.DataConfig` in the scopes `train/` and `eval/`. This is the module that needs
-TensorFlow; it leaves accelerators alone.
+Gin files bind `data.DataConfig` in the scopes `train/` and `eval/`. This module needs TensorFlow,
+but hides accelerators from it.
 """
 
 import concurrent.futures
@@ -27,7 +27,7 @@ from convt5.data.prefetching import (
     check_settings,
     position,
     rows_per_host,
-    take_apart,
+    split_position,
 )
 from convt5.data.rows import Batch, RowLayout
 from convt5.data.task_blocks import TaskBlocks
@@ -43,29 +43,28 @@ from convt5.text.task_format import TaskFormat
 
 __all__ = ["BatchIterator", "DataConfig", "Prefetcher"]
 
-# Of tf.data's own positions, which runs had before.
+# First bytes of tf.data checkpoints, the positions of earlier versions.
 _ARCHIVE = b"PK"
 _MOST_SETTINGS_BYTES = 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which examples are read, and how they become batches.
+    """The examples to read, and how they become batches.
 
     Attributes:
         mixture: name of a registered seqio task or mixture, or such an object.
-        split: of the task, such as "train" or "validation".
+        split: split of the task, such as "train" or "validation".
         batch_size: rows over all hosts.
-        encoder_length: tokens of an encoder row, end token included.
-        decoder_length: tokens of a decoder row, end token included.
-        pack: several short examples share a row; taps and attention do not cross between them.
-        shuffle: False keeps the order of the data; None shuffles, as True does.
-        seed: of the order, and of everything random in the task.
-        num_epochs: passes over the data, over each task of a mixture; None never ends. The last
-            batch of finite data is filled up with empty rows of weight 0.
-        use_cached: reads tasks from where seqio cached them; those that can only be read so always
-            are.
-        cache_dirs: folders where seqio's caches lie, besides those that are known to seqio.
+        encoder_length: tokens per encoder row, including the end token.
+        decoder_length: tokens per decoder row, including the end token.
+        pack: packs several short examples into a row; taps and attention do not cross between them.
+        shuffle: False keeps the order of the data; None and True shuffle.
+        seed: random seed of the order, and of everything random in the task.
+        num_epochs: passes over each task; None never ends. The last batch of finite data is padded
+            with empty rows of weight 0.
+        use_cached: reads tasks from seqio's cache; tasks that require their cache always do.
+        cache_dirs: folders of seqio caches, in addition to those known to seqio.
     """
 
     mixture: Any
@@ -92,12 +91,12 @@ class DataConfig:
         """Returns the task or mixture.
 
         Raises:
-            UserError: nothing is registered under its name, it lacks the split or a feature, or it
+            UserError: the name is not registered, the split or a feature is missing, or the task
                 ranks labels.
         """
         provider = self.mixture
         if isinstance(provider, str):
-            provider = _registered(provider)
+            provider = _find_registered(provider)
         if not isinstance(provider, seqio.Task | seqio.Mixture):
             raise errors.UserError(
                 f"mixture={provider!r} is no seqio task or mixture; name a registered one, or "
@@ -126,13 +125,13 @@ class DataConfig:
         return provider
 
     def check_model(self, model: Any) -> None:
-        """Raises `UserError` for a model that reads no text, or whose stem mixes packed rows."""
+        """Raises `UserError` if the model reads no text, or its stem would mix packed rows."""
         checks.check_reads_text(model)
         if self.pack:
             checks.check_reads_packed(model, "pack=True puts", "set data.DataConfig.pack = False")
 
     def check_labels(self) -> None:
-        """Raises `UserError` for a label that `decoder_length` would cut."""
+        """Raises `UserError` for a label that `decoder_length` would truncate."""
         for task in seqio.get_subtasks(self.provider()):
             label_checks.check_lengths(task, self.decoder_length, "decoder_length")
 
@@ -140,7 +139,7 @@ class DataConfig:
         """Reads the first rows of each local file.
 
         Raises:
-            UserError: one of them lacks a field, or is otherwise wrong.
+            UserError: one of them lacks a field, or is invalid otherwise.
         """
         for task in seqio.get_subtasks(self.provider()):
             check = getattr(task.source, "check_rows", None)
@@ -150,15 +149,15 @@ class DataConfig:
                 data_report.check_reads(task, self)
 
     def is_at_hand(self) -> bool:
-        """Whether the first examples come at once, without much text being read and stored."""
+        """Whether the first examples are available at once, without reading much text first."""
         tasks = seqio.get_subtasks(self.provider())
         return all(getattr(task.source, "is_at_hand", True) for task in tasks)
 
     def describe(self) -> str:
-        """Returns what the data is: documents, tokens, rows, what is cut, and padding, by task.
+        """Returns the data report by task: documents, tokens, rows, truncation and padding.
 
         Raises:
-            UserError: it cannot be read as configured.
+            UserError: the data cannot be read as configured.
         """
         title = (
             f"data {self.split}: rows of {self.encoder_length} + {self.decoder_length} tokens"
@@ -167,7 +166,7 @@ class DataConfig:
         return data_report.describe(title, data_report.measure(self))
 
     def kept_text(self) -> vocabulary_files.KeptText | None:
-        """Returns what the ids of rows stand for; None where no file could say it."""
+        """Returns the text of each token id; None if no vocabulary file can express it."""
         features = self.provider().output_features
         inputs, targets = (
             vocabulary_files.of(features[name].vocabulary) for name in ("inputs", "targets")
@@ -179,7 +178,7 @@ class DataConfig:
         )
 
     def task_formats(self) -> tuple[TaskFormat, ...]:
-        """Returns how each task writes its inputs."""
+        """Returns the input format of each task."""
         return formats.of(self.provider())
 
     def build(
@@ -192,21 +191,21 @@ class DataConfig:
         """Returns this host's rows of each batch; hosts of endless data read different examples.
 
         Args:
-            process_index: of the host, or shard.
-            process_count: of hosts, or shards.
-            maker: what makes the blocks of a task, given its name, such as `BlockWorkers.maker`;
-                None makes them here.
+            process_index: index of the host, or shard.
+            process_count: number of hosts, or shards.
+            maker: returns a function that makes the blocks of a task, given its name, such as
+                `BlockWorkers.maker`; None makes them in this process.
 
         Raises:
             UserError: the data cannot be read as configured.
         """
         rows = rows_per_host(self.batch_size, process_count)
         provider = self.provider()
-        _readable(provider.output_features["inputs"].vocabulary)
-        vocabulary = _readable(provider.output_features["targets"].vocabulary)
+        _load_vocabulary(provider.output_features["inputs"].vocabulary)
+        vocabulary = _load_vocabulary(provider.output_features["targets"].vocabulary)
         self.check_labels()
         endless = self.num_epochs is None
-        # Hosts must agree on the number of batches: each takes its rows from all of finite data.
+        # Hosts must agree on the number of batches, so each reads all of finite data.
         share = seqio.ShardInfo(process_index, process_count) if endless else None
         first = 0 if endless else process_index * rows
         return BatchIterator(
@@ -219,7 +218,7 @@ class DataConfig:
         )
 
     def task_blocks(self, share: seqio.ShardInfo | None = None) -> dict[str, TaskBlocks]:
-        """Returns what makes the blocks of each task, by its name.
+        """Returns the block maker of each task, by name.
 
         Raises:
             UserError: a task cannot be read as configured.
@@ -247,7 +246,7 @@ class DataConfig:
         rates = self._rates(provider)
         if maker is None:
             blocks = self.task_blocks(share)
-            makers = {name: own.make for name, own in blocks.items()}
+            makers = {name: task_blocks.make for name, task_blocks in blocks.items()}
         else:
             makers = {task.name: maker(task.name) for task in rates}
         executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="convt5-blocks")
@@ -257,21 +256,21 @@ class DataConfig:
         return MixedStream(streams, list(rates.values()), self.seed)
 
     def _rates(self, provider: seqio.Task | seqio.Mixture) -> dict[seqio.Task, float]:
-        """Returns the tasks that are read, and the share of each relative to the others."""
+        """Returns the tasks to read, with their relative rates."""
         tasks = [task for task in seqio.get_subtasks(provider) if self.split in task.splits]
         rates = _rates(provider, tasks)
         return {task: rate for task, rate in zip(tasks, rates, strict=True) if rate}
 
     def num_examples(self) -> dict[str, int] | None:
-        """Returns how many source examples each task has in an epoch; None where one cannot say."""
+        """Returns the source examples per epoch of each task; None if one is unknown."""
         counts = {t.name: t.num_input_examples(self.split) for t in self._rates(self.provider())}
         known = {name: count for name, count in counts.items() if count}
         return known if len(known) == len(counts) else None
 
     def is_cached(self, task: seqio.Task) -> bool:
-        """Whether a task is read from where seqio cached it."""
-        wanted = task.requires_caching or (self.use_cached and task.supports_caching)
-        if not wanted:
+        """Returns whether a task is read from seqio's cache."""
+        is_requested = task.requires_caching or (self.use_cached and task.supports_caching)
+        if not is_requested:
             return False
         seqio.add_global_cache_dirs(
             [name for name in self.cache_dirs if name not in seqio.get_global_cache_dirs()]
@@ -288,11 +287,11 @@ class DataConfig:
         )
 
     def identity(self) -> dict[str, Any]:
-        """Returns what the rows follow from: settings, and what identifies data and vocabulary."""
+        """Returns what determines the rows: settings, and the identity of data and vocabulary."""
         return json.loads(json.dumps(self._settings(self.provider())))
 
     def _settings(self, provider: seqio.Task | seqio.Mixture) -> dict[str, Any]:
-        """What must be equal for a saved position to mean the same batches."""
+        """Returns the settings that must be equal for a position to mean the same batches."""
         settings = dataclasses.asdict(dataclasses.replace(self, mixture=provider.name))
         settings["shuffle"] = self.shuffle is not False
         settings.pop("cache_dirs")
@@ -309,11 +308,11 @@ class DataConfig:
 
 
 class BatchIterator:
-    """Host batches under the names of seqio's EncDecFeatureConverter.
+    """Host batches with the keys of seqio's EncDecFeatureConverter.
 
     Attributes:
-        vocabulary: what target ids stand for.
-        token_bytes: bytes of text that each id stands for; None where that is not known.
+        vocabulary: the vocabulary of the targets.
+        token_bytes: number of bytes of text of each token id; None if unknown.
     """
 
     def __init__(
@@ -343,7 +342,7 @@ class BatchIterator:
         """Returns int32 arrays of [rows, length].
 
         Raises:
-            UserError: there is not a single batch.
+            UserError: there is no batch.
             TrainingError: the data cannot be read.
         """
         try:
@@ -368,26 +367,26 @@ class BatchIterator:
         return {name: rows[self._row_slice] for name, rows in batch.items()}
 
     def num_read(self) -> dict[str, tuple[int, int]]:
-        """Returns, for each task, epochs and source examples of the next that lie behind."""
+        """Returns for each task the number of whole epochs and of further source examples read."""
         tasks = self._examples.get_state()["tasks"]
         return {name: (epoch, first) for name, (epoch, _, first, *_) in tasks.items()}
 
     def counts(self) -> dict[str, Counts]:
-        """Returns what was counted, for each task, of the examples that lie behind."""
+        """Returns the counts of the examples read so far, by task."""
         return self._examples.counts()
 
     def get_state(self) -> bytes:
-        """Returns the position: a few numbers, and the settings that they belong to."""
+        """Returns the position: a few integers, and the settings that it belongs to."""
         state = {"examples": self._examples.get_state(), "settings": self._settings}
         return position(json.dumps(state, separators=(",", ":")).encode())
 
     def set_state(self, state: bytes) -> None:
-        """Goes to a position, after which the batches are those that followed when it was saved.
+        """Moves to a saved position; the batches that followed it then follow again.
 
         Raises:
             UserError: the position belongs to other data settings.
         """
-        snapshot, skip = take_apart(state)
+        snapshot, skip = split_position(state)
         if snapshot.startswith(_ARCHIVE):
             return self._go_on_from_archive(snapshot)
         with _naming_damage():
@@ -401,17 +400,17 @@ class BatchIterator:
             next(self)
 
     def _go_on_from_archive(self, snapshot: bytes) -> None:
-        """Begins a pass with an order of its own, where a position of tf.data was saved before.
+        """Starts a newly shuffled epoch in place of a position saved by tf.data.
 
         Raises:
-            UserError: the settings changed, or the number of passes would.
+            UserError: the settings differ, or the number of epochs would.
         """
         with _naming_damage(), zipfile.ZipFile(io.BytesIO(snapshot)) as archive:
             member = archive.getinfo("settings.json")
             if member.file_size > _MOST_SETTINGS_BYTES:
                 raise ValueError(f"{member.file_size} bytes of settings")
             saved = dict(json.loads(archive.read(member)))
-            saved.pop("text", None)  # Folders and dates of files, which other machines lack.
+            saved.pop("text", None)  # Paths and dates of files, which differ between machines.
             if "content" in saved:
                 saved["content"] = list(dict.fromkeys(saved["content"]))
         saved["shuffle"] = self._settings["shuffle"]
@@ -430,22 +429,22 @@ class BatchIterator:
         )
 
     def _next_batch(self) -> Batch | None:
-        """Returns the next rows, of which only the last batch of finite data has fewer."""
-        wanted = self._examples_per_batch
+        """Returns the next rows; only the last batch of finite data has fewer."""
+        num_wanted = self._examples_per_batch
         while True:
-            examples = self._examples.peek(wanted)
+            examples = self._examples.peek(num_wanted)
             ends = self._layout.row_ends(examples.inputs.lengths, examples.targets.lengths)
             is_last_open = self._layout.pack and len(ends) <= self._batch_size
-            if examples.count < wanted or not (is_last_open or len(ends) < self._batch_size):
+            if examples.count < num_wanted or not (is_last_open or len(ends) < self._batch_size):
                 break
-            wanted *= 2
+            num_wanted *= 2
         ends = ends[: self._batch_size]
         if not len(ends):
             return None
         taken = int(ends[-1])
         self._examples.advance(taken)
-        # A packed row is full when the next example does not fit.
-        self._examples_per_batch = taken + taken // 8 + 1 if self._layout.pack else wanted
+        # A packed row is complete only when the next example does not fit.
+        self._examples_per_batch = taken + taken // 8 + 1 if self._layout.pack else num_wanted
         return self._layout.batch(examples.part(0, taken), ends, self._batch_size)
 
 
@@ -461,7 +460,7 @@ def _naming_damage() -> Iterator[None]:
 
 
 def _rates(provider: seqio.Task | seqio.Mixture, tasks: Sequence[seqio.Task]) -> list[float]:
-    """Returns the share of each task, relative to the others."""
+    """Returns the relative rate of each task."""
     if isinstance(provider, seqio.Task):
         return [1.0]
     _check_sampling(provider)
@@ -485,7 +484,7 @@ def _rates(provider: seqio.Task | seqio.Mixture, tasks: Sequence[seqio.Task]) ->
 
 
 def _check_sampling(mixture: seqio.Mixture) -> None:
-    """Raises `UserError` for a mixture that draws from its tasks in a way of its own."""
+    """Raises `UserError` for a mixture that samples from its tasks in a custom way."""
     sample = mixture._sample_fn
     if getattr(sample, "func", sample) != tf.data.Dataset.sample_from_datasets:
         raise errors.UserError(
@@ -494,7 +493,7 @@ def _check_sampling(mixture: seqio.Mixture) -> None:
         )
 
 
-def _registered(name: str) -> seqio.Task | seqio.Mixture:
+def _find_registered(name: str) -> seqio.Task | seqio.Mixture:
     names = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
     if name not in names:
         raise errors.UserError(
@@ -509,7 +508,7 @@ def _holds_every_label(task: seqio.Task) -> bool:
 
 
 def _makes_every_label(step: Any) -> bool:
-    """Whether a preprocessor gives each text with every label, as those of t5 do by default."""
+    """Returns whether a preprocessor pairs each text with every label, as t5's do by default."""
     function, mode = step, "eval"
     if isinstance(step, functools.partial):
         function, mode = step.func, step.keywords.get("mode", mode)
@@ -519,8 +518,8 @@ def _makes_every_label(step: Any) -> bool:
     return name.startswith("t5.data.preprocessors.rank_classification") and mode != "train"
 
 
-def _readable(vocabulary: seqio.Vocabulary) -> seqio.Vocabulary:
-    """Reads the vocabulary now, so that a missing file is told by its name."""
+def _load_vocabulary(vocabulary: seqio.Vocabulary) -> seqio.Vocabulary:
+    """Loads the vocabulary now, so that an error names a missing file."""
     try:
         _ = vocabulary.vocab_size
     except (tf.errors.OpError, OSError) as error:

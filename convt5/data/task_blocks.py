@@ -1,7 +1,7 @@
-"""The blocks of a seqio task: source examples are read, preprocessed and shuffled block by block.
+"""Makes the blocks of a seqio task: reads, preprocesses and shuffles source examples by block.
 
-A task is a function from source examples to examples. TensorFlow traces it once; it is then called
-with the examples of each block and a seed that follows from the block.
+A task is a function from source examples to examples. TensorFlow traces it once, and calls it with
+the examples of each block and a seed derived from the block.
 """
 
 import contextlib
@@ -27,17 +27,17 @@ tf.config.set_visible_devices([], "TPU")
 FEATURES = ("inputs", "targets")
 _WAS_CUT = "was_cut"
 
-# Of a block: the most examples and the least bytes. Text that is joined to fill rows is so block by
-# block: half a row stays empty, which is under 0.5 % of 128 rows.
+# Limits of a block: the most examples and the least bytes. Text is joined into full rows within a
+# block, which leaves half a row empty on average: under 0.5 % of 128 rows.
 _MOST_EXAMPLES = 8192
 _LEAST_BYTES = 2**20
 _ROWS, _BYTES_PER_TOKEN = 128, 4
-# Examples are read in windows of about so many bytes, judged by the first of them.
+# Examples are read in windows of about this many bytes, estimated from the first ones.
 _WINDOW_BYTES, _WIDEST_WINDOW, _JUDGED = 2**16, 256, 32
-# Sources that do not shuffle their examples are shuffled wholly where that many are known.
+# Sources without their own shuffling are shuffled fully up to this many examples, else in a buffer.
 _SHUFFLED_WHOLLY, _SHUFFLED = 100_000, 1_000
 _RAGGED_BATCH = 512
-# Their seeds are fixed when they are traced.
+# Random operations whose seeds are fixed when they are traced.
 _STATEFUL_RANDOM_OPS = frozenset(
     {
         "Multinomial",
@@ -62,15 +62,15 @@ class TaskBlocks:
 
     Args:
         task: any seqio task.
-        split: of the task.
+        split: split of the task.
         lengths: tokens of "inputs" and "targets".
-        shuffle: whether each epoch has an order of its own, or that of the source.
-        seed: of the order, and of everything random in the task.
-        share: which part of the examples is read; None reads all.
-        cached: whether the examples are those that seqio cached.
+        shuffle: whether each epoch is shuffled anew, or in the order of the source.
+        seed: random seed of the order, and of everything random in the task.
+        share: this host's share of the examples; None reads all.
+        cached: whether to read examples from seqio's cache.
 
     Raises:
-        UserError: the task cannot be read so.
+        UserError: the task cannot be read this way.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class TaskBlocks:
         )
 
     def make(self, place: BlockPlace) -> Block:
-        """Reads and makes a block; the same again wherever it is made.
+        """Reads and makes a block, which is the same wherever it is made.
 
         Raises:
             TrainingError: the data cannot be read.
@@ -108,13 +108,13 @@ class TaskBlocks:
             return NO_BLOCK
         random = seeds(self._seed, place.epoch, place.number, self._share_index())
         block_seed, order_seed = random.generate_state(2).tolist()
-        found = self._preprocess(_concatenated(windows), block_seed % (2**31 - 2**16))
+        examples = self._preprocess(_concatenate(windows), block_seed % (2**31 - 2**16))
         if self._shuffle:
-            found = found.take(np.random.default_rng(order_seed).permutation(found.count))
-        return Block(found, num_read)
+            examples = examples.take(np.random.default_rng(order_seed).permutation(examples.count))
+        return Block(examples, num_read)
 
     def pass_over(self, place: BlockPlace) -> int:
-        """Reads a block without making it; returns how many source examples it has."""
+        """Reads a block without making it; returns its number of source examples."""
         return self._read(place)[1]
 
     def _read(self, place: BlockPlace) -> tuple[list[tf.data.Dataset], int]:
@@ -132,7 +132,7 @@ class TaskBlocks:
         return self._share.index if self._share else 0
 
     def _open(self, epoch: int) -> tf.data.Dataset:
-        """Returns the source examples of an epoch, in its order."""
+        """Returns the source examples of an epoch, in order."""
         source, share = self._source, self._share
         seed = int(seeds(self._seed, epoch).generate_state(1)[0]) % 2**31
         of_source = share
@@ -159,7 +159,7 @@ class TaskBlocks:
 
 
 class _Window(NamedTuple):
-    """A few source examples; `num_bytes` is about what they take."""
+    """A few source examples; `num_bytes` is their approximate size."""
 
     examples: tf.data.Dataset
     count: int
@@ -167,7 +167,7 @@ class _Window(NamedTuple):
 
 
 class _Windows:
-    """Source examples in windows, read on where they were left."""
+    """Source examples in windows; reading continues where it stopped."""
 
     def __init__(self, open_epoch: Any):
         self._open_epoch = open_epoch
@@ -175,7 +175,7 @@ class _Windows:
         self._iterator: Iterator[Any] = iter(())
 
     def after(self, epoch: int, first: int) -> Iterator[_Window]:
-        """Yields the windows from an example on; those before it are read again if need be."""
+        """Yields the windows starting at an example; skips or re-reads earlier ones if needed."""
         if self._at != (epoch, first):
             examples = self._open_epoch(epoch).skip(first)
             self._iterator = iter(_in_windows(examples, self._width))
@@ -184,12 +184,12 @@ class _Windows:
             yield _Window(examples, int(count), int(num_bytes))
 
     def went_on(self, epoch: int, first: int) -> None:
-        """Says where the next example is."""
+        """Records the position of the next example."""
         self._at = (epoch, first)
 
     @functools.cached_property
     def _width(self) -> int:
-        """How many examples a window has; blocks depend on it, so that it follows from the data."""
+        """Returns the examples per window, derived from the data because blocks depend on it."""
         sizes = self._open_epoch(0).take(_JUDGED).map(_num_bytes)
         mean = np.mean([_WINDOW_BYTES / _WIDEST_WINDOW, *sizes.as_numpy_iterator()])
         return max(1, int(_WINDOW_BYTES / mean))
@@ -217,7 +217,7 @@ def _num_bytes(example: Any) -> tf.Tensor:
     return tf.add_n(parts)
 
 
-def _concatenated(parts: list[tf.data.Dataset]) -> tf.data.Dataset:
+def _concatenate(parts: list[tf.data.Dataset]) -> tf.data.Dataset:
     while len(parts) > 1:
         pairs = [parts[i : i + 2] for i in range(0, len(parts), 2)]
         parts = [pair[0].concatenate(pair[1]) if len(pair) > 1 else pair[0] for pair in pairs]
@@ -225,8 +225,10 @@ def _concatenated(parts: list[tf.data.Dataset]) -> tf.data.Dataset:
 
 
 @functools.lru_cache(maxsize=256)
-def _of_spec(task: seqio.Task, spec: str, lengths: tuple[tuple[str, int], ...], cached: bool):
-    """One for the shards and splits of a task, which are traced once."""
+def _shared_preprocessing(
+    task: seqio.Task, spec: str, lengths: tuple[tuple[str, int], ...], cached: bool
+):
+    """Returns the preprocessing shared by all shards and splits of a task, traced once."""
     del spec
     return _Preprocessing(task, dict(lengths), cached)
 
@@ -234,9 +236,9 @@ def _of_spec(task: seqio.Task, spec: str, lengths: tuple[tuple[str, int], ...], 
 def _preprocessing(
     task: seqio.Task, spec: Any, lengths: tuple[tuple[str, int], ...], cached: bool
 ) -> "_Preprocessing":
-    found = _of_spec(task, repr(spec), lengths, cached)
-    found.trace(spec)
-    return found
+    preprocessing = _shared_preprocessing(task, repr(spec), lengths, cached)
+    preprocessing.trace(spec)
+    return preprocessing
 
 
 class _Preprocessing:
@@ -244,7 +246,7 @@ class _Preprocessing:
 
     def __init__(self, task: seqio.Task, lengths: Mapping[str, int], cached: bool):
         self._lengths = dict(lengths)
-        self._task = row_ends.fitted(task)
+        self._task = row_ends.keep_end_tokens(task)
         self._unknown_id = vocabularies.unknown_id(task.output_features["targets"].vocabulary)
         if cached:
             steps = self._task.preprocessors
@@ -256,11 +258,11 @@ class _Preprocessing:
     def trace(self, spec: Any) -> None:
         """Traces the preprocessors once.
 
-        Tasks that cannot be traced so are built anew for each block: their random numbers are not
-        drawn by `seqio.map_over_dataset`, or they look at examples while they are built.
+        Some tasks must be rebuilt for each block instead: those whose random numbers do not come
+        from `seqio.map_over_dataset`, and those that read examples while they are built.
 
         Raises:
-            UserError: a preprocessor says so.
+            UserError: a preprocessor raised it.
         """
         with _building:
             if self._is_traced:
@@ -272,24 +274,24 @@ class _Preprocessing:
                 self._function = None if _draws_statefully(traced) else traced
             except errors.UserError:
                 raise
-            except Exception:  # The same again, where it is no matter of tracing, by `_build`.
+            except Exception:  # `_build` raises it again unless tracing was the reason.
                 self._build(_no_examples(spec), seed=0)
             self._is_traced = True
 
     def __call__(self, examples: tf.data.Dataset, seed: int) -> Examples:
         if self._function is not None:
-            found = self._function(examples, tf.constant(seed, tf.int64))
+            arrays = self._function(examples, tf.constant(seed, tf.int64))
         else:
             with _globally_seeded(seed):
                 built = self._build(examples, seed=seed).with_options(options(in_order=True))
-                found = _gather(built)
+                arrays = _gather(built)
         inputs, targets = (
-            Ragged(found[name][0].numpy(), found[name][1].numpy()) for name in FEATURES
+            Ragged(arrays[name][0].numpy(), arrays[name][1].numpy()) for name in FEATURES
         )
         unknown = np.zeros(targets.lengths.shape, bool)
         if self._unknown_id is not None:
             unknown = targets.holding(self._unknown_id)
-        flags = np.concatenate([found[_WAS_CUT][0].numpy(), unknown[:, None]], axis=1)
+        flags = np.concatenate([arrays[_WAS_CUT][0].numpy(), unknown[:, None]], axis=1)
         return Examples(inputs, targets, flags)
 
     def _gathered(self, examples: tf.data.Dataset, seed: tf.Tensor) -> Any:
@@ -301,7 +303,7 @@ class _Preprocessing:
             del split, shuffle_files, seed
             return examples
 
-        # `Task.replace` would make a plain task of a subclass.
+        # `Task.replace` would turn a subclass into a plain task.
         task = copy.copy(self._task)
         source = seqio.FunctionDataSource(read, splits=["block"], caching_permitted=False)
         vars(task).update(_source=source)
@@ -316,7 +318,7 @@ class _Preprocessing:
 
 
 def _set(task: seqio.Task, *, steps: Sequence[Any]) -> None:
-    """Gives a task the steps after its cache alone."""
+    """Sets the preprocessors that follow the cache of a task."""
     vars(task).update(
         _preprocessor_constructor_args=steps,
         preprocessors=steps,
@@ -326,9 +328,9 @@ def _set(task: seqio.Task, *, steps: Sequence[Any]) -> None:
 
 
 def _gather(examples: tf.data.Dataset) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
-    """Returns the tokens of all examples, one after the other, and how many each has.
+    """Returns the tokens of all examples, concatenated, and their lengths.
 
-    Under `_WAS_CUT` are bools [examples, 2], of inputs and targets.
+    Under `_WAS_CUT` are bools [examples, 2] for inputs and targets.
     """
     tokens = examples.map(
         lambda x: (
@@ -340,29 +342,29 @@ def _gather(examples: tf.data.Dataset) -> dict[str, tuple[tf.Tensor, tf.Tensor]]
     none[_WAS_CUT] = (tf.zeros([0, len(FEATURES)], tf.bool), tf.zeros([0], tf.int64))
 
     def add(sums: Any, batch: Any) -> Any:
-        found = {}
+        updated = {}
         for name, (values, lengths) in sums.items():
             rows = batch[name]
             if name == _WAS_CUT:
-                found[name] = tf.concat([values, rows], 0), lengths
+                updated[name] = tf.concat([values, rows], 0), lengths
                 continue
             if isinstance(rows, tf.RaggedTensor):
                 tokens, counts = rows.flat_values, rows.row_lengths()
-            else:  # All are of one length.
+            else:  # All examples have the same length.
                 tokens = tf.reshape(rows, [-1])
                 counts = tf.fill(tf.shape(rows)[:1], tf.shape(rows, tf.int64)[1])
-            found[name] = tf.concat([values, tokens], 0), tf.concat([lengths, counts], 0)
-        return found
+            updated[name] = tf.concat([values, tokens], 0), tf.concat([lengths, counts], 0)
+        return updated
 
     return tokens.ragged_batch(_RAGGED_BATCH).reduce(none, add)
 
 
 @contextlib.contextmanager
 def _random_numbers_from(seed: tf.Tensor) -> Iterator[None]:
-    """Adds a seed that is known when a block is made to the seeds that seqio gives out.
+    """Adds a seed that is known only when a block is made to the seeds that seqio issues.
 
     `seqio.map_over_dataset` takes the random numbers of each example from `tf.data.Dataset.random`,
-    whose seed may be a tensor; seqio itself can count in plain integers only.
+    whose seed may be a tensor; seqio itself only counts in Python integers.
     """
     datasets: Any = tf.data.Dataset
     random = datasets.random
@@ -379,7 +381,7 @@ def _random_numbers_from(seed: tf.Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _globally_seeded(seed: int) -> Iterator[None]:
-    """Sets TensorFlow's own seed, which is a part of every other, and puts it back."""
+    """Sets TensorFlow's global seed, which is part of every other seed, and restores it."""
     with _building:
         before, _ = tf.compat.v1.random.get_seed(0)
         tf.random.set_seed(seed)
@@ -403,17 +405,17 @@ def _no_examples(spec: Any) -> tf.data.Dataset:
 
 
 def options(*, in_order: bool = False) -> tf.data.Options:
-    """Returns those of every dataset: always the same order, and an end that waits for nothing.
+    """Returns the options of all datasets: deterministic order, and immediate termination.
 
     Args:
-        in_order: one thread, so that stateful random numbers are drawn in the same order too.
+        in_order: uses one thread, so that stateful random numbers are drawn in order too.
     """
     options = tf.data.Options()
     options.deterministic = True
     options.threading.max_intra_op_parallelism = 1
     if in_order:
         options.threading.private_threadpool_size = 1
-    # The tuner's thread misses the call to end now and then (seen with TensorFlow 2.21); dropping
-    # the iterator, at an evaluation or the end of the process, then waits for it up to a minute.
+    # The autotuner's thread sometimes misses the call to end (seen with TensorFlow 2.21). Dropping
+    # the iterator, after an evaluation or at exit, then waits for it for up to a minute.
     options.autotune.enabled = False
     return options

@@ -79,7 +79,7 @@ def step_faults(description: object, names: Iterable[str]) -> list[str]:
 
 
 def fits_64_bits(number: int) -> bool:
-    """Whether this can be a seed: a key of jax is made of 64 bits."""
+    """Returns whether this can be a seed: a key of jax is made of 64 bits."""
     return -(2**63) <= number < 2**63
 
 

@@ -29,7 +29,7 @@ def ruled(rule: Rule, default: Any = dataclasses.MISSING, *, per_layer: bool = F
 
 
 def is_per_layer(field: dataclasses.Field) -> bool:
-    """Whether a stack may give this field one value for each of its layers."""
+    """Returns whether a stack may give this field one value for each of its layers."""
     return field.metadata.get("per_layer", False)
 
 

@@ -1,6 +1,6 @@
-"""Predictions and scores of trained models: of texts, and of seqio tasks with their metrics.
+"""Predictions and scores of trained models, for texts and for seqio tasks with their metrics.
 
-`Predictor` and what lies under it need no TensorFlow; tasks and vocabularies do.
+`Predictor` and its parts need no TensorFlow; tasks and vocabularies do.
 """
 
 import importlib

@@ -1,7 +1,7 @@
-"""What needs no network: the most frequent label, and naive Bayes on words and pairs of words.
+"""Baselines without a network: the most frequent label, and naive Bayes on words and word pairs.
 
 `python -m convt5.evaluation.baselines --gin_file=gin/tasks/trec6.gin --gin.DATA=... --split=test`
-prints a row for each classification task, to be set beside what models reach.
+prints a row for each classification task, to compare models with.
 """
 
 import collections
@@ -31,20 +31,20 @@ COMMAND = command_line.Command(
 
 
 class Labelled(NamedTuple):
-    """Texts of one split and what is to be said about each."""
+    """Texts of one split, and their labels."""
 
     texts: Sequence[str]
     labels: Sequence[str]
 
 
 def majority(train: Labelled, test: Labelled) -> float:
-    """Returns the accuracy of the label that is most frequent in training."""
+    """Returns the test accuracy of the most frequent training label."""
     ((label, _),) = collections.Counter(train.labels).most_common(1)
-    return sum(own == label for own in test.labels) / len(test.labels)
+    return sum(answer == label for answer in test.labels) / len(test.labels)
 
 
 def naive_bayes(train: Labelled, test: Labelled) -> float:
-    """Returns the accuracy of multinomial naive Bayes, with `SMOOTHING` added to every count.
+    """Returns the test accuracy of multinomial naive Bayes, with `SMOOTHING` added to all counts.
 
     Raises:
         UserError: scikit-learn is not installed.
@@ -66,7 +66,7 @@ def read(task, split: str) -> Labelled:
     """Returns the inputs and targets of a seqio task, as texts.
 
     Raises:
-        UserError: the task lacks the split, or is no classification.
+        UserError: the task lacks the split, or is not a classification.
     """
     from convt5.evaluation import task_data
 
@@ -77,14 +77,14 @@ def read(task, split: str) -> Labelled:
             f"tasks with at most {_MOST_LABELS} labels."
         )
     features = task.output_features
-    # Tasks that rank labels have an example for each of them.
+    # Tasks that rank labels have one example per label.
     examples = [
         example
         for example in task_data.read_examples(task, split, lengths={})
         if example.get("is_correct", True)
     ]
     texts, labels = (
-        [task_data.pretokenized(e, name, features[name].vocabulary.decode) for e in examples]
+        [task_data.original_text(e, name, features[name].vocabulary.decode) for e in examples]
         for name in ("inputs", "targets")
     )
     if (count := len(set(labels))) > _MOST_LABELS:
@@ -96,7 +96,7 @@ def read(task, split: str) -> Labelled:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the table for the tasks of the command line; returns the exit code."""
+    """Prints the table for the tasks on the command line; returns the exit code."""
     from convt5.evaluation import run_settings
 
     arguments = command_line.parse(COMMAND, argv)
@@ -113,13 +113,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def table(named: Sequence[object], split: str) -> str:
-    """Returns a row for each task, of names or objects; tasks of the same texts share one."""
+    """Returns a row for each task (name or object); tasks with the same texts share one."""
     from convt5.evaluation import task_data
 
     rows, seen = [], []
     for task in task_data.find_tasks(named):
         train, test = read(task, "train"), read(task, split)
-        if (train, test) in seen:  # One that ranks labels beside one that generates them.
+        if (train, test) in seen:  # For instance, a ranking and a generating task.
             continue
         seen.append((train, test))
         rows.append(

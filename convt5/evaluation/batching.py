@@ -1,4 +1,4 @@
-"""Which examples are computed together: batches of similar length, in few shapes."""
+"""Groups examples into batches of similar length, with few different shapes."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,8 +14,8 @@ class Batch(NamedTuple):
     """Rows that are computed together.
 
     Attributes:
-        examples: which example each row holds; PADDING_ROW in rows that fill the last batch.
-        length: tokens of a row; one of few values.
+        examples: index of the example in each row; PADDING_ROW for rows that fill the last batch.
+        length: tokens per row, one of few values.
     """
 
     examples: tuple[int, ...]
@@ -23,13 +23,13 @@ class Batch(NamedTuple):
 
 
 def plan_batches(lengths: Sequence[int], *, rows: int, longest: int) -> list[Batch]:
-    """Deals examples to batches, the longest first, so that memory runs out early if it does.
+    """Assigns examples to batches, longest first, so that running out of memory shows at once.
 
     Args:
         lengths: tokens of each example.
-        rows: of each batch; the last one is filled with padding rows.
-        longest: no length is above it; it ends the series of `decoding.bucket_size`, which bounds
-            the number of shapes by twice the logarithm of `longest`.
+        rows: rows per batch; the last one is filled with padding rows.
+        longest: upper bound of the lengths. It ends the series of `decoding.bucket_size`, which
+            bounds the number of shapes by twice the logarithm of `longest`.
     """
     order = np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist()
     batches = [order[start : start + rows] for start in range(0, len(order), rows)]
@@ -43,12 +43,12 @@ def plan_batches(lengths: Sequence[int], *, rows: int, longest: int) -> list[Bat
 
 
 def length_bucket(length: int, longest: int) -> int:
-    """Returns the number of tokens that a row of `length` tokens is padded to."""
+    """Returns the padded length of a row of `length` tokens."""
     return max(length, min(bucket_size(length, smallest=SMALLEST_LENGTH), longest))
 
 
-def stacked(values: Sequence[Sequence[int]], length: int, *, rows: int | None = None) -> np.ndarray:
-    """Returns token ids as [rows, length], 0 where padded; by default as many rows as values."""
+def stack(values: Sequence[Sequence[int]], length: int, *, rows: int | None = None) -> np.ndarray:
+    """Returns token ids as [rows, length], padded with 0; by default one row per value."""
     array = np.zeros((len(values) if rows is None else rows, length), np.int32)
     for i, row in enumerate(values):
         array[i, : len(row)] = row

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are used, those that are still to come, and bringing one to a mesh."""
+"""Selects checkpoints of a run, waits for new ones, and loads models onto a mesh."""
 
 import os
 import time
@@ -30,9 +30,9 @@ class Found(NamedTuple):
     """A model in a folder.
 
     Attributes:
-        folder: of one checkpoint, or of an exported model.
-        step: updates made; None for an exported model.
-        run_dir: the run around it; for an exported model its own folder.
+        folder: folder of a checkpoint or of an exported model.
+        step: number of updates made; None for an exported model.
+        run_dir: the run that contains it; for an exported model its own folder.
     """
 
     folder: epath.Path
@@ -41,9 +41,9 @@ class Found(NamedTuple):
 
 
 def select(directory: epath.PathLike, which: str = LATEST) -> list[Found]:
-    """Returns checkpoints by name: "latest", "best", "all", or steps such as "100" or "100,200".
+    """Selects checkpoints: "latest", "best", "all", or steps such as "100" or "100,200".
 
-    The best is that by `CheckpointConfig.best_metric` of the run, among those that are kept.
+    The best one is the best by the run's `CheckpointConfig.best_metric` among those kept.
 
     Raises:
         UserError: there is no such checkpoint.
@@ -57,28 +57,28 @@ def select(directory: epath.PathLike, which: str = LATEST) -> list[Found]:
         return [Found(epath.Path(directory), None, epath.Path(directory))]
     newest = reading.find_checkpoint(directory)
     if newest == epath.Path(directory) and which == LATEST:
-        return [_found(newest)]
+        return [_describe_folder(newest)]
     folder = newest.parent
     if which == LATEST:
-        return [_found(newest)]
+        return [_describe_folder(newest)]
     if which == ALL:
-        return [_found(folder / str(step)) for step in reading.steps_in(folder)]
+        return [_describe_folder(folder / str(step)) for step in reading.steps_in(folder)]
     if which == BEST:
-        return [_found(folder / str(_best_step(folder)))]
+        return [_describe_folder(folder / str(_best_step(folder)))]
     try:
         steps = list(dict.fromkeys(int(step) for step in which.split(",")))
     except ValueError:
         raise errors.UserError(
             f"step={which} must be {LATEST}, {BEST}, {ALL}, or steps such as 1000 or 1000,2000."
         ) from None
-    return [_found(reading.find_checkpoint(folder, step=step)) for step in steps]
+    return [_describe_folder(reading.find_checkpoint(folder, step=step)) for step in steps]
 
 
 def run_directory(path: epath.PathLike) -> epath.Path:
-    """Returns the run to follow, given its directory or the `checkpoints` folder in there.
+    """Returns the run directory, given that or its `checkpoints` folder.
 
     Raises:
-        UserError: it is a single model, which no run adds to.
+        UserError: it is a single model, which gets no new checkpoints.
     """
     folder = epath.Path(os.path.expanduser(path))
     if loading.is_exported(folder) or (folder / "about").exists():
@@ -99,61 +99,66 @@ def follow(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[Found]:
-    """Yields the checkpoints of a run in the order of their steps, waiting for those to come.
+    """Yields the checkpoints of a run in the order of their steps, waiting for new ones.
 
     Args:
         directory: the run directory.
-        last_step: ends after this one; None where that is not known. It also ends with a run that
-            stopped earlier, by its `summary.json`.
-        timeout: seconds without a new checkpoint after which it ends.
-        every: seconds between looks.
+        last_step: ends after this step; None if unknown. It also ends when the `summary.json` of
+            the run tells that it stopped earlier.
+        timeout: ends after this many seconds without a new checkpoint.
+        every: seconds between checks.
         clock, sleep: replaced in tests.
     """
     folder = epath.Path(directory) / "checkpoints"
     done = -1
     seen = clock()
     while last_step is None or done < last_step:
-        coming = [step for step in _agreed(reading.steps_in(folder)) if step > done]
+        coming = [step for step in _agree(reading.steps_in(folder)) if step > done]
         if coming:
             done = coming[0]
-            yield _found(folder / str(done))
+            yield _describe_folder(folder / str(done))
             seen = clock()
             continue
-        if _agreed([int(clock() - seen >= timeout or _has_ended(epath.Path(directory), done))])[0]:
+        if _agree([int(clock() - seen >= timeout or _has_ended(epath.Path(directory), done))])[0]:
             return
         sleep(every)
 
 
 def _has_ended(run_dir: epath.Path, step: int) -> bool:
-    """Whether a run ended with this step. One that was begun again has settings newer than that."""
+    """Returns whether a run ended with this step; a restarted run has newer settings."""
     summary, settings = run_dir / "summary.json", run_dir / CONFIG_FILE
     try:
-        found = read_object(summary)
-        if found is None or found.get("step") != step:
+        summary_values = read_object(summary)
+        if summary_values is None or summary_values.get("step") != step:
             return False
         return not settings.exists() or settings.stat().mtime <= summary.stat().mtime
     except OSError:
-        return False  # Just being written.
+        return False  # The file is being written.
 
 
 def load(found: Found, mesh: Mesh, **settings: Any) -> ConvT5:
-    """Returns the model, placed on a mesh by `placement.TEXT_RULES`; `settings` as `load_model`.
+    """Loads a text model, sharded over a mesh by `placement.TEXT_RULES`.
+
+    Args:
+        found: the model.
+        mesh: the devices.
+        settings: arguments of `load_model`.
 
     Raises:
-        UserError: it is no text model.
+        UserError: it is not a text model.
     """
     model_config(found)
     return load_any(found, mesh, **settings)
 
 
 def load_any(found: Found, mesh: Mesh, *, ema: bool = False, **settings: Any) -> Any:
-    """Returns the model of text or of images, placed on a mesh by the rules of its kind.
+    """Loads a text or vision model, sharded over a mesh by the rules of its kind.
 
     Args:
-        found: where it is.
+        found: the model.
         mesh: the devices.
-        ema: takes the average over the updates.
-        settings: as `load_model`.
+        ema: loads the average over the updates.
+        settings: arguments of `load_model`.
     """
     if found.step is None:
         model = loading.load_model(found.folder, ema=ema, **settings)
@@ -169,7 +174,7 @@ def load_any(found: Found, mesh: Mesh, *, ema: bool = False, **settings: Any) ->
 
 
 def load_if_there(found: Found, mesh: Mesh, *, ema: bool = False) -> Any:
-    """Returns the model; None if a host did not find it, because its run has removed it."""
+    """Loads a model; returns None if it vanished on any host, because its run deleted it."""
     model = None
     try:
         model = load_any(found, mesh, ema=ema)
@@ -181,7 +186,7 @@ def load_if_there(found: Found, mesh: Mesh, *, ema: bool = False) -> Any:
 
 
 def any_config(found: Found) -> Any:
-    """Returns the description of the model, of text or of images, without its parameters."""
+    """Returns the description of a text or vision model, without its parameters."""
     if found.step is None:
         return loading.read_exported(found.folder).config
     return loading.run_config(found.folder)
@@ -191,7 +196,7 @@ def model_config(found: Found) -> Any:
     """Returns the description of a text model.
 
     Raises:
-        UserError: it is no text model.
+        UserError: it is not a text model.
     """
     config = any_config(found)
     if not isinstance(config, ConvT5Config):
@@ -204,13 +209,13 @@ def model_config(found: Found) -> Any:
 
 
 def shardings(model: Any, mesh: Mesh) -> Any:
-    """Returns where the arrays of a model, or of its shapes, live."""
+    """Returns the shardings of the arrays of a model, or of its shapes."""
     is_vision = isinstance(model.config, ViTConfig)
     rules = placement.rules() if is_vision else TEXT_RULES
     return sharding.tree_shardings(model, model, mesh, rules)
 
 
-def _found(folder: epath.Path) -> Found:
+def _describe_folder(folder: epath.Path) -> Found:
     parent = folder.parent
     run_dir = parent.parent if parent.name == "checkpoints" else parent
     return Found(folder, reading.step_of(folder), run_dir)
@@ -227,8 +232,8 @@ def _best_step(folder: epath.Path) -> int:
     return best
 
 
-def _agreed(numbers: Sequence[int]) -> list[int]:
-    """Returns what the first host sees: hosts may look at a folder at different moments."""
+def _agree(numbers: Sequence[int]) -> list[int]:
+    """Returns the numbers of the first host: hosts may list a folder at different times."""
     if jax.process_count() == 1:
         return list(numbers)
     count = int(multihost_utils.broadcast_one_to_all(np.array(len(numbers))))

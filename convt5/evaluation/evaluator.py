@@ -1,7 +1,7 @@
 """Measures a model on seqio tasks, by their own metric functions and by the loss of their targets.
 
-What tasks are given is what `seqio.Evaluator` gives them: targets and predictions as text after the
-task's postprocessor, scores as log-probabilities of targets.
+Tasks get the same values as from `seqio.Evaluator`: targets and predictions as text after the
+task's postprocessor, and scores as log-probabilities of targets.
 """
 
 import functools
@@ -23,14 +23,14 @@ from convt5.evaluation.predictor import (
     TargetScore,
     decode_text,
     end_id,
-    truncated,
+    truncate,
 )
 from convt5.evaluation.results import Outcome
 from convt5.evaluation.settings import EvalConfig, PredictConfig
 from convt5.evaluation.task_data import (
     Example,
     are_answers,
-    pretokenized,
+    original_text,
     read_examples,
     row_numbers,
 )
@@ -47,11 +47,11 @@ class Evaluator:
 
     Args:
         task: checked by `task_data.check_task`.
-        split: the part of it that is read.
-        predict_config: completed; its lengths are those of inputs and targets.
-        config: how much of the task, and whether to decode where no metric asks for it.
-        loss: that the models were trained with, whose objective is reported beside the
-            cross-entropy; None reports none, and so does another than `TextLoss`.
+        split: the split to read.
+        predict_config: with all lengths set; they are those of inputs and targets.
+        config: how much of the task to use, and whether to decode when no metric requires it.
+        loss: the training loss of the models, whose objective is reported beside the cross-entropy;
+            None, or a loss other than `TextLoss`, reports none.
 
     Raises:
         UserError: there is no example.
@@ -90,13 +90,12 @@ class Evaluator:
         )
         end = end_id(task.output_features["targets"].vocabulary)
         fitted = [
-            truncated(_ids(example, "targets"), lengths["targets"], end)
-            for example in self.examples
+            truncate(_ids(example, "targets"), lengths["targets"], end) for example in self.examples
         ]
         self._sources = [_ids(example, "inputs") for example in self.examples]
         self._targets = [target.tokens for target in fitted]
         rows = row_numbers(self.examples)
-        # What is asked of one source is computed together, as predictions rank labels.
+        # Examples with the same source are computed together, as predictions rank labels.
         self._groups = _runs(list(zip(rows, self._sources, strict=True)))
         self._are_answers = are_answers(self.examples)
 
@@ -116,7 +115,7 @@ class Evaluator:
             )
 
     def describe(self) -> str:
-        """Returns how many examples the task has, and how many are cut."""
+        """Returns the number of examples of the task, and how many are truncated."""
         counts = self._counts
         return (
             f"{self.task.name}, {self.split}: {counts['num_examples']:,} examples, "
@@ -125,8 +124,8 @@ class Evaluator:
         )
 
     def num_computed(self, predictor: Predictor) -> int:
-        """Inputs that this host computes for one model, those computed twice counted twice."""
-        return len(self._mine(predictor)) * (1 + self._decodes)
+        """Returns how many inputs this host computes for one model, counting repetitions."""
+        return len(self._own_groups(predictor)) * (1 + self._decodes)
 
     def predictor(self, model: Any, mesh: Any = None) -> Predictor:
         """Returns a predictor with the vocabularies of the task."""
@@ -140,28 +139,30 @@ class Evaluator:
         )
 
     def evaluate(self, predictor: Predictor, progress: Progress | None = None) -> Outcome:
-        """Returns what the model achieves; every host gets the same, and all of them must call.
+        """Measures a model; every host must call it and gets the same result.
 
         Raises:
-            UserError: an input that is too long and to be refused, or a metric that fails.
+            UserError: an input is too long and must not be truncated, or a metric fails.
         """
-        mine = self._mine(predictor)
-        groups = [self._groups[i] for i in mine]
+        own_examples = self._own_groups(predictor)
+        groups = [self._groups[i] for i in own_examples]
         sources = [self._sources[group[0]] for group in groups]
         scored = predictor.score_choices(
             sources,
             [[self._targets[i] for i in group] for group in groups],
-            numbers=mine,
+            numbers=own_examples,
             at_least=(max(map(len, self._groups)), max(map(len, self._targets))),
             regularizers=self._regularizers(),
             progress=progress,
         )
-        merged = list if predictor.spans_hosts else functools.partial(hosts.merged, examples=mine)
+        merged = (
+            list if predictor.spans_hosts else functools.partial(hosts.merge, examples=own_examples)
+        )
         scores = [TargetScore(*parts) for group in merged(scored) for parts in group]
         predictions: list[Prediction] = []
         if self._decodes:
-            found = predictor.predict_tokens(sources, numbers=mine, progress=progress)
-            for group, parts in zip(self._groups, merged(found), strict=True):
+            predicted = predictor.predict_tokens(sources, numbers=own_examples, progress=progress)
+            for group, parts in zip(self._groups, merged(predicted), strict=True):
                 predictions += [Prediction(*parts)] * len(group)
         metrics = self._of_targets(list(self._answers(scores)))
         for name, value in self._metrics(scores, predictions).items():
@@ -185,7 +186,7 @@ class Evaluator:
     def _of_targets(self, scores: Sequence[TargetScore]) -> dict[str, float]:
         """Returns the metrics that every task has; a task's own of the same name replaces one.
 
-        Of a task that ranks labels, they are those of the right ones.
+        For a task that ranks labels, they are those of the correct labels.
         """
         nats = -math.fsum(score.log_prob for score in scores)
         loss = nats / self._counts["num_target_tokens"]
@@ -204,13 +205,13 @@ class Evaluator:
         return metrics
 
     def _answers(self, values: Iterable[Value]) -> Iterator[Value]:
-        """Leaves out what belongs to a wrong label."""
+        """Drops values of examples with a wrong label."""
         return itertools.compress(values, self._are_answers)
 
-    def _mine(self, predictor: Predictor) -> list[int]:
-        """Returns groups of examples.
+    def _own_groups(self, predictor: Predictor) -> list[int]:
+        """Returns the groups of examples that this host computes.
 
-        On a mesh over several hosts all compute the same batches together; else each a share.
+        On a mesh over several hosts, all compute the same batches; otherwise each has a share.
         """
         if predictor.spans_hosts:
             return list(range(len(self._groups)))
@@ -221,24 +222,24 @@ class Evaluator:
     ) -> dict[str, float]:
         task = self.task
         targets = [
-            self._postprocessed(text, example, is_target=True)
+            self._postprocess(text, example, is_target=True)
             for text, example in zip(self._target_texts(), self.examples, strict=True)
         ]
         metrics: list[tuple[str, Any]] = []
         for function in task.score_metric_fns:
             values = np.array([score.log_prob for score in scores])
-            metrics += self._measured(function, targets, values)
+            metrics += self._run_metric(function, targets, values)
         if task.predict_metric_fns or task.predict_with_aux_metric_fns:
             decode = task.output_features["targets"].vocabulary.decode
             answers = [
-                self._postprocessed(decode(list(best(p))), example, is_target=False)
+                self._postprocess(decode(list(best(p))), example, is_target=False)
                 for p, example in zip(predictions, self.examples, strict=True)
             ]
             for function in task.predict_metric_fns:
-                metrics += self._measured(function, targets, answers)
+                metrics += self._run_metric(function, targets, answers)
             aux = {"scores": [p.scores[0] if p.scores else -math.inf for p in predictions]}
             for function in task.predict_with_aux_metric_fns:
-                metrics += self._measured(function, targets, answers, aux)
+                metrics += self._run_metric(function, targets, answers, aux)
         names = [name for name, _ in metrics]
         twice = {name for name in names if names.count(name) > 1}
         if twice:
@@ -247,39 +248,39 @@ class Evaluator:
             )
         return {name: number for name, value in metrics if (number := _number(value)) is not None}
 
-    def _measured(self, function: Callable[..., Any], *arguments: Any) -> list[tuple[str, Any]]:
+    def _run_metric(self, function: Callable[..., Any], *arguments: Any) -> list[tuple[str, Any]]:
         try:
             return list(function(*arguments).items())
         except errors.UserError:
             raise
         except Exception as error:
-            # The task's own code fails: its traceback is the cause, its name the message.
+            # A metric of the task failed: the message names it, the traceback is its cause.
             name = getattr(function, "__name__", function)
             raise RuntimeError(f"metric {name} of task={self.task.name} failed: {error}") from error
 
-    def _postprocessed(self, text: str, example: Example, *, is_target: bool) -> Any:
+    def _postprocess(self, text: str, example: Example, *, is_target: bool) -> Any:
         return self.task.postprocess_fn(text, example=example, is_target=is_target)
 
     def _target_texts(self) -> list[str]:
-        """What metrics are given: without sentinels, as `seqio.Evaluator` does."""
+        """Returns the targets as metrics get them: without sentinels, like `seqio.Evaluator`."""
         decode = self.task.output_features["targets"].vocabulary.decode
-        return [pretokenized(example, "targets", decode) for example in self.examples]
+        return [original_text(example, "targets", decode) for example in self.examples]
 
-    def _shown(self, feature: str) -> list[str]:
+    def _texts(self, feature: str) -> list[str]:
         vocabulary = self.task.output_features[feature].vocabulary
         decode = functools.partial(decode_text, vocabulary)
-        return [pretokenized(example, feature, decode) for example in self.examples]
+        return [original_text(example, feature, decode) for example in self.examples]
 
     def _records(
         self, scores: Sequence[TargetScore], predictions: Sequence[Prediction]
     ) -> list[dict[str, Any]]:
         records = []
-        texts = zip(self._shown("inputs"), self._shown("targets"), scores, strict=True)
+        texts = zip(self._texts("inputs"), self._texts("targets"), scores, strict=True)
         for i, (source, target, score) in enumerate(texts):
             record = {"index": i, "input": source, "target": target, "target_score": score.log_prob}
             if predictions:
-                found = predictions[i]
-                record |= {"predictions": list(found.texts), "scores": list(found.scores)}
+                prediction = predictions[i]
+                record |= {"predictions": list(prediction.texts), "scores": list(prediction.scores)}
             records.append(record)
         return records
 
@@ -291,7 +292,7 @@ def _runs(values: Sequence[Any]) -> list[list[int]]:
 
 
 def best(prediction: Prediction) -> tuple[int, ...]:
-    """Returns the ids of the best result, none where there is no result."""
+    """Returns the ids of the best result; empty if there is none."""
     return tuple(prediction.tokens[0]) if prediction.tokens else ()
 
 
@@ -300,7 +301,7 @@ def _ids(example: Example, feature: str) -> list[int]:
 
 
 def _number(value: Any) -> float | None:
-    """A metric as a number; None for texts, images and the like, which are no scalars."""
+    """Converts a metric to a float; None for texts, images and other non-scalars."""
     array = np.asarray(value.value if isinstance(value, seqio.metrics.Scalar) else value)
     is_number = array.size == 1 and array.dtype.kind in "biuf"
     return float(array.item()) if is_number else None

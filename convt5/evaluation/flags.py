@@ -1,4 +1,4 @@
-"""Flags that `eval` and `infer` share. Nothing heavy is imported, so that help comes at once."""
+"""Flags shared by `eval` and `infer`. Imports nothing heavy, so that `--help` is fast."""
 
 from convt5.runtime.flags import Flag
 
@@ -13,7 +13,7 @@ STRATEGY_FLAGS = (
     "top_k",
     "top_p",
 )
-"""Flags that some strategies have and others have not."""
+"""Flags that only some strategies have."""
 
 _DECODING_FLAGS = (
     Flag("beam_size", "beam: hypotheses kept at every step (default: 4).", {"type": int}),

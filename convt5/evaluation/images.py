@@ -172,7 +172,7 @@ class ImageEvaluator:
                 share = -(-self._count // jax.process_count())
                 progress = stack.enter_context(contextlib.closing(Progress(share, label=label)))
             numbers, records = self._records(model, mesh, progress)
-        merged = hosts.merged(records, numbers)
+        merged = hosts.merge(records, numbers)
         found = [record for record in merged if record is not None]
         if not found:
             raise errors.UserError(f"split={self._plan.split!r}: none of its images can be read.")

@@ -1,4 +1,4 @@
-"""Metrics of seqio tasks during training: `trainer.train(task_evals=[...])` takes them from gin."""
+"""Task metrics during training; gin binds them to `trainer.train(task_evals=[...])`."""
 
 import dataclasses
 from typing import Any
@@ -11,15 +11,15 @@ from convt5.modeling.architecture import ConvT5Config
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskEval:
-    """A task whose own metrics are measured at every evaluation of a run.
+    """A task whose own metrics are part of every evaluation of a run.
 
     Attributes:
-        task: a seqio task, or the name of a registered one; each task of a mixture needs its own.
-        split: the part of it that is read.
-        num_examples, every_nth: which of its examples, as in `evaluation.EvalConfig`.
-        max_input_length, max_length: of inputs and of targets or predictions, in tokens.
-        batch_size: examples that are computed together on one host.
-        name: under which `metrics.jsonl` holds the metrics: `<name>/accuracy`.
+        task: a seqio task, or the name of a registered one; add each task of a mixture separately.
+        split: the split to read.
+        num_examples, every_nth: selects examples as in `evaluation.EvalConfig`.
+        max_input_length, max_length: longest input, and longest target or prediction, in tokens.
+        batch_size: examples computed together on one host.
+        name: prefix of its metrics in `metrics.jsonl`: `<name>/accuracy`.
     """
 
     task: Any
@@ -37,25 +37,25 @@ class TaskEval:
         Raises:
             UserError: as `check`, or there is no example.
         """
-        # TensorFlow and seqio are only needed from here on.
+        # TensorFlow and seqio are needed only from here on.
         from convt5.evaluation.evaluator import Evaluator
 
-        task = self._found(model)
+        task = self._find_task(model)
         evaluator = Evaluator(task, self.split, self._predict(model), self._config())
         return TaskMeasure(self.name, evaluator, mesh)
 
     def check(self, model: ConvT5Config) -> None:
-        """Checks, without reading an example, that the model can be measured on the task.
+        """Checks that the model can be measured on the task, without reading an example.
 
         Raises:
             UserError: an unknown task or split, a mixture, a number out of range, a label that
-                max_length cuts, or a vocabulary with more ids than the model has rows.
+                max_length would truncate, or a vocabulary larger than the model's token table.
         """
-        self._found(model)
+        self._find_task(model)
         self._predict(model)
         self._config()
 
-    def _found(self, model: ConvT5Config) -> Any:
+    def _find_task(self, model: ConvT5Config) -> Any:
         from convt5.evaluation import task_data
 
         task = task_data.find_task(self.task)
@@ -78,7 +78,7 @@ class TaskEval:
 
 
 class TaskMeasure:
-    """The metrics of one task, for a model as it stands."""
+    """Measures the metrics of one task on the current model."""
 
     def __init__(self, name: str, evaluator: Any, mesh: Mesh):
         self.name = name
@@ -86,10 +86,10 @@ class TaskMeasure:
         self._mesh = mesh
 
     def describe(self) -> str:
-        """Returns what is measured, and how much of it is cut."""
+        """Returns what is measured, and how much of it is truncated."""
         return f"data of {self.name}: {self._evaluator.describe()}"
 
     def measure(self, model: Any) -> dict[str, float]:
-        """Returns the metrics by name; all hosts must call, and get the same."""
+        """Returns the metrics by name; all hosts must call it and get the same."""
         predictor = self._evaluator.predictor(model, self._mesh)
         return self._evaluator.evaluate(predictor).metrics

@@ -53,7 +53,7 @@ def run(arguments: command_line.Arguments, *, is_dialogue: bool) -> int:
     flags = arguments.flags
     plan = _plan(arguments, is_dialogue=is_dialogue)
     if not flags.task:
-        about = run_settings.answers_described(plan.written, plan.config, raw=flags.raw)
+        about = run_settings.describe_answers(plan.written, plan.config, raw=flags.raw)
         print(about, file=sys.stderr)
     if plan.inputs is not None:
         _tell_faults(plan.inputs)  # Of files, which are checked whole; a stream is not read yet.
@@ -219,7 +219,7 @@ def _task_inputs(flags: Any, features: TextFeatures, config: Any, vocab_size: in
             if not example.get("is_correct", True):
                 continue
             source, target = (
-                task_data.pretokenized(
+                task_data.original_text(
                     example,
                     name,
                     functools.partial(decode_text, task.output_features[name].vocabulary),

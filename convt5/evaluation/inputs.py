@@ -1,4 +1,4 @@
-"""Where `infer` reads: lines of text, fields of rows, standard input, or a task's split."""
+"""The inputs of `infer`: lines of text, fields of rows, standard input, or a split of a task."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,9 +15,9 @@ class Item(NamedTuple):
     """One input.
 
     Attributes:
-        text: what is predicted from: a text, or the texts of a task's fields.
-        tokens: its ids, where the task has made them already.
-        target: the true answer, where it is known.
+        text: the input: a text, or the texts of a task's fields.
+        tokens: its token ids, if the task has made them already.
+        target: the true answer, if known.
     """
 
     text: str | dict[str, str]
@@ -26,13 +26,13 @@ class Item(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Inputs that can be read from the start.
+    """A sequence of inputs.
 
     Attributes:
-        name: what they are called in messages and settings.
-        total: how many; None where they come one by one.
-        read: yields them.
-        faults: returns what a user should know of what was read, such as lines left out.
+        name: their name in messages and settings.
+        total: number of inputs; None if they arrive one by one.
+        read: yields them from the start.
+        faults: returns warnings about what was read, such as skipped lines.
     """
 
     name: str
@@ -48,26 +48,24 @@ def from_files(
     *,
     invalid_utf8: str = "refuse",
 ) -> Inputs:
-    """Returns the lines of text files, or fields of the rows of JSON lines and tables.
+    """Reads the lines of text files, or fields of the rows of JSON lines and tables.
 
-    All of them are checked at once: a fault in the last line is better known before the first is
-    predicted.
+    All lines are checked first, so that an error in the last line shows before any prediction.
 
     Args:
-        path: a file, a glob or a folder, which stands for the files in it and below. .jsonl,
-            .ndjson and .json are JSON lines, and so is any text for a task with several fields;
-            .tsv and .csv are tables with a header line. May end in .gz, .xz or .bz2 after that.
-        field: of rows, which holds the text; by default the fields of the task, or "inputs" or
-            "input", "text" or "sentence" where texts are sent as they are.
-        format: how the task writes an input; None sends texts as they are.
-        invalid_utf8: what becomes of lines with bytes that are no UTF-8: "refuse", "replace" or
-            "skip", as in training.
+        path: a file, a glob, or a folder of files at any depth. .jsonl, .ndjson and .json are JSON
+            lines, and so is any text for a task with several fields; .tsv and .csv are tables with
+            a header line. May additionally end in .gz, .xz or .bz2.
+        field: field of the text in rows. By default the fields of the task; for plain texts
+            "inputs", "input", "text" or "sentence".
+        format: the input format of the task; None uses texts unchanged.
+        invalid_utf8: what to do with lines that are not UTF-8, as in training: "refuse", "replace"
+            or "skip".
 
     Raises:
-        UserError: no such file, one that cannot be read, or a line without text; the message has
-            its number.
+        UserError: a file is missing or unreadable, or a line has no text; names the line.
     """
-    # Deferred: it imports TensorFlow, which predictions of texts in memory do not need.
+    # Deferred: imports TensorFlow, which predictions of texts in memory do not need.
     from convt5.tasks import local_files, tables
 
     local_files.check_invalid_utf8(invalid_utf8)
@@ -109,9 +107,9 @@ def from_stream(
     *,
     invalid_utf8: str = "refuse",
 ) -> Inputs:
-    """Returns the lines of a stream, which are read as they come, and once.
+    """Reads the lines of a stream as they arrive; they can be read only once.
 
-    They are JSON lines where `field` is given or the task has several fields.
+    They are JSON lines if `field` is given or the task has several fields.
     """
     from convt5.tasks import local_files
 
@@ -127,13 +125,13 @@ def from_stream(
 
 
 def from_examples(name: str, examples: Iterable[Item]) -> Inputs:
-    """Returns inputs that are in memory."""
+    """Wraps inputs in memory."""
     items = list(examples)
     return Inputs(name, len(items), lambda: iter(items))
 
 
 def chunks(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
-    """Yields `size` inputs at a time, and the rest, also of inputs that end in a fault."""
+    """Yields lists of `size` inputs, then the rest, even if reading ends in an error."""
     chunk: list[Item] = []
     try:
         for item in items:
@@ -155,7 +153,7 @@ _FIELDS = ("inputs", "input", "text", "sentence")
 def _parser(
     field: str | None, format: TaskFormat | None, *, is_json: bool
 ) -> tuple[Callable[[str], Any], bool]:
-    """Returns what reads a line, and whether lines without anything are none."""
+    """Returns a function that parses a line, and whether blank lines are skipped."""
     several = format if format is not None and len(format.fields) > 1 else None
     parse_record = _record_parser(field, format)
     if not (several or is_json or field is not None):
@@ -166,7 +164,7 @@ def _parser(
 def _record_parser(
     field: str | None, format: TaskFormat | None
 ) -> Callable[[Mapping[str, Any]], Any]:
-    """Returns what takes an input from the fields of a row."""
+    """Returns a function that extracts an input from the fields of a row."""
     several = format if format is not None and len(format.fields) > 1 else None
     if several and field is not None:
         raise errors.UserError(
@@ -200,8 +198,8 @@ def _checked_alone(given: Any) -> str:
 
 
 def _json_object(line: str, format: TaskFormat | None) -> dict[str, Any]:
-    """Returns the object of a line; `format` is that of a task with several fields."""
-    wanted = (
+    """Parses a line as a JSON object; `format` is that of a task with several fields."""
+    expected = (
         f"; task={format.task} writes an input from {' and '.join(format.fields)}: give JSON "
         f"lines such as {format.example()}, or send texts as they are with --raw"
         if format
@@ -210,14 +208,14 @@ def _json_object(line: str, format: TaskFormat | None) -> dict[str, Any]:
     try:
         record = foreign_files.parse_json(line)
     except ValueError as error:
-        raise FieldError(f"is not JSON ({error}){wanted}") from None
+        raise FieldError(f"is not JSON ({error}){expected}") from None
     if not isinstance(record, dict):
-        raise FieldError(f"is no JSON object but {line[:40]!r}{wanted}")
+        raise FieldError(f"is no JSON object but {line[:40]!r}{expected}")
     return record
 
 
 class _Line(NamedTuple):
-    """A line, or the fields of a row, and where it stands."""
+    """A line, or the fields of a row, with its location."""
 
     content: str | Mapping[str, Any]
     where: str
@@ -236,18 +234,18 @@ def _lines(file: Iterable[bytes], name: str, invalid_utf8: Any, tally: Any) -> I
 def _items(
     lines: Iterable[_Line], parse: Callable[[Any], Any], *, skip_blank: bool
 ) -> Iterator[Item]:
-    """Yields inputs; blank lines are a fault in text, whose lines are counted, and none in JSON."""
+    """Yields inputs; a blank line is an error in text, and skipped in JSON."""
     for line in lines:
         if skip_blank and isinstance(line.content, str) and not line.content.strip():
             continue
         try:
-            given = parse(line.content)
-            for text in given.values() if isinstance(given, dict) else [given]:
+            parsed = parse(line.content)
+            for text in parsed.values() if isinstance(parsed, dict) else [parsed]:
                 if not text.strip():
                     raise FieldError("is empty: there is nothing to predict from; leave it out")
-                text.encode()  # JSON can express halves of characters, which no vocabulary has.
+                text.encode()  # Raises for unpaired surrogates, which JSON can express.
         except UnicodeEncodeError as error:
             raise errors.UserError(f"{line.where} is not UTF-8 ({error}); correct it.") from None
         except FieldError as error:
             raise errors.UserError(f"{line.where} {error}.") from None
-        yield Item(given)
+        yield Item(parsed)

@@ -1,4 +1,4 @@
-"""A model and its vocabulary: texts in, predictions and scores out."""
+"""Predicts and scores texts with a model and its vocabulary."""
 
 import dataclasses
 import os
@@ -14,7 +14,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 from convt5 import errors
-from convt5.evaluation.batching import PADDING_ROW, Batch, plan_batches, stacked
+from convt5.evaluation.batching import PADDING_ROW, Batch, plan_batches, stack
 from convt5.evaluation.settings import PredictConfig, Rank
 from convt5.generation import decoding, samples
 from convt5.modeling import sharding
@@ -25,31 +25,30 @@ from convt5.text.task_format import FieldError, Given, TaskFormat
 _SENTINEL = re.compile(f"({sentinels.MARK.pattern.replace('(', '(?:')})")
 
 _CHOICES_PER_ROW = 4
-"""Choices of an input, which are short, beyond which fewer inputs are computed together."""
+"""Number of (short) label choices above which fewer inputs are computed together."""
 
 Progress = Callable[[int], None]
-"""Called with the number of examples that have been computed since the last call."""
+"""Called with the number of examples computed since the last call."""
 
 
 class TextVocabulary(samples.TextVocabulary, Protocol):
-    """The part of a `seqio.Vocabulary` that is needed here."""
+    """The part of `seqio.Vocabulary` needed here."""
 
     def encode(self, s: str, /) -> Sequence[int]: ...
 
 
 class Prediction(NamedTuple):
-    """What a model answers to one input; the parts have one entry for each result.
+    """The prediction for one input; each part has one entry per result.
 
-    Results of beam search and labels come best first, those of sampling in the order they were
-    drawn.
+    Results of beam search and labels are sorted best first, those of sampling in the order drawn.
 
     Attributes:
         texts: the results.
         scores: what they are ranked by: log-probabilities, which beam search divides by
             length ** length_penalty.
-        tokens: their ids, with the end token if it came.
-        truncated: tokens of the input that were cut off.
-        probabilities: of each label of the task, in the task's order, where labels are ranked.
+        tokens: their token ids, including the end token if generated.
+        truncated: number of input tokens cut off.
+        probabilities: the probability of each label in the task's order, if labels are ranked.
     """
 
     texts: tuple[str, ...]
@@ -60,17 +59,17 @@ class Prediction(NamedTuple):
 
     @property
     def label(self) -> str | None:
-        """The likeliest label; None where labels were not ranked."""
+        """The most likely label; None if labels are not ranked."""
         return None if self.probabilities is None else self.texts[0]
 
 
 class TargetScore(NamedTuple):
-    """What a model thinks of one given target.
+    """The score of one given target.
 
     Attributes:
-        log_prob: of the whole target, end token included, given the input.
-        num_tokens: that it sums over.
-        objective: what training minimises of it, summed: -log_prob, and the regularizers.
+        log_prob: log-probability of the whole target, including the end token, given the input.
+        num_tokens: number of its tokens.
+        objective: the training objective summed over them: -log_prob plus the regularizers.
     """
 
     log_prob: float
@@ -88,24 +87,24 @@ class Fitted(NamedTuple):
 class Predictor:
     """Predicts and scores with one model.
 
-    Inputs may come in any order and number: they are put together by length, computed in few
-    shapes, and the results come back in the order of the inputs. The result of an input depends on
-    nothing but it, its number, and the settings.
+    Inputs may have any order and number: they are batched by length in few shapes, and results are
+    in the order of the inputs. The result of an input depends only on the input, its number, and
+    the settings.
 
     Args:
-        model: from `load_model`.
-        vocabulary: of inputs, and of targets unless `target_vocabulary` is given.
-        config: how predictions are made; lengths left None are the usual ones for the model.
-        target_vocabulary: of targets.
-        add_eos: whether inputs and targets end with the end token, as T5's do.
-        mesh: devices that the model lies on; None leaves rows wherever the model is.
-        format: how the task that the model was trained on writes its inputs, and its labels; None
-            sends texts as they are.
-        raw: sends texts as they are all the same.
+        model: the result of `load_model`.
+        vocabulary: the vocabulary of inputs, and of targets unless `target_vocabulary` is given.
+        config: how to predict; lengths of None get the model's defaults.
+        target_vocabulary: the vocabulary of targets.
+        add_eos: whether inputs and targets end with the end token, as in T5.
+        mesh: the devices of the model; None follows the placement of the model.
+        format: how the task that the model was trained on writes inputs, and its labels; None uses
+            texts unchanged.
+        raw: uses texts unchanged even if there is a format.
 
     Raises:
-        UserError: a vocabulary with more ids than the model has embeddings, or labels that are to
-            be ranked and that are not there, or that the vocabulary cannot tell apart.
+        UserError: the vocabulary has more ids than the model has embeddings, or labels are to be
+            ranked that are missing or that the vocabulary cannot distinguish.
     """
 
     def __init__(
@@ -131,22 +130,22 @@ class Predictor:
         self._batch_sharding = sharding.batch_sharding(mesh) if mesh else None
         for each in (self.vocabulary, self.target_vocabulary):
             check_vocabulary_size(each, model.config.vocab_size)
-        self._labels = self._encoded_labels()
+        self._labels = self._encode_labels()
 
     @property
     def strategy(self) -> Any:
-        """How answers are found: as configured, else by the labels of the task, else greedily."""
+        """The strategy: as configured, else ranking if the task has labels, else greedy."""
         return self.config.strategy_for(self.format)
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields that an input is written from, where there are several."""
+        """The fields of an input, if there are several."""
         names = self.format.fields if self.format and not self.raw else ()
         return names if len(names) > 1 else ()
 
     @property
     def spans_hosts(self) -> bool:
-        """Whether the model lies on devices of several hosts, which must then call alike."""
+        """Whether the model is on devices of several hosts, which must then make equal calls."""
         where = self._batch_sharding
         return where is not None and not where.is_fully_addressable
 
@@ -160,38 +159,37 @@ class Predictor:
         """Returns a prediction for each text.
 
         Args:
-            texts: inputs as the task of the model has them before it writes them: each a text, or
-                a mapping with its fields. Sent as it is, a text may hold sentinels as
-                <extra_id_0>, <extra_id_1>, ...
-            raw: sends texts as they are, or not; None as the predictor was made.
-            first_number: the number of the first text, which sampling depends on.
+            texts: inputs before the task formats them: each a text, or a mapping with its fields.
+                Unformatted texts may contain the sentinels <extra_id_0>, <extra_id_1>, ...
+            raw: whether to use texts unchanged; None uses the predictor's setting.
+            first_number: the number of the first text, on which sampling depends.
 
         Raises:
-            UserError: one text where several are meant, a text without tokens or one that UTF-8
-                lacks, fields that the task does not have, or a long one that is to be refused.
+            UserError: a string instead of a sequence, an empty or invalid text, fields that the
+                task does not have, or an input that is too long and must not be truncated.
         """
         _check_several(texts=texts)
-        sources = self._encoded(texts, raw, first_number)
+        sources = self._encode_all(texts, raw, first_number)
         return self.predict_tokens(sources, first_number=first_number)
 
     def score(
         self, texts: Sequence[Given], targets: Sequence[str], *, raw: bool | None = None
     ) -> list[TargetScore]:
-        """Returns what the model thinks of each target as the answer to the text beside it.
+        """Scores each target as the answer to the text at the same position.
 
         Raises:
-            UserError: as `predict`, or unequal numbers of texts and targets.
+            UserError: as `predict`, or the numbers of texts and targets differ.
         """
         _check_several(texts=texts, targets=targets)
         ids = [self._with_end(encode_text(self.target_vocabulary, text)) for text in targets]
-        return self.score_tokens(self._encoded(texts, raw), ids)
+        return self.score_tokens(self._encode_all(texts, raw), ids)
 
     def encode(self, given: Given, *, raw: bool | None = None) -> list[int]:
-        """Returns the ids of an input, however long.
+        """Returns the token ids of an input of any length.
 
         Raises:
             FieldError: fields that the task does not have.
-            UserError: a text that UTF-8 lacks.
+            UserError: the text cannot be encoded in UTF-8.
         """
         raw = self.raw if raw is None else raw
         format = None if raw else self.format
@@ -207,10 +205,10 @@ class Predictor:
         ends = [end_id(self.vocabulary)] * self._add_eos
         if format is None or format.sentinels:
             return [*encode_text(self.vocabulary, text), *ends]
-        # A task reads what stands in its data as letters, also where that looks like a sentinel.
+        # In task data, a text that looks like a sentinel is ordinary letters.
         return [*self.vocabulary.encode(_checked_text(text)), *ends]
 
-    def _encoded(
+    def _encode_all(
         self, texts: Iterable[Given], raw: bool | None, first_number: int = 0
     ) -> list[list[int]]:
         sources = []
@@ -224,8 +222,8 @@ class Predictor:
     def _with_end(self, target: Sequence[int]) -> list[int]:
         return [*target, *[self.end_id] * self._add_eos]
 
-    def _encoded_labels(self) -> list[list[int]]:
-        """Returns the ids of the labels that are ranked, as long as targets are in training."""
+    def _encode_labels(self) -> list[list[int]]:
+        """Returns the token ids of the labels to rank, truncated as targets are in training."""
         if not isinstance(self.strategy, Rank):
             return []
         labels = self.format.labels if self.format else ()
@@ -236,7 +234,7 @@ class Predictor:
             )
         limit = self._lengths["targets"]
         whole = [self._with_end(self.target_vocabulary.encode(label)) for label in labels]
-        ids = [truncated(tokens, limit, self.end_id).tokens for tokens in whole]
+        ids = [truncate(tokens, limit, self.end_id).tokens for tokens in whole]
         for i, one in enumerate(ids):
             if one in ids[:i]:
                 other = labels[ids.index(one)]
@@ -248,7 +246,7 @@ class Predictor:
         return ids
 
     def fit(self, tokens: Sequence[int], number: int) -> Fitted:
-        """Returns an input that is not too long.
+        """Truncates an input if it is too long.
 
         Raises:
             UserError: it is too long and `long_inputs="refuse"`, or it is empty.
@@ -264,7 +262,7 @@ class Predictor:
                 "long_inputs=refuse; shorten it, raise max_input_length, or set "
                 "long_inputs=truncate."
             )
-        return truncated(tokens, limit, end_id(self.vocabulary))
+        return truncate(tokens, limit, end_id(self.vocabulary))
 
     def predict_tokens(
         self,
@@ -278,25 +276,25 @@ class Predictor:
         """Returns a prediction for each tokenized input.
 
         Args:
-            sources: ids with their end token.
-            numbers: of the inputs, for sampling and messages.
-            first_number: where `numbers` is None, they are counted from this.
-            rows: of a batch; by default no more than there are inputs.
-            progress: told of each batch.
+            sources: token ids including the end token.
+            numbers: numbers of the inputs, for sampling and messages.
+            first_number: if `numbers` is None, numbers count from this.
+            rows: batch size; by default at most the number of inputs.
+            progress: called for each batch.
         """
         if numbers is None:
             numbers = range(first_number, first_number + len(sources))
         if self._labels:
-            return self._ranked(sources, numbers, rows, progress)
+            return self._rank(sources, numbers, rows, progress)
         fitted = [self.fit(s, n) for s, n in zip(sources, numbers, strict=True)]
-        found: list[Prediction | None] = [None] * len(fitted)
+        predictions: list[Prediction | None] = [None] * len(fitted)
         for batch in self._batches([len(f.tokens) for f in fitted], rows):
             results = self._decode(batch, fitted, numbers)
             for row, i in enumerate(batch.examples):
                 if i != PADDING_ROW:
-                    found[i] = self._prediction(results, row, fitted[i].truncated)
+                    predictions[i] = self._prediction(results, row, fitted[i].truncated)
             _tell(progress, batch)
-        return [prediction for prediction in found if prediction is not None]
+        return [prediction for prediction in predictions if prediction is not None]
 
     def score_choices(
         self,
@@ -309,24 +307,24 @@ class Predictor:
         regularizers: decoding.Regularizers = decoding.NO_REGULARIZERS,
         progress: Progress | None = None,
     ) -> list[list[TargetScore]]:
-        """Returns what the model thinks of each choice of each input, which is read once for all.
+        """Scores each choice of each input; an input is encoded once for all its choices.
 
-        Whatever scores targets or ranks labels calls this.
+        All functions that score targets or rank labels call this.
 
         Args:
-            sources: ids with their end token.
-            choices: for each input as many targets, each with its end token. All of each is scored,
-                whatever `max_length` is.
-            numbers: of the inputs, for messages; by default as they come.
-            rows: inputs of a batch, of which there are fewer where choices are many; by default no
-                more than there are inputs.
-            at_least: choices of an input, and tokens of a choice, that shapes have room for; by
-                default as many as are here.
-            regularizers: of the loss that the model was trained with.
-            progress: told of each batch of inputs.
+            sources: token ids including the end token.
+            choices: an equal number of targets for each input, including the end token. Scored
+                whole, whatever `max_length` is.
+            numbers: numbers of the inputs, for messages; by default counted from 0.
+            rows: inputs per batch, fewer if there are many choices; by default at most the number
+                of inputs.
+            at_least: choices per input, and tokens per choice, that the shapes must hold; by
+                default as many as given.
+            regularizers: the regularizers of the training loss.
+            progress: called for each batch of inputs.
 
         Raises:
-            UserError: a long input that is to be refused.
+            UserError: an input is too long and must not be truncated.
         """
         numbers = range(len(sources)) if numbers is None else numbers
         fitted = [self.fit(s, n).tokens for s, n in zip(sources, numbers, strict=True)]
@@ -334,36 +332,36 @@ class Predictor:
         longest = max([at_least[1], *(len(ids) for each in choices for ids in each)])
         rows = rows or min(self.config.batch_size, decoding.bucket_size(len(fitted)))
         rows = max(1, min(rows, _CHOICES_PER_ROW * self.config.batch_size // num_choices))
-        found: list[list[TargetScore]] = [[]] * len(fitted)
+        by_input: list[list[TargetScore]] = [[]] * len(fitted)
         for batch in self._batches([len(tokens) for tokens in fitted], rows):
             targets = [
-                stacked([] if i == PADDING_ROW else choices[i], longest, rows=num_choices)
+                stack([] if i == PADDING_ROW else choices[i], longest, rows=num_choices)
                 for i in batch.examples
             ]
             scores = decoding.score(
                 self.model,
-                stacked(_rows(fitted, batch), batch.length),
+                stack(_rows(fitted, batch), batch.length),
                 np.stack(targets),
                 regularizers=regularizers,
                 batch_sharding=self._batch_sharding,
             )
             for row, i in enumerate(batch.examples):
                 if i != PADDING_ROW:
-                    found[i] = _scored(scores, row, choices[i])
+                    by_input[i] = _target_scores(scores, row, choices[i])
             _tell(progress, batch)
-        return found
+        return by_input
 
     def score_tokens(
         self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
     ) -> list[TargetScore]:
-        """Returns what the model thinks of each target given the input beside it.
+        """Scores each target given the input at the same position.
 
         Args:
-            sources: ids with their end token.
-            targets: likewise; all of them are scored, whatever `max_length` is.
+            sources: token ids including the end token.
+            targets: likewise; scored whole, whatever `max_length` is.
 
         Raises:
-            UserError: unequal numbers of both, or a long input that is to be refused.
+            UserError: their numbers differ, or an input is too long and must not be truncated.
         """
         if len(sources) != len(targets):
             raise errors.UserError(
@@ -388,7 +386,7 @@ class Predictor:
             key = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(seed, jnp.asarray(at))
         return decoding.decode(
             self.model,
-            stacked(_rows([f.tokens for f in fitted], batch), batch.length),
+            stack(_rows([f.tokens for f in fitted], batch), batch.length),
             max_length=max_length,
             max_lengths=np.where(is_example, max_length, 0),
             strategy=strategy,
@@ -397,7 +395,7 @@ class Predictor:
             batch_sharding=self._batch_sharding,
         )
 
-    def _ranked(
+    def _rank(
         self,
         sources: Sequence[Sequence[int]],
         numbers: Sequence[int],
@@ -405,7 +403,7 @@ class Predictor:
         progress: Progress | None,
     ) -> list[Prediction]:
         assert self.format is not None
-        found = self.score_choices(
+        choice_scores = self.score_choices(
             sources, [self._labels] * len(sources), numbers=numbers, rows=rows, progress=progress
         )
         limit = self._lengths["inputs"]
@@ -416,12 +414,12 @@ class Predictor:
                 [score.log_prob for score in scores],
                 max(0, len(source) - limit),
             )
-            for source, scores in zip(sources, found, strict=True)
+            for source, scores in zip(sources, choice_scores, strict=True)
         ]
 
     def _prediction(self, found: decoding.Found, row: int, cut: int) -> Prediction:
         lengths = np.asarray(found.lengths)[row]
-        # Fewer sequences than asked for may exist.
+        # There may be fewer sequences than requested.
         kept = [i for i, length in enumerate(lengths) if length]
         tokens = [tuple(np.asarray(found.tokens)[row, i, : lengths[i]].tolist()) for i in kept]
         return Prediction(
@@ -443,41 +441,41 @@ def load_predictor(
     format: str | None = None,
     **settings: Any,
 ) -> Predictor:
-    """Returns what `python -m convt5.infer` predicts with: a model with its vocabulary and lengths.
+    """Loads the predictor of `python -m convt5.infer`: a model with its vocabulary and lengths.
 
     Args:
         directory: a run directory, one of its steps, or an exported model.
-        step: which checkpoint of a run: "latest", "best" or a number.
-        vocabulary: a SentencePiece .model file, or "bytes"; None takes the one of the model.
-        ema: takes the average over the updates, where the run kept one.
-        trust: modules that the run's settings may import, such as ["my_tasks"]; others than
-            convt5's are refused, as importing runs code.
-        raw: sends inputs as they are. By default they are written as in training, with the prefix
+        step: the checkpoint of a run: "latest", "best" or a number.
+        vocabulary: a SentencePiece .model file, or "bytes"; None uses that of the model.
+        ema: uses the average over the updates, if the run kept one.
+        trust: modules that the run's settings may import, such as ["my_tasks"]. Modules other than
+            convt5's are refused, because importing runs code.
+        raw: uses inputs unchanged. By default they are formatted as in training, with the prefix
             and the fields of the task that the model was trained on.
-        format: of a model trained on several tasks, the task whose inputs are given.
-        **settings: of `PredictConfig`, such as strategy=BeamSearch(beam_size=4); others are those
-            of the run.
+        format: for a model trained on several tasks, the task of the inputs.
+        **settings: settings of `PredictConfig`, such as strategy=BeamSearch(beam_size=4); others
+            are those of the run.
 
     Raises:
-        UserError: nothing there that can be loaded, no vocabulary, a task that is not known, or
-            settings that do not exist or do not fit the model.
+        UserError: nothing that can be loaded, no vocabulary, an unknown task, or settings that do
+            not exist or do not fit the model.
     """
     from convt5.evaluation import checkpoints, run_settings
 
     name = os.path.expanduser(directory)
-    found = checkpoints.select(name, str(step))
-    if len(found) != 1:
+    selected = checkpoints.select(name, str(step))
+    if len(selected) != 1:
         raise errors.UserError(f"step={step} must name one checkpoint.")
     _check_known(settings)
     run = run_settings.read_for_text(str(name), vocabulary=vocabulary, trust=trust)
     features = run_settings.text_features(vocabulary or str(name), run)
-    model_config = checkpoints.model_config(found[0])
+    model_config = checkpoints.model_config(selected[0])
     config = dataclasses.replace(run.predict, **settings)
     chosen = run_settings.task_format(str(name), run, format, raw=raw)
-    print(run_settings.answers_described(chosen, config, raw=raw), file=sys.stderr)
+    print(run_settings.describe_answers(chosen, config, raw=raw), file=sys.stderr)
     mesh = sharding.MeshConfig().build()
     return Predictor(
-        checkpoints.load(found[0], mesh, ema=ema),
+        checkpoints.load(selected[0], mesh, ema=ema),
         features.inputs,
         config.completed(model_config, run.trained_lengths()),
         target_vocabulary=features.targets,
@@ -489,7 +487,7 @@ def load_predictor(
 
 
 def check_vocabulary_size(vocabulary: TextVocabulary, vocab_size: int) -> None:
-    """Raises `UserError` if the vocabulary has ids that the model has no embedding for."""
+    """Raises `UserError` if the vocabulary has ids for which the model has no embedding."""
     if vocabulary.vocab_size > vocab_size:
         raise errors.UserError(
             f"the vocabulary has {vocabulary.vocab_size} ids, sentinels included, but the model's "
@@ -509,15 +507,15 @@ def _check_known(settings: Mapping[str, Any]) -> None:
 
 
 def encode_text(vocabulary: TextVocabulary, text: str) -> list[int]:
-    """Returns ids without an end token; <extra_id_0> is the first sentinel, in any vocabulary.
+    """Encodes a text without an end token; <extra_id_0> is the first sentinel of any vocabulary.
 
     Raises:
-        UserError: a text with halves of characters, such as bytes that are no UTF-8 are read as.
+        UserError: the text has unpaired surrogates, which bytes that are not UTF-8 are read as.
     """
     text = _checked_text(text)
     ids: list[int] = []
     known = sentinels.ids_of(vocabulary) if sentinels.MARK.search(text) else ()
-    # A SentencePiece model with sentinels knows them only where a blank or nothing stands before.
+    # A SentencePiece model recognises its sentinels only at the start or after a space.
     for piece in _SENTINEL.split(text):
         mark = sentinels.MARK.fullmatch(piece)
         if mark and int(mark[1]) < len(known):
@@ -536,18 +534,18 @@ def _checked_text(text: str) -> str:
 
 
 def decode_text(vocabulary: TextVocabulary, ids: Sequence[int]) -> str:
-    """Returns the text of ids up to the end token, with sentinels as <extra_id_0>, ..."""
+    """Decodes ids up to the end token, with sentinels as <extra_id_0>, ..."""
     end = end_id(vocabulary)
     kept = list(ids[: ids.index(end)] if end in ids else ids)
-    # Rows that fill up the model's table beyond the vocabulary stand for nothing.
+    # Rows of the model's table beyond the vocabulary have no text.
     kept = [i for i in kept if i < vocabulary.vocab_size]
-    # Bytes keep every space; pieces of SentencePiece lose those at the ends of a decoded run.
+    # Bytes keep every space; SentencePiece drops those at the ends of a decoded run.
     gap = "" if _reads_sentinels_as_letters(vocabulary) else " "
-    return "".join(_decoded_pieces(vocabulary, kept, gap)).strip(gap)
+    return "".join(_decode_pieces(vocabulary, kept, gap)).strip(gap)
 
 
-def truncated(tokens: Sequence[int], limit: int, end: int) -> Fitted:
-    """Returns at most `limit` tokens; an end token stays at the end, as seqio's tasks keep it."""
+def truncate(tokens: Sequence[int], limit: int, end: int) -> Fitted:
+    """Truncates to `limit` tokens; a final end token is kept, as seqio's tasks do."""
     kept = list(tokens[:limit])
     if len(tokens) > limit and tokens[-1] == end:
         kept[-1] = end
@@ -558,16 +556,16 @@ def end_id(vocabulary: TextVocabulary) -> int:
     return 1 if vocabulary.eos_id is None else vocabulary.eos_id
 
 
-def _decoded_pieces(vocabulary: TextVocabulary, ids: Sequence[int], gap: str) -> Iterator[str]:
+def _decode_pieces(vocabulary: TextVocabulary, ids: Sequence[int], gap: str) -> Iterator[str]:
     run: list[int] = []
     for token, number in zip(ids, sentinels.numbers(ids, vocabulary), strict=True):
         if number is None:
             run.append(token)
             continue
-        yield samples.decoded(run, vocabulary)
+        yield samples.decode(run, vocabulary)
         yield f"{gap}{sentinels.mark(number)}{gap}"
         run = []
-    yield samples.decoded(run, vocabulary)
+    yield samples.decode(run, vocabulary)
 
 
 def _reads_sentinels_as_letters(vocabulary: TextVocabulary) -> bool:
@@ -576,7 +574,7 @@ def _reads_sentinels_as_letters(vocabulary: TextVocabulary) -> bool:
 
 
 def _check_several(**given: object) -> None:
-    """A text alone would be read as many texts of one letter."""
+    """Raises an error for a single string, which would be read as many texts of one letter."""
     for name, value in given.items():
         if isinstance(value, str):
             raise errors.UserError(
@@ -587,7 +585,7 @@ def _check_several(**given: object) -> None:
 def _ranking(
     labels: Sequence[str], tokens: Sequence[Sequence[int]], scores: Sequence[float], cut: int
 ) -> Prediction:
-    """Returns labels from the likeliest on; of equal ones the first of the task comes first."""
+    """Returns labels sorted by probability; ties keep the order of the task."""
     order = sorted(range(len(labels)), key=lambda i: -scores[i])
     shares = np.exp(np.asarray(scores, np.float64) - max(scores))
     shares /= shares.sum()
@@ -600,11 +598,11 @@ def _ranking(
     )
 
 
-def _scored(
+def _target_scores(
     scores: decoding.Scores, row: int, choices: Sequence[Sequence[int]]
 ) -> list[TargetScore]:
-    found = zip(choices, scores.log_probs[row], scores.objectives[row], strict=False)
-    return [TargetScore(float(log_prob), len(ids), float(x)) for ids, log_prob, x in found]
+    parts = zip(choices, scores.log_probs[row], scores.objectives[row], strict=False)
+    return [TargetScore(float(log_prob), len(ids), float(x)) for ids, log_prob, x in parts]
 
 
 def _rows(values: Sequence[Sequence[int]], batch: Batch) -> list[Sequence[int]]:

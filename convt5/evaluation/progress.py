@@ -1,4 +1,4 @@
-"""How far a command is, on standard error: a bar in a terminal, plain lines anywhere else."""
+"""Progress of a command on standard error: a bar in a terminal, plain lines elsewhere."""
 
 import contextlib
 import math
@@ -16,14 +16,14 @@ from convt5.training.run_log import show_line
 
 
 class Progress:
-    """Counts examples; calling it adds to them.
+    """Counts examples; each call adds to the count.
 
     Args:
-        total: how many there will be; None where that is not known.
-        done: of them before this process began.
-        label: stands before the numbers.
+        total: total number; None if unknown.
+        done: number of examples done before this process started.
+        label: shown before the numbers.
         out: standard error by default.
-        seconds_between_lines: plain lines that come sooner are left out, except the last.
+        seconds_between_lines: plain lines that follow sooner are dropped, except the last.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Progress:
         show_line(text, out=self._out, above=self._bar)
 
     def close(self) -> None:
-        """Ends the bar, and says how long it took."""
+        """Closes the bar, and shows the elapsed time."""
         self._bar.close()
         seconds = time.monotonic() - self._started
         if self._done > self._first:
@@ -74,20 +74,20 @@ class Progress:
         speed = f"{short_number(rate)} examples/s"
         if self._total is None:
             return f"{self._label}{self._done} examples  {speed}"
-        left = (self._total - self._done) / rate if rate else math.inf
+        seconds_left = (self._total - self._done) / rate if rate else math.inf
         share = f"{100 * self._done / max(self._total, 1):.0f}%"
         return (
             f"{self._label}{self._done}/{self._total} ({share})  {speed}"
-            f"{f'  ETA {duration(left)}' if math.isfinite(left) else ''}"
+            f"{f'  ETA {duration(seconds_left)}' if math.isfinite(seconds_left) else ''}"
         )
 
 
 @contextlib.contextmanager
 def elapsed(what: str, *, out: TextIO | None = None) -> Iterator[None]:
-    """Shows in a terminal, and nowhere else, for how long something goes on that tells no progress.
+    """Shows the elapsed time of an activity without measurable progress, in a terminal only.
 
     Args:
-        what: goes on, such as "compiling for v5e:4x4".
+        what: the activity, such as "compiling for v5e:4x4".
         out: standard error by default.
     """
     stream = terminal.unchanged(out or sys.stderr)

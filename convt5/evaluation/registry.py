@@ -1,4 +1,4 @@
-"""Tasks and mixtures by the name that they are registered under with seqio."""
+"""Finds registered seqio tasks and mixtures by name."""
 
 import importlib
 
@@ -7,13 +7,13 @@ import seqio
 from convt5 import errors
 
 
-def registered(name: str) -> seqio.Task | seqio.Mixture:
-    """Returns the task or mixture of a name.
+def find_registered(name: str) -> seqio.Task | seqio.Mixture:
+    """Returns the task or mixture registered under a name.
 
     Raises:
         UserError: there is none.
     """
-    importlib.import_module("convt5.tasks")  # Registers those of convt5.
+    importlib.import_module("convt5.tasks")  # Registers the tasks of convt5.
     names = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
     if name not in names:
         raise errors.UserError(

@@ -1,4 +1,4 @@
-"""Files that evaluation and prediction write: complete or absent, and one writer at a time.
+"""Result files of evaluation and prediction: written atomically, by one writer at a time.
 
 <output_dir>/<task>/<split>/step_<step>.json       metrics and counts
                             step_<step>.jsonl      predictions, one line for each example
@@ -21,13 +21,14 @@ from convt5.training.run_log import TensorBoard
 
 
 class Outcome(NamedTuple):
-    """What was found for one model and one task.
+    """The results of one model on one task.
 
     Attributes:
-        task, split: what was measured.
-        metrics: by name; `loss` is the cross-entropy of target tokens in nats per token (where
-            labels are ranked, of the right ones), or that of labels of images in nats.
-        counts: examples, target tokens that the loss is of, and inputs and targets that were cut.
+        task, split: the task and split measured.
+        metrics: by name. `loss` is the cross-entropy of target tokens in nats per token (if labels
+            are ranked, of the correct ones), or of image labels in nats.
+        counts: numbers of examples, of target tokens in the loss, and of truncated inputs and
+            targets.
         records: for each example its texts, predictions and scores, as JSON values.
     """
 
@@ -39,11 +40,11 @@ class Outcome(NamedTuple):
 
 
 class Results:
-    """The results of one command; only the first host of a run makes one.
+    """The result files of one command; only the first host of a run has them.
 
     Args:
-        folder: made when something is written.
-        settings: JSON values that the results depend on; part of each file.
+        folder: created when something is written.
+        settings: JSON values that the results depend on, written to each file.
     """
 
     def __init__(self, folder: epath.PathLike, settings: Mapping[str, Any]):
@@ -56,21 +57,21 @@ class Results:
         return self.folder / _file_name(task) / _file_name(split) / f"{name}.json"
 
     def exists(self, task: str, split: str, step: int | None) -> bool:
-        """Whether there are results of the same settings; a damaged file is none.
+        """Returns whether there are results with the same settings; damaged files do not count.
 
         Raises:
             UserError: `write` could not write them.
         """
         path = self.path(task, split, step)
         self._check_writable(path)
-        found = read_object(path)
-        return found is not None and found.get("settings") == self._settings
+        content = read_object(path)
+        return content is not None and content.get("settings") == self._settings
 
     def write(self, outcome: Outcome, step: int | None) -> epath.Path:
         """Writes all files of one task and step; returns the path of the metrics.
 
         Raises:
-            UserError: the folder cannot be written.
+            UserError: the folder is not writable.
         """
         path = self.path(outcome.task, outcome.split, step)
         summary = {
@@ -84,7 +85,7 @@ class Results:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_text(path.with_suffix(".jsonl"), "".join(map(json_line, outcome.records)))
-            # Last, so that where it is, everything is.
+            # Written last, so that its presence means that all files are complete.
             replace_text(path, json.dumps(_plain(summary), indent=2) + "\n")
         except OSError as error:
             raise errors.UserError(
@@ -96,16 +97,16 @@ class Results:
         return path
 
     def _check_writable(self, path: epath.Path) -> None:
-        """Finds out before anything is measured, which may take hours."""
+        """Checks early that files can be written, because measuring may take hours."""
         if whole_files.is_remote(path):
             return
         folders = [self.folder / "tensorboard", path.parent, path.parent.parent]
-        wanted = [(p, "a folder") for p in folders]
-        wanted += [(p, "a file") for p in (path, path.with_suffix(".jsonl"))]
+        expected_kinds = [(p, "a folder") for p in folders]
+        expected_kinds += [(p, "a file") for p in (path, path.with_suffix(".jsonl"))]
         faults = [
-            f"{p} is {found}, where {want} must be"
-            for p, want in wanted
-            if (found := whole_files.kind(p)) not in (None, want)
+            f"{p} is {kind}, where {want} must be"
+            for p, want in expected_kinds
+            if (kind := whole_files.kind(p)) not in (None, want)
         ]
         places = [path.parent, *path.parent.parents]
         nearest = next(p for p in places if os.path.lexists(p))
@@ -132,20 +133,19 @@ class Results:
 
 
 class ResumableLines:
-    """A JSONL file that a killed command continues after its last complete line.
+    """A JSONL file that a command resumes after its last complete line.
 
-    Settings lie beside it, in FILE.settings.json: lines of other settings are not mixed.
+    FILE.settings.json holds its settings: lines with different settings are not mixed.
 
     Attributes:
-        num_done: complete lines, whose records `done` yields.
+        num_done: number of complete lines, whose records `done` yields.
     """
 
     def __init__(self, path: epath.PathLike, settings: Mapping[str, Any]):
-        """Opens the file, cutting a last line that was not completed.
+        """Opens the file and removes an incomplete last line.
 
         Raises:
-            UserError: another process writes it, it was made with other settings, or it cannot be
-                written.
+            UserError: another process is writing it, it has other settings, or it is not writable.
         """
         self.path = os.path.expanduser(os.fspath(path))
         settings = json.loads(json.dumps(settings))
@@ -168,7 +168,7 @@ class ResumableLines:
             raise
 
     def done(self) -> Iterator[dict[str, Any]]:
-        """Yields the records that were there when the file was opened."""
+        """Yields the records that existed when the file was opened."""
         with open(self.path, "rb") as file:
             for number, line in enumerate(file):
                 if number == self.num_done:
@@ -182,7 +182,7 @@ class ResumableLines:
                 yield record
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Appends records; they outlast the process and the machine when it returns."""
+        """Appends records; on return they survive the process and the machine."""
         self._file.write("".join(map(json_line, records)).encode())
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -205,23 +205,23 @@ class ResumableLines:
             return
         before = read_object(beside)
         if before is None:
-            found = (
+            conflict = (
                 f"was made with settings that are not known: {beside.name} beside it is damaged"
                 if beside.exists()
                 else f"holds something else: there is no {beside.name} beside it"
             )
             raise errors.UserError(
-                f"output={self.path} {found}; choose another output, or remove the file."
+                f"output={self.path} {conflict}; choose another output, or remove the file."
             )
-        changed = differences(before, settings)
-        if changed:
+        changes = differences(before, settings)
+        if changes:
             raise errors.UserError(
-                f"output={self.path} was made with other settings ({'; '.join(changed)}), so that "
+                f"output={self.path} was made with other settings ({'; '.join(changes)}), so that "
                 "it cannot be continued; set them back, choose another output, or remove the file."
             )
 
     def _cut_torn_line(self) -> int:
-        """Returns the number of complete lines; only those remain."""
+        """Removes an incomplete last line; returns the number of complete lines."""
         self._file.seek(0)
         lines = end = 0
         for line in self._file:
@@ -247,7 +247,7 @@ def closing_results(results: Results | None) -> Iterator[Results | None]:
 
 
 def read_object(path: epath.Path) -> dict[str, Any] | None:
-    """Returns the JSON object in a file; None where there is no file, or no such object in it."""
+    """Returns the JSON object in a file; None if it does not exist or holds no object."""
     return foreign_files.find_json(path)
 
 
@@ -259,12 +259,12 @@ def _object(text: bytes) -> dict[str, Any] | None:
 
 
 def _file_name(name: str) -> str:
-    """Splits may be slices such as train[:10%], and names of tasks may hold colons."""
+    """Escapes a name: splits may be slices such as train[:10%], and task names hold colons."""
     return "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: those become strings, as in metrics.jsonl."""
+    """Returns JSON values; NaN and infinities, not in JSON, become strings as in metrics.jsonl."""
     if isinstance(value, float):
         return value if value - value == 0 else str(value)
     if isinstance(value, Mapping):

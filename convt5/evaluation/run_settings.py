@@ -1,6 +1,6 @@
-"""What a trained model came with: its gin settings, its vocabulary, and the lengths it has seen.
+"""The settings of a trained model: its gin settings, its vocabulary, and its training lengths.
 
-A run directory holds them in `config.gin`; gin files that describe a run take its place.
+A run directory has them in `config.gin`; gin files that describe a run replace it.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from convt5.training.run_directory import CONFIG_FILE
 
 
 class RunSettings(NamedTuple):
-    """Settings of a command that uses a trained model.
+    """The settings of a command that uses a trained model.
 
     Attributes:
         train: arguments of `trainer.train`; empty for a model without a run.
-        predict, evaluate: as gin bound them.
-        trained_on: returns the data of the run alone, where `train` may have that of another gin
-            file; None where they are the same. It raises `UserError` where that data is gone.
-        kept: what lies beside the model of its text.
+        predict, evaluate: as bound by gin.
+        trained_on: returns the data of the run itself if `train` may have that of another gin file;
+            otherwise None. Raises `UserError` if that data is gone.
+        kept: the vocabulary files beside the model.
     """
 
     train: Mapping[str, Any]
@@ -50,19 +50,19 @@ class RunSettings(NamedTuple):
 
     @property
     def data(self) -> Any:
-        """The run's evaluation data, or its training data; None where there is neither."""
+        """The run's evaluation data, or else its training data; None without either."""
         return _data(self.train)
 
     def trained_lengths(self) -> dict[str, int | None]:
         """Returns the lengths of the training data, named as in `PredictConfig`.
 
-        They are unknown where the data is gone and the run of an earlier version.
+        They are unknown if the data is gone and the run is of an earlier version.
         """
         names = {"max_input_length": "encoder_length", "max_length": "decoder_length"}
         about: Any = self.data or self.kept
         try:
             return {ours: getattr(about, name, None) for ours, name in names.items()}
-        except errors.UserError as error:  # They lie in a cache that is gone.
+        except errors.UserError as error:  # The lengths are in a cache that is gone.
             if self.kept is None:
                 print(f"the lengths of the run are not known: {error}", file=sys.stderr)
             return {ours: getattr(self.kept, name, None) for ours, name in names.items()}
@@ -76,65 +76,65 @@ def read(
     needs_data: bool | None = True,
     trust: Sequence[str] = (),
 ) -> RunSettings:
-    """Returns the settings of a run and of what is done with it.
+    """Reads the settings of a run and of the command that uses it.
 
     Args:
-        checkpoint: a run directory or something in it. Its config.gin comes before `files`, unless
+        checkpoint: a run directory or a path inside it. Its config.gin comes before `files`, unless
             these describe a run themselves.
         files: gin files.
         bindings: `NAME=VALUE` as given to `--gin.NAME=VALUE`.
-        needs_data: whether a run whose data is gone is an error, unless the settings name tasks to
-            evaluate; the data is left out otherwise. None leaves it out in any case.
-        trust: modules that the run's settings may import and name, beside convt5's.
+        needs_data: whether it is an error if the data of the run is gone. Not so if the settings
+            name tasks to evaluate; the data is then left out. None always leaves it out.
+        trust: modules besides convt5's that the run's settings may import and name.
 
     Raises:
-        Untrusted: the run's settings name what could run code, and nobody has trusted it.
-        UserError: what else `gin_config.load` raises.
+        Untrusted: the run's settings name something that could run code and is not trusted.
+        UserError: other errors of `gin_config.load`.
     """
     statements = gin_files.read_all(files)
     bound = [s for s in statements if isinstance(s, gin_files.Binding)]
     is_run = any(f".{b.selector}".endswith(".trainer.train") for b in bound)
-    own = config_file(checkpoint) if checkpoint else None
+    run_config = config_file(checkpoint) if checkpoint else None
     trained_on = None
-    if own is not None and not is_run:
+    if run_config is not None and not is_run:
         if files:
-            # What the user's own files import is trusted here as well.
+            # Modules that the user's own files import are trusted here as well.
             trusted = (*trust, *named_by_own(statements))
-            trained_on = functools.partial(_data_of_run, str(own), trusted)
-        files, is_run = [str(own), *files], True
+            trained_on = functools.partial(_data_of_run, str(run_config), trusted)
+        files, is_run = [str(run_config), *files], True
     roots = ["@convt5.evaluation.PredictConfig", "@convt5.evaluation.EvalConfig"]
     if is_run:
         roots.append("@convt5.training.trainer.train")
     kept = vocabulary_files.load(checkpoint) if checkpoint else None
     if checkpoint:
-        # What was made of the checkpoint has no reason to name it again.
+        # The checkpoint itself determines these, so its settings need not name them.
         names = ("RUN_DIR", *(["VOCABULARY"] if kept else []))
         missing = [name for name in names if gin_files.is_required(statements, name)]
         bindings = [f"{name}={os.path.expanduser(checkpoint)!r}" for name in missing] + [*bindings]
     config = gin_config.load(files, bindings, roots=roots, supplied=["config_text"], trusted=trust)
-    run_dir = str(own.parent) if own is not None else None
+    run_dir = str(run_config.parent) if run_config is not None else None
     train: dict[str, Any] = {}
     with vocabulary_files.of_run(run_dir):
-        tasks = _built(config, EvalConfig, ("tasks",), run_dir, needs_data)
+        tasks = _build(config, EvalConfig, ("tasks",), run_dir, needs_data)
         evaluate = EvalConfig(**tasks)
         if is_run:
             from convt5.training import trainer
 
-            # Tasks that are named take the place of the run's data.
+            # Named tasks replace the data of the run.
             needed = needs_data and not evaluate.tasks
-            train = _built(config, trainer.train, DATA_ARGUMENTS, run_dir, needed)
+            train = _build(config, trainer.train, DATA_ARGUMENTS, run_dir, needed)
     predict = PredictConfig(**config.arguments(PredictConfig))
     return RunSettings(train, predict, evaluate, trained_on, kept)
 
 
-def _built(
+def _build(
     config: gin_config.Config,
     function: Callable[..., Any],
     with_data: Sequence[str],
     run_dir: str | None,
     needs_data: bool | None,
 ) -> dict[str, Any]:
-    """Returns the arguments of a configurable; those `with_data` are left out as `read` says."""
+    """Returns the arguments of a configurable; leaves out those `with_data` as `read` says."""
     settings = config.arguments(function, leave_out=with_data)
     if needs_data is not None:
         try:
@@ -157,14 +157,13 @@ def read_for_text(
     vocabulary: str | None = None,
     trust: Sequence[str] = (),
 ) -> RunSettings:
-    """Returns what `read` does, for texts that are given rather than read from the run's data.
+    """Reads settings as `read` does, for texts that do not come from the run's data.
 
-    A run whose data is elsewhere can be used all the same if its vocabulary lies beside it, or is
-    named.
+    A run whose data is gone can still be used if its vocabulary is saved with it, or is named.
     """
     kept = vocabulary_files.load(checkpoint) if checkpoint else None
     knows_text = bool(vocabulary or kept)
-    # A run that keeps its vocabulary, its lengths and the format of its task needs no data.
+    # A run with saved vocabulary, lengths and task format needs no data.
     knows_all = kept and kept.encoder_length and formats.load(checkpoint or "") is not None
     needs_data = None if knows_all and not files else not knows_text
     try:
@@ -195,20 +194,20 @@ def _data_of_run(config_gin: str, trust: Sequence[str]) -> Any:
 
 
 def config_file(checkpoint: epath.PathLike) -> epath.Path | None:
-    """Returns the config.gin of the run that `checkpoint` is or lies in, if there is one."""
+    """Returns the config.gin of the run that `checkpoint` belongs to, or None."""
     run = folders.run_folder(checkpoint, CONFIG_FILE)
     return None if run is None else run / CONFIG_FILE
 
 
 def load_vocabulary(source: epath.PathLike, *, trust: Sequence[str] = ()) -> Any:
-    """Returns a vocabulary of inputs: of a model's folder, of a SentencePiece file, or "bytes".
+    """Returns the input vocabulary of a model folder, of a SentencePiece file, or of "bytes".
 
     Args:
-        source: which of them.
-        trust: modules that a run's settings may import, beside convt5's.
+        source: one of these.
+        trust: modules besides convt5's that a run's settings may import.
 
     Raises:
-        UserError: nothing there that names a vocabulary.
+        UserError: `source` does not name a vocabulary.
     """
     return text_features(str(source), trust=trust).inputs
 
@@ -219,9 +218,9 @@ def text_features(
     """Returns the vocabularies of a model, of a SentencePiece file, or of "bytes".
 
     Args:
-        source: which of them.
-        settings: of the run, where they have been read.
-        trust: as of `read`, where they have not.
+        source: one of these.
+        settings: the settings of the run, if they have been read.
+        trust: as in `read`, if they have not.
     """
     from convt5.tasks import vocabularies
 
@@ -230,26 +229,26 @@ def text_features(
         return TextFeatures(vocabularies.characters(), vocabularies.characters())
     if os.path.isfile(source) or str(source).endswith(".model"):
         return TextFeatures(*[vocabularies.sentencepiece(source)] * 2)
-    found = vocabulary_files.load_features(source)
-    if found is None:
+    features = vocabulary_files.load_features(source)
+    if features is None:
         if settings is None:
             has_run = config_file(source) is not None
             settings = read(source, trust=trust) if has_run else RunSettings.unknown()
-        found = _features_of_data(settings)
-    if found is None:
+        features = _features_of_data(settings)
+    if features is None:
         raise errors.UserError(
             f"vocabulary: {source} is no SentencePiece file, no model that keeps its vocabulary, "
             f"and no run whose {CONFIG_FILE} names a seqio task; name the vocabulary that the "
             "model was trained with: a SentencePiece file (--vocabulary=FILE.model), or bytes "
             f"(--vocabulary={BYTES})."
         )
-    return found
+    return features
 
 
 def trained_features(checkpoint: str, settings: RunSettings) -> TextFeatures | None:
-    """Returns the vocabularies that a model was trained with; None where they are not known.
+    """Returns the vocabularies with which a model was trained; None if unknown.
 
-    They lie beside it; runs of earlier versions have those of their data alone.
+    They are saved with it; for runs of earlier versions, only their data has them.
 
     Raises:
         UserError: the vocabulary cannot be read, or the data is gone.
@@ -266,9 +265,9 @@ def _features_of_data(settings: RunSettings) -> TextFeatures | None:
         return TextFeatures(cached, cached)
     provider = getattr(data, "mixture", None)
     if isinstance(provider, str):
-        from convt5.evaluation.registry import registered
+        from convt5.evaluation.registry import find_registered
 
-        provider = registered(provider)
+        provider = find_registered(provider)
     if not isinstance(provider, seqio.Task | seqio.Mixture):
         return None
     features = provider.output_features
@@ -287,25 +286,25 @@ def _features_of_data(settings: RunSettings) -> TextFeatures | None:
 def task_format(
     checkpoint: str, settings: RunSettings, name: str | None = None, *, raw: bool = False
 ) -> TaskFormat | None:
-    """Returns how the task that a model was trained on writes its inputs; None without a task.
+    """Returns the input format of the task that a model was trained on; None without a task.
 
     Args:
-        checkpoint: the model's folder, which keeps it. That of a run that was begun before it was
-            kept is the one of its data.
-        settings: of the run.
-        name: of the task, where there are several.
-        raw: whether texts are sent as they are, so that no task needs to be named.
+        checkpoint: folder of the model, in which it is saved; runs of earlier versions take it from
+            their data.
+        settings: the settings of the run.
+        name: the task, if there are several.
+        raw: whether texts are used unchanged, so that no task needs to be named.
 
     Raises:
-        UserError: a damaged file, no task of that name, or several and no name.
+        UserError: a damaged file, no task of that name, or several tasks and no name.
     """
     kept = formats.load(checkpoint)
-    found: Sequence[TaskFormat] = kept or ()
+    known_formats: Sequence[TaskFormat] = kept or ()
     if kept is None:
         with contextlib.suppress(errors.UserError):  # The data may be gone.
             data = settings.trained_on() if settings.trained_on else settings.data
-            found = formats.of_data(data)
-    names = [each.task for each in found]
+            known_formats = formats.of_data(data)
+    names = [each.task for each in known_formats]
     if name is not None:
         if name not in names:
             known = f"those that it was trained on: {', '.join(names)}" if names else "none"
@@ -313,21 +312,19 @@ def task_format(
                 f"format={name} is no task of {checkpoint}, which keeps {known}."
                 f"{errors.suggest(name, names)}"
             )
-        return found[names.index(name)]
-    # Tasks that write inputs alike, as objectives of pre-training do, need not be told apart.
-    different = {dataclasses.replace(each, task="") for each in found}
+        return known_formats[names.index(name)]
+    # Tasks with equal formats, such as pre-training objectives, need not be distinguished.
+    different = {dataclasses.replace(each, task="") for each in known_formats}
     if len(different) > 1 and not raw:
         raise errors.UserError(
             f"{checkpoint} was trained on several tasks, {', '.join(names)}, which write their "
             "inputs differently; name one with format, or send inputs as they are with raw."
         )
-    return next(iter(found)) if len(different) == 1 else None
+    return next(iter(known_formats)) if len(different) == 1 else None
 
 
-def answers_described(
-    format: TaskFormat | None, config: PredictConfig, *, raw: bool = False
-) -> str:
-    """Returns a line about how inputs are written and answers are found."""
+def describe_answers(format: TaskFormat | None, config: PredictConfig, *, raw: bool = False) -> str:
+    """Describes in one line how inputs are formatted and answers are found."""
     inputs = "inputs are sent as they are"
     if format is None and not raw:
         inputs += ": the model keeps no task"
@@ -340,12 +337,12 @@ def answers_described(
 
 
 def check_readable(vocabulary: Any, *, of: str, remedy: str) -> None:
-    """Raises `UserError` if a file of the vocabulary is not there.
+    """Raises `UserError` if a file of the vocabulary is missing.
 
     Args:
         vocabulary: a seqio vocabulary.
-        of: whose it is.
-        remedy: what helps.
+        of: whose vocabulary it is, for the message.
+        remedy: the remedy, for the message.
     """
     import tensorflow as tf
 

@@ -1,7 +1,7 @@
-"""What `eval` and `infer` are told: how texts become predictions, and which tasks are measured.
+"""Settings of `eval` and `infer`: how texts become predictions, and which tasks are measured.
 
-Gin files bind `evaluation.PredictConfig` and `evaluation.EvalConfig`; flags of the commands win
-over them.
+Gin files bind `evaluation.PredictConfig` and `evaluation.EvalConfig`; flags of the commands take
+precedence.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ from convt5.generation.search import BeamSearch, Greedy, Sampling, Strategy
 from convt5.modeling.description import ModelDescription
 from convt5.text.task_format import TaskFormat
 
-_LENGTHS = {"max_input_length": 512, "max_length": 128}  # Where neither model nor run says more.
+_LENGTHS = {"max_input_length": 512, "max_length": 128}  # If neither model nor run gives more.
 
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """Chooses the likeliest of the task's labels, as rank classification does; generates nothing.
+    """Ranks the task's labels (rank classification) instead of generating text.
 
     The probability of a label is the softmax over the log-probabilities of all labels.
     """
@@ -39,18 +39,17 @@ class PredictConfig:
     """How texts become predictions.
 
     Attributes:
-        strategy: how tokens are chosen: `search.Greedy`, `search.Sampling` or `search.BeamSearch`;
-            or `Rank`, among the labels of the task. None ranks where the task has labels, and is
-            greedy otherwise; `eval`, whose tasks say themselves what they rank, then generates
-            greedily.
-        max_length: the longest prediction in tokens, end token included; None takes what the model
-            was trained with.
-        max_input_length: the longest input in tokens, end token included; None likewise.
+        strategy: how tokens are chosen: `search.Greedy`, `search.Sampling` or `search.BeamSearch`,
+            or `Rank` among the labels of the task. None ranks if the task has labels, and is
+            greedy otherwise; in `eval`, tasks themselves say what they rank, and None is greedy.
+        max_length: the longest prediction in tokens, including the end token; None means the length
+            used in training.
+        max_input_length: the longest input in tokens, including the end token; None means the
+            length used in training.
         long_inputs: "truncate" cuts longer inputs before their end token and counts them; "refuse"
-            makes them an error.
-        batch_size: inputs that are decoded together, over all devices of a host. It changes no
-            result.
-        seed: of sampling. What is drawn for an input depends on it and on the input's number.
+            raises an error.
+        batch_size: inputs decoded together, over all devices of a host. Does not affect results.
+        seed: random seed of sampling. Samples depend on it and on the number of the input.
     """
 
     strategy: Strategy | Rank | None = None
@@ -61,30 +60,30 @@ class PredictConfig:
     seed: int = 0
 
     def __post_init__(self):
-        found = [
+        faults = [
             f"{name}={value} must be at least 1."
             for name in ("max_length", "max_input_length", "batch_size")
             if (value := getattr(self, name)) is not None and value < 1
         ]
-        found += _seed_faults(self.seed)
+        faults += _seed_faults(self.seed)
         if self.long_inputs not in LONG_INPUTS:
-            found.append(
+            faults.append(
                 f"long_inputs={self.long_inputs!r} must be one of {', '.join(LONG_INPUTS)}."
                 f"{errors.suggest(self.long_inputs, LONG_INPUTS)}"
             )
-        errors.raise_all(found, where="PredictConfig")
+        errors.raise_all(faults, where="PredictConfig")
 
     def completed(
         self, model: ModelDescription, trained_with: Mapping[str, int | None] | None = None
     ) -> "PredictConfig":
-        """Returns the settings with every length known.
+        """Returns the settings with all lengths set.
 
         Args:
-            model: what the lengths must fit.
-            trained_with: lengths under the names of this class, where they are known.
+            model: the model that the lengths must fit.
+            trained_with: the training lengths, named as in this class, if known.
 
         Raises:
-            UserError: a length beyond the model's learned positions.
+            UserError: a length exceeds the model's learned positions.
         """
         rows = model.max_positions
         values = {}
@@ -103,11 +102,11 @@ class PredictConfig:
         return dataclasses.replace(self, **values)
 
     def strategy_for(self, format: TaskFormat | None) -> "Strategy | Rank":
-        """Returns the strategy, chosen by what the task's answers are where it is None."""
+        """Returns the strategy; if None, chosen by the kind of answers of the task."""
         return self.strategy or (Rank() if format and format.labels else Greedy())
 
     def task_lengths(self) -> dict[str, int]:
-        """Returns the lengths of completed settings, by the features of a seqio task."""
+        """Returns the lengths by the features of a seqio task; all lengths must be set."""
         if self.max_input_length is None or self.max_length is None:
             raise ValueError(f"{self} is not completed")
         return {"inputs": self.max_input_length, "targets": self.max_length}
@@ -122,17 +121,17 @@ class PredictConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Which tasks are measured, and on what part of them.
+    """Which tasks are measured, and on which of their examples.
 
     Attributes:
-        tasks: seqio tasks or mixtures, or names of registered ones, or a single one of these; none
-            takes the run's own evaluation data.
-        split: of the tasks; None takes the run's own, else "validation".
-        num_examples: the first ones only; None takes all.
-        every_nth: only the first of each so many, before they are counted: a file that is sorted,
-            by category perhaps, is then measured in all of its parts.
+        tasks: seqio tasks or mixtures, or names of registered ones, or a single one of these; empty
+            means the run's own evaluation data.
+        split: split of the tasks; None means the run's own, or else "validation".
+        num_examples: number of examples, from the first; None means all.
+        every_nth: takes only the first of each so many examples, before counting them, so that a
+            sorted file is measured in all its parts.
         predict: also decodes the examples of tasks whose metrics need no predictions.
-        seed: of everything random in a task.
+        seed: random seed of everything random in a task.
     """
 
     tasks: Sequence[Any] = ()
@@ -154,12 +153,12 @@ class EvalConfig:
 
 
 def from_flags(config: PredictConfig, flags: Mapping[str, Any]) -> PredictConfig:
-    """Returns `config` with the values of `flags.PREDICT_FLAGS` that were given.
+    """Returns `config` with the values of the given flags of `flags.PREDICT_FLAGS`.
 
     Raises:
         UserError: a flag that the strategy does not have.
     """
-    given = {name: flags[name] for name in STRATEGY_FLAGS if flags[name] is not None}
+    strategy_flags = {name: flags[name] for name in STRATEGY_FLAGS if flags[name] is not None}
     chosen = flags["strategy"]
     strategy = _STRATEGIES[chosen]() if chosen else config.strategy or Greedy()
     known = {field.name for field in dataclasses.fields(strategy)}
@@ -168,15 +167,17 @@ def from_flags(config: PredictConfig, flags: Mapping[str, Any]) -> PredictConfig
         [
             f"--{flag}={value} is no setting of {name}; give --strategy="
             f"{' or '.join(_strategies_with(flag))} as well, or leave it out."
-            for flag, value in given.items()
+            for flag, value in strategy_flags.items()
             if flag not in known
         ],
         where="strategy",
     )
     if chosen:
-        strategy = _STRATEGIES[chosen](**given)
+        strategy = _STRATEGIES[chosen](**strategy_flags)
     else:
-        strategy = dataclasses.replace(strategy, **given) if given else config.strategy
+        strategy = (
+            dataclasses.replace(strategy, **strategy_flags) if strategy_flags else config.strategy
+        )
     names = ("max_length", "max_input_length", "long_inputs", "batch_size", "seed")
     values = {name: flags[name] for name in names if flags[name] is not None}
     return dataclasses.replace(config, strategy=strategy, **values)

@@ -1,4 +1,4 @@
-"""Predictions of a stream of inputs in its order, chunk by chunk, and of what a person types."""
+"""Predictions for a stream of inputs in order, chunk by chunk, and for a dialogue."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,20 +19,20 @@ def predictions(
     done: Iterable[Record] = (),
     progress: Progress | None = None,
 ) -> Iterator[list[Record]]:
-    """Yields the records of each chunk of inputs, leaving out those that are there already.
+    """Yields the records of each chunk of inputs, except records that exist already.
 
-    The inputs of a chunk are put together by length. A chunk of which a part is there is computed
-    whole, so that what an interrupted command adds is what it would have written, to the bit.
+    The inputs of a chunk are batched by length. A partly finished chunk is computed whole, so that
+    a resumed command adds exactly what it would have written without interruption.
 
     Args:
-        predictor: its batch size is the same for every batch of a stream.
+        predictor: its batch size is used for all batches of a stream.
         items: all inputs, from the first.
-        chunk_size: inputs that are computed before any of them is yielded.
-        done: the first records of an earlier run, checked to belong to the same inputs.
-        progress: told of each record.
+        chunk_size: number of inputs computed before any of them is yielded.
+        done: the first records, from an earlier run; checked to belong to the same inputs.
+        progress: called for each record.
 
     Raises:
-        UserError: an earlier record belongs to another input, or an input that cannot be used.
+        UserError: an earlier record belongs to another input, or an input is invalid.
     """
     earlier = iter(done)
     rows = predictor.config.batch_size
@@ -40,16 +40,16 @@ def predictions(
     for chunk in chunks(items, chunk_size):
         num_there = check_done(chunk, itertools.islice(earlier, len(chunk)), first)
         if num_there < len(chunk):
-            # Few inputs in all need no whole batch.
+            # A short stream needs no full batch.
             is_all = first == 0 and len(chunk) < rows
-            found = predictor.predict_tokens(
+            predicted = predictor.predict_tokens(
                 [item.tokens or predictor.encode(item.text) for item in chunk],
                 first_number=first,
                 rows=None if is_all else rows,
             )
             records = [
                 record(first + i, item, prediction)
-                for i, (item, prediction) in enumerate(zip(chunk, found, strict=True))
+                for i, (item, prediction) in enumerate(zip(chunk, predicted, strict=True))
             ]
             yield records[num_there:]
             if progress:
@@ -63,7 +63,7 @@ def predictions(
 
 
 def record(index: int, item: Item, prediction: Prediction) -> Record:
-    """Returns a line of output."""
+    """Returns the record of one prediction, a line of output."""
     target = {} if item.target is None else {"target": item.target}
     ranked = {}
     if prediction.probabilities is not None:
@@ -92,20 +92,20 @@ def converse(
     Args:
         predictor: used one input at a time.
         ask: returns a line; called with the name of each of the `fields`.
-        out: gets predictions, with scores where there are several, and labels with their
+        out: receives predictions, with scores if there are several, and labels with their
             probabilities.
-        fields: of a task that writes an input from several; each is asked for.
-        first_number: of the first input; sampling gives the same input another answer each time.
+        fields: fields of a task that has several; `ask` is called for each.
+        first_number: number of the first input; sampling answers a repeated input differently.
     """
     for number in itertools.count(first_number):
         try:
-            given = {field: ask(field) for field in fields} if fields else ask()
+            answer = {field: ask(field) for field in fields} if fields else ask()
         except EOFError:
             return
-        if not "".join(given.values() if isinstance(given, dict) else given).strip():
+        if not "".join(answer.values() if isinstance(answer, dict) else answer).strip():
             continue
         try:
-            (prediction,) = predictor.predict([given], first_number=number)
+            (prediction,) = predictor.predict([answer], first_number=number)
         except errors.UserError as error:
             print(f"error: {error}", file=out, flush=True)
             continue
@@ -116,7 +116,7 @@ def converse(
 
 
 def _answers(prediction: Prediction) -> list[str]:
-    """Returns lines to show: the likeliest label before the others, or the results."""
+    """Returns the lines to show: the most likely label before the others, or the results."""
     if prediction.probabilities is not None:
         shown = [f"{label} {prediction.probabilities[label]:.3f}" for label in prediction.texts]
         return [f"{shown[0]}  ({', '.join(errors.shortened(shown[1:]))})"]
@@ -127,7 +127,7 @@ def _answers(prediction: Prediction) -> list[str]:
 
 
 def check_done(items: Iterable[Item], earlier: Iterable[Record], first: int = 0) -> int:
-    """Returns how many inputs, of which `first` is the number of the first, have records already.
+    """Returns how many inputs have records already; `first` is the number of the first input.
 
     Raises:
         UserError: a record belongs to another input.

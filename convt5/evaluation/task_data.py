@@ -1,4 +1,4 @@
-"""The examples of a seqio task as they are evaluated: whole, in order, each of them once."""
+"""The examples of a seqio task for evaluation: complete, in order, each once."""
 
 import contextlib
 import inspect
@@ -13,7 +13,7 @@ from etils import epath
 from convt5 import errors
 from convt5.data import row_ends, task_blocks
 from convt5.evaluation.predictor import TextVocabulary, check_vocabulary_size
-from convt5.evaluation.registry import registered
+from convt5.evaluation.registry import find_registered
 from convt5.evaluation.run_settings import check_readable
 from convt5.tasks import formats, label_checks
 from convt5.text.task_format import TaskFormat
@@ -23,16 +23,15 @@ Example = Mapping[str, Any]
 
 
 def find_tasks(named: Sequence[Any]) -> list[seqio.Task]:
-    """Returns the tasks, and those of mixtures, among names and objects; each once.
+    """Returns the tasks among names and objects, including those of mixtures, each once.
 
     Raises:
-        UserError: a name that nothing is registered under, no task, or two different tasks of one
-            name.
+        UserError: an unregistered name, no task, or two different tasks of one name.
     """
     tasks: dict[str, seqio.Task] = {}
     for provider in named:
         if isinstance(provider, str):
-            provider = registered(provider)
+            provider = find_registered(provider)
         if not isinstance(provider, seqio.Task | seqio.Mixture):
             raise errors.UserError(f"tasks: {provider!r} is no seqio task or mixture.")
         for task in seqio.get_subtasks(provider):
@@ -45,7 +44,7 @@ def find_tasks(named: Sequence[Any]) -> list[seqio.Task]:
 
 
 def find_task(named: Any) -> seqio.Task:
-    """Returns one task of a name, or as an object.
+    """Returns one task, given by name or as an object.
 
     Raises:
         UserError: as `find_tasks`, or it is a mixture of several.
@@ -60,7 +59,7 @@ def find_task(named: Any) -> seqio.Task:
 
 
 def find_format(named: Any) -> TaskFormat:
-    """Returns how one task of a name, or as an object, writes its inputs.
+    """Returns the input format of one task, given by name or as an object.
 
     Raises:
         UserError: as `find_task`.
@@ -69,7 +68,7 @@ def find_format(named: Any) -> TaskFormat:
 
 
 def check_split(task: seqio.Task, split: str) -> None:
-    """Raises `UserError` if a task has no such split."""
+    """Raises `UserError` if a task does not have this split."""
     if split not in task.splits:
         raise errors.UserError(
             f"split={split} is none of {', '.join(sorted(task.splits))}, the splits of "
@@ -85,17 +84,17 @@ def check_task(
     max_length: int | None = None,
     trained: TextFeatures | None = None,
 ) -> None:
-    """Checks, without reading an example, that a model can be evaluated on a task.
+    """Checks that a model can be evaluated on a task, without reading an example.
 
     Args:
         task: the task.
-        split: the part of it that will be read.
+        split: the split that will be read.
         vocab_size: rows of the model's token table.
-        max_length: tokens of a target; None where targets are not read.
-        trained: the vocabularies that the model was trained with, where they are known.
+        max_length: longest target in tokens; None if targets are not read.
+        trained: the vocabularies with which the model was trained, if known.
 
     Raises:
-        UserError: the task lacks the split or a feature, has another vocabulary, or labels that
+        UserError: the task lacks the split or a feature, has another vocabulary, or has labels that
             are too long.
     """
     check_split(task, split)
@@ -111,11 +110,11 @@ def check_task(
             of=f"task={task.name}",
             remedy="give the task one that is here, as the files of gin/tasks do",
         )
-        own = getattr(trained, name) if trained else None
-        if own is not None and not _same_ids(own, vocabulary):
+        known = getattr(trained, name) if trained else None
+        if known is not None and not _same_ids(known, vocabulary):
             raise errors.UserError(
-                f"task={task.name} reads {name} with {_described(vocabulary)}, but the model was "
-                f"trained with {_described(own)}; ids would stand for other texts. Give the task "
+                f"task={task.name} reads {name} with {_describe(vocabulary)}, but the model was "
+                f"trained with {_describe(known)}; ids would stand for other texts. Give the task "
                 "the vocabulary of the model, or evaluate a model of the task's."
             )
         _check_size(task, vocabulary, vocab_size)
@@ -132,24 +131,24 @@ def read_examples(
     every_nth: int = 1,
     seed: int = 0,
 ) -> list[Example]:
-    """Returns the examples of a split as numpy values, in the task's order.
+    """Returns the examples of a split as NumPy values, in the task's order.
 
     Args:
-        task: with the features "inputs" and "targets".
+        task: a task with the features "inputs" and "targets".
         split: checked by `check_task`.
-        lengths: of the features. They are passed to tasks whose preprocessors need them, as span
-            corruption does; the examples of other tasks come at their full length.
-        num_examples: the first ones only; None takes all. Of a task that ranks labels they are
-            rows, with an example for each label.
-        every_nth: only the first of each so many, of which `num_examples` are taken.
-        seed: of random preprocessors.
+        lengths: lengths of the features, for tasks whose preprocessors need them, such as span
+            corruption; the examples of other tasks are not truncated.
+        num_examples: number of examples, from the first; None means all. For a task that ranks
+            labels it counts rows, which have one example per label.
+        every_nth: takes only the first of each so many examples, before `num_examples`.
+        seed: random seed of preprocessors.
 
     Raises:
         UserError: there is no example.
         TrainingError: the data cannot be read.
     """
     with _naming_lengths(lengths):
-        dataset = row_ends.fitted(task).get_dataset(
+        dataset = row_ends.keep_end_tokens(task).get_dataset(
             sequence_length=dict(lengths) if needs_lengths(task) else None,
             split=split,
             shuffle=False,
@@ -179,7 +178,7 @@ def read_examples(
 
 @contextlib.contextmanager
 def _naming_lengths(lengths: Mapping[str, int]) -> Iterator[None]:
-    """Says what the lengths of tasks are called where they are evaluated."""
+    """Renames lengths in error messages to the settings of evaluation."""
     try:
         yield
     except errors.UserError as error:
@@ -192,7 +191,7 @@ def _naming_lengths(lengths: Mapping[str, int]) -> Iterator[None]:
 
 
 def _of_rows(dataset: tf.data.Dataset, num_examples: int | None, every_nth: int) -> tf.data.Dataset:
-    """Selects as `read_examples` by the rows that the examples of labels come from."""
+    """Selects examples as `read_examples` does, by the rows from which ranked labels come."""
     if num_examples is not None:
         end = num_examples * every_nth
         dataset = dataset.take_while(lambda example: example["idx"][0] < end)
@@ -200,21 +199,21 @@ def _of_rows(dataset: tf.data.Dataset, num_examples: int | None, every_nth: int)
 
 
 def row_numbers(examples: Sequence[Example]) -> list[int]:
-    """Returns of which row of the data each is: their order, but where labels are ranked."""
+    """Returns the row of each example: its index, or, if labels are ranked, that of its row."""
     if _ranks_labels(examples[0]):
         return [int(example["idx"][0]) for example in examples]
     return list(range(len(examples)))
 
 
 def are_answers(examples: Sequence[Example]) -> list[bool]:
-    """Returns of each whether its target is an answer: wrong labels that are ranked are none."""
+    """Returns whether each target is a correct answer; ranked wrong labels are not."""
     if _ranks_labels(examples[0]):
         return [bool(example["is_correct"]) for example in examples]
     return [True] * len(examples)
 
 
-def pretokenized(example: Example, feature: str, decode: Callable[[list[int]], str]) -> str:
-    """Returns the text of a feature as it was before it became ids, else what they decode to."""
+def original_text(example: Example, feature: str, decode: Callable[[list[int]], str]) -> str:
+    """Returns the text of a feature before tokenization, or else its decoded ids."""
     text = example.get(f"{feature}_pretokenized")
     if text is None:
         return decode(np.asarray(example[feature]).tolist())
@@ -222,12 +221,12 @@ def pretokenized(example: Example, feature: str, decode: Callable[[list[int]], s
 
 
 def _ranks_labels(example: Mapping[str, Any]) -> bool:
-    """Whether "idx" numbers rows and labels, as `one_example_per_label` and t5 do it."""
+    """Returns whether "idx" numbers rows and labels, as in `one_example_per_label` and t5."""
     return "is_correct" in example and tuple(example["idx"].shape) == (2,)
 
 
 def needs_lengths(task: seqio.Task) -> bool:
-    """Whether a task makes its examples to fit given lengths, as span corruption does."""
+    """Returns whether a task makes its examples to fit given lengths, as span corruption does."""
     for preprocessor in task.preprocessors:
         parameter = inspect.signature(preprocessor).parameters.get("sequence_length")
         if parameter is not None and parameter.default is inspect.Parameter.empty:
@@ -243,7 +242,7 @@ def _check_size(task: seqio.Task, vocabulary: TextVocabulary, vocab_size: int) -
 
 
 def _same_ids(one: Any, other: Any) -> bool:
-    """Whether ids stand for the same text; how many sentinels follow them may differ."""
+    """Returns whether ids mean the same text; the number of sentinels may differ."""
     if isinstance(one, seqio.ByteVocabulary) and isinstance(other, seqio.ByteVocabulary):
         return True
     kinds = seqio.SentencePieceVocabulary
@@ -253,7 +252,7 @@ def _same_ids(one: Any, other: Any) -> bool:
     return one == other
 
 
-def _described(vocabulary: TextVocabulary) -> str:
+def _describe(vocabulary: TextVocabulary) -> str:
     path = getattr(vocabulary, "sentencepiece_model_file", None)
     kind = f"SentencePiece {path}" if path else type(vocabulary).__name__
     return f"{kind} ({vocabulary.vocab_size} ids)"

@@ -1,1 +1,1 @@
-"""Output sequences: searching for them, and scoring them."""
+"""Decoding: searching for output sequences, and scoring given ones."""

@@ -1,7 +1,7 @@
-"""From sources to results: decoding and scoring with any model, whatever its layers mix with.
+"""Decoding and scoring of host arrays with any model, whatever its layers mix with.
 
-`decode` and `score` take and return host arrays. Batches and lengths are padded up to buckets, so
-that inputs of many shapes share few compilations; the results do not depend on that padding.
+Batch sizes and lengths are padded to buckets, so that inputs of many shapes share few compilations.
+Results do not depend on the padding.
 """
 
 import functools
@@ -48,11 +48,11 @@ __all__ = [
 Strategy = Greedy | Sampling | BeamSearch | MeshTFBeamSearch
 
 SMALLEST_LENGTH = 8
-"""The shortest length that is compiled for."""
+"""The shortest length compiled for."""
 
 
 class Regularizers(NamedTuple):
-    """What a loss adds to the cross-entropy; see `convt5.training.losses.TextLoss`."""
+    """Terms that a loss adds to the cross-entropy; see `convt5.training.losses.TextLoss`."""
 
     z_loss: float = 0.0
     label_smoothing: float = 0.0
@@ -62,15 +62,15 @@ NO_REGULARIZERS = Regularizers()
 
 
 class Scores(NamedTuple):
-    """What a model thinks of given sequences.
+    """Scores of given sequences under a model.
 
     Attributes:
-        token_log_probs: log-probability of every token given those before it and the source; 0 for
-            the prefix and after the end of the sequence.
+        token_log_probs: log-probability of every token given the source and the tokens before it; 0
+            for the prefix and after the end of the sequence.
         log_probs: their sum.
         scores: log_probs over the number of scored tokens ** length_penalty.
-        objectives: what training minimises, summed over the scored tokens: the cross-entropy with
-            label smoothing, and the z term. Without both it is -log_probs.
+        objectives: the training objective summed over the scored tokens: cross-entropy with label
+            smoothing, plus z-loss. Without both it is -log_probs.
     """
 
     token_log_probs: Float[HostOrDevice, "batch choices length"]
@@ -92,30 +92,29 @@ def decode(
     hide_start_token: bool | None = None,
     batch_sharding: jax.sharding.Sharding | None = None,
 ) -> Found:
-    """Decodes each source; the result of a row depends on nothing but that row.
+    """Decodes each source; the result of a row depends only on that row.
 
     Args:
-        model: parameters may lie on a mesh.
-        encoder_input_tokens: sources, 0 where padded.
-        max_length: the longest result in tokens, with forced prefix and end token.
+        model: the model; its parameters may be sharded over a mesh.
+        encoder_input_tokens: sources, 0 at padding.
+        max_length: the longest result in tokens, including forced prefix and end token.
         strategy: how tokens are chosen; `Greedy()` by default.
-        max_lengths: the same limit for each row, at most `max_length`; 0 asks for no result.
-        prefix: tokens that every result of a row starts with, 0 where padded on the right. They
-            are given, not predicted, so they are not scored.
-        key: for sampling: one key, of which row i takes fold_in(key, i), or a key for each row;
-            `jax.random.key` or, in the old style, `jax.random.PRNGKey`.
-        end_id: the token that ends a result; with an id outside of the vocabulary none ends before
-            its limit.
-        hide_start_token: overrides the config's; False decodes the released models as the original
-            does, which is not the function they were trained as.
-        batch_sharding: spreads rows over devices; None leaves it to the model's placement.
+        max_lengths: a limit for each row, at most `max_length`; 0 requests no result.
+        prefix: tokens that every result of a row starts with, padded with 0 on the right. They are
+            given, not predicted, and so not scored.
+        key: for sampling, one key, of which row i uses fold_in(key, i), or one key per row. Accepts
+            `jax.random.key` and the older `jax.random.PRNGKey`.
+        end_id: the token that ends a result; with an id outside the vocabulary, only limits end it.
+        hide_start_token: overrides the config. False decodes the released models as the original
+            does, which differs from the function that was trained.
+        batch_sharding: spreads rows over devices; None follows the sharding of the model.
 
     Returns:
         Host arrays with the rows of `encoder_input_tokens` and `max_length` positions.
 
     Raises:
-        UserError: for tokens outside the vocabulary, for limits that contradict each other and for
-            arrays whose axes, rows or types are not as above.
+        UserError: tokens are outside the vocabulary, limits are contradictory, or axes, rows or
+            dtypes of the arrays are wrong.
     """
     strategy = Greedy() if strategy is None else strategy
     max_length, end_id = _integer("max_length", max_length), _integer("end_id", end_id)
@@ -125,14 +124,14 @@ def decode(
     batch = sources.shape[0]
     prefix = np.zeros((batch, 0), np.int32) if prefix is None else np.asarray(prefix)
     limits = np.full((batch,), max_length) if max_lengths is None else np.asarray(max_lengths)
-    prefix = _checked_prefix(model, sources, prefix, limits)
+    prefix = _check_prefix(model, sources, prefix, limits)
     _check_limits(max_length, limits, prefix, end_id)
     if isinstance(strategy, MeshTFBeamSearch) and prefix.size:
         raise errors.UserError(
             "decode: prefix is given, but MeshTFBeamSearch forces none, as the original; use "
             "BeamSearch."
         )
-    # Only rows that ask for no result can have a longer one.
+    # Only rows that request no result can have a longer prefix.
     prefix = prefix[:, :max_length]
     keys = _row_keys(key, batch, strategy)
     if batch == 0:
@@ -141,33 +140,33 @@ def decode(
     rows = _row_bucket(batch, batch_sharding)
     length = _length_bucket(model, max_length)
     inputs = SearchInputs(
-        encoder_input_tokens=_padded_sources(model, sources, rows),
-        prefix=_fitted(prefix, (rows, length)),
-        prefix_lengths=_fitted(_lengths(prefix), (rows,)),
-        max_lengths=_fitted(limits, (rows,)),
-        # Padding rows draw from a copied key and are thrown away.
+        encoder_input_tokens=_pad_sources(model, sources, rows),
+        prefix=_pad(prefix, (rows, length)),
+        prefix_lengths=_pad(_lengths(prefix), (rows,)),
+        max_lengths=_pad(limits, (rows,)),
+        # Padding rows use a copy of the last key and are dropped.
         keys=None if keys is None else keys[np.minimum(np.arange(rows), batch - 1)],
     )
-    found = _search(
+    results = _search(
         model,
-        _placed(inputs, batch_sharding),
+        _place(inputs, batch_sharding),
         strategy=strategy,
         end_id=end_id,
         hide_start_token=hide_start_token,
     )
-    found = jax.tree.map(lambda x: _on_host(x)[:batch], found)
-    return found._replace(tokens=found.tokens[:, :, :max_length])
+    results = jax.tree.map(lambda x: _on_host(x)[:batch], results)
+    return results._replace(tokens=results.tokens[:, :, :max_length])
 
 
-def _checked_prefix(
+def _check_prefix(
     model: ConvT5, sources: np.ndarray, prefix: np.ndarray, limits: np.ndarray
 ) -> np.ndarray:
-    """Checks axes, rows and tokens of what `decode` is given; returns the prefix, trimmed."""
+    """Checks axes, rows and tokens of the arguments of `decode`; returns the trimmed prefix."""
     _check_axes("decode", "prefix", prefix, "batch prefix")
     _check_axes("decode", "max_lengths", limits, "batch")
-    given = {"prefix": prefix, "max_lengths": limits}
-    _check_rows("decode", {"encoder_input_tokens": sources}, given)
-    prefix = _trimmed(prefix)
+    arrays = {"prefix": prefix, "max_lengths": limits}
+    _check_rows("decode", {"encoder_input_tokens": sources}, arrays)
+    prefix = _trim(prefix)
     _check_tokens(model, "encoder_input_tokens", sources)
     _check_tokens(model, "prefix", prefix)
     return prefix
@@ -184,26 +183,26 @@ def score(
     regularizers: Regularizers = NO_REGULARIZERS,
     batch_sharding: jax.sharding.Sharding | None = None,
 ) -> Scores:
-    """Scores given results by teacher forcing; equals the scores with which `decode` found them.
+    """Scores given results by teacher forcing; equals the scores that `decode` returns.
 
-    That is the function that was trained: results of `decode` with another hide_start_token than
-    the config's, and of `MeshTFBeamSearch`, have scores of their own.
+    This is the function that was trained. Results of `decode` with another hide_start_token than
+    the config's, and of `MeshTFBeamSearch`, have different scores.
 
     Args:
         model: as in `decode`.
-        encoder_input_tokens: sources, 0 where padded.
-        targets: several candidate results for each source, such as `Found.tokens` or the labels of
-            a classification task; each includes its end token if that is to be scored.
+        encoder_input_tokens: sources, 0 at padding.
+        targets: candidate results for each source, such as `Found.tokens` or the labels of a
+            classification task. Include the end token if it should be scored.
         lengths: tokens of each target, at most the positions of `targets`; by default up to the
             last one that is not 0.
-        prefix_lengths: leading tokens of each row's targets that are given and not scored.
+        prefix_lengths: number of leading tokens per row that are given and not scored.
         length_penalty: as in `BeamSearch`; 0 compares plain sums.
-        regularizers: what training adds to the cross-entropy; only `objectives` depend on it.
+        regularizers: terms that training adds to the cross-entropy; affect only `objectives`.
         batch_sharding: as in `decode`.
 
     Raises:
-        UserError: for tokens outside the vocabulary, for arrays whose axes, rows or types are not
-            as above and for lengths that the targets do not have.
+        UserError: tokens are outside the vocabulary, axes, rows or dtypes of the arrays are wrong,
+            or lengths exceed the targets.
     """
     sources, targets = np.asarray(encoder_input_tokens), np.asarray(targets)
     _check_axes("score", "encoder_input_tokens", sources, "batch source")
@@ -214,8 +213,8 @@ def score(
     starts = np.zeros((batch,), np.int32) if prefix_lengths is None else np.asarray(prefix_lengths)
     _check_axes("score", "lengths", lengths, "batch choices")
     _check_axes("score", "prefix_lengths", starts, "batch")
-    given = {"targets": targets, "prefix_lengths": starts}
-    _check_rows("score", {"encoder_input_tokens": sources}, given)
+    arrays = {"targets": targets, "prefix_lengths": starts}
+    _check_rows("score", {"encoder_input_tokens": sources}, arrays)
     _check_rows("score", {"targets": targets}, {"lengths": lengths}, axes=2)
     _check_tokens(model, "encoder_input_tokens", sources)
     _check_tokens(model, "targets", targets)
@@ -225,13 +224,13 @@ def score(
         return Scores(np.zeros(targets.shape, np.float32), empty, empty, empty)
     rows, columns = _row_bucket(batch, batch_sharding), bucket_size(choices)
     inputs = (
-        _padded_sources(model, sources, rows),
-        _fitted(targets, (rows, columns, _length_bucket(model, longest))),
-        _fitted(lengths, (rows, columns)),
-        _fitted(starts, (rows,)),
+        _pad_sources(model, sources, rows),
+        _pad(targets, (rows, columns, _length_bucket(model, longest))),
+        _pad(lengths, (rows, columns)),
+        _pad(starts, (rows,)),
     )
-    found = _score_tokens(model, *_placed(inputs, batch_sharding), regularizers=regularizers)
-    token_log_probs, token_objectives = (_on_host(x)[:batch, :choices, :longest] for x in found)
+    parts = _score_tokens(model, *_place(inputs, batch_sharding), regularizers=regularizers)
+    token_log_probs, token_objectives = (_on_host(x)[:batch, :choices, :longest] for x in parts)
     log_probs = token_log_probs.sum(axis=-1)
     scored = np.maximum(lengths - starts[:, None], 1).astype(np.float32)
     scores = log_probs / scored**length_penalty
@@ -241,8 +240,8 @@ def score(
 def bucket_size(count: int, *, smallest: int = 1) -> int:
     """Returns the first of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at least both arguments.
 
-    Two sizes for every doubling: at most half again as much work as asked for, and the number of
-    sizes, hence of compilations, grows with the logarithm of the largest one.
+    There are two sizes per doubling: at most half of the work is added, and the number of sizes,
+    and so of compilations, grows with the logarithm of the largest one.
     """
     count = max(count, smallest, 1)
     power = 1 << (count - 1).bit_length()
@@ -270,7 +269,7 @@ def _score_tokens(
     """Returns log-probabilities and objectives of tokens."""
     segment_ids = (sources != 0).astype(jnp.int32)
     encoded = model.encode(sources, segment_ids=segment_ids)
-    # Every choice reads the same source, whose keys and values are computed once.
+    # All choices share a source, whose keys and values are computed once.
     flat = targets.reshape(-1, targets.shape[2])
     logits = model.decode(encoded, shift_right(flat), encoder_segment_ids=segment_ids)
     negative, _ = token_cross_entropy(logits, flat)
@@ -294,7 +293,7 @@ def _row_keys(key, batch: int, strategy: Strategy):
         raise errors.UserError(
             "decode: key=None with Sampling, which draws at random; pass key=jax.random.key(seed)."
         )
-    key = _typed(key)
+    key = _to_typed_keys(key)
     if key.ndim == 0:
         return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(batch))
     if key.shape != (batch,):
@@ -304,8 +303,8 @@ def _row_keys(key, batch: int, strategy: Strategy):
     return key
 
 
-def _typed(key):
-    """Returns keys with a type of their own, also of those that are plain numbers."""
+def _to_typed_keys(key):
+    """Converts keys to new-style typed keys."""
     if not hasattr(key, "dtype"):
         raise errors.UserError(
             f"decode: key={key!r} is no random key; pass key=jax.random.key(seed)."
@@ -356,15 +355,15 @@ def _check_axes(where: str, name: str, array: np.ndarray, axes: str) -> None:
 def _check_rows(
     where: str, first: dict[str, np.ndarray], others: dict[str, np.ndarray], *, axes: int = 1
 ) -> None:
-    """Otherwise rows would be filled up in silence, as those of a bucket are."""
+    """Checks that arrays have equal rows, because padding to a bucket would hide differences."""
     ((name, array),) = first.items()
-    found = [
+    faults = [
         f"{other} has shape {value.shape}, but {name} has shape {array.shape}; both must have the "
         f"same {'rows' if axes == 1 else 'rows and choices'}."
         for other, value in others.items()
         if value.shape[:axes] != array.shape[:axes]
     ]
-    errors.raise_all(found, where=where)
+    errors.raise_all(faults, where=where)
 
 
 def _check_tokens(model: ConvT5, name: str, tokens: np.ndarray) -> None:
@@ -377,23 +376,23 @@ def _check_tokens(model: ConvT5, name: str, tokens: np.ndarray) -> None:
         )
 
 
-def _check_spans(given: dict[str, np.ndarray], longest: int) -> None:
-    """Otherwise scores would be divided by tokens that are not there."""
-    found = [
+def _check_spans(arrays: dict[str, np.ndarray], longest: int) -> None:
+    """Checks that lengths and prefixes fit, because scores are divided by their difference."""
+    faults = [
         f"{name} runs from {value.min()} to {value.max()}, but must lie between 0 and {longest}, "
         "the positions of targets."
-        for name, value in given.items()
+        for name, value in arrays.items()
         if value.size and (value.min() < 0 or value.max() > longest)
     ]
-    errors.raise_all(found, where="score")
+    errors.raise_all(faults, where="score")
 
 
 def _check_limits(max_length: int, limits: np.ndarray, prefix: np.ndarray, end_id: int) -> None:
-    found = []
+    faults = []
     if max_length < 1:
-        found.append(f"max_length={max_length} must be at least 1 token.")
+        faults.append(f"max_length={max_length} must be at least 1 token.")
     if limits.size and (limits.min() < 0 or limits.max() > max_length):
-        found.append(
+        faults.append(
             f"max_lengths runs from {limits.min()} to {limits.max()}, but must lie between 0 and "
             f"max_length={max_length}; raise max_length or lower the limits of the rows."
         )
@@ -401,16 +400,16 @@ def _check_limits(max_length: int, limits: np.ndarray, prefix: np.ndarray, end_i
     too_long = np.flatnonzero((lengths >= limits) & (lengths > 0) & (limits > 0))
     if too_long.size:
         row = too_long[0]
-        found.append(
+        faults.append(
             f"prefix of row {row} has {lengths[row]} tokens, which leaves nothing to generate "
             f"within its limit of {limits[row]}; shorten it or raise max_length."
         )
-    given = prefix[np.arange(prefix.shape[1])[None] < lengths[:, None]]
-    if np.any(given == 0):
-        found.append("prefix holds padding (0) between tokens; pad it on the right.")
-    elif np.any(given == end_id):
-        found.append(f"prefix holds the end token {end_id}, after which nothing can follow.")
-    errors.raise_all(found, where="decode")
+    prefix_tokens = prefix[np.arange(prefix.shape[1])[None] < lengths[:, None]]
+    if np.any(prefix_tokens == 0):
+        faults.append("prefix holds padding (0) between tokens; pad it on the right.")
+    elif np.any(prefix_tokens == end_id):
+        faults.append(f"prefix holds the end token {end_id}, after which nothing can follow.")
+    errors.raise_all(faults, where="decode")
 
 
 def _row_bucket(batch: int, sharding: jax.sharding.Sharding | None) -> int:
@@ -422,49 +421,49 @@ def _row_bucket(batch: int, sharding: jax.sharding.Sharding | None) -> int:
 
 
 def _length_bucket(model: ConvT5, length: int, *, stride: int = 1) -> int:
-    """The bucket of a length, but never more positions than the model has, of `stride` tokens."""
+    """Returns the bucket of a length, limited to the positions that the model has."""
     size = bucket_size(length, smallest=SMALLEST_LENGTH)
     limit = model.config.max_positions if model.config.positions == "learned" else None
     return size if limit is None else max(length, min(size, limit * stride))
 
 
-def _padded_sources(model: ConvT5, sources: np.ndarray, rows: int) -> np.ndarray:
-    sources = _trimmed(sources)
+def _pad_sources(model: ConvT5, sources: np.ndarray, rows: int) -> np.ndarray:
+    sources = _trim(sources)
     length = _length_bucket(model, sources.shape[1], stride=model.config.stem_stride)
-    return _fitted(sources, (rows, length))
+    return _pad(sources, (rows, length))
 
 
-def _trimmed(tokens: np.ndarray) -> np.ndarray:
-    """Without the columns on the right that hold nothing but padding."""
+def _trim(tokens: np.ndarray) -> np.ndarray:
+    """Drops trailing columns that contain only padding."""
     return tokens[:, : _lengths(tokens).max(initial=0)]
 
 
 def _lengths(tokens: np.ndarray) -> np.ndarray:
-    """Positions up to the last token that is not 0."""
+    """Returns the number of positions up to the last token that is not 0."""
     places = np.arange(1, tokens.shape[-1] + 1).reshape((1,) * (tokens.ndim - 1) + (-1,))
     return np.max(np.where(tokens != 0, places, 0), axis=-1, initial=0).astype(np.int32)
 
 
-def _fitted(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Extended by zeros to `shape`."""
+def _pad(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Pads with zeros to `shape`."""
     widths = [(0, size - now) for size, now in zip(shape, x.shape, strict=True)]
     return np.pad(x, widths).astype(np.int32)
 
 
 def _on_host(x: Array) -> np.ndarray:
-    """Returns an array whole, also where its rows lie on several hosts, which must all call."""
+    """Returns the whole array, even if its rows are on several hosts, which must all call it."""
     whole = x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(whole)
 
 
-def _placed(inputs, sharding: jax.sharding.Sharding | None):
+def _place(inputs, sharding: jax.sharding.Sharding | None):
     if sharding is None:
         return inputs
 
     def place(x):
         if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.device_put(x, sharding)
-        # Keys themselves cannot be put on devices of other hosts, which their numbers can.
+        # Unlike keys, their data can be put on devices of other hosts.
         numbers = jax.device_put(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
 

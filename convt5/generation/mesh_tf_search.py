@@ -1,6 +1,6 @@
-"""Beam search by the rules of Mesh TensorFlow, to repeat what the released models returned.
+"""Mesh TensorFlow's beam search, to reproduce results of the released models.
 
-`search.BeamSearch` is the better search; this one is for comparison with the original alone.
+For comparison with the original only; `search.BeamSearch` is better.
 """
 
 import dataclasses
@@ -25,33 +25,33 @@ from convt5.modeling.layers import at_least_float32
 from convt5.modeling.model import ConvT5, DecoderState
 
 ABSENT = 1e7
-"""What the original subtracts where others would write minus infinity."""
+"""Subtracted by the original where minus infinity would be usual."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshTFBeamSearch:
     """The beam search of Mesh TensorFlow (`mesh_tensorflow/beam_search.py`, version 0.1.21).
 
-    It differs from `search.BeamSearch` in these ways, all of which are repeated exactly:
+    It differs from `search.BeamSearch` as follows; each difference is reproduced exactly:
 
     - A score is the sum of log-probabilities over ((5 + length) / 6) ** length_penalty (Wu et al.
       2016, arXiv 1609.08144, equation 14, without coverage).
-    - Each beam offers its num_prefilter best continuations only. The first step starts from a
-      single beam, so with two of them no search begins with more than two different tokens.
-    - All candidates that end compete for the results, however they rank; a sequence cut at the
-      longest length is a result only in a row where none ended.
-    - What does not exist has a score of -1e7, not minus infinity: while there are fewer sequences
-      than beams, copies of them take part, and one that ended may go on and end again.
-    - All rows of a batch stop together, when in each of them every ended sequence is better than
-      the best unfinished one could become at the longest length.
+    - Only the num_prefilter best continuations of each beam are considered. The first step has a
+      single beam, so if this is two, a search starts with at most two different tokens.
+    - All candidates that end compete for the results, whatever their rank. A sequence cut at the
+      longest length is a result only if none of its row ended.
+    - Missing sequences have a score of -1e7, not minus infinity. While there are fewer sequences
+      than beams, copies of them take part, and one that ended may continue and end again.
+    - All rows of a batch stop together: when in each of them every ended sequence is better than
+      the best possible score of an unfinished one at the longest length.
 
     With `decode(..., hide_start_token=False)` the results equal the original's. The original allows
-    min(1.5 * longest source + 10, length of the batch) tokens; that is max_length here.
+    min(1.5 * longest source + 10, length of the batch) tokens, which is max_length here.
 
     Attributes:
         beam_size: sequences kept.
         length_penalty: the original's alpha.
-        num_prefilter: continuations looked at per beam; None for all, as the original has it for
+        num_prefilter: continuations considered per beam; None means all, the original's setting for
             models without a mesh layout.
     """
 
@@ -61,25 +61,25 @@ class MeshTFBeamSearch:
 
     def __post_init__(self):
         checks.make_plain(self)
-        found = checks.count_faults(self, ("beam_size",))
-        found += length_penalty_faults(self.length_penalty)
+        faults = checks.count_faults(self, ("beam_size",))
+        faults += length_penalty_faults(self.length_penalty)
         if wrong := checks.count_faults(self, ("num_prefilter",), none="all"):
-            found += wrong
+            faults += wrong
         elif self.num_prefilter is not None and self.num_prefilter < 2:
-            found.append(
+            faults.append(
                 f"num_prefilter={self.num_prefilter} must be at least 2, so that a beam whose best "
                 "continuation ends can go on; None looks at all."
             )
-        errors.raise_all(found, where="MeshTFBeamSearch")
+        errors.raise_all(faults, where="MeshTFBeamSearch")
 
     @property
     def num_results(self) -> int:
-        """The original returns the best result alone."""
+        """Always 1: the original returns only the best result."""
         return 1
 
 
 class _Sequences(NamedTuple):
-    """Sequences of each row, best first; `scores` rank them, `is_end` says which have ended."""
+    """Sequences of each row, best first; `scores` rank them, `is_end` tells which have ended."""
 
     tokens: Int[Array, "batch beams length"]
     log_probs: Float[Array, "batch beams"]
@@ -102,7 +102,7 @@ def search(
     end_id: int = 1,
     hide_start_token: bool | None = None,
 ) -> Found:
-    """Encodes the sources and returns the best result of each; forced prefixes are not read."""
+    """Encodes the sources and returns the best result of each; ignores forced prefixes."""
     step_model = functools.partial(model.decode_step, hide_start_token=hide_start_token)
     max_lengths = jnp.asarray(inputs.max_lengths)
 
@@ -110,8 +110,8 @@ def search(
         return jnp.any((beams.step < max_lengths) & ~_bound_is_met(beams, max_lengths, strategy))
 
     def body(beams: _Beams) -> _Beams:
-        after = _grown(step_model, beams, strategy, end_id)
-        # Rows may have longest lengths of their own, which the original's cannot.
+        after = _grow(step_model, beams, strategy, end_id)
+        # Rows may have their own longest lengths, unlike in the original.
         active = beams.step < max_lengths
         return after._replace(
             alive=_where(active, after.alive, beams.alive),
@@ -136,10 +136,10 @@ def _start(model: ConvT5, inputs: SearchInputs, strategy: MeshTFBeamSearch) -> _
     )
 
 
-def _grown(step_model, beams: _Beams, strategy: MeshTFBeamSearch, end_id: int) -> _Beams:
-    """All sequences after one more token."""
+def _grow(step_model, beams: _Beams, strategy: MeshTFBeamSearch, end_id: int) -> _Beams:
+    """Returns all sequences after one more token."""
     _, count, length = beams.alive.tokens.shape
-    # Before the first step there is no last token: 0, the start token.
+    # Before the first step, the last token is the start token 0.
     before = jnp.arange(length)[None, None] == beams.step - 1
     last = jnp.sum(beams.alive.tokens * before, axis=-1)
     logits, state = step_model(beams.state, last.reshape(-1))
@@ -160,7 +160,7 @@ def _grown(step_model, beams: _Beams, strategy: MeshTFBeamSearch, end_id: int) -
 def _candidates(
     beams: _Beams, logits: Float[Array, "rows vocab"], strategy: MeshTFBeamSearch, end_id: int
 ) -> tuple[Int[Array, "batch candidates"], _Sequences]:
-    """The 2 * beam_size best continuations, and the beam each comes from."""
+    """Returns the 2 * beam_size best continuations, and the beam of each."""
     batch, count = beams.alive.scores.shape
     vocab = logits.shape[-1]
     offered = min(strategy.num_prefilter or 2 * count, vocab)
@@ -179,17 +179,17 @@ def _candidates(
 def _bound_is_met(
     beams: _Beams, max_lengths: Int[Array, " batch"], strategy: MeshTFBeamSearch
 ) -> Bool[Array, " batch"]:
-    """Whether no unfinished sequence of a row can become better than those that ended."""
+    """Returns whether no unfinished sequence of a row can still beat those that ended."""
     bound = beams.alive.log_probs[:, 0] / _length_factor(max_lengths, strategy)
-    # Scores are negative, so those that have not ended, counted as 0, are not the lowest.
+    # Scores are negative; sequences that have not ended count as 0, so they are not the lowest.
     lowest = jnp.min(beams.ended.scores * beams.ended.is_end, axis=1)
     return jnp.any(beams.ended.is_end, axis=1) & (lowest > bound)
 
 
 def _best(beams: _Beams, max_lengths: Int[Array, " batch"], end_id: int) -> Found:
-    """The first result of each row, cut after its first end token."""
+    """Returns the best result of each row, cut after its first end token."""
     has_ended = jnp.any(beams.ended.is_end, axis=1)
-    # The original ranks sequences that have not ended by their sums.
+    # The original ranks unfinished sequences by their plain sums.
     unfinished = beams.alive._replace(scores=beams.alive.log_probs)
     result = jax.tree.map(lambda x: x[:, :1], _where(has_ended, beams.ended, unfinished))
     positions = jnp.arange(result.tokens.shape[-1])[None, None]

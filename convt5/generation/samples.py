@@ -1,7 +1,7 @@
-"""Readable samples of span corruption: the corrupted text, the model's filling, and the truth.
+"""Shows samples of span corruption as text: the input, the model's filling, and the truth.
 
-The trainer shows them at the end of a run, and during it where `report_every_steps` says so. Any
-vocabulary will do: `sentinels` knows its own.
+The trainer prints them at the end of a run, and every `report_every_steps` steps. Works with any
+vocabulary; see `sentinels`.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ PADDING_ID = 0
 
 
 class TextVocabulary(Protocol):
-    """The part of a `seqio.Vocabulary` that is needed here."""
+    """The part of `seqio.Vocabulary` needed here."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -34,7 +34,7 @@ class TextVocabulary(Protocol):
 
 
 class TextBatches(Protocol):
-    """Batches that know their vocabulary, such as `data.BatchIterator`."""
+    """Batches with a vocabulary, such as `data.BatchIterator`."""
 
     vocabulary: Any
 
@@ -49,16 +49,16 @@ class TextData(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpanSamples:
-    """What a run of span corruption shows; bind it to `trainer.train.report`.
+    """A report with samples of span corruption; bind it to `trainer.train.report`.
 
     Attributes:
-        num: examples to show.
+        num: number of examples to show.
     """
 
     num: int = 3
 
     def check_model(self, model: object) -> None:
-        """Raises `UserError` for the description of a model that reads no text."""
+        """Raises `UserError` if the described model does not read text."""
         checks.check_reads_text(model, "report=SpanSamples shows")
 
     def __call__(self, model: ConvT5, data: TextData) -> str:
@@ -70,7 +70,7 @@ class SpanSamples:
 
 
 class SpanExample(NamedTuple):
-    """Token ids of one corrupted text and of the spans that were taken out of it."""
+    """Token ids of a corrupted text and of the removed spans."""
 
     source: np.ndarray
     target: np.ndarray
@@ -82,13 +82,13 @@ def render_span_samples(
     vocabulary: TextVocabulary,
     num: int = 3,
 ) -> str:
-    """Fills the spans of the first `num` examples of a batch greedily and shows them as text.
+    """Fills the spans of the first `num` examples of a batch greedily and renders them as text.
 
     Args:
-        model: the model to show.
-        batch: span corruption with seqio's feature names, packed or not.
-        vocabulary: what the ids stand for; sentinels appear as <1>, <2>, ...
-        num: examples to show; a batch with fewer shows all of them.
+        model: the model.
+        batch: a span corruption batch with seqio's feature names, packed or not.
+        vocabulary: the vocabulary; sentinels are shown as <1>, <2>, ...
+        num: number of examples; fewer if the batch has fewer.
     """
     examples = [example for example, _ in zip(span_examples(batch), range(num), strict=False)]
     if not examples:
@@ -106,7 +106,7 @@ def render_span_samples(
 
 
 def span_examples(batch: Mapping[str, HostOrDevice]) -> Iterator[SpanExample]:
-    """Yields the examples of a batch one by one, taking packed rows apart."""
+    """Yields the examples of a batch one by one, unpacking packed rows."""
     sources = np.asarray(batch["encoder_input_tokens"])
     targets = np.asarray(batch["decoder_target_tokens"])
     source_segments = _segments(batch, "encoder_segment_ids", sources)
@@ -120,25 +120,27 @@ def span_examples(batch: Mapping[str, HostOrDevice]) -> Iterator[SpanExample]:
 
 
 def fill_spans(model: ConvT5, examples: Sequence[SpanExample], *, end_id: int) -> list[np.ndarray]:
-    """Returns the greedy filling of each example, at most half again as long as the truth."""
+    """Returns the greedy filling of each example, at most 1.5 times as long as the truth."""
     limits = np.array([max(len(e.target) * 3 // 2, 1) for e in examples], np.int32)
     longest = model.config.max_positions if model.config.positions == "learned" else None
     limits = limits if longest is None else np.minimum(limits, longest)
-    found = decoding.decode(
+    results = decoding.decode(
         model,
-        _stacked([e.source for e in examples]),
+        _stack([e.source for e in examples]),
         max_length=int(limits.max()),
         max_lengths=limits,
         end_id=end_id,
     )
     return [
         tokens[0, : lengths[0]]
-        for tokens, lengths in zip(np.asarray(found.tokens), np.asarray(found.lengths), strict=True)
+        for tokens, lengths in zip(
+            np.asarray(results.tokens), np.asarray(results.lengths), strict=True
+        )
     ]
 
 
 def render(ids: np.ndarray, vocabulary: TextVocabulary) -> str:
-    """Returns ids as one line of text up to the end token, with sentinels as <1>, <2>, ..."""
+    """Renders ids up to the end token as one line of text, with sentinels as <1>, <2>, ..."""
     kept = _until_end(ids, _end_id(vocabulary))
     numbers = sentinels.numbers(kept, vocabulary)
     pieces, before, run = [], [], []
@@ -146,37 +148,37 @@ def render(ids: np.ndarray, vocabulary: TextVocabulary) -> str:
         if token is not None and token < vocabulary.vocab_size and number is None:
             run.append(token)
             continue
-        pieces.append(_continued(before, run, vocabulary))
+        pieces.append(_decode_continuation(before, run, vocabulary))
         before, run = before + run, []
         if token is not None:
-            # A table may have more rows than the vocabulary has ids; they stand for nothing.
+            # A table may have more rows than the vocabulary has ids.
             pieces.append("<?>" if number is None else f"<{number + 1}>")
     return "".join(pieces).replace("\n", "\\n")
 
 
-def decoded(ids: list[int], vocabulary: TextVocabulary) -> str:
-    """Returns the text of ids, and the ids themselves where they have none."""
-    found = vocabulary.decode(ids) if ids else ""
-    # A vocabulary that passes ids through, such as `seqio.PassThroughVocabulary`, has no text.
-    return found if isinstance(found, str) else " ".join(map(str, found))
+def decode(ids: list[int], vocabulary: TextVocabulary) -> str:
+    """Returns the text of ids, or the ids themselves if they have none."""
+    text = vocabulary.decode(ids) if ids else ""
+    # A vocabulary such as `seqio.PassThroughVocabulary` returns ids instead of text.
+    return text if isinstance(text, str) else " ".join(map(str, text))
 
 
-def _continued(before: list[int], run: list[int], vocabulary: TextVocabulary) -> str:
-    """The text of `run` after `before`: a vocabulary may drop a space at the start of a text."""
+def _decode_continuation(before: list[int], run: list[int], vocabulary: TextVocabulary) -> str:
+    """Returns the text of `run` after `before`; a vocabulary may drop a leading space of a text."""
     if not run:
         return ""
-    start, whole = decoded(before, vocabulary), decoded(before + run, vocabulary)
-    return whole[len(start) :] if whole.startswith(start) else decoded(run, vocabulary)
+    start, whole = decode(before, vocabulary), decode(before + run, vocabulary)
+    return whole[len(start) :] if whole.startswith(start) else decode(run, vocabulary)
 
 
 def _until_end(ids: np.ndarray, end_id: int) -> list[int]:
-    kept = []
+    before_end = []
     for token in ids.tolist():
         if token == end_id:
             break
         if token != PADDING_ID:
-            kept.append(token)
-    return kept
+            before_end.append(token)
+    return before_end
 
 
 def _end_id(vocabulary: TextVocabulary) -> int:
@@ -187,7 +189,7 @@ def _segments(batch: Mapping[str, HostOrDevice], name: str, tokens: np.ndarray) 
     return np.asarray(batch[name]) if name in batch else (tokens != PADDING_ID).astype(np.int32)
 
 
-def _stacked(rows: Sequence[np.ndarray]) -> np.ndarray:
+def _stack(rows: Sequence[np.ndarray]) -> np.ndarray:
     stacked = np.zeros((len(rows), max(len(row) for row in rows)), np.int32)
     for i, row in enumerate(rows):
         stacked[i, : len(row)] = row

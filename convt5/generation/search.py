@@ -1,7 +1,7 @@
-"""Searching for output sequences one token at a time: greedy, sampling and beam search.
+"""Searches for output sequences token by token: greedy, sampling and beam search.
 
-Everything here is traced: arrays in, arrays out, one while loop that stops when every row has
-ended. `decoding` brings host arrays into bucketed shapes and calls it.
+All functions are traced, with one while loop that stops when every row has ended. `decoding` pads
+host arrays to buckets and calls them.
 """
 
 import dataclasses
@@ -20,15 +20,16 @@ from convt5.modeling.layers import at_least_float32
 from convt5.modeling.model import ConvT5, DecoderState, HostOrDevice
 
 LOWEST_TEMPERATURE = 1e-30
-"""Divided by less, logits may leave float32: the likeliest are infinite together, in any order."""
+"""Smallest temperature: dividing logits by less may overflow float32, which makes the order of the
+most likely tokens arbitrary."""
 
 LARGEST_FACTOR = 100.0
-"""Of scores, as a power of 2: beyond it sums leave float32, and all results would be equal."""
+"""Largest exponent of 2 in scores: beyond it sums overflow float32, and all results are equal."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Greedy:
-    """The likeliest token at every step; one result per row."""
+    """The most likely token at every step; one result per row."""
 
     @property
     def num_results(self) -> int:
@@ -37,14 +38,15 @@ class Greedy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Tokens drawn from the model's distribution, possibly sharpened and cut.
+    """Tokens sampled from the model's distribution, optionally sharpened and truncated.
 
     Attributes:
-        temperature: logits are divided by it, which must leave them finite; below 1 sharpens. Use
-            `Greedy` for the limit 0.
-        top_k: draw among this many likeliest tokens only; None for all.
-        top_p: draw among the smallest set of likeliest tokens whose probability, after temperature
-            and top_k, reaches this much (Holtzman et al. 2020, arXiv 1904.09751); 1 for all.
+        temperature: divides the logits, which must stay finite; below 1 sharpens. Use `Greedy` for
+            the limit 0.
+        top_k: samples only from this many most likely tokens; None means all.
+        top_p: samples only from the smallest set of most likely tokens whose total probability,
+            after temperature and top_k, reaches this value (Holtzman et al. 2020, arXiv
+            1904.09751); 1 means all.
         num_results: independent samples per row, in the order drawn.
     """
 
@@ -55,36 +57,37 @@ class Sampling:
 
     def __post_init__(self):
         checks.make_plain(self)
-        found = checks.count_faults(self, ("top_k",), none="every token")
-        found += checks.count_faults(self, ("num_results",))
+        faults = checks.count_faults(self, ("top_k",), none="every token")
+        faults += checks.count_faults(self, ("num_results",))
         if not (_is_number(self.temperature) and self.temperature >= LOWEST_TEMPERATURE):
-            found.append(
+            faults.append(
                 f"temperature={self.temperature!r} must be above 0; use Greedy for its limit 0, "
                 f"and below {LOWEST_TEMPERATURE}."
             )
         if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
-            found.append(f"top_p={self.top_p!r} must be in (0, 1]; 1 keeps every token.")
-        errors.raise_all(found, where="Sampling")
+            faults.append(f"top_p={self.top_p!r} must be in (0, 1]; 1 keeps every token.")
+        errors.raise_all(faults, where="Sampling")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamSearch:
     """The sequences of highest score, keeping `beam_size` unfinished ones at every step.
 
-    The score is the sum of log-probabilities over length ** length_penalty, where the length
-    counts the generated tokens with the end token and without a forced prefix. At each step the
-    2 * beam_size best continuations are looked at: those among the first beam_size that end
-    compete for the results, and the best beam_size that do not end go on. These are the conventions
-    of Hugging Face transformers, which the results equal.
+    The score is the sum of log-probabilities over length ** length_penalty, where the length counts
+    generated tokens including the end token, without a forced prefix. Each step considers the
+    2 * beam_size best continuations. Of the first beam_size, those that end compete for the
+    results; the best beam_size that do not end continue. These are the conventions of Hugging Face
+    transformers, whose results are equal.
 
     Attributes:
         beam_size: sequences kept; 1 is greedy search.
-        length_penalty: exponent; above 0 favours longer results, 0 compares plain sums.
-        num_results: results per row, best first; None for beam_size.
+        length_penalty: exponent of the length; above 0 favours longer results, 0 compares plain
+            sums.
+        num_results: results per row, best first; None means beam_size.
         early_stopping: when a row with beam_size results stops. True: at once. False: when its
-            worst result is not below the best unfinished sum scored at its present length.
-            "never": likewise, scored at the longest length allowed if length_penalty is positive,
-            so that no better result can have been missed.
+            worst result is at least as good as the best unfinished sum, scored at its current
+            length. "never": as False, but scored at the longest length if length_penalty is
+            positive, so that no better result is missed.
     """
 
     beam_size: int = 4
@@ -94,26 +97,26 @@ class BeamSearch:
 
     def __post_init__(self):
         checks.make_plain(self)
-        found = checks.count_faults(self, ("beam_size",))
-        found += checks.count_faults(self, ("num_results",), none="beam_size")
+        faults = checks.count_faults(self, ("beam_size",))
+        faults += checks.count_faults(self, ("num_results",), none="beam_size")
         if self.num_results is None:
             object.__setattr__(self, "num_results", self.beam_size)
-        elif not found and self.num_results > self.beam_size:
-            found.append(
+        elif not faults and self.num_results > self.beam_size:
+            faults.append(
                 f"num_results={self.num_results} must be between 1 and beam_size="
                 f"{self.beam_size}; a search keeps no more than beam_size results."
             )
-        found += length_penalty_faults(self.length_penalty)
+        faults += length_penalty_faults(self.length_penalty)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            found.append(f"early_stopping={self.early_stopping!r} must be True, False or 'never'.")
-        errors.raise_all(found, where="BeamSearch")
+            faults.append(f"early_stopping={self.early_stopping!r} must be True, False or 'never'.")
+        errors.raise_all(faults, where="BeamSearch")
 
 
 Strategy = Greedy | Sampling | BeamSearch
 
 
 def length_penalty_faults(length_penalty: float, length: int = 1) -> list[str]:
-    """Returns what is wrong with an exponent, where sums are divided by up to `length` ** it."""
+    """Returns errors in an exponent, for sums that are divided by up to `length` ** it."""
     if not (_is_number(length_penalty) and math.isfinite(length_penalty)):
         return [
             f"length_penalty={length_penalty!r} must be a finite number; 0 compares plain sums, "
@@ -132,14 +135,14 @@ def _is_number(value: object) -> bool:
 
 
 class SearchInputs(NamedTuple):
-    """What a search is given, row by row.
+    """The inputs of a search, by row.
 
     Attributes:
-        encoder_input_tokens: the source, 0 where padded.
-        prefix: tokens every result starts with, read up to prefix_lengths.
-        prefix_lengths: 0 for no forced prefix.
-        max_lengths: the longest result in tokens, prefix and end included; 0 asks for none.
-        keys: randomness of each row, for sampling.
+        encoder_input_tokens: the source, 0 at padding.
+        prefix: tokens that every result starts with, up to prefix_lengths.
+        prefix_lengths: length of the forced prefix; 0 means none.
+        max_lengths: the longest result in tokens, including prefix and end; 0 requests none.
+        keys: random key of each row, for sampling.
     """
 
     encoder_input_tokens: Int[HostOrDevice, "batch source"]
@@ -153,13 +156,13 @@ class Found(NamedTuple):
     """The results of a search.
 
     Attributes:
-        tokens: forced prefix, generated tokens and the end token if it came; 0 after.
-        lengths: tokens of each result, prefix and end included; 0 where there is no result, which
-            happens when fewer than num_results sequences exist.
+        tokens: forced prefix, generated tokens, and the end token if generated; then 0.
+        lengths: tokens of each result, including prefix and end; 0 for a missing result, which
+            happens if fewer than num_results sequences exist.
         log_probs: log-probability of the generated tokens given the source and the prefix.
-        scores: what results are ranked by: log_probs, for beam search over
-            length ** length_penalty; -inf where there is no result.
-        ended: whether the end token came; False for a result cut at its longest length.
+        scores: what results are ranked by: log_probs, in beam search over
+            length ** length_penalty; -inf for a missing result.
+        ended: whether the end token was generated; False for a result cut at its longest length.
     """
 
     tokens: Int[HostOrDevice, "batch results length"]
@@ -179,8 +182,7 @@ def search(
 ) -> Found:
     """Encodes the sources and searches for results of at most `inputs.prefix.shape[1]` tokens.
 
-    Rows do not influence each other. `hide_start_token` overrides the config's, see
-    `ConvT5.decode_step`.
+    Rows are independent. `hide_start_token` overrides the config's, see `ConvT5.decode_step`.
     """
     step_model = functools.partial(model.decode_step, hide_start_token=hide_start_token)
     dtype = at_least_float32(jnp.dtype(model.config.dtype))
@@ -194,7 +196,7 @@ def search(
 
 
 def initial_state(model: ConvT5, inputs: SearchInputs, copies: int) -> DecoderState:
-    """Encodes; returns the state before the first step, each source on `copies` adjacent rows."""
+    """Encodes; returns the state before the first step, with `copies` adjacent rows per source."""
     tokens = inputs.encoder_input_tokens
     segment_ids = (tokens != 0).astype(jnp.int32)
     return model.init_decoding(
@@ -206,7 +208,7 @@ def initial_state(model: ConvT5, inputs: SearchInputs, copies: int) -> DecoderSt
 
 
 class _Draws(NamedTuple):
-    """The sequences of a greedy search or of sampling, each on its own row."""
+    """The sequences of greedy search or sampling, one per row."""
 
     step: Int[Array, ""]
     state: DecoderState
@@ -249,7 +251,7 @@ def _draw(
         chosen = _choose(logits, strategy, keys, step)
         forced, going_on = step < prefix_lengths, active(draws)
         token = jnp.where(forced, prefix[:, step], chosen)
-        log_prob = _taken(jax.nn.log_softmax(logits), token)
+        log_prob = _take(jax.nn.log_softmax(logits), token)
         token = jnp.where(going_on, token, 0)
         return _Draws(
             step=step + 1,
@@ -278,7 +280,7 @@ def _choose(
     keys: Key[Array, " rows"] | None,
     step: Int[Array, ""],
 ) -> Int[Array, " rows"]:
-    """The next token of each row."""
+    """Returns the next token of each row."""
     if isinstance(strategy, Greedy):
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     assert keys is not None
@@ -287,13 +289,13 @@ def _choose(
     draw = jax.vmap(jax.random.categorical)
     if strategy.top_k is None and strategy.top_p == 1.0:
         return draw(step_keys, logits).astype(jnp.int32)
-    # Sorted, so that ties never let more than top_k tokens in.
+    # Sorted, so that ties cannot admit more than top_k tokens.
     logits, ids = jax.lax.top_k(logits, min(strategy.top_k or logits.shape[-1], logits.shape[-1]))
     probabilities = jax.nn.softmax(logits)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    # The likeliest token stays whatever top_p is: nothing stands before it.
+    # The most likely token is always kept: the sum before it is 0.
     logits = jnp.where(before < strategy.top_p, logits, -jnp.inf)
-    return _taken(ids, draw(step_keys, logits)).astype(jnp.int32)
+    return _take(ids, draw(step_keys, logits)).astype(jnp.int32)
 
 
 def _keys_of_copies(keys: Key[Array, " batch"] | None, copies: int):
@@ -306,7 +308,7 @@ def _keys_of_copies(keys: Key[Array, " batch"] | None, copies: int):
 
 
 class _Beams(NamedTuple):
-    """Unfinished sequences, best first, and the best results so far; -inf marks what is absent."""
+    """Unfinished sequences, best first, and the best results so far; -inf marks missing ones."""
 
     step: Int[Array, ""]
     state: DecoderState
@@ -323,8 +325,8 @@ def _beam_search(
     def body(beams: _Beams) -> _Beams:
         logits, state = step_model(beams.state, beams.last.reshape(-1))
         candidates = _best_continuations(beams, logits)
-        results = _with_ended(beams, candidates, inputs, strategy, end_id)
-        chosen = _go_on(beams, candidates, inputs, end_id)
+        results = _update_results(beams, candidates, inputs, strategy, end_id)
+        chosen = _next_beams(beams, candidates, inputs, end_id)
         log_probs = chosen.log_probs
         return _Beams(
             step=beams.step + 1,
@@ -350,7 +352,7 @@ def _no_beams(state, inputs: SearchInputs, strategy: BeamSearch, dtype) -> _Beam
         state=state,
         tokens=tokens,
         last=jnp.zeros(shape, jnp.int32),
-        # All beams are the same start token; one of them is enough.
+        # All beams hold the same start token, so only one may be active.
         log_probs=absent.at[:, 0].set(0.0),
         results=Found(tokens, jnp.zeros(shape, jnp.int32), absent, absent, jnp.zeros(shape, bool)),
         done=jnp.asarray(inputs.max_lengths) <= 0,
@@ -371,17 +373,17 @@ def _best_continuations(beams: _Beams, logits: Float[Array, "rows vocab"]) -> _C
     vocab = logits.shape[-1]
     token_log_probs = jax.nn.log_softmax(logits).reshape(batch, count, vocab)
     sums = (beams.log_probs[..., None] + token_log_probs).reshape(batch, count * vocab)
-    # Twice the beams: should all the best ones end, as many are left to go on.
+    # Twice the beams: if all the best ones end, enough remain to continue.
     log_probs, chosen = jax.lax.top_k(sums, min(2, vocab) * count)
     parents, last = chosen // vocab, chosen % vocab
     tokens = jnp.take_along_axis(beams.tokens, parents[..., None], axis=1)
     return _Candidates(parents, last, tokens.at[:, :, beams.step].set(last), log_probs)
 
 
-def _with_ended(
+def _update_results(
     beams: _Beams, candidates: _Candidates, inputs: SearchInputs, strategy: BeamSearch, end_id: int
 ) -> Found:
-    """The best beam_size of the results so far and of the candidates that end here."""
+    """Returns the best beam_size of the results so far and of the candidates that end here."""
     length = beams.step + 1
     has_end = candidates.last == end_id
     is_first = jnp.arange(has_end.shape[1])[None] < strategy.beam_size
@@ -400,7 +402,7 @@ def _with_ended(
     scores, chosen = jax.lax.top_k(merged.scores, strategy.beam_size)
     best = jax.tree.map(lambda x: rows_taken(x, chosen), merged)
     exists = scores > -jnp.inf
-    # A slot without result must not show the candidate that failed to fill it.
+    # A missing result must not show the candidate that failed to fill its slot.
     return Found(
         tokens=jnp.where(exists[..., None], best.tokens, 0),
         lengths=jnp.where(exists, best.lengths, 0),
@@ -410,10 +412,10 @@ def _with_ended(
     )
 
 
-def _go_on(
+def _next_beams(
     beams: _Beams, candidates: _Candidates, inputs: SearchInputs, end_id: int
 ) -> _Candidates:
-    """The beams of the next step: the best that do not end, or the forced prefix."""
+    """Returns the beams of the next step: the best that do not end, or the forced prefix."""
     count = beams.log_probs.shape[1]
     unfinished = jnp.where(candidates.last == end_id, -jnp.inf, candidates.log_probs)
     log_probs, chosen = jax.lax.top_k(unfinished, count)
@@ -440,7 +442,7 @@ def _is_done(
     inputs: SearchInputs,
     strategy: BeamSearch,
 ) -> Bool[Array, " batch"]:
-    """Whether each row has its results, after `length` tokens."""
+    """Returns whether each row is complete after `length` tokens."""
     at_limit = length >= inputs.max_lengths
     worst = jnp.min(results.scores, axis=1)
     if strategy.early_stopping is True:
@@ -448,7 +450,7 @@ def _is_done(
     to_limit = strategy.early_stopping == "never" and strategy.length_penalty > 0
     hoped_for = jnp.where(to_limit, inputs.max_lengths, length) - inputs.prefix_lengths
     bound = log_probs[:, 0] / _length_factor(hoped_for, strategy)
-    # Inside a forced prefix nothing has been scored yet.
+    # Inside a forced prefix nothing is scored yet.
     return at_limit | ((length > inputs.prefix_lengths) & (bound <= worst))
 
 
@@ -457,7 +459,7 @@ def _length_factor(generated: Int[Array, " batch"], strategy: BeamSearch) -> Flo
 
 
 def reordered(state: DecoderState, parents: Int[Array, "batch beams"]) -> DecoderState:
-    """The state after each beam takes over its parent's past."""
+    """Returns the state in which each beam continues its parent."""
     batch, count = parents.shape
     if count == 1:
         return state
@@ -466,9 +468,9 @@ def reordered(state: DecoderState, parents: Int[Array, "batch beams"]) -> Decode
 
 
 def rows_taken(x: Array, chosen: Int[Array, "batch taken"]) -> Array:
-    """The `chosen` entries of the second axis, row by row."""
+    """Returns the `chosen` entries of the second axis, row by row."""
     return jnp.take_along_axis(x, chosen.reshape(*chosen.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
-def _taken(x: Array, indices: Int[Array, " rows"]) -> Array:
+def _take(x: Array, indices: Int[Array, " rows"]) -> Array:
     return jnp.take_along_axis(x, indices[:, None], axis=1)[:, 0]

@@ -33,7 +33,7 @@ _SIZES = ("vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers")
 
 
 def is_directory(path: str | pathlib.Path) -> bool:
-    """Whether a folder holds a model of transformers."""
+    """Returns whether a folder holds a model of transformers."""
     return "model_type" in (foreign_files.find_json(pathlib.Path(path) / CONFIG) or {})
 
 

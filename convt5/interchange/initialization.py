@@ -1,6 +1,6 @@
-"""Starting from trained parameters: which arrays of another run a new run takes over.
+"""Initialises a run from trained parameters of another run.
 
-`trainer.train(init_from=...)` uses it when a run starts; a run that continues has its own.
+`trainer.train(init_from=...)` applies it when a run starts; a resumed run ignores it.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ TOKEN_TABLE = "token_embedder/embedding"
 
 
 class Report(NamedTuple):
-    """What became of every parameter, by name.
+    """What happened to each parameter, by name.
 
     Attributes:
-        restored: taken over whole.
-        resized: taken over in the rows that both have; the other rows are freshly initialised.
-        fresh: of the model, not taken over because they were excluded.
-        skipped: of the checkpoint, excluded.
+        restored: copied whole.
+        resized: copied in the rows that both models have; other rows keep their initial values.
+        fresh: excluded parameters of the model, which keep their initial values.
+        skipped: excluded parameters of the checkpoint.
     """
 
     restored: list[str]
@@ -37,7 +37,7 @@ class Report(NamedTuple):
     skipped: list[str]
 
     def text(self, path: str) -> str:
-        """Returns a line for each kind that occurs."""
+        """Returns one line for each of the four groups that is not empty."""
         counts = f"{len(self.restored)} parameter arrays restored from {path}"
         lines = [counts if self.restored else f"no whole array restored from {path}"]
         for kind, explanation in (
@@ -53,22 +53,22 @@ class Report(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InitFrom:
-    """What a run takes over of another one: its parameters, or all of its training state.
+    """What a run copies from another one: its parameters, or its whole training state.
 
-    Patterns are regular expressions that are searched for in names such as
-    `encoder/layers/0/mlp/wi/kernel`. Whatever is included and not excluded must exist on both
-    sides with the same shape, so that nothing is left out silently.
+    Patterns are regular expressions searched in names such as `encoder/layers/0/mlp/wi/kernel`.
+    Every parameter that is included and not excluded must exist on both sides with the same shape,
+    so that nothing is dropped silently.
 
     Attributes:
         path: a run directory, one of its steps, or an exported model.
-        step: the checkpoint of a run; None takes the newest.
-        include: patterns of the parameters to take over.
-        exclude: patterns of those to leave freshly initialised.
-        resize: patterns of tables that may have another number of rows, such as
-            `position_embedder` for longer sequences: the first rows are taken over.
-        continue_training: goes on at the step of the checkpoint with its optimizer and its place
-            in the schedule, and reads other data, another objective, batch size or length from its
-            start. `trainer.train.num_steps` counts the updates before it too.
+        step: the checkpoint of a run; None means the newest.
+        include: patterns of the parameters to copy.
+        exclude: patterns of parameters that keep their initial values.
+        resize: patterns of tables that may differ in their number of rows, such as
+            `position_embedder` for longer sequences; the first rows are copied.
+        continue_training: also restores the optimizer state and the step, which determines the
+            learning rate. The data starts from its beginning; data, objective, batch size and
+            length may differ. `trainer.train.num_steps` includes the earlier updates.
     """
 
     path: str
@@ -90,11 +90,11 @@ class InitFrom:
         errors.raise_all(faults, where="InitFrom")
 
     def check(self, model: Any) -> None:
-        """Raises `UserError` where `apply` would; shapes are enough of a model."""
-        self._fitted({name: leaf.shape for name, leaf in named_leaves(model)})
+        """Raises `UserError` where `apply` would; abstract shapes of a model suffice."""
+        self._open_checked({name: leaf.shape for name, leaf in named_leaves(model)})
 
     def check_num_steps(self, num_steps: int) -> None:
-        """Raises `UserError` if training that goes on has no update left to make."""
+        """Raises `UserError` if continued training has no update left to make."""
         step = int(self._checkpoint().name) if self.continue_training else -1
         if step >= num_steps:
             raise errors.UserError(
@@ -104,10 +104,10 @@ class InitFrom:
             )
 
     def state(self, abstract_state: Any, *, model_config: Any) -> checkpoint.Restored:
-        """Returns the state that training goes on from; nothing of its data.
+        """Returns the state from which training continues, without a data position.
 
         Raises:
-            UserError: there is none, or it is of another architecture or optimizer.
+            UserError: there is none, or it belongs to another architecture or optimizer.
         """
         return checkpoint.read_state(self._checkpoint(), abstract_state, model_config=model_config)
 
@@ -120,10 +120,10 @@ class InitFrom:
         return reading.find_checkpoint(self.path, step=self.step)
 
     def check_vocabulary(self, text: vocabulary_files.KeptText | None) -> None:
-        """Raises `UserError` if token embeddings would be taken over for ids of other texts.
+        """Raises `UserError` if token embeddings would be copied to ids that mean other text.
 
         Args:
-            text: what the ids of the new run stand for; None where that is not known.
+            text: the text of each id in the new run; None if unknown.
         """
         taken = matches(TOKEN_TABLE, self.include) and not matches(TOKEN_TABLE, self.exclude)
         before = vocabulary_files.load(self.path) if text and taken else None
@@ -140,22 +140,22 @@ class InitFrom:
                 )
 
     def apply(self, model: Any) -> tuple[Any, Report]:
-        """Returns the model with the parameters taken over, placed where they were, and a report.
+        """Returns the model with the copied parameters, sharded as before, and a report.
 
         Raises:
-            UserError: nothing at `path`, or names or shapes that do not fit.
+            UserError: nothing is at `path`, or names or shapes do not match.
         """
         fresh = dict(named_leaves(model))
-        source, report = self._fitted({name: leaf.shape for name, leaf in fresh.items()})
-        wanted = {name: fresh[name].sharding for name in report.restored}
-        taken = source.read(wanted)
+        source, report = self._open_checked({name: leaf.shape for name, leaf in fresh.items()})
+        shardings = {name: fresh[name].sharding for name in report.restored}
+        taken = source.read(shardings)
         for name, old in source.read(dict.fromkeys(report.resized)).items():
             taken[name] = _with_rows_of(fresh[name], old)
         leaves = [taken.get(name, leaf) for name, leaf in fresh.items()]
         return jax.tree.unflatten(jax.tree.structure(model), leaves), report
 
-    def _fitted(self, model: Mapping[str, tuple[int, ...]]) -> tuple["_Source", Report]:
-        """Opens what lies at `path`, and decides what becomes of every parameter."""
+    def _open_checked(self, model: Mapping[str, tuple[int, ...]]) -> tuple["_Source", Report]:
+        """Opens `path`, and decides what happens to each parameter."""
         source = _open(self.path, self.step)
         report, faults = self._plan(model, source.shapes)
         if faults:
@@ -168,7 +168,7 @@ class InitFrom:
     def _plan(
         self, model: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]
     ) -> tuple[Report, list[str]]:
-        """Decides about every parameter from shapes alone; returns what cannot be decided too."""
+        """Decides for each parameter from shapes alone; also returns the conflicts."""
         report, faults = Report([], [], [], []), []
         every = sorted(model.keys() | saved.keys())
         for field in ("include", "exclude", "resize"):
@@ -199,7 +199,7 @@ class InitFrom:
 
 
 class _Source(NamedTuple):
-    """Parameters that can be read one by one."""
+    """Parameters that can be read one at a time."""
 
     shapes: dict[str, tuple[int, ...]]
     read: Any  # Mapping of names to shardings (None: anywhere) -> arrays by name.
@@ -236,7 +236,7 @@ def _open(path: str, step: int | None) -> _Source:
 
 
 def _with_rows_of(fresh: jax.Array, old: jax.Array) -> jax.Array:
-    # Every host has all of the old rows; the fresh ones may lie on devices of many.
+    # Every host has all of the old rows; the initial ones may be sharded over several hosts.
     rows = np.asarray(old[: len(fresh)])
 
     def extended(table: jax.Array, rows: jax.Array) -> jax.Array:

@@ -55,7 +55,7 @@ def load_model(
 
 
 def is_exported(directory: epath.PathLike) -> bool:
-    """Whether a folder holds a model without a run around it."""
+    """Returns whether a folder holds a model without a run around it."""
     path = os.path.expanduser(directory)
     return portable.is_directory(path) or hugging_face.is_directory(path)
 

@@ -1,1 +1,1 @@
-"""The text model, from a single layer to the whole encoder-decoder."""
+"""The text model, from single layers to the whole encoder-decoder."""

@@ -1,4 +1,4 @@
-"""The text models that gin files describe: `ConvT5Config` and its two stacks."""
+"""The text model as gin files configure it: `ConvT5Config` and its two stacks."""
 
 import dataclasses
 
@@ -15,5 +15,5 @@ class ConvT5Config(ModelDescription):
     __doc__ = ModelDescription.__doc__
 
     def build(self, key: PRNGKeyArray) -> model.ConvT5:
-        """Builds the model; under `jax.eval_shape` nothing is allocated."""
+        """Builds the model; under `jax.eval_shape` this allocates nothing."""
         return model.ConvT5(self, key=key)

@@ -1,7 +1,7 @@
-"""T5 attention, its cache while decoding, its relative positions, and what it costs.
+"""T5 attention: the layer, its cache for decoding, relative position bias and costs.
 
-Decoder layers attend to the encoder with it, whatever mixes their own sequence; as a mixing kind
-it stands in `mixers.attention`.
+Decoder layers use it for encoder-decoder attention, whatever mixes their own sequence.
+`mixers.attention` makes it a mixing kind.
 """
 
 import math
@@ -22,10 +22,10 @@ FLOAT32_BYTES = 4
 
 
 class AttentionState(NamedTuple):
-    """Keys and values of the positions seen so far, in order.
+    """Keys and values of the positions decoded so far, in order.
 
-    They lie as the products with a single query read them, and a batch of one row has no axis of
-    its own: otherwise processors write the whole cache anew at each step.
+    Their layout is the one that products with a single query read, and a batch of one row has no
+    batch axis. With any other layout, CPUs copy the whole cache at each step.
     """
 
     keys: Float[Array, "*batch heads head_dim length"]
@@ -33,7 +33,7 @@ class AttentionState(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """T5 attention: no 1/sqrt(head_dim) factor (the initial query scale holds it), no biases."""
+    """T5 attention: no biases, no 1/sqrt(head_dim) factor (the initial query scale includes it)."""
 
     def __init__(self, sizes: ModelSizes, *, canon: CanonConfig = NO_CANON, key: PRNGKeyArray):
         emb, heads, head_dim = sizes.emb_dim, sizes.num_heads, sizes.head_dim
@@ -64,21 +64,20 @@ class Attention(nnx.Module):
         along: Along | None = None,
         dropout_key: DropoutKey = None,
     ) -> Float[Array, "rows target embed"]:
-        """Attends from x to the memory of the same segment; see `ops.attend`.
+        """Attends from x to the memory positions of the same segment; see `ops.attend`.
 
-        Each row of memory serves as many adjacent rows of x as there are for it, of which
-        self-attention, causal or with a bias, has but one. `along` is the sequence of both, for
-        Canon layers.
+        Each row of memory serves an equal number of adjacent rows of x: exactly one where attention
+        is causal or has a bias. Canon layers convolve along the sequence `along`.
         """
         keys, values = self._keys_and_values(memory, along)
         if dropout_key is not None and self.dropout_rate > 0.0:
-            # One mask of the weights for all queries, as in T5: the same as a mask of the values.
+            # One dropout mask over the weights for all queries, as in T5: equal to masking values.
             batch, source, heads, _ = values.shape
-            kept = jax.random.bernoulli(
+            dropout_mask = jax.random.bernoulli(
                 dropout_key, 1.0 - self.dropout_rate, (batch, heads, source)
             )
-            kept = jnp.swapaxes(kept, 1, 2)[..., None]
-            values = jnp.where(kept, values / (1.0 - self.dropout_rate), 0.0)
+            dropout_mask = jnp.swapaxes(dropout_mask, 1, 2)[..., None]
+            values = jnp.where(dropout_mask, values / (1.0 - self.dropout_rate), 0.0)
         query = self._heads(self.query(x, along))
         together = memory.shape[0], _per_row(x, memory) * x.shape[1]
         y = attend(
@@ -93,12 +92,12 @@ class Attention(nnx.Module):
         return self.output(y.reshape(*x.shape[:2], y.shape[2] * y.shape[3]))
 
     def memory_state(self, memory: Float[Array, "batch source embed"]) -> AttentionState:
-        """Projects a whole memory once; decoding keeps it for encoder-decoder attention."""
+        """Projects the whole memory once; decoding caches it for encoder-decoder attention."""
         keys, values = self._keys_and_values(memory)
         return AttentionState(keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3))
 
     def empty_cache(self, batch: Size, length: int, dtype: jnp.dtype) -> AttentionState:
-        """Returns an empty cache for `length` positions of self-attention."""
+        """Returns an empty self-attention cache with room for `length` positions."""
         head_dim = self.key.kernel[...].shape[1] // self.num_heads
         is_single = isinstance(batch, int) and batch == 1
         rows = () if is_single else (batch,)
@@ -114,7 +113,7 @@ class Attention(nnx.Module):
         bias: Float[Array, "rows heads 1 length"] | None = None,
         along: Along | None = None,
     ) -> tuple[Float[Array, "batch 1 embed"], AttentionState]:
-        """Writes the next position into the cache and attends to all positions up to it."""
+        """Appends the next position to the cache, and attends to all positions up to it."""
         key, value = self._keys_and_values(x, along)
         if state.keys.ndim == 3:
             state = AttentionState(
@@ -139,9 +138,9 @@ class Attention(nnx.Module):
         bias: Float[Array, "batch heads 1 length"] | None = None,
         along: Along | None = None,
     ) -> Float[Array, "rows 1 embed"]:
-        """Attends from one position to projected keys and values, where `mask` is true.
+        """Attends from one position to projected keys and values where `mask` is true.
 
-        Each row of keys serves as many adjacent rows of x as there are for it, at once.
+        Each row of keys serves an equal number of adjacent rows of x in one product.
         """
         batch, rows = mask.shape[0], x.shape[0]
         query = self._heads(self.query(x, along))
@@ -174,12 +173,12 @@ class Attention(nnx.Module):
     def _heads(
         self, x: Float[Array, "batch length inner"]
     ) -> Float[Array, "batch length heads head_dim"]:
-        # All sizes are spelled out, here and above: -1 cannot be found for arrays without elements.
+        # Explicit sizes, here and above: -1 cannot be inferred for arrays without elements.
         return x.reshape(*x.shape[:2], self.num_heads, x.shape[2] // self.num_heads)
 
 
 def _per_row(x: Array, memory: Array) -> Size:
-    """Returns how many rows of x each row of memory serves."""
+    """Returns the number of rows of x that each row of memory serves."""
     rows, batch = x.shape[0], memory.shape[0]
     if rows == batch:
         return 1
@@ -212,7 +211,7 @@ class RelativeBias(nnx.Module):
         return jnp.moveaxis(self._of(distances), -1, 1)
 
     def by_distance(self, target: int, source: int) -> Float[Array, "heads distances"]:
-        """Returns the bias of every distance of a key from a query, 1 - target to source - 1."""
+        """Returns the bias of each distance, key minus query, from 1 - target to source - 1."""
         return self._of(jnp.arange(1 - target, source)).T
 
     def _of(self, distances: Int[Array, "..."]) -> Float[Array, "... heads"]:
@@ -235,17 +234,18 @@ def relative_position_bucket(
 ) -> Int[Array, "..."]:
     """Returns the bucket of key position minus query position (Raffel et al. 2020, section 2.1).
 
-    Half of the buckets hold one distance each, the rest grow logarithmically up to
-    `max_distance`; beyond it all share the last. Bidirectional: half of them for each sign.
+    Half of the buckets hold one distance each. The others grow logarithmically up to
+    `max_distance`, and the last one holds all distances beyond. If bidirectional, each sign has
+    half of the buckets.
 
     Args:
-        relative_position: of each key.
-        bidirectional: whether keys may stand behind the query; otherwise those are at distance 0.
-        num_buckets: at least 2, bidirectional 4.
-        max_distance: above the distances with a bucket of their own.
+        relative_position: key position minus query position.
+        bidirectional: whether keys may follow the query; if not, later keys count as distance 0.
+        num_buckets: at least 2, or 4 if bidirectional.
+        max_distance: larger than every distance that has its own bucket.
 
     Raises:
-        ValueError: too few buckets, or too small a distance.
+        ValueError: num_buckets or max_distance is too small.
     """
     offset = jnp.zeros_like(relative_position)
     if bidirectional:
@@ -260,7 +260,7 @@ def relative_position_bucket(
             f"max_distance={max_distance} must be above the {exact} distances that have a bucket "
             "of their own in each direction, at least 1."
         )
-    # log(0) is never used: small distances take the exact branch.
+    # The argument of log is kept positive; small distances take the exact branch anyway.
     ratio = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / exact)
     ratio = ratio / math.log(max_distance / exact) * (num_buckets - exact)
     logarithmic = jnp.minimum(exact + ratio.astype(jnp.int32), num_buckets - 1)
@@ -268,7 +268,7 @@ def relative_position_bucket(
 
 
 def sharding_rules(name: str) -> tuple[Rule, ...]:
-    """Returns where the parameters of an attention live that has this name in its layer."""
+    """Returns the sharding rules of the parameters of an attention named `name` in its layer."""
     return (
         Rule(rf"{name}/(query|key|value)/kernel$", ("fsdp", "tensor"), optional=True),
         Rule(rf"{name}/output/kernel$", ("tensor", "fsdp"), optional=True),
@@ -276,15 +276,16 @@ def sharding_rules(name: str) -> tuple[Rule, ...]:
 
 
 def flops(sizes: ModelSizes, *, queries: int, keys: int) -> int | float:
-    """Returns the forward FLOPs of whole sequences: projections, and the two products."""
+    """Returns the forward FLOPs of whole sequences: the projections and the two products."""
     inner = sizes.num_heads * sizes.head_dim
     return 4 * sizes.emb_dim * inner * (queries + keys) + 4 * queries * keys * inner
 
 
 def activation_bytes(sizes: ModelSizes, *, queries: int, keys: int) -> int | float:
-    """Returns the bytes that the backward pass reads, of whole sequences.
+    """Returns the bytes that the backward pass of whole sequences reads.
 
-    The norm's and the queries' input, q, k, v, their result, and float32 weights.
+    These are the inputs of the norm and of the queries, q, k, v, their result, and the float32
+    weights.
     """
     width = jnp.dtype(sizes.dtype).itemsize
     inner = sizes.num_heads * sizes.head_dim
@@ -294,5 +295,5 @@ def activation_bytes(sizes: ModelSizes, *, queries: int, keys: int) -> int | flo
 
 
 def cache_size(sizes: ModelSizes, length: int) -> int:
-    """Returns how many numbers the keys and values of `length` positions are."""
+    """Returns the number of elements of the keys and values of `length` positions."""
     return 2 * length * sizes.num_heads * sizes.head_dim

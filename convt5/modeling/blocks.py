@@ -1,4 +1,4 @@
-"""Encoder and decoder layers and the stacks of them: residual, norm, mixing, attention, MLP."""
+"""Encoder and decoder layers, and stacks of them: residual, norm, mixing, attention, MLP."""
 
 import copy
 import dataclasses
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from convt5.modeling import gathering
+from convt5.modeling import fsdp
 from convt5.modeling.attention import Attention, AttentionState, RelativeBias
-from convt5.modeling.canon import Along, Canon, canons_of, convolved
+from convt5.modeling.canon import Along, Canon, apply_canon, canons_of
 from convt5.modeling.description import LayerOrder, ModelDescription, Remat
 from convt5.modeling.layers import DropoutKey, Mlp, Norm, dropout, split_key
 from convt5.modeling.mixers.base import MixerConfig, Position, StackInputs, State, select_rows
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Residual:
-    """How a branch f joins the residual stream; see `ConvT5Config.layer_order`."""
+    """Adds a branch f to the residual stream, in the order of `ConvT5Config.layer_order`."""
 
     order: LayerOrder
     dropout_rate: float
@@ -42,20 +42,20 @@ class Residual:
 
 
 class LayerState(NamedTuple):
-    """What one decoder layer remembers while decoding."""
+    """The decoding state of one decoder layer."""
 
     mixing: State
     memory: AttentionState
     canons: dict[str, Array]
 
     def rows(self, chosen: Int[Array, " rows"]) -> "LayerState":
-        """Returns the state of the chosen rows; all of them read the same encoder output."""
+        """Returns the state of the chosen rows; all rows keep reading the same encoder output."""
         mixing, canons = select_rows((self.mixing, self.canons), chosen)
         return LayerState(mixing, self.memory, canons)
 
 
 class EncoderLayer(nnx.Module):
-    """Sequence mixing, then feed-forward, each on a branch of the residual stream."""
+    """Sequence mixing, then feed-forward, each as a residual branch."""
 
     gathers_itself = True
 
@@ -93,7 +93,7 @@ class EncoderLayer(nnx.Module):
         branch_key, residual_key = split_key(dropout_key, 2)
 
         def mix(y):
-            y = convolved(self.mixing_canon, y, inputs)
+            y = apply_canon(self.mixing_canon, y, inputs)
             return self.mixing(y, inputs, dropout_key=branch_key)
 
         return self.residual(x, mix, self.mixing_norm, dropout_key=residual_key)
@@ -102,14 +102,14 @@ class EncoderLayer(nnx.Module):
         branch_key, residual_key = split_key(dropout_key, 2)
 
         def transform(y):
-            y = convolved(self.mlp_canon, y, along)
+            y = apply_canon(self.mlp_canon, y, along)
             return self.mlp(y, along, dropout_key=branch_key)
 
         return self.residual(x, transform, self.mlp_norm, dropout_key=residual_key)
 
 
 class DecoderLayer(EncoderLayer):
-    """An encoder layer with attention to the encoder's output between its two parts."""
+    """An encoder layer with encoder-decoder attention between mixing and feed-forward."""
 
     def __init__(self, config: ModelDescription, mixing: MixerConfig, *, key: PRNGKeyArray):
         own_key, cross_key = jax.random.split(key)
@@ -125,7 +125,7 @@ class DecoderLayer(EncoderLayer):
         dropout_key: DropoutKey = None,
     ) -> Float[Array, "batch length embed"]:
         mixing_key, branch_key, residual_key, mlp_key = split_key(dropout_key, 4)
-        memory, memory_ids = _given(inputs.memory), _given(inputs.memory_segment_ids)
+        memory, memory_ids = _required(inputs.memory), _required(inputs.memory_segment_ids)
         x = self._mix(x, inputs, dropout_key=mixing_key)
         x = self.residual(
             x,
@@ -140,7 +140,7 @@ class DecoderLayer(EncoderLayer):
     def init_state(
         self, memory: Float[Array, "batch source embed"], *, length: int, copies: int = 1
     ) -> LayerState:
-        """Returns the state before the first of at most `length` steps, see `Stack.init_state`."""
+        """Returns the state before the first of at most `length` steps; see `Stack.init_state`."""
         batch, _, emb_dim = memory.shape
         rows = batch * copies
         mixing = self.mixing.init_state(rows, length, emb_dim, memory.dtype)
@@ -157,13 +157,13 @@ class DecoderLayer(EncoderLayer):
         *,
         memory_mask: Bool[Array, "batch 1 source"],
     ) -> tuple[Float[Array, "rows 1 embed"], LayerState]:
-        """Runs one position and returns the state that includes it."""
+        """Decodes one position; returns its features and the next state."""
         mixed: list[State] = []
         canons = dict(state.canons)
         position = position._replace(canons=canons)
 
         def mix(y):
-            y = convolved(self.mixing_canon, y, position)
+            y = apply_canon(self.mixing_canon, y, position)
             y, after = self.mixing.step(y, state.mixing, position)
             mixed.append(after)
             return y
@@ -179,13 +179,13 @@ class DecoderLayer(EncoderLayer):
 
 
 class Stack(nnx.Module):
-    """The layers of an encoder or a decoder, with the norm that ends them."""
+    """The layers of an encoder or a decoder, and the final norm."""
 
     def __init__(self, config: ModelDescription, *, decoder: bool, key: PRNGKeyArray):
         mixings = config.decoder_layers if decoder else config.encoder_layers
         key, bias_key = jax.random.split(key)
         keys = jax.random.split(key, len(mixings))
-        # Any: a list of modules has no element type, and only a decoder's are stepped.
+        # Any: nnx.List has no element type, and only decoder layers have `step`.
         self.layers: Any = nnx.List(
             [
                 (DecoderLayer if decoder else EncoderLayer)(config, mixing, key=keys[i])
@@ -204,7 +204,7 @@ class Stack(nnx.Module):
             if reads_distances and config.positions == "relative"
             else None
         )
-        # After "post" every layer ends in a norm already.
+        # With layer_order "post", every layer already ends in a norm.
         self.final_norm = _norm(config) if config.layer_order != "post" else None
         self.dropout_rate = config.dropout_rate
         self.remat: Remat = config.remat
@@ -222,15 +222,15 @@ class Stack(nnx.Module):
             length = x.shape[1]
             inputs = inputs._replace(distance_bias=self.relative_bias.by_distance(length, length))
         x = dropout(x, self.dropout_rate, keys[0])
-        run = _rematerialised(self.remat)
+        run = _with_remat(self.remat)
         start = 0
-        for layers in _alike(self.layers) if self.scan_layers else [[a] for a in self.layers]:
+        for layers in _group_equal(self.layers) if self.scan_layers else [[a] for a in self.layers]:
             layer_keys = keys[start + 2 : start + 2 + len(layers)]
             start += len(layers)
             if len(layers) == 1:
                 x = run(layers[0], x, inputs, layer_keys[0])
             else:
-                x = _scanned(run, layers, x, inputs, layer_keys)
+                x = _scan_layers(run, layers, x, inputs, layer_keys)
         return dropout(self._finish(x), self.dropout_rate, keys[1])
 
     def init_state(
@@ -253,7 +253,7 @@ class Stack(nnx.Module):
         memory_mask: Bool[Array, "batch 1 source"],
         readable: Bool[Array, "rows 1"] | None,
     ) -> tuple[Float[Array, "rows 1 embed"], tuple[LayerState, ...]]:
-        """Runs one position of every row, `index`, through the stack."""
+        """Decodes position `index` of every row through all layers."""
         bias = None
         if self.relative_bias is not None:
             rooms = (
@@ -261,7 +261,7 @@ class Stack(nnx.Module):
                 for layer, state in zip(self.layers, states, strict=True)
             )
             length = next((room for room in rooms if room is not None), None)
-            # Layers alone may be without attention where their stack has some.
+            # Only some layers of the stack may be attention.
             if length is not None:
                 bias = self.relative_bias(index[:, None], jnp.arange(length))
         position = Position(index, readable=readable, bias=bias)
@@ -272,7 +272,7 @@ class Stack(nnx.Module):
         return self._finish(x), tuple(after)
 
     def lowest(self, count: int) -> "Stack":
-        """Returns the stack of the first `count` layers, which shares their parameters."""
+        """Returns a stack of the `count` lowest layers, which share their parameters with it."""
         other = copy.copy(self)
         other.layers = nnx.List(self.layers[:count])
         return other
@@ -285,19 +285,19 @@ Run = Callable[[EncoderLayer, jax.Array, StackInputs, DropoutKey], jax.Array]
 
 
 def _run(layer: EncoderLayer, x: jax.Array, inputs: StackInputs, key: DropoutKey) -> jax.Array:
-    return gathering.whole(layer)(x, inputs, dropout_key=key)
+    return fsdp.gather(layer)(x, inputs, dropout_key=key)
 
 
-def _rematerialised(remat: Remat) -> Run:
-    """Returns a function that runs a layer, and keeps for its backward pass what `remat` says."""
+def _with_remat(remat: Remat) -> Run:
+    """Returns a function that runs a layer, with `remat` applied."""
     if remat == "none":
         return _run
     policy = None if remat == "full" else getattr(jax.checkpoint_policies, remat)
     return jax.checkpoint(_run, policy=policy)
 
 
-def _alike(layers: Iterable[EncoderLayer]) -> list[list[EncoderLayer]]:
-    """Cuts a stack into runs of neighbours that differ in nothing but the values of parameters."""
+def _group_equal(layers: Iterable[EncoderLayer]) -> list[list[EncoderLayer]]:
+    """Groups neighbouring layers that differ only in the values of their parameters."""
 
     def form(layer: EncoderLayer):
         leaves, structure = jax.tree.flatten(layer)
@@ -312,29 +312,29 @@ def _alike(layers: Iterable[EncoderLayer]) -> list[list[EncoderLayer]]:
     return runs
 
 
-def _scanned(
+def _scan_layers(
     run: Run,
     layers: Sequence[EncoderLayer],
     x: jax.Array,
     inputs: StackInputs,
     keys: Sequence[DropoutKey],
 ) -> jax.Array:
-    """Runs layers of one form, bottom first, as one that is compiled once.
+    """Runs equal layers, bottom first, as a scan that compiles one of them.
 
-    Their parameters are stacked here, inside of the step: outside of it each layer has its own, so
-    that checkpoints and the optimizer's statistics do not depend on how the layers are run.
+    Stacks their parameters inside the step. Outside it each layer has its own, so checkpoints and
+    optimizer statistics do not depend on how layers are run.
     """
 
     def step(x, layer_and_key):
         layer, key = layer_and_key
         return run(layer, x, inputs, key), None
 
-    stacked = gathering.stacked(list(zip(layers, keys, strict=True)))
+    stacked = fsdp.stack(list(zip(layers, keys, strict=True)))
     return jax.lax.scan(step, x, stacked)[0]
 
 
-def _given(value: T | None) -> T:
-    """Returns what every stack of its kind is given, which the type alone does not say."""
+def _required(value: T | None) -> T:
+    """Asserts for the type checker that an input which this kind of stack always has is given."""
     if value is None:
         raise ValueError("the inputs of this stack lack what one of its layers reads")
     return value

@@ -1,7 +1,7 @@
-"""Canon layers: short convolutions with a residual, beside attention and feed-forward layers.
+"""Canon layers: short residual convolutions beside attention and feed-forward layers.
 
-y[t] = h[t] + sum_j w[j] h[t - j * dilation], j = 0..K-1, for each channel by itself (Allen-Zhu
-2025, arXiv 2512.17351): at any of four places of a layer, whatever mixes its sequence.
+y[t] = h[t] + sum_j w[j] h[t - j * dilation], j = 0..K-1, separately for each channel (Allen-Zhu
+2025, arXiv 2512.17351), at any of four places of a layer with any mixing kind.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from convt5.ops.masking import zero_unless
 
 PLACES = "ABCD"
 SPLIT_PLACES = "BD"
-"""Places whose channels the mesh axis "tensor" splits, as those of the layers they follow."""
+"""Places whose channels the mesh axis "tensor" splits, like those of the layers they follow."""
 
 CanonActivation = Literal["none", "silu"]
 
@@ -30,14 +30,16 @@ sharding_rules = (
     Rule(r"/canon/(\w+/)?kernel$", (None, "tensor"), optional=True),
     Rule(r"/canon/(\w+/)?bias$", ("tensor",), optional=True),
 )
-"""A and C read the residual stream, which every device holds whole; B and D what is split."""
+"""Sharding rules: A and C read the residual stream, which is replicated; B and D split channels."""
 
 stacked_parameters = (r"(_|/)canon/(\w+/)?kernel$",)
-"""Patterns of arrays that hold one parameter for each tap; see `AdafactorConfig.stacked`."""
+"""Patterns of arrays that stack one parameter per tap; see `AdafactorConfig.stacked`."""
 
 _KEY_NUMBER = 2**16
-"""Folded into the key of what a Canon layer stands beside: `split` gives the lowest numbers, and
-the parameters of a model without Canon layers are those of the model with them."""
+"""Folded into the random key of the layer that a Canon layer belongs to.
+
+`split` uses the lowest numbers, so adding Canon layers changes no other initial parameter.
+"""
 
 
 def _places(value: object) -> str:
@@ -46,10 +48,11 @@ def _places(value: object) -> str:
 
 
 class CanonTaps(NamedTuple):
-    """One Canon layer.
+    """The parameters of one Canon layer.
 
     Attributes:
-        name: unique in its layer: of what it stands in front of, or of the projection it follows.
+        name: unique in its layer: the name of the layer that it precedes or the projection that it
+            follows.
         kernel_size, dilation, padding, bias, activation: see `CanonConfig`.
         split: whether the mesh axis "tensor" splits its channels.
         cross_segments: whether its taps read other packed examples.
@@ -65,7 +68,7 @@ class CanonTaps(NamedTuple):
     cross_segments: bool
 
     def build(self, channels: int, *, key: PRNGKeyArray) -> "Canon":
-        """Returns the module; `key` is that of what it stands beside."""
+        """Builds the module; `key` is that of the layer it belongs to."""
         return Canon(self, channels, key=jax.random.fold_in(key, _KEY_NUMBER))
 
 
@@ -74,16 +77,17 @@ class CanonConfig:
     """The Canon layers of one layer of a model.
 
     Attributes:
-        canon: their places, some of "ABCD"; "" for none. A: before the mixing, after its norm; B:
-            on the projections of the mixing: queries, keys and values, or what a convolution block
-            gates; C: before the feed-forward layer, after its norm; D: on the hidden values of the
-            feed-forward layer before their activation, both halves of a gated one.
-        canon_kernel_size: taps K.
+        canon: their places, any of "ABCD"; "" means none. A: before the mixing, after its norm. B:
+            on the projections of the mixing: queries, keys and values, or the inputs of the gate of
+            a convolution block. C: before the feed-forward layer, after its norm. D: on the hidden
+            units of the feed-forward layer, before their activation (both halves if gated).
+        canon_kernel_size: number of taps K.
         canon_dilation: distance between taps; 1 means adjacent.
-        canon_padding: "CAUSAL": the position and those before it, as published; "CENTERED": as for
-            mixing, for encoders.
-        canon_bias: a bias added to the sum over the taps.
-        canon_activation: "silu" of that sum; "none" as published. The residual is added after it.
+        canon_padding: "CAUSAL" reads the position and those before it, as published. "CENTERED",
+            for encoders, is as in the convolutional mixers.
+        canon_bias: adds a bias to the sum over the taps.
+        canon_activation: "silu" of that sum, or "none" as published. The residual is added after
+            it.
     """
 
     canon: str = ruled(_places, default="", per_layer=True)
@@ -94,7 +98,7 @@ class CanonConfig:
     canon_activation: CanonActivation = ruled(rules.choice(CanonActivation), default="none")
 
     def canon_at(self, place: str, name: str, *, cross_segments: bool = False) -> CanonTaps | None:
-        """Returns the Canon layer at one place, or None where there is none."""
+        """Returns the Canon layer at `place`, or None if there is none."""
         if place not in self.canon:
             return None
         return CanonTaps(
@@ -110,15 +114,17 @@ class CanonConfig:
 
     @property
     def canon_summary(self) -> str:
-        """The Canon layers in a few words."""
+        """A short description of the Canon layers."""
         taps = f"K={self.canon_kernel_size}"
         taps += f", dilation {self.canon_dilation}" if self.canon_dilation > 1 else ""
         return f"{self.canon} ({taps}, {self.canon_padding.lower()})"
 
     @property
     def canon_reach(self) -> tuple[int, int]:
-        """Positions that the Canon layers of a layer read together, to the left and to the right:
-        each reads what those below it have read."""
+        """The combined reach of a layer's Canon layers to the left and right, in positions.
+
+        Each reads the outputs of those below it, so their reaches add up.
+        """
         widths = pad_widths(self.canon_kernel_size, self.canon_dilation, self.canon_padding)
         left, right = (len(self.canon) * width for width in widths)
         return left, right
@@ -135,8 +141,8 @@ NO_CANON = CanonConfig()
 class Canon(nnx.Module):
     """One Canon layer.
 
-    Taps begin uniform between -1/sqrt(K) and 1/sqrt(K) and biases at zero, as in the authors' code
-    (facebookresearch/PhysicsLM4, `canon_helper.py`: the defaults of torch's Conv1d).
+    Taps are initialised uniformly between -1/sqrt(K) and 1/sqrt(K), biases with zero, as in the
+    authors' code (facebookresearch/PhysicsLM4, `canon_helper.py`: the defaults of torch's Conv1d).
     """
 
     def __init__(self, taps: CanonTaps, channels: int, *, key: PRNGKeyArray):
@@ -152,7 +158,7 @@ class Canon(nnx.Module):
         segment_ids: Int[Array, "batch length"],
         readable: Bool[Array, "batch length"] | None = None,
     ) -> Float[Array, "batch length channels"]:
-        """Convolves whole sequences; taps read zero at padding and wherever not `readable`."""
+        """Convolves whole sequences; taps read zero at padding and where `readable` is false."""
         read = zero_unless(readable, x)
         y = depthwise_conv(
             read,
@@ -163,10 +169,10 @@ class Canon(nnx.Module):
             taps_cross_segments=self.taps.cross_segments,
             split_channels=self.taps.split,
         )
-        return self._joined(x, read, y)
+        return self._add_residual(x, read, y)
 
     def init_state(self, batch: Size, dtype: jnp.dtype) -> Float[Array, "batch slots channels"]:
-        """Returns the inputs before the first position, which read as zero, oldest first."""
+        """Returns the inputs before the first position, oldest first: zeros."""
         slots = (self.taps.kernel_size - 1) * self.taps.dilation
         return jnp.zeros((batch, slots, self.kernel.shape[1]), dtype)
 
@@ -176,27 +182,30 @@ class Canon(nnx.Module):
         state: Float[Array, "batch slots channels"],
         readable: Bool[Array, "batch 1"] | None = None,
     ) -> tuple[Float[Array, "batch 1 channels"], Float[Array, "batch slots channels"]]:
-        """Convolves the next position of causal taps, and returns the inputs that follow."""
+        """Convolves the next position with causal taps; returns the output and the next state."""
         read = zero_unless(readable, x)
         window = jnp.concatenate([state, read], axis=1)
         kernel = self._kernel()
         kernel = kernel.astype(jnp.promote_types(x.dtype, kernel.dtype))
-        # batch kernel channels
+        # batch taps channels
         seen = window[:, :: self.taps.dilation].astype(kernel.dtype)
         y = jnp.sum(seen * kernel[None], axis=1, keepdims=True).astype(x.dtype)
-        return self._joined(x, read, y), window[:, 1:]
+        return self._add_residual(x, read, y), window[:, 1:]
 
-    def _kernel(self) -> Float[Array, "kernel channels"]:
-        """Returns the taps; without an activation the residual is part of the current one, so that
-        no pass over the inputs adds it."""
+    def _kernel(self) -> Float[Array, "taps channels"]:
+        """Returns the taps.
+
+        Without an activation, the residual is included in the current tap, which saves a pass over
+        the inputs.
+        """
         kernel = self.kernel[...]
         if self.taps.activation != "none":
             return kernel
         left, _ = pad_widths(self.taps.kernel_size, self.taps.dilation, self.taps.padding)
         return kernel.at[left // self.taps.dilation].add(1.0)
 
-    def _joined(self, x, read, y):
-        """Adds what is missing of the residual to a sum over the taps."""
+    def _add_residual(self, x, read, y):
+        """Adds the residual to a sum over the taps, unless the taps include it."""
         if self.bias is not None:
             y = y + self.bias[...].astype(y.dtype)[None, None]
         if self.taps.activation != "none":
@@ -206,17 +215,17 @@ class Canon(nnx.Module):
 
 @runtime_checkable
 class Along(Protocol):
-    """What Canon layers convolve along: whole sequences, or the positions decoded so far."""
+    """The sequence that Canon layers convolve: a whole one, or the positions decoded so far."""
 
     def convolve(
         self, canon: Canon, x: Float[Array, "batch length channels"]
     ) -> Float[Array, "batch length channels"]: ...
 
 
-def convolved(
+def apply_canon(
     canon: Canon | None, x: Float[Array, "*batch channels"], along: Along | None
 ) -> Float[Array, "*batch channels"]:
-    """Returns what a Canon layer gives, or x where there is none."""
+    """Returns the output of a Canon layer, or x if there is none."""
     if canon is None:
         return x
     if along is None:
@@ -225,6 +234,6 @@ def convolved(
 
 
 def canons_of(module: nnx.Module) -> dict[str, Canon]:
-    """Returns the Canon layers inside of a layer by their names."""
-    found = [part for _, part in nnx.iter_modules(module) if isinstance(part, Canon)]
-    return {canon.taps.name: canon for canon in found}
+    """Returns the Canon layers of a layer by name."""
+    canons = [part for _, part in nnx.iter_modules(module) if isinstance(part, Canon)]
+    return {canon.taps.name: canon for canon in canons}

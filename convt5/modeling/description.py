@@ -1,8 +1,7 @@
-"""What a text model is made of: sizes, stem, and the mixing of each layer, without arrays.
+"""Description of a text model without arrays: sizes, stem, and the mixing of each layer.
 
-Modules are built from these values, `inspect` computes receptive fields and costs from them, gin
-files set them. Everything is checked here, before anything is allocated. `architecture` adds to
-them what builds a model.
+Gin files set these values, `architecture` builds modules from them, and `inspect` computes
+receptive fields and costs. All rules are checked here, before anything is allocated.
 """
 
 import dataclasses
@@ -34,29 +33,29 @@ _MIXER_FIELDS = {
     for field in dataclasses.fields(kind)
     if field.name != "causal"
 }
-"""The settings of every mixing kind, which a stack gives to its layers."""
+"""The settings of all mixing kinds, by name, which a stack passes to its layers."""
 
 
 def _with_mixer_settings(stack: type[T]) -> type[T]:
-    """Adds the settings and names of all mixing kinds to a stack, so that each is declared once."""
+    """Adds the settings and names of all mixing kinds to a stack, so each is declared once."""
     names: Any = Literal
     fields: list[Any] = [("mixing", PerLayer[names[tuple(KINDS)]], "dynamic")]
     fields += [
         (name, PerLayer[field.type] if rules.is_per_layer(field) else field.type, field.default)
         for name, field in _MIXER_FIELDS.items()
     ]
-    made = dataclasses.make_dataclass(
+    combined = dataclasses.make_dataclass(
         stack.__name__, fields, bases=(stack,), frozen=True, kw_only=True
     )
-    made.__module__, made.__qualname__ = stack.__module__, stack.__qualname__
+    combined.__module__, combined.__qualname__ = stack.__module__, stack.__qualname__
     declaring = dict.fromkeys(base for kind in KINDS.values() for base in kind.__mro__)
     texts = [
         (base.__doc__ or "").partition("Attributes:\n")[2].rstrip()
         for base in declaring
-        if base is not MixerConfig  # The stack says what is causal.
+        if base is not MixerConfig  # `causal` follows from the stack.
     ]
-    made.__doc__ = "\n".join([(stack.__doc__ or "").rstrip(), *filter(None, texts), "    "])
-    return made
+    combined.__doc__ = "\n".join([(stack.__doc__ or "").rstrip(), *filter(None, texts), "    "])
+    return combined
 
 
 @_with_mixer_settings
@@ -64,16 +63,16 @@ def _with_mixer_settings(stack: type[T]) -> type[T]:
 class StackConfig:
     """One stack of layers, encoder or decoder.
 
-    Every setting of a mixing kind (`modeling.mixers`) is a setting of the stack too, and goes to
-    the layers of the kinds that have it; those that vary with depth (`kernel_size`, `dilation`,
-    `num_kernels`) take one value, or a list with one for each layer. So do the settings of Canon
-    layers (`modeling.canon`).
+    Every setting of a mixing kind (`modeling.mixers`) is also a setting of the stack, which passes
+    it to the layers of the kinds that have it. Settings that can vary with depth (`kernel_size`,
+    `dilation`, `num_kernels` and those of Canon layers, `modeling.canon`) take one value, or a list
+    with one value for each layer.
 
     Attributes:
-        num_layers: layers in the stack.
+        num_layers: number of layers.
         mixing: the mixing kind of each layer, one of `mixers.KINDS`: one name or a list.
-        attention_layers: layers that use attention whatever `mixing` says; negative numbers count
-            from the last layer, so [-1] gives the top layer attention.
+        attention_layers: indices of layers that use attention whatever `mixing` says. Negative
+            indices count from the last layer: [-1] makes the top layer attention.
     """
 
     num_layers: int
@@ -84,7 +83,7 @@ class StackConfig:
         checks.make_plain(self)
 
     def layers(self, *, causal: bool = False) -> tuple[MixerConfig, ...]:
-        """Returns the mixing of every layer, bottom first; call on a checked config."""
+        """Returns the mixing of every layer, bottom first. The config must be valid."""
         attention = {index % self.num_layers for index in self.attention_layers}
         kinds = _per_layer(self.mixing, self.num_layers)
         return tuple(
@@ -105,42 +104,42 @@ class StackConfig:
         return kind(causal=causal, **chosen)
 
     def _is_listed(self, name: str) -> bool:
-        """Whether a setting has a value for each layer."""
+        """Returns whether a setting has a value for each layer."""
         may = name == "mixing" or rules.is_per_layer(_MIXER_FIELDS[name])
         return may and _is_list(getattr(self, name))
 
     def faults(self, where: str, *, emb_dim: int) -> list[str]:
-        """Returns every broken rule as one sentence; `where` is encoder or decoder."""
+        """Returns every broken rule as one sentence; `where` is "encoder" or "decoder"."""
         if wrong := rules.count(self.num_layers):
             return [f"{where}.num_layers={self.num_layers!r} {wrong}"]
         if too_many := checks.layer_faults(self.num_layers, where=f"{where}."):
             return too_many
-        found = [
+        faults = [
             f"{where}.{name} lists {len(getattr(self, name))} values for {where}.num_layers="
             f"{self.num_layers}; give one value per layer, or a single value for all."
             for name in ("mixing", *_MIXER_FIELDS)
             if self._is_listed(name) and len(getattr(self, name)) != self.num_layers
         ]
-        found = found or self._setting_faults(where)
-        found += self._kind_faults(where) + self._attention_faults(where)
-        if found:
-            return found
+        faults = faults or self._setting_faults(where)
+        faults += self._kind_faults(where) + self._attention_faults(where)
+        if faults:
+            return faults
         for i, layer in enumerate(self.layers()):
             layer_faults = layer.faults(f"{where}[layer {i}]", emb_dim=emb_dim)
-            found += [fault for fault in layer_faults if fault not in found]
-        return found
+            faults += [fault for fault in layer_faults if fault not in faults]
+        return faults
 
     def _setting_faults(self, where: str) -> list[str]:
-        """Returns the broken rules of settings that mixers declare."""
-        found = []
+        """Returns the broken rules of single settings, which mixing kinds declare with them."""
+        faults = []
         for name, field in _MIXER_FIELDS.items():
             value = getattr(self, name)
             if not self._is_listed(name):
-                found += rules.field_faults(field, value, f"{where}.")
+                faults += rules.field_faults(field, value, f"{where}.")
                 continue
-            for i, own in enumerate(value):
-                found += rules.field_faults(field, own, f"{where}[layer {i}].")
-        return found
+            for i, layer_value in enumerate(value):
+                faults += rules.field_faults(field, layer_value, f"{where}[layer {i}].")
+        return faults
 
     def _kind_faults(self, where: str) -> list[str]:
         rule = rules.choice(*KINDS)
@@ -167,9 +166,9 @@ class StackConfig:
 class StemLayer:
     """One convolution of a text stem: output o reads inputs o * stride - left to + right.
 
-    It stands for the inputs o * stride to o * stride + stride - 1 and is centered on them; taps
-    that cannot be shared equally lean left, as those of a mixer. So it reads each of its own
-    inputs, and the last output of an example reads the last token, whatever the length.
+    Output o represents inputs o * stride to o * stride + stride - 1. The taps are centered on them;
+    with an odd number of taps to spare, they lean left, as in a mixer. Each output thus reads all
+    the inputs that it represents, so the last output of an example always reads the last token.
     """
 
     in_dim: int
@@ -179,7 +178,7 @@ class StemLayer:
 
     @property
     def reach(self) -> tuple[int, int]:
-        """Inputs read to the left and to the right of the first that the output stands for."""
+        """Inputs read to the left and to the right of the first input that an output represents."""
         beside = self.kernel_size - self.stride
         left = math.ceil(beside / 2)
         return left, self.kernel_size - 1 - left
@@ -187,22 +186,21 @@ class StemLayer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextStemConfig:
-    """Small convolutions between the embeddings and the encoder, which may shorten its sequence.
+    """Early convolutions between the embeddings and the encoder, which may shorten the sequence.
 
-    The early convolutions of arXiv 2106.14881 (section 3) in one dimension: convolutions over all
-    channels without bias, each followed by a norm and an activation, and a dense layer at the end.
-    The norm is not the original's batch norm but takes each position by itself, as all norms of a
-    text model do: statistics of a batch would depend on how much padding and which other examples
-    stand in it.
+    The stem of arXiv 2106.14881 (section 3) in one dimension: convolutions over all channels
+    without bias, each followed by a norm and an activation, and a dense layer at the end. The norm
+    acts on single positions, as all norms of a text model do, not on the batch as in the original:
+    batch statistics would depend on padding and on the other examples.
 
     Attributes:
-        strides: of each convolution, from the bottom; their product shortens the encoder's
-            sequence: an example of n tokens has ceil(n / product) positions. (1, 1) keeps it.
-        kernel_size: taps of each, at least its stride, so that no token is left out.
-        channels: out of each; None for emb_dim.
-        norm: "rms" or "layer" as in `ConvT5Config`; "none".
+        strides: stride of each convolution, bottom first. The encoder sees ceil(n / product)
+            positions for an example of n tokens; (1, 1) keeps the length.
+        kernel_size: taps of each convolution, at least its stride so that each token is read.
+        channels: output channels of each convolution; None means emb_dim.
+        norm: "rms" or "layer", as in `ConvT5Config`, or "none".
         activation: "relu" as in the original, "gelu" or "none".
-        projection: the dense layer to emb_dim at the end.
+        projection: whether a dense layer to emb_dim ends the stem.
     """
 
     strides: Sequence[int] = (2, 2)
@@ -217,11 +215,11 @@ class TextStemConfig:
 
     @property
     def stride(self) -> int:
-        """Tokens for each position of the encoder."""
+        """Tokens per encoder position."""
         return math.prod(self.strides)
 
     def layers(self, emb_dim: int) -> tuple[StemLayer, ...]:
-        """Returns the convolutions, bottom first; call on a checked config."""
+        """Returns the convolutions, bottom first. The config must be valid."""
         count = len(self.strides)
         widths = [width or emb_dim for width in _per_layer(self.channels, count)]
         taps = _per_layer(self.kernel_size, count)
@@ -239,78 +237,81 @@ class TextStemConfig:
                 f"{where}.strides={self.strides!r} must list the stride of each convolution, such "
                 "as (2, 2)."
             ]
-        found = [
+        faults = [
             f"{where}.{name} lists {len(value)} values for {len(self.strides)} strides; give one "
             "value per convolution, or a single value for all."
             for name in ("kernel_size", "channels")
             for value in (getattr(self, name),)
             if _is_list(value) and len(value) != len(self.strides)
         ]
-        if found:
-            return found
-        found += [
+        if faults:
+            return faults
+        faults += [
             f"{where}.{name} holds {value!r}; it must hold integers of at least 1."
             for name in ("strides", "kernel_size", "channels")
             for value in _per_layer(getattr(self, name), len(self.strides))
             if rules.count(value) and not (name == "channels" and value is None)
         ]
-        found += rules.faults(self, f"{where}.")
-        if found:
-            return found
+        faults += rules.faults(self, f"{where}.")
+        if faults:
+            return faults
         layers = self.layers(emb_dim)
-        found += [
+        faults += [
             f"{where}[convolution {i}].kernel_size={layer.kernel_size} must be at least its stride "
             f"{layer.stride}, or tokens between its windows are never read."
             for i, layer in enumerate(layers)
             if layer.kernel_size < layer.stride
         ]
         if not self.projection and layers[-1].out_dim != emb_dim:
-            found.append(
+            faults.append(
                 f"{where}.projection=False needs emb_dim={emb_dim} channels out of the last "
                 f"convolution, which has {layers[-1].out_dim}; set the last of channels to None."
             )
-        return found
+        return faults
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """A text-to-text encoder-decoder whose layers mix the sequence as each stack says.
+    """A text-to-text encoder-decoder with a choice of sequence mixing for each layer.
 
     Attributes:
-        vocab_size: rows of the token table; ids at or above it are an error.
-        emb_dim, mlp_dim: channels of the residual stream and inside the feed-forward layers.
+        vocab_size: rows of the token table; token ids must be smaller.
+        emb_dim, mlp_dim: channels of the residual stream, and of the feed-forward layers.
         num_heads, head_dim: attention heads (encoder-decoder attention, and attention layers).
         encoder, decoder: the two stacks. The decoder is causal and attends to the encoder.
-        stem: convolutions in front of the encoder; None for none. With a stride, learned positions
-            and distances between encoder positions count the shortened sequence, and rows hold one
-            example: an example that begins inside of a window would not be read as it is alone.
+        stem: convolutions in front of the encoder, or None. With a stride, learned positions and
+            relative positions in the encoder count the shortened sequence, and each row must hold
+            one example, because a window must not contain two.
         layer_order: "pre" is T5's x + f(norm(x)); "branch" is the paper's norm(f(x)) + x
-            (arXiv 2105.03322); "post" is norm(x + f(x)), as in fairseq's default.
-        norm: "rms" (T5, no mean, no bias) or "layer" (mean subtracted, with bias).
-        norm_epsilon: added to the (mean) square before the root, above 0.
+            (arXiv 2105.03322); "post" is norm(x + f(x)), fairseq's default.
+        norm: "rms" (T5: no mean, no bias) or "layer" (subtracts the mean, has a bias).
+        norm_epsilon: added to the (mean) square before the root; above 0.
         mlp: "relu" (T5 1.0 and the paper) or "gated_gelu" (T5 1.1).
-        mlp_bias: biases in the feed-forward layers.
-        tie_output: logits through the token table, scaled by emb_dim ** -0.5 (T5 1.0); otherwise a
-            separate output layer (T5 1.1).
-        positions: "learned" absolute positions, one table shared by both stacks; "relative" T5
-            bias in attention layers; "none".
-        max_positions: rows of the learned table, and so the longest sequence; None otherwise.
-        relative_buckets, relative_max_distance: T5's bucketing of relative positions: half of the
-            buckets of a direction hold one distance each, the others grow up to the longest.
-        dropout_rate: on embeddings, each branch, feed-forward activations and attention
-            probabilities, in [0, 1).
-        dtype: of activations ("bfloat16", "float32"); parameters are float32, and softmax, norms
+        mlp_bias: whether feed-forward layers have biases.
+        tie_output: computes logits with the token table, scaled by emb_dim ** -0.5 (T5 1.0); False
+            adds a separate output layer (T5 1.1).
+        positions: "learned" absolute positions, one table for both stacks; "relative", T5's bias of
+            attention layers; or "none".
+        max_positions: rows of the table of learned positions, and so the longest sequence; None
+            without them.
+        relative_buckets, relative_max_distance: T5's buckets of relative positions. For each
+            direction, half of the buckets hold one distance each; the others grow up to the longest
+            distance.
+        dropout_rate: dropout of embeddings, residual branches, feed-forward activations and
+            attention weights, in [0, 1).
+        dtype: dtype of activations, "bfloat16" or "float32". Parameters are float32; softmax, norms
             and loss are computed in at least float32.
-        hide_start_token: the decoder's convolutions read zero where the input id is 0, as the
+        hide_start_token: convolutions of the decoder read zero where the input id is 0, as the
             released Mesh TensorFlow models were trained.
-        taps_cross_segments: convolutions of packed rows read across segment boundaries, as the
-            original does. Only for comparison with it: the default never leaks.
-        remat: what the backward pass of a layer computes again instead of keeping: "none" keeps
-            everything; "full" keeps the inputs of layers alone; "dots_saveable" keeps what matrix
-            products give; "dots_with_no_batch_dims_saveable" only those with parameters, not those
-            of queries and keys. The names are policies of `jax.checkpoint`; the numbers are equal.
-        scan_layers: compiles neighbouring layers of one form once, as a loop over their parameters.
-            Numbers and parameters, and so checkpoints and optimizer state, are the same.
+        taps_cross_segments: convolutions read across the examples of a packed row, as the original
+            does. Only for comparison with it; by default nothing leaks.
+        remat: rematerialisation of each layer in the backward pass, named after the policies of
+            `jax.checkpoint`: "none" stores everything; "full" stores only the inputs of layers;
+            "dots_saveable" stores the results of matrix products;
+            "dots_with_no_batch_dims_saveable" only of those with parameters, not of queries with
+            keys. Results are equal.
+        scan_layers: compiles equal neighbouring layers once, as a loop over their parameters.
+            Results, checkpoints and optimizer state are equal.
     """
 
     vocab_size: int = ruled(rules.count)
@@ -344,24 +345,24 @@ class ModelDescription:
 
     @property
     def stem_stride(self) -> int:
-        """Tokens for each position of the encoder."""
+        """Tokens per encoder position."""
         return self.stem.stride if self.stem else 1
 
     def encoder_positions(self, length: int) -> int:
-        """Returns the positions of the encoder for a row of `length` tokens."""
+        """Returns the number of encoder positions for a row of `length` tokens."""
         return -(-length // self.stem_stride)
 
     def most_tokens(self, stack: StackName) -> int | None:
-        """Returns the longest row that learned positions have vectors for; None for any length."""
+        """Returns the longest row that the learned positions allow; None for any length."""
         if self.positions != "learned" or self.max_positions is None:
             return None
         return self.max_positions * (self.stem_stride if stack == "encoder" else 1)
 
     def split_lengths(self, lengths: Mapping[str, int]) -> dict[str, int]:
-        """Returns what devices that share a row must divide: tokens, and positions behind a stem.
+        """Returns the lengths that the devices sharing a row must divide: before and after a stem.
 
         Args:
-            lengths: tokens of a row, by the name of their setting.
+            lengths: tokens per row, by the name of their setting.
         """
         stride = self.stem_stride
         shortened = {
@@ -381,23 +382,23 @@ class ModelDescription:
 
     def _faults(self) -> list[str]:
         broken = rules.faults(self)
-        found = broken + [
+        faults = broken + [
             f"{name}={getattr(self, name)!r} must be a StackConfig."
             for name in ("encoder", "decoder")
             if not isinstance(getattr(self, name), StackConfig)
         ]
         if not (self.stem is None or isinstance(self.stem, TextStemConfig)):
-            found.append(f"stem={self.stem!r} must be a TextStemConfig, or None for none.")
-        if len(found) > len(broken) or rules.count(self.emb_dim):
-            return found
+            faults.append(f"stem={self.stem!r} must be a TextStemConfig, or None for none.")
+        if len(faults) > len(broken) or rules.count(self.emb_dim):
+            return faults
         if self.positions == "learned" and self.max_positions is None:
-            found.append(
+            faults.append(
                 "max_positions=None must be the longest sequence in tokens when "
                 "positions='learned'."
             )
         if self.stem is not None:
-            found += self.stem.faults("stem", emb_dim=self.emb_dim)
-        found += self.encoder.faults("encoder", emb_dim=self.emb_dim)
+            faults += self.stem.faults("stem", emb_dim=self.emb_dim)
+        faults += self.encoder.faults("encoder", emb_dim=self.emb_dim)
         decoder_faults = self.decoder.faults("decoder", emb_dim=self.emb_dim)
         if not decoder_faults:
             decoder_faults = _canon_direction_faults(self.decoder_layers) or [
@@ -407,10 +408,10 @@ class ModelDescription:
                 for i, layer in enumerate(self.decoder_layers)
                 if layer.reach.right != 0
             ]
-        return found + decoder_faults or self._projection_faults() + self._relative_faults()
+        return faults + decoder_faults or self._projection_faults() + self._relative_faults()
 
     def _projection_faults(self) -> list[str]:
-        """Returns what Canon layers have nothing to convolve; call where all else is right."""
+        """Returns Canon layers without projections to convolve; the other rules must hold."""
         stacks = {"encoder": self.encoder_layers, "decoder": self.decoder_layers}
         return [
             f"{stack}[layer {i}].canon={layer.canon!r} has a Canon layer at B, on the projections "
@@ -421,29 +422,29 @@ class ModelDescription:
         ]
 
     def _relative_faults(self) -> list[str]:
-        """Returns why distances have no buckets; call where all else is right."""
+        """Returns broken rules of relative buckets; the other rules must hold."""
         if self.positions != "relative":
             return []
-        found = []
-        # An encoder has half of the buckets for either direction.
+        faults = []
+        # A bidirectional encoder uses half of the buckets for each direction.
         shares = {2: self.encoder_layers, 1: self.decoder_layers}
         for directions, layers in shares.items():
             if not any(layer.reads_distances for layer in layers):
                 continue
             stack = "decoder" if directions == 1 else "encoder"
-            alone = self.relative_buckets // directions // 2
-            if alone < 1:
-                found.append(
+            single_buckets = self.relative_buckets // directions // 2
+            if single_buckets < 1:
+                faults.append(
                     f"relative_buckets={self.relative_buckets} must be at least {2 * directions} "
                     f"for attention in the {stack}."
                 )
-            elif self.relative_max_distance <= alone:
-                found.append(
-                    f"relative_max_distance={self.relative_max_distance} must be above {alone}: so "
-                    f"many of relative_buckets={self.relative_buckets} hold one distance each in "
-                    f"the {stack}."
+            elif self.relative_max_distance <= single_buckets:
+                faults.append(
+                    f"relative_max_distance={self.relative_max_distance} must be above "
+                    f"{single_buckets}: so many of relative_buckets={self.relative_buckets} hold "
+                    f"one distance each in the {stack}."
                 )
-        return found
+        return faults
 
 
 def _canon_direction_faults(decoder: Sequence[MixerConfig]) -> list[str]:

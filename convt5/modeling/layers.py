@@ -1,7 +1,7 @@
-"""Thin NNX modules shared by every stack: dense, embedding, norm, feed-forward, dropout.
+"""NNX modules shared by all stacks: dense, embedding, norm, feed-forward, dropout.
 
-Modules compute in the dtype of their input and hold float32 parameters; they keep no random
-state (`dropout_key=None` means deterministic) and change nothing when called.
+Modules compute in the dtype of their input and hold float32 parameters. They are pure: they keep no
+random state (`dropout_key=None` means deterministic), and a call changes nothing.
 """
 
 from typing import Literal
@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from convt5 import errors
-from convt5.modeling.canon import NO_CANON, Along, Canon, CanonConfig, CanonTaps, convolved
+from convt5.modeling.canon import NO_CANON, Along, Canon, CanonConfig, CanonTaps, apply_canon
 from convt5.ops.dense import dense
 
 DropoutKey = PRNGKeyArray | None
@@ -23,7 +23,7 @@ MlpKind = Literal["relu", "gated_gelu"]
 class Dense(nnx.Module):
     """y = x @ kernel + bias, kernel [in, out]; truncated normal of scale 1/sqrt(in) as in T5.
 
-    Where `canon` is given a Canon layer convolves y along the sequence.
+    If `canon` is given, a Canon layer convolves y along the sequence.
     """
 
     canon: Canon | None
@@ -48,11 +48,11 @@ class Dense(nnx.Module):
     ) -> Float[Array, "*batch out"]:
         y = dense(x, self.kernel[...].astype(x.dtype))
         y = y if self.bias is None else add_vector(y, self.bias[...])
-        return convolved(self.canon, y, along)
+        return apply_canon(self.canon, y, along)
 
 
 class Embed(nnx.Module):
-    """A table of vectors; normal of scale 1 as in T5."""
+    """An embedding table; initialised from a normal of scale 1 as in T5."""
 
     def __init__(self, rows: int, emb_dim: int, *, key: PRNGKeyArray):
         self.embedding = nnx.Param(jax.random.normal(key, (rows, emb_dim), jnp.float32))
@@ -60,12 +60,12 @@ class Embed(nnx.Module):
     def __call__(
         self, ids: Int[Array, "batch length"], *, dtype: jnp.dtype
     ) -> Float[Array, "batch length embed"]:
-        # Indices of 8 bits cannot be compared with the length of a longer table.
+        # An 8-bit index cannot be compared with the length of a longer table.
         ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
         return self.embedding[...].at[ids].get(mode="clip").astype(dtype)
 
     def attend(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length vocab"]:
-        """Returns the products of x with every row, accumulated in at least float32."""
+        """Returns the product of x with every row, accumulated in at least float32."""
         return jnp.einsum(
             "ble,ve->blv",
             x,
@@ -94,7 +94,7 @@ class Norm(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """Feed-forward layers: relu(x wi) wo of T5 1.0, or (gelu(x wi_0) * (x wi_1)) wo of T5 1.1."""
+    """Feed-forward layer: relu(x wi) wo of T5 1.0, or (gelu(x wi_0) * (x wi_1)) wo of T5 1.1."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ def dropout(
 ) -> Float[Array, "batch length *rest"]:
     """Zeroes features with probability `rate` and scales the rest by 1 / (1 - rate).
 
-    One mask serves all positions of a row, as in T5, so its cost does not grow with length.
+    All positions of a row share one mask, as in T5, so its cost does not grow with length.
     """
     if key is None or rate == 0.0:
         return x
@@ -151,27 +151,27 @@ def dropout(
 
 
 def split_key(key: DropoutKey, num: int) -> tuple[DropoutKey, ...]:
-    """Splits a key into `num`; None, which means deterministic, stays None."""
+    """Splits a key into `num` keys; None, which means deterministic, stays None."""
     return (None,) * num if key is None else tuple(jax.random.split(key, num))
 
 
 def truncated_normal(stddev: float) -> jax.nn.initializers.Initializer:
-    """Normal of nominal `stddev` cut at two of them, not corrected for the cut, as in T5."""
+    """Returns T5's normal initialiser of nominal `stddev`, truncated at two without correction."""
 
     def init(key, shape, dtype=jnp.float32, out_sharding=None):
-        del out_sharding  # Shardings are decided outside the modules.
+        del out_sharding  # `sharding` decides where parameters live.
         return stddev * jax.random.truncated_normal(key, -2.0, 2.0, shape, dtype)
 
     return init
 
 
 def at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype in which softmax, norms and sums of `dtype` values are computed."""
+    """Returns the dtype in which softmax, norms and sums of `dtype` values are computed."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def check_dtype(name: str) -> None:
-    """Raises `UserError` for a type that JAX would replace by one of fewer bits."""
+    """Raises `UserError` for a dtype that JAX would silently replace by a narrower one."""
     if jax.dtypes.canonicalize_dtype(name) != jnp.dtype(name):
         raise errors.UserError(
             f"dtype={name!r} needs numbers of 64 bits, which JAX computes with only where it is "
@@ -180,7 +180,7 @@ def check_dtype(name: str) -> None:
 
 
 def as_row(vector: Float[Array, " dim"], ndim: int) -> Float[Array, "..."]:
-    """Gives a vector leading axes of size one, so that it broadcasts against `ndim` axes."""
+    """Prepends axes of size one to a vector, so that it broadcasts against `ndim` axes."""
     return vector.reshape((1,) * (ndim - 1) + vector.shape)
 
 

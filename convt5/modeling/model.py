@@ -1,7 +1,7 @@
-"""ConvT5: tokens in, logits out; an encoder-decoder whose mixing is chosen layer by layer.
+"""ConvT5: an encoder-decoder from tokens to logits with a choice of mixing for each layer.
 
-`ConvT5Config` (in `architecture`) says what is built. Training calls the model on whole
-sequences, `decoding` steps it one position at a time; both compute the same function.
+`ConvT5Config` (in `architecture`) describes it. Training calls the model on whole sequences;
+`decoding` runs it one position at a time. Both compute the same function.
 """
 
 from typing import NamedTuple
@@ -25,19 +25,19 @@ from convt5.modeling.layers import (
     split_key,
 )
 from convt5.modeling.mixers.base import StackInputs
-from convt5.modeling.stem import StemOutput, TextStem, shortened
+from convt5.modeling.stem import StemOutput, TextStem, window_segments
 
 HostOrDevice = jax.Array | np.ndarray
 Tokens = Int[HostOrDevice, "batch length"]
 
 
 class DecoderState(NamedTuple):
-    """What a model remembers between decoding steps.
+    """The state of the model between decoding steps.
 
     Attributes:
         layers: the state of every decoder layer.
         memory_mask: the encoder positions that may be read.
-        position: the position of the next token of each row, from 0; a source may have several.
+        position: the position of each row's next token, from 0; a source may have several rows.
     """
 
     layers: tuple[LayerState, ...]
@@ -57,7 +57,7 @@ class ConvT5(nnx.Module):
             if config.positions == "learned" and config.max_positions
             else None
         )
-        # A key of its own: models without a stem keep the parameters they were initialised with.
+        # A separate key: models without a stem keep their initial parameters.
         self.stem = TextStem(config, key=jax.random.fold_in(key, 5)) if config.stem else None
         self.encoder = Stack(config, decoder=False, key=keys[2])
         self.decoder = Stack(config, decoder=True, key=keys[3])
@@ -80,15 +80,15 @@ class ConvT5(nnx.Module):
         """Returns float32 logits for every decoder position.
 
         Args:
-            encoder_input_tokens: the source, 0 where padded.
+            encoder_input_tokens: the source, 0 at padding.
             decoder_input_tokens: the target shifted right by one, starting with 0.
-            encoder_segment_ids: which packed example each position belongs to, 0 for padding; by
-                default one example per row and padding wherever the token is 0.
-            decoder_segment_ids: likewise; by default the whole row is one example, which is exact
-                for every real position because the decoder is causal.
-            encoder_positions, decoder_positions: positions within each packed example; by default
-                counted from the start of the row. Used by learned positions only.
-            dropout_key: None for deterministic.
+            encoder_segment_ids: the packed example of each position, 0 for padding. By default each
+                row is one example, and token 0 is padding.
+            decoder_segment_ids: likewise. By default each row is one example; padding at its end
+                does not affect other positions, because the decoder is causal.
+            encoder_positions, decoder_positions: positions within each packed example, used only by
+                learned positions. By default counted from the start of the row.
+            dropout_key: random key; None means deterministic.
         """
         return self._logits(
             self.outputs(
@@ -113,13 +113,13 @@ class ConvT5(nnx.Module):
         decoder_positions: Int[HostOrDevice, "batch target"] | None = None,
         dropout_key: DropoutKey = None,
     ) -> Float[Array, "batch target embed"]:
-        """Returns the decoder's output, whose products with `output_table()` are the logits.
+        """Returns the decoder's output; its products with `output_table()` are the logits.
 
-        Arguments as of a call.
+        The arguments are those of a call.
 
         Raises:
-            UserError: the encoder's stem has a stride, and rows hold several packed examples, or
-                may hold them: inside of `jax.jit` given segment ids are not known.
+            UserError: the stem has a stride, and rows hold several packed examples, or might:
+                inside `jax.jit` the values of segment ids are unknown.
         """
         self._check_not_packed(encoder_segment_ids)
         encoder_key, decoder_key = split_key(dropout_key, 2)
@@ -131,7 +131,7 @@ class ConvT5(nnx.Module):
             positions=encoder_positions,
             dropout_key=encoder_key,
         )
-        return self._decoded(
+        return self._run_decoder(
             encoded,
             decoder_input_tokens,
             encoder_segment_ids=encoder_segment_ids,
@@ -141,7 +141,7 @@ class ConvT5(nnx.Module):
         )
 
     def output_table(self) -> Float[Array, "vocab embed"]:
-        """Returns the rows that outputs are multiplied with."""
+        """Returns the table whose products with the outputs are the logits."""
         head = self.output_head
         return self.token_embedder.embedding[...] if head is None else head.kernel[...].T
 
@@ -155,29 +155,30 @@ class ConvT5(nnx.Module):
     ) -> Float[Array, "batch positions embed"]:
         """Returns the encoder's output, zero at padding.
 
-        Its positions are the tokens, or fewer where the encoder's stem has a stride: of segment ids
-        for packed rows, each must then begin at a multiple of the stride.
+        There is one position per token, or fewer if the stem has a stride. Packed examples must
+        then begin at multiples of the stride.
 
         Raises:
-            UserError: one does not, as far as their values are known (outside of `jax.jit`).
+            UserError: a packed example begins elsewhere. Not checked inside `jax.jit`, where values
+                are unknown.
         """
         self._check_aligned(segment_ids)
         tokens = jnp.asarray(tokens)
         segment_ids = jnp.asarray(tokens != 0, jnp.int32) if segment_ids is None else segment_ids
         embedded = self.embed_tokens(tokens)
-        x, segment_ids = self.stemmed(embedded, jnp.asarray(segment_ids), positions)
+        x, segment_ids = self.run_stem(embedded, jnp.asarray(segment_ids), positions)
         x = self.encoder(x, StackInputs(segment_ids), dropout_key=dropout_key)
         return x * (segment_ids != 0)[..., None].astype(x.dtype)
 
-    def stemmed(
+    def run_stem(
         self,
         x: Float[Array, "batch length embed"],
         segment_ids: Int[Array, "batch length"],
         positions: Tokens | None = None,
     ) -> StemOutput:
-        """Returns what the encoder's layers read of embedded tokens, and its segments.
+        """Returns the input of the encoder's layers for embedded tokens, and its segment ids.
 
-        Learned positions are added behind the stem, and count its outputs.
+        Learned positions are added after the stem, and count its outputs.
         """
         stride = self.config.stem_stride
         if self.stem is not None:
@@ -198,11 +199,11 @@ class ConvT5(nnx.Module):
     ) -> Float[Array, "rows target vocab"]:
         """Returns logits for shifted target tokens, all positions at once.
 
-        `encoder_segment_ids` are those of the source tokens, also where a stem shortened them.
-        Several targets of one source may stand in adjacent rows: each row of `encoded` serves as
-        many of them as there are for it.
+        `encoder_segment_ids` are those of the source tokens, even if a stem shortens them. Several
+        adjacent rows may hold targets of one source: each row of `encoded` then serves an equal
+        number of rows.
         """
-        outputs = self._decoded(
+        outputs = self._run_decoder(
             encoded,
             tokens,
             encoder_segment_ids=encoder_segment_ids,
@@ -223,11 +224,11 @@ class ConvT5(nnx.Module):
         """Returns the state before the first of at most `length` decoding steps.
 
         Args:
-            encoded: what `encode` returned.
-            encoder_segment_ids: those of the source tokens, also where a stem shortened them.
-            length: the most positions that will be stepped through.
-            copies: adjacent rows that continue one source each in their own way, as beams do; they
-                share what is kept of it.
+            encoded: the result of `encode`.
+            encoder_segment_ids: those of the source tokens, even if a stem shortens them.
+            length: the maximum number of decoding steps.
+            copies: adjacent rows that decode one source differently, as beams do; they share the
+                keys and values of its encoder output.
         """
         self._check_length(length)
         return DecoderState(
@@ -243,13 +244,13 @@ class ConvT5(nnx.Module):
         *,
         hide_start_token: bool | None = None,
     ) -> tuple[Float[Array, "rows vocab"], DecoderState]:
-        """Feeds one token per row and returns the logits of the next one.
+        """Feeds one token per row, and returns the logits of the next one.
 
         Args:
             state: from `init_decoding` or an earlier step.
             tokens: the previous token of each row, 0 at the start.
-            hide_start_token: overrides the config's; False repeats the original's decoding, which
-                is not the function it was trained as.
+            hide_start_token: overrides the config. False reproduces the decoding of the original,
+                which differs from the function that was trained.
         """
         tokens = jnp.asarray(tokens)[:, None]
         x = self.embed(tokens, state.position[:, None])
@@ -261,9 +262,9 @@ class ConvT5(nnx.Module):
             readable=self._readable(tokens, hide_start_token),
         )
         after = state._replace(layers=layers, position=state.position + 1)
-        return self._logits(self._scaled(x))[:, 0], after
+        return self._logits(self._scale_output(x))[:, 0], after
 
-    def _decoded(
+    def _run_decoder(
         self, encoded, tokens, *, encoder_segment_ids, segment_ids, positions, dropout_key
     ) -> Float[Array, "batch target embed"]:
         if segment_ids is None:
@@ -276,20 +277,20 @@ class ConvT5(nnx.Module):
             memory_segment_ids=self._memory_ids(encoder_segment_ids),
         )
         x = self.decoder(self.embed(tokens, positions), inputs, dropout_key=dropout_key)
-        return self._scaled(x)
+        return self._scale_output(x)
 
     def embed(
         self, tokens: Tokens, positions: Tokens | None = None
     ) -> Float[Array, "batch length embed"]:
-        """Returns the vectors that a stack reads: of tokens, and of learned positions."""
+        """Returns the input of a stack: token embeddings plus learned positions."""
         return self.with_positions(self.embed_tokens(tokens), positions)
 
     def embed_tokens(self, tokens: Tokens) -> Float[Array, "batch length embed"]:
-        """Returns the vectors of tokens alone.
+        """Returns the token embeddings.
 
         Raises:
-            UserError: an id that the table has no row for, as far as values are known (outside of
-                `jax.jit`, where such ids take the nearest row).
+            UserError: an id is not below `vocab_size`. Not checked inside `jax.jit`, where such ids
+                take the last row.
         """
         self._check_ids(tokens)
         return self.token_embedder(jnp.asarray(tokens), dtype=jnp.dtype(self.config.dtype))
@@ -297,10 +298,10 @@ class ConvT5(nnx.Module):
     def with_positions(
         self, x: Float[Array, "batch length embed"], positions: Tokens | None = None
     ) -> Float[Array, "batch length embed"]:
-        """Adds the vectors of learned positions, where the model has them.
+        """Adds the learned positions, if the model has them.
 
         Raises:
-            UserError: a position that the table has no row for, as far as values are known.
+            UserError: a position is not below `max_positions`. Not checked inside `jax.jit`.
         """
         if self.position_embedder is None:
             return x
@@ -312,13 +313,13 @@ class ConvT5(nnx.Module):
         return x + self.position_embedder(jnp.asarray(positions), dtype=x.dtype)
 
     def _memory_ids(self, encoder_segment_ids):
-        return shortened(jnp.asarray(encoder_segment_ids), self.config.stem_stride)
+        return window_segments(jnp.asarray(encoder_segment_ids), self.config.stem_stride)
 
     def _readable(self, tokens, hide_start_token: bool | None = None):
         hide = self.config.hide_start_token if hide_start_token is None else hide_start_token
         return tokens != 0 if hide else None
 
-    def _scaled(self, x):
+    def _scale_output(self, x):
         return x * self.config.emb_dim**-0.5 if self.output_head is None else x
 
     def _logits(self, outputs):
@@ -379,20 +380,20 @@ class ConvT5(nnx.Module):
 
 
 def _known(values: HostOrDevice) -> np.ndarray | None:
-    """Returns values that can be looked at: not those of a program being traced, or far away."""
+    """Returns concrete values as NumPy; None if traced, or not all on this host."""
     if isinstance(values, Tracer) or not getattr(values, "is_fully_addressable", True):
         return None
     return np.asarray(values)
 
 
 def _outside(indices: HostOrDevice, rows: int) -> np.ndarray:
-    """Returns the indices that a table has no row for, as far as they are known."""
+    """Returns the indices outside a table of `rows` rows; none if values are unknown."""
     known = _known(indices)
     return np.empty(0) if known is None else known[(known < 0) | (known >= rows)]
 
 
 def _begins(segment_ids: np.ndarray) -> np.ndarray:
-    """Returns where segments follow another one of their row, [batch, length]."""
+    """Returns where a segment begins that is not the first of its row, [batch, length]."""
     places = np.arange(segment_ids.shape[1])[None]
     last = np.maximum.accumulate(np.where(segment_ids != 0, places, -1), axis=1)
     before = np.pad(last, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]

@@ -1,12 +1,12 @@
-"""Where the parameters of a text model live: a table of rules for `sharding`."""
+"""Sharding rules of the parameters of a text model."""
 
 from convt5.modeling import attention, canon
 from convt5.modeling.mixers import KINDS
 from convt5.modeling.sharding import Rule
 
-# Channels of a convolution are independent, so they stay split over "tensor" from the input
-# projection to the output projection and only the latter communicates; attention heads and the
-# feed-forward layer likewise. "fsdp" takes the other axis, "data" none.
+# Channels of a convolution are independent. They stay split over "tensor" from the input projection
+# to the output projection, and only the latter communicates. The same holds for attention heads and
+# feed-forward layers. "fsdp" splits the other axis, "data" none.
 _MIXER_RULES = dict.fromkeys(rule for kind in KINDS.values() for rule in kind.sharding_rules)
 
 TEXT_RULES = (
@@ -25,4 +25,4 @@ TEXT_RULES = (
     Rule(r"mlp/wo/bias$", optional=True),
     Rule(r"output_head/kernel$", ("fsdp", "tensor"), optional=True),
 )
-"""The table of the text models; each mixing kind brings the rules of its own parameters."""
+"""The rules of the text models, including those of each mixing kind."""

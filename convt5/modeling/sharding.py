@@ -1,7 +1,7 @@
-"""Where arrays live: the device mesh, and a table of rules from parameter names to axes.
+"""The device mesh, and rules that map parameter names to mesh axes.
 
-Models name nothing of this. A table is applied to abstract shapes, to parameters and optimizer
-state alike; the trainer takes it as an argument, so that other models bring their own.
+Model code does not mention shardings. Rules apply to the abstract shapes of parameters and of
+optimizer state. They are an argument of the trainer, so that other models bring their own.
 """
 
 import dataclasses
@@ -19,23 +19,24 @@ from convt5.modeling.tree_paths import named_leaves, path_name, pattern_faults
 Tree = Any
 
 AXES = ("data", "fsdp", "sequence", "tensor")
-"""Neighbours along the last axes lie closest together on a TPU slice: those talk in each layer."""
+"""Mesh axes. Neighbours along the last ones, which communicate in every layer, are closest on a TPU
+slice."""
 
 BATCH_AXES = ("data", "fsdp")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How many ways the work is split; -1, at one place, takes all devices that remain.
+    """The number of devices along each mesh axis; one may be -1 for all remaining devices.
 
     Attributes:
-        data: groups that each hold all parameters and take a part of the batch.
+        data: groups of devices; each group holds all parameters and takes a part of the batch.
         fsdp: devices that split the batch and hold a part of each parameter and of its optimizer
-            state, gathered when used (fully sharded data parallel).
-        sequence: devices that split each row of tokens; convolutions trade the rows that their
-            taps reach with their neighbours, attention gathers keys and values (`sharded` in the
-            folders of `ops`).
-        tensor: devices that split the channels of each layer (tensor parallel).
+            state, all-gathered when used (fully sharded data parallelism).
+        sequence: devices that split each row of tokens. Convolutions exchange the positions that
+            taps reach with their neighbours; attention all-gathers keys and values (`sharded` in
+            the folders of `ops`).
+        tensor: devices that split the channels of each layer (tensor parallelism).
     """
 
     data: int = -1
@@ -55,13 +56,13 @@ class MeshConfig:
         errors.raise_all(faults, where="MeshConfig")
 
     def build(self, devices: Sequence[Any] | None = None) -> Mesh:
-        """Returns the mesh over `devices`, by default all of every host.
+        """Builds the mesh over `devices`, by default those of all hosts.
 
         Raises:
-            UserError: the sizes do not multiply to the number of devices.
+            UserError: the product of the sizes is not the number of devices.
         """
         devices = list(jax.devices() if devices is None else devices)
-        # Auto: the compiler places everything between the inputs and outputs of the step.
+        # Auto: the compiler shards everything between the inputs and outputs of the step.
         types = (AxisType.Auto,) * len(AXES)
         return jax.make_mesh(self.sizes(len(devices)), AXES, types, devices=devices)
 
@@ -84,13 +85,13 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One line of a sharding table; the first rule whose pattern is found in a name decides.
+    """One sharding rule; the first rule whose pattern matches a parameter name applies.
 
     Attributes:
         pattern: regular expression searched in the parameter name.
-        axes: the mesh axis, the axes, or None, for each array axis; missing ones are None. Lists
-            stand for tuples.
-        optional: whether a model may have no such parameter; otherwise that is an error.
+        axes: for each array axis a mesh axis, a tuple (or list) of them, or None; missing entries
+            are None.
+        optional: whether the rule may match nothing, which otherwise is an error.
     """
 
     pattern: str
@@ -128,12 +129,12 @@ def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of batches: the first axis is split over `BATCH_AXES`."""
+    """Returns the sharding of batches: `BATCH_AXES` split the first axis."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def token_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of [batch, length] arrays: lengths are split over "sequence"."""
+    """Returns the sharding of [batch, length] arrays: "sequence" splits the length."""
     if mesh.shape.get("sequence", 1) == 1:
         return batch_sharding(mesh)
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES, "sequence"))
@@ -143,8 +144,8 @@ def parameter_specs(parameters: Tree, rules: Sequence[Rule]) -> dict[str, Partit
     """Returns the spec of every parameter by name, one entry per array axis.
 
     Raises:
-        UserError: a parameter that no rule matches, a rule that is not optional and decides
-            nothing, or a rule with more axes than its parameter. All are listed.
+        UserError: a parameter without a matching rule, a rule that is not optional and applies to
+            nothing, or a rule with more axes than its parameter. Lists them all.
     """
     specs, faults, used = {}, [], set()
     for name, leaf in named_leaves(parameters):
@@ -174,11 +175,11 @@ def parameter_specs(parameters: Tree, rules: Sequence[Rule]) -> dict[str, Partit
 def tree_shardings(tree: Tree, parameters: Tree, mesh: Mesh, rules: Sequence[Rule]) -> Tree:
     """Returns a `NamedSharding` for every leaf of `tree`, which may be abstract.
 
-    A leaf whose name contains a parameter's name, as optimizer state does, is placed like that
-    parameter; axes of length 1 (averaged statistics) are not split. Scalars are replicated.
+    A leaf whose name contains that of a parameter, as in optimizer state, is sharded like it,
+    except along axes of length 1 (averaged statistics). Scalars are replicated.
 
     Raises:
-        UserError: faults of `parameter_specs`, or array axes that the mesh does not divide.
+        UserError: as for `parameter_specs`, or an array axis is not divisible by its mesh axes.
     """
     specs = parameter_specs(parameters, rules)
     shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(parameters)}
@@ -203,15 +204,15 @@ def tree_shardings(tree: Tree, parameters: Tree, mesh: Mesh, rules: Sequence[Rul
     return shardings
 
 
-def gathered(shardings: Tree) -> Tree:
-    """Returns the shardings that parameters have while they are used: "fsdp" splits none."""
+def without_fsdp(shardings: Tree) -> Tree:
+    """Returns the shardings of parameters while they are used, with "fsdp" removed."""
 
-    def kept(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    def remove(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
         axes = (axes,) if isinstance(axes, str) else axes or ()
         return tuple(axis for axis in axes if axis != "fsdp")
 
     return jax.tree.map(
-        lambda s: NamedSharding(s.mesh, PartitionSpec(*map(kept, s.spec))), shardings
+        lambda s: NamedSharding(s.mesh, PartitionSpec(*map(remove, s.spec))), shardings
     )
 
 
@@ -223,19 +224,19 @@ def check_mesh(
     tensor_divides: Mapping[str, int] | None = None,
     lengths: Mapping[str, int] | None = None,
 ) -> None:
-    """Checks what the shapes of parameters do not show.
+    """Checks the sizes that parameter shapes do not show.
 
     Args:
         mesh: from `MeshConfig.build`.
         batch_size: rows of the global batch.
-        grad_accum_steps: microbatches each batch is cut into.
-        tensor_divides: sizes that the axis "tensor" must divide, by the name of their setting,
-            such as {"num_heads": 12}.
-        lengths: tokens of a row, which the axis "sequence" must divide, by the name of their
-            setting; None where the batches hold no rows of tokens, which nothing can split.
+        grad_accum_steps: microbatches per batch.
+        tensor_divides: sizes that must be divisible by the axis "tensor", by the name of their
+            setting, such as {"num_heads": 12}.
+        lengths: tokens per row, by the name of their setting, which must be divisible by the axis
+            "sequence"; None if batches hold no tokens, so that nothing can be split.
 
     Raises:
-        UserError: listing every size that does not divide.
+        UserError: lists every size that is not divisible.
     """
     ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     faults = []
@@ -257,7 +258,7 @@ def check_mesh(
 
 
 def check_rows(mesh: Mesh | AbstractMesh, batch_size: int, *, setting: str) -> None:
-    """Raises `UserError`, with the name of the setting, if devices cannot share a batch equally."""
+    """Raises `UserError`, naming the setting, if the batch is not divisible among the devices."""
     data, fsdp = (mesh.shape[axis] for axis in BATCH_AXES)
     if batch_size < 1 or batch_size % (data * fsdp):
         raise errors.UserError(
@@ -283,7 +284,7 @@ def _length_faults(mesh: Mesh, lengths: Mapping[str, int] | None) -> list[str]:
 
 
 def _owner(name: str, parameters: Mapping[str, Any]) -> str | None:
-    """Returns the longest parameter name that is a run of whole components of `name`."""
+    """Returns the longest parameter name that occurs in `name` as whole components, or None."""
     parts = name.split("/")
     runs = (
         "/".join(parts[start : start + length])
@@ -296,7 +297,7 @@ def _owner(name: str, parameters: Mapping[str, Any]) -> str | None:
 def _spec_of_state(
     shape: tuple[int, ...], owner_shape: tuple[int, ...], spec: PartitionSpec
 ) -> PartitionSpec:
-    """Returns the parameter's spec without the axes that the state has averaged away."""
+    """Returns the parameter's spec without the axes over which the state is averaged."""
     return PartitionSpec(
         *(
             axes if size == owner_size else None

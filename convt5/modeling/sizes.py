@@ -1,9 +1,9 @@
-"""What a module reads of the model it is part of."""
+"""The settings of a model that its attention and mixers depend on."""
 
 from typing import Any, Protocol, runtime_checkable
 
 Size = Any
-"""An int, or a symbolic size: exported programs leave the batch free, and that type is private."""
+"""An int, or a symbolic size: exported programs have a symbolic batch, whose type is private."""
 
 
 @runtime_checkable

@@ -1,6 +1,6 @@
-"""What may stand between the token embeddings and the encoder: early convolutions for text.
+"""Early convolutions for text, between the token embeddings and the encoder.
 
-`architecture.TextStemConfig` says what is built; `model` runs it before the encoder's layers.
+`architecture.TextStemConfig` describes them; `model` runs them before the encoder's layers.
 """
 
 from typing import Any, NamedTuple
@@ -15,11 +15,11 @@ from convt5.modeling.layers import Dense, Norm, at_least_float32, truncated_norm
 
 
 class StemOutput(NamedTuple):
-    """What a stem gives.
+    """The output of a stem.
 
     Attributes:
-        features: of the shortened sequence, zero at padding.
-        segment_ids: of the shortened sequence.
+        features: features of the shortened sequence, zero at padding.
+        segment_ids: segment ids of the shortened sequence.
     """
 
     features: Float[Array, "batch positions embed"]
@@ -27,10 +27,10 @@ class StemOutput(NamedTuple):
 
 
 class StemConvolution(nnx.Module):
-    """Convolution over all channels, norm, activation.
+    """Convolution over all channels, norm and activation.
 
-    Output o stands for the inputs o * stride to o * stride + stride - 1, whose segment it has. Taps
-    read zero in other segments, at padding and outside of the row; outputs of padding are zero.
+    Output o represents inputs o * stride to o * stride + stride - 1, and has their segment. Taps
+    read zero in other segments, at padding and outside the row; outputs at padding are zero.
     """
 
     def __init__(self, config: ModelDescription, layer: StemLayer, *, key: PRNGKeyArray):
@@ -48,17 +48,17 @@ class StemConvolution(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch length channels"], segment_ids: Int[Array, "batch length"]
     ) -> StemOutput:
-        ids = shortened(segment_ids, self.layer.stride)
-        y = self._convolved(x, segment_ids, ids)
+        ids = window_segments(segment_ids, self.layer.stride)
+        y = self._convolve(x, segment_ids, ids)
         if self.norm is not None:
             y = self.norm(y)
         if self.activation != "none":
             y = jax.nn.relu(y) if self.activation == "relu" else jax.nn.gelu(y, approximate=True)
-        # The bias of a layer norm reaches padding as well, which the next taps must not read.
+        # The bias of a layer norm also reaches padding, which the next taps must read as zero.
         return StemOutput(y * (ids != 0)[..., None].astype(y.dtype), ids)
 
-    def _convolved(self, x, segment_ids, ids) -> Float[Array, "batch positions out"]:
-        """One product with the windows laid side by side: their sum is taken in float32."""
+    def _convolve(self, x, segment_ids, ids) -> Float[Array, "batch positions out"]:
+        """Convolves by one product with concatenated windows, which accumulates in float32."""
         size, stride = self.layer.kernel_size, self.layer.stride
         left, _ = self.layer.reach
         positions = ids.shape[1]
@@ -70,8 +70,8 @@ class StemConvolution(nnx.Module):
         windows = []
         for tap in range(size):
             at = slice(tap, tap + (positions - 1) * stride + 1, stride)
-            own = (segments[:, at] == ids) & (ids != 0)
-            windows.append(rows[:, at] * own[..., None].astype(x.dtype))
+            same_segment = (segments[:, at] == ids) & (ids != 0)
+            windows.append(rows[:, at] * same_segment[..., None].astype(x.dtype))
         kernel = self.kernel[...].astype(x.dtype)
         y = jnp.dot(
             jnp.concatenate(windows, axis=-1),
@@ -88,7 +88,7 @@ class TextStem(nnx.Module):
         assert config.stem is not None
         layers = config.stem.layers(config.emb_dim)
         keys = jax.random.split(key, len(layers) + 1)
-        # Any: a list of modules has no element type.
+        # Any: nnx.List has no element type.
         self.layers: Any = nnx.List(
             [StemConvolution(config, layer, key=keys[i]) for i, layer in enumerate(layers)]
         )
@@ -101,24 +101,24 @@ class TextStem(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch length embed"], segment_ids: Int[Array, "batch length"]
     ) -> StemOutput:
-        """Returns the features that the encoder reads, and the segments they belong to.
+        """Returns the features that the encoder reads, and their segment ids.
 
         Args:
             x: the embeddings.
-            segment_ids: packed examples, 0 for padding. Where the stem has a stride, each must
-                begin at a multiple of it; one that begins inside of a window is read differently
-                than alone, or not at all.
+            segment_ids: the packed example of each position, 0 for padding. With a stride, each
+                must begin at a multiple of it; others are read differently than alone, or not at
+                all.
         """
-        found = StemOutput(x, segment_ids)
+        output = StemOutput(x, segment_ids)
         for layer in self.layers:
-            found = layer(found.features, found.segment_ids)
+            output = layer(output.features, output.segment_ids)
         if self.output is None:
-            return found
-        return found._replace(features=self.output(found.features))
+            return output
+        return output._replace(features=self.output(output.features))
 
 
-def shortened(ids: Int[Array, "batch length"], stride: int) -> Int[Array, "batch positions"]:
-    """Returns the segment of each window of `stride` positions: of any of its tokens.
+def window_segments(ids: Int[Array, "batch length"], stride: int) -> Int[Array, "batch positions"]:
+    """Returns the segment of each window of `stride` positions, that of any of its tokens.
 
     Example: [1, 1, 1, 0, 0] with stride 2 is [1, 1, 0].
     """

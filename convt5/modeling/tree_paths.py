@@ -1,7 +1,7 @@
-"""Names of the leaves of a tree, as they appear in rules, messages and checkpoints.
+"""Names of the leaves of a tree, as used in rules, messages and checkpoints.
 
-`optimizer`, `sharding` and `train_step` choose parameters by these names, such as
-`encoder/layers/0/mlp/wi/kernel`; a module and the plain dict of its parameters give the same ones.
+`optimizer`, `sharding` and `train_step` select parameters by names such as
+`encoder/layers/0/mlp/wi/kernel`. A module and the plain dict of its parameters give the same names.
 """
 
 import re
@@ -12,8 +12,8 @@ import jax
 
 
 def path_name(key_path: tuple[Any, ...]) -> str:
-    """Returns a jax key path joined with slashes, without the attribute inside an NNX variable."""
-    # An nnx.Param is a tree node whose only child is its attribute `value`; dicts keep theirs.
+    """Joins a jax key path with slashes, without the attribute inside an NNX variable."""
+    # An nnx.Param is a tree node whose only child is its attribute `value`; dict keys are kept.
     if key_path and key_path[-1] == jax.tree_util.GetAttrKey("value"):
         key_path = key_path[:-1]
     return jax.tree_util.keystr(key_path, simple=True, separator="/")
@@ -25,16 +25,16 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether one of the regular expressions is found anywhere in the name."""
+    """Returns whether any of the regular expressions matches somewhere in the name."""
     return any(re.search(pattern, name) for pattern in patterns)
 
 
 def pattern_faults(**patterns: Sequence[str]) -> list[str]:
-    """Returns what is wrong with settings that are lists of regular expressions."""
+    """Returns errors in settings that are lists of regular expressions."""
     faults = []
     for setting, values in patterns.items():
         if isinstance(values, str):
-            # A list of its letters, it would match nearly every name.
+            # As a list of its letters, a string would match nearly every name.
             faults.append(f"{setting}={values!r} must be a list of regular expressions.")
             continue
         for value in values:

@@ -1,11 +1,11 @@
 """Functions of sequence models: convolutions, attention, masks, losses; arrays in, arrays out.
 
-Gradients of convolutions, attention and losses are written by hand for reverse mode: `jax.grad` and
-`jax.vjp` take them, and forward mode takes derivatives of those, as Hessian-vector products do. By
-themselves the functions have no derivative in forward mode (`jax.jvp`, `jax.jacfwd`).
+Convolutions, attention and losses define their reverse-mode gradients by hand (`jax.custom_vjp`).
+`jax.grad` and `jax.vjp` work, and so does forward mode over them, as in Hessian-vector products.
+Forward mode of the functions themselves (`jax.jvp`, `jax.jacfwd`) raises an error.
 
-Inside `jax.shard_map` all of them work with its default `check_vma=True`: each device computes its
-own shard, and the gradient of a replicated argument is summed over the devices.
+All functions work inside `jax.shard_map` with its default `check_vma=True`: each device computes
+its own shard, and the gradient of a replicated argument is summed over the devices.
 """
 
 from convt5.ops.attention.operators import attend

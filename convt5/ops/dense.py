@@ -1,4 +1,4 @@
-"""Matrix products with a kernel, with gradients in the order that CPUs compute fastest."""
+"""Matrix products with a kernel, and gradients with the operand order that is fastest on CPU."""
 
 import functools
 
@@ -17,9 +17,9 @@ def dense(
 ) -> Float[Array, "*batch out"]:
     """Returns x @ kernel.
 
-    The gradient of the kernel is x^T dy. JAX's own rule computes (dy^T x)^T, for which XLA on CPU
-    writes dy transposed and computes the inputs of dy a second time: a sixth of a training step. On
-    TPU both are the same.
+    The gradient of the kernel is x^T dy. JAX's own rule computes (dy^T x)^T; for that, XLA on CPU
+    transposes dy in memory and recomputes its inputs, a sixth of a training step. On TPU both are
+    equally fast.
     """
     return _dense(*vary_alike(x, kernel))
 
@@ -50,8 +50,8 @@ def sum_of_products(
 ) -> Float[Array, "in out"]:
     """Returns the sum over the batch of x[..., i] * y[..., j], that is x^T y."""
     if dispatch.devices() is None:
-        # For sums over two axes XLA on CPU copies x, transposed element by element; sums over one
-        # axis read the arrays as they lie.
+        # Sums over two axes make XLA on CPU copy x transposed, element by element; sums over one
+        # axis read the arrays in place.
         x, y = (a.reshape(-1, a.shape[-1]) for a in (x, y))
     product = functools.partial(_product, preferred_element_type)
     if x.shape[-1] <= y.shape[-1]:
@@ -66,6 +66,6 @@ def _product(dtype, x, y):
 
 
 def _transposed_product(dtype, x, y):
-    """Reads the narrower factor first: XLA on CPU reads it across its rows, faster if short."""
+    """Reads the narrower factor first: XLA on CPU reads it across rows, which is fast if short."""
     # The barrier keeps XLA from merging the two transposes into one product.
     return lax.optimization_barrier(_product(dtype, y, x)).T

@@ -1,10 +1,10 @@
-"""Which formulation computes an operator: one table, one context, and one place that decides.
+"""Chooses the formulation that computes an operator: one table, one context, one decision.
 
-An operator has a table of formulations: one in plain JAX for every platform, others for CPUs and
-GPUs where XLA computes them faster, and kernels for TPUs. The choice falls when a program is
-lowered, by its platform and devices, whatever process compiles it. Kernels are opaque to the
-partitioner: on several devices they need to know how arrays are split (`using(devices=...)`), and
-otherwise plain JAX computes.
+An operator has a table of formulations: plain JAX for every platform, variants for CPU and GPU
+where XLA computes them faster, and kernels for TPU. The choice is made when a program is lowered,
+by its target platform and devices, whichever process compiles it. XLA's partitioner cannot look
+into kernels: on several devices they need to know how arrays are split (`using(devices=...)`).
+Without that, plain JAX computes.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ from convt5.ops.varying import invariant_types
 
 Choice = Literal["auto", "plain", "default", "cpu", "gpu", "kernels", "interpreted kernels"]
 Formulation = Callable[..., Any]
-"""Computes an operator from arrays."""
+"""A function that computes an operator from arrays."""
 
 
 class Table(NamedTuple):
-    """The formulations of an operator, which compute the same from the same arrays.
+    """The formulations of an operator, all with the same arguments and results.
 
     Attributes:
         default: plain JAX, for every platform.
-        cpu, gpu: plain JAX that XLA computes faster there; None: `default`.
-        tpu: kernels for one device; None where they do not serve.
-        shared_tpus: kernels for `devices()`, by way of shard_map; None where not possible.
+        cpu, gpu: plain JAX that XLA computes faster there; None means `default`.
+        tpu: kernels for one device; None if unsupported.
+        shared_tpus: kernels for `devices()`, through shard_map; None if unsupported.
     """
 
     default: Formulation
@@ -47,10 +47,10 @@ class Table(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """Devices that share an operator.
+    """The devices that share an operator.
 
     Attributes:
-        mesh: all of them.
+        mesh: the mesh of all devices.
         rows: mesh axes that split the batch.
         channels: mesh axes that split the channels.
         lengths: mesh axes that split each row into pieces of equal length.
@@ -78,14 +78,15 @@ class Devices:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What decides about operators that are traced, apart from their arrays.
+    """What determines how operators are traced, apart from their arrays.
 
     Attributes:
-        choice: "auto": by the platform that is lowered for. "plain": the same without kernels.
-            "default", "cpu", "gpu": that formulation on any platform. "kernels": kernels on any
-            platform, which only TPUs run. "interpreted kernels": kernels run without a TPU, slowly.
-            Where a table has no such entry, the default.
-        devices: how arrays are split; None on one device, and inside of shard_map.
+        choice: which formulation runs; without such an entry in a table, its default.
+            "auto": that of the target platform. "plain": the same without kernels.
+            "default", "cpu", "gpu": that one on any platform. "kernels": the kernels on any
+            platform, though only TPUs can run them. "interpreted kernels": the kernels, interpreted
+            without a TPU, slowly.
+        devices: how arrays are split; None on one device, and inside shard_map.
     """
 
     choice: Choice = "auto"
@@ -98,9 +99,9 @@ _context = contextvars.ContextVar("context", default=_DEFAULT)
 
 @contextlib.contextmanager
 def using(**changes: Any) -> Iterator[None]:
-    """Changes fields of the `Context` of what is traced inside.
+    """Sets fields of the `Context` for everything traced inside.
 
-    A function that jit has traced keeps the context that it was traced in.
+    A function that jit has already traced keeps the context of that trace.
     """
     token = _context.set(dataclasses.replace(_context.get(), **changes))
     try:
@@ -111,23 +112,23 @@ def using(**changes: Any) -> Iterator[None]:
 
 def devices() -> Devices | None:
     """Returns the devices of the context, or None if there is only one."""
-    given = _context.get().devices
-    return None if given is None or given.mesh.size == 1 else given
+    split = _context.get().devices
+    return None if split is None or split.mesh.size == 1 else split
 
 
 def may_use_kernels() -> bool:
-    """Whether kernels can be chosen. Otherwise they need not be imported, which takes time."""
+    """Returns whether kernels may be chosen; if not, their slow import can be skipped."""
     choice = _context.get().choice
     return "kernels" in choice or (choice == "auto" and _may_meet("libtpu"))
 
 
 def interpreted() -> bool:
-    """Whether kernels run without a TPU."""
+    """Returns whether kernels are interpreted without a TPU."""
     return _context.get().choice == "interpreted kernels"
 
 
 def run(table: Table, *arrays: Any) -> Any:
-    """Returns the result of one of the formulations, chosen by context and platform.
+    """Runs the formulation that context and platform select, and returns its result.
 
     Args:
         table: the formulations.
@@ -137,7 +138,7 @@ def run(table: Table, *arrays: Any) -> Any:
     if not may_use_kernels() or (table.tpu is None and table.shared_tpus is None):
         return plain(*arrays)
     traced, shape = jax.make_jaxpr(plain, return_shape=True)(*arrays)
-    # Kernels compute what one device holds, and have no rules for types that vary over a mesh.
+    # Kernels see the arrays of one device, and have no rules for types that vary over a mesh.
     types = invariant_types(arrays)
     kernels = (
         traced if formulation is None else jax.make_jaxpr(formulation)(*types)
@@ -152,34 +153,34 @@ def _plain(table: Table, *arrays):
     if choice in ("default", "cpu", "gpu"):
         return (getattr(table, choice) or table.default)(*arrays)
     entries = {"cpu": table.cpu}
-    if _may_meet("jax_plugins"):  # Of GPUs; without them nothing is traced for GPUs.
+    if _may_meet("jax_plugins"):  # GPU plugins; without one nothing is lowered for GPU.
         entries |= dict.fromkeys(("cuda", "rocm"), table.gpu)
-    own = {platform: entry for platform, entry in entries.items() if entry is not None}
-    if not own:
+    by_platform = {platform: entry for platform, entry in entries.items() if entry is not None}
+    if not by_platform:
         return table.default(*arrays)
-    return lax.platform_dependent(*arrays, default=table.default, **own)
+    return lax.platform_dependent(*arrays, default=table.default, **by_platform)
 
 
 def _forced(table: Table) -> int | None:
-    """Returns which program is computed on any platform, or None for a choice by platform."""
+    """Returns the index of the program forced by the context, or None to choose by platform."""
     if _context.get().choice == "auto":
         return None
     return _KERNELS if table.shared_tpus is None else _SHARED
 
 
 def one_operation(compute: Callable[..., Any], *arrays: Any) -> Any:
-    """Returns `compute` of the arrays, as one operation of the traced program.
+    """Computes on the arrays as one operation of the traced program.
 
-    For the forward rule of a `custom_vjp`. Calling the function whose rule it is would leave
-    gradients without a derivative in forward mode, which Hessian-vector products take; computing
-    without this would let remat policies and scans keep intermediate results.
+    For the forward rule of a `custom_vjp`. If the rule called its own function, its gradients would
+    have no forward-mode derivative, which Hessian-vector products need. If it computed inline,
+    remat policies and scans would keep intermediate results.
     """
     traced, shape = jax.make_jaxpr(compute, return_shape=True)(*arrays)
     return _bind([traced], shape, arrays)
 
 
 def _bind(programs: Sequence[core.ClosedJaxpr], shape, arrays, forced: int | None = None):
-    """Binds the choice between programs as one operation with results of the form of `shape`."""
+    """Binds the choice between programs as one operation with results shaped like `shape`."""
     consts = [const for program in programs for const in program.consts]
     results = _formulation.bind(
         *consts,
@@ -193,17 +194,17 @@ def _bind(programs: Sequence[core.ClosedJaxpr], shape, arrays, forced: int | Non
 
 @functools.cache
 def has_old_tpus() -> bool:
-    """Whether this process computes on TPUs whose kernels cannot multiply bfloat16 matrices."""
+    """Returns whether the local TPUs are too old for kernels to multiply bfloat16 matrices."""
     return any(kind in jax.devices()[0].device_kind for kind in ("TPU v2", "TPU v3"))
 
 
 @functools.cache
 def _may_meet(package: str) -> bool:
-    """Whether this process can compile for a kind of accelerator: its package is installed."""
+    """Returns whether the compiler of an accelerator is installed, so that it may be a target."""
     return importlib.util.find_spec(package) is not None
 
 
-# --- The choice, as an operation of a traced program ----------------------------------------------
+# --- The choice, as a JAX primitive ---------------------------------------------------------------
 
 _formulation = core.Primitive("formulation")
 _formulation.multiple_results = True
@@ -211,7 +212,7 @@ _PLAIN, _KERNELS, _SHARED = range(3)
 
 
 def _evaluate(which: int, *arguments, programs, num_consts, forced):
-    """Computes by one of the traced programs; each has its constants before the arrays."""
+    """Runs one of the traced programs; the constants of all programs precede the arrays."""
     del forced
     first = sum(num_consts[:which])
     consts = arguments[first : first + num_consts[which]]
@@ -223,7 +224,7 @@ def _lower_for_tpu(context: mlir.LoweringRuleContext, *arguments, **parameters):
     where = context.module_context.axis_context
     mesh = getattr(where, "mesh", None)
     if mesh is not None:
-        # Inside shard_map each device computes its own arrays.
+        # Fully inside shard_map, each device computes on its own arrays.
         alone = set(getattr(where, "manual_axes", ())) == set(mesh.axis_names)
         which = _KERNELS if alone else _PLAIN
     else:
@@ -242,15 +243,17 @@ def _lower(which: int, context: mlir.LoweringRuleContext, *arguments, **paramete
 
 
 def _batch(arguments, axes, **parameters):
-    """Computes plainly: kernels have no rule for another axis."""
+    """Batches plain JAX, because kernels have no batching rule."""
     plain = functools.partial(_evaluate, _PLAIN, **parameters)
     results = jax.vmap(plain, in_axes=axes)(*arguments)
     return results, [0] * len(results)
 
 
 def _differentiate(primals, tangents, **parameters):
-    """Differentiates plain JAX: kernels have no derivative. This serves second derivatives, as the
-    gradients of operators are operators of their own."""
+    """Differentiates plain JAX, because kernels have no derivative.
+
+    This serves second derivatives: the gradients of operators are operators of their own.
+    """
     moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
 
     def plain(*moved):

@@ -1,4 +1,4 @@
-"""Gated linear units, whose two gradients are computed in one pass."""
+"""Gated linear unit whose two gradients are computed in one pass."""
 
 import jax
 from jax import lax
@@ -10,9 +10,9 @@ from convt5.ops.varying import vary_alike
 def gate(x: Float[Array, "*shape"], logits: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Returns x * sigmoid(logits) (Dauphin et al. 2017, arXiv 1612.08083, equation 1).
 
-    Each of its gradients is read by two products where x and the logits are dense layers of one
-    input. XLA on TPU would compute it inside of each of them, of three arrays instead of one: 1 %
-    of the bytes of a training step with convolutions.
+    Where x and the logits are dense layers of one input, each gradient is read by two products.
+    XLA on TPU would recompute it inside both, from three arrays instead of one: 1 % of the bytes of
+    a training step with convolutions.
     """
     return _gate(*vary_alike(x, logits))
 

@@ -9,13 +9,13 @@ Padding = str | tuple[int, int]
 
 
 def pad_widths(kernel_size: int, dilation: int, padding: Padding) -> tuple[int, int]:
-    """Returns the positions (left, right) that a convolution reads beside its output position.
+    """Returns how many positions (left, right) of its output position a convolution reads.
 
-    Centered follows arXiv 2105.03322: output i reads i + dilation * (j - ceil((K + 1) / 2)) for
-    j = 1..K, so an even kernel holds the current position and leans left.
+    "CENTERED" follows arXiv 2105.03322: output i reads i + dilation * (j - ceil((K + 1) / 2)) for
+    j = 1..K. An even kernel includes the current position and leans left.
 
     Raises:
-        ValueError: an unknown name, or explicit widths that do not add up to (K - 1) * dilation.
+        ValueError: unknown name, or explicit widths whose sum is not (K - 1) * dilation.
     """
     total = (kernel_size - 1) * dilation
     if padding == "CENTERED":
@@ -50,8 +50,8 @@ class Taps:
 
     Attributes:
         count: number of taps.
-        dilation: rows between neighbouring taps.
-        left, right: rows read on each side of the output, (count - 1) * dilation together.
+        dilation: distance between neighbouring taps, in rows.
+        left, right: rows read before and after the output, (count - 1) * dilation together.
         cross_segments: whether taps read other segments of the row.
     """
 

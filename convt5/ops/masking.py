@@ -1,4 +1,4 @@
-"""Masks for padded and packed rows; used by attention, by the model and by decoding."""
+"""Masks for padded and packed rows."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -10,14 +10,14 @@ def attention_mask(
     *,
     causal: bool,
 ) -> Bool[Array, "batch target source"]:
-    """Returns which keys each query may read: those of its own segment, never padding.
+    """Returns which keys each query may read: those of its own segment.
 
-    Segment 0 is padding: it reads nothing and is read by nothing.
+    Segment 0 is padding: it reads nothing and nothing reads it.
 
     Args:
         query_segment_ids: segment of each query position.
         key_segment_ids: segment of each key position.
-        causal: keys after the query's own position are hidden as well.
+        causal: also hides the keys after the query's own position.
     """
     query, key = query_segment_ids[:, :, None], key_segment_ids[:, None, :]
     mask = (query == key) & (key != 0)
@@ -39,9 +39,9 @@ def shift_right(
     tokens: Int[Array, "batch length"],
     segment_ids: Int[Array, "batch length"] | None = None,
 ) -> Int[Array, "batch length"]:
-    """Returns decoder inputs for target `tokens`: each position holds the token before it.
+    """Returns the decoder inputs for target `tokens`: each position holds the token before it.
 
-    The first position of a row, and of every segment where they are given, holds 0.
+    The first position of each row, and of each segment if ids are given, holds 0.
     """
     shifted = _after_zero(tokens)
     if segment_ids is None:

@@ -1,4 +1,4 @@
-"""What TPU kernels share: matrix products, lengths that fill whole blocks, types of results."""
+"""Helpers of all TPU kernels: matrix products, padding to whole blocks, types of results."""
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +7,11 @@ from jax.sharding import ManualAxisType
 from jax.typing import DTypeLike
 
 LANES = 128
-"""Columns of a vector register, and what lengths and channels must be a multiple of."""
+"""Lanes of a vector register; lengths and channels must be multiples of this."""
 
 
 def dot(a, b, contract=(1, 0)):
-    """Returns a product in float32, over the given axis of each; float32 operands lose nothing."""
+    """Returns a product in float32, contracting the given axis of each; exact for float32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return lax.dot_general(
         a,
@@ -23,13 +23,13 @@ def dot(a, b, contract=(1, 0)):
 
 
 def padded(length: int, multiple: int) -> int:
-    """Returns the least multiple that is not below the length."""
+    """Returns the smallest multiple of `multiple` that is at least `length`."""
     return -(-length // multiple) * multiple
 
 
 def result(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-    """Returns the type of what a kernel computes: it varies over no mesh, as its arguments.
+    """Returns the type of a kernel's result, which varies over no mesh axis.
 
-    `dispatch.run` traces kernels by the types of one device, also inside of shard_map.
+    `dispatch.run` traces kernels with the types of one device, even inside shard_map.
     """
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=ManualAxisType())

@@ -1,8 +1,8 @@
-"""Over which mesh axes arrays vary inside `jax.shard_map`, which JAX keeps in their types.
+"""Mesh axes over which arrays vary inside `jax.shard_map`, which JAX tracks in their types.
 
 JAX refuses loops whose carry changes its type, and `custom_vjp` rules whose cotangents vary over
-other axes than the arguments. Outside of shard_map, and with `check_vma=False`, no array varies,
-and these functions return what they are given.
+other axes than the arguments. Outside shard_map, and with `check_vma=False`, no array varies, and
+these functions return their arguments unchanged.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ def axes_of(*trees: Any) -> frozenset[str]:
 def vary_over(axes: frozenset[str], tree: Any) -> Any:
     """Casts every array of a tree to vary over at least these axes.
 
-    The transpose sums over the devices: the gradient of a replicated array is that of all shards.
+    The transpose sums over devices: the gradient of a replicated array is the sum over all shards.
     """
 
     def cast(a):
@@ -31,17 +31,17 @@ def vary_over(axes: frozenset[str], tree: Any) -> Any:
 
 
 def vary_alike(*trees: Any) -> Any:
-    """Casts all arrays to vary over the axes of any of them, as the rules of a custom_vjp need."""
+    """Casts all arrays to vary over the union of their axes, as the rules of a custom_vjp need."""
     return vary_over(axes_of(trees), trees)
 
 
 def vary_like(like: Any, tree: Any) -> Any:
-    """Casts the initial carry of a loop to vary as what is added to it."""
+    """Casts the initial carry of a loop to vary like the value added to it."""
     return vary_over(axes_of(like), tree)
 
 
 def invariant_types(tree: Any) -> Any:
-    """Replaces arrays that vary by types that do not: what one device holds is all there is."""
+    """Replaces the types of varying arrays by those of one device's local arrays."""
 
     def forget(a):
         return jax.ShapeDtypeStruct(a.shape, a.dtype) if axes_of(a) else a

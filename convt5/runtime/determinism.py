@@ -49,7 +49,7 @@ def require(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def is_required(environ: MutableMapping[str, str] = os.environ) -> bool:
-    """Whether XLA_FLAGS asks for deterministic programs for GPUs, whoever set it."""
+    """Returns whether XLA_FLAGS asks for deterministic programs for GPUs, whoever set it."""
     return _parse(environ).get(_OPS, "false") in _NAMES_OF_TRUE
 
 

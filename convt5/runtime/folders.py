@@ -1,7 +1,7 @@
-"""Names of folders that hold checkpoints: taken literally on a local disk, or refused.
+"""Checks the names of checkpoint folders: literal on a local disk, or refused.
 
-orbax finds its files by patterns that begin with the folder's name, and TensorStore reads some
-characters of a local name as something else; either would write what nobody can read again.
+orbax finds its files by glob patterns that begin with the folder's name, and TensorStore
+interprets some characters of a local name. Either could write what nobody can read again.
 """
 
 import glob
@@ -15,14 +15,14 @@ from convt5 import errors
 from convt5.runtime.whole_files import is_remote
 
 _STORES = ("gs", "s3", "az", "hf")
-"""Schemes of object stores; epath also takes local folders such as /gs for them."""
+"""URL schemes of object stores; epath also accepts local folders such as /gs for them."""
 
 _LONGEST_INSIDE = 200
-"""Bytes of the longest name that a checkpoint adds to its run directory, with room to spare."""
+"""Bytes of the longest name that a checkpoint adds to its run directory, with a margin."""
 
 
 class _LocalFolder(gpath.PosixGPath):
-    """A local folder whose own name is literal in patterns."""
+    """A local folder whose own name is taken literally in glob patterns."""
 
     def glob(self, pattern: str) -> Iterator["_LocalFolder"]:
         for name in glob.glob(os.path.join(glob.escape(os.fspath(self)), pattern)):
@@ -33,7 +33,7 @@ def literal(path: epath.PathLike) -> epath.Path:
     """Returns the absolute path of a checkpoint folder, as orbax and TensorStore can use it.
 
     Raises:
-        UserError: a name that they would take for another.
+        UserError: they would misinterpret the name.
     """
     name = os.fspath(path)
     check(name)
@@ -41,10 +41,10 @@ def literal(path: epath.PathLike) -> epath.Path:
 
 
 def run_folder(model: epath.PathLike, kept: str) -> epath.Path | None:
-    """Returns the folder of the file `kept` of the run or model that `model` is or lies in.
+    """Returns the folder with the file `kept` of the run or model that contains `model`, or None.
 
-    Only RUN, RUN/checkpoints and RUN/checkpoints/STEP belong to RUN: what lies in any other folder
-    above a model, such as /tmp/config.gin, may be anybody's.
+    Only RUN, RUN/checkpoints and RUN/checkpoints/STEP belong to RUN. Files in other parent folders
+    of a model, such as /tmp/config.gin, may be anybody's.
     """
     name = os.fspath(model)
     folder = epath.Path(name if is_remote(name) else os.path.abspath(os.path.expanduser(name)))
@@ -57,11 +57,11 @@ def run_folder(model: epath.PathLike, kept: str) -> epath.Path | None:
 
 
 def check(path: epath.PathLike, *, what: str = "the checkpoint folder") -> None:
-    """Raises a `UserError` for the name of a folder that checkpoints cannot be kept in.
+    """Raises `UserError` if checkpoints cannot be stored in a folder of this name.
 
     Args:
         path: the folder, which need not exist.
-        what: names the setting in the message, such as `run_dir`.
+        what: the setting to name in the message, such as `run_dir`.
     """
     name = os.fspath(path)
     if fault := _remote_fault(name) if is_remote(name) else _local_fault(name):
@@ -102,12 +102,12 @@ def _local_fault(name: str) -> str | None:
 
 def _absolute(name: str) -> str:
     path = os.path.expanduser(name)
-    # TensorStore takes `link/..` for the folder of the link, the system for that of its target.
+    # TensorStore resolves `link/..` to the parent of the link, the system to that of its target.
     return os.path.realpath(path) if os.pardir in path.split(os.sep) else os.path.abspath(path)
 
 
 def _upwards(folder: str) -> Iterator[str]:
-    """Yields a folder and all above it."""
+    """Yields a folder and all its parents."""
     while folder != os.sep:
         yield folder
         folder = os.path.dirname(folder)

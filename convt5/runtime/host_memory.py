@@ -66,7 +66,7 @@ def _ask_for_large_pages(library: ctypes.CDLL) -> None:
 
 
 def _processor_computes() -> bool:
-    """Whether JAX will find no accelerator, without importing it."""
+    """Returns whether JAX will find no accelerator, without importing it."""
     chosen = os.environ.get("JAX_PLATFORMS")
     if chosen:
         return chosen.split(",")[0] == "cpu"

@@ -1,6 +1,6 @@
-"""Names and units of metrics: which are better when less, and what earlier runs recorded.
+"""Names and units of metrics, which of them are better when lower, and their names in older runs.
 
-Accuracies are percentages everywhere, as T5's metrics are. Nothing is imported here.
+All accuracies are percentages, as T5's metrics are. This module imports nothing of convt5.
 """
 
 from collections.abc import Mapping
@@ -10,63 +10,63 @@ _LESS = (
     *("loss", "objective", "nll", "entropy", "perplexity", "bits", "error", "errors", "mse", "mae"),
     *("wer", "cer", "distance", "invalid", "skipped", "norm", "seconds", "bytes", "wait"),
 )
-"""Words in names of metrics of which less is better; of all others, such as em and f1, more."""
+"""Words in the names of metrics that are better when lower; others, such as f1, when higher."""
 
 OF_TARGETS = ("loss", "perplexity", "bits_per_byte", "objective")
-"""Metrics of the targets of a task, beside those of the task's own."""
+"""Metrics of a task's targets, beside the task's own metrics."""
 
 _SHARES = ("accuracy", "top_5_accuracy")
-"""Metrics of batches that earlier runs recorded as shares of 1."""
+"""Batch metrics that older runs recorded as fractions of 1."""
 
 PERCENT = "percent"
-"""Set beside a saved value of a metric since accuracies are percentages."""
+"""Key beside a saved metric value, present since accuracies are percentages."""
 
 
 def lower_is_better(metric: str) -> bool:
-    """Judges by the last part of the name, as tasks can be called anything."""
+    """Returns whether lower is better, judged by the last part of the metric's name."""
     name = metric.rsplit("/", 1)[-1]
     return "per_second" not in name and any(part in _LESS for part in name.split("_"))
 
 
 def shown(metric: str, value: float) -> str:
-    """Returns a value for people: four decimals of losses and the like, else four digits."""
+    """Formats a value for display: losses with four decimals, others with four digits."""
     return f"{value:.4f}" if lower_is_better(metric) else f"{value:.4g}"
 
 
 def words(metric: str) -> str:
-    """Returns a name for people: `validation/token_accuracy` is "validation token accuracy"."""
+    """Formats a name for display: `validation/token_accuracy` is "validation token accuracy"."""
     return metric.replace("/", " ").replace("_", " ")
 
 
 def current(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a record under today's names, whichever version of a run wrote it.
+    """Returns a record under the current names, whichever version of a run wrote it.
 
-    Those of text and images hold an `objective` beside each `loss`; without it they are of runs
-    that called the objective `loss` and gave accuracies as shares of 1. Sums over records change
-    alike.
+    Current records of text and images have an `objective` beside each `loss`. Records without it
+    come from runs that called the objective `loss` and gave accuracies as fractions of 1. Also
+    converts sums over records.
     """
-    changed = dict(record)
+    converted = dict(record)
     for half in ("", "validation/", "ema/validation/"):
         if f"{half}loss" not in record or f"{half}objective" in record:
             continue
         objective = {f"{half}objective": record[f"{half}loss"]}
         if f"{half}cross_entropy" in record:  # Of text.
-            changed |= objective | {f"{half}loss": record[f"{half}cross_entropy"]}
+            converted |= objective | {f"{half}loss": record[f"{half}cross_entropy"]}
             if f"{half}accuracy" in record:
-                changed[f"{half}token_accuracy"] = _percent(changed.pop(f"{half}accuracy"))
+                converted[f"{half}token_accuracy"] = _percent(converted.pop(f"{half}accuracy"))
         elif f"{half}top_5_accuracy" in record:  # Of images.
-            changed |= objective
+            converted |= objective
             for name in _SHARES:
-                changed[f"{half}{name}"] = _percent(record[f"{half}{name}"])
-    return changed
+                converted[f"{half}{name}"] = _percent(record[f"{half}{name}"])
+    return converted
 
 
 def factor(saved: Mapping[str, Any], metric: str) -> float | None:
-    """Returns what a saved value is multiplied by to be one of a metric; None where it is not.
+    """Returns the factor that converts a saved value to a metric, or None if it is another metric.
 
     Args:
-        saved: holds the name under "metric", and `PERCENT` where it was written since.
-        metric: the name that is wanted.
+        saved: holds the name under "metric", and `PERCENT` if written by a current version.
+        metric: the requested name.
     """
     name = saved.get("metric", metric)
     half, _, last = metric.rpartition("/")
@@ -79,5 +79,5 @@ def factor(saved: Mapping[str, Any], metric: str) -> float | None:
 
 
 def _percent(share: Any) -> Any:
-    """What is not finite stands in files as text."""
+    """Converts a fraction to a percentage; non-finite values are stored as text and stay so."""
     return 100 * share if isinstance(share, int | float) else share

@@ -1,1 +1,1 @@
-"""Text and ids: sentinels, vocabularies beside a model, and how a task writes an input."""
+"""Text and token ids: sentinels, saved vocabularies, and input formats of tasks."""

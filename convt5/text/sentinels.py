@@ -1,11 +1,10 @@
-"""Sentinels: the ids that mark spans of text, which each vocabulary has of its own.
+"""Sentinels: the ids that mark spans of text, which differ between vocabularies.
 
-The one place that knows the id of the i-th sentinel of a vocabulary, and which sentinel an id is.
-T5 appends 100 ids to its pieces and counts down from the last. SentencePiece models may hold the
-marks as pieces of their own, wherever they stand. Bytes without further ids, as published
-byte-level T5s (Xue et al. 2022, arXiv 2105.13626, section 3.2) read them, reuse the last 100 of
-their ids, from 258 down. The first eleven of these are bytes that UTF-8 never has; the others may
-be bytes of a character, and `numbers` tells the two apart.
+This is the only place that maps sentinels to ids and back. T5 appends 100 ids to its pieces and
+counts down from the last. SentencePiece models may have the marks as pieces of their own, anywhere.
+Plain byte vocabularies, as used by published byte-level T5s (Xue et al. 2022, arXiv 2105.13626,
+section 3.2), reuse their last 100 ids, from 258 down. The first eleven of these are bytes that
+never occur in UTF-8. The others may also be bytes of a character; `numbers` distinguishes them.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ from typing import Any
 T5_SENTINELS = 100
 
 MARK = re.compile(r"<extra_id_(\d{1,9})>")
-"""How a sentinel is written in text."""
+"""The text form of a sentinel."""
 
 _SPELLINGS = ("▁<extra_id_{}>", "<extra_id_{}>", "▁extra_id_{}", "extra_id_{}")
 _BYTES_SIZE, _FIRST_BYTE, _UNUSED_BYTES = 259, 3, 11
@@ -25,12 +24,12 @@ _REUSED_BYTES = 100
 
 
 def mark(number: int) -> str:
-    """Returns how a sentinel is written in text: <extra_id_0> is the first."""
+    """Returns the text form of a sentinel: <extra_id_0> is the first."""
     return f"<extra_id_{number}>"
 
 
 def ids_of(vocabulary: Any) -> tuple[int, ...]:
-    """Returns the ids of the sentinels of a seqio vocabulary in their order; () without any."""
+    """Returns the sentinel ids of a seqio vocabulary in order; () if it has none."""
     pieces = own_pieces(getattr(vocabulary, "tokenizer", None))
     if pieces:
         return pieces
@@ -41,58 +40,58 @@ def ids_of(vocabulary: Any) -> tuple[int, ...]:
 
 
 def never_text(vocabulary: Any) -> tuple[int, ...]:
-    """Returns the ids of sentinels that stand for nothing else."""
-    found = ids_of(vocabulary)
-    return found[:_UNUSED_BYTES] if _reuses_bytes(vocabulary) else found
+    """Returns the sentinel ids that never represent text."""
+    ids = ids_of(vocabulary)
+    return ids[:_UNUSED_BYTES] if _reuses_bytes(vocabulary) else ids
 
 
 def numbers(ids: Sequence[int], vocabulary: Any) -> list[int | None]:
-    """Returns which sentinel each id of a text is, counted from 0; None for those that are none.
+    """Returns the index of the sentinel that each id is, or None for ids that are not.
 
-    Where bytes are reused, one is a sentinel if it is part of no UTF-8 character, and if the
-    sentinel before it, in whose order spans are marked, stands before it.
+    If bytes are reused, an id is a sentinel if it is not part of a UTF-8 character and the previous
+    sentinel occurs before it, since spans are marked in order.
     """
     known = {sentinel: number for number, sentinel in enumerate(ids_of(vocabulary))}
-    found = [known.get(one) for one in ids]
+    candidates = [known.get(one) for one in ids]
     if not _reuses_bytes(vocabulary):
-        return found
+        return candidates
     met = set()
     at = 0
-    while at < len(found):
-        number = found[at]
+    while at < len(candidates):
+        number = candidates[at]
         length = 0 if number is None else _character_length(ids[at : at + 4])
         if length or (number is not None and number >= _UNUSED_BYTES and number - 1 not in met):
-            found[at : at + max(length, 1)] = [None] * max(length, 1)
+            candidates[at : at + max(length, 1)] = [None] * max(length, 1)
         elif number is not None:
             met.add(number)
         at += max(length, 1)
-    return found
+    return candidates
 
 
 def own_pieces(model: Any) -> tuple[int, ...]:
-    """Returns the ids of the marks that are pieces of a SentencePiece model; () for others."""
+    """Returns the ids of sentinels that are pieces of a SentencePiece model; () for others."""
     if not hasattr(model, "PieceToId"):
         return ()
 
     def ids(spelling: str) -> Iterator[int]:
         for number in itertools.count():
-            found = model.PieceToId(name := spelling.format(number))
-            if model.IdToPiece(found) != name:  # It is the id of unknown pieces.
+            piece_id = model.PieceToId(name := spelling.format(number))
+            if model.IdToPiece(piece_id) != name:  # The id of unknown pieces.
                 return
-            yield found
+            yield piece_id
 
     return max((tuple(ids(spelling)) for spelling in _SPELLINGS), key=len)
 
 
 def _reuses_bytes(vocabulary: Any) -> bool:
-    """Whether ids are padding, end, unknown, and the 256 bytes, and nothing more."""
+    """Returns whether the ids are just padding, end, unknown, and the 256 bytes."""
     if vocabulary.vocab_size != _BYTES_SIZE or vocabulary.extra_ids:
         return False
     return vocabulary.decode([_FIRST_BYTE + ord("a")]) == "a"
 
 
 def _character_length(ids: Sequence[int]) -> int:
-    """Returns how many ids, from the first, are the bytes of a character of several; 0 for none."""
+    """Returns how many leading ids are the bytes of one multi-byte character; 0 if none."""
     text = bytes(i - _FIRST_BYTE for i in itertools.takewhile(lambda i: i >= _FIRST_BYTE, ids))
     for length in range(2, len(text) + 1):
         with contextlib.suppress(UnicodeDecodeError):

@@ -1,7 +1,7 @@
-"""How a task writes an input from the fields of a row: one value for training and prediction.
+"""How a task writes an input from the fields of a row, the same in training and prediction.
 
-A task's preprocessor writes inputs with `TaskFormat.write`, and so does everything that predicts. A
-run directory keeps the formats of the tasks it was trained on as plain values in `task.json`.
+Both the preprocessor of a task and predictions write inputs with `TaskFormat.write`. A run
+directory saves the formats of its training tasks as plain values in `task.json`.
 """
 
 import dataclasses
@@ -18,24 +18,24 @@ from convt5.runtime import folders, foreign_files, whole_files
 FILE = "task.json"
 
 _BRACED = re.compile(r"\{([^{}]+)\}")
-# Patterns that Python's `re` and RE2, which TensorFlow uses, read alike.
+# Patterns that Python's `re` and RE2, used by TensorFlow, interpret alike.
 _PUNCTUATION = r"([!-/:-@\[-`{-~])"
 _BLANKS = r"[\t\n\f\r ]+"
 
 
 class Field(NamedTuple):
-    """The place of a field in an input."""
+    """A placeholder for a field in an input."""
 
     name: str
 
 
 Part = str | Field
 Given = str | Mapping[str, Any]
-"""What is predicted from: the text of a task with one field, or a value for each field."""
+"""An input as given: the text of a task with one field, or a value for each field."""
 
 
 class FieldError(errors.UserError):
-    """What is wrong with an input; the sentence begins with where the input stands."""
+    """An error in an input; the message begins with its location."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,14 +43,14 @@ class TaskFormat:
     """How one task writes its inputs, and what its answers are.
 
     Attributes:
-        task: its name.
-        parts: texts and fields that make up an input; None where only the task's own code knows.
-        strip: whether blanks around the text of a field are removed, as earlier runs read files.
-        space_punctuation: whether punctuation has blanks around it, and blanks are single, as T5
-            writes SQuAD.
-        sentinels: whether <extra_id_0> in an input stands for a sentinel, as in pre-training.
-        labels: the answers of a classification; none for other tasks.
-        unknown: what makes an input in a way that is not known.
+        task: name of the task.
+        parts: texts and fields that make up an input; None if only the task's own code knows.
+        strip: whether to strip whitespace around the text of a field, as earlier runs read files.
+        space_punctuation: whether to put spaces around punctuation and merge repeated spaces, as T5
+            does for SQuAD.
+        sentinels: whether <extra_id_0> in an input is a sentinel, as in pre-training.
+        labels: the answers of a classification; empty for other tasks.
+        unknown: the preprocessors that write inputs in an unknown way.
     """
 
     task: str
@@ -63,13 +63,13 @@ class TaskFormat:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of the fields, in the order of an input, each once."""
+        """Names of the fields in the order of an input, each once."""
         names = (part.name for part in self.parts or () if isinstance(part, Field))
         return tuple(dict.fromkeys(names))
 
     @property
     def is_plain(self) -> bool:
-        """Whether a text is sent as it is."""
+        """Whether a text is used unchanged."""
         return self.parts is None or (
             not self.space_punctuation and len(self.parts) == len(self.fields) == 1
         )
@@ -86,15 +86,15 @@ class TaskFormat:
         Args:
             fields: the text of each field.
             join: joins strings.
-            replace: replaces each match of a pattern in a string. By default both are Python's;
-                a preprocessor passes those of TensorFlow, so that there is one definition.
+            replace: replaces each match of a pattern in a string. Both default to Python's; a
+                preprocessor passes those of TensorFlow, so that there is one definition.
         """
-        replace = replace or _replaced
+        replace = replace or _replace
         edit = self.space_punctuation
         written = [
             part
             if isinstance(part, str)
-            else spaced_punctuation(fields[part.name], replace)
+            else space_punctuation(fields[part.name], replace)
             if edit
             else fields[part.name]
             for part in self.parts or ()
@@ -103,15 +103,16 @@ class TaskFormat:
         return single_blanks(text, replace) if edit else text
 
     def read(self, given: Given) -> str | dict[str, str]:
-        """Returns what was given, checked: a text, or a text for each of several fields.
+        """Checks what was given; returns a text, or a text for each of several fields.
 
         Raises:
-            FieldError: a field that is missing, empty or no text, or one text for several fields.
+            FieldError: a field is missing, empty or not a text, or there is one text for several
+                fields.
         """
         if isinstance(given, str):
             if len(self.fields) > 1:
                 raise FieldError(
-                    f"is one text, but task={self.task} writes an input from {self._listed()}; "
+                    f"is one text, but task={self.task} writes an input from {self._field_list()}; "
                     f"give each of them, such as {self.example()}, or send a text as it is with "
                     "raw"
                 )
@@ -123,42 +124,42 @@ class TaskFormat:
         if missing:
             raise FieldError(
                 f"has no field {missing[0]!r}, but {sorted(map(str, given))}; task={self.task} "
-                f"writes an input from {self._listed()}{errors.suggest(missing[0], given)}"
+                f"writes an input from {self._field_list()}{errors.suggest(missing[0], given)}"
             )
         texts = {name: self._text(given[name], name) for name in names}
         return texts if len(texts) > 1 else next(iter(texts.values()))
 
     def text(self, given: Given) -> str:
-        """Returns the input that is made of what was given.
+        """Returns the input made from what was given.
 
         Raises:
             FieldError: as `read`.
         """
-        found = self.read(given)
-        if self.is_plain and isinstance(found, str):
-            return found
-        return self.write({self.fields[0]: found} if isinstance(found, str) else found)
+        checked = self.read(given)
+        if self.is_plain and isinstance(checked, str):
+            return checked
+        return self.write({self.fields[0]: checked} if isinstance(checked, str) else checked)
 
     def template(self) -> str:
-        """Returns how an input reads, fields in braces."""
+        """Returns the template of an input, with fields in braces."""
         return "".join(
             part if isinstance(part, str) else f"{{{part.name}}}" for part in self.parts or ()
         )
 
     def described(self) -> str:
-        """Returns a sentence for the user about how inputs are written."""
+        """Describes in a sentence for the user how inputs are written."""
         if self.parts is None:
-            made = f" ({', '.join(self.unknown)})" if self.unknown else ""
+            preprocessors = f" ({', '.join(self.unknown)})" if self.unknown else ""
             return (
                 f"inputs are sent as they are: how task={self.task} writes them is not known, "
-                f"because its preprocessors{made} are its own; write each as the task does"
+                f"because its preprocessors{preprocessors} are its own; write each as the task does"
             )
         if self.is_plain:
             return f"inputs are sent as they are, as task={self.task} writes them"
         return f"inputs are written as {self.template()!r}, the format of task={self.task}"
 
     def example(self) -> str:
-        """Returns a JSON object with the fields."""
+        """Returns an example of a JSON object with the fields."""
         return json.dumps(dict.fromkeys(self.fields, "..."), ensure_ascii=False)
 
     def _text(self, value: Any, field: str) -> str:
@@ -169,7 +170,7 @@ class TaskFormat:
             raise FieldError(f"has nothing in the field {field!r}; fill it in")
         return text
 
-    def _listed(self) -> str:
+    def _field_list(self) -> str:
         noun = "the field" if len(self.fields) < 2 else "the fields"
         return f"{noun} {' and '.join(map(repr, self.fields or ('inputs',)))}"
 
@@ -178,9 +179,9 @@ def of_template(task: str, template: str, **settings: Any) -> TaskFormat:
     """Returns the format of a template such as "mnli hypothesis: {hypothesis} premise: {premise}".
 
     Args:
-        task: its name.
+        task: name of the task.
         template: an input with fields in braces.
-        settings: of `TaskFormat`.
+        settings: further fields of `TaskFormat`.
     """
     pieces = _BRACED.split(template)  # Text, field, text, ..., field, text.
     parts = (Field(piece) if i % 2 else piece for i, piece in enumerate(pieces))
@@ -188,23 +189,23 @@ def of_template(task: str, template: str, **settings: Any) -> TaskFormat:
 
 
 def fields_of(template: str) -> list[str]:
-    """Returns the fields of a template, in their order."""
+    """Returns the fields of a template in order."""
     return _BRACED.findall(template)
 
 
-def as_it_is(task: str, *, field: str = "inputs", **settings: Any) -> TaskFormat:
-    """Returns the format of a task whose inputs are a field as it is."""
+def plain(task: str, *, field: str = "inputs", **settings: Any) -> TaskFormat:
+    """Returns the format of a task whose input is a single field, unchanged."""
     return TaskFormat(task=task, parts=(Field(field),), **settings)
 
 
 def unknown(task: str, made_by: Sequence[str]) -> TaskFormat:
-    """Returns what is known of a task whose own code writes the inputs."""
+    """Returns the format of a task whose own code writes the inputs."""
     return TaskFormat(task=task, parts=None, sentinels=True, unknown=tuple(made_by))
 
 
-def spaced_punctuation(text: Any, replace: Callable[[Any, str, str], Any] | None = None) -> Any:
-    """Returns a text with blanks around ASCII punctuation, and single blanks, as T5's SQuAD has."""
-    replace = replace or _replaced
+def space_punctuation(text: Any, replace: Callable[[Any, str, str], Any] | None = None) -> Any:
+    """Puts spaces around ASCII punctuation and merges repeated spaces, as T5 does for SQuAD."""
+    replace = replace or _replace
     return single_blanks(replace(text, _PUNCTUATION, r" \1 "), replace)
 
 
@@ -213,7 +214,7 @@ def single_blanks(text: Any, replace: Callable[[Any, str, str], Any]) -> Any:
 
 
 def of_data(data: Any) -> tuple[TaskFormat, ...]:
-    """Returns the formats of the tasks of a `data.DataConfig` or of a cache; none of other data."""
+    """Returns the formats of the tasks of a `data.DataConfig` or cache; empty for other data."""
     describe = getattr(data, "task_formats", None)
     return tuple(describe()) if describe else ()
 
@@ -226,27 +227,27 @@ def write(folder: epath.PathLike, formats: Sequence[TaskFormat]) -> None:
 
 
 def load(model: epath.PathLike) -> tuple[TaskFormat, ...] | None:
-    """Returns what a run, one of its steps or an export keeps; None where it keeps nothing.
+    """Returns the formats saved with a run, one of its steps or an export; None if there are none.
 
     Raises:
-        UserError: a damaged file.
+        UserError: the file is damaged.
     """
     folder = folders.run_folder(model, FILE)
     return None if folder is None else _read(folder / FILE)
 
 
 def as_json(formats: Sequence[TaskFormat]) -> list[dict[str, Any]]:
-    """Returns plain values for `from_json`."""
-    return [_described(each) for each in formats]
+    """Returns the formats as plain values for `from_json`."""
+    return [_as_values(each) for each in formats]
 
 
 def from_json(values: Any) -> tuple[TaskFormat, ...]:
     """Returns formats from the plain values of `as_json`.
 
     Raises:
-        ValueError, TypeError, KeyError: values of another form.
+        ValueError, TypeError, KeyError: the values have another structure.
     """
-    return tuple(map(_revived, _list(values)))
+    return tuple(map(_from_values, _list(values)))
 
 
 def _read(file: epath.Path) -> tuple[TaskFormat, ...]:
@@ -261,7 +262,7 @@ def _read(file: epath.Path) -> tuple[TaskFormat, ...]:
         ) from error
 
 
-def _described(one: TaskFormat) -> dict[str, Any]:
+def _as_values(one: TaskFormat) -> dict[str, Any]:
     parts = None
     if one.parts is not None:
         parts = [p if isinstance(p, str) else {"field": p.name} for p in one.parts]
@@ -277,7 +278,7 @@ def _described(one: TaskFormat) -> dict[str, Any]:
     }
 
 
-def _revived(values: Mapping[str, Any]) -> TaskFormat:
+def _from_values(values: Mapping[str, Any]) -> TaskFormat:
     parts = values["input"]
     labels = _texts(values["labels"])
     if len(set(labels)) < len(labels) or not all(label.strip() for label in labels):
@@ -312,5 +313,5 @@ def _of_type(value: Any, kind: type[Any]) -> Any:
     raise TypeError(f"{value!r} is no {kind.__name__}")
 
 
-def _replaced(text: str, pattern: str, rewrite: str) -> str:
+def _replace(text: str, pattern: str, rewrite: str) -> str:
     return re.sub(pattern, rewrite, text)

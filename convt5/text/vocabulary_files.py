@@ -1,13 +1,13 @@
-"""Vocabularies in files beside a model: what its ids stand for, wherever its data is by now.
+"""Saves the vocabulary with a model, so that its ids have a meaning without its training data.
 
-A run directory, and what is exported from it, has a folder of them:
+A run directory, or a model exported from it, has a folder:
 
 vocabulary/about.json     the kind of both vocabularies, and the lengths of rows
-vocabulary/inputs.model   SentencePiece as the model was trained with it; none for bytes
-vocabulary/targets.model  where targets have another
+vocabulary/inputs.model   the SentencePiece model used in training; absent for bytes
+vocabulary/targets.model  present if targets have another vocabulary
 
-A folder of Hugging Face has its vocabulary in spiece.model, or says in tokenizer_config.json that
-it is bytes, as those of byte-level T5s do.
+A Hugging Face folder has its vocabulary in spiece.model, or says in tokenizer_config.json that it
+consists of bytes, as for byte-level T5s.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ from convt5.text import sentinels
 
 FOLDER = "vocabulary"
 HUGGING_FACE_FILE = "spiece.model"
-"""Where transformers keeps the vocabulary of a T5, whose sentinels are seldom in it."""
+"""Vocabulary file of a T5 model in transformers; it seldom includes the sentinels."""
 
 _TOKENIZER_FILE = "tokenizer_config.json"
 _BYTE_TOKENIZER = "ByT5Tokenizer"
 
 MOST_TOKENS = 2**24
-"""Of a row or of the sentinels, where a file tells their number and memory is taken for it."""
+"""Most tokens of a row, or sentinels, that a file may state, as memory is allocated for them."""
 
 BYTES = "bytes"
-"""What settings and flags call the vocabulary of the bytes of UTF-8, which needs no file."""
+"""Name of the vocabulary of UTF-8 bytes in settings and flags; it needs no file."""
 
 Kind = Literal["sentencepiece", "characters"]
 
@@ -45,17 +45,17 @@ _run: contextvars.ContextVar[str | None] = contextvars.ContextVar("run", default
 _ABOUT_FILE = "about.json"
 _LENGTHS = ("encoder_length", "decoder_length")
 SENTINEL_PIECE = re.compile(r"▁?<?extra_id_\d+>?")
-"""Pieces that stand for spans where a SentencePiece model brings its own, at its end."""
+"""Sentinel pieces of a SentencePiece model that has its own, at its end."""
 
 
 class KeptVocabulary(NamedTuple):
     """A vocabulary as plain values.
 
     Attributes:
-        kind: what it is made of.
-        num_sentinels: ids that stand for spans: its last ones, or pieces of the model. Bytes with
-            0 have those of published byte-level T5s, as `sentinels` says.
-        model: the file of a SentencePiece model, byte for byte.
+        kind: kind of the vocabulary.
+        num_sentinels: number of ids for sentinels: its last ones, or pieces of the model. Bytes
+            with 0 have those of published byte-level T5s, see `sentinels`.
+        model: contents of the SentencePiece model file.
     """
 
     kind: Kind
@@ -64,12 +64,12 @@ class KeptVocabulary(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        """What differs where ids may stand for other texts."""
+        """A value that is equal only if ids mean the same texts."""
         content = hashlib.sha256(self.model).hexdigest()[:32]
         return f"{self.kind} {content}, {self.num_sentinels} sentinels"
 
     def agrees_with(self, other: "KeptVocabulary") -> bool:
-        """Whether ids stand for the same text; how many sentinels follow them may differ."""
+        """Returns whether ids mean the same text; the number of sentinels may differ."""
         return self.kind == other.kind and same_pieces(self.model, other.model)
 
 
@@ -77,9 +77,9 @@ class KeptText(NamedTuple):
     """How a model reads and writes text.
 
     Attributes:
-        inputs, targets: their vocabularies, often the same.
+        inputs, targets: the vocabularies, often the same.
         add_eos: whether inputs end with the end token.
-        encoder_length, decoder_length: tokens of a row, where they are known.
+        encoder_length, decoder_length: tokens per row, if known.
     """
 
     inputs: KeptVocabulary
@@ -91,7 +91,7 @@ class KeptText(NamedTuple):
 
 @contextlib.contextmanager
 def of_run(run_dir: epath.PathLike | None) -> Iterator[None]:
-    """Within it a vocabulary that its settings name and that is gone is the one the run keeps."""
+    """Context in which the run's saved vocabulary replaces one whose file is gone."""
     token = _run.set(None if run_dir is None else os.fspath(run_dir))
     try:
         yield
@@ -100,12 +100,12 @@ def of_run(run_dir: epath.PathLike | None) -> Iterator[None]:
 
 
 def kept_by_run() -> Any:
-    """Returns the vocabulary that the run of `of_run` keeps; None where it keeps none, or two."""
+    """Returns the saved vocabulary of the run in `of_run`; None if it has none, or two."""
     run_dir = _run.get()
     if run_dir is None or not (epath.Path(run_dir) / FOLDER / _ABOUT_FILE).exists():
         return None
-    found = load_features(run_dir)
-    return found.inputs if found is not None and found.inputs is found.targets else None
+    features = load_features(run_dir)
+    return features.inputs if features is not None and features.inputs is features.targets else None
 
 
 class TextFeatures(NamedTuple):
@@ -117,7 +117,7 @@ class TextFeatures(NamedTuple):
 
 
 def of(vocabulary: Any) -> KeptVocabulary | None:
-    """Returns a seqio vocabulary as plain values; None for one that a file could not give back."""
+    """Returns a seqio vocabulary as plain values; None if a file could not restore it."""
     with quiet_imports.without_tensorflow_chatter():
         import seqio
         import tensorflow as tf
@@ -130,37 +130,37 @@ def of(vocabulary: Any) -> KeptVocabulary | None:
         return KeptVocabulary("characters", num_sentinels) if same else None
     if not isinstance(vocabulary, seqio.SentencePieceVocabulary):
         return None
-    file, own = vocabulary.sentencepiece_model_file, sentinels.ids_of(vocabulary)
-    num_sentinels = len(own)
+    file, own_ids = vocabulary.sentencepiece_model_file, sentinels.ids_of(vocabulary)
+    num_sentinels = len(own_ids)
     try:
         again = seqio_vocabularies.from_file(file, num_sentinels)
     except errors.UserError:
         return None
-    if again.sp_model != vocabulary.sp_model or sentinels.ids_of(again) != own:
-        return None  # It has options that no file says.
+    if again.sp_model != vocabulary.sp_model or sentinels.ids_of(again) != own_ids:
+        return None  # It has options that are not saved.
     with tf.io.gfile.GFile(file, "rb") as opened:
         return KeptVocabulary("sentencepiece", num_sentinels, opened.read())
 
 
 def same_pieces(one: bytes, other: bytes) -> bool:
-    """Whether two SentencePiece models have the same pieces, sentinels apart."""
+    """Returns whether two SentencePiece models have the same pieces, apart from sentinels."""
     try:
         return one == other or _pieces(one) == _pieces(other)
-    except RuntimeError:  # One of them is damaged.
+    except RuntimeError:  # A model is damaged.
         return False
 
 
 def of_data(data: Any) -> KeptText | None:
     """Returns the vocabularies of the rows of a `data.DataConfig` or of a cache.
 
-    None stands for data that is no text, or that does not know.
+    Returns None for data that is not text, or whose vocabulary is unknown.
     """
     describe = getattr(data, "kept_text", None)
     return describe() if describe else None
 
 
 def write(folder: epath.PathLike, text: KeptText) -> None:
-    """Writes the vocabularies into `folder`, which is made where it is not there."""
+    """Writes the vocabularies into `folder`, which is created if needed."""
     folder = epath.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     about: dict[str, Any] = {name: getattr(text, name) for name in ("add_eos", *_LENGTHS)}
@@ -175,10 +175,10 @@ def write(folder: epath.PathLike, text: KeptText) -> None:
 
 
 def load(model: epath.PathLike) -> KeptText | None:
-    """Returns what a run, one of its steps or an export keeps; None where it keeps nothing.
+    """Returns what is saved with a run, one of its steps or an export; None if nothing is.
 
     Raises:
-        UserError: files that are missing or damaged.
+        UserError: files are missing or damaged.
     """
     folder = _folder(model)
     if folder is not None:
@@ -199,10 +199,10 @@ def load(model: epath.PathLike) -> KeptText | None:
 
 
 def write_for_hugging_face(folder: epath.PathLike, text: KeptText) -> None:
-    """Writes the vocabulary as transformers reads it, into an existing folder.
+    """Writes the vocabulary in the format of transformers, into an existing folder.
 
-    Only vocabularies of which it has a tokenizer are written: SentencePiece, and the bytes of
-    byte-level T5s, whose sentinels transformers leaves to its users.
+    Writes only vocabularies for which transformers has a tokenizer: SentencePiece, and the bytes of
+    byte-level T5s, whose sentinels transformers does not handle.
     """
     folder, kept = epath.Path(folder), text.inputs
     if text.targets != kept:
@@ -210,8 +210,11 @@ def write_for_hugging_face(folder: epath.PathLike, text: KeptText) -> None:
     about: dict[str, Any] = {"tokenizer_class": _BYTE_TOKENIZER, "extra_ids": 125}
     if kept.kind == "sentencepiece":
         (folder / HUGGING_FACE_FILE).write_bytes(kept.model)
-        own = len(_own_sentinels(kept.model))
-        about = {"tokenizer_class": "T5Tokenizer", "extra_ids": 0 if own else kept.num_sentinels}
+        num_own = len(_own_sentinels(kept.model))
+        about = {
+            "tokenizer_class": "T5Tokenizer",
+            "extra_ids": 0 if num_own else kept.num_sentinels,
+        }
     elif kept.num_sentinels:
         return
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -219,27 +222,27 @@ def write_for_hugging_face(folder: epath.PathLike, text: KeptText) -> None:
 
 
 def load_features(model: epath.PathLike) -> TextFeatures | None:
-    """Returns the seqio vocabularies of a model, where `load` returns something.
+    """Returns the seqio vocabularies of a model; None if `load` returns None.
 
     Raises:
-        UserError: files that are missing or damaged.
+        UserError: files are missing or damaged.
     """
     folder, text = _folder(model), load(model)
     if text is None:
         return None
     if folder is None:
-        return TextFeatures(*[revived(text.inputs, _of_hugging_face(model))] * 2)
-    inputs = targets = revived(text.inputs, folder / "inputs.model")
+        return TextFeatures(*[build_vocabulary(text.inputs, _of_hugging_face(model))] * 2)
+    inputs = targets = build_vocabulary(text.inputs, folder / "inputs.model")
     if "targets" in _names(text):
-        targets = revived(text.targets, folder / "targets.model")
+        targets = build_vocabulary(text.targets, folder / "targets.model")
     return TextFeatures(inputs, targets, text.add_eos)
 
 
-def revived(kept: KeptVocabulary, file: epath.PathLike | None) -> Any:
-    """Returns the seqio vocabulary, whose SentencePiece model lies at `file`.
+def build_vocabulary(kept: KeptVocabulary, file: epath.PathLike | None) -> Any:
+    """Returns the seqio vocabulary whose SentencePiece model is `file`.
 
     Raises:
-        UserError: nothing that can be read lies there.
+        UserError: the file is missing or unreadable.
     """
     with quiet_imports.without_tensorflow_chatter():
         from convt5.text import seqio_vocabularies
@@ -250,16 +253,16 @@ def revived(kept: KeptVocabulary, file: epath.PathLike | None) -> Any:
 
 
 def _folder(model: epath.PathLike) -> epath.Path | None:
-    """Returns where the vocabulary of a model is kept; None where it is kept in no such way."""
+    """Returns the folder of a model's saved vocabulary, or None."""
     path = epath.Path(os.path.expanduser(model))
     if not (path / FOLDER / _ABOUT_FILE).exists() and _of_hugging_face(path):
-        return None  # Its own is nearer than what the run around it keeps.
+        return None  # The folder's own vocabulary precedes that of the run around it.
     run = folders.run_folder(model, f"{FOLDER}/{_ABOUT_FILE}")
     return None if run is None else run / FOLDER
 
 
 def _of_hugging_face(model: epath.PathLike) -> epath.Path | None:
-    """Returns the file that says what the vocabulary of a folder of transformers is."""
+    """Returns the file that defines the vocabulary of a transformers folder, or None."""
     folder = epath.Path(os.path.expanduser(model))
     if (folder / HUGGING_FACE_FILE).exists():
         return folder / HUGGING_FACE_FILE
@@ -271,7 +274,7 @@ def _of_hugging_face(model: epath.PathLike) -> epath.Path | None:
 
 
 def _num_sentinels(file: epath.Path, model: bytes) -> int:
-    """Returns how many sentinels a SentencePiece model of transformers has, or gets there."""
+    """Returns how many sentinels a SentencePiece model of transformers has, or is given there."""
     try:
         own = len(_own_sentinels(model))
     except RuntimeError:  # It is damaged, which is told where it is read.
@@ -327,7 +330,7 @@ def _count(value: Any, *, none: bool = False) -> Any:
 
 
 def _pieces(model: bytes) -> list[str]:
-    """Returns the pieces of a SentencePiece model without sentinels at their end."""
+    """Returns the pieces of a SentencePiece model without sentinels at its end."""
     processor = _processor(model)
     pieces = [processor.IdToPiece(i) for i in range(processor.GetPieceSize())]
     while pieces and SENTINEL_PIECE.fullmatch(pieces[-1]):

@@ -1,1 +1,1 @@
-"""A training run: `trainer.TrainRun` and its parts, state, step, loop, logs and folder."""
+"""A training run: `trainer.TrainRun` and its state, step, loop, logs and run directory."""

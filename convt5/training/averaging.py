@@ -1,7 +1,7 @@
-"""Averages of a model over its updates (EMA): of parameters and of batch statistics.
+"""Exponential moving averages (EMA) of a model's parameters and batch statistics.
 
-An average lags behind the model and is often better than it. It is part of the train state, so that
-a run that continues has it exactly; the model itself is trained as without it.
+An averaged model is often better than the last one. The average is part of the train state, so a
+resumed run continues it exactly. It does not affect training.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ class Averaging(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EMA:
-    """The exponential moving average of every array of a model, its batch statistics included.
+    """The exponential moving average of every array of a model, batch statistics included.
 
     Attributes:
-        decay: the share of the old average that stays at every update, in [0, 1).
-        every_steps: updates between two changes of the average, of which each counts for all of
-            them: decay ** every_steps stays. The first update is followed by a change.
-        warmup_steps: a change after one of the first updates makes the average the model itself.
+        decay: weight of the old average at each update, in [0, 1).
+        every_steps: steps between changes of the average. Each change counts for all of them: it
+            keeps decay ** every_steps of the old average. The first step changes it too.
+        warmup_steps: during these steps, each change replaces the average by the model.
     """
 
     decay: float = 0.9999
@@ -49,21 +49,21 @@ class EMA:
 
     def after(self, update: Int[Array, ""], average: Tree, model: Tree) -> Tree:
         """Returns the average after an update; updates count from 0."""
-        return _moved(self, update, average, model, share=1 - self.decay**self.every_steps)
+        return _update(self, update, average, model, share=1 - self.decay**self.every_steps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaledEMA:
-    """As `EMA`, whose newest share follows from the size of a run, as arXiv 2106.14881 trained.
+    """An `EMA` whose decay follows from the size of the run, as in arXiv 2106.14881.
 
-    Each change takes min(1, factor * batch_size / num_epochs * every_steps) of the model. The
-    original counts `every_steps` anew in each epoch.
+    Each change gives the model the weight min(1, factor * batch_size / num_epochs * every_steps).
+    The original restarts the count of `every_steps` in each epoch.
 
     Attributes:
-        factor: of the original: 1e-5.
-        batch_size: of training, over all hosts.
-        num_epochs: of the whole run.
-        every_steps, warmup_steps: as in `EMA`; the original: 32, and the steps of five epochs.
+        factor: factor of the weight; 1e-5 in the original.
+        batch_size: batch size of training, over all hosts.
+        num_epochs: epochs of the whole run.
+        every_steps, warmup_steps: as in `EMA`; 32 and five epochs in the original.
     """
 
     factor: float = 1e-5
@@ -86,21 +86,21 @@ class ScaledEMA:
 
     @property
     def share(self) -> float:
-        """The share of the model in the average after a change, in (0, 1]."""
+        """The weight of the model at each change of the average, in (0, 1]."""
         return min(1.0, self.factor * self.batch_size / self.num_epochs * self.every_steps)
 
     def after(self, update: Int[Array, ""], average: Tree, model: Tree) -> Tree:
         """Returns the average after an update; updates count from 0."""
-        return _moved(self, update, average, model, share=self.share)
+        return _update(self, update, average, model, share=self.share)
 
 
-def _moved(
+def _update(
     config: EMA | ScaledEMA, update: Int[Array, ""], average: Tree, model: Tree, *, share: float
 ) -> Tree:
     newest = jnp.where(update < config.warmup_steps, 1.0, share)
 
     def move(average: Tree, model: Tree) -> Tree:
-        return jax.tree.map(lambda old, new: _between(old, new, newest), average, model)
+        return jax.tree.map(lambda old, new: _interpolate(old, new, newest), average, model)
 
     if config.every_steps == 1:
         return move(average, model)
@@ -108,8 +108,8 @@ def _moved(
     return jax.lax.cond(is_due, move, lambda average, model: average, average, model)
 
 
-def _between(old: Array, new: Array, newest: Float[Array, ""]) -> Array:
-    # Not old + newest * (new - old): a share of 1 has to give the model itself, bit for bit.
+def _interpolate(old: Array, new: Array, newest: Float[Array, ""]) -> Array:
+    # Not old + newest * (new - old): a weight of 1 must give the model itself, bit for bit.
     return ((1 - newest) * old + newest * new).astype(old.dtype)
 
 

@@ -1,4 +1,4 @@
-"""A number that follows from every element of a batch and its place: shows what a run has read."""
+"""A fingerprint of all elements of a batch and their positions, to compare what runs have read."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ from convt5.training.train_step import Loss, LossSums
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FingerprintedLoss:
-    """Another loss with the metric `batch_fingerprint`, the same on any mesh.
+    """Wraps a loss and adds the metric `batch_fingerprint`, which is the same on any mesh.
 
-    Two runs whose records agree in it, with `log_every_steps=1`, have read the same batches in the
-    same order. Batches must not be cut into microbatches, whose fingerprints would be added.
+    Two runs with equal fingerprints in all records, logged with `log_every_steps=1`, have read the
+    same batches in the same order. Do not use it with microbatches: their fingerprints are summed.
 
     Attributes:
-        loss: what is minimised.
+        loss: the wrapped loss.
     """
 
     loss: Loss
@@ -31,9 +31,9 @@ class FingerprintedLoss:
 
 
 def fingerprint(batch: Mapping[str, jax.Array]) -> jax.Array:
-    """Returns an integer below 2^24, which float32 holds exactly.
+    """Returns an integer below 2^24, which float32 represents exactly.
 
-    Integers wrap around when they are summed, so that no order of summation changes the result.
+    Integer sums wrap around, so the order of summation does not matter.
     """
     total = jnp.zeros((), jnp.uint32)
     for name in sorted(batch):

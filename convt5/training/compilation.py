@@ -1,6 +1,6 @@
-"""Compiling ahead of the first step: what it costs, how fast it could run, and not doing it twice.
+"""Compiles the training step ahead of time, reports its FLOPs, and caches compiled programs.
 
-The trainer compiles its step once, explicitly, and tells how long that took.
+The trainer compiles its step once, explicitly, and reports how long it took.
 """
 
 import os
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-# Dense bfloat16 operations per second of one jax device, from the makers' data sheets. A TPU v2 or
-# v3 device is one of the chip's two cores.
+# Dense bfloat16 FLOPs per second of one jax device, from vendors' data sheets. On TPU v2 and v3 a
+# device is one of the chip's two cores.
 _PEAK_FLOPS = {
     "TPU v2": 22.5e12,
     "TPU v3": 61.5e12,
@@ -37,16 +37,14 @@ _PEAK_FLOPS = {
 
 
 class CompiledStep(NamedTuple):
-    """A function compiled for one set of shapes and shardings.
+    """A function compiled for fixed shapes and shardings.
 
     Attributes:
-        call: runs it.
-        seconds: how long compiling took, or loading from the cache.
-        flops: floating-point operations of one call over all devices, as the program states them
-            before optimisation; None where unknown. Operations inside Pallas kernels are not
-            counted.
-        temporary_bytes: memory needed beside arguments and results on one device; None where
-            unknown.
+        call: runs the function.
+        seconds: time to compile it, or to load it from the cache.
+        flops: FLOPs of one call over all devices, as stated by the program before optimisation;
+            None if unknown. Does not include Pallas kernels.
+        temporary_bytes: memory per device beside arguments and results; None if unknown.
     """
 
     call: Callable[..., Any]
@@ -72,19 +70,19 @@ def compile_step(jitted: Any, *args: Any) -> CompiledStep:
 
 
 def peak_flops(devices: Sequence[Any]) -> float | None:
-    """Returns the peak operations per second of all devices in bfloat16; None where unknown."""
+    """Returns the peak bfloat16 FLOPs per second of all devices together; None if unknown."""
     kind = devices[0].device_kind
-    # The longest name that fits: "TPU v5" is the v5p, but also begins "TPU v5 lite".
+    # The longest matching name: "TPU v5" is the v5p, but is also a prefix of "TPU v5 lite".
     names = [name for name in _PEAK_FLOPS if kind.startswith(name)]
     return _PEAK_FLOPS[max(names, key=len)] * len(devices) if names else None
 
 
 def enable_persistent_cache() -> None:
-    """Keeps compiled programs on disk, so that the same command starts faster the next time.
+    """Caches compiled programs on disk, so that the same command starts faster the next time.
 
-    They go to `convt5/compiled` in the user's cache folder (XDG_CACHE_HOME, by default ~/.cache).
-    jax's own settings win: JAX_COMPILATION_CACHE_DIR, or JAX_ENABLE_COMPILATION_CACHE=false. Where
-    the folder cannot be written the cache stays off.
+    The cache is `convt5/compiled` in the user's cache folder (XDG_CACHE_HOME, by default ~/.cache).
+    JAX's own settings JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=false take
+    precedence. If the folder is not writable, there is no cache.
     """
     settings = jax.config.values
     if settings["jax_compilation_cache_dir"] or not settings["jax_enable_compilation_cache"]:

@@ -1,4 +1,4 @@
-"""Whether the data of a run fits its model: lengths, vocabularies, labels and the first rows."""
+"""Checks that the data of a run fits its model: lengths, vocabularies, labels and first rows."""
 
 import os
 from collections.abc import Mapping
@@ -7,11 +7,11 @@ from typing import Any
 from convt5 import errors
 
 Data = Mapping[str, Any]
-"""Descriptions of batches by the name of their setting; None for absent ones."""
+"""Descriptions of batches by the name of their setting; None if absent."""
 
 
 def check_model(model: Any, *parts: Any) -> None:
-    """Raises `UserError` if data, loss or report do not fit the model, as far as they can tell."""
+    """Raises `UserError` if data, loss or report do not fit the model, as far as is known."""
     for part in parts:
         check = getattr(part, "check_model", None)
         if check is not None:
@@ -50,7 +50,7 @@ def check_vocabulary(model: Any, data: Data) -> None:
 
 
 def vocabulary_is_here(data: Data) -> bool:
-    """Whether no vocabulary file lies elsewhere, such as in a bucket, or is missing."""
+    """Returns whether all vocabulary files exist on this machine, none in a bucket."""
     providers = [getattr(config, "provider", None) for config in data.values()]
     features = [f for find in providers if find for f in find().output_features.values()]
     files = [getattr(f.vocabulary, "sentencepiece_model_file", None) for f in features]
@@ -58,14 +58,14 @@ def vocabulary_is_here(data: Data) -> bool:
 
 
 def check_labels(data: Data) -> None:
-    """Checks the labels of data that has such."""
+    """Checks the labels, if the data has labels."""
     for config in data.values():
         if hasattr(config, "check_labels"):
             config.check_labels()
 
 
 def check_rows(data: Data) -> None:
-    """Checks tasks and the first rows of files, of data that has such."""
+    """Checks the tasks and the first rows of files, if the data can be checked."""
     for config in data.values():
         if hasattr(config, "provider"):
             config.provider()
@@ -74,7 +74,7 @@ def check_rows(data: Data) -> None:
 
 
 def row_lengths(data: Data) -> dict[str, int] | None:
-    """Returns the tokens of a row by the name of their setting, or None for data without tokens."""
+    """Returns the tokens per row by the name of their setting; None for data without tokens."""
     lengths = {
         f"{name}.{field}": getattr(config, field)
         for name, config in data.items()
@@ -85,9 +85,9 @@ def row_lengths(data: Data) -> dict[str, int] | None:
 
 
 def _vocabulary_sizes(data: Any) -> dict[str, int]:
-    """Returns how many ids each feature of some batches may have; none for other than text."""
+    """Returns the vocabulary size of each feature of text batches; empty for other data."""
     if hasattr(data, "provider"):
         features = data.provider().output_features.items()
         return {name: feature.vocabulary.vocab_size for name, feature in features}
-    size = getattr(data, "vocab_size", None)  # Rows of a cache keep no more of their vocabulary.
+    size = getattr(data, "vocab_size", None)  # All that cached rows store of their vocabulary.
     return {} if size is None else {"targets": size}

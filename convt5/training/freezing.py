@@ -1,6 +1,6 @@
-"""Parameters that a run leaves as they are: they get no gradient, no update and no optimizer state.
+"""Frozen parameters, which get no gradient, no update and no optimizer state.
 
-To fine-tune a part of a pre-trained model, or to ask what its frozen parts know.
+Serves to fine-tune a part of a pre-trained model, or to probe what its frozen parts have learned.
 """
 
 import functools
@@ -15,25 +15,26 @@ from convt5.modeling.tree_paths import matches, pattern_faults
 
 
 class Frozen(nnx.Variable):
-    """A parameter of the model that is none of the optimizer's."""
+    """A parameter of the model that the optimizer does not see."""
 
 
 def freeze(model: nnx.Module, patterns: Sequence[str]) -> nnx.Module:
-    """Returns the model, whose parameters with names that a pattern is found in are now `Frozen`.
+    """Turns the parameters whose names match a pattern into `Frozen` ones.
 
     Args:
-        model: changed in place.
-        patterns: regular expressions that are searched in names such as
-            `encoder/layers/0/mlp/wi/kernel`.
+        model: the model, changed in place.
+        patterns: regular expressions searched in names such as `encoder/layers/0/mlp/wi/kernel`.
 
     Raises:
-        UserError: a pattern that matches nothing, or nothing is left to train.
+        UserError: a pattern matches nothing, or no parameter is left to train.
     """
     faults = pattern_faults(frozen=patterns)
     errors.raise_all(faults, where="train")
-    # A list: what is iterated over is changed below.
-    found = [(path, leaf) for path, leaf in nnx.iter_graph(model) if isinstance(leaf, nnx.Param)]
-    names = ["/".join(map(str, path)) for path, _ in found]
+    # A list, because the loop below changes the graph.
+    parameters = [
+        (path, leaf) for path, leaf in nnx.iter_graph(model) if isinstance(leaf, nnx.Param)
+    ]
+    names = ["/".join(map(str, path)) for path, _ in parameters]
     for pattern in patterns:
         if not any(matches(name, [pattern]) for name in names):
             faults.append(
@@ -43,7 +44,7 @@ def freeze(model: nnx.Module, patterns: Sequence[str]) -> nnx.Module:
     if names and all(matches(name, patterns) for name in names):
         faults.append(f"frozen={list(patterns)} leaves nothing to train; name fewer parameters.")
     errors.raise_all(faults, where="train")
-    for name, (path, parameter) in zip(names, found, strict=True):
+    for name, (path, parameter) in zip(names, parameters, strict=True):
         if matches(name, patterns):
             owner = functools.reduce(_child, path[:-1], model)
             setattr(owner, str(path[-1]), Frozen(parameter.get_value(), **parameter.get_metadata()))
@@ -51,7 +52,7 @@ def freeze(model: nnx.Module, patterns: Sequence[str]) -> nnx.Module:
 
 
 def without_gradients(model: nnx.Module) -> nnx.Module:
-    """Returns the model, through whose frozen parameters no gradient is computed."""
+    """Returns the model with gradients stopped at its frozen parameters."""
     graph, frozen, others = nnx.split(model, Frozen, ...)
     return nnx.merge(graph, jax.lax.stop_gradient(frozen), others)
 

@@ -1,4 +1,4 @@
-"""Stopping a run on request: the state is saved after the step in progress, then the run ends."""
+"""Stops a run on request: saves the state after the current step, then ends."""
 
 import signal
 import threading
@@ -10,10 +10,10 @@ from convt5 import errors
 
 
 class Interrupted(errors.TrainingError):
-    """The run was asked to stop and has saved its state; the same command continues it.
+    """Raised when a run was asked to stop and has saved its state; the same command resumes it.
 
-    The exit code is 128 plus the signal's number, as shells have it: 143 after SIGTERM, 130 after
-    Ctrl-C, 129 after the terminal was closed (SIGHUP).
+    The exit code is 128 plus the signal's number, the convention of shells: 143 after SIGTERM, 130
+    after Ctrl-C, 129 after SIGHUP (the terminal was closed).
     """
 
     def __init__(self, message: str, *, signal_number: int):
@@ -22,14 +22,14 @@ class Interrupted(errors.TrainingError):
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Returns the signals that ask for an end: SIGTERM, Ctrl-C, and that the terminal was closed.
+    """Returns the signals that stop a run: SIGTERM, SIGINT (Ctrl-C) and SIGHUP (closed terminal).
 
-    The last is none of them where it is ignored, as `nohup` has it.
+    SIGHUP is omitted if the process ignores it, as `nohup` arranges.
     """
-    asked = [signal.SIGTERM, signal.SIGINT]
+    signals = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        asked.append(signal.SIGHUP)
-    return asked
+        signals.append(signal.SIGHUP)
+    return signals
 
 
 _ONE_REQUEST_SECS = 1.0
@@ -37,17 +37,17 @@ _ONE_REQUEST_SECS = 1.0
 
 
 class PreemptionNotice(Protocol):
-    """How the hosts of a run agree on the step to stop at; `checkpoint.Checkpointer` is one."""
+    """Lets the hosts of a run agree on the step to stop at; see `checkpoint.Checkpointer`."""
 
     def reached_preemption(self, step: int) -> bool: ...
 
 
 class Interruption:
-    """Takes note of `stop_signals` while the context lasts; one that comes later ends at once.
+    """Context that records `stop_signals`; a later one ends the process at once.
 
     Args:
-        hosts: in a run of several hosts these must all stop at one step, so that jax takes note of
-            SIGTERM instead, and is asked through this; None in a run of one host.
+        hosts: in a run of several hosts, all must stop at the same step. jax then handles SIGTERM,
+            and this object tells when to stop. None in a run of one host.
     """
 
     def __init__(self, hosts: PreemptionNotice | None = None):
@@ -57,13 +57,13 @@ class Interruption:
         self.received: signal.Signals | None = None
 
     def requested(self, step: int) -> bool:
-        """Whether the run should stop after this step; call after every step."""
+        """Returns whether the run should stop after this step; call it after every step."""
         if self._hosts is not None and self._hosts.reached_preemption(step):
             self.received = signal.SIGTERM
         return self.received is not None
 
     def error(self, step: int) -> Interrupted:
-        """Returns what to raise once the state is saved."""
+        """Returns the error to raise once the state is saved."""
         received = self.received or signal.SIGTERM
         return Interrupted(
             f"stopped by {received.name} after step {step}, which is saved; give the same command "
@@ -72,7 +72,7 @@ class Interruption:
         )
 
     def __enter__(self) -> "Interruption":
-        # Python delivers signals to the main thread only.
+        # Python delivers signals only to the main thread.
         if self._hosts is None and threading.current_thread() is threading.main_thread():
             for number in stop_signals():
                 self._before[number] = signal.signal(number, self._note)
@@ -85,7 +85,7 @@ class Interruption:
         now = time.monotonic()
         if self.received is None:
             self.received, self._noted_at = signal.Signals(number), now
-        # A terminal that closes is no second request, however often it says so.
+        # A closing terminal may send SIGHUP several times, which is not a second request.
         elif number != signal.SIGHUP and now - self._noted_at > _ONE_REQUEST_SECS:
             self._restore()
             signal.raise_signal(number)

@@ -1,7 +1,7 @@
-"""The loop of a run: update, read metrics, evaluate, save, in an order that matters.
+"""The training loop: update, read metrics, evaluate and save, in an order that matters.
 
-Step n is dispatched before the metrics of step n-1 are read, so that the devices never wait for the
-host. What a step logged is on disk before the checkpoint of that step is.
+Step n is dispatched before the metrics of step n-1 are read, so that devices never wait for the
+host. The log of a step reaches the disk before its checkpoint does.
 """
 
 import dataclasses
@@ -28,25 +28,26 @@ from convt5.training.train_step import ALL_FINITE, NONFINITE_INDEX, describe_non
 from convt5.training.validation import PlacedBatch, Validation
 from convt5.training.watchdog import Watchdog
 
-# Weights and flags of one step, which say nothing as means over many.
+# Weights and flags of single steps, whose means over steps are meaningless.
 _NOT_LOGGED = (ALL_FINITE, NONFINITE_INDEX, "loss_weight")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Intervals:
-    """How many steps a run makes, and what happens after which of them.
+    """The number of steps of a run, and what happens after which of them.
 
     Attributes:
-        num_steps: updates in total, those before an interruption included.
-        log_every_steps: steps between records.
+        num_steps: total number of updates, including those before an interruption.
+        log_every_steps: steps between log records.
         eval_every_steps: steps between evaluations; None evaluates only after the last step.
-        early_stop_evaluations: ends the run after so many evaluations without a better
-            `checkpoint.best_metric`; None for never. Such a run saves each step that is the best
-            so far, whatever `checkpoint.every_steps` is.
-        report_every_steps: steps between calls of `report`, which then shows samples while the run
-            trains; None calls it after the last step alone.
-        stall_warning_secs: when a batch, a step, an evaluation or a checkpoint takes longer, the
-            stack of every thread is shown, again after twice the time, and so on; None for never.
+        early_stop_evaluations: ends the run after this many evaluations without a better
+            `checkpoint.best_metric`; None disables early stopping. Every new best step is then
+            saved, whatever `checkpoint.every_steps` is.
+        report_every_steps: steps between calls of `report`, which show samples during training;
+            None calls it only after the last step.
+        stall_warning_secs: shows the stack of every thread when a batch, step, evaluation or
+            checkpoint takes longer than this, again after twice the time, and so on; None disables
+            the warning.
     """
 
     num_steps: int
@@ -86,7 +87,7 @@ class Intervals:
         return faults
 
     def logs(self, step: int) -> bool:
-        """Whether a record is due; the first step's shows the loss at the start."""
+        """Returns whether a record is due; the first step's shows the initial loss."""
         return (
             step in (1, self.num_steps) or step % self.log_every_steps == 0 or self.evaluates(step)
         )
@@ -103,12 +104,12 @@ class Intervals:
 
 
 class Batches(Protocol):
-    """Placed batches; `train_batches.TrainBatches` is one."""
+    """Batches on the devices; see `train_batches.TrainBatches`."""
 
     def __next__(self) -> PlacedBatch: ...
 
     def positions(self) -> DataPositions:
-        """Returns the positions after the batches that were taken, not those made ready."""
+        """Returns the positions after the batches consumed so far, without prefetched ones."""
         ...
 
 
@@ -133,7 +134,7 @@ class StartingPoint(Protocol):
 
 
 class TaskMeasure(Protocol):
-    """Metrics of a task; `evaluation.in_training.TaskMeasure` is one."""
+    """Metrics of a task; see `evaluation.in_training.TaskMeasure`."""
 
     name: str
 
@@ -141,18 +142,18 @@ class TaskMeasure(Protocol):
 
 
 Estimate = Callable[[nnx.Module], Mapping[str, jax.Array]]
-"""Measures statistics of a model anew, by name, such as the means of batch normalisation."""
+"""Re-estimates statistics of a model, by name, such as the means of batch normalisation."""
 
 
 class Measures(NamedTuple):
-    """What is measured of the model during a run.
+    """What a run measures of its model.
 
     Attributes:
         validation: the loss on evaluation data; None without such data.
-        tasks: whose own metrics each evaluation measures as well.
-        estimate: measures statistics of the model before each evaluation; None for models that
-            keep none.
-        report: shows something of the model as text; None for nothing.
+        tasks: tasks whose metrics each evaluation includes.
+        estimate: re-estimates statistics of the model before each evaluation; None for models
+            without such statistics.
+        report: returns a text about the model to show; None shows nothing.
     """
 
     validation: Validation | None = None
@@ -162,7 +163,7 @@ class Measures(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A step that was dispatched and whose metrics were not read yet."""
+    """A dispatched step whose metrics have not been read yet."""
 
     step: int
     metrics: dict[str, jax.Array]
@@ -171,11 +172,11 @@ class _Pending(NamedTuple):
 
 
 class Loop:
-    """A run while it trains.
+    """A training run in progress.
 
     Attributes:
-        step: updates made.
-        last_record: what was last logged; None if nothing was.
+        step: number of updates made.
+        last_record: the last record logged; None before the first.
     """
 
     def __init__(
@@ -224,12 +225,12 @@ class Loop:
 
     @property
     def model(self) -> nnx.Module:
-        """The model as it stands."""
+        """The model with its current parameters."""
         return self._state.model
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left to do: all updates are made, recorded and evaluated."""
+        """Whether all updates are made, recorded and evaluated."""
         is_made = self.step >= self._intervals.num_steps
         return is_made and not self._meter.num_steps and not self._lacks_evaluation()
 
@@ -240,31 +241,30 @@ class Loop:
         *,
         before_first: Callable[[], None] = lambda: None,
     ) -> None:
-        """Makes the updates that are missing, until `num_steps`, the end of the data or an
-        early stop.
+        """Makes the remaining updates, until `num_steps`, the end of the data or an early stop.
 
         Args:
-            batches: of the run.
-            interruption: asks to stop.
-            before_first: is called before the first update, if there is any: a call that trains
-                nothing leaves the settings of the run as they are.
+            batches: the training batches.
+            interruption: tells when to stop on request.
+            before_first: called before the first update; not called if no update is left, so that
+                such a call leaves the settings of the run unchanged.
 
         Raises:
             TrainingError: a step was not finite.
-            Interrupted: asked to stop; the state is saved.
+            Interrupted: a stop was requested; the state is saved.
         """
         if self._meter.num_steps and self._intervals.logs(self.step):
-            self._record()  # Interrupted just before the record of its last step.
+            self._record()  # The run was interrupted just before the record of its last step.
             self._save(batches)
             self._check_best_metric()
         while self.step < self._intervals.num_steps and not self._patience.is_exhausted:
-            asked = time.perf_counter()
+            requested_at = time.perf_counter()
             try:
                 with self._watchdog.phase(f"reading the batch of step {self.step + 1}"):
                     batch = next(batches)
             except StopIteration:
                 break
-            waited = max(0.0, time.perf_counter() - asked)
+            waited = max(0.0, time.perf_counter() - requested_at)
             if self._compiled is None:
                 before_first()
             metrics = self._update(batch)
@@ -312,7 +312,7 @@ class Loop:
         return compiled
 
     def _read_pending(self, *, is_last: bool = False) -> None:
-        """Waits for the pending step and takes in its metrics; those of the last `_end` writes."""
+        """Waits for the pending step and collects its metrics; `_end` writes those of the last."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -341,7 +341,7 @@ class Loop:
         )
 
     def _pause(self, batches: Batches) -> None:
-        """Evaluates, saves and reports, where due, while the clock of training stands."""
+        """Evaluates, saves and reports if due; the time does not count as training."""
         self._read_pending()
         self._meter.stop()
         if self._measures(self.step):
@@ -356,7 +356,7 @@ class Loop:
         self._meter.start()
 
     def _end(self, batches: Batches) -> None:
-        """Evaluates and saves after the last step, which the data may decide."""
+        """Evaluates and saves after the last step, which may be where the data ends."""
         self._read_pending(is_last=True)
         self._meter.stop()
         if self._meter.num_steps or self._lacks_evaluation():
@@ -370,7 +370,7 @@ class Loop:
         return self._has_measures and self._intervals.evaluates(step)
 
     def _lacks_evaluation(self) -> bool:
-        """Whether the model as it stands could be evaluated, and was not."""
+        """Returns whether the current model can be evaluated and has not been."""
         return self._has_measures and self._measured_step != self.step
 
     @property
@@ -378,13 +378,13 @@ class Loop:
         return self._validation is not None or bool(self._task_measures)
 
     def _record(self) -> None:
-        """Writes the record of this step, with the validation metrics if there is such data."""
+        """Writes the record of this step, with validation metrics if there is evaluation data."""
         record = self._meter.take()
         self._log.status("evaluating")
         with self._watchdog.phase(f"evaluating after step {self.step}"):
-            record |= self._measured_now()
+            record |= self._measure_all()
         self._measured_step = self.step
-        # A checkpoint of this step lacks the value, and statistics measured anew.
+        # The checkpoint of this step lacks the value and the re-estimated statistics.
         self._is_saved = False
         self._write(self.step, record)
         metric = self._checkpointer.config.best_metric
@@ -398,27 +398,27 @@ class Loop:
             )
 
     def _check_best_metric(self) -> None:
-        """Raises `UserError` if an evaluation lacked the metric; the state has been saved."""
+        """Raises `UserError` if an evaluation lacked the best metric; the state is saved."""
         if self._missing_metric:
             raise errors.UserError(self._missing_metric)
 
     @property
     def _is_best_so_far(self) -> bool:
-        """Whether a run that may end early is as good as never before: that is what it is for."""
+        """Whether early stopping is on and this step is the best so far."""
         stops_early = self._intervals.early_stop_evaluations is not None
         return stops_early and self._patience.best_step == self.step
 
-    def _measured_now(self) -> dict[str, float]:
-        """Returns the metrics of the model as it stands and, under `ema/`, of its average."""
+    def _measure_all(self) -> dict[str, float]:
+        """Returns the metrics of the current model and, under `ema/`, of its average."""
         if self._estimate is not None:
-            self._state = self._state.with_measured(self._estimate)
-        found = self._measured(self._state.model)
+            self._state = self._state.with_estimated(self._estimate)
+        metrics = self._measured(self._state.model)
         if self._state.ema is not None:
-            found |= {f"ema/{k}": v for k, v in self._measured(self._state.ema).items()}
-        return found
+            metrics |= {f"ema/{k}": v for k, v in self._measured(self._state.ema).items()}
+        return metrics
 
     def _measured(self, model: nnx.Module) -> dict[str, float]:
-        """Returns the validation metrics of a model, and those of tasks."""
+        """Returns the validation and task metrics of a model."""
         measures: list[tuple[str, Any]] = [(task.name, task) for task in self._task_measures]
         if self._validation is not None:
             measures.insert(0, ("validation", self._validation))

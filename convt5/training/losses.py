@@ -1,4 +1,4 @@
-"""Losses that the trainer minimises: a model and a batch in, weighted sums out."""
+"""Training losses: functions from a model and a batch to weighted sums."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ class TextLoss:
     """Token cross-entropy with teacher forcing on a seqio encoder-decoder batch.
 
     Attributes:
-        z_loss: factor of logsumexp(logits)^2, which keeps the softmax normaliser near 1.
+        z_loss: coefficient of logsumexp(logits)^2, which keeps the softmax normaliser near 1.
         label_smoothing: probability spread over the whole vocabulary, in [0, 1).
-        normalize_by: "tokens" divides by the weighted target tokens; "positions" by all target
-            positions, padding included, as the original does.
+        normalize_by: "tokens" divides by the weighted number of target tokens; "positions" by the
+            number of target positions including padding, as the original does.
     """
 
     z_loss: float = 0.0
@@ -40,18 +40,18 @@ class TextLoss:
         errors.raise_all(faults, where="TextLoss")
 
     def check_model(self, model: object) -> None:
-        """Raises `UserError` for the description of a model that reads no text."""
+        """Raises `UserError` if the described model does not read text."""
         checks.check_reads_text(model, "loss=TextLoss is one of")
 
     def __call__(
         self, model: ConvT5, batch: Mapping[str, jax.Array], *, dropout_key: DropoutKey = None
     ) -> LossSums:
-        """Returns sums over the batch; `batch` has the names of seqio's EncDecFeatureConverter.
+        """Returns sums over the batch; `batch` has the keys of seqio's EncDecFeatureConverter.
 
-        `cross_entropy` (nats per target token), `token_accuracy` (per cent), `bits_per_byte` and,
-        in evaluation, `perplexity` are of the targets themselves, whatever `z_loss` and
-        `label_smoothing` add to what is minimised. `decoder_target_bytes`, the bytes of text each
-        target stands for, is optional and adds bits per byte.
+        `cross_entropy` (nats per target token), `token_accuracy` (percent), `bits_per_byte` and, in
+        evaluation, `perplexity` are those of the plain targets, without `z_loss` and
+        `label_smoothing`. The optional key `decoder_target_bytes`, the bytes of text of each
+        target, adds bits per byte.
         """
         outputs = model.outputs(
             batch["encoder_input_tokens"],
@@ -79,7 +79,7 @@ class TextLoss:
             "z_loss": (sums.z_term, weight),
         }
         if dropout_key is None:
-            metrics[PERPLEXITY] = metrics[CROSS_ENTROPY]  # Means over training steps are none.
+            metrics[PERPLEXITY] = metrics[CROSS_ENTROPY]  # A mean over training steps has none.
         if "decoder_target_bytes" in batch:
             size = jnp.asarray(batch["decoder_target_bytes"], weights.dtype)
             bits = sums.cross_entropy / jnp.log(2.0)

@@ -1,6 +1,6 @@
 """Optimizers as frozen descriptions that build optax transformations: Adafactor, AdamW, SGD.
 
-They work on trees of arrays and choose parameters by name (`tree_paths`), never by module.
+They act on trees of arrays and select parameters by name (`tree_paths`), never by module.
 """
 
 import dataclasses
@@ -25,46 +25,44 @@ STACKED_TAPS = (
     *canon.stacked_parameters,
     *(name for kind in KINDS.values() for name in kind.stacked_parameters),
 )
-"""The taps of a convolution: one array here, one variable per tap in the original."""
+"""Taps of a convolution, which are one array here and one variable per tap in the original."""
 
 NOT_DECAYED = (r"(^|/)\w*bias(/|$)", r"norm/scale$")
-"""Biases, relative biases and norm scales, which weight decay would pull to a wrong value."""
+"""Biases, relative biases and norm scales, which should not decay towards zero."""
 
 
 class OptimizerConfig(Protocol):
-    """What every optimizer description does."""
+    """The interface of optimizer descriptions."""
 
     def build(self, schedule: Schedule) -> optax.GradientTransformation: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdafactorConfig:
-    """Adafactor as T5 was trained with it (Shazeer and Stern 2018, arXiv 1804.04235).
+    """Adafactor as used to train T5 (Shazeer and Stern 2018, arXiv 1804.04235).
 
     With step s from 0, gradient g and decay 1 - (s + 1) ** -decay_exponent, each parameter keeps
-    the decayed mean v of g^2 + epsilon, for large matrices only its row and column means; then
+    the decayed mean v of g^2 + epsilon, or for large matrices only its row and column means. Then
     u = g / sqrt(v); u /= max(1, rms(u) / clipping_threshold);
-    parameter -= rate(s) * max(rms(parameter), min_parameter_scale) * u. No momentum.
+    parameter -= rate(s) * max(rms(parameter), min_parameter_scale) * u. There is no momentum.
 
-    This equals `optax.adafactor` with these values, except that optax knows only whole leaves: it
-    would share statistics, clipping and scale among the taps of one convolution, which the
-    original holds as separate variables. Parameters named in `stacked` are treated as one
-    parameter for each index of their first axis. Of several axes that are the second longest,
-    which no parameter of our models has, the first is averaged as in the original, in optax
-    another.
+    This equals `optax.adafactor` with these values, except for `stacked` parameters. optax treats a
+    convolution kernel as one parameter, so its taps would share statistics, clipping and scale; the
+    original holds them as separate variables. If several axes are the second longest (not so in
+    our models), the first of them is averaged, as in the original but not in optax.
 
     Attributes:
         decay_exponent: larger forgets more slowly; T5: 0.8.
-        clipping_threshold: largest rms of an update before scaling; None for no limit.
+        clipping_threshold: largest rms of an update before scaling; None means no limit.
         scale_by_parameter: makes the rate relative to the rms of the parameter.
-        min_parameter_scale: floor of that rms, which lets a zero parameter move.
+        min_parameter_scale: minimum of that rms, so that a zero parameter can move.
         epsilon: added to the squared gradient.
-        min_dim_to_factor: row and column means are used where the two largest axes are both at
-            least this long.
-        stacked: regular expressions searched in parameter names; see above.
-        weight_decay: rate-scaled decay of the parameters not in `not_decayed`; T5: 0.
-        not_decayed: regular expressions of parameter names.
-        max_grad_norm: clips the norm of all gradients together first; T5: None.
+        min_dim_to_factor: minimum length of the two longest axes for row and column means.
+        stacked: regular expressions searched in parameter names; each index along the first axis of
+            a matching array is treated as a separate parameter.
+        weight_decay: decay of parameters not in `not_decayed`, scaled by the rate; T5: 0.
+        not_decayed: regular expressions searched in parameter names.
+        max_grad_norm: clips the global gradient norm before all else; T5: None.
     """
 
     decay_exponent: float = 0.8
@@ -92,7 +90,7 @@ class AdafactorConfig:
         errors.raise_all(faults, where="AdafactorConfig")
 
     def build(self, schedule: Schedule) -> optax.GradientTransformation:
-        """Returns the transformation; its updates are to be added to the parameters."""
+        """Returns the transformation; its updates are added to the parameters."""
         parts = [
             _clip_gradients(self.max_grad_norm),
             scale_by_second_moment(
@@ -115,20 +113,21 @@ class AdafactorConfig:
 class AdamWConfig:
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101).
 
-    With `scale_by_parameter` each parameter moves by Adam's update times
-    max(rms(parameter), min_parameter_scale), as in Adafactor, so that the rates of Adafactor fit;
-    weight decay is not scaled. nanoT5 (Nawrot 2023, arXiv 2309.02373) pre-trains T5 so, with a
-    cosine from 0.02.
+    With `scale_by_parameter`, the update of each parameter is multiplied by
+    max(rms(parameter), min_parameter_scale), as in Adafactor, so that Adafactor's rates apply.
+    Weight decay is not scaled. nanoT5 (Nawrot 2023, arXiv 2309.02373) pre-trains T5 this way, with
+    a cosine schedule from 0.02.
 
     Attributes:
-        b1, b2: decays of the first and second moment, in [0, 1).
+        b1, b2: decay of the first and second moment, in [0, 1).
         epsilon: added to the root of the second moment.
         scale_by_parameter: makes the rate relative to the rms of the parameter.
-        min_parameter_scale: floor of that rms, which lets a zero parameter move.
-        stacked: regular expressions of parameters that are one for each index of their first axis.
-        weight_decay: rate-scaled decay of the parameters not in `not_decayed`.
+        min_parameter_scale: minimum of that rms, so that a zero parameter can move.
+        stacked: regular expressions searched in parameter names; each index along the first axis of
+            a matching array is treated as a separate parameter.
+        weight_decay: decay of parameters not in `not_decayed`, scaled by the rate.
         not_decayed: regular expressions searched in parameter names.
-        max_grad_norm: clips the norm of all gradients together first; None for no limit.
+        max_grad_norm: clips the global gradient norm before all else; None means no limit.
     """
 
     b1: float = 0.9
@@ -153,11 +152,11 @@ class AdamWConfig:
         errors.raise_all(faults, where="AdamWConfig")
 
     def build(self, schedule: Schedule) -> optax.GradientTransformation:
-        """Returns the transformation; its updates are to be added to the parameters."""
+        """Returns the transformation; its updates are added to the parameters."""
         decay = _decay(self.weight_decay, self.not_decayed)
         if self.scale_by_parameter:
             scale = scale_by_parameter_rms(self.min_parameter_scale, stacked=self.stacked)
-            decay = optax.chain(scale, decay)  # In one place: checkpoints name states by place.
+            decay = optax.chain(scale, decay)  # One element: checkpoints name states by position.
         return optax.chain(
             _clip_gradients(self.max_grad_norm),
             optax.scale_by_adam(b1=self.b1, b2=self.b2, eps=self.epsilon),
@@ -168,7 +167,7 @@ class AdamWConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SGDConfig:
-    """Stochastic gradient descent, with momentum if asked; fields as in `AdamWConfig`."""
+    """Stochastic gradient descent, optionally with momentum; fields as in `AdamWConfig`."""
 
     momentum: float = 0.0
     nesterov: bool = False
@@ -184,9 +183,9 @@ class SGDConfig:
         errors.raise_all(faults, where="SGDConfig")
 
     def build(self, schedule: Schedule) -> optax.GradientTransformation:
-        """Returns the transformation; its updates are to be added to the parameters."""
+        """Returns the transformation; its updates are added to the parameters."""
         trace = optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()
-        # Decay before momentum: it is part of the gradient of a penalised loss, as in torch's SGD.
+        # Decay before momentum: it is part of the gradient of the penalised loss, as in torch.
         return optax.chain(
             _clip_gradients(self.max_grad_norm),
             _decay(self.weight_decay, self.not_decayed),
@@ -196,14 +195,13 @@ class SGDConfig:
 
 
 class SecondMomentState(NamedTuple):
-    """Adafactor's memory.
+    """The state of Adafactor.
 
     Attributes:
-        count: updates made.
-        moments: in the place of each parameter, {"full": v} or, if factored, {"row": v averaged
-            over the longest axis, "column": v averaged over the second longest}. Averaged axes are
-            kept with length 1, so every array has the rank, and takes the sharding, of its
-            parameter.
+        count: number of updates made.
+        moments: for each parameter {"full": v} or, if factored, {"row": v averaged over the longest
+            axis, "column": v averaged over the second longest}. Averaged axes keep length 1, so
+            that every array has the rank and the sharding of its parameter.
     """
 
     count: Int[Array, ""]
@@ -213,7 +211,7 @@ class SecondMomentState(NamedTuple):
 def scale_by_second_moment(
     *, decay_exponent: float, epsilon: float, min_dim_to_factor: int, stacked: Sequence[str] = ()
 ) -> optax.GradientTransformation:
-    """Divides gradients by the root of their decayed, perhaps factored, mean square."""
+    """Divides gradients by the root of their decayed, possibly factored, mean square."""
 
     def means_of(leaf: Array, is_stacked: bool) -> Moment:
         axes = factored_axes(leaf.shape, min_dim_to_factor, is_stacked=is_stacked)
@@ -259,7 +257,7 @@ def scale_by_second_moment(
 
 
 def clip_by_rms(threshold: float, *, stacked: Sequence[str] = ()) -> optax.GradientTransformation:
-    """Scales each parameter's update down to an rms of at most `threshold`."""
+    """Scales the update of each parameter down to an rms of at most `threshold`."""
 
     def clip(update: Array, is_stacked: bool) -> Array:
         return update / jnp.maximum(1.0, _rms(update, is_stacked) / threshold)
@@ -270,7 +268,7 @@ def clip_by_rms(threshold: float, *, stacked: Sequence[str] = ()) -> optax.Gradi
 def scale_by_parameter_rms(
     min_scale: float, *, stacked: Sequence[str] = ()
 ) -> optax.GradientTransformation:
-    """Multiplies each parameter's update by the rms of the parameter, at least `min_scale`."""
+    """Multiplies the update of each parameter by its rms, at least `min_scale`."""
 
     def scale(update: Array, is_stacked: bool, parameter: Array) -> Array:
         return update * jnp.maximum(_rms(parameter, is_stacked), min_scale)
@@ -281,9 +279,9 @@ def scale_by_parameter_rms(
 def factored_axes(
     shape: Sequence[int], min_dim_to_factor: int, *, is_stacked: bool = False
 ) -> tuple[int, int] | None:
-    """Returns the longest and the second longest axis, or None if the statistics stay whole."""
+    """Returns the longest and second longest axis, or None if statistics are not factored."""
     axes = range(1 if is_stacked else 0, len(shape))
-    # Stable: of equal axes the first counts as the longest, as in the original.
+    # A stable sort: the first of equal axes counts as the longest, as in the original.
     longest = sorted(axes, key=lambda axis: -shape[axis])[:2]
     if len(longest) < 2 or shape[longest[1]] < min_dim_to_factor:
         return None
@@ -291,7 +289,7 @@ def factored_axes(
 
 
 def _map_blocks(function: Callable[..., Any], stacked: Sequence[str], tree: Tree, *rest: Tree):
-    """Maps `function(leaf, is_stacked, *rest)`; `rest` may hold whole subtrees at a leaf."""
+    """Maps `function(leaf, is_stacked, *rest)`; `rest` may hold subtrees in place of a leaf."""
     treedef = jax.tree.structure(tree)
     others = [treedef.flatten_up_to(other) for other in rest]
     return treedef.unflatten(

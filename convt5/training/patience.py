@@ -1,4 +1,4 @@
-"""Stopping early: how long the metric that chooses the best checkpoint has not become better."""
+"""Early stopping: counts evaluations since the best value of the metric."""
 
 import math
 from collections.abc import Mapping
@@ -12,9 +12,9 @@ class Patience:
     """Counts the evaluations since the best one.
 
     Args:
-        config: names the metric, and says whether less or more is better.
-        evaluations: after so many without a better value the run ends; None for never.
-        state: from `state()` of an interrupted run.
+        config: the name of the metric, and whether lower or higher is better.
+        evaluations: evaluations without a better value after which the run ends; None disables it.
+        state: the result of `state()` of an interrupted run.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Patience:
         self._config = config
         self._evaluations = evaluations
         self._best_step, self._best_value, self._since = 0, math.nan, 0
-        # Another metric is waited for anew. Older states do not say of which they are.
+        # The count restarts for another metric. Older states do not name their metric.
         factor = metric_names.factor(state or {}, config.best_metric)
         if state and factor and state.get("mode", config.best_mode) == config.best_mode:
             self._best_step, self._best_value, self._since = (
@@ -46,7 +46,7 @@ class Patience:
         return self._evaluations is not None and self._since >= self._evaluations
 
     def add(self, step: int, value: float) -> None:
-        """Takes in the value of one evaluation; one that is not a number is never better."""
+        """Adds the value of one evaluation; NaN is never better."""
         is_first_number = math.isnan(self._best_value) and not math.isnan(value)
         is_better = is_first_number or self._config.is_better(value, self._best_value)
         if self._best_step == 0 or is_better:
@@ -55,7 +55,7 @@ class Patience:
             self._since += 1
 
     def state(self) -> dict[str, Any]:
-        """Returns what a run that continues needs, as JSON values."""
+        """Returns the state that a resumed run needs, as JSON values."""
         best = self._best_value
         return {
             "metric": self._config.best_metric,

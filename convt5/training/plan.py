@@ -1,6 +1,6 @@
-"""A run before anything is allocated or compiled: mesh, shapes, shardings and the step functions.
+"""The plan of a run: mesh, shapes, shardings and step functions, before any allocation.
 
-`trainer` runs it; `train --dry_run` stops here, having checked that everything fits together.
+`trainer` runs it. `train --dry_run` stops here, after checking that everything fits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,15 +26,15 @@ class Plan(NamedTuple):
     """A run before anything is allocated or compiled.
 
     Attributes:
-        config: what an update computes.
+        config: the settings of an update.
         batch_size: rows of a training batch, over all devices and hosts.
         updates: the optimizer.
-        mesh: the devices.
+        mesh: the device mesh.
         abstract: shapes and shardings of the state.
-        shardings: of the state.
-        batch_sharding: of every array of a batch.
+        shardings: shardings of the state.
+        batch_sharding: sharding of every array of a batch.
         train_step, eval_step: jitted, not yet compiled.
-        init_key: for the initial parameters.
+        init_key: random key for the initial parameters.
     """
 
     config: StepConfig
@@ -49,12 +49,12 @@ class Plan(NamedTuple):
     init_key: PRNGKeyArray
 
     def init_state(self) -> TrainState:
-        """Allocates the state before the first update."""
+        """Allocates the initial state."""
         model, frozen = self.config.model, self.config.frozen
         return init_state(model, self.updates, self.init_key, self.shardings, frozen=frozen)
 
     def num_parameters(self) -> int:
-        """Returns how many the model has, frozen ones included."""
+        """Returns the number of parameters of the model, including frozen ones."""
         return self.num_trained() + num_parameters(self.abstract.model, frozen=True)
 
     def num_trained(self) -> int:
@@ -68,17 +68,16 @@ def make_plan(
     lengths: Mapping[str, int] | None = None,
     devices: Sequence[Any] | None = None,
 ) -> Plan:
-    """Checks that model, batch and devices fit together.
+    """Checks that model, batch and devices fit together, and returns the plan.
 
     Args:
-        config: what an update computes.
-        batch_size: of the training data, over all devices and hosts.
-        lengths: tokens of a row, by the name of their setting; None for batches of other things.
-        devices: those to plan for, by default all of every host; others can be compiled for.
+        config: the settings of an update.
+        batch_size: batch size of the training data, over all devices and hosts.
+        lengths: tokens per row, by the name of their setting; None for batches without tokens.
+        devices: devices to plan for, by default those of all hosts; may be abstract.
 
     Raises:
-        UserError: sizes that the mesh does not divide, or rules or patterns that do not fit the
-            model.
+        UserError: sizes are not divisible by the mesh, or rules or patterns do not fit the model.
     """
     mesh = (config.mesh or sharding.MeshConfig()).build(devices)
     check_mesh(config, mesh, batch_size=batch_size, lengths=lengths)
@@ -116,10 +115,10 @@ def make_plan(
 def check_mesh(
     config: StepConfig, mesh: Mesh, *, batch_size: int, lengths: Mapping[str, int] | None
 ) -> None:
-    """Raises `UserError` for sizes that a mesh does not divide; arguments are those of `make_plan`.
+    """Raises `UserError` for sizes not divisible by the mesh; arguments as for `make_plan`.
 
     Args:
-        mesh: of devices, or abstract.
+        mesh: a mesh of devices, or an abstract one.
     """
     heads = getattr(config.model, "num_heads", None)
     split_lengths = getattr(config.model, "split_lengths", None)
@@ -133,7 +132,7 @@ def check_mesh(
 
 
 def _seed_key(seed: int) -> PRNGKeyArray:
-    """Returns a key for each integer of 64 bits; jax by itself would drop the upper 32 of them."""
+    """Returns a distinct key for each 64-bit integer; `jax.random.key` drops the upper 32 bits."""
     low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
     key = jax.random.key(low)
     return jax.random.fold_in(key, high) if high else key

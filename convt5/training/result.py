@@ -1,4 +1,4 @@
-"""How a run ended: its last figures, as the trainer returns, shows and keeps them."""
+"""The result of a run: its final figures, which the trainer returns, shows and saves."""
 
 import dataclasses
 import json
@@ -17,20 +17,20 @@ from convt5.training.validation import Validation
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """How a run ended; also written to `summary.json`.
+    """The result of a run; also written to `summary.json`.
 
     Attributes:
-        run_dir: where everything lies.
-        step: updates made.
-        num_parameters: of the model.
-        train_seconds: time spent in training steps, without compiling and evaluating.
-        train_loss: cross-entropy, the mean over the steps of the last record.
+        run_dir: the run directory.
+        step: number of updates made.
+        num_parameters: number of parameters of the model.
+        train_seconds: time spent in training steps, without compilation and evaluation.
+        train_loss: mean cross-entropy over the steps of the last record.
         validation_loss: cross-entropy after the last step; None without evaluation data.
-        target_unigram_entropy: of the target tokens of the evaluation data, in nats per token: no
-            model that ignores its context has a lower loss on them. None without target tokens.
-        metric: the name of what the best checkpoint is chosen by, such as "trec6/accuracy".
-        metric_value: of it, when last measured; None where it never was.
-        best_value, best_step: the best of its evaluations, and after how many updates.
+        target_unigram_entropy: entropy of the target tokens of the evaluation data, in nats per
+            token: the lowest loss of a model without context. None without target tokens.
+        metric: the metric that selects the best checkpoint, such as "trec6/accuracy".
+        metric_value: its last value; None if never measured.
+        best_value, best_step: its best value, and the step of that.
     """
 
     run_dir: str
@@ -47,7 +47,7 @@ class Result:
 
 
 def describe(result: Result) -> str:
-    """Returns the last lines of a run."""
+    """Returns the final lines that a run prints."""
     lines = [
         f"{result.step} steps done"
         + (
@@ -83,17 +83,17 @@ def write(
     validation: Validation | None,
     checkpoint: CheckpointConfig,
 ) -> Result:
-    """Returns how the run in `folder` ended, from its records; writes `summary.json`."""
+    """Returns the result of the run in `folder`, from its records; writes `summary.json`."""
     path = folder / "summary.json"
     records = _records(folder)
-    # An evaluation after the end of the data is recorded beside the losses of its step.
+    # An evaluation after the end of the data is logged at the same step as the last losses.
     record = (records[-1] if records else {}) | (loop.last_record or {})
     metric = checkpoint.best_metric
     measured = {int(r["step"]): r[metric] for r in records if metric in r}
     ranked = checkpoint.ranked({s: v for s, v in measured.items() if math.isfinite(v)})
     entropy = validation.target_unigram_entropy() if validation else None
     if entropy is None and path.exists():
-        # Cut short by a kill, or something else: it is written anew below.
+        # The file may be cut short by a kill, or be another file; it is rewritten below.
         entropy = (foreign_files.find_json(path) or {}).get("target_unigram_entropy")
     result = Result(
         run_dir=str(folder),
@@ -119,7 +119,7 @@ def write(
 
 
 def _records(folder: epath.Path) -> list[dict[str, float]]:
-    # NaN and infinities are texts there.
+    # NaN and infinities are stored as text.
     return [
         {name: float(value) for name, value in record.items()}
         for record in run_log.read_metrics(folder)

@@ -1,14 +1,14 @@
-"""The folder of one run: made, checked to be writable, and held by one process at a time.
+"""The directory of one run: created, checked to be writable, and locked by one process at a time.
 
-checkpoints/<step>/  parameters, optimizer state, position in the data
+checkpoints/<step>/  parameters, optimizer state, data position
 damaged/<step>/      checkpoints that could not be read
-replaced/<step>/     one that is being saved anew, until it is; put back after a kill
-config.gin           the settings, which give the same run again
+replaced/<step>/     a checkpoint while it is saved again; restored after a kill
+config.gin           the settings, which reproduce the run
 metrics.jsonl        one line for each logged step
 samples.jsonl        what the model put out, by step, where the run shows samples
 summary.json         the result, once the run has ended
-task.json            how its tasks write their inputs
-vocabulary/          what token ids stand for
+task.json            the input formats of its tasks
+vocabulary/          the text of each token id
 tensorboard/
 """
 
@@ -46,14 +46,14 @@ _FOLDERS = (*_OF_STEPS, vocabulary_files.FOLDER, "tensorboard")
 
 @contextlib.contextmanager
 def hold(run_dir: epath.PathLike) -> Iterator[epath.Path]:
-    """Makes the folder and keeps other processes out until the context ends.
+    """Creates the run directory and locks out other processes until the context ends.
 
-    The lock vanishes with the process, however that ends. In a run of several hosts the first one
-    holds it for all. Folders of an object store are not locked. A new folder in which nothing was
-    written before an error is removed again.
+    The lock ends with the process, however it ends. In a run of several hosts, the first holds it
+    for all. Directories in an object store are not locked. A new directory in which nothing was
+    written before an error is removed.
 
     Raises:
-        UserError: the folder cannot be written, or a live process uses it.
+        UserError: the directory is not writable, or another process uses it.
     """
     check(run_dir)
     folder = folders.literal(run_dir)
@@ -80,7 +80,7 @@ def hold(run_dir: epath.PathLike) -> Iterator[epath.Path]:
 
 
 def check(run_dir: epath.PathLike) -> None:
-    """Raises `UserError` for what can be no run directory; makes nothing."""
+    """Raises `UserError` for a path that cannot be a run directory; creates nothing."""
     if not str(run_dir):
         raise errors.UserError("run_dir='' must name a folder; `.` is the working directory.")
     folders.check(run_dir, what="run_dir")
@@ -89,8 +89,8 @@ def check(run_dir: epath.PathLike) -> None:
     folder = pathlib.Path(folders.literal(run_dir))
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not nearest.is_dir():
-        found = whole_files.kind(nearest)
-        raise _unwritable(folder, f" {nearest} is {found}{' to none' * nearest.is_symlink()}")
+        kind = whole_files.kind(nearest)
+        raise _unwritable(folder, f" {nearest} is {kind}{' to none' * nearest.is_symlink()}")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise _unwritable(folder, f" {nearest} may not be written")
     if nearest == folder and (faults := list(_in_the_way(folder))):
@@ -102,16 +102,16 @@ def check(run_dir: epath.PathLike) -> None:
 
 
 def _in_the_way(folder: pathlib.Path) -> Iterator[str]:
-    """Yields what lies under the names that a run writes, and is not what it writes there."""
-    kept = folder / vocabulary_files.FOLDER
+    """Yields existing files or folders of the wrong kind under the names that a run writes."""
+    vocabularies = folder / vocabulary_files.FOLDER
     steps = [path for name in _OF_STEPS for path in _children(folder / name)]
     files = [*[folder / name for name in _FILES], *folder.glob("config.before_step_*.gin")]
-    for path in [*files, *_children(kept)]:
-        if (found := whole_files.kind(path)) not in (None, "a file"):
-            yield f"{path} is {found} where a file must be"
+    for path in [*files, *_children(vocabularies)]:
+        if (kind := whole_files.kind(path)) not in (None, "a file"):
+            yield f"{path} is {kind} where a file must be"
     for path in [*[folder / name for name in _FOLDERS], *steps]:
-        if (found := whole_files.kind(path)) not in (None, "a folder"):
-            yield f"{path} is {found} where a folder must be"
+        if (kind := whole_files.kind(path)) not in (None, "a folder"):
+            yield f"{path} is {kind} where a folder must be"
 
 
 def _children(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -120,10 +120,10 @@ def _children(folder: pathlib.Path) -> list[pathlib.Path]:
 
 @contextlib.contextmanager
 def writing(folder: epath.PathLike) -> Iterator[None]:
-    """Turns what goes wrong with the disk under a run that has begun into the user's error.
+    """Turns disk errors in a running run into user errors.
 
     Raises:
-        TrainingError: the folder is full, read-only or removed.
+        TrainingError: the directory is full, read-only or removed.
     """
     try:
         yield
@@ -137,52 +137,55 @@ def writing(folder: epath.PathLike) -> Iterator[None]:
 
 
 def write_config(folder: epath.Path, text: str | None, *, step: int) -> str | None:
-    """Writes the settings of the run; returns what to tell the user if they have changed.
+    """Writes the settings of the run; returns a message for the user if they changed.
 
     Args:
         folder: the run directory.
         text: the settings; None writes nothing.
-        step: where the run continues. Settings that differ from those before are kept in
-            `config.before_step_<step>.gin`; where they change twice at one step, those that the
-            steps before it were made with.
+        step: where the run resumes. The settings before it are kept in
+            `config.before_step_<step>.gin` if they differ; after two changes at the same step, that
+            file still holds the settings of the steps before it.
     """
     if text is None or jax.process_index():
         return None
     path = folder / CONFIG_FILE
-    kept = folder / f"config.before_step_{step}.gin"
+    saved_before = folder / f"config.before_step_{step}.gin"
     with writing(folder):
-        found = [p for p in (kept, path) if step and p.exists()]
-        before = found[0].read_bytes().decode(errors="replace") if found else text
+        earlier = [p for p in (saved_before, path) if step and p.exists()]
+        before = earlier[0].read_bytes().decode(errors="replace") if earlier else text
         if before != text:
-            replace_text(kept, before)
+            replace_text(saved_before, before)
         replace_text(path, text)
         if before == text:
             return None
-    return f"the settings differ from those of the first {step} steps, which are kept in {kept}"
+    return (
+        f"the settings differ from those of the first {step} steps, which are kept in "
+        f"{saved_before}"
+    )
 
 
 def write_vocabularies(folder: epath.Path, text: vocabulary_files.KeptText) -> None:
-    """Keeps what token ids stand for, so that the run can be used where its data is not."""
+    """Saves the text of each token id, so that the run can be used without its data."""
     if not jax.process_index():
         with writing(folder):
             vocabulary_files.write(folder / vocabulary_files.FOLDER, text)
 
 
 def write_task(folder: epath.Path, formats: Sequence[task_format.TaskFormat]) -> None:
-    """Keeps how the tasks of a run write their inputs, so that predictions are asked likewise."""
+    """Saves the input formats of the tasks, so that predictions use the same ones."""
     if not jax.process_index():
         with writing(folder):
             task_format.write(folder, formats)
 
 
 def replace_text(path: pathlib.Path | epath.Path, text: str) -> None:
-    """Writes a file that appears under its name only when complete."""
+    """Replaces a file atomically: the name always refers to a complete file."""
     with whole_files.replacing(path) as partial:
         partial.write_text(text)
 
 
 def _remove_if_empty(folder: epath.Path) -> None:
-    """Removes a run directory that holds nothing but its lock and empty folders."""
+    """Removes a run directory that holds only its lock and empty folders."""
     files = {name for _, _, names in os.walk(folder) for name in names}
     if files <= {_LOCK_FILE}:
         shutil.rmtree(folder, ignore_errors=True)
@@ -191,7 +194,7 @@ def _remove_if_empty(folder: epath.Path) -> None:
 def _open_lock(folder: epath.Path) -> int:
     path = folder / _LOCK_FILE
     try:
-        # Colleagues of a shared folder may hold it too, as far as the process allows.
+        # Other users of a shared folder may lock it too, as far as the umask allows.
         return whole_files.not_followed(os.fspath(path), os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise errors.UserError(

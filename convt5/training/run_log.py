@@ -1,7 +1,7 @@
-"""What a run reports: metrics.jsonl, TensorBoard, Weights & Biases, and the terminal.
+"""The log of a run: metrics.jsonl, TensorBoard, Weights & Biases, and the terminal.
 
-The trainer hands over one record for each logged step. A run that continues drops what was logged
-beyond the checkpoint it continues from, so that every step is recorded once.
+The trainer passes one record for each logged step. A resumed run drops the records beyond its
+checkpoint, so that every step is recorded once.
 """
 
 import contextlib
@@ -32,49 +32,51 @@ _AS_LAST = ("learning_rate", "skipped_updates")
 _JUDGED = ("objective", "loss", "grad_norm")
 _ACCURACIES = ("token_accuracy", "accuracy")
 _SPEED = ("tokens_per_second",)
-_MOST_OF_A_TASK = 3  # Metrics in a line.
+_MOST_OF_A_TASK = 3  # Metrics of one task in a line.
 
 
 class Writer(Protocol):
-    """Somewhere records go."""
+    """A destination of records."""
 
     def write(self, step: int, record: Record) -> None: ...
 
     def sync(self) -> None:
-        """Makes sure that what was written outlasts the process and the machine."""
+        """Ensures that written records survive the process and the machine."""
         ...
 
     def close(self) -> None: ...
 
 
 class JsonLines:
-    """One JSON object for each recorded step, in order: {"step": 10, "loss": 5.1, ...}.
+    """A file with one JSON object per recorded step, in order: {"step": 10, "loss": 5.1, ...}.
 
     Args:
-        path: the file; continued if it exists.
-        last_step: records beyond this step, which the run is about to repeat, are dropped.
+        path: the file; records are appended if it exists.
+        last_step: drops records beyond this step, which the run will repeat.
     """
 
     def __init__(self, path: epath.PathLike, *, last_step: int):
         self._path = epath.Path(path)
-        kept = [r for r in _read_steps(self._path) if r["step"] <= last_step]
-        self._text = "".join(map(_line, kept))
-        # Object stores cannot append; there the whole file is written again at each `sync`.
+        kept_records = [r for r in _read_steps(self._path) if r["step"] <= last_step]
+        self._text = "".join(map(_line, kept_records))
+        # Object stores cannot append, so each `sync` rewrites the whole file there.
         self._is_local = not whole_files.is_remote(path)
-        self._last = _line(kept[-1]) if kept else ""
+        self._last = _line(kept_records[-1]) if kept_records else ""
         if self._is_local:
             run_directory.replace_text(self._path, self._text)
             self._file = whole_files.not_followed(str(self._path), os.O_WRONLY | os.O_APPEND)
 
     def write(self, step: int, record: Record) -> None:
-        """Adds a record; to that of the same step, where it was the last."""
-        found = {"step": step} | {name: json_number(value) for name, value in record.items()}
+        """Adds a record; merges it with the previous record if both are of the same step."""
+        record_of_step = {"step": step} | {
+            name: json_number(value) for name, value in record.items()
+        }
         last, before = self._last, json.loads(self._last or "{}")
         if before.get("step") == step:
-            self._last = _line(before | found)
+            self._last = _line(before | record_of_step)
             self._replace(last, self._last)
         else:
-            self._last = _line(found)
+            self._last = _line(record_of_step)
             self._append(self._last)
 
     def _append(self, line: str) -> None:
@@ -82,7 +84,7 @@ class JsonLines:
             self._text += line
             return
         content = line.encode()
-        while content:  # A disk about to be full takes a part.
+        while content:  # A nearly full disk accepts only a part.
             content = content[os.write(self._file, content) :]
 
     def _replace(self, last: str, line: str) -> None:
@@ -98,7 +100,7 @@ class JsonLines:
             self._path.write_text(self._text)
             return
         os.fsync(self._file)
-        if not os.fstat(self._file).st_nlink:  # Writing would go on into nothing.
+        if not os.fstat(self._file).st_nlink:  # The file was deleted: writes would be lost.
             raise FileNotFoundError(errno.ENOENT, f"{self._path.name} was removed")
 
     def close(self) -> None:
@@ -110,10 +112,10 @@ class JsonLines:
 
 
 def read_metrics(run_dir: epath.PathLike) -> list[dict[str, Any]]:
-    """Returns what a run has recorded; nothing where it has no metrics.jsonl.
+    """Returns the records of a run; empty without metrics.jsonl.
 
     Raises:
-        UserError: naming a line that is no record of a step.
+        UserError: a line is not the record of a step; names the line.
     """
     return _read_steps(epath.Path(run_dir) / METRICS_FILE)
 
@@ -131,19 +133,19 @@ def _read_steps(path: epath.Path) -> list[dict[str, Any]]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether this is a number as `json_number` writes them."""
+    """Returns whether this is a number as written by `json_number`."""
     return isinstance(value, int | float) or str(value) in ("nan", "inf", "-inf")
 
 
 def read_records(path: epath.PathLike, *, need: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Returns the records of a file of JSON lines, without a last line cut short by a kill.
+    """Returns the records of a JSON lines file, without a last line cut short by a kill.
 
     Args:
         path: the file; one that does not exist has no records.
         need: keys that every record must have.
 
     Raises:
-        UserError: naming a line that is no such record.
+        UserError: a line is not such a record; names the line.
     """
     path = epath.Path(path)
     if not path.exists():
@@ -153,7 +155,7 @@ def read_records(path: epath.PathLike, *, need: Sequence[str] = ()) -> list[dict
             return [
                 _record(line, need, path, number)
                 for number, line in enumerate(foreign_files.lines(file), start=1)
-                if line.endswith(b"\n")  # Without it a line is not complete.
+                if line.endswith(b"\n")  # Otherwise the line is incomplete.
             ]
     except (OSError, foreign_files.TooLargeError) as error:
         remedy = "put back a good copy of the file."
@@ -212,10 +214,10 @@ def read_samples(run_dir: epath.PathLike) -> dict[int, str]:
 
 
 class TensorBoard:
-    """Scalars for `tensorboard --logdir`; a name with a slash gets a section of its own.
+    """Scalars for `tensorboard --logdir`; a name with a slash is put in a section of its own.
 
-    Written here rather than by the thread of tensorboardX's SummaryWriter, which on a full disk
-    ends and leaves the run waiting for it.
+    Written here rather than by tensorboardX's SummaryWriter, whose thread dies on a full disk and
+    blocks the run.
     """
 
     def __init__(self, folder: epath.PathLike, *, last_step: int):
@@ -223,13 +225,13 @@ class TensorBoard:
         from tensorboardX.proto import event_pb2
 
         epath.Path(folder).mkdir(parents=True, exist_ok=True)
-        # The last part keeps links from being laid there: this file is opened by its name alone.
+        # The random part prevents links planted under the name: events_pb2 opens by name.
         unique = f"{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex}"
         name = f"events.out.tfevents.{unique}"
         self._file = record_writer.RecordWriter(os.path.join(os.fspath(folder), name))
-        self._made: Any = event_pb2  # What it holds is made when it is imported.
+        self._made: Any = event_pb2  # Its contents are generated at import.
         self._add(0, file_version="brain.Event:2")
-        if last_step:  # Hides what an interrupted run logged beyond its checkpoint.
+        if last_step:  # Hides records that an interrupted run logged beyond its checkpoint.
             status = self._made.SessionLog.START
             self._add(last_step + 1, session_log=self._made.SessionLog(status=status))
 
@@ -256,9 +258,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Scalars for wandb.ai; needs the extra `wandb`.
+    """Scalars for wandb.ai; requires the extra `wandb`.
 
-    A run that continues finds its id in the run directory and continues the same page.
+    A resumed run finds its id in the run directory and continues the same page.
     """
 
     def __init__(self, run_dir: epath.PathLike, *, project: str, config: Mapping[str, Any]):
@@ -279,7 +281,7 @@ class WeightsAndBiases:
             name=epath.Path(run_dir).name,
             config=dict(config),
         )
-        # Own step axis: steps repeated after a kill are refused on wandb's.
+        # A step axis of our own, because wandb's refuses steps that are repeated after a kill.
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, record: Record) -> None:
@@ -293,17 +295,16 @@ class WeightsAndBiases:
 
 
 class Progress:
-    """A bar with the time left in a terminal, plain lines anywhere else.
+    """A progress bar with the remaining time in a terminal, plain lines elsewhere.
 
     Args:
         num_steps: steps of the whole run.
-        first_step: steps done before this process began.
+        first_step: steps made before this process started.
         out: where lines and the bar go; standard error by default.
-        seconds_between_lines: plain lines that come sooner are left out, except those with an
-            evaluation, the first and the last.
-        seconds_between_steps: a plain line shows a step that is not recorded when none came for
-            so long.
-        metric: that which chooses the best checkpoint; it comes first among those of its task.
+        seconds_between_lines: plain lines that follow sooner are dropped, except the first, the
+            last, and those with an evaluation.
+        seconds_between_steps: after this time without a line, a step that is not recorded gets one.
+        metric: the metric that selects the best checkpoint; shown first among those of its task.
     """
 
     def __init__(
@@ -326,7 +327,7 @@ class Progress:
         self._bar = Bar(self._out, total=num_steps, done=first_step)
 
     def step(self, step: int, metrics: Record) -> None:
-        """Shows the metrics of a step: in the bar, or as a line where the last is long ago."""
+        """Shows the metrics of a step: in the bar, or as a line if the last one is long ago."""
         if self._bar.is_shown:
             facts = _facts({**metrics, **self._speed})
             self._bar.update(step - self._bar.done, facts=facts)
@@ -335,7 +336,7 @@ class Progress:
         if self._begun is None:
             self._begun = step, now
         first, began = self._begun
-        # The first step of a run is recorded, the first of one that continues may not be.
+        # The first step of a new run is always recorded, that of a resumed run perhaps not.
         if step > 1 and now - self._last_line >= self._intervals[1]:
             seconds = (now - began) / max(step - first, 1)
             self.record(step, {**metrics, "seconds_per_step": seconds})
@@ -358,8 +359,8 @@ class Progress:
         share = f"{100 * step / self._num_steps:.0f}%"
         parts = [f"step {step}/{self._num_steps} ({share})", *_facts(record), evaluation]
         if record.get("seconds_per_step"):
-            left = (self._num_steps - step) * record["seconds_per_step"]
-            parts.append(f"{record['seconds_per_step']:.3g} s/step  ETA {duration(left)}")
+            seconds_left = (self._num_steps - step) * record["seconds_per_step"]
+            parts.append(f"{record['seconds_per_step']:.3g} s/step  ETA {duration(seconds_left)}")
         self.message("  ".join(filter(None, parts)))
 
     def status(self, text: str) -> None:
@@ -382,9 +383,9 @@ def show_line(text: str, *, out: TextIO, above: Bar) -> None:
 
 
 class RunLog:
-    """All writers of one process together; the first process of a run alone has any.
+    """All log writers of one process; only the first process of a run has any.
 
-    Each method raises a `TrainingError` where the run directory cannot be written any more.
+    Each method raises `TrainingError` if the run directory is no longer writable.
     """
 
     def __init__(
@@ -398,7 +399,7 @@ class RunLog:
     def open_files(
         self, *, last_step: int, wandb_project: str | None, config: Mapping[str, Any]
     ) -> None:
-        """Makes the files of the run, or continues them after `last_step`."""
+        """Creates the log files of the run, or continues them after `last_step`."""
         if self._progress is None:
             return
         folder = epath.Path(self._run_dir)
@@ -422,7 +423,7 @@ class RunLog:
             self._progress.status(text)
 
     def record(self, step: int, record: Record) -> None:
-        """Writes the metrics of one step everywhere, in order; more of the last step is added."""
+        """Writes the metrics of one step to all writers; a second record of a step is merged."""
         with run_directory.writing(self._run_dir):
             for writer in self._writers:
                 writer.write(step, record)
@@ -466,9 +467,9 @@ def open_run_log(
     is_first_process: bool,
     metric: str = "",
 ) -> RunLog:
-    """Returns the log of a run that begins, or continues, after `last_step`.
+    """Returns the log of a run that starts, or resumes, after `last_step`.
 
-    It shows what is logged; nothing is written before `RunLog.open_files`.
+    It only displays records; nothing is written before `RunLog.open_files`.
     """
     progress = None
     if is_first_process:
@@ -477,15 +478,15 @@ def open_run_log(
 
 
 class Meter:
-    """Means of the step metrics between two records, and where the time went.
+    """Means of step metrics between two records, and throughput.
 
-    Time counts only while the meter runs, so that compiling, evaluating and waiting for a
-    checkpoint are not taken for training.
+    Time counts only while the meter runs, so compilation, evaluation and checkpoints do not count
+    as training.
 
     Args:
-        flops_per_step: of the model's step over all devices; None where unknown.
-        peak_flops: floating-point operations per second of all devices; None where unknown.
-        state: from `state()` of an interrupted run; its window is continued.
+        flops_per_step: FLOPs of a training step over all devices; None if unknown.
+        peak_flops: FLOPs per second of all devices; None if unknown.
+        state: the result of `state()` of an interrupted run, whose window is continued.
     """
 
     def __init__(
@@ -511,7 +512,7 @@ class Meter:
 
     @property
     def num_steps(self) -> int:
-        """Steps counted since the last record."""
+        """Number of steps since the last record."""
         return int(self._window.get("_steps", 0))
 
     def start(self) -> None:
@@ -521,7 +522,7 @@ class Meter:
 
     def stop(self) -> None:
         if self._started is not None:
-            # Clocks of virtual machines that move have been seen to go back.
+            # Clocks of migrated virtual machines can go back.
             elapsed = max(0.0, time.perf_counter() - self._started)
             self._started = None
             self._add("_seconds", elapsed)
@@ -529,7 +530,7 @@ class Meter:
             self._cpu_seconds += max(0.0, time.process_time() - self._cpu_started)
 
     def add_step(self, metrics: Record, *, tokens: float, data_wait: float) -> None:
-        """Counts one step; `data_wait` is the time in seconds the loop stood without a batch."""
+        """Counts one step; `data_wait` is the time in seconds spent waiting for its batch."""
         self._add("_steps", 1)
         self._add("_tokens", tokens)
         self._add("_data_wait", data_wait)
@@ -537,18 +538,18 @@ class Meter:
             for name, value in metrics.items():
                 self._add(name, value)
         else:
-            # Its update was left out, else the run had ended; means stay those of the others.
+            # A skipped update must not enter the means.
             self._add("_left_out", 1)
         self._last = {name: metrics[name] for name in _AS_LAST if name in metrics}
 
     def take(self) -> dict[str, float]:
-        """Returns the record of the window, and begins the next one.
+        """Returns the record of the window, and starts the next one.
 
-        Means over the steps since the last record (learning rate and counts: of the last; without
-        steps whose update was left out for not being finite), and
-        `tokens_per_second`, `seconds_per_step`, `data_wait_share` in [0, 1], `train_seconds` and
-        `train_cpu_seconds` (of this host's processor, all threads) since the run began, and
-        `flops_utilization` in [0, 1] where the peak is known.
+        Contains the means over the steps since the last record, except skipped updates that were
+        not finite; learning rate and counts are those of the last step. Adds `tokens_per_second`,
+        `seconds_per_step`, `data_wait_share` in [0, 1], `train_seconds` and `train_cpu_seconds`
+        (all threads of this host) since the start of the run, and `flops_utilization` in [0, 1] if
+        the peak is known.
         """
         running = self._started is not None
         self.stop()
@@ -557,7 +558,7 @@ class Meter:
             self.start()
         steps = window.get("_steps", 0)
         if not steps:
-            return {}  # Nothing was counted: an evaluation alone.
+            return {}  # An evaluation without steps.
         seconds = max(window.get("_seconds", 0.0), 1e-9)
         measured = steps - window.get("_left_out", 0)
         means = {k: v / measured for k, v in window.items() if not k.startswith("_")}
@@ -573,7 +574,7 @@ class Meter:
         return record
 
     def state(self) -> dict[str, Any]:
-        """Returns what a run that continues needs, as JSON values; stops the meter."""
+        """Returns the state that a resumed run needs, as JSON values; stops the meter."""
         self.stop()
         return {
             "total_seconds": self._total_seconds,
@@ -587,9 +588,9 @@ class Meter:
 
 
 def _facts(record: Record) -> list[str]:
-    """Returns what a line shows of a record, the most important first."""
+    """Formats the parts of a record for a line, the most important first."""
     parts = [f"loss {record['loss']:.4f}"] if "loss" in record else []
-    # Where nothing is added to the cross-entropy, the two are one but for rounding.
+    # Without regularisation the two are equal except for rounding.
     if "objective" in record and not math.isclose(
         record["objective"], record["loss"], rel_tol=1e-4
     ):
@@ -603,26 +604,28 @@ def _facts(record: Record) -> list[str]:
 
 
 def _brief_evaluation(record: Record, metric: str) -> str:
-    """Returns the metrics of an evaluation, those of each task after the validation loss."""
+    """Formats the metrics of an evaluation: the validation loss, then those of each task."""
     groups: dict[str, dict[str, float]] = {}
     for name, value in record.items():
         half, _, rest = name.rpartition("/") if name == metric else name.partition("/")
         if rest:
             groups.setdefault(half, {})[rest] = value
     parts = []
-    if found := groups.pop("validation", None):
-        bits = found.get("bits_per_byte")
-        parts = ["  ".join(_facts(found))] + ([] if bits is None else [f"bits per byte {bits:.4f}"])
+    if metrics := groups.pop("validation", None):
+        bits = metrics.get("bits_per_byte")
+        parts = ["  ".join(_facts(metrics))] + (
+            [] if bits is None else [f"bits per byte {bits:.4f}"]
+        )
         parts[0] = f"validation {parts[0]}"
-    for half, found in groups.items():
+    for half, metrics in groups.items():
         names = [
             name
-            for name in found
+            for name in metrics
             if f"{half}/{name}" == metric or not ("/" in name or name in metric_names.OF_TARGETS)
         ]
         names.sort(key=lambda name, half=half: f"{half}/{name}" != metric)
         shown = [
-            f"{name.replace('_', ' ')} {metric_names.shown(name, found[name])}"
+            f"{name.replace('_', ' ')} {metric_names.shown(name, metrics[name])}"
             for name in names[:_MOST_OF_A_TASK]
         ]
         if shown:
@@ -635,5 +638,5 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def json_number(value: float) -> float | int | str:
-    """Numbers as they are, except that JSON has no NaN and no infinity: those become strings."""
+    """Returns a JSON value: numbers unchanged, NaN and infinities (not in JSON) as strings."""
     return value if math.isfinite(value) else str(value)

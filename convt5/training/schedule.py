@@ -1,6 +1,6 @@
-"""Learning-rate schedules: the number of updates already made in, a rate out.
+"""Learning-rate schedules: functions from the number of updates made to a rate.
 
-Each schedule is a frozen description that is called inside the jitted step; gin chooses one.
+Each schedule is a frozen description, called inside the jitted step; gin selects one.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ Rate = Float[Array, ""]
 
 
 class Schedule(Protocol):
-    """What every schedule does."""
+    """The interface of schedules."""
 
     def __call__(self, step: ArrayLike) -> Rate: ...
 
@@ -40,15 +40,15 @@ class Constant:
 class InverseSqrt:
     """multiplier / sqrt(max(step, warmup_steps)): T5's pre-training schedule.
 
-    Raffel et al. 2020, arXiv 1910.10683, section 3.1.2. During the warm-up the rate is constant at
-    multiplier / sqrt(warmup_steps), 0.01 by default, not rising.
+    Raffel et al. 2020, arXiv 1910.10683, section 3.1.2. During warm-up the rate does not rise; it
+    is constant at multiplier / sqrt(warmup_steps), 0.01 by default.
 
     Attributes:
-        multiplier: scales the whole curve. With a parameter-scaled optimizer (Adafactor) the rate
-            is relative to the size of each parameter, so T5's 1.0 suits every model size.
+        multiplier: scale of the schedule. With a parameter-scaled optimizer (Adafactor) the rate is
+            relative to the size of each parameter, so T5's 1.0 suits all model sizes.
         warmup_steps: steps before the rate decays.
-        linear_warmup: rises linearly to the constant rate instead, for optimizers whose first
-            steps are unstable; not done by T5.
+        linear_warmup: rises linearly to the constant rate instead, for optimizers that are unstable
+            in the first steps; not used by T5.
     """
 
     multiplier: float = 1.0
@@ -77,7 +77,7 @@ class Cosine:
 
     Attributes:
         peak: the highest rate, reached after `warmup_steps`.
-        total_steps: where the fall ends, warm-up included; the rate stays there afterwards.
+        total_steps: the end of the decay, including warm-up; later the rate is constant.
         warmup_steps: steps of the rise; 0 starts at the peak.
         final_fraction: the last rate as a fraction of the peak, in [0, 1].
     """
@@ -99,19 +99,19 @@ class Cosine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EpochCosine:
-    """Half a cosine that changes once in an epoch, as arXiv 2106.14881 was trained.
+    """Half a cosine that changes once per epoch, as in arXiv 2106.14881.
 
-    In epoch e of E, from 0, the rate is peak * (f + (1 - f) * (1 + cos(pi * e / E)) / 2) with f the
-    `final_fraction`; during the warm-up of W epochs times w * (1 - e / W) + e / W with w the
-    `warmup_factor`.
+    In epoch e of E, from 0, the rate is peak * (f + (1 - f) * (1 + cos(pi * e / E)) / 2) with the
+    `final_fraction` f. During a warm-up of W epochs it is multiplied by w * (1 - e / W) + e / W,
+    with the `warmup_factor` w.
 
     Attributes:
-        peak: the rate that the cosine starts from.
+        peak: the rate at which the cosine starts.
         num_epochs: E.
-        steps_per_epoch: updates in which the rate stays.
-        warmup_epochs: W; 0 for none.
-        warmup_factor: the first rate as a fraction of the peak, in [0, 1].
-        final_fraction: of the peak, in [0, 1], to which the rate falls.
+        steps_per_epoch: updates with the same rate.
+        warmup_epochs: W; 0 means no warm-up.
+        warmup_factor: w, the first rate as a fraction of the peak, in [0, 1].
+        final_fraction: f, the last rate as a fraction of the peak, in [0, 1].
     """
 
     peak: float
@@ -170,12 +170,12 @@ def _as_float(step: ArrayLike) -> Rate:
 
 
 def _warmup(step: Rate, warmup_steps: int) -> Rate:
-    # The first update, at step 0, already moves: a rate of zero would waste its batch.
+    # The first update, at step 0, has a rate above zero, which would waste its batch.
     return jnp.minimum(1.0, (step + 1.0) / max(warmup_steps, 1))
 
 
 def _progress(step: Rate, schedule: Cosine | Linear) -> Rate:
-    """The share of the fall that is over, from 0 at the end of the warm-up to 1."""
+    """Returns the fraction of the decay that is over, from 0 at the end of warm-up to 1."""
     fall_steps = schedule.total_steps - schedule.warmup_steps
     return jnp.clip((step - schedule.warmup_steps) / fall_steps, 0.0, 1.0)
 
@@ -199,5 +199,5 @@ def _decay_faults(schedule: Cosine | Linear) -> list[str]:
         )
     if not 0 <= schedule.final_fraction <= 1:
         faults.append(f"final_fraction={schedule.final_fraction} must be in [0, 1].")
-    # warmup_steps is less than total_steps.
+    # Ensures warmup_steps < total_steps.
     return faults + checks.step_faults(schedule, ["total_steps"])

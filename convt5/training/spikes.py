@@ -1,7 +1,7 @@
-"""Loss spikes: updates whose loss or gradient stands out are left out, and counted.
+"""Skips updates with loss spikes: an outlying loss or gradient norm. Counts the skipped updates.
 
-One batch of garbage, or one step too far, can throw a long run back by days. Used by the train
-step where gin asks for it; without, nothing of this is compiled.
+One bad batch, or one step too large, can set a long run back by days. Enabled by gin; without it,
+nothing of this is compiled.
 """
 
 import dataclasses
@@ -17,17 +17,17 @@ from convt5.errors import checks
 
 Measure = Literal["grad_norm", "loss"]
 SKIPPED = "skipped_updates"
-"""The metric: updates left out since the run began."""
+"""Name of the metric: updates skipped since the run began."""
 
 
 class SpikeMemory(NamedTuple):
-    """What is known of the steps before.
+    """Statistics of earlier steps.
 
     Attributes:
-        mean: of the measure, over the last steps.
-        count: steps whose measure entered the mean.
-        skipped: updates left out.
-        not_finite: the last steps, in a row, that had no finite loss or gradient.
+        mean: running mean of the measure.
+        count: number of steps in the mean.
+        skipped: number of skipped updates.
+        not_finite: number of consecutive last steps without a finite loss or gradient.
     """
 
     mean: Float[Array, ""]
@@ -37,19 +37,19 @@ class SpikeMemory(NamedTuple):
 
     @staticmethod
     def new(state: Mapping[str, Any] | None = None) -> "SpikeMemory":
-        """Returns the memory of a run that begins, or that `state()` described."""
+        """Returns the initial memory, or the one that `state()` described."""
         state = state or {"mean": 0.0, "count": 0, "skipped": 0}
         return SpikeMemory(
             jnp.asarray(state["mean"], jnp.float32),
-            # Earlier versions let zeros enter; of nothing but these, the mean would be no limit.
+            # Earlier versions included zeros; a mean of only zeros would skip everything.
             jnp.asarray(state["count"] if state["mean"] > 0 else 0, jnp.int32),
             jnp.asarray(state["skipped"], jnp.int32),
-            # Earlier versions left out none of these.
+            # Earlier versions did not count these.
             jnp.asarray(state.get("not_finite", 0), jnp.int32),
         )
 
     def state(self) -> dict[str, Any]:
-        """Returns JSON values from which `new` makes the same memory, bit for bit."""
+        """Returns JSON values from which `new` restores the same memory, bit for bit."""
         mean, *counts = jax.device_get(self)
         names = ("count", "skipped", "not_finite")
         return {"mean": float(mean), **dict(zip(names, map(int, counts), strict=True))}
@@ -57,21 +57,20 @@ class SpikeMemory(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SkipSpikes:
-    """Leaves out an update where a measure exceeds `factor` times its running mean.
+    """Skips an update if a measure exceeds `factor` times its running mean.
 
-    A measure beyond that enters the mean as if it were just that, so that one spike hardly moves
-    it, and a change that lasts is followed within some steps. A loss or a gradient that is not
-    finite is left out as well, and out of the mean. Nor does 0 enter the mean: the gradient of a
-    batch without a target tells nothing of other batches.
+    A spike enters the mean clipped to that limit, so a single one hardly moves it, while a lasting
+    change is followed within some steps. Updates with a loss or gradient that is not finite are
+    skipped too and do not enter the mean. Neither does 0, the gradient of a batch without targets.
 
     Attributes:
-        measure: "grad_norm", before any clipping, or "loss", what is minimised.
-        factor: how many times the mean is too much, greater than 1.
-        horizon_steps: steps over which the mean reaches back.
-        after_steps: no update is left out before so many steps have entered the mean, while
-            training settles.
-        max_not_finite: so many steps in a row may be left out for not being finite; one more ends
-            the run, as any does without `SkipSpikes`. 0 leaves out none of them.
+        measure: "grad_norm", before clipping, or "loss", the training objective.
+        factor: the multiple of the mean above which an update is skipped; greater than 1.
+        horizon_steps: steps over which the mean runs.
+        after_steps: number of steps in the mean before any update is skipped, while training
+            settles.
+        max_not_finite: consecutive steps that may be skipped because they are not finite; one more
+            ends the run, as the first does without `SkipSpikes`. 0 allows none.
     """
 
     measure: Measure = "grad_norm"
@@ -100,8 +99,8 @@ class SkipSpikes:
         """Returns whether a step is a spike, and the memory after it.
 
         Args:
-            memory: of the steps before.
-            measured: every `Measure` of the step by name.
+            memory: the memory of earlier steps.
+            measured: every `Measure` of the step, by name.
         """
         value = measured[self.measure].astype(jnp.float32)
         limit = self.factor * memory.mean

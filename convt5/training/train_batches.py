@@ -1,29 +1,29 @@
-"""The batches of a run: read, placed on the devices ahead of their use, with positions to save."""
+"""The training batches of a run: read, prefetched to the devices, with positions to save."""
 
 from convt5 import errors
 from convt5.checkpoints.checkpoint import DataPositions
 from convt5.data.counts import Counts
-from convt5.data.data_shards import ShardedBatches, joined, over_all_hosts
+from convt5.data.data_shards import ShardedBatches, join_positions, over_all_hosts
 from convt5.data.prefetching import Prefetcher
 from convt5.data.protocols import DataConfig
 from convt5.training.plan import Plan
 from convt5.training.validation import HostBatch, PlacedBatch, place_batch
 
-_PREFETCHED = 2  # Batches made ready while a step runs.
+_PREFETCHED = 2  # Batches prepared while a step runs.
 
 
 class TrainBatches:
-    """Placed batches of a run, made ready in the background.
+    """Batches of a run on the devices, prepared in the background.
 
     Args:
-        data: the batches.
-        plan: of the run.
-        num_shards: how many the data is cut into; None takes the checkpoint's, or a number that
-            suits the hosts.
-        positions: where to begin, from a checkpoint; those without a number begin at the start.
+        data: the description of the batches.
+        plan: the plan of the run.
+        num_shards: number of data shards; None means that of the checkpoint, or one that suits the
+            number of hosts.
+        positions: where to start, from a checkpoint; empty means from the beginning.
 
     Raises:
-        UserError: the data cannot be read so, or another number of shards than the checkpoint's.
+        UserError: the data cannot be read in this number of shards, or the checkpoint has another.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class TrainBatches:
             data, plan.batch_sharding, num_shards=positions.num_shards or num_shards
         )
         self.num_shards = self._sharded.num_shards
-        if positions.by_shard:  # An imported model has none; its data starts from the beginning.
-            self._sharded.set_state(joined(positions.by_shard))
+        if positions.by_shard:  # Empty for an imported model: its data starts from the beginning.
+            self._sharded.set_state(join_positions(positions.by_shard))
         self._counts = self._sharded.counts()
         self._batch_sharding = plan.batch_sharding
         self._ready = Prefetcher(self._sharded, self._place, depth=_PREFETCHED)
@@ -50,7 +50,7 @@ class TrainBatches:
         return batch
 
     def _place(self, batch: HostBatch) -> PlacedBatch:
-        """Places a batch right after it was read, and before the next one is."""
+        """Places a batch right after it is read, before the next one is."""
         placed = place_batch(
             batch,
             self._batch_sharding,
@@ -60,11 +60,11 @@ class TrainBatches:
         return placed._replace(counts=self._sharded.counts())
 
     def counts(self) -> dict[str, Counts]:
-        """Returns what was counted, by task, of the batches that were taken; all hosts call."""
+        """Returns the counts by task over the batches consumed; all hosts must call it."""
         return over_all_hosts(self._counts)
 
     def positions(self) -> DataPositions:
-        """Returns the positions, after the batches that were taken, that this host saves."""
+        """Returns the positions of this host's shards after the batches consumed."""
         by_shard = self._sharded.to_save(self._ready.get_state())
         return DataPositions(self.num_shards, by_shard)
 

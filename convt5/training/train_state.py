@@ -1,6 +1,6 @@
-"""Everything that one update changes: step, model, optimizer state; made directly where it lives.
+"""The state that an update changes: step, model and optimizer state, created sharded.
 
-`trainer` and `checkpoint` use the abstract state (shapes) and its shardings before any allocation.
+`trainer` and `checkpoint` use its abstract shapes and its shardings before any allocation.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ Tree = Any
 
 
 class ModelConfig(Protocol):
-    """A description that builds a model, whose `nnx.Param` variables are its parameters."""
+    """A description that builds a model; the model's `nnx.Param` variables are its parameters."""
 
     def build(self, key: PRNGKeyArray) -> nnx.Module: ...
 
@@ -37,14 +37,12 @@ class TrainState:
     """The state of training after `step` updates.
 
     Attributes:
-        step: updates made.
-        model: an NNX module; as a tree it holds the parameters, and what no update of the
-            optimizer touches: frozen parameters (`freezing.Frozen`) and, where it has any,
-            statistics (`nnx.BatchStat`).
-        opt_state: of the optimizer over `parameters(model)`: plain containers and arrays.
-        ema: the average of the model over its updates, another such module; None where the run
-            keeps none.
-        spikes: what is known of the steps before, where updates that stand out are left out.
+        step: number of updates made.
+        model: an NNX module. As a tree it holds the parameters, and what the optimizer never
+            changes: frozen parameters (`freezing.Frozen`) and statistics (`nnx.BatchStat`), if any.
+        opt_state: optimizer state over `parameters(model)`: plain containers and arrays.
+        ema: the average of the model over its updates, also a module; None if disabled.
+        spikes: statistics for skipping loss spikes; None if disabled.
     """
 
     step: Int[Array, ""]
@@ -64,51 +62,51 @@ class TrainState:
         return dataclasses.replace(self, step=self.step + 1, model=model, opt_state=opt_state)
 
     def with_statistics(self, statistics: Mapping[str, Array]) -> "TrainState":
-        """Returns the state whose model holds other statistics, given by name; others stay."""
+        """Returns the state with new values for some statistics of the model, by name."""
         return dataclasses.replace(self, model=with_statistics(self.model, statistics))
 
-    def with_measured(self, estimate: Callable[[nnx.Module], Mapping[str, Array]]) -> "TrainState":
-        """Returns the state whose model and average hold the statistics that `estimate` finds."""
+    def with_estimated(self, estimate: Callable[[nnx.Module], Mapping[str, Array]]) -> "TrainState":
+        """Returns the state with statistics of model and average re-estimated by `estimate`."""
         state = self.with_statistics(estimate(self.model))
         if self.ema is None:
             return state
         return dataclasses.replace(state, ema=with_statistics(self.ema, estimate(self.ema)))
 
-    def averaged(self, averaging: Averaging | None) -> "TrainState":
-        """Returns the state whose average takes in the update just made; as it is without one."""
+    def with_average(self, averaging: Averaging | None) -> "TrainState":
+        """Returns the state whose average includes the last update; unchanged without one."""
         if averaging is None:
             return self
         return dataclasses.replace(self, ema=averaging.after(self.step - 1, self.ema, self.model))
 
     def unless(self, is_left_out: Bool[Array, ""], before: "TrainState") -> "TrainState":
-        """Returns this state, or with model and optimizer of `before` where it is left out.
+        """Returns this state, or model and optimizer of `before` if `is_left_out`.
 
-        The step counts as made all the same, also where the learning rate counts steps.
+        The step counts in both cases, also for the learning rate.
         """
         new, old = (self.model, self.opt_state), (before.model, before.opt_state)
 
         def choose(a: Tree, b: Tree) -> Tree:
             return a if _is_place_in_schedule(a) else jnp.where(is_left_out, b, a)
 
-        kept = jax.tree.map(choose, new, old, is_leaf=_is_place_in_schedule)
-        return dataclasses.replace(self, model=kept[0], opt_state=kept[1])
+        chosen = jax.tree.map(choose, new, old, is_leaf=_is_place_in_schedule)
+        return dataclasses.replace(self, model=chosen[0], opt_state=chosen[1])
 
     def starting_with(self, model: nnx.Module) -> "TrainState":
-        """Returns the state before the first update of another model; the average is a copy."""
+        """Returns the initial state for another model, with the average as a copy of it."""
         ema = None if self.ema is None else jax.tree.map(jnp.copy, model)
         return dataclasses.replace(self, model=model, ema=ema)
 
 
 def parameters(model: nnx.Module) -> dict[str, Any]:
-    """Returns those that are trained, as nested plain dicts: arrays and names, no library classes.
+    """Returns the trained parameters as nested plain dicts of arrays, without library classes.
 
-    Frozen ones are not among them; see `num_parameters`.
+    Does not include frozen ones; see `num_parameters`.
     """
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
 def num_parameters(model: nnx.Module, *, frozen: bool) -> int:
-    """Returns how many numbers the parameters hold that are frozen, or those that are trained."""
+    """Returns the number of elements of the frozen, or of the trained, parameters."""
     state = nnx.state(model, Frozen if frozen else nnx.Param)
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
 
@@ -118,17 +116,17 @@ def _is_place_in_schedule(tree: Tree) -> bool:
 
 
 def with_parameters(model: nnx.Module, values: Tree) -> nnx.Module:
-    """Returns a model like `model` that holds `values`, nested as `parameters` returns them."""
+    """Returns a copy of `model` with these values, nested as `parameters` returns them."""
     graph, state = nnx.split(model)
     nnx.replace_by_pure_dict(state, values)
     return nnx.merge(graph, state)
 
 
 def with_statistics(model: nnx.Module, statistics: Mapping[str, Array]) -> nnx.Module:
-    """Returns a model like `model` that holds other statistics, in the dtype of the old ones.
+    """Returns a copy of `model` with new statistics, cast to the dtype of the old ones.
 
     Raises:
-        KeyError: a name of no statistic: parameters change by updates alone.
+        KeyError: a name is not that of a statistic. Only updates change parameters.
     """
     *_, others = nnx.split(model, nnx.Param, Frozen, ...)
     leaves = dict(named_leaves(model))
@@ -147,7 +145,7 @@ def new_state(
     with_spikes: bool = False,
     frozen: Sequence[str] = (),
 ) -> TrainState:
-    """Returns the state before the first update, wherever jax places it by itself."""
+    """Returns the initial state, with JAX's default placement."""
     model = freeze(model_config.build(key), frozen)
     ema = jax.tree.map(jnp.copy, model) if with_ema else None
     opt_state = optimizer.init(parameters(model))
@@ -163,7 +161,7 @@ def abstract_state(
     with_spikes: bool = False,
     frozen: Sequence[str] = (),
 ) -> TrainState:
-    """Returns the state with shapes in the place of arrays; allocates nothing."""
+    """Returns the state with shapes in place of arrays; allocates nothing."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     make = functools.partial(
         new_state,
@@ -177,7 +175,7 @@ def abstract_state(
 
 
 def state_shardings(abstract: TrainState, mesh: Mesh, rules: Sequence[sharding.Rule]) -> TrainState:
-    """Returns the state with shardings in the place of arrays, by a table of rules."""
+    """Returns the state with shardings in place of arrays, by sharding rules."""
     return sharding.tree_shardings(abstract, abstract.model, mesh, rules)
 
 
@@ -189,7 +187,7 @@ def init_state(
     *,
     frozen: Sequence[str] = (),
 ) -> TrainState:
-    """Returns the state before the first update, each device making only its own part."""
+    """Returns the initial state; each device creates only its own part."""
     make = functools.partial(
         new_state,
         model_config,

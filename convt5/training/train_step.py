@@ -1,7 +1,7 @@
 """One update, and one evaluation, as jitted functions of a state and a global batch.
 
-A loss returns weighted sums, so that means are over the global batch however it is split among
-devices and microbatches. The metrics say whether all numbers of a step are finite.
+A loss returns weighted sums, so means are over the global batch, however it is split among devices
+and microbatches. The metrics tell whether all numbers of a step are finite.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from convt5 import errors
 from convt5.errors import checks
-from convt5.modeling import gathering
+from convt5.modeling import fsdp
 from convt5.modeling.placement import TEXT_RULES
-from convt5.modeling.sharding import BATCH_AXES, MeshConfig, Rule, gathered, replicated
+from convt5.modeling.sharding import BATCH_AXES, MeshConfig, Rule, replicated, without_fsdp
 from convt5.modeling.tree_paths import named_leaves
 from convt5.ops import dispatch
 from convt5.training.averaging import Averaging
@@ -38,25 +38,25 @@ Metrics = dict[str, Array]
 
 ALL_FINITE = "all_finite"
 NONFINITE_INDEX = "nonfinite_index"
-"""Metrics that say whether the update is sound; `describe_nonfinite` explains the index."""
+"""Metrics that tell whether the update is finite; `describe_nonfinite` explains the index."""
 
 
 CROSS_ENTROPY = "cross_entropy"
-"""The metric that a run reports as its loss: what the model achieves, without regularisers."""
+"""The metric reported as the loss of a run: cross-entropy without regularisers."""
 
 PERPLEXITY = "perplexity"
-"""The metric whose mean is reported as its exponential."""
+"""The metric that is reported as the exponential of its mean."""
 
 
 class LossSums(NamedTuple):
-    """Sums over a batch; what is minimised is loss_sum / weight_sum.
+    """Sums over a batch; the training objective is loss_sum / weight_sum.
 
     Attributes:
-        loss_sum: what is minimised, summed over the batch.
-        weight_sum: what it is divided by, such as the number of target tokens.
-        metrics: for each name a sum and the weight it is divided by.
-        statistics: new values of variables of the model that are no parameters, by name, such as
-            the running means of batch normalisation. An update writes them into the model.
+        loss_sum: the objective, summed over the batch.
+        weight_sum: its divisor, such as the number of target tokens.
+        metrics: for each name a sum and its divisor.
+        statistics: new values of variables that are not parameters, by name, such as running means
+            of batch normalisation. An update writes them to the model.
     """
 
     loss_sum: Scalar
@@ -65,9 +65,9 @@ class LossSums(NamedTuple):
     statistics: Mapping[str, Array] = {}
 
     def means(self) -> Metrics:
-        """Returns what is minimised as `loss`, and every metric, as means.
+        """Returns the means of all metrics, and of the objective as `loss`.
 
-        A mean is 0 where its weight is 0; `perplexity` is the exponential of one.
+        A mean with weight 0 is 0; `perplexity` is the exponential of its mean.
         """
         means = {name: _mean(*sums) for name, sums in self.metrics.items()}
         if PERPLEXITY in means:
@@ -77,9 +77,8 @@ class LossSums(NamedTuple):
     def reported(self) -> Metrics:
         """Returns the means under the names that a run reports.
 
-        `loss` is the cross-entropy, and `objective` what is minimised, label smoothing and z-loss
-        included. A loss function without the metric `cross_entropy` reports what it minimises as
-        `loss`.
+        `loss` is the cross-entropy, and `objective` the training objective with label smoothing and
+        z-loss. Without a metric `cross_entropy`, `loss` is the objective.
         """
         means = self.means()
         if CROSS_ENTROPY not in means:
@@ -88,7 +87,7 @@ class LossSums(NamedTuple):
 
 
 class Loss(Protocol):
-    """What the trainer minimises; `dropout_key` is None in evaluation, and only there."""
+    """A loss function of the trainer; `dropout_key` is None only in evaluation."""
 
     def __call__(
         self, model: Any, batch: Any, *, dropout_key: PRNGKeyArray | None = None
@@ -100,28 +99,27 @@ SumsAndGradients = Callable[[nnx.Module, Batch, PRNGKeyArray], tuple[LossSums, n
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """One update: the model, what is minimised and how, and how devices share the work.
+    """The settings of an update: model, loss, optimizer, and how devices share the work.
 
     Attributes:
         model: description of the model, with a method `build(key)`.
-        loss: what is minimised, such as `losses.TextLoss`; called on a batch or microbatch.
-        optimizer: how gradients become updates.
+        loss: the loss function, such as `losses.TextLoss`; called on a batch or microbatch.
+        optimizer: turns gradients into updates.
         schedule: the learning rate of each step, reported as the metric `learning_rate`.
-        mesh: how devices share the work; by default all split the batch.
-        grad_accum_steps: microbatches that each batch is cut into, to save memory. Their gradients
-            are summed before the update, which is the same as without them. It must divide the
-            batch. Statistics are the exception: batch normalisation sees one microbatch (of all
-            devices), and the mean over the microbatches is written.
-        ema: keeps an average of the model over its updates, such as `averaging.EMA`, saved with it
-            and evaluated as it is: each metric of `validation/` and of tasks is there again under
-            `ema/`. None keeps none.
-        skip_spikes: leaves out updates whose loss or gradient stands out, and counts them in the
-            metric `skipped_updates`; such a step counts as made. None makes every update, and the
-            state then has no memory of them.
-        frozen: regular expressions searched in the names of parameters: those found stay as they
-            are, and need neither gradients nor memory of the optimizer.
-        seed: of the initial parameters and of dropout, an integer of 64 bits.
-        sharding_rules: table of parameter names and mesh axes.
+        mesh: the device mesh; by default all devices split the batch.
+        grad_accum_steps: microbatches per batch, to save memory; must divide the batch size. Their
+            gradients are summed before the update, which gives the same result. Only batch
+            normalisation differs: it sees one microbatch (over all devices), and the mean of its
+            statistics over the microbatches is kept.
+        ema: keeps an average of the model over its updates, such as `averaging.EMA`. It is saved
+            with the model and evaluated like it: each metric of `validation/` and of tasks appears
+            again under `ema/`. None disables it.
+        skip_spikes: skips updates with an outlying loss or gradient norm, and counts them in the
+            metric `skipped_updates`; such a step counts as made. None disables it.
+        frozen: regular expressions searched in parameter names; matching parameters do not change,
+            and need no gradients and no optimizer state.
+        seed: random seed of the initial parameters and of dropout, a 64-bit integer.
+        sharding_rules: rules from parameter names to mesh axes.
     """
 
     model: ModelConfig
@@ -153,37 +151,37 @@ def make_train_step(
     *,
     seed_key: PRNGKeyArray,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """Returns the jitted update; it consumes (donates) the state it is given.
+    """Returns the jitted update, which donates the state it is given.
 
     Args:
-        config: what an update computes.
-        updates: from `config.optimizer.build`.
-        state_shardings: of the state, in and out.
-        batch_sharding: of every array of the batch.
-        seed_key: with the step number it determines all dropout, so a resumed run repeats it.
+        config: the settings of an update.
+        updates: the result of `config.optimizer.build`.
+        state_shardings: shardings of the state, before and after.
+        batch_sharding: sharding of every array of the batch.
+        seed_key: determines all dropout together with the step number, so that a resumed run
+            repeats it.
 
     Returns:
         A function from state and batch to the next state and scalar metrics: those of
         `LossSums.reported`, `loss_weight`, `grad_norm`, `param_norm` (before the update),
         `learning_rate`, `all_finite` and `nonfinite_index`, and with `skip_spikes` also
-        `skipped_updates`. A loss or gradient that was left out counts as finite there. Without
-        `all_finite` the state is of no use, and neither is any that comes after it: keeping the
-        old one until all of the new one is known takes another copy of it, and a quarter of the
-        bytes that a small batch moves.
+        `skipped_updates`. The loss and gradient of a skipped update count as finite. If
+        `all_finite` is false, the new state is useless and the old one is gone: keeping it would
+        need another copy in memory, and a quarter of the bytes that a small batch moves.
     """
-    sums_and_gradients = differentiated(config.loss, state_shardings.model)
+    sums_and_gradients = differentiate(config.loss, state_shardings.model)
     num_parts = config.grad_accum_steps
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(seed_key, state.step)
-        sums, gradients = _accumulated(sums_and_gradients, state.model, batch, key, num_parts)
+        sums, gradients = _accumulate(sums_and_gradients, state.model, batch, key, num_parts)
         gradients = jax.tree.map(lambda g: _mean(g, sums.weight_sum), gradients)
         statistics = jax.tree.map(lambda x: x / num_parts, sums.statistics)
         updated = state.apply_gradients(updates, gradients).with_statistics(statistics)
         grad_norm = optax.tree.norm(gradients)
         measured = {"loss": sums.means()["loss"], "grad_norm": grad_norm}
-        updated, is_left_out = _judged(config.skip_spikes, state, updated, measured)
-        updated = updated.averaged(config.ema)
+        updated, is_left_out = _skip_if_spike(config.skip_spikes, state, updated, measured)
+        updated = updated.with_average(config.ema)
         index = _nonfinite_index(
             sums.loss_sum, state.model, gradients, updated, is_left_out=is_left_out
         )
@@ -208,10 +206,10 @@ def make_train_step(
     )
 
 
-def _judged(
+def _skip_if_spike(
     skip_spikes: SkipSpikes | None, before: TrainState, updated: TrainState, measured: Metrics
 ) -> tuple[TrainState, Bool[Array, ""]]:
-    """Returns the state after an update, or as it was where the update stands out; and whether."""
+    """Returns the state after an update, or before it if skipped, and whether it was skipped."""
     if skip_spikes is None:
         return updated, jnp.zeros((), bool)
     assert before.spikes is not None
@@ -222,7 +220,7 @@ def _judged(
 def make_eval_step(
     loss: Loss, model_shardings: nnx.Module, batch_sharding: NamedSharding
 ) -> Callable[[nnx.Module, Batch], LossSums]:
-    """Returns the jitted evaluation of one batch, without dropout; add sums, then `reported()`."""
+    """Returns the jitted evaluation of one batch, without dropout; its sums can be added."""
 
     def eval_step(model: nnx.Module, batch: Batch) -> LossSums:
         with _operators_over(model_shardings):
@@ -236,7 +234,7 @@ def make_eval_step(
 
 
 def describe_nonfinite(metrics: Mapping[str, Any], model: nnx.Module) -> str | None:
-    """Says what was not finite in a step, or returns None if all was; `model` may be abstract."""
+    """Describes what was not finite in a step; None if all was. `model` may be abstract."""
     index = int(np.asarray(metrics[NONFINITE_INDEX]))
     names = [name for name, _ in named_leaves(model)]
     if index < 0:
@@ -248,8 +246,8 @@ def describe_nonfinite(metrics: Mapping[str, Any], model: nnx.Module) -> str | N
     return "the loss" if index == 2 * len(names) else "the updated parameters or optimizer state"
 
 
-def differentiated(loss: Loss, model_shardings: nnx.Module) -> SumsAndGradients:
-    """Returns a function of model, batch and key: sums, and the gradients of `loss_sum`."""
+def differentiate(loss: Loss, model_shardings: nnx.Module) -> SumsAndGradients:
+    """Returns a function from model, batch and key to the sums and gradients of `loss_sum`."""
 
     def loss_sum(model: nnx.Module, batch: Batch, key: PRNGKeyArray) -> tuple[Scalar, LossSums]:
         whole = _gather(without_gradients(model), model_shardings)
@@ -259,47 +257,47 @@ def differentiated(loss: Loss, model_shardings: nnx.Module) -> SumsAndGradients:
     def sums_and_gradients(model, batch, key):
         with _operators_over(model_shardings):
             (_, sums), gradients = jax.value_and_grad(loss_sum, has_aux=True)(model, batch, key)
-        # Sums of gradients over microbatches are split among devices like the parameters.
+        # Accumulated gradients are sharded like the parameters.
         return sums, jax.lax.with_sharding_constraint(gradients, model_shardings)
 
     return sums_and_gradients
 
 
 def _gather(model: nnx.Module, model_shardings: nnx.Module) -> nnx.Module:
-    """Returns the model with parameters whole along "fsdp", those of layers once they run."""
+    """All-gathers parameters over "fsdp"; layers do so themselves when they run."""
     sizes = jax.tree.leaves(model_shardings)[0].mesh.shape
-    return gathering.gathered(
-        model, model_shardings, gathered(model_shardings), whole_sums=_sums_are_whole(sizes)
+    return fsdp.gather_parameters(
+        model, model_shardings, without_fsdp(model_shardings), all_reduce=_uses_all_reduce(sizes)
     )
 
 
-def _sums_are_whole(sizes: Mapping[str, int]) -> bool:
-    """Whether gradients of layers are summed whole, for a mesh of these sizes.
+def _uses_all_reduce(sizes: Mapping[str, int]) -> bool:
+    """Returns whether gradients of layers use all-reduce, for mesh axes of these sizes.
 
-    Without "data" that is a reduce-scatter; otherwise XLA on TPU takes each product apart, and
-    sends its pieces round in a ring, with up to half again the bytes accessed and twice the
-    temporaries. With "data" whole sums would be sent along both axes; but where "tensor" is above 1
-    as well, the compiler of jaxlib 0.10.2 else computes wrong gradients, silently, as in
-    openxla/xla issue 40034.
+    Without "data", the compiler turns this into a reduce-scatter; an explicit reduce-scatter makes
+    XLA on TPU decompose each product into a ring, with up to half again the bytes accessed and
+    twice the temporaries. With "data", all-reduces would run along both axes, so a reduce-scatter
+    is better. But if "tensor" is above 1 as well, the compiler of jaxlib 0.10.2 then silently
+    computes wrong gradients (openxla/xla issue 40034).
     """
     return sizes.get("data", 1) == 1 or sizes.get("tensor", 1) > 1
 
 
 def _operators_over(model_shardings: nnx.Module) -> contextlib.AbstractContextManager[None]:
-    """Tells operators how activations are split."""
+    """Tells operators how activations are sharded."""
     mesh = jax.tree.leaves(model_shardings)[0].mesh
     devices = dispatch.Devices(mesh, rows=BATCH_AXES, channels=("tensor",), lengths=("sequence",))
     return dispatch.using(devices=devices)
 
 
-def _accumulated(
+def _accumulate(
     sums_and_gradients: SumsAndGradients,
     model: nnx.Module,
     batch: Batch,
     key: PRNGKeyArray,
     num_parts: int,
 ) -> tuple[LossSums, nnx.Module]:
-    """Returns the sums over the batch and the gradients of `loss_sum`, one part at a time."""
+    """Returns the sums over the batch and the gradients of `loss_sum`, by microbatches."""
     if num_parts == 1:
         return sums_and_gradients(model, batch, key)
 
@@ -315,15 +313,15 @@ def _accumulated(
 
 
 def _split(x: Array, num_parts: int) -> Array:
-    """Cuts rows into parts, part i taking every num_parts-th row from i.
+    """Cuts rows into parts; part i takes every num_parts-th row from i.
 
-    Neighbouring rows lie on one device, so each device finds its share of every part at home.
+    Neighbouring rows are on the same device, so each device already holds its share of every part.
     """
     return jnp.moveaxis(x.reshape(x.shape[0] // num_parts, num_parts, *x.shape[1:]), 1, 0)
 
 
 def _mean(total: Array, weight: Scalar) -> Array:
-    """Divides, giving 0 where nothing was weighed: a batch without targets is no fault."""
+    """Divides; gives 0 for zero weight, because a batch without targets is valid."""
     return total / jnp.where(weight == 0, 1, weight)
 
 
@@ -335,19 +333,19 @@ def _nonfinite_index(
     *,
     is_left_out: Bool[Array, ""],
 ) -> Int[Array, ""]:
-    """Returns -1, or what is first not finite: parameters, gradients, loss, then the update.
+    """Returns the index of what is first not finite, or -1: parameters, gradients, loss, update.
 
-    Gradients and loss that were left out harm nothing.
+    Gradients and loss of a skipped update do not count.
     """
     of_batch = [*_finite_norms(gradients), jnp.isfinite(loss_sum)]
     flags = [*_finite_norms(model), *(is_finite | is_left_out for is_finite in of_batch)]
-    # Integers have no infinities; they count as finite.
+    # Integers are always finite.
     flags.append(jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(updated)]).all())
     broken = ~jnp.stack(flags)
     return jnp.where(broken.any(), jnp.argmax(broken), -1).astype(jnp.int32)
 
 
 def _finite_norms(tree: Tree) -> Sequence[Bool[Array, ""]]:
-    # The metrics need the same sums, so that no array is read once more. An array whose norm is
-    # beyond float32 counts as infinite.
+    # The metrics need the same sums, so this reads no array again. An array whose norm overflows
+    # float32 counts as infinite.
     return [jnp.isfinite(jnp.sum(jnp.square(leaf))) for leaf in jax.tree.leaves(tree)]

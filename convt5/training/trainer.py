@@ -1,7 +1,7 @@
-"""Training from a description: `train` is what gin binds and `python -m convt5.train` calls.
+"""Trains a described run: gin binds `train`, and `python -m convt5.train` calls it.
 
-A run lives in its run directory. The same call on the same directory continues it, with the same
-batches and the same random numbers as if it had never stopped.
+A run lives in its run directory. The same call with the same directory resumes it, with the same
+batches and random numbers as if it had never stopped.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from convt5.training.watchdog import Watchdog
 
 
 class TaskEval(Protocol):
-    """A description that builds the measure of a task, such as `evaluation.TaskEval`."""
+    """A description that builds the metrics of a task; see `evaluation.TaskEval`."""
 
     @property
     def name(self) -> str: ...
@@ -46,37 +46,37 @@ class TaskEval(Protocol):
 
 
 class StatisticsEstimate(Protocol):
-    """A description that builds a measure of statistics, such as `vision.statistics.Reestimate`."""
+    """A description of how statistics are re-estimated; see `vision.statistics.Reestimate`."""
 
     def build(self, plan: Plan) -> Estimate: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainRun(StepConfig, Intervals):
-    """A run of the trainer: every setting, what can be checked of them, and the run itself.
+    """A training run: its settings, their checks, and `train`.
 
     Attributes:
-        run_dir: folder of the run. If it holds a checkpoint the run continues from there.
-        train_data: the batches; `batch_size` is over all devices and hosts.
-        checkpoint: when to save and what to keep; None: the defaults of `CheckpointConfig`.
-        eval_data: batches for the validation loss; they must end, or set `eval_num_batches`.
-        eval_num_batches: batches of one evaluation; None takes all.
-        task_evals: tasks whose own metrics each evaluation measures as well, such as
+        run_dir: directory of the run. If it holds a checkpoint, the run resumes from it.
+        train_data: the training batches; `batch_size` is over all devices and hosts.
+        checkpoint: when to save and what to keep; None means the defaults of `CheckpointConfig`.
+        eval_data: batches for the validation loss; they must end, or `eval_num_batches` be set.
+        eval_num_batches: batches per evaluation; None means all.
+        task_evals: tasks whose own metrics are part of each evaluation, such as
             `evaluation.TaskEval`.
-        statistics: measures anew, before each evaluation, what the model keeps of batches seen in
-            training, such as running means; the model that is saved then has these.
-        data_shards: how many shards train_data is read in; each gives an equal block of every
-            batch. Batches depend on this number alone, however many hosts read them. None takes
-            that of the run's first start, when it was the number of its hosts.
-        init_from: parameters, or all of the training state, that a new run takes over from
-            another; without effect on one that continues.
+        statistics: re-estimates the statistics of the model, such as running means, before each
+            evaluation; the saved model has them too.
+        data_shards: number of shards in which train_data is read; each gives an equal block of
+            every batch. Batches depend only on this number, however many hosts read them. None
+            means the number of hosts at the first start of the run.
+        init_from: parameters, or the whole training state, that a new run copies from another; a
+            resumed run ignores it.
         wandb_project: also logs to this project on wandb.ai.
-        report: called with the final model and `eval_data` (or `train_data`) to say more at the
-            end, such as `samples.SpanSamples`; with `report_every_steps` also while the run trains.
-        config_text: the settings, kept beside the checkpoints.
+        report: called with the model and `eval_data` (or `train_data`) at the end, and every
+            `report_every_steps` steps, to show more, such as `samples.SpanSamples`.
+        config_text: the settings, saved beside the checkpoints.
 
     Raises:
-        UserError: numbers that can be none of any run.
+        UserError: settings that no run can have.
     """
 
     run_dir: str
@@ -105,7 +105,7 @@ class TrainRun(StepConfig, Intervals):
 
     @property
     def data(self) -> dict[str, DataConfig | None]:
-        """The data by the name of its setting."""
+        """The data, by the name of its setting."""
         return {"train_data": self.train_data, "eval_data": self.eval_data}
 
     @property
@@ -117,8 +117,8 @@ class TrainRun(StepConfig, Intervals):
         """Checks the settings against each other; reads no data and writes nothing.
 
         Raises:
-            UserError: a run directory that can be none, data that does not fit the model, or
-                evaluations that never end or lack what the run waits for.
+            UserError: an impossible run directory, data that does not fit the model, or evaluations
+                that never end or lack the metric that early stopping needs.
         """
         run_directory.check(self.run_dir)
         data_checks.check_model(self.model, *self.data.values(), self.loss, self.report)
@@ -126,7 +126,7 @@ class TrainRun(StepConfig, Intervals):
         self._check_measures()
 
     def check_data(self) -> None:
-        """Checks vocabulary, labels, tasks and the first rows of files, of data that has such."""
+        """Checks vocabulary, labels, tasks and the first rows of files, where the data has them."""
         if self.has_vocabulary_here():
             data_checks.check_vocabulary(self.model, self.data)
             data_checks.check_labels(self.data)
@@ -136,18 +136,18 @@ class TrainRun(StepConfig, Intervals):
         data_checks.check_rows(self.data)
 
     def has_vocabulary_here(self) -> bool:
-        """Whether no vocabulary file lies elsewhere, such as in a bucket, or is missing."""
+        """Returns whether all vocabulary files exist on this machine, none in a bucket."""
         return data_checks.vocabulary_is_here(self.data)
 
     def plan(self, devices: Sequence[Any] | None = None) -> Plan:
-        """Returns mesh, shapes, shardings and step functions; nothing is allocated or compiled.
+        """Returns mesh, shapes, shardings and step functions; allocates and compiles nothing.
 
         Args:
-            devices: those to plan for, by default all of every host.
+            devices: devices to plan for, by default those of all hosts.
 
         Raises:
-            UserError: sizes that the mesh does not divide, or rules or patterns that do not fit
-                the model.
+            UserError: sizes are not divisible by the mesh, or rules or patterns do not fit the
+                model.
         """
         batch_size = self.train_data.batch_size
         lengths = data_checks.row_lengths(self.data)
@@ -160,7 +160,7 @@ class TrainRun(StepConfig, Intervals):
         return plan
 
     def kept_text(self) -> vocabulary_files.KeptText | None:
-        """Returns what the ids of the run stand for, with the lengths it is evaluated at."""
+        """Returns the text of each token id, with the lengths used in evaluation."""
         text = vocabulary_files.of_data(self.train_data)
         if text is None:
             return None
@@ -169,11 +169,11 @@ class TrainRun(StepConfig, Intervals):
         return text._replace(**lengths)
 
     def train(self) -> Result:
-        """Trains the model, or continues to, until it has made `num_steps` updates.
+        """Trains the model, or resumes training, up to `num_steps` updates.
 
         Raises:
             UserError: a setting is wrong, or the checkpoint does not fit.
-            TrainingError: the loss is no longer finite; `Interrupted`: SIGTERM, Ctrl-C or SIGHUP.
+            TrainingError: the loss is no longer finite; `Interrupted` on SIGTERM, Ctrl-C or SIGHUP.
         """
         self.check()
         data_checks.check_vocabulary(self.model, self.data)
@@ -200,7 +200,7 @@ class TrainRun(StepConfig, Intervals):
 
 
 def train(**settings: Any) -> Result:
-    """Makes or continues a run; returns how it ended.
+    """Starts or resumes a run, and returns its result.
 
     Args:
         settings: the fields of `TrainRun`, which gin binds as `trainer.train.FIELD`.
@@ -211,7 +211,7 @@ def train(**settings: Any) -> Result:
     return TrainRun(**settings).train()
 
 
-# What gin and lists of settings read of them: types, defaults and meanings.
+# Gin and the lists of settings read types, defaults and meanings from these attributes.
 vars(train).update(__signature__=inspect.signature(TrainRun), __wrapped__=TrainRun)
 train.__annotations__ = {**typing.get_type_hints(TrainRun), "return": Result}
 
@@ -220,7 +220,7 @@ class _Session:
     """A run in progress, with everything that it holds open.
 
     Args:
-        run: whose settings fit each other.
+        run: a run whose settings are checked.
         stack: closes what is opened.
     """
 
@@ -256,7 +256,7 @@ class _Session:
         stack.enter_context(contextlib.closing(self._log))
 
     def train(self) -> Result:
-        """Makes the updates that are left, and writes how the run ended."""
+        """Makes the remaining updates, and writes the result."""
         run, log = self._run, self._log
         self._announce()
         loop = Loop(
@@ -294,8 +294,7 @@ class _Session:
         return run.report(model, run.eval_data or run.train_data)
 
     def _restore(self) -> Restored | None:
-        """Returns the last checkpoint, or the state of another run that this new one goes on with;
-        None for a run that begins."""
+        """Returns the last checkpoint, or the training state that a new run continues, or None."""
         run, plan = self._run, self._plan
         rows = shards.own_rows(plan.batch_sharding, run.train_data.batch_size)
         with self._watchdog.phase("reading the last checkpoint"):
@@ -316,7 +315,7 @@ class _Session:
         return Measures(self._validation, self._tasks, estimate, report)
 
     def _open_data(self) -> TrainBatches:
-        """Opens the data of a run that has updates left, and tells of it."""
+        """Opens the data of a run with updates left, and shows what was read."""
         self._check_batch_size()
         if self._validation is not None:
             with self._watchdog.phase("reading the first evaluation data"):
@@ -338,7 +337,7 @@ class _Session:
         return batches
 
     def _check_batch_size(self) -> None:
-        """Raises `UserError` for a run that would go on with other batches, before data is read."""
+        """Raises `UserError` if a resumed run has another batch size, before reading any data."""
         batch_size = self._plan.batch_size
         progress = self._restored.progress if self._restored else {}
         before = progress.get("batch_size", batch_size)
@@ -350,36 +349,36 @@ class _Session:
             )
 
     def _check_validation_metric(self, validation: Validation) -> None:
-        """Raises `UserError` for a best metric that no evaluation has, before the first step."""
+        """Raises `UserError` if no evaluation has the best metric, before the first step."""
         checkpoint = self._run.checkpoints
         half, _, metric = checkpoint.best_metric.removeprefix("ema/").partition("/")
         if half != "validation" or metric == "loss":
-            return  # Names of task metrics are known once measured; a loss is always there.
+            return  # Task metrics are known only once measured; a loss always exists.
         names = validation.metric_names(self._plan.abstract.model)
         if metric not in names:
             raise errors.UserError(checkpoint.unmeasured([f"validation/{name}" for name in names]))
 
     def _tell_of_reading(self, batches: TrainBatches) -> None:
-        """Shows what was counted of the data where it was read; all hosts must call."""
+        """Shows what was counted while the data was read; all hosts must call it."""
         parts = [("read in training", batches.counts())]
         if self._validation is not None:
             parts.append(("read in an evaluation", self._validation.counts()))
-        for title, found in parts:
-            if found:
-                self._log.message(counts.describe(title, found))
+        for title, read in parts:
+            if read:
+                self._log.message(counts.describe(title, read))
 
     def _write_settings(self) -> None:
-        """Writes what a run keeps of its settings, text and tasks, at its first update."""
+        """Writes the settings, vocabulary and task formats of a run, at its first update."""
         text = self._run.config_text
-        if changed := run_directory.write_config(self._folder, text, step=self._first_step):
-            self._log.message(changed)
+        if message := run_directory.write_config(self._folder, text, step=self._first_step):
+            self._log.message(message)
         if self._text is not None:
             run_directory.write_vocabularies(self._folder, self._text)
         if self._formats:
             run_directory.write_task(self._folder, self._formats)
 
     def _announce(self) -> None:
-        """Shows the size of the model, the devices, and from where the run goes on."""
+        """Shows the size of the model, the devices, and where the run resumes."""
         run, plan, step = self._run, self._plan, self._first_step
         mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items() if size > 1)
         device = plan.mesh.devices.flat[0]
@@ -392,8 +391,8 @@ class _Session:
         if repeats := determinism.describe(device.platform):
             self._log.message(repeats)
         if step:
-            left = run.num_steps - step
-            to_do = f"{left} to go" if left > 0 else "none are left to do"
+            steps_left = run.num_steps - step
+            to_do = f"{steps_left} to go" if steps_left > 0 else "none are left to do"
             of = f" of {self._source}, with other data from its start" if self._source else ""
             self._log.message(
                 f"continues from the checkpoint of step {step}{of}; of {run.num_steps} steps "

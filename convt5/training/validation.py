@@ -1,6 +1,6 @@
-"""The loss on held-out batches, and placing host batches on the devices.
+"""The loss on held-out batches, and placement of host batches on devices.
 
-The trainer measures it now and then; the unigram entropy of the targets puts the number in context.
+The trainer measures it periodically; the unigram entropy of the targets puts it in context.
 """
 
 import math
@@ -28,9 +28,9 @@ class PlacedBatch(NamedTuple):
     """A global batch on the devices.
 
     Attributes:
-        arrays: by name, split over the devices of all hosts.
-        num_tokens: source and target tokens in it that are no padding, over all hosts.
-        counts: this host's, of the examples that were read up to this batch, by task.
+        arrays: arrays by name, split over the devices of all hosts.
+        num_tokens: source and target tokens without padding, over all hosts.
+        counts: this host's counts of the examples read up to this batch, by task.
     """
 
     arrays: dict[str, jax.Array]
@@ -45,13 +45,13 @@ def place_batch(
     rows: data_shards.HostRows | None = None,
     token_bytes: np.ndarray | None = None,
 ) -> PlacedBatch:
-    """Puts this host's rows on its devices as part of the global batch.
+    """Puts this host's rows on its devices, as part of the global batch.
 
     Args:
         batch: arrays by name.
-        batch_sharding: of the global batch.
-        rows: which rows of it these are; None for all.
-        token_bytes: bytes of text that each token id stands for.
+        batch_sharding: sharding of the global batch.
+        rows: which rows of the global batch these are; None means all.
+        token_bytes: number of bytes of text of each token id.
     """
     batch = dict(batch)
     if token_bytes is not None and "decoder_target_tokens" in batch:
@@ -61,7 +61,7 @@ def place_batch(
         rows = data_shards.HostRows(np.arange(size), size)
     arrays = {name: _place(np.asarray(a), batch_sharding, rows) for name, a in batch.items()}
     local = sum(np.count_nonzero(batch[name]) for name in _COUNTED_TOKENS if name in batch)
-    # Hosts read equal shares, so that this host's count stands for all.
+    # Hosts read equal shares, so this host's count is representative.
     return PlacedBatch(arrays, round(local * rows.batch_size / len(rows.numbers)))
 
 
@@ -69,22 +69,22 @@ def _place(
     array: np.ndarray, batch_sharding: NamedSharding, rows: data_shards.HostRows
 ) -> jax.Array:
     def part(index: Any) -> np.ndarray:
-        wanted = np.arange(rows.batch_size)[index[0]]
-        first = np.searchsorted(rows.numbers, wanted[0])
-        return array[(slice(first, first + len(wanted)), *index[1:])]
+        rows_wanted = np.arange(rows.batch_size)[index[0]]
+        first = np.searchsorted(rows.numbers, rows_wanted[0])
+        return array[(slice(first, first + len(rows_wanted)), *index[1:])]
 
     shape = (rows.batch_size, *array.shape[1:])
     return jax.make_array_from_callback(shape, batch_sharding, part)
 
 
 class TargetCounts:
-    """How often each target token occurs."""
+    """Counts how often each target token occurs."""
 
     def __init__(self):
         self._counts = np.zeros(0, np.int64)
 
     def add(self, batch: HostBatch) -> None:
-        """Counts the targets of positive weight; does nothing for batches without targets."""
+        """Counts the targets of positive weight; ignores batches without targets."""
         if "decoder_target_tokens" not in batch:
             return
         tokens = batch["decoder_target_tokens"][batch["decoder_loss_weights"] > 0]
@@ -104,7 +104,7 @@ class TargetCounts:
         return total
 
     def entropy(self) -> float | None:
-        """Returns the unigram entropy in nats per token; None where nothing was counted."""
+        """Returns the unigram entropy in nats per token; None if nothing was counted."""
         total = self._counts.sum()
         if not total:
             return None
@@ -116,8 +116,8 @@ def check_num_batches(num_batches: int | None, config: DataConfig | None) -> Non
     """Raises `UserError` for an evaluation without batches, or without an end.
 
     Args:
-        num_batches: of each evaluation; None takes all.
-        config: the batches; None where there are none.
+        num_batches: batches per evaluation; None means all.
+        config: the batches, or None.
     """
     if num_batches is not None and num_batches < 1:
         raise errors.UserError(
@@ -135,12 +135,12 @@ class Validation:
 
     Args:
         config: the batches.
-        eval_step: from `train_step.make_eval_step`.
-        batch_sharding: how batches are split.
-        num_batches: how many are taken; None takes all.
+        eval_step: the result of `train_step.make_eval_step`.
+        batch_sharding: sharding of the batches.
+        num_batches: number of batches per evaluation; None means all.
 
     Raises:
-        UserError: the batches never end and `num_batches` is None, or that is below 1.
+        UserError: the batches never end and `num_batches` is None, or it is below 1.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Validation:
         self._counts: TargetCounts | None = None
 
     def prepare(self) -> None:
-        """Reads one batch, so that wrong data is found before training rather than after.
+        """Reads one batch, so that invalid data is found before training.
 
         Raises:
             UserError: the data cannot be read, or holds no batch.
@@ -169,16 +169,16 @@ class Validation:
         next(self._from_the_start())
 
     def metric_names(self, model: nnx.Module) -> list[str]:
-        """Returns the names of what `measure` returns; shapes are enough of a model."""
+        """Returns the names of the metrics that `measure` returns; abstract shapes suffice."""
         batch = self._place(next(self._from_the_start()))
         means = jax.eval_shape(lambda *args: self._eval_step(*args).reported(), model, batch.arrays)
         return sorted(means)
 
     def measure(self, model: nnx.Module) -> dict[str, float]:
-        """Returns the metrics of the loss function as `LossSums.reported`, over all batches.
+        """Returns the metrics of the loss over all batches, as `LossSums.reported`.
 
         Raises:
-            UserError: there is not one batch.
+            UserError: there is no batch.
         """
         counts = TargetCounts()
         total = None
@@ -186,7 +186,7 @@ class Validation:
         for batch in self._from_the_start():
             counts.add(batch)
             placed = self._place(batch)
-            # Read one batch behind: the devices do not wait, nor do batches pile up on them.
+            # Reads results one batch behind, so devices do not wait and batches do not pile up.
             total = _add(total, dispatched)
             dispatched = self._eval_step(model, placed.arrays)
         self._counts = counts.over_all_hosts()
@@ -203,16 +203,16 @@ class Validation:
         )
 
     def counts(self) -> dict[str, Counts]:
-        """Returns what was counted, by task, in the last evaluation; all hosts must call."""
+        """Returns the counts of the last evaluation, by task; all hosts must call it."""
         return data_shards.over_all_hosts(self._batches.counts() if self._batches else {})
 
     def target_unigram_entropy(self) -> float | None:
-        """Returns that of the targets last measured, in nats per token."""
+        """Returns the unigram entropy of the targets last measured, in nats per token."""
         return self._counts.entropy() if self._counts else None
 
     def _from_the_start(self) -> Iterator[dict[str, np.ndarray]]:
         if self._batches is None:
-            # Batches without end depend on the number of shards: the same for any hosts.
+            # Endless batches depend on the number of shards: the same number for any hosts.
             self._batches = data_shards.ShardedBatches(
                 self._config,
                 self._batch_sharding,
@@ -236,7 +236,7 @@ class Validation:
 
 
 def _add(total: Any, sums: LossSums | None) -> Any:
-    """Adds on the host in float64: a float32 sum stops counting tokens at 16 million."""
+    """Adds in float64 on the host: a float32 sum stops counting tokens at 16 million."""
     if sums is None:
         return total
     read = jax.tree.map(np.float64, jax.device_get(sums))

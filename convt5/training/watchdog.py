@@ -1,6 +1,6 @@
-"""A watchdog that says what a run waits for when nothing moves; it only warns.
+"""A watchdog that reports what a stalled run is waiting for; it only warns.
 
-A slow disk, a data source that hangs, a host that does not answer: from outside all look alike.
+A slow disk, a hanging data source and an unresponsive host look alike from outside.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ _LONGEST_POLL_SECS = 1.0
 
 
 class Watchdog:
-    """Shows the stack of every thread when one phase of a run takes long, while it is a context.
+    """Context that shows the stack of every thread when a phase of a run takes long.
 
     Args:
-        after_secs: how long a phase takes before the first warning; each next one comes after
-            twice the time. None never warns.
+        after_secs: duration of a phase before the first warning; the time doubles for each next
+            one. None disables warnings.
         out: where warnings go, by default standard error.
-        clock: seconds that never go back.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Watchdog:
         self._after_secs = after_secs
         self._out = out
         self._clock = clock
-        self._phase: tuple[str, float] | None = None  # Its name, and when it began.
+        self._phase: tuple[str, float] | None = None  # Its name and start time.
         self._warn_at = 0.0
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -46,7 +46,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Names what happens meanwhile, such as "reading a batch"; inner phases take its place."""
+        """Names the current phase, such as "reading a batch"; an inner phase replaces it."""
         outer = self._phase
         self._begin((name, self._clock()))
         try:
@@ -55,7 +55,7 @@ class Watchdog:
             self._begin(outer)
 
     def check(self) -> None:
-        """Warns if it is time to."""
+        """Warns if a warning is due."""
         with self._lock:
             if self._phase is None or self._after_secs is None:
                 return

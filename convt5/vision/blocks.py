@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from convt5.modeling.canon import Along, Canon, CanonTaps, convolved
+from convt5.modeling.canon import Along, Canon, CanonTaps, apply_canon
 from convt5.modeling.layers import Dense, Norm, at_least_float32
 from convt5.vision.description import ViTDescription
 
@@ -39,7 +39,7 @@ class QueryKeyValue(nnx.Module):
         if self.canon is None:
             return y
         parts = zip(self.canon, y, strict=True)
-        return jnp.stack([convolved(canon, part, along) for canon, part in parts])
+        return jnp.stack([apply_canon(canon, part, along) for canon, part in parts])
 
 
 class Attention(nnx.Module):
@@ -100,9 +100,9 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch length embed"], along: Along | None
     ) -> Float[Array, "batch length embed"]:
-        y = convolved(self.attention_canon, self.attention_norm(x), along)
+        y = apply_canon(self.attention_canon, self.attention_norm(x), along)
         x = x + self.attention(y, along)
-        y = convolved(self.mlp_canon, self.mlp_norm(x), along)
+        y = apply_canon(self.mlp_canon, self.mlp_norm(x), along)
         return x + self.mlp(y, along)
 
 

@@ -471,7 +471,7 @@ def _cuts(length: int) -> np.ndarray:
 
 
 def _bounds(reach: Reach, stack: StackName) -> bool:
-    """Whether the field of a layer ends where `TextProofs.reach` looks."""
+    """Returns whether the field of a layer ends where `TextProofs.reach` looks."""
     return reach.left is not None or (stack == "encoder" and reach.right is not None)
 
 

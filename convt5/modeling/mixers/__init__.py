@@ -1,4 +1,4 @@
-"""What takes self-attention's place: the registry of mixing kinds, one line and one file each."""
+"""The registry of mixing kinds, which replace self-attention: one line and one file each."""
 
 from convt5.modeling.mixers.attention import SelfAttentionConfig as SelfAttentionConfig
 from convt5.modeling.mixers.base import MixerConfig, kinds_among
@@ -8,4 +8,4 @@ from convt5.modeling.mixers.lightweight import Lightweight as Lightweight
 from convt5.modeling.mixers.long import Long as Long
 
 KINDS: dict[str, type[MixerConfig]] = kinds_among(vars())
-"""Every description imported above, by the name that `StackConfig.mixing` gives it."""
+"""All mixing kinds, by the name used in `StackConfig.mixing`."""

@@ -1,4 +1,4 @@
-"""T5 self-attention as a mixing kind: the transformer that convolutions are compared with."""
+"""T5 self-attention as a mixing kind: the baseline transformer."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from convt5.modeling.sizes import ModelSizes, Size
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelfAttentionConfig(MixerConfig):
-    """Self-attention of `num_heads` heads; its sizes are those of the model."""
+    """Self-attention; its sizes are those of the model."""
 
     kind = "attention"
     reads_distances = True
@@ -43,7 +43,7 @@ class SelfAttentionConfig(MixerConfig):
 
 
 class SelfAttention(Attention, base.Mixer):
-    """Attention from a sequence to itself; decoding keeps the keys and values of each position."""
+    """Attention of a sequence to itself; decoding caches the keys and values of each position."""
 
     def __init__(self, config: SelfAttentionConfig, sizes: ModelSizes, *, key: PRNGKeyArray):
         super().__init__(sizes, canon=config, key=key)

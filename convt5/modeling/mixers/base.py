@@ -1,8 +1,8 @@
-"""What every mixing kind is: a frozen description, and the module that it builds.
+"""Base classes of a mixing kind: a frozen description, and the module that it builds.
 
-A kind is one file of this folder and one line of the registry `mixers.KINDS`. Descriptions answer
-everything that is asked of a kind before anything is built: the rules of its settings, its
-receptive field, its FLOPs and bytes, and where its parameters live on a mesh.
+A kind is one file of this folder and one line of the registry `mixers.KINDS`. The description
+answers all questions before anything is built: the rules of its settings, its receptive field, its
+FLOPs and bytes, and the sharding of its parameters.
 """
 
 import dataclasses
@@ -20,17 +20,17 @@ from convt5.modeling.sharding import Rule
 from convt5.modeling.sizes import ModelSizes, Size
 
 State = Any
-"""The arrays that a mixer keeps while decoding: one row for each row of the batch, or `Shared`."""
+"""The decoding state of a mixer: arrays with one row for each row of the batch, or `Shared`."""
 
 
 class Shared(NamedTuple):
-    """A part of a decoding state that all rows of the batch share."""
+    """A part of a decoding state that is shared by all rows of the batch."""
 
     value: Array
 
 
 def select_rows(state: State, rows: Int[Array, " rows"]) -> State:
-    """Returns the state whose row i is row `rows[i]` of `state`, as beams take over another's."""
+    """Returns the state whose row i is row `rows[i]` of `state`, as beam search needs."""
 
     def select(leaf: Array | Shared) -> Array | Shared:
         return leaf if isinstance(leaf, Shared) else leaf[rows]
@@ -39,22 +39,22 @@ def select_rows(state: State, rows: Int[Array, " rows"]) -> State:
 
 
 class Reach(NamedTuple):
-    """Positions read to the left and to the right of an output position; None for all of them."""
+    """Positions read to the left and to the right of an output position; None means all."""
 
     left: int | None
     right: int | None
 
     @property
     def size(self) -> int | None:
-        """The receptive field in tokens, the position itself included; None for everything."""
+        """The receptive field in positions, including the position itself; None if unbounded."""
         return None if self.left is None or self.right is None else self.left + 1 + self.right
 
     def then(self, above: "Reach") -> "Reach":
-        """Returns the reach of a layer with reach `above` on top of this one."""
+        """Returns the combined reach of this layer and a layer with reach `above` on top of it."""
         return Reach(_sum(self.left, above.left), _sum(self.right, above.right))
 
     def strided(self, stride: int) -> "Reach":
-        """Returns this reach in tokens, where each position stands for `stride` of them."""
+        """Returns this reach in tokens if each position represents `stride` tokens."""
         return Reach(
             None if self.left is None else self.left * stride,
             None if self.right is None else self.right * stride,
@@ -67,14 +67,14 @@ class Reach(NamedTuple):
 
 
 class StackInputs(NamedTuple):
-    """What every layer of a stack is told about its sequence, computed once.
+    """Inputs that all layers of a stack share, computed once.
 
     Attributes:
-        segment_ids: packed examples, 0 is padding.
-        readable: where convolution taps may read; None for everywhere.
-        distance_bias: self-attention's bias by distance; None without one.
+        segment_ids: the packed example of each position; 0 is padding.
+        readable: where convolution taps may read; None means everywhere.
+        distance_bias: the bias of self-attention by distance, or None.
         memory: the encoder's output, for a decoder.
-        memory_segment_ids: the packed examples of the memory.
+        memory_segment_ids: the packed example of each memory position.
     """
 
     segment_ids: Int[Array, "batch length"]
@@ -97,13 +97,13 @@ class StackInputs(NamedTuple):
 
 
 class Position(NamedTuple):
-    """What a mixer is told about one position while decoding.
+    """Inputs of a mixer for one decoding step.
 
     Attributes:
-        index: of the position in each row, from 0.
-        readable: whether convolution taps may read it; None for everywhere.
-        bias: of attention, for the positions that its state has room for; None without one.
-        canons: the states of the layer's Canon layers by name, which each replaces by the next.
+        index: the position in each row, from 0.
+        readable: whether convolution taps may read this position; None means always.
+        bias: the attention bias over all positions of the state, or None.
+        canons: the states of the layer's Canon layers by name; each step replaces them.
     """
 
     index: Int[Array, " batch"]
@@ -123,7 +123,7 @@ class Position(NamedTuple):
 
 
 class Mixer(nnx.Module):
-    """A module in the place of self-attention; its parameters are named by its attributes."""
+    """A module in place of self-attention; its attributes name its parameters."""
 
     def __call__(
         self,
@@ -142,11 +142,11 @@ class Mixer(nnx.Module):
     def step(
         self, x: Float[Array, "batch 1 embed"], state: State, position: Position
     ) -> tuple[Float[Array, "batch 1 embed"], State]:
-        """Mixes the next position; gives the numbers that a call gives for it."""
+        """Mixes the next position; gives the same numbers as a call on the whole sequence."""
         raise NotImplementedError
 
     def room(self, state: State) -> int | None:
-        """Returns how many positions a state has room for that grows with the output."""
+        """Returns how many positions a state has room for, or None if it does not grow."""
         return None
 
 
@@ -154,10 +154,10 @@ class Mixer(nnx.Module):
 class MixerConfig(CanonConfig):
     """How one layer mixes along the sequence. Kinds add their settings as fields.
 
-    The Canon layers of the layer are settings of every kind (`canon`).
+    Every kind also has the settings of the layer's Canon layers (`canon`).
 
     Attributes:
-        causal: whether an output may read its own and earlier positions only, as in a decoder.
+        causal: whether an output reads only its own and earlier positions, as in a decoder.
     """
 
     causal: bool = False
@@ -166,14 +166,14 @@ class MixerConfig(CanonConfig):
     """The name of the kind in gin files."""
 
     reads_distances: ClassVar[bool] = False
-    """Whether relative positions, where the model has them, are a bias of this kind."""
+    """Whether the relative positions of a model are a bias of this kind."""
 
     sharding_rules: ClassVar[tuple[Rule, ...]] = ()
-    """Where the parameters live, by patterns of the names behind `mixing/`."""
+    """Sharding rules of the parameters, whose names begin with `mixing/`."""
 
     stacked_parameters: ClassVar[tuple[str, ...]] = ()
-    """Patterns of the names, behind `mixing/`, of arrays that hold one parameter for each index of
-    their first axis; `AdafactorConfig.stacked` says what that means."""
+    """Patterns of the names below `mixing/` of arrays that stack parameters along their first axis;
+    see `AdafactorConfig.stacked`."""
 
     @property
     def tap_columns(self) -> tuple[str, str, str]:
@@ -187,19 +187,19 @@ class MixerConfig(CanonConfig):
 
     @property
     def layer_reach(self) -> Reach:
-        """What a layer of this mixing reads, with its Canon layers."""
+        """The combined reach of the mixing and of the layer's Canon layers."""
         return self.reach.then(Reach(*self.canon_reach))
 
     def projections(self, sizes: ModelSizes) -> dict[str, int]:
-        """Returns the channels of the projections that Canon layers convolve at B, by name.
+        """Returns the channels of the projections that Canon layers at B convolve, by name.
 
-        The module makes these dense layers with `canon_at("B", name)`, and calls them with its
-        inputs or its position.
+        The module builds these dense layers with `canon_at("B", name)`, and calls them with the
+        sequence or the decoding position.
         """
         return {}
 
     def canon_channels(self, sizes: ModelSizes) -> int:
-        """Returns the channels of all Canon layers of a layer together."""
+        """Returns the total channels of the layer's Canon layers."""
         hidden = (2 if sizes.mlp == "gated_gelu" else 1) * sizes.mlp_dim
         widths = {"A": sizes.emb_dim, "C": sizes.emb_dim, "D": hidden}
         if "B" in self.canon:
@@ -211,21 +211,21 @@ class MixerConfig(CanonConfig):
         raise NotImplementedError
 
     def flops(self, sizes: ModelSizes, length: int) -> int | float:
-        """Returns the forward FLOPs for each token of a row of `length` tokens."""
+        """Returns the forward FLOPs per token of a row of `length` tokens."""
         raise NotImplementedError
 
     def activation_bytes(self, sizes: ModelSizes, length: int) -> int | float:
-        """Returns the bytes that the backward pass reads, for each token of such a row."""
+        """Returns the bytes that the backward pass reads per token of a row of `length` tokens."""
         raise NotImplementedError
 
     def state_size(self, sizes: ModelSizes, length: int) -> int:
-        """Returns how many numbers decoding keeps for a row of `length` tokens."""
+        """Returns the number of elements that decoding keeps for a row of `length` tokens."""
         raise NotImplementedError
 
     def faults(self, where: str, *, emb_dim: int) -> list[str]:
-        """Returns every rule that its settings together break; `where` names the layer.
+        """Returns every broken rule that involves several settings; `where` names the layer.
 
-        Rules of single settings are declared with them, and checked by the stack that has them.
+        Rules of single settings are declared with the fields, and checked by the stack.
         """
         return []
 
@@ -235,10 +235,10 @@ def _sum(a: int | None, b: int | None) -> int | None:
 
 
 def kinds_among(values: Mapping[str, Any]) -> dict[str, type[MixerConfig]]:
-    """Returns the descriptions among the names of a module, by the name of their kind.
+    """Returns the mixing kinds among the values of a module, by their name in gin files.
 
     Raises:
-        TypeError: two of them declare a setting of one name differently; a stack has but one.
+        TypeError: two kinds declare a setting of the same name differently.
     """
     kinds = {
         value.kind: value

@@ -1,4 +1,4 @@
-"""The convolution block that depthwise, lightweight and dynamic convolutions share."""
+"""The convolution block, shared by depthwise, lightweight and dynamic convolutions."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -31,24 +31,25 @@ def _padding(value: object) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvolutionConfig(MixerConfig):
-    """The settings of every convolution block.
+    """The settings of a convolution block.
 
     Attributes:
-        kernel_size: taps K.
+        kernel_size: number of taps K.
         dilation: distance between taps; 1 means adjacent.
-        num_kernels: kernels H shared by groups of emb_dim / H neighbouring channels; None gives
-            each channel its own. Depthwise has one per channel always.
-        padding: "CENTERED", "CAUSAL" or explicit (left, right) positions; None is causal in a
+        num_kernels: number of kernels H, each shared by emb_dim / H neighbouring channels; None
+            gives each channel its own. Depthwise convolutions always have one per channel.
+        padding: "CENTERED", "CAUSAL" or explicit (left, right) positions; None means causal in a
             decoder and centered in an encoder.
         input_projection: "gated" is (X W^I) * sigmoid(X W^S), the gated linear unit of the paper;
-            "linear" is X W^I; "none" feeds X itself.
-        pointwise: a dense layer directly after the taps, as in a depthwise-separable convolution.
-        output_projection: the dense layer W^O that ends the convolution block.
-        projection_bias: biases in the dense layers above.
-        predictor_bias: a bias in the dense layer that predicts dynamic kernels.
-        conv_bias: a bias added to the sum over the taps.
-        normalize_taps: the softmax over the taps of lightweight and dynamic convolutions; without
-            it the (predicted) numbers themselves are the taps.
+            "linear" is X W^I; "none" is X itself.
+        pointwise: adds a dense layer directly after the taps, as in a depthwise-separable
+            convolution.
+        output_projection: ends the block with the dense layer W^O.
+        projection_bias: adds biases to these dense layers.
+        predictor_bias: adds a bias to the dense layer that predicts dynamic kernels.
+        conv_bias: adds a bias to the sum over the taps.
+        normalize_taps: applies a softmax over the taps of lightweight and dynamic convolutions;
+            without it, the (predicted) numbers are used directly.
         tap_dropout_rate: dropout of the normalised taps (DropConnect of Wu et al. 2019,
             arXiv 1901.10430), in [0, 1).
     """
@@ -78,7 +79,7 @@ class ConvolutionConfig(MixerConfig):
 
     @property
     def tap_padding(self) -> Padding:
-        """Where the taps lie, also where `padding` leaves it to the stack."""
+        """The padding of the taps, with None resolved."""
         return self.padding or ("CAUSAL" if self.causal else "CENTERED")
 
     @property
@@ -87,7 +88,7 @@ class ConvolutionConfig(MixerConfig):
 
     @property
     def num_slots(self) -> int:
-        """Inputs that decoding keeps: the newest, and those before it that causal taps read."""
+        """Inputs that decoding keeps: the newest, and earlier ones that causal taps read."""
         return (self.kernel_size - 1) * self.dilation + 1
 
     @property
@@ -119,7 +120,7 @@ class ConvolutionConfig(MixerConfig):
         return 2 * len(self.dense_layers) * emb * emb + 2 * self.kernel_size * emb
 
     def activation_bytes(self, sizes: ModelSizes, length: int) -> int | float:
-        # Read by the norm, by the block's first products, by the taps.
+        # The inputs of the norm, of the first products and of the taps.
         vectors = 3
         vectors += 2 if self.input_projection == "gated" else 0  # Both factors of the gate.
         vectors += self.pointwise + self.output_projection
@@ -151,8 +152,8 @@ class Convolution(base.Mixer):
     """The convolution block: X1 = (X W^I) * sigmoid(X W^S); X2 = conv(X1); X3 = X2 W^O.
 
     Tay et al. 2021, arXiv 2105.03322, section 3, after Wu et al. 2019, arXiv 1901.10430. Each part
-    can be left out, see `ConvolutionConfig`. Decoding keeps the last (K - 1) * dilation inputs, so
-    its state does not grow with the length of the output.
+    is optional, see `ConvolutionConfig`. Decoding keeps the last (K - 1) * dilation inputs, so the
+    size of its state does not depend on the length of the output.
     """
 
     def __init__(self, config: ConvolutionConfig, sizes: ModelSizes, *, key: PRNGKeyArray):
@@ -177,7 +178,7 @@ class Convolution(base.Mixer):
         self.taps_cross_segments = sizes.taps_cross_segments
 
     def init_taps(self, config: Any, emb_dim: int, *, key: PRNGKeyArray) -> None:
-        """Makes the parameters of the taps."""
+        """Creates the parameters of the taps."""
         raise NotImplementedError
 
     def convolve(
@@ -191,17 +192,17 @@ class Convolution(base.Mixer):
         """Applies the taps.
 
         Args:
-            inputs: what the taps read.
-            gated: the same before what must not be read became zero; it predicts kernels.
-            where: arguments of the operator that say which positions it reads.
-            dropout_key: None for deterministic.
+            inputs: the sequence that the taps read.
+            gated: the same before masking, from which dynamic kernels are predicted.
+            where: arguments of the operator that select the positions it reads.
+            dropout_key: random key; None means deterministic.
         """
         raise NotImplementedError
 
     def step_taps(
         self, gated: Float[Array, "batch 1 channels"]
-    ) -> Float[Array, "rows kernel channels"]:
-        """Returns the weight of every tap and channel at one position; one row serves all rows."""
+    ) -> Float[Array, "rows taps channels"]:
+        """Returns the weight of every tap and channel at one position; one row may serve all."""
         raise NotImplementedError
 
     def __call__(
@@ -211,9 +212,9 @@ class Convolution(base.Mixer):
         *,
         dropout_key: DropoutKey = None,
     ) -> Float[Array, "batch length embed"]:
-        """Mixes a whole sequence; taps read zero at padding and wherever not `readable`."""
+        """Mixes a whole sequence; taps read zero at padding and where `readable` is false."""
         config = self.config
-        gated = self._gated(x, inputs)
+        gated = self._gate_input(x, inputs)
         where = {
             "dilation": config.dilation,
             "padding": config.tap_padding,
@@ -226,7 +227,7 @@ class Convolution(base.Mixer):
     def init_state(
         self, batch: Size, length: int, emb_dim: int, dtype: jnp.dtype
     ) -> ConvolutionState:
-        """Returns the state before the first position: everything earlier reads as zero."""
+        """Returns the state before the first position: all earlier inputs are zero."""
         return ConvolutionState(jnp.zeros((batch, self.config.num_slots, emb_dim), dtype))
 
     def step(
@@ -235,20 +236,20 @@ class Convolution(base.Mixer):
         """Mixes the next position of a causal convolution."""
         config, index = self.config, position.index
         slots = state.inputs.shape[1]
-        gated = self._gated(x, position)
+        gated = self._gate_input(x, position)
         # batch embed
         newest = zero_unless(position.readable, gated)[:, 0]
         rows = jnp.arange(x.shape[0])
         inputs = state.inputs.at[rows, index % slots].set(newest)
         offsets = config.dilation * jnp.arange(1 - config.kernel_size, 1)
         taken = (index[:, None] + offsets[None]) % slots
-        # batch kernel embed
+        # batch taps embed
         read = jnp.take_along_axis(inputs, taken[..., None], axis=1)
         taps = self.step_taps(gated)
         y = jnp.sum(read.astype(taps.dtype) * taps, axis=1, keepdims=True)
         return self._project(y.astype(x.dtype)), ConvolutionState(inputs)
 
-    def _gated(
+    def _gate_input(
         self, x: Float[Array, "batch length embed"], along: Along
     ) -> Float[Array, "batch length channels"]:
         y = x if self.input is None else self.input(x, along)
@@ -264,17 +265,17 @@ class Convolution(base.Mixer):
 
 
 def tap_initializer(kernel_size: int) -> jax.nn.initializers.Initializer:
-    """Returns the initialisation of static taps: truncated normal of scale 1/sqrt(K)."""
+    """Returns the initializer of static taps: truncated normal of scale 1/sqrt(K)."""
     return truncated_normal(kernel_size**-0.5)
 
 
 def channel_taps(
-    logits: Float[Array, "rows kernel heads"],
+    logits: Float[Array, "rows taps kernels"],
     inputs: Float[Array, "batch 1 channels"],
     *,
     softmax: bool,
-) -> Float[Array, "rows kernel channels"]:
-    """Returns the taps of every channel of `inputs`, which groups of them share, in float32."""
+) -> Float[Array, "rows taps channels"]:
+    """Expands kernels that groups of channels share to the taps of every channel, in float32."""
     taps = logits.astype(at_least_float32(inputs.dtype))
     if softmax:
         taps = jax.nn.softmax(taps, axis=1)

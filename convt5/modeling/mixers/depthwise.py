@@ -37,7 +37,7 @@ class Depthwise(ConvolutionConfig):
 
 
 class DepthwiseConvolution(Convolution):
-    """The convolution block with free taps."""
+    """The convolution block with unconstrained taps."""
 
     def init_taps(self, config: Depthwise, emb_dim: int, *, key):
         taps = config.kernel_size

@@ -15,7 +15,7 @@ from convt5.ops import dynamic_conv
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dynamic(ConvolutionConfig):
-    """Kernels that are a linear function of the block's gated input at the output position."""
+    """Kernels predicted by a linear map of the block's gated input at the output position."""
 
     kind = "dynamic"
     sharding_rules = (
@@ -80,7 +80,7 @@ class TapPredictor(nnx.Module):
         use_bias: bool,
         key: PRNGKeyArray,
     ):
-        # Taps lead, as K separate matrices: Adafactor's statistics are kept per tap (optimizer).
+        # Taps come first, as K separate matrices: the optimizer keeps Adafactor statistics per tap.
         init = truncated_normal((kernel_size * emb_dim) ** -0.5)
         self.kernel = nnx.Param(init(key, (kernel_size, emb_dim, num_kernels), jnp.float32))
         self.bias = (
@@ -89,7 +89,7 @@ class TapPredictor(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "batch length embed"]
-    ) -> Float[Array, "batch length kernel heads"]:
+    ) -> Float[Array, "batch length taps kernels"]:
         logits = jnp.einsum("ble,keh->blkh", x, self.kernel[...].astype(x.dtype))
         if self.bias is not None:
             logits = logits + self.bias[...].astype(x.dtype)[None, None]

@@ -24,7 +24,7 @@ class Lightweight(ConvolutionConfig):
 
     kind = "lightweight"
     sharding_rules = (
-        # Kernels shared by groups of channels may be fewer than devices, and are small.
+        # There may be fewer kernels than devices, and they are small.
         Rule(r"mixing/kernel_logits$", optional=True),
         *ConvolutionConfig.sharding_rules,
     )

@@ -1,8 +1,8 @@
-"""Long convolution (Poli et al. 2023, arXiv 2302.10866): a network gives filters for whole rows.
+"""Long convolution (Poli et al. 2023, arXiv 2302.10866): filters as long as the row.
 
-The tap of channel c at distance t is h_c(t) = window_c(t) * FFN(features(t))_c: a small network of
-the distance, times a window that decays with it. A layer reads the whole row, and its parameters
-do not grow with the row.
+A small network computes the filters. The tap of channel c at distance t is h_c(t) = window_c(t) *
+FFN(features(t))_c, where the window decays with distance. A layer reads the whole row, and the
+number of parameters does not depend on its length.
 """
 
 import dataclasses
@@ -31,27 +31,29 @@ from convt5.ops.masking import zero_unless
 Gating = Literal["glu", "hyena"]
 
 _SINE_FREQUENCY = 10.0
-"""Of the activations of the filter network, as in the original code's configurations."""
+"""Frequency of the sine activations of the filter network, as in the original's configurations."""
 
 _END_OF_WINDOW = 0.01
 _FASTEST, _SLOWEST = 0.3, 1.5
-"""Where the windows of the first and the last channel have fallen so far, in `filter_scale`."""
+"""Distances, relative to `filter_scale`, at which the windows of the first and the last channel
+have decayed to 1 %."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Long(MixerConfig):
-    """A filter for the whole row: causal in a decoder, on both sides in an encoder.
+    """A filter for the whole row: causal in a decoder, two-sided in an encoder.
 
     Attributes:
-        gating: "glu": X1 = (X W^I) * sigmoid(X W^S), X2 = conv(X1), X3 = X2 W^O, the block of the
-            other convolutions. "hyena": X1 = (X W^K) * (X W^V), X3 = ((X W^Q) * X2) W^O, Hyena of
-            order 2; the short convolutions that the original has on its projections are Canon
-            layers at B.
-        filter_scale: the distance in tokens that features and windows are relative to: the windows
-            of the channels fall to 1 % at 0.3 to 1.5 times it. In the original, the row's length.
+        gating: "glu" is the block of the other convolutions: X1 = (X W^I) * sigmoid(X W^S), X2 =
+            conv(X1), X3 = X2 W^O. "hyena" is Hyena of order 2: X1 = (X W^K) * (X W^V), X3 = ((X
+            W^Q) * X2) W^O; add Canon layers at B for the original's short convolutions of the
+            projections.
+        filter_scale: the unit of distance for features and windows, in tokens; the original uses
+            the row length. Windows decay to 1 % at 0.3 to 1.5 times this distance.
         filter_width: hidden units of the filter network.
-        filter_layers: its hidden layers.
-        filter_bands: the waves among its features: 1 to so many periods within `filter_scale`.
+        filter_layers: hidden layers of the filter network.
+        filter_bands: number of frequencies among its features: 1 to this many periods within
+            `filter_scale`.
     """
 
     gating: Gating = ruled(rules.choice(Gating), default="glu")
@@ -76,7 +78,7 @@ class Long(MixerConfig):
 
     @property
     def sides(self) -> int:
-        """Directions that taps reach: back alone, or back and ahead."""
+        """Number of directions that taps reach: back, or back and ahead."""
         return 1 if self.causal else 2
 
     @property
@@ -102,8 +104,8 @@ class Long(MixerConfig):
         return dense + convolution_flops(length, sides=self.sides) * emb / length + 2 * taps
 
     def activation_bytes(self, sizes: ModelSizes, length: int) -> int | float:
-        # Read by the norm, by the first products and by the taps; the factors of gates, in front
-        # of the taps and behind; and what the last product reads.
+        # The inputs of the norm, of the first products and of the taps; the factors of the gates
+        # before and after the taps; the input of the last product.
         vectors = 6 if self.gating == "glu" else 8
         return jnp.dtype(sizes.dtype).itemsize * vectors * sizes.emb_dim
 
@@ -114,11 +116,11 @@ class Long(MixerConfig):
 
 
 class LongState(NamedTuple):
-    """The inputs so far, and the taps for every distance between them.
+    """The inputs so far, and the taps for all distances.
 
     Attributes:
-        inputs: of the convolution, zero where none has been yet.
-        taps: float32, furthest first, and length - 1 zeros for positions that are still to come.
+        inputs: inputs of the convolution, zero at positions not yet decoded.
+        taps: float32, furthest first, followed by length - 1 zeros for positions not yet decoded.
     """
 
     inputs: Float[Array, "batch length embed"]
@@ -127,9 +129,9 @@ class LongState(NamedTuple):
 
 class LongConvolution(base.Mixer):
     """The convolution block with a filter for the whole row; see `Long.gating`.
-
-    Decoding sums over all inputs so far: a step takes 2 * length * emb_dim operations, and reads as
-    many numbers as attention does of its keys and values.
+    Decoding sums over all earlier inputs: a step takes 2 * length * emb_dim operations, and reads
+    as many numbers as attention reads keys and values.
+    many numbers as attention reads keys and values.
     """
 
     def __init__(self, config: Long, sizes: ModelSizes, *, key: PRNGKeyArray):
@@ -151,8 +153,8 @@ class LongConvolution(base.Mixer):
         *,
         dropout_key: DropoutKey = None,
     ) -> Float[Array, "batch length embed"]:
-        """Mixes a whole sequence; taps read zero at padding and wherever not `readable`."""
-        gated, query = self._gated(x, inputs)
+        """Mixes a whole sequence; taps read zero at padding and where `readable` is false."""
+        gated, query = self._gate_input(x, inputs)
         gated = zero_unless(inputs.readable, gated)
         behind, *ahead = self._taps(x.shape[1], at_least_float32(x.dtype))
         y = long_conv(
@@ -165,7 +167,7 @@ class LongConvolution(base.Mixer):
         return self._project(y, query)
 
     def init_state(self, batch: Size, length: int, emb_dim: int, dtype: jnp.dtype) -> LongState:
-        """Returns the state before the first position; the taps are computed once, here."""
+        """Returns the state before the first position; computes the taps once."""
         (taps,) = self._taps(length, at_least_float32(dtype))
         taps = jnp.pad(taps[::-1], ((0, max(0, length - 1)), (0, 0)))
         return LongState(jnp.zeros((batch, length, emb_dim), dtype), Shared(taps))
@@ -174,7 +176,7 @@ class LongConvolution(base.Mixer):
         self, x: Float[Array, "batch 1 embed"], state: LongState, position: Position
     ) -> tuple[Float[Array, "batch 1 embed"], LongState]:
         """Mixes the next position."""
-        gated, query = self._gated(x, position)
+        gated, query = self._gate_input(x, position)
         newest = zero_unless(position.readable, gated)[:, 0]
         inputs = state.inputs.at[jnp.arange(x.shape[0]), position.index].set(newest)
         taps, length = state.taps.value, inputs.shape[1]
@@ -190,21 +192,21 @@ class LongConvolution(base.Mixer):
         return state.inputs.shape[1]
 
     def _taps(self, length: int, dtype: jnp.dtype) -> Float[Array, "sides length embed"]:
-        """Returns the taps of the distances 0 to length - 1, back and ahead.
+        """Returns the taps for distances 0 to length - 1, back and ahead.
 
-        The skip of the original, D x[t], is part of the tap of the position itself.
+        The original's skip connection D x[t] is part of the tap at distance 0.
         """
         taps = self.filter(length).astype(dtype)
         return taps.at[0, :1].add(self.skip[...].astype(dtype)[None])
 
-    def _gated(
+    def _gate_input(
         self, x: Float[Array, "batch length embed"], along: Along
     ) -> tuple[Float[Array, "batch length embed"], Float[Array, "batch length embed"] | None]:
-        """Returns the input of the taps, and what multiplies their output."""
-        made = [getattr(self, name)(x, along) for name in self.config.projection_names]
+        """Returns the input of the taps, and the factor of their output."""
+        projected = [getattr(self, name)(x, along) for name in self.config.projection_names]
         if self.config.gating == "glu":
-            return gate(*made), None
-        query, key, value = made
+            return gate(*projected), None
+        query, key, value = projected
         return key * value, query
 
     def _project(self, y, query) -> Float[Array, "batch length embed"]:
@@ -212,19 +214,19 @@ class LongConvolution(base.Mixer):
 
 
 class FilterNetwork(nnx.Module):
-    """The taps of every channel as a function of the distance, in float32.
+    """Computes the taps of every channel from the distance, in float32.
 
-    As in the original: features t, cos(2 pi k t), sin(2 pi k t) with t in `filter_scale`; hidden
-    layers with sines; a linear layer without bias; windows exp(-a_c t) with a_c spread evenly.
-    Departures: features and windows are relative to a setting, not to the row, so that a tap does
-    not depend on how long the row is; windows fall to zero; and they are scaled so that their
-    squares sum to 1 over all distances, so that outputs begin as large as inputs.
+    As in the original: features t, cos(2 pi k t), sin(2 pi k t), with t in units of `filter_scale`;
+    hidden layers with sine activations; a linear layer without bias; windows exp(-a_c t) with a_c
+    spread evenly. Departures: features and windows are relative to a setting rather than to the row
+    length, so that taps do not depend on it; windows decay to zero; and windows are scaled to a sum
+    of squares of 1, so that outputs start as large as inputs.
     """
 
     def __init__(self, config: Long, emb_dim: int, *, key: PRNGKeyArray):
         keys = jax.random.split(key, config.filter_layers + 1)
         sizes = [2 * config.filter_bands + 1, *[config.filter_width] * config.filter_layers]
-        # Any: a list of modules has no element type.
+        # Any: nnx.List has no element type.
         self.hidden: Any = nnx.List(
             [
                 Dense(in_dim, config.filter_width, key=keys[i], use_bias=True)

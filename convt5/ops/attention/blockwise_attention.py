@@ -1,8 +1,8 @@
-"""Attention in plain JAX, whose logits exist for one block at a time.
+"""Blockwise attention in plain JAX: only one block of logits is in memory at a time.
 
-A block is some rows of the batch, some heads and some of their queries, against all keys. The
-backward pass computes the weights of a block again. Inside of blocks arrays have their heads before
-their positions, and keys and values are transposed once, as matrix products read them.
+A block holds some queries of some heads and rows of the batch, and all keys of those rows. The
+backward pass recomputes the softmax weights block by block. Inside a block, the heads axis comes
+before the positions; keys and values are transposed once, into the order that matrix products read.
 """
 
 import functools
@@ -18,23 +18,24 @@ from convt5.ops.masking import attention_mask
 from convt5.ops.varying import vary_like
 
 BLOCK_BYTES = 2**25
-"""Bytes of the logits of one block, at most."""
+"""Most bytes of the logits of one block."""
 
 BLOCK_BYTES_ON_CPU = 2**22
-"""The same on CPU, where a block should stay in the cache."""
+"""Most bytes of the logits of one block on CPU, where a block should stay in the cache."""
 
 FEWEST_QUERIES_ON_CPU = 128
-"""Fewest queries of a block on CPU: with fewer, products lose speed."""
+"""Fewest queries of a block on CPU; with fewer, matrix products get slow."""
 
 FILLER = 16
-"""Unused entries after rows that are transposed.
+"""Unused entries appended to transposed rows.
 
-Rows of a power of two bytes share sets of a CPU's cache, and are read four times slower.
+Rows whose size is a power of two bytes map to the same sets of a CPU's cache, which makes reading
+them four times slower.
 """
 
 
 def table(direction: str, causal: bool, query, key) -> dispatch.Table:
-    """Returns the formulations of `attend` or `gradients`: blocks of the size for each platform.
+    """Returns the formulations of `attend` or `gradients`, with a block size for each platform.
 
     Args:
         direction: "attend" or "gradients".
@@ -49,13 +50,13 @@ def table(direction: str, causal: bool, query, key) -> dispatch.Table:
         return functools.partial(compute, causal, size)
 
     if not isinstance(batch, int):
-        # Exported programs leave it free: rows in turn, whose blocks are bounded however many.
+        # Exported programs have a symbolic batch size: one row at a time bounds their blocks.
         return dispatch.Table(
             of(_Size(1, heads, _even(target, BLOCK_BYTES // (heads * row_bytes))))
         )
     fitting = BLOCK_BYTES // (batch * heads * row_bytes)
     default = _Size(batch, heads, _even(target, fitting))
-    # The fewer heads, the more queries meet each key that a product reads.
+    # The fewer heads a block has, the more queries use each key that a product reads.
     fitting = max(BLOCK_BYTES_ON_CPU // row_bytes, FEWEST_QUERIES_ON_CPU)
     whole_heads = fitting // target
     rows = _divisor(batch, whole_heads // heads)
@@ -66,12 +67,12 @@ def table(direction: str, causal: bool, query, key) -> dispatch.Table:
 def attend(causal: bool, size: "_Size", query, key, value, bias, query_ids, key_ids):
     """Returns the output of `operators.attend`, and `lse`.
 
-    That is the logsumexp of each query's logits, [batch, target, heads]; 0 for queries without
-    keys.
+    `lse` is the logsumexp of the logits of each query, [batch, target, heads]; 0 for queries
+    without keys.
 
     Args:
         causal: hides keys after each query.
-        size: of a block.
+        size: sizes of a block.
         query, key, value, bias, query_ids, key_ids: as in `operators.attend`.
     """
 
@@ -81,7 +82,7 @@ def attend(causal: bool, size: "_Size", query, key, value, bias, query_ids, key_
         def one_block(block: _Queries):
             logits = _logits(causal, block, group)
             top = jnp.max(logits, axis=-1, keepdims=True)
-            # Whatever it is, it cancels, and so do its derivatives.
+            # The maximum cancels, and so do its derivatives.
             top = lax.stop_gradient(jnp.where(top == -jnp.inf, 0.0, top))
             powers = jnp.exp(logits - top)
             total = jnp.sum(powers, axis=-1, keepdims=True)
@@ -104,15 +105,15 @@ def gradients(
     """Returns the gradients of `attend` in query, key, value and bias.
 
     Args:
-        causal, size, query, key, value, bias, query_ids, key_ids: its arguments.
+        causal, size, query, key, value, bias, query_ids, key_ids: the arguments of `attend`.
         out, lse: its results.
         d_out: the cotangent of `out`.
     """
     wide = jnp.promote_types(query.dtype, jnp.float32)
-    # A single group is no array of its own: transposing or padding it would be done again
-    # wherever it is read.
+    # A single group gets no copy of its arrays: XLA would repeat the transpose or the padding
+    # wherever they are read.
     one_group = functools.partial(_group_gradients, causal, size, _is_whole(size, query))
-    # sum_k weight_k dweight_k of each query, as the softmax's gradient subtracts it.
+    # sum_k weight_k dweight_k for each query: the term that the softmax gradient subtracts.
     means = jnp.sum(out.astype(wide) * d_out.astype(wide), axis=-1)
     rows = (key, lse[..., None], means[..., None], d_out)
     keys, *rows = (_heads_first(size, a) for a in rows)
@@ -132,17 +133,17 @@ def _group_gradients(causal: bool, size: "_Size", is_single: bool, group: "_Grou
     wide = jnp.promote_types(group.query.dtype, jnp.float32)
     keys, values, *rows = group.others
 
-    def one_block(sums, given: "tuple[_Queries, list[jax.Array]]"):
-        block, (lse, mean, dy) = given
+    def one_block(sums, block_and_rows: "tuple[_Queries, list[jax.Array]]"):
+        block, (lse, mean, dy) = block_and_rows
         weights = jnp.exp(_logits(causal, block, group) - lse)
         dlogits = weights * (_product("bhqd,bhdk->bhqk", dy, values) - mean)
         narrow = dlogits.astype(group.query.dtype)
         axes, queries = "bhqd,bhqk->bhdk", block.query
         if not is_single:
-            # The smaller factors are transposed, apart from the products: XLA on CPU does so in a
-            # fraction of the time.
+            # Transposing the smaller factors outside the products takes XLA on CPU a fraction of
+            # the time.
             axes = "bhdq,bhqk->bhdk"
-            queries, dy = lax.optimization_barrier((_transposed(queries), _transposed(dy)))
+            queries, dy = lax.optimization_barrier((_transpose(queries), _transpose(dy)))
         dkeys = _product(axes, queries, narrow)
         dvalues = _product(axes, dy, weights.astype(group.query.dtype))
         parts = (dkeys, dvalues, _bias_gradient(block, group, dlogits))
@@ -165,10 +166,10 @@ def _group_gradients(causal: bool, size: "_Size", is_single: bool, group: "_Grou
 
 
 class _Size(NamedTuple):
-    """What a block has of rows of the batch, heads and queries.
+    """Numbers of batch rows, heads and queries in a block.
 
-    The first two divide theirs, and one is 1 or the other all heads; the last block of queries is
-    filled up with padding.
+    The first two divide the sizes of their axes, and either there is 1 row or all heads are
+    present. The last block of queries is padded.
     """
 
     batch: int
@@ -177,29 +178,29 @@ class _Size(NamedTuple):
 
 
 def _even(length: int, most: int) -> int:
-    """Returns the size of the fewest equal pieces that have at most `most`, or 1."""
+    """Returns the size of the fewest equal pieces of at most `most` each, or 1."""
     count = -(-length // max(1, min(length, most)))
     return -(-length // count)
 
 
 def _divisor(number: int, most: int) -> int:
-    """Returns the largest divisor that is at most `most`, or 1."""
+    """Returns the largest divisor of `number` that is at most `most`, or 1."""
     return max(d for d in range(1, max(1, min(number, most)) + 1) if number % d == 0)
 
 
 class _Group(NamedTuple):
-    """All positions of the rows and heads of a block; `bias` is None where there is none."""
+    """All positions of the batch rows and heads of a block; `bias` may be None."""
 
     query: Any  # [batch, heads, target, head_dim]
     keys: Any  # [batch, heads, head_dim, source]
-    others: Any  # More arrays, [batch, heads, ...]
+    others: Any  # further arrays, [batch, heads, ...]
     bias: Any  # [heads, distances]
     query_ids: Any  # [batch, target]
     key_ids: Any  # [batch, source]
 
 
 class _Queries(NamedTuple):
-    """The queries of a block, with their first place in the row."""
+    """The queries of one block, and the position of the first."""
 
     query: Any  # [batch, heads, queries, head_dim]
     ids: Any  # [batch, queries]
@@ -207,10 +208,10 @@ class _Queries(NamedTuple):
 
 
 def _groups(size: _Size, query, key, bias, query_ids, key_ids, others) -> _Group:
-    """Returns all groups.
+    """Returns all groups, stacked.
 
-    They lie along a new first axis by rows of the batch and one by heads, of which arrays have
-    those that they have. Behind one axis of both, XLA on CPU would turn arrays over more slowly.
+    Two new leading axes count the groups along the batch and along the heads. An array has only
+    those of the two that apply to it. With a single axis for both, XLA on CPU transposes slower.
     """
     query_ids, key_ids = (a.reshape(-1, size.batch, a.shape[1]) for a in (query_ids, key_ids))
     if bias is not None:
@@ -220,7 +221,7 @@ def _groups(size: _Size, query, key, bias, query_ids, key_ids, others) -> _Group
 
 
 def _map_groups(compute: Callable[[_Group], Any], groups: _Group) -> Any:
-    """Returns what `compute` returns of each group in turn, along the first two axes."""
+    """Applies `compute` to each group in turn and stacks the results along two leading axes."""
     rows, heads = groups.query.shape[:2]
 
     def one(place):
@@ -236,67 +237,67 @@ def _map_groups(compute: Callable[[_Group], Any], groups: _Group) -> Any:
 
 
 def _heads_first(size: _Size, a):
-    """[batch, length, heads, head_dim] to [*groups, batch, heads, length, head_dim]."""
-    return _grouped(size, a.transpose(0, 2, 1, 3))
+    """Reshapes [batch, length, heads, head_dim] to [*groups, batch, heads, length, head_dim]."""
+    return _group(size, a.transpose(0, 2, 1, 3))
 
 
 def _channels_first(size: _Size, a):
-    """[batch, length, heads, head_dim] to [*groups, batch, heads, head_dim, length]."""
+    """Reshapes [batch, length, heads, head_dim] to [*groups, batch, heads, head_dim, length]."""
     if _is_whole(size, a):
-        return _transposed(_heads_first(size, a))  # Products read them so as well.
-    return _grouped(size, a.transpose(0, 2, 3, 1))
+        return _transpose(_heads_first(size, a))  # The order in which products read it.
+    return _group(size, a.transpose(0, 2, 3, 1))
 
 
 def _is_whole(size: _Size, a) -> bool:
-    """Whether a single group has all rows and heads of [batch, length, heads, head_dim]."""
+    """Returns whether one group holds all rows and heads of [batch, length, heads, head_dim]."""
     return size[:2] == (a.shape[0], a.shape[2])
 
 
-def _grouped(size: _Size, a):
-    """[batch, heads, ...] to [*groups, batch, heads, ...].
+def _group(size: _Size, a):
+    """Reshapes [batch, heads, ...] to [*groups, batch, heads, ...].
 
-    A group has one row or all heads, so that this moves nothing.
+    A group has one row or all heads, so no element moves.
     """
     return a.reshape(-1, a.shape[1] // size.heads, size.batch, size.heads, *a.shape[2:])
 
 
 def _positions_first(a, *, positions_last: bool = False):
-    """Undoes `_heads_first`, or `_channels_first` where the positions are last."""
+    """Inverts `_heads_first`, or `_channels_first` if `positions_last`."""
     rows, parts, batch, heads, *rest = a.shape
     a = a.reshape(rows * batch, parts * heads, *rest)
     return a.transpose((0, 3, 1, 2) if positions_last else (0, 2, 1, 3))
 
 
 def _queries(size: _Size, group: _Group) -> _Queries:
-    """Returns all blocks of a group, along a new first axis."""
+    """Returns all query blocks of a group, stacked along a new leading axis."""
     query = _split_queries(size, group.query)
     ids = _split_queries(size, group.query_ids[:, None, :, None])[:, :, 0, :, 0]
     return _Queries(query, ids, jnp.arange(len(query)) * size.queries)
 
 
 def _split_queries(size: _Size, a):
-    """[batch, heads, length, width] to [blocks, batch, heads, queries, width]."""
+    """Reshapes [batch, heads, length, width] to [blocks, batch, heads, queries, width]."""
     batch, heads, length, width = a.shape
     a = jnp.pad(a, ((0, 0), (0, 0), (0, -length % size.queries), (0, 0)))
     return jnp.moveaxis(a.reshape(batch, heads, -1, size.queries, width), 2, 0)
 
 
 def _join_queries(blocks, length: int):
-    """Undoes `_split_queries`."""
+    """Inverts `_split_queries`."""
     _, batch, heads, _, width = blocks.shape
     return jnp.moveaxis(blocks, 0, 2).reshape(batch, heads, -1, width)[:, :, :length]
 
 
-# --- Inside of a block ----------------------------------------------------------------------------
+# --- Inside a block -------------------------------------------------------------------------------
 
 
 def _logits(causal: bool, block: _Queries, group: _Group):
-    """Returns the logits of a block's queries, minus infinity for keys that they may not read.
+    """Returns the logits of a block, minus infinity where a query may not read a key.
 
     Args:
         causal: as for `attend`.
         block: the queries.
-        group: that the block is of.
+        group: the group of the block, with its keys.
 
     Returns:
         [batch, heads, queries, source].
@@ -314,7 +315,7 @@ def _logits(causal: bool, block: _Queries, group: _Group):
 
 
 def _bias_gradient(block: _Queries, group: _Group, dlogits):
-    """Returns the sums of [batch, heads, queries, source] by distance, [heads, distances]."""
+    """Sums [batch, heads, queries, source] over equal distances: [heads, distances]."""
     if group.bias is None:
         return None
     expand = functools.partial(_by_distance, *dlogits.shape[2:], block.start)
@@ -324,10 +325,10 @@ def _bias_gradient(block: _Queries, group: _Group, dlogits):
 
 
 def _by_distance(queries: int, source: int, start, bias):
-    """Returns [heads, queries, source], where each diagonal holds one entry of `bias`.
+    """Returns [heads, queries, source] with one entry of `bias` on each diagonal.
 
-    Rows are read from one long repetition of the entries, each a place before the last: that is
-    slices and reshapes alone, and so is its transpose.
+    Repeats the entries and reads each row one place before the last. This needs only slices and
+    reshapes, and so does its transpose.
     """
     heads, distances = bias.shape
     width = queries + source - 1
@@ -343,11 +344,11 @@ def _by_distance(queries: int, source: int, start, bias):
 
 
 def _product(axes: str, a, b):
-    """Returns the sum of products, in at least float32."""
+    """Returns an einsum of `a` and `b`, accumulated in at least float32."""
     wide = jnp.promote_types(a.dtype, jnp.float32)
     return jnp.einsum(axes, a, b, preferred_element_type=wide)
 
 
-def _transposed(a):
+def _transpose(a):
     """Swaps the last two axes, positions and channels."""
     return a.swapaxes(-1, -2)

@@ -1,7 +1,8 @@
-"""Attention over packed rows whose logits are never held for all queries at once.
+"""Attention over packed rows that never holds the logits of all queries in memory.
 
-Logits exist block by block, and the backward pass computes the weights of a block again: memory
-grows with the length of a row, not with its square. On TPU, kernels do the same on-chip.
+Logits exist one block at a time, and the backward pass recomputes the softmax weights of a block.
+Memory grows linearly with the length of a row, not with its square. On TPU, Pallas kernels keep the
+logits on-chip.
 """
 
 import functools
@@ -29,19 +30,20 @@ def attend(
     """Returns softmax(query key^T + bias) value, where queries read keys of their own segment.
 
     Vaswani et al. 2017 (arXiv 1706.03762), equation 1, without the factor 1 / sqrt(head_dim),
-    which T5 leaves to the initial query projection. Softmax in at least float32.
+    which T5 moves into the initial query projection. The softmax is computed in at least float32.
 
-    Segments do not affect each other as long as all numbers are finite. Hidden keys have weight
-    zero, and zero times a NaN or an infinity in a value (backward also in a key) is a NaN in every
-    query. The convolutions isolate a NaN in x as well, but not, backward, one in dynamic logits.
+    Segments are independent only while all numbers are finite. A hidden key has weight zero, and
+    zero times a NaN or an infinity in its value (in the backward pass also in the key) is a NaN in
+    every query. Convolutions isolate a NaN in x; a NaN in the logits of a dynamic convolution
+    spreads in the backward pass.
 
     Args:
         query, key, value: projected positions.
         query_segment_ids, key_segment_ids: packed examples. Nothing reads segment 0, padding.
-            Queries without a key return zero.
+            Queries without a key return zeros.
         causal: hides the keys after each query's own position.
-        distance_bias: added to the logits, by the distance of key minus query position, from
-            1 - target to source - 1.
+        distance_bias: bias of the logits for each distance, key position minus query position,
+            from 1 - target to source - 1.
 
     Raises:
         ValueError: the shapes of the arrays do not fit together, or query holds integers.
@@ -52,7 +54,7 @@ def attend(
         return jnp.zeros_like(query)
     devices = dispatch.devices()
     if causal and devices and devices.split_lengths and ids[0] is not ids[1]:
-        # A bias hides later keys only from queries that also have earlier ones.
+        # A bias can hide a later key only from a query that also has an earlier one.
         reads = attention_mask(*ids, causal=True).any(axis=-1)
         ids = jnp.where(reads, ids[0], 0), ids[1]
     return _attend(causal, *vary_alike(query, key, value, distance_bias, *ids))
@@ -62,15 +64,15 @@ def _check_shapes(query, key, value, query_ids, key_ids, bias) -> None:
     """Raises ValueError for shapes that would broadcast silently, or would be cut."""
     batch, target, heads, _ = query.shape
     source = key.shape[1]
-    wanted = {
+    expected = {
         "key": (key, (batch, source, *query.shape[2:])),
         "value": (value, key.shape),
         "query_segment_ids": (query_ids, (batch, target)),
         "key_segment_ids": (key_ids, (batch, source)),
     }
     if bias is not None:
-        wanted["distance_bias"] = (bias, (heads, max(0, target + source - 1)))
-    for name, (array, shape) in wanted.items():
+        expected["distance_bias"] = (bias, (heads, max(0, target + source - 1)))
+    for name, (array, shape) in expected.items():
         if array.shape != shape:
             raise ValueError(
                 f"{name} has shape {array.shape}, but must have shape {shape} for query of shape "
@@ -85,35 +87,35 @@ def _check_shapes(query, key, value, query_ids, key_ids, bias) -> None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(causal, query, key, value, bias, query_ids, key_ids):
-    return _run(_whole, causal, query, key, value, bias, query_ids, key_ids)[0]
+    return _run(_unsplit, causal, query, key, value, bias, query_ids, key_ids)[0]
 
 
 def _forward(causal, *arguments):
-    out, lse = dispatch.one_operation(functools.partial(_run, _whole, causal), *arguments)
+    out, lse = dispatch.one_operation(functools.partial(_run, _unsplit, causal), *arguments)
     return out, (*arguments, out, lse)
 
 
 def _backward(causal, residuals, d_out):
-    return (*_run(_whole_gradients, causal, *residuals, d_out), None, None)
+    return (*_run(_unsplit_gradients, causal, *residuals, d_out), None, None)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _run(whole, causal, *arrays):
-    """Computes `whole` of the arrays, which devices may share."""
+def _run(compute, causal, *arrays):
+    """Applies `whole` to the arrays, sharded over devices where the context says so."""
     devices = dispatch.devices()
     if devices is not None:
-        return sharded_attention.attend(causal, devices, whole, *arrays)
-    return whole(causal, *arrays)
+        return sharded_attention.attend(causal, devices, compute, *arrays)
+    return compute(causal, *arrays)
 
 
-def _whole(causal, *arrays):
-    """Returns the output, and the logsumexp `lse` that `blockwise_attention.gradients` needs."""
+def _unsplit(causal, *arrays):
+    """Returns the output, and the logsumexp `lse` that the gradients need."""
     return dispatch.run(_table("attend", causal, *arrays), *arrays)
 
 
-def _whole_gradients(causal, *arrays):
+def _unsplit_gradients(causal, *arrays):
     """Returns the gradients in query, key, value and bias."""
     return dispatch.run(_table("gradients", causal, *arrays), *arrays)
 

@@ -1,10 +1,10 @@
-"""Attention on several devices: queries stay, the keys and values of their rows are gathered.
+"""Attention on several devices: queries stay in place, keys and values are all-gathered.
 
-Each device attends from the queries and heads it holds to all keys of their rows. Where devices
-share rows they gather keys and values; the backward pass sums the gradients of keys and values and
-scatters them to their owners. Logits never travel. Serves self-attention, and encoder-decoder
-attention, whose memory is split like the queries. The bytes sent grow with the length, unlike those
-of convolutions; where rows are whole only the gradient of the bias is sent.
+Each device attends with its own queries and heads to all keys of their rows. Where devices share
+rows they all-gather keys and values, and the backward pass reduce-scatters the gradients of keys
+and values. Logits are never communicated. Serves self-attention, and encoder-decoder attention
+whose memory is split like the queries. The bytes sent grow with the length, unlike those of
+convolutions. Where rows are not split, only the gradient of the bias is communicated.
 """
 
 import functools
@@ -20,27 +20,28 @@ from convt5.ops import dispatch
 from convt5.ops.dispatch import Devices
 
 Attend = Callable[..., Any]
-"""Computes one direction on one device from causal, query, key, value, bias, query and key segment
-ids; backward also from the output, its logsumexp and its cotangent.
+"""Computes one direction on one device.
 
-The bias is [heads, distances] or None. Backward it returns the gradients of query to bias.
+Forward, the arguments are causal, query, key, value, bias, and segment ids of queries and keys; the
+backward pass adds the output, its logsumexp and its cotangent, and returns the gradients of query,
+key, value and bias. The bias is [heads, distances] or None.
 """
 
 _HIDDEN = -1e9
 
 
 def attend(causal: bool, devices: Devices, alone: Attend, *arrays: Any):
-    """Returns attention, or its gradients, of rows, heads and lengths split over devices.
+    """Returns attention, or its gradients, with rows, heads and lengths split over devices.
 
     Args:
         causal: hides keys after each query.
-        devices: which hold the parts.
-        alone: computes it on one device.
-        arrays: query, key, value, bias (or None), query and key segment ids, all as
-            `operators.attend` has them; backward also the output, its logsumexp and its cotangent.
+        devices: the devices that hold the parts.
+        alone: computes attention on one device.
+        arrays: query, key, value, bias (or None), segment ids of queries and keys, as in
+            `operators.attend`; for gradients also the output, its logsumexp and its cotangent.
 
     Raises:
-        ValueError: a length that the devices do not divide.
+        ValueError: a length is not divisible by the number of devices that split it.
     """
     query, key, _, bias, *_ = arrays
     pieces = devices.count(devices.lengths)
@@ -69,25 +70,29 @@ def attend(causal: bool, devices: Devices, alone: Attend, *arrays: Any):
 def _piece(
     causal: bool, devices: Devices, alone: Attend, target: int, query, key, value, bias, ids, *rest
 ):
-    """Computes the queries of one device; `target` counts those of all."""
+    """Computes the queries of one device; `target` is the number of queries of all devices."""
     key_ids, *backward = rest
     if not devices.split_lengths:
         with dispatch.using(devices=None):
             results = alone(causal, query, key, value, bias, ids, key_ids, *backward)
-        return _bias_summed(devices, *results) if backward else results
+        return _sum_bias(devices, *results) if backward else results
     gather = functools.partial(lax.all_gather, axis_name=devices.lengths, axis=1, tiled=True)
     key, value, key_ids = gather(key), gather(value), gather(key_ids)
     piece, source = query.shape[1], key.shape[1]
     first = lax.axis_index(devices.lengths) * piece
-    # Entry 0 of the own distances is that of the last own query to the first key.
+    # Entry 0 of this device's distances is the last of its queries to the first key.
     start, width = target - piece - first, piece + source - 1
-    own = None if bias is None else lax.dynamic_slice_in_dim(bias, start, width, axis=1)
+    own_bias = None if bias is None else lax.dynamic_slice_in_dim(bias, start, width, axis=1)
     if causal:
         distances = jnp.arange(width) + 1 - piece - first
         hidden = jnp.where(distances > 0, _HIDDEN, 0.0)[None]
-        own = jnp.broadcast_to(hidden, (query.shape[2], width)) if own is None else own + hidden
+        own_bias = (
+            jnp.broadcast_to(hidden, (query.shape[2], width))
+            if own_bias is None
+            else own_bias + hidden
+        )
     with dispatch.using(devices=None):
-        results = alone(False, query, key, value, own, ids, key_ids, *backward)
+        results = alone(False, query, key, value, own_bias, ids, key_ids, *backward)
     if not backward:
         return results
     dquery, dkey, dvalue, down = results
@@ -97,11 +102,11 @@ def _piece(
     dbias = None
     if bias is not None:
         dbias = lax.dynamic_update_slice_in_dim(jnp.zeros_like(bias), down, start, axis=1)
-    return _bias_summed(devices, dquery, scatter(dkey), scatter(dvalue), dbias)
+    return _sum_bias(devices, dquery, scatter(dkey), scatter(dvalue), dbias)
 
 
-def _bias_summed(devices: Devices, dquery, dkey, dvalue, dbias):
-    """Adds up the gradient of the bias over devices; the others stay as they are."""
+def _sum_bias(devices: Devices, dquery, dkey, dvalue, dbias):
+    """Sums the gradient of the bias over devices; returns the other gradients unchanged."""
     if dbias is not None:
         dbias = lax.psum(dbias, devices.rows + devices.lengths)
     return dquery, dkey, dvalue, dbias

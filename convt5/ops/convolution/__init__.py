@@ -1,1 +1,1 @@
-"""Depthwise, lightweight and dynamic convolution: the operators, and a file for each platform."""
+"""Depthwise, lightweight and dynamic convolution: the operators, and one file per platform."""

@@ -1,11 +1,11 @@
 """Depthwise, lightweight and dynamic convolution over packed sequences, with any dilation.
 
-All are sums over shifted inputs: output i of channel c is the sum over taps j of
-w[j, c] * x[i + j * dilation - left, c], a cross-correlation (the taps are not flipped) that reads
-zero outside the row, at padding and, unless asked otherwise, in other segments. The backward pass
-is written by hand: differentiating the sum would store one product per tap. TPUs compute both with
-kernels for bfloat16 and float32, channels in multiples of 128, and taps that stay in their segment
-and do not reach too far for fast memory; all else is plain JAX.
+All are sums over shifted inputs. Output i of channel c is the sum over taps j of
+w[j, c] * x[i + j * dilation - left, c]: a cross-correlation, whose taps are not flipped. Inputs
+outside the row, at padding and, by default, in other segments read as zero. The backward pass is
+written by hand, because differentiating the sum would store one product per tap. On TPU, Pallas
+kernels serve bfloat16 and float32 if channels are a multiple of 128, taps stay in their segment,
+and their reach fits fast memory. Everything else is plain JAX.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ Segments = Int[Array, "batch length"] | None
 
 def depthwise_conv(
     x: Float[Array, "batch length embed"],
-    kernel: Float[Array, "kernel embed"],
+    kernel: Float[Array, "taps embed"],
     *,
     dilation: int = 1,
     padding: Padding = "CENTERED",
@@ -41,27 +41,26 @@ def depthwise_conv(
 
     Args:
         x: the inputs.
-        kernel: weight of each tap and channel; the first tap reads furthest to the left.
+        kernel: weight of each tap and channel; the first tap reads furthest left.
         dilation: distance between neighbouring taps in positions; 1 means adjacent.
         padding: "CENTERED": output i reads i + dilation * (j - ceil((K + 1) / 2)), j = 1..K, so
             an even kernel holds the current position and leans left. "CAUSAL": the last tap reads
             the current position. (left, right): positions read on each side, which add up to
             (K - 1) * dilation.
-        segment_ids: the packed example of each position; 0 is padding, which reads as zero and
-            whose output is zero. None: the whole row is one example.
-        taps_cross_segments: whether taps read other segments of the row, though never padding.
-        split_channels: whether devices that share channels each convolve theirs; False where each
-            holds all channels of x, and reads all of the result.
+        segment_ids: the packed example of each position. 0 is padding: it reads as zero, and its
+            output is zero. None: each row is one example.
+        taps_cross_segments: whether taps read other segments of the row; they never read padding.
+        split_channels: whether devices that split the channels convolve only their own; False if
+            each device holds all channels of x and needs all of the result.
 
     Raises:
-        ValueError: dilation, padding or the shapes of the arrays do not fit together, or x holds
-            integers.
+        ValueError: dilation, padding or array shapes are inconsistent, or x holds integers.
     """
-    _check_axes(x, "kernel", kernel, "kernel embed")
+    _check_axes(x, "kernel", kernel, "taps embed")
     if kernel.shape[1] != x.shape[-1]:
         raise ValueError(
             f"kernel has {kernel.shape[1]} channels but x has embed={x.shape[-1]}; a depthwise "
-            "kernel has shape [kernel, embed]."
+            "kernel has shape [taps, embed]."
         )
     _check_shapes(x, segment_ids)
     taps = _taps(kernel.shape[0], dilation, padding, taps_cross_segments)
@@ -72,7 +71,7 @@ def depthwise_conv(
 
 def lightweight_conv(
     x: Float[Array, "batch length embed"],
-    kernel_logits: Float[Array, "kernel heads"],
+    kernel_logits: Float[Array, "taps kernels"],
     *,
     dilation: int = 1,
     padding: Padding = "CENTERED",
@@ -84,23 +83,22 @@ def lightweight_conv(
 ) -> Float[Array, "batch length embed"]:
     """Convolves groups of channels with shared, softmax-normalised kernels.
 
-    Wu et al. 2019, arXiv 1901.10430, equation 4: channel c uses kernel floor(c * heads / embed).
-    The softmax runs over all taps, in at least float32; weight that falls on a position which
-    reads as zero is lost, not redistributed.
-
+    Wu et al. 2019, arXiv 1901.10430, equation 4: channel c uses kernel floor(c * H / embed), of H
+    kernels. The softmax runs over all taps, in at least float32. A tap that reads zero keeps its
+    weight, which is not redistributed.
     Args:
         x, dilation, padding, segment_ids, taps_cross_segments: as in `depthwise_conv`.
-        kernel_logits: logits of the taps of each kernel; heads divides embed.
-        softmax: False takes `kernel_logits` themselves as the weights.
-        tap_dropout_rate: share of normalised taps set to zero, the others scaled up to keep the
-            mean (DropConnect of Wu et al.); one draw for the whole batch.
-        dropout_key: None for deterministic.
+        kernel_logits: logits of the taps of each kernel; their number divides embed.
+        softmax: False uses `kernel_logits` directly as the weights.
+        tap_dropout_rate: probability of setting a normalised tap to zero; the others are scaled up
+            to keep the mean (DropConnect of Wu et al.). One mask for the whole batch.
+        dropout_key: random key; None means deterministic.
 
     Raises:
-        ValueError: as in `depthwise_conv`, or heads does not divide embed, or tap_dropout_rate is
-            not in [0, 1).
+        ValueError: as in `depthwise_conv`, or the number of kernels does not divide embed, or
+            tap_dropout_rate is outside [0, 1).
     """
-    _check_axes(x, "kernel_logits", kernel_logits, "kernel heads")
+    _check_axes(x, "kernel_logits", kernel_logits, "taps kernels")
     _check_rate(tap_dropout_rate)
     _check_shapes(x, segment_ids)
     taps = _taps(kernel_logits.shape[0], dilation, padding, taps_cross_segments)
@@ -114,7 +112,7 @@ def lightweight_conv(
 
 def dynamic_conv(
     x: Float[Array, "batch length embed"],
-    kernel_logits: Float[Array, "batch length kernel heads"],
+    kernel_logits: Float[Array, "batch length taps kernels"],
     *,
     dilation: int = 1,
     padding: Padding = "CENTERED",
@@ -124,21 +122,21 @@ def dynamic_conv(
     tap_dropout_rate: float = 0.0,
     dropout_key: PRNGKeyArray | None = None,
 ) -> Float[Array, "batch length embed"]:
-    """Convolves groups of channels with kernels given for every output position.
+    """Convolves groups of channels with a separate kernel for every output position.
 
-    Wu et al. 2019, arXiv 1901.10430, equation 5, with the kernels already predicted. What is kept
-    for the backward pass is `x` and `kernel_logits`: the softmax is computed again.
+    Wu et al. 2019, arXiv 1901.10430, equation 5, for kernels that are already predicted. The
+    backward pass keeps only `x` and `kernel_logits`, and recomputes the softmax.
 
     Args:
         x, dilation, padding, segment_ids, taps_cross_segments: as in `depthwise_conv`.
-        kernel_logits: logits of the taps of each kernel of each output position.
-        softmax, tap_dropout_rate, dropout_key: as in `lightweight_conv`; every position and
-            kernel has its own draw of the dropout.
+        kernel_logits: logits of the taps of each kernel at each output position.
+        softmax, tap_dropout_rate, dropout_key: as in `lightweight_conv`, with a separate dropout
+            mask for every position and kernel.
 
     Raises:
         ValueError: as in `lightweight_conv`.
     """
-    _check_axes(x, "kernel_logits", kernel_logits, "batch length kernel heads")
+    _check_axes(x, "kernel_logits", kernel_logits, "batch length taps kernels")
     _check_rate(tap_dropout_rate)
     _check_shapes(x, segment_ids, kernel_logits=kernel_logits)
     taps = _taps(kernel_logits.shape[2], dilation, padding, taps_cross_segments)
@@ -147,7 +145,7 @@ def dynamic_conv(
         return jnp.zeros_like(x)
     devices = dispatch.devices()
     if dropout_key is not None and tap_dropout_rate and devices and devices.split_lengths:
-        # Drawn for whole rows, before they are taken apart: the same numbers on every mesh.
+        # Drawn for whole rows before they are split: the same mask on every mesh.
         weights = reference.normalize(softmax, tap_dropout_rate, kernel_logits, dropout_key)
         return _dynamic_conv(taps, False, 0.0, *vary_alike(x, weights, segment_ids, None))
     arrays = vary_alike(x, kernel_logits, segment_ids, dropout_key)
@@ -155,11 +153,11 @@ def dynamic_conv(
 
 
 def _check_axes(x, name: str, weights, axes: str) -> None:
-    for what, array, wanted in (("x", x, "batch length embed"), (name, weights, axes)):
-        if array.ndim != len(wanted.split()):
+    for what, array, expected in (("x", x, "batch length embed"), (name, weights, axes)):
+        if array.ndim != len(expected.split()):
             raise ValueError(
                 f"{what} has shape {array.shape}, but must have the axes "
-                f"[{', '.join(wanted.split())}]."
+                f"[{', '.join(expected.split())}]."
             )
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
@@ -203,13 +201,13 @@ def _taps(kernel_size, dilation, padding, crosses) -> Taps:
 
 
 def _group_size(x, kernel_logits) -> int:
-    embed, heads = x.shape[-1], kernel_logits.shape[-1]
-    if heads == 0 or embed % heads:
+    embed, num_kernels = x.shape[-1], kernel_logits.shape[-1]
+    if num_kernels == 0 or embed % num_kernels:
         raise ValueError(
-            f"kernel_logits has heads={heads}, which must divide embed={embed}: each kernel serves "
-            "embed / heads neighbouring channels."
+            f"kernel_logits has num_kernels={num_kernels}, which must divide embed={embed}: each "
+            "kernel serves embed / num_kernels neighbouring channels."
         )
-    return embed // heads
+    return embed // num_kernels
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -271,7 +269,7 @@ def _run(
     rate: float = 0.0,
     key=None,
 ):
-    """Returns the convolution, or its gradients, of x, weights and, backward, the cotangent."""
+    """Returns the convolution or its gradients from x, weights and, if backward, the cotangent."""
     devices = dispatch.devices()
     if not reference.drops(rate, key):
         key = None
@@ -283,7 +281,7 @@ def _run(
 
 
 def _table(direction, taps, softmax, rate, segment_ids, key, x, weights) -> dispatch.Table:
-    """Returns the formulations of a direction, of segment ids, key and the arrays."""
+    """Returns the formulations of a direction, called with segment ids, key and the arrays."""
 
     def of(module):
         compute = getattr(module, direction)

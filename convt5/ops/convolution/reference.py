@@ -1,9 +1,9 @@
-"""The convolutions and their gradients in plain JAX, for every platform, shape and dtype.
+"""Convolutions and their gradients in plain JAX, for every platform, shape and dtype.
 
-Weights are a kernel [kernel, embed] shared by all positions, or logits [batch, length, kernel,
-heads] of each position; `operators` documents them. Every sum over taps has one order, whatever
-the length of the row and the place of a segment in it, and keeps the terms that are zero: a packed
-example equals the example alone, bit for bit. `cpu` and `gpu` replace single sums.
+Weights are a kernel [taps, embed] shared by all positions, or logits [batch, length, taps, kernels]
+for each position; see `operators`. Every sum over taps has a fixed order, independent of the row
+length and of where a segment lies in the row, and includes the terms that are zero. A packed
+example therefore equals the unpacked one bit for bit. `cpu` and `gpu` replace single sums.
 """
 
 import functools
@@ -17,7 +17,7 @@ from convt5.ops.convolution.rows import (
     Reader,
     hide_padding,
     rows_between,
-    split_heads,
+    split_kernels,
     wide_dtype,
 )
 from convt5.ops.geometry import Taps
@@ -29,24 +29,24 @@ def weighted_sum(taps: Taps, x, weights, segment_ids):
     Args:
         taps: the geometry.
         x: [batch, length, embed].
-        weights: [batch, length, kernel, heads]; batch and length may be 1.
+        weights: [batch, length, taps, kernels]; batch and length may be 1.
         segment_ids: [batch, length] or None.
     """
     return sum_read_rows(taps, x, weights, segment_ids, Reader(taps, x, segment_ids))
 
 
 def sum_read_rows(taps: Taps, x, weights, segment_ids, read, total=None):
-    """Returns `weighted_sum` of the rows that `read(tap)` returns, divided by `total` if given.
+    """Returns `weighted_sum` of the rows returned by `read(tap)`, divided by `total` if given.
 
     Args:
         taps, x, weights, segment_ids: as in `weighted_sum`.
         read: returns the shifted rows of a tap, [batch, length, embed].
-        total: [batch, length, 1, heads] or None.
+        total: [batch, length, 1, kernels] or None.
     """
-    heads, wide = weights.shape[-1], wide_dtype(x, weights)
-    y = jnp.zeros(split_heads(x, heads).shape, wide)
+    num_kernels, wide = weights.shape[-1], wide_dtype(x, weights)
+    y = jnp.zeros(split_kernels(x, num_kernels).shape, wide)
     for tap in range(taps.count):
-        shifted = split_heads(read(tap).astype(wide), heads)
+        shifted = split_kernels(read(tap).astype(wide), num_kernels)
         y = y + weights[:, :, tap, :, None].astype(wide) * shifted
     if total is not None:
         y = y * (1 / total[:, :, 0, :, None].astype(wide))
@@ -69,17 +69,17 @@ def transposed_sum(taps: Taps, dy, weights, segment_ids):
 
 
 def transpose_read_rows(taps: Taps, dy, weights, segment_ids, read, shifted_weight):
-    """Returns `transposed_sum` with the weights [batch, length, heads] of `shifted_weight(tap)`."""
-    heads, wide = weights.shape[-1], wide_dtype(dy, weights)
-    dx = jnp.zeros(split_heads(dy, heads).shape, wide)
+    """Returns `transposed_sum` for weights [batch, length, kernels] by `shifted_weight(tap)`."""
+    num_kernels, wide = weights.shape[-1], wide_dtype(dy, weights)
+    dx = jnp.zeros(split_kernels(dy, num_kernels).shape, wide)
     for tap in range(taps.count):
         weight = shifted_weight(tap)[..., None].astype(wide)
-        dx = dx + weight * split_heads(read(tap).astype(wide), heads)
+        dx = dx + weight * split_kernels(read(tap).astype(wide), num_kernels)
     return hide_padding(dx.reshape(dy.shape).astype(dy.dtype), segment_ids)
 
 
 def static_weight_gradient(taps: Taps, x, dy, segment_ids):
-    """Returns sum_i dy[i, c] x[i + offset j, c] over all rows, [kernel, embed]."""
+    """Returns sum_i dy[i, c] x[i + offset j, c] over all rows, [taps, embed]."""
     wide = wide_dtype(x, dy)
     hidden = hide_padding(dy, segment_ids)
     read = Reader(taps, x, segment_ids)
@@ -89,21 +89,21 @@ def static_weight_gradient(taps: Taps, x, dy, segment_ids):
     )
 
 
-def dynamic_weight_gradient(taps: Taps, x, dy, segment_ids, heads):
-    """Returns the sum over the channels c of kernel h of dy[i, c] x[i + offset j, c].
+def dynamic_weight_gradient(taps: Taps, x, dy, segment_ids, num_kernels):
+    """Returns the sum of dy[i, c] x[i + offset j, c] over the channels c of each kernel h.
 
-    The result is [batch, length, kernel, heads].
+    The shape is [batch, length, taps, kernels].
     """
     hidden, read = hide_padding(dy, segment_ids), Reader(taps, x, segment_ids)
-    return chunk_weight_gradient(taps, read, hidden, wide_dtype(x, dy), heads)
+    return chunk_weight_gradient(taps, read, hidden, wide_dtype(x, dy), num_kernels)
 
 
-def chunk_weight_gradient(taps: Taps, read, dy, wide, heads, start: Any = 0):
-    """Returns `dynamic_weight_gradient` of the rows of `dy`, which begin at `start`."""
+def chunk_weight_gradient(taps: Taps, read, dy, wide, num_kernels, start: Any = 0):
+    """Returns `dynamic_weight_gradient` for the rows in `dy`, which begin at position `start`."""
     rows, part = dy.shape[1], dy.astype(wide)
     return jnp.stack(
         [
-            jnp.sum(split_heads(read(tap, start, rows).astype(wide) * part, heads), axis=-1)
+            jnp.sum(split_kernels(read(tap, start, rows).astype(wide) * part, num_kernels), axis=-1)
             for tap in range(taps.count)
         ],
         axis=2,
@@ -115,17 +115,17 @@ def chunk_weight_gradient(taps: Taps, read, dy, wide, heads, start: Any = 0):
 
 @jax.custom_vjp
 def tap_softmax(logits):
-    """Returns the softmax over the taps, the axis before the last.
+    """Returns the softmax over the taps, the second-to-last axis.
 
-    Maximum and sum are written out tap by tap: XLA:CPU reduces an axis in an order that depends on
-    the length of the row, so that `jax.nn.softmax` differs in the last bit between packed and
-    separate examples.
+    Maximum and sum are unrolled over the taps. XLA:CPU reduces an axis in an order that depends on
+    the row length, so `jax.nn.softmax` differs in the last bit between packed and separate
+    examples.
     """
     return plain_tap_softmax(logits)
 
 
 def plain_tap_softmax(logits):
-    """Returns `tap_softmax` without its own gradient: JAX can differentiate it in either mode."""
+    """Returns `tap_softmax` without its custom gradient, so that both modes differentiate it."""
     powers, total = tap_powers(logits)
     return powers / total
 
@@ -137,7 +137,7 @@ def tap_powers(logits):
 
 
 def _over_taps(operation, values):
-    """Reduces the taps in order, and keeps their axis with size one."""
+    """Reduces over the taps in order, and keeps their axis with size one."""
     count = values.shape[-2]
     return functools.reduce(operation, (values[..., j : j + 1, :] for j in range(count)))
 
@@ -158,7 +158,7 @@ tap_softmax.defvjp(_softmax_forward, _softmax_backward)
 def normalize(
     softmax: bool, rate: float, logits, key, *, tap_softmax: Callable[..., Any] = tap_softmax
 ):
-    """Returns the weights of the taps in at least float32; taps are the axis before the last."""
+    """Returns the tap weights in at least float32; taps are the second-to-last axis."""
     weights = logits.astype(wide_dtype(logits))
     if softmax:
         weights = tap_softmax(weights)
@@ -169,7 +169,7 @@ def normalize(
 
 
 def drops(rate: float, key) -> bool:
-    """Whether taps are dropped."""
+    """Returns whether taps are dropped."""
     return key is not None and rate != 0.0
 
 
@@ -177,7 +177,7 @@ def drops(rate: float, key) -> bool:
 
 
 class Sums(NamedTuple):
-    """The four sums of a convolution and its gradients, in one formulation."""
+    """One formulation of a convolution and its gradients: their four sums."""
 
     weighted_sum: Callable[..., Any] = weighted_sum
     transposed_sum: Callable[..., Any] = transposed_sum
@@ -191,7 +191,7 @@ SUMS = Sums()
 def forward(
     taps: Taps, softmax: bool, segment_ids, x, weights, *, rate=0.0, key=None, sums: Sums = SUMS
 ):
-    """Returns the convolution; `softmax`, `rate` and `key` matter to logits alone."""
+    """Returns the convolution; `softmax`, `rate` and `key` apply only to logits."""
     if weights.ndim == 2:
         return sums.weighted_sum(taps, x, weights[None, None], segment_ids)
     normalized = normalize(softmax, rate, weights, key, tap_softmax=plain_tap_softmax)
@@ -203,7 +203,7 @@ def backward(
 ):
     """Returns the gradients in x and in the weights."""
     if weights.ndim == 2:
-        # Transposing a sum of shifts mirrors it: row i was read by the rows that it would read.
+        # The transpose of a sum of shifts is the sum of mirrored shifts.
         mirrored = weights[::-1][None, None]
         dx = sums.weighted_sum(taps.mirrored(), dy, mirrored, segment_ids)
         dkernel = sums.static_weight_gradient(taps, x, dy, segment_ids)

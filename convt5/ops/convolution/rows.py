@@ -1,7 +1,7 @@
-"""Rows of a sequence shifted along its length, as the taps of a convolution read them.
+"""Shifts the rows of a sequence along its length, as the taps of a convolution read them.
 
-Positions outside of the row, padding and, unless asked otherwise, other segments read as zero.
-Used by all formulations in plain JAX.
+Positions outside the row, padding and, by default, other segments read as zero. Used by all
+formulations in plain JAX.
 """
 
 import copy
@@ -14,20 +14,20 @@ from convt5.ops.geometry import Taps
 
 
 class Reader:
-    """Reads the rows of x that a tap sees, one for each output row; zero where it sees none.
+    """Reads the rows of x that a tap sees, one per output row; zero where there is none.
 
     Attributes:
-        left, right: rows of zeros put before and after the row.
-        starts: first row that each tap reads, counted in the padded row.
+        left, right: zero rows added before and after the row.
+        starts: first row that each tap reads, an index into the padded row.
 
     Args:
-        behind: output rows after the last that may be read as well; they see zeros.
-        filler: unused channels after each row in memory.
+        behind: output rows after the last that may also be read; they see zeros.
+        filler: padding channels after each row in memory.
     """
 
     def __init__(self, taps: Taps, x, segment_ids, *, behind: int = 0, filler: int = 0):
         length, self._embed = x.shape[1:]
-        # Taps further away than the row is long read zeros wherever they are.
+        # Taps that reach beyond the row read zeros, however far they reach.
         self.left, self.right = min(taps.left, length), min(taps.right, length)
         self.starts = [self.left + max(-self.left, min(self.right, o)) for o in taps.offsets]
         stop = length + self.right + behind
@@ -40,7 +40,7 @@ class Reader:
             self._padded_ids = rows_between(segment_ids, -self.left, stop)
 
     def __call__(self, tap: int, start=0, rows: int | None = None):
-        """Returns the rows that outputs start to start + rows see; `start` may be traced."""
+        """Returns the rows that outputs start to start + rows read; `start` may be traced."""
         rows = self._length if rows is None else rows
         first = self.starts[tap] + start
         read = chunk(self._padded, first, rows)[..., : self._embed]
@@ -51,7 +51,7 @@ class Reader:
         return jnp.where((theirs == ours)[..., None], read, 0)
 
     def piece(self, start, rows: int, example) -> "Reader":
-        """Returns a reader of `rows` output rows from `start`, of one example or of all (None).
+        """Returns a reader for `rows` output rows from `start`, of one example or all (None).
 
         `start` and `example` may be traced.
         """
@@ -66,15 +66,15 @@ class Reader:
 
 
 def hide_padding(x, segment_ids):
-    """Returns [batch, length, embed] with zeros in segment 0, padding."""
+    """Returns x with zeros at padding, segment 0."""
     return x if segment_ids is None else jnp.where((segment_ids != 0)[..., None], x, 0)
 
 
 def rows_between(a, start: int, stop: int, *, filler: int = 0):
-    """Returns rows start to stop of the second axis, with zeros outside the array.
+    """Returns rows start to stop of the second axis, zero outside the array.
 
     Args:
-        filler: zeros to append to the last axis.
+        filler: number of zeros appended to the last axis.
     """
     length = a.shape[1]
     first, last = (max(0, min(length, i)) for i in (start, stop))
@@ -107,11 +107,11 @@ def piece(a, start, rows: int, example):
     return lax.dynamic_slice(a, (example, start, *rest), (1, rows, *a.shape[2:]))
 
 
-def split_heads(x, heads: int):
-    """Splits the channels by kernel: [batch, length, heads, embed / heads]."""
-    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
+def split_kernels(x, num_kernels: int):
+    """Splits the channels by kernel: [batch, length, kernels, embed / kernels]."""
+    return x.reshape(*x.shape[:-1], num_kernels, x.shape[-1] // num_kernels)
 
 
 def wide_dtype(*arrays) -> jnp.dtype:
-    """Returns the dtype of sums over these arrays: at least float32."""
+    """Returns the dtype in which these arrays are summed: at least float32."""
     return functools.reduce(jnp.promote_types, (a.dtype for a in arrays), jnp.float32)

@@ -1,13 +1,12 @@
-"""Depthwise convolution with about as many taps as a row is long, in L log^2 L operations.
+"""Depthwise convolution with about as many taps as a row is long, in O(L log^2 L) operations.
 
-Taps of short distances are summed as in `depthwise_conv`. For the others a row is cut in halves,
-those in halves again, and so on: an input reaches an output in the other half of the smallest part
-that holds both. Of a part, only the segment that spans its middle passes from one half to the
-other, so that masks of its inputs and outputs keep any number of packed segments apart, exactly;
-and as no sum ever runs over inputs behind a causal output, none depends on them, not even by
-rounding. From half to half a row passes by Fourier transforms padded so that nothing wraps around:
-by FFT on CPU and GPU, and elsewhere as matrix products, for XLA's FFT on TPU is slow. Used by the
-mixing kind `long`.
+Taps of short distances are summed directly, as in `depthwise_conv`. For longer ones the row is
+halved recursively: an input reaches an output in the other half of the smallest part that contains
+both. Within a part, only the segment across its middle passes from one half to the other, so masks
+of inputs and outputs keep any number of packed segments exactly apart. No sum includes an input
+that follows a causal output, so not even rounding depends on the future. The transfer between
+halves is a Fourier transform, padded so that nothing wraps around: an FFT on CPU and GPU, matrix
+products elsewhere, because XLA's FFT is slow on TPU. Used by the mixing kind `long`.
 """
 
 import functools
@@ -25,22 +24,22 @@ from convt5.ops.convolution.operators import depthwise_conv
 from convt5.ops.geometry import Padding, pad_widths
 
 SUMMED_TAPS = 32
-"""Distances that CPUs and GPUs sum tap by tap, at most: about what two FFTs cost."""
+"""Most distances that CPU and GPU sum tap by tap: about the cost of two FFTs."""
 
 TPU_SUMMED_TAPS = 128
-"""The same on TPU, whose kernels touch memory once however many taps there are."""
+"""Most distances that TPU sums tap by tap; its kernels pass over memory once for all taps."""
 
 TPU_TRANSFORM = 512
-"""Positions that TPUs transform by one product, at most."""
+"""Most positions that TPU transforms by one matrix product."""
 
 
 class Method(NamedTuple):
-    """How a platform computes.
+    """The parameters of the algorithm on one platform.
 
     Attributes:
-        block: distances, from 0, that are summed tap by tap, at most.
-        across: returns what reaches second halves [batch, parts, half, embed] from first halves
-            of that shape, by taps [2 * half, embed] of which those below the block are zero.
+        block: most distances, from 0, that are summed tap by tap.
+        across: returns the contribution of first halves [batch, parts, half, embed] to second
+            halves of that shape, for taps [2 * half, embed] that are zero below the block.
     """
 
     block: int
@@ -49,21 +48,21 @@ class Method(NamedTuple):
 
 def long_conv(
     x: Float[Array, "batch length embed"],
-    kernel: Float[Array, "kernel embed"],
+    kernel: Float[Array, "taps embed"],
     *,
     padding: Padding = "CENTERED",
     segment_ids: Int[Array, "batch length"] | None = None,
     taps_cross_segments: bool = False,
 ) -> Float[Array, "batch length embed"]:
-    """Returns `depthwise_conv(x, kernel, ...)`, faster where taps are hundreds.
+    """Returns `depthwise_conv(x, kernel, ...)`, faster for hundreds of taps or more.
 
-    Sums are taken in at least float32; on TPU, operands of the transforms have the dtype of `x`.
-    For the backward pass `x` and `kernel` are kept.
+    Sums are computed in at least float32; on TPU, operands of the transforms have the dtype of `x`.
+    The backward pass keeps `x` and `kernel`.
 
     Args:
         x, kernel, padding: as in `depthwise_conv`; taps beyond the row read nothing.
-        segment_ids: likewise, but an example is a run of equal ids: one that stands in a row twice
-            is two examples. Padding inside of a run belongs to it.
+        segment_ids: as in `depthwise_conv`, but an example is a run of equal ids: an id that occurs
+            in two runs of a row is two examples. Padding inside a run belongs to it.
         taps_cross_segments: as in `depthwise_conv`.
 
     Raises:
@@ -85,7 +84,7 @@ def long_conv(
 
 
 def cut(length: int, most: int) -> tuple[int, int]:
-    """Returns positions and number of the smallest parts: at most `most`, and a power of two."""
+    """Returns the size, at most `most`, and the number, a power of two, of the smallest parts."""
     count = 1
     while -(-length // count) > most:
         count *= 2
@@ -93,9 +92,10 @@ def cut(length: int, most: int) -> tuple[int, int]:
 
 
 def flops(length: int, *, sides: int) -> float:
-    """Returns the operations for each channel of a row with taps for all of it, by FFT.
+    """Returns the FLOPs per channel of a row of this length with taps for all of it, by FFT.
 
-    Two for each multiply-add of a tap, 5/2 N log2 N for a real transform of N positions (those of
+    Counts two for each multiply-add of a tap, 5/2 N log2 N for a real transform of N positions
+    (including that of the taps, which all rows share) and six for each complex product.
     the taps, which all rows share, included), six for each product of complex numbers.
 
     Args:
@@ -114,7 +114,7 @@ def flops(length: int, *, sides: int) -> float:
 
 
 def _numbered_runs(ids):
-    """Returns ids that count the runs of a row from 1, 0 at padding."""
+    """Numbers the runs of equal ids in a row from 1; padding gets 0."""
     places = jnp.where(ids != 0, jnp.arange(ids.shape[1]), -1)
     latest = lax.cummax(places, axis=1)
     held = jnp.take_along_axis(ids, jnp.maximum(latest, 0), axis=1)
@@ -131,7 +131,7 @@ def _convolve(method: Method, left: int, x, kernel, ids):
     size, length = block * count, x.shape[1]
     beside = (0, 0), (0, size - length)
     rows = jnp.pad(_real(x, ids), (*beside, (0, 0)))
-    # Padding inside of a run belongs to it.
+    # Padding inside a run belongs to it.
     runs = None if ids is None else jnp.pad(lax.cummax(ids, axis=1), beside)
     y = near.astype(jnp.promote_types(x.dtype, jnp.float32))
     if count > 1 and left >= block:
@@ -146,18 +146,18 @@ def _convolve(method: Method, left: int, x, kernel, ids):
 
 
 def _real(x, ids):
-    """Returns x with zero at padding."""
+    """Returns x with zeros at padding."""
     return x if ids is None else jnp.where((ids != 0)[..., None], x, jnp.zeros((), x.dtype))
 
 
 def _far_taps(block: int, size: int, taps):
-    """Returns taps of the distances 0 to size - 1, zero below `block`."""
+    """Returns the taps of distances 0 to size - 1, with zeros below `block`."""
     taps = jnp.pad(taps[:size], ((0, max(0, size - taps.shape[0])), (0, 0)))
     return jnp.where(jnp.arange(size)[:, None] < block, jnp.zeros((), taps.dtype), taps)
 
 
 def _onward(method: Method, block: int, x, taps, runs):
-    """Returns the sums over inputs of earlier blocks, by the halves of parts of every size."""
+    """Returns the sums over inputs of earlier blocks, accumulated over parts of every size."""
     batch, size, embed = x.shape
     total, half = jnp.zeros_like(x), block
     while half < size:
@@ -167,12 +167,12 @@ def _onward(method: Method, block: int, x, taps, runs):
             first, second = jnp.moveaxis(runs.reshape(batch, parts, 2, half), 2, 0)
             sends = (first == first[..., -1:]) & (first[..., -1:] == second[..., :1])
             sent = jnp.where(sends[..., None], sent, jnp.zeros((), sent.dtype))
-        found = method.across(sent, taps[: 2 * half])
+        received = method.across(sent, taps[: 2 * half])
         if runs is not None:
             reads = second == second[..., :1]
-            found = jnp.where(reads[..., None], found, jnp.zeros((), found.dtype))
-        beside = jnp.zeros_like(found)
-        total = total + jnp.stack([beside, found], axis=2).reshape(batch, size, embed)
+            received = jnp.where(reads[..., None], received, jnp.zeros((), received.dtype))
+        beside = jnp.zeros_like(received)
+        total = total + jnp.stack([beside, received], axis=2).reshape(batch, size, embed)
         half *= 2
     return total
 
@@ -185,10 +185,11 @@ def _across_by_fft(x, taps):
 
 
 def _across_by_products(x, taps):
-    """Transforms blocks of long halves, so that products grow no further.
+    """Transforms long halves in blocks, which bounds the size of the matrix products.
 
-    The frequencies lie between those of an FFT, at f + 1/2 of 2 * block positions: what wraps
-    around (here nothing does) would change its sign, and there are as many as positions of a block.
+    The frequencies are those of an FFT of 2 * block positions shifted by 1/2. Terms that wrap
+    around (here none do) would change sign. There are as many real frequencies as positions of a
+    block.
     """
     batch, parts, half, embed = x.shape
     block = half
@@ -200,14 +201,14 @@ def _across_by_products(x, taps):
     product = functools.partial(_product, dtype=x.dtype)
     windows = taps.reshape(2 * count, block, embed)
     windows = jnp.concatenate([windows[:-1], windows[1:]], axis=1)
-    # Frequencies stand where positions stood: real parts, then imaginary ones.
+    # The axis of positions is now that of frequencies: real parts, then imaginary parts.
     spectra = product("fn,wnd->wfd", waves, windows)
     sent = product(
         "fn,bpcnd->bpcfd", waves[:, :block], x.reshape(batch, parts, count, block, embed)
     )
     real, imaginary = 0.0, 0.0
     for sender in range(count):
-        # To the blocks of the other half, one after another.
+        # Windows that lead from this block to each block of the other half, in order.
         window = spectra[None, None, count - 1 - sender : 2 * count - 1 - sender]
         a, b = sent[:, :, sender, None, :block], sent[:, :, sender, None, block:]
         c, d = window[..., :block, :], window[..., block:, :]
@@ -218,7 +219,7 @@ def _across_by_products(x, taps):
 
 
 def _product(axes: str, waves: np.ndarray, x, *, dtype):
-    """Returns products with constants in the dtype of the rows, summed in at least float32."""
+    """Multiplies by constants in the dtype of the rows, and sums in at least float32."""
     y = jnp.einsum(
         axes,
         jnp.asarray(waves, dtype),

@@ -1,1 +1,1 @@
-"""Cross-entropy of tokens: the operators, and the formulations of the fused one."""
+"""Cross-entropy of tokens: the operators, and the formulations of the fused loss."""

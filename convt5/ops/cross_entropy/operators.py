@@ -17,15 +17,15 @@ Scalar = Float[Array, ""]
 
 
 class CrossEntropySums(NamedTuple):
-    """Sums over all tokens, each times its weight.
+    """Sums over all tokens, weighted per token.
 
     Attributes:
-        loss: what is minimised: the cross-entropy of the smoothed targets, and the z term; the one
-            sum that has gradients.
-        cross_entropy: of the targets themselves in nats, without smoothing and z term.
+        loss: the training loss: cross-entropy of the smoothed targets plus z-loss. Only this sum
+            has gradients.
+        cross_entropy: cross-entropy of the targets in nats, without smoothing and z-loss.
         z_term: z_loss * logsumexp(logits)^2.
-        right: tokens whose target has the largest logit, the first among equals; none whose logits
-            are not finite.
+        right: correct tokens: the target has the largest logit (the lowest id among equal ones).
+            Tokens whose logits are not finite count as wrong.
     """
 
     loss: Scalar
@@ -48,14 +48,14 @@ def linear_cross_entropy(
     `loss` is the sum of both terms of `token_cross_entropy`; `cross_entropy` is its first term
     without label smoothing.
 
-    The logits of all tokens are never held in memory: they exist for one chunk of tokens at a time,
-    on TPU only on the chip. The gradients of x and of the table are computed together with the
-    loss, chunk by chunk, so that no logit is computed twice; only `loss` has gradients, and targets
-    and weights have none. Products take their operands in the dtype of x and add up in float32.
+    The logits of all tokens are never in memory at once: they exist for one chunk of tokens at a
+    time, and on TPU only on-chip. The gradients of x and table are computed together with the loss,
+    chunk by chunk, so that no logit is computed twice. Only `loss` has gradients, and only in x and
+    table. Products have operands in the dtype of x and accumulate in float32.
 
     Raises:
-        ValueError: the shapes of the arrays do not fit together, targets are no integers, or x
-            holds integers.
+        ValueError: the array shapes are inconsistent, targets are not integers, or x holds
+            integers.
     """
     if table.ndim != 2 or table.shape[1:] != x.shape[-1:]:
         raise ValueError(
@@ -66,7 +66,7 @@ def linear_cross_entropy(
             f"weights has shape {weights.shape} but x has shape {x.shape}; weights has one number "
             "for each token."
         )
-    targets = _checked(targets, x=x)
+    targets = _check_targets(targets, x=x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
             f"x has dtype {x.dtype}, which the table would be rounded to; give floating point."
@@ -78,8 +78,8 @@ def linear_cross_entropy(
     return _loss_alone_has_gradients(_sums(z_loss, label_smoothing, *arrays))
 
 
-def _checked(targets, **of_tokens) -> jax.Array:
-    """Returns the targets as int32: ids of fewer bits overflow in a large vocabulary."""
+def _check_targets(targets, **of_tokens) -> jax.Array:
+    """Returns the targets as int32, because smaller types overflow in a large vocabulary."""
     ((name, array),) = of_tokens.items()
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(f"targets has dtype {targets.dtype}; ids of tokens are integers.")
@@ -117,7 +117,7 @@ _sums.defvjp(_sums_forward, _sums_backward)
 
 
 def _compute(settings: Settings, x, table, targets, weights):
-    """Returns the four sums, and the gradients of the first in x and table, or ()."""
+    """Returns the four sums, and the gradients of the loss in x and table, or ()."""
     arrays = (x, table, targets, weights.astype(accumulated_dtype(x)))
     return dispatch.run(_table(settings, x, table), *arrays)
 
@@ -146,18 +146,18 @@ def token_cross_entropy(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
 ) -> tuple[Float[Array, "batch length"], Float[Array, "batch length"]]:
-    """Returns per token the cross-entropy in nats and the z-loss term, unweighted.
+    """Returns the cross-entropy in nats and the z-loss of each token, unweighted.
 
     cross-entropy = logsumexp(l) - (1 - s) l[target] - s mean(l), with s the label smoothing, which
     gives the target probability 1 - s + s / vocab and every other id s / vocab.
-    z term = z_loss * logsumexp(l)^2 (Shazeer and Stern 2018's regulariser in Mesh TensorFlow).
+    z-loss = z_loss * logsumexp(l)^2 (the regulariser of Mesh TensorFlow, Shazeer and Stern 2018).
     Both are computed in at least float32. The backward pass keeps the logits and one number per
-    token; no probabilities are stored.
+    token, but no probabilities.
 
     Raises:
-        ValueError: targets are not one integer for each token.
+        ValueError: targets are not one integer per token.
     """
-    targets = _checked(targets, logits=logits)
+    targets = _check_targets(targets, logits=logits)
     return _cross_entropy(z_loss, label_smoothing, *vary_alike(logits, targets))
 
 
@@ -184,9 +184,9 @@ def _backward(z_loss, label_smoothing, residuals, cotangents):
     # d logsumexp(l) / dl is the softmax of l.
     d_log_z = (d_nll + 2.0 * z_loss * log_z * d_z_term)[..., None]
     d_logits = jnp.exp(_wide(logits) - log_z[..., None]) * d_log_z
-    wanted = jnp.where(_is_target(logits, targets), 1.0 - label_smoothing, 0.0)
-    wanted = wanted + label_smoothing / logits.shape[-1]
-    return (d_logits - wanted * d_nll[..., None]).astype(logits.dtype), None
+    target_probabilities = jnp.where(_is_target(logits, targets), 1.0 - label_smoothing, 0.0)
+    target_probabilities = target_probabilities + label_smoothing / logits.shape[-1]
+    return (d_logits - target_probabilities * d_nll[..., None]).astype(logits.dtype), None
 
 
 _cross_entropy.defvjp(_forward, _backward)

@@ -1,4 +1,4 @@
-"""Cross-entropy on several devices that split the batch and nothing else."""
+"""Cross-entropy on several devices that split only the batch."""
 
 import functools
 
@@ -10,13 +10,13 @@ from convt5.ops.dispatch import Devices, Formulation
 
 
 def batch_parts(devices: Devices, batch: int) -> int | None:
-    """Returns how many parts the batch is split into, or None if something else is split too."""
+    """Returns the number of parts of the batch, or None if another axis is split too."""
     rows = devices.count(devices.rows)
     return rows if rows == devices.mesh.size and batch % rows == 0 else None
 
 
 def over_rows(devices: Devices, compute: Formulation) -> Formulation:
-    """Returns `compute` on the rows of each device, with everything but dx summed over all."""
+    """Wraps `compute` to run on each device's rows and to sum all results but dx over devices."""
 
     def own(x, table, targets, weights):
         sums, gradients = compute(x, table, targets, weights)

@@ -1,7 +1,8 @@
-"""Cross-entropy of a large vocabulary as Pallas kernels for TPU: no logit leaves the chip.
+"""Cross-entropy over a large vocabulary as Pallas kernels for TPU; logits stay on-chip.
 
-Blocks of the table pass by the tokens twice: once for the normaliser of each token, once more,
-computing the logits again, for the gradients. Beside arguments and results nothing is in memory.
+The tokens stay on-chip while the table streams past in blocks, twice: first for the normaliser of
+each token, then, with the logits recomputed, for the gradients. The kernels allocate nothing beside
+arguments and results.
 """
 
 import functools
@@ -18,16 +19,16 @@ ROWS = 256
 """Rows of the table in a block."""
 
 VMEM_BYTES = 14 * 2**20
-"""On-chip memory that the blocks may take, of the 16 MiB that any generation has."""
+"""Most bytes of on-chip memory for the blocks; every generation has at least 16 MiB."""
 
 MOST_CHUNKS = 16
-"""Into how many chunks tokens may be cut that do not fit the chip at once."""
+"""Most chunks into which tokens are cut if they do not fit on-chip together."""
 
 LEAST_CHUNK = 0.57
-"""Tokens of a chunk for each channel: with fewer, the table passes so often that logits are less.
+"""Fewest tokens of a chunk per channel; with fewer, reading the table costs more than the logits.
 
-A chunk moves the table four times, 16 vocab embed bytes. That of plain JAX, of `embed` tokens, does
-as well, and 12 bytes of each of its logits.
+A chunk moves the table four times: 16 vocab embed bytes. Plain JAX, with chunks of `embed` tokens,
+does the same and moves 12 bytes for each logit.
 """
 
 _HIDDEN = -1e30
@@ -35,7 +36,7 @@ _IN_ORDER = pltpu.CompilerParams(dimension_semantics=("arbitrary",))
 
 
 def is_supported(tokens: int, x, table) -> bool:
-    """Whether the kernels take `tokens` rows of x [..., embed]."""
+    """Returns whether the kernels support `tokens` rows of x [..., embed]."""
     embed = x.shape[-1]
     if (
         tokens == 0
@@ -49,14 +50,14 @@ def is_supported(tokens: int, x, table) -> bool:
 
 
 def sums(settings, x, table, targets, weights, *, interpret: bool = False):
-    """Returns what `chunked.sums` returns: four sums, and gradients if wanted.
+    """Returns what `chunked.sums` returns: four sums, and gradients if requested.
 
     Args:
         settings: z_loss, label_smoothing and with_gradients.
         x: [batch, length, embed].
         table: [vocab, embed].
         targets, weights: [batch, length].
-        interpret: computes without a TPU, to be tested.
+        interpret: interprets the kernels without a TPU, for tests.
     """
     tokens, embed = targets.size, x.shape[-1]
     count = 1
@@ -70,16 +71,16 @@ def sums(settings, x, table, targets, weights, *, interpret: bool = False):
 
     flat = cut(x, embed), cut(targets), cut(weights)
     if not interpret:
-        # Otherwise the compiler may copy the whole table to the chip before the kernel.
-        table = _off_the_chip(table)
+        # Prevents the compiler from copying the whole table on-chip before the kernel.
+        table = _in_hbm(table)
     parts, dxs, dtable = [], [], None
-    # Not a loop: the compiler counts what a loop does once.
+    # Unrolled, because the compiler's cost analysis counts the body of a loop once.
     for i in range(count):
-        own = [a[i * size : (i + 1) * size] for a in flat]
-        part, columns = _sums_and_columns(settings, interpret, table, *own)
+        chunk = [a[i * size : (i + 1) * size] for a in flat]
+        part, columns = _sums_and_columns(settings, interpret, table, *chunk)
         parts.append(part)
         if settings.with_gradients:
-            dx, dtable = _gradients(own[0], table, columns, dtable, interpret)
+            dx, dtable = _gradients(chunk[0], table, columns, dtable, interpret)
             dxs.append(dx)
     totals = tuple(sum(part) for part in zip(*parts, strict=True))
     if not settings.with_gradients:
@@ -87,12 +88,12 @@ def sums(settings, x, table, targets, weights, *, interpret: bool = False):
     return totals, (jnp.concatenate(dxs)[:tokens].reshape(x.shape), dtable)
 
 
-def _off_the_chip(a):
+def _in_hbm(a):
     return pltpu.with_memory_space_constraint(a, pltpu.HBM)
 
 
 def _sums_and_columns(settings, interpret, table, x, targets, weights):
-    """Returns the sums of x [tokens, embed], and what its gradients need of each token."""
+    """Returns the sums over x [tokens, embed], and the per-token numbers that gradients need."""
     z_loss, smoothing, _ = settings
     vocab = table.shape[0]
     statistics = _statistics(x, table, targets, interpret)
@@ -100,23 +101,23 @@ def _sums_and_columns(settings, interpret, table, x, targets, weights):
     nll = log_z - target
     smoothed = log_z - (1.0 - smoothing) * target - smoothing * mean
     z_term = z_loss * log_z**2
-    # Where logits are not finite the best id is the first, whatever they are.
+    # Where logits are not finite, the best id is 0, whatever their values.
     right = ((best == targets) & jnp.isfinite(log_z)).astype(jnp.float32)
     totals = tuple(jnp.sum(a * weights) for a in (smoothed + z_term, nll, z_term, right))
-    # Of each token: what its softmax, its target and every id of the vocabulary are weighted by.
+    # For each token, the coefficients of its softmax, of its target and of every vocabulary id.
     softmax_weight = weights * (1.0 + 2.0 * z_loss * log_z)
     columns = [log_z, softmax_weight, weights * (1.0 - smoothing), weights * (smoothing / vocab)]
     return totals, _columns(targets, *columns)
 
 
 def _columns(*columns):
-    """Puts numbers of each token beside one another: [tokens, 128]. Ids below 2^24 are exact."""
+    """Stacks per-token numbers as columns: [tokens, 128]. Ids below 2^24 are exact."""
     stacked = jnp.stack([column.astype(jnp.float32) for column in columns], axis=1)
     return jnp.pad(stacked, ((0, 0), (0, LANES - len(columns))))
 
 
 def _statistics(x, table, targets, interpret: bool):
-    """Returns of each token, as columns: log_z, the target's and the mean logit, the best id."""
+    """Returns per token, as columns: log_z, the target's logit, the mean logit, the best id."""
     (tokens, embed), vocab = x.shape, table.shape[0]
     column = pltpu.VMEM((tokens, 1), jnp.float32)
     return pl.pallas_call(
@@ -133,9 +134,9 @@ def _statistics(x, table, targets, interpret: bool):
 
 
 def _gradients(x, table, columns, dtable, interpret: bool):
-    """Returns the gradients of x and of the table; `dtable` of other chunks, or None, is added."""
+    """Returns the gradients of x and table; adds to `dtable` of earlier chunks if it is given."""
     (tokens, embed), vocab = x.shape, table.shape[0]
-    others = [] if dtable is None else [dtable if interpret else _off_the_chip(dtable)]
+    sum_before = [] if dtable is None else [dtable if interpret else _in_hbm(dtable)]
     return pl.pallas_call(
         functools.partial(_gradient_kernel, vocab),
         grid=(pl.cdiv(vocab, ROWS),),
@@ -143,7 +144,7 @@ def _gradients(x, table, columns, dtable, interpret: bool):
             _whole(tokens, embed),
             _rows(embed),
             _whole(tokens, LANES),
-            *[_rows(embed)] * len(others),
+            *[_rows(embed)] * len(sum_before),
         ],
         out_specs=[_whole(tokens, embed), _rows(embed)],
         out_shape=[
@@ -151,11 +152,11 @@ def _gradients(x, table, columns, dtable, interpret: bool):
             result(table.shape, table.dtype),
         ],
         scratch_shapes=[pltpu.VMEM((tokens, embed), jnp.float32)],
-        input_output_aliases={3: 1} if others else {},
+        input_output_aliases={3: 1} if sum_before else {},
         compiler_params=_IN_ORDER,
-        cost_estimate=_cost(x, table, products=3, tables=2 + len(others)),
+        cost_estimate=_cost(x, table, products=3, tables=2 + len(sum_before)),
         interpret=interpret,
-    )(x, table, columns, *others)
+    )(x, table, columns, *sum_before)
 
 
 # --- Kernels --------------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ def _statistics_kernel(vocab, x, table, columns, out, top, total, target, summed
     own_sum = jnp.sum(jnp.where(ids < vocab, logits, 0.0), axis=1, keepdims=True)
     summed[...] = summed[...] + own_sum
     own_top = jnp.max(logits, axis=1, keepdims=True)
-    # The first among equals, of the block and of all blocks.
+    # The lowest id among equal logits, within the block and over all blocks.
     own_best = jnp.min(jnp.where(logits == own_top, ids, vocab), axis=1, keepdims=True)
     best[...] = jnp.where(own_top > top[...], own_best.astype(jnp.float32), best[...])
     higher = jnp.maximum(top[...], own_top)
@@ -194,8 +195,8 @@ def _statistics_kernel(vocab, x, table, columns, out, top, total, target, summed
         out[...] = y
 
 
-def _gradient_kernel(vocab, x, table, columns, *others):
-    *given, dx, dtable, dx_sum = others
+def _gradient_kernel(vocab, x, table, columns, *rest):
+    *sums_before, dx, dtable, dx_sum = rest
     block = pl.program_id(0)
 
     @pl.when(block == 0)
@@ -210,8 +211,8 @@ def _gradient_kernel(vocab, x, table, columns, *others):
     dlogits -= jnp.where(ids == targets.astype(jnp.int32), target_weight, 0.0)
     dlogits = jnp.where(ids < vocab, dlogits, 0.0).astype(x.dtype)
     dx_sum[...] += dot(dlogits, rows, contract=(1, 0))
-    slopes = dot(dlogits, x[...], contract=(0, 0))
-    dtable[...] = functools.reduce(jnp.add, [other[...] for other in given], slopes)
+    d_table = dot(dlogits, x[...], contract=(0, 0))
+    dtable[...] = functools.reduce(jnp.add, [other[...] for other in sums_before], d_table)
 
     @pl.when(block == pl.num_programs(0) - 1)
     def _():
@@ -219,11 +220,11 @@ def _gradient_kernel(vocab, x, table, columns, *others):
 
 
 def _logits(vocab: int, x, table):
-    """Returns logits [tokens, rows], hidden beyond the vocabulary, their ids, and the rows."""
+    """Returns the logits [tokens, rows], masked beyond the vocabulary, their ids, and the rows."""
     first = pl.program_id(0) * ROWS
-    own = first + lax.broadcasted_iota(jnp.int32, (ROWS, 1), 0)
-    # Beyond the table a block holds anything, even what is no number.
-    rows = jnp.where(own < vocab, table[...], 0.0).astype(x.dtype)
+    row_ids = first + lax.broadcasted_iota(jnp.int32, (ROWS, 1), 0)
+    # Beyond the end of the table a block holds arbitrary values, perhaps NaN.
+    rows = jnp.where(row_ids < vocab, table[...], 0.0).astype(x.dtype)
     logits = dot(x[...], rows, contract=(1, 1))
     ids = first + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     return jnp.where(ids < vocab, logits, _HIDDEN), ids, rows
@@ -233,18 +234,18 @@ def _logits(vocab: int, x, table):
 
 
 def _most_tokens(x, *, in_chunks: bool = False) -> int:
-    """Returns how many tokens fit the chip, in each of the two kernels; 0 where not even 16 do."""
+    """Returns how many tokens fit on-chip in both kernels, or 0 if fewer than 16 do."""
     embed, size, exact = x.shape[-1], x.dtype.itemsize, x.dtype == jnp.float32
-    column = LANES * 4  # A number of each token takes as much as 128.
-    # Blocks of the table, each twice, and one in the dtype of x; x; ids, results and five columns;
-    # logits, ids, powers and what is compared. Exact products have their factors in parts as well.
+    column = LANES * 4  # One number per token takes a whole row of 128 lanes.
+    # Double-buffered blocks of the table, and one in the dtype of x; x; ids, results and five
+    # columns; logits, ids, exponentials and masks. Exact products also split their factors.
     statistics = _fitting(
         ROWS * embed * (2 * 4 + size),
         embed * (size + 14 * exact) + 7 * column + ROWS * 4 * 4,
     )
-    # Blocks of the table, of its gradient and of that of other chunks, each twice, and one in the
-    # dtype of x; x, its gradient and the sum of it; the columns; logits, ids, powers and their
-    # gradient.
+    # Double-buffered blocks of the table, of its gradient and of that of other chunks, and one in
+    # the dtype of x; x, its gradient and its accumulator; the columns; logits, ids, exponentials
+    # and their gradient.
     gradients = _fitting(
         ROWS * embed * (8 * (2 + in_chunks) + size + 12 * exact),
         embed * (2 * size + 4 + 14 * exact) + column + ROWS * (3 * 4 + size),
@@ -253,12 +254,12 @@ def _most_tokens(x, *, in_chunks: bool = False) -> int:
 
 
 def _fitting(fixed: int, each: int) -> int:
-    """Returns how many tokens fit beside `fixed` bytes, in whole registers."""
+    """Returns how many tokens fit beside `fixed` bytes, rounded down to whole registers."""
     return max(0, (VMEM_BYTES - fixed) // each // 16 * 16)
 
 
 def _whole(rows: int, columns: int) -> pl.BlockSpec:
-    """An array that stays on the chip: it comes once, and needs no second place."""
+    """Specifies an array that stays on-chip: it is loaded once, without a second buffer."""
     return pl.BlockSpec((rows, columns), lambda i: (0, 0), pipeline_mode=pl.Buffered(1))
 
 
@@ -267,9 +268,9 @@ def _rows(embed: int) -> pl.BlockSpec:
 
 
 def _cost(x, table, *, products: int, tables: int) -> pl.CostEstimate:
-    """Returns operations, and the bytes that come and go; `tables` counts tables and gradients."""
+    """Returns the FLOPs and the bytes moved; `tables` counts reads of tables and gradients."""
     (tokens, embed), vocab = x.shape, table.shape[0]
-    passes = 1 if products == 1 else 2  # Of x, or of x and its gradient.
+    passes = 1 if products == 1 else 2  # Reads x alone, or x and its gradient.
     return pl.CostEstimate(
         flops=2 * products * tokens * vocab * embed,
         transcendentals=tokens * vocab,

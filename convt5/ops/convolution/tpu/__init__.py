@@ -1,1 +1,1 @@
-"""The convolutions as Pallas kernels for TPUs."""
+"""Convolutions as Pallas kernels for TPU."""

@@ -1,7 +1,7 @@
-"""How TPU kernels cut a convolution into blocks of rows, and what a block sees of its neighbours.
+"""Blocks of rows for the TPU kernels, and the window of neighbouring rows that a block reads.
 
-A block reads its own rows and a halo of those that its taps reach, as one window that overlaps the
-windows of its neighbours. Used by `bodies` and `calls`.
+A block reads its own rows and the halo that its taps reach as one window. The windows of
+neighbouring blocks overlap. Used by `bodies` and `calls`.
 """
 
 import dataclasses
@@ -15,15 +15,15 @@ from convt5.ops.geometry import Taps
 from convt5.ops.tpu_kernels import LANES
 
 CHUNK = 16
-"""Rows computed at a time: one packed register of bfloat16, two of float32."""
+"""Rows computed at a time: one packed register of bfloat16, two registers of float32."""
 
 NOBODY = -(2**31)
-"""Stands for the segment of padding, so that it equals no other, not even itself."""
+"""Segment id of padding inside kernels, where it must not equal any other, nor itself."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Rows that a block reads: its own, and some before and after them."""
+    """The rows that a block reads: its own, and some before and after."""
 
     before: int
     rows: int
@@ -36,12 +36,12 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """One convolution of rows of `length` positions, cut into blocks.
+    """One convolution over `length` positions, cut into blocks.
 
     Attributes:
         taps: the geometry.
-        length: of the arrays, a multiple of `rows`.
-        rows, channels: of a block.
+        length: length of the arrays, a multiple of `rows`.
+        rows, channels: sizes of a block.
         packed: whether there are segment ids.
     """
 
@@ -53,22 +53,22 @@ class Blocks:
 
     @property
     def inputs(self) -> Window:
-        """What the taps of the block read."""
+        """The rows that the taps of a block read."""
         return self._window(self.taps.left, self.taps.right, CHUNK)
 
     @property
     def readers(self) -> Window:
-        """The rows whose taps read the block."""
+        """The rows whose taps read a block."""
         return self._window(self.taps.right, self.taps.left, CHUNK)
 
     @property
     def reader_lanes(self) -> Window:
-        """As `readers`, for arrays whose positions lie along the lanes."""
+        """`readers`, for arrays whose positions lie along the lanes."""
         return self._window(self.taps.right, self.taps.left, LANES)
 
     @property
     def segments(self) -> Window:
-        """Covers `inputs` and `readers`; positions lie along the lanes."""
+        """Covers `inputs` and `readers`, with positions along the lanes."""
         reach = max(self.taps.left, self.taps.right)
         return self._window(reach, reach, LANES)
 
@@ -81,19 +81,19 @@ class Blocks:
         return Window(above, self.rows, below)
 
     def fetched(self, window: Window) -> int:
-        """Rows of a window that are read from the array: not more than there are."""
+        """Returns the rows of a window that are fetched: at most all rows of the array."""
         return min(self.length, window.size)
 
     def start(self, window: Window, block, multiple: int):
-        """The first row fetched for a block, where the window itself may begin before the array."""
+        """Returns the first row fetched for a block; the window may begin before the array."""
         last = self.length - self.fetched(window)
         return pl.multiple_of(jnp.clip(block * self.rows - window.before, 0, last), multiple)
 
     def locate(self, window: Window, block, at, size: int):
-        """Finds `size` rows that begin `at` rows into the window of a block.
+        """Locates `size` rows that begin `at` rows into the window of a block.
 
-        Returns the row to read of those fetched, and the position of the first in the array;
-        where that is outside, what is read must be hidden.
+        Returns the index among the fetched rows, and the position of the first row in the array. If
+        that is outside the array, the caller must mask what it reads.
         """
         position = block * self.rows - window.before + at
         row = position - self.start(window, block, size)
@@ -101,12 +101,12 @@ class Blocks:
         return pl.multiple_of(row, size), position
 
     def inside(self, position, shape: tuple[int, ...], axis: int) -> jax.Array:
-        """Whether positions from the given one along `axis` lie in the array."""
+        """Returns whether positions along `axis`, starting at `position`, are in the array."""
         position = position + lax.broadcasted_iota(jnp.int32, shape, axis)
         return (position >= 0) & (position < self.length)
 
     def row_spec(self, window: Window) -> pl.BlockSpec:
-        """Of [batch, length, embed]."""
+        """Returns the block specification of [batch, length, embed]."""
         channels = self.channels
         return pl.BlockSpec(
             (None, pl.Element(self.fetched(window)), pl.Element(channels)),
@@ -114,22 +114,22 @@ class Blocks:
         )
 
     def segment_spec(self) -> pl.BlockSpec:
-        """Of [batch, 1, length]."""
+        """Returns the block specification of segment ids [batch, 1, length]."""
         window = self.segments
         return pl.BlockSpec(
             (None, pl.Element(1), pl.Element(self.fetched(window))),
             lambda b, c, i: (b, 0, self.start(window, i, LANES)),
         )
 
-    def lane_spec(self, window: Window, taps: int, heads: int) -> pl.BlockSpec:
-        """Of [batch, kernel, heads, length]."""
+    def lane_spec(self, window: Window, taps: int, num_kernels: int) -> pl.BlockSpec:
+        """Returns the block specification of [batch, taps, kernels, length]."""
         return pl.BlockSpec(
-            (None, pl.Element(taps), pl.Element(heads), pl.Element(self.fetched(window))),
+            (None, pl.Element(taps), pl.Element(num_kernels), pl.Element(self.fetched(window))),
             lambda b, c, i: (b, 0, 0, self.start(window, i, LANES)),
         )
 
     def tap_spec(self, window: Window, taps: int) -> pl.BlockSpec:
-        """Of [batch, kernel, length, embed]."""
+        """Returns the block specification of [batch, taps, length, embed]."""
         channels = self.channels
         return pl.BlockSpec(
             (None, pl.Element(taps), pl.Element(self.fetched(window)), pl.Element(channels)),

@@ -1,7 +1,7 @@
 """Bodies of the TPU kernels: sums over taps and their transposes, on one block in fast memory.
 
-What taps read lies in float32, where a register can start at any row. Segment ids lie along the
-lanes and are turned, so that each row of a register holds the id of its position.
+Rows that taps read are float32, because a float32 register can start at any row. Segment ids arrive
+along the lanes and are transposed, so that each row of a register holds the id of its position.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from convt5.ops.convolution.tpu.blocks import CHUNK, NOBODY, Blocks, Window
 from convt5.ops.tpu_kernels import LANES
 
 Tile = Callable[[int], jax.Array]
-"""The weights of 128 channels, counted from 0: [CHUNK, 128] or [1, 128]."""
+"""Returns the weights of tile n, 128 channels: [CHUNK, 128] or [1, 128]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,15 +25,15 @@ class Rows:
     """Rows of a window in float32.
 
     Attributes:
-        ref: [tiles, window, 128]: tiles of 128 channels, as only those are read at any row.
-        window: what it holds.
+        ref: [tiles, window, 128]. Only tiles of 128 channels can be read from any row.
+        window: the rows held.
     """
 
     ref: jax.Ref
     window: Window
 
     def fill(self, source: jax.Ref, blocks: Blocks, block) -> None:
-        """Copies a window; rows outside the array read as zero, unless segments hide them."""
+        """Copies a window; rows outside the array become zero, unless segment ids hide them."""
 
         def copy(i, _):
             at = pl.multiple_of(i * CHUNK, CHUNK)
@@ -48,13 +48,13 @@ class Rows:
         lax.fori_loop(0, self.window.size // CHUNK, copy, 0)
 
     def read(self, row, offset, tile: int) -> jax.Array:
-        """Returns [CHUNK, 128]: 128 channels of the rows from `row` of the block, shifted."""
+        """Returns [CHUNK, 128]: the rows from `row` of the block, shifted by `offset`."""
         return self.ref[tile, pl.ds(row + (self.window.before + offset), CHUNK), :]
 
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """The segment of every position of a window, the same in all lanes; none if not packed."""
+    """Segment ids of the positions of a window, equal in all lanes; empty if not packed."""
 
     rows: Rows | None
 
@@ -68,7 +68,7 @@ class Segments:
             self.rows.ref[0, pl.ds(at, LANES), :] = jnp.broadcast_to(ids, (LANES, LANES)).T
 
     def same(self, row, offset) -> jax.Array | None:
-        """Whether rows and shifted rows are of one segment; padding belongs to none."""
+        """Returns whether rows and shifted rows share a segment; padding belongs to none."""
         if self.rows is None:
             return None
         ours = self.rows.read(row, 0, 0)
@@ -106,7 +106,7 @@ def sum_taps(blocks: Blocks, out: jax.Ref, rows: Rows, segments: Segments, offse
 
 
 def products(blocks: Blocks, x: Rows, dy: Rows, segments: Segments, row, tap: int) -> Tile:
-    """Returns dy[i] x[i + offset] of 128 channels, where the tap reads something."""
+    """Returns dy[i] x[i + offset] for 128 channels, zero where the tap reads nothing."""
     offset = blocks.taps.offsets[tap]
     same = segments.same(row, offset)
     return lambda tile: _visible(dy.read(row, 0, tile) * x.read(row, offset, tile), same)
@@ -117,19 +117,19 @@ def products(blocks: Blocks, x: Rows, dy: Rows, segments: Segments, row, tap: in
 
 @dataclasses.dataclass(frozen=True)
 class SharedWeights:
-    """Weights of every position for kernels shared by neighbouring channels.
+    """Weights of every position, for kernels shared by neighbouring channels.
 
     Attributes:
-        flat: [kernel * heads, window] float32: positions along the lanes, as softmax wants them.
-        turned: [tiles, window, 128]: the same with positions along the sublanes, as channels want
-            them, and 128 weights of a position in a tile.
-        heads, group: kernels, and channels of each.
-        window: what is held.
+        flat: [taps * kernels, window] float32, positions along the lanes, for the softmax.
+        transposed: [tiles, window, 128]: the transpose, positions along the sublanes, for the
+            product with channels; a tile holds 128 weights of each position.
+        num_kernels, group: number of kernels, and channels of each.
+        window: the rows held.
     """
 
     flat: jax.Ref
-    turned: jax.Ref
-    heads: int
+    transposed: jax.Ref
+    num_kernels: int
     group: int
     window: Window
 
@@ -137,41 +137,45 @@ class SharedWeights:
         taps = range(blocks.taps.count)
         for at in range(0, self.window.size, LANES):
             row, position = blocks.locate(self.window, block, at, LANES)
-            inside = blocks.inside(position, (self.heads, LANES), 1)
+            inside = blocks.inside(position, (self.num_kernels, LANES), 1)
             read = [logits[tap, :, pl.ds(row, LANES)].astype(jnp.float32) for tap in taps]
             weights = [jnp.where(inside, value, 0.0) for value in read]
             weights = _softmax(weights) if softmax else weights
             for tap in taps:
-                self.flat[pl.ds(tap * self.heads, self.heads), pl.ds(at, LANES)] = weights[tap]
+                self.flat[pl.ds(tap * self.num_kernels, self.num_kernels), pl.ds(at, LANES)] = (
+                    weights[tap]
+                )
         for tile, start in _squares(self.flat):
             square = self.flat[pl.ds(tile * LANES, LANES), pl.ds(start, LANES)]
-            self.turned[tile, pl.ds(start, LANES), :] = square.T
+            self.transposed[tile, pl.ds(start, LANES), :] = square.T
 
     def tile(self, tap: int, row, offset: int) -> Tile:
         start = row + (self.window.before + offset)
 
         @functools.cache
-        def column(head):
-            at, lane = divmod(tap * self.heads + head, LANES)
-            held = self.turned[at, pl.ds(start, CHUNK), :]
-            return jnp.broadcast_to(held[:, lane : lane + 1], (CHUNK, LANES))
+        def column(kernel):
+            at, lane = divmod(tap * self.num_kernels + kernel, LANES)
+            block = self.transposed[at, pl.ds(start, CHUNK), :]
+            return jnp.broadcast_to(block[:, lane : lane + 1], (CHUNK, LANES))
 
         def weights(tile):
-            first, *others = self.heads_of(tile)
+            first, *others = self.kernels_of(tile)
             weight = column(first)
-            for head in others:
+            for kernel in others:
                 lane = lax.broadcasted_iota(jnp.int32, (CHUNK, LANES), 1)
-                weight = jnp.where(lane >= head * self.group - tile * LANES, column(head), weight)
+                weight = jnp.where(
+                    lane >= kernel * self.group - tile * LANES, column(kernel), weight
+                )
             return weight
 
         return weights
 
-    def heads_of(self, tile: int) -> range:
+    def kernels_of(self, tile: int) -> range:
         return range(tile * LANES // self.group, ((tile + 1) * LANES - 1) // self.group + 1)
 
 
 def _squares(flat: jax.Ref) -> list[tuple[int, int]]:
-    """The squares of 128 that are transposed: tile of weights, and first position."""
+    """Lists the 128 x 128 squares to transpose: tile of weights, and first position."""
     weights, positions = flat.shape
     return [(i // LANES, j) for i in range(0, weights, LANES) for j in range(0, positions, LANES)]
 
@@ -184,8 +188,8 @@ def _softmax(logits: list[jax.Array]) -> list[jax.Array]:
     return [power / total for power in powers]
 
 
-def _softmax_gradient(weights: list[jax.Array], slopes: list[jax.Array]) -> list[jax.Array]:
-    parts = [weight * slope for weight, slope in zip(weights, slopes, strict=True)]
+def _softmax_gradient(weights: list[jax.Array], d_weights: list[jax.Array]) -> list[jax.Array]:
+    parts = [weight * d_weight for weight, d_weight in zip(weights, d_weights, strict=True)]
     total = functools.reduce(jnp.add, parts)
     return [part - weight * total for part, weight in zip(parts, weights, strict=True)]
 
@@ -195,8 +199,8 @@ class ChannelWeights:
     """Weights of every position and channel.
 
     Attributes:
-        ref: [kernel, tiles, window, 128] float32.
-        window: what is held.
+        ref: [taps, tiles, window, 128] float32.
+        window: the rows held.
     """
 
     ref: jax.Ref
@@ -231,9 +235,9 @@ class ChannelWeights:
 def static_gradient(
     blocks: Blocks, out: jax.Ref, partial: jax.Ref, x: Rows, dy: Rows, segments: Segments
 ) -> None:
-    """Adds dy[i] x[i + offset] over the rows of the block to [kernel, embed].
+    """Adds dy[i] x[i + offset] over the rows of the block to `out` [taps, embed].
 
-    Sums of every eighth row are gathered first, in `partial` [kernel, 8, embed].
+    First sums every eighth row into `partial` [taps, 8, embed].
     """
     partial[...] = jnp.zeros(partial.shape, jnp.float32)
 
@@ -259,18 +263,19 @@ def shared_gradient(
     blocks: Blocks,
     out: jax.Ref,
     weights: SharedWeights,
-    slopes: tuple[jax.Ref, jax.Ref],
+    d_weights: tuple[jax.Ref, jax.Ref],
     x: Rows,
     dy: Rows,
     segments: Segments,
     softmax: bool,
 ) -> None:
-    """Writes the gradient in the logits [kernel, heads, rows].
+    """Writes the gradient in the logits, [taps, kernels, rows].
 
-    `slopes` holds that in the weights, as `SharedWeights` are held: turned, then flat.
+    `d_weights` is scratch memory for the gradient in the weights, transposed, then flat, as in
+    `SharedWeights`.
     """
-    turned, flat = slopes
-    taps, heads = range(blocks.taps.count), weights.heads
+    transposed, flat = d_weights
+    taps, num_kernels = range(blocks.taps.count), weights.num_kernels
 
     def body(row):
         lane = lax.broadcasted_iota(jnp.int32, (CHUNK, LANES), 1)
@@ -279,27 +284,29 @@ def shared_gradient(
             sums = {}
             for tile in range(blocks.channels // LANES):
                 values = product(tile)
-                for head in weights.heads_of(tile):
-                    first = head * weights.group - tile * LANES
+                for kernel in weights.kernels_of(tile):
+                    first = kernel * weights.group - tile * LANES
                     part = values
                     if first > 0 or first + weights.group < LANES:
                         part = jnp.where((lane >= first) & (lane < first + weights.group), part, 0)
-                    sums[head] = sums[head] + part if head in sums else part
-            for head, total in sums.items():
-                at, column = divmod(tap * heads + head, LANES)
+                    sums[kernel] = sums[kernel] + part if kernel in sums else part
+            for kernel, total in sums.items():
+                at, column = divmod(tap * num_kernels + kernel, LANES)
                 total = jnp.sum(total, axis=1, keepdims=True)
-                turned[at, pl.ds(row, CHUNK), pl.ds(column, 1)] = total
+                transposed[at, pl.ds(row, CHUNK), pl.ds(column, 1)] = total
 
     _chunks(blocks, body)
     for tile, start in _squares(flat):
-        flat[pl.ds(tile * LANES, LANES), pl.ds(start, LANES)] = turned[
+        flat[pl.ds(tile * LANES, LANES), pl.ds(start, LANES)] = transposed[
             tile, pl.ds(start, LANES), :
         ].T
-    own = pl.ds(weights.window.before, blocks.rows)
-    gradient = [flat[pl.ds(tap * heads, heads), :] for tap in taps]
+    own_rows = pl.ds(weights.window.before, blocks.rows)
+    gradient = [flat[pl.ds(tap * num_kernels, num_kernels), :] for tap in taps]
     if softmax:
-        held = [weights.flat[pl.ds(tap * heads, heads), own] for tap in taps]
-        gradient = _softmax_gradient(held, gradient)
+        own_weights = [
+            weights.flat[pl.ds(tap * num_kernels, num_kernels), own_rows] for tap in taps
+        ]
+        gradient = _softmax_gradient(own_weights, gradient)
     for tap in taps:
         out[tap] = gradient[tap].astype(out.dtype)
 
@@ -313,7 +320,7 @@ def channel_gradient(
     segments: Segments,
     softmax: bool,
 ) -> None:
-    """Writes the gradient in the logits [kernel, rows, embed]."""
+    """Writes the gradient in the logits, [taps, rows, embed]."""
     taps = range(blocks.taps.count)
 
     def body(row):
@@ -321,8 +328,8 @@ def channel_gradient(
         for tile in range(blocks.channels // LANES):
             gradient = [product[tap](tile) for tap in taps]
             if softmax:
-                held = [weights.tile(tap, row, 0)(tile) for tap in taps]
-                gradient = _softmax_gradient(held, gradient)
+                own_weights = [weights.tile(tap, row, 0)(tile) for tap in taps]
+                gradient = _softmax_gradient(own_weights, gradient)
             for tap in taps:
                 at = (tap, pl.ds(row, CHUNK), pl.ds(tile * LANES, LANES))
                 out[at] = gradient[tap].astype(out.dtype)

@@ -1,6 +1,6 @@
-"""The TPU kernels called on whole arrays of one device: specifications, scratch memory, blocks.
+"""Calls the TPU kernels on whole arrays of one device: block specifications and scratch memory.
 
-`plan` says whether there are kernels for given arrays; the caller takes another path otherwise.
+`make_call` returns None if no kernel serves the given arrays; the caller then uses plain JAX.
 """
 
 import dataclasses
@@ -20,31 +20,31 @@ from convt5.ops.geometry import Taps
 from convt5.ops.tpu_kernels import LANES, result
 
 VMEM_BYTES = 14 * 2**20
-"""What the blocks of one kernel may take of the fast memory, 16 MiB on the smallest chips."""
+"""Most bytes of fast memory for the blocks of one kernel; the smallest chips have 16 MiB."""
 
 STEP_BYTES = 2**18
-"""Bytes that could be moved while a kernel goes from one block to the next."""
+"""Bytes that could be moved in the time that a kernel needs between two blocks."""
 
 MAX_ROWS = 2048
 MAX_CHANNELS = 1024
 MAX_UNROLLED = 512
-"""Taps times kernels, or times tiles of 128 channels: more makes programs too long to compile."""
+"""Most taps times kernels, or times tiles of 128 channels; more takes too long to compile."""
 
 Direction = Literal["forward", "backward"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A convolution as the kernels see it.
+    """One convolution as the kernels see it.
 
     Attributes:
-        kind: "static": one kernel per channel for all positions; "shared": kernels of each
-            position for groups of channels; "channel": for single channels.
-        direction: what is computed.
-        blocks: how arrays are cut.
-        batch, embed, heads: sizes.
+        kind: "static": one kernel per channel, equal at all positions. "shared": kernels for each
+            position, shared by groups of channels. "channel": one for each position and channel.
+        direction: the convolution or its gradients.
+        blocks: the blocks of the arrays.
+        batch, embed, num_kernels: sizes.
         softmax: whether the taps are normalised.
-        interpret: computes without a TPU, for tests.
+        interpret: interprets the kernel without a TPU, for tests.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Call:
     blocks: Blocks
     batch: int
     embed: int
-    heads: int
+    num_kernels: int
     softmax: bool = False
     interpret: bool = False
 
@@ -63,11 +63,11 @@ class Call:
     @property
     def sublanes(self) -> int:
         """Kernel count, padded to full registers."""
-        return padded_heads(self.heads) if self.kind == "shared" else self.heads
+        return padded_kernels(self.num_kernels) if self.kind == "shared" else self.num_kernels
 
     @property
     def flat(self) -> int:
-        """Weights of one position, rounded up to whole registers."""
+        """Number of weights of one position, rounded up to whole registers."""
         return -(-self.num_taps * self.sublanes // LANES) * LANES
 
     @property
@@ -80,11 +80,11 @@ def forward(call: Call, x: jax.Array, weights: jax.Array, ids: jax.Array | None)
     """Returns the convolution.
 
     Args:
-        call: what is computed.
+        call: the convolution.
         x: [batch, length, embed].
-        weights: [kernel, embed] if static; logits [batch, kernel, heads, length] if shared, and
-            [batch, kernel, length, embed] if of single channels.
-        ids: segments [batch, 1, length], or None.
+        weights: a kernel [taps, embed] if static, logits [batch, taps, kernels, length] if
+            shared, or [batch, taps, length, embed] if per channel.
+        ids: segment ids [batch, 1, length], or None.
     """
     blocks = call.blocks
     scratch = [_rows(blocks.inputs, blocks), *_segment_scratch(blocks)]
@@ -106,15 +106,15 @@ def forward(call: Call, x: jax.Array, weights: jax.Array, ids: jax.Array | None)
 
 def _forward_body(call: Call, *refs: Any) -> None:
     blocks, block = call.blocks, pl.program_id(2)
-    left = list(refs)
-    take = functools.partial(left.pop, 0)
+    remaining = list(refs)
+    take = functools.partial(remaining.pop, 0)
     x, ids = take(), take() if blocks.packed else None
     weights, y = take(), take()
     rows = bodies.Rows(take(), blocks.inputs)
     segments = bodies.Segments(bodies.Rows(take(), blocks.segments) if blocks.packed else None)
     rows.fill(x, blocks, block)
     segments.fill(ids, blocks, block)
-    tile = _held(call, block, weights, left, blocks.own, blocks.own)
+    tile = _fill_weights(call, block, weights, remaining, blocks.own, blocks.own)
     bodies.sum_taps(
         blocks, y, rows, segments, blocks.taps.offsets, lambda tap, row: tile(tap, row, 0)
     )
@@ -123,20 +123,22 @@ def _forward_body(call: Call, *refs: Any) -> None:
 def backward(
     call: Call, x: jax.Array, weights: jax.Array, ids: jax.Array | None, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the gradients in x and weights; that of static kernels is [batch, kernel, embed]."""
+    """Returns the gradients in x and weights; the latter is [batch, taps, embed] if static."""
     blocks = call.blocks
     windows = blocks.readers, blocks.reader_lanes
     scratch = [_rows(blocks.inputs, blocks), _rows(blocks.readers, blocks)]
     scratch += [*_segment_scratch(blocks), *_weight_scratch(call, *windows)]
     if call.kind == "static":
-        slopes = result((call.batch, call.num_taps, call.embed), jnp.float32)
-        slope_spec = pl.BlockSpec((None, call.num_taps, blocks.channels), lambda b, c, i: (b, 0, c))
+        d_weights = result((call.batch, call.num_taps, call.embed), jnp.float32)
+        d_weights_spec = pl.BlockSpec(
+            (None, call.num_taps, blocks.channels), lambda b, c, i: (b, 0, c)
+        )
         scratch += [_float32(call.num_taps, 8, blocks.channels)]
     else:
-        slopes = result(weights.shape, weights.dtype)
-        slope_spec = _weight_spec(call, blocks.own, blocks.own)
+        d_weights = result(weights.shape, weights.dtype)
+        d_weights_spec = _weight_spec(call, blocks.own, blocks.own)
     if call.kind == "shared":
-        scratch += [_turned(call, blocks.own), _float32(call.flat, blocks.rows)]
+        scratch += [_transposed_scratch(call, blocks.own), _float32(call.flat, blocks.rows)]
     return _run(
         call,
         cost(call, x.dtype.itemsize, weights.dtype.itemsize),
@@ -149,7 +151,7 @@ def backward(
         ],
         [
             (result(x.shape, x.dtype), blocks.row_spec(blocks.own)),
-            (slopes, slope_spec),
+            (d_weights, d_weights_spec),
         ],
         scratch,
     )
@@ -157,8 +159,8 @@ def backward(
 
 def _backward_body(call: Call, *refs: Any) -> None:
     blocks, block = call.blocks, pl.program_id(2)
-    left = list(refs)
-    take = functools.partial(left.pop, 0)
+    remaining = list(refs)
+    take = functools.partial(remaining.pop, 0)
     x, dy, ids = take(), take(), take() if blocks.packed else None
     weights, dx, dweights = take(), take(), take()
     x_rows = bodies.Rows(take(), blocks.inputs)
@@ -167,53 +169,53 @@ def _backward_body(call: Call, *refs: Any) -> None:
     x_rows.fill(x, blocks, block)
     dy_rows.fill(dy, blocks, block)
     segments.fill(ids, blocks, block)
-    held = _held(call, block, weights, left, blocks.readers, blocks.reader_lanes)
-    # Row i was read by row i - offset, with the weight of that row.
+    tile = _fill_weights(call, block, weights, remaining, blocks.readers, blocks.reader_lanes)
+    # Row i was read by row i - offset, with the weight at that row.
     back = [-offset for offset in blocks.taps.offsets]
-    bodies.sum_taps(blocks, dx, dy_rows, segments, back, lambda tap, row: held(tap, row, back[tap]))
+    bodies.sum_taps(blocks, dx, dy_rows, segments, back, lambda tap, row: tile(tap, row, back[tap]))
     if call.kind == "static":
-        bodies.static_gradient(blocks, dweights, left[0], x_rows, dy_rows, segments)
+        bodies.static_gradient(blocks, dweights, remaining[0], x_rows, dy_rows, segments)
     elif call.kind == "shared":
-        flat, turned, *slopes = left
-        group = call.embed // call.heads
-        shared = bodies.SharedWeights(flat, turned, call.sublanes, group, blocks.reader_lanes)
+        flat, transposed, *d_weights = remaining
+        group = call.embed // call.num_kernels
+        shared = bodies.SharedWeights(flat, transposed, call.sublanes, group, blocks.reader_lanes)
         bodies.shared_gradient(
             blocks,
             dweights,
             shared,
-            (slopes[0], slopes[1]),
+            (d_weights[0], d_weights[1]),
             x_rows,
             dy_rows,
             segments,
             call.softmax,
         )
     else:
-        channel = bodies.ChannelWeights(left[0], blocks.readers)
+        channel = bodies.ChannelWeights(remaining[0], blocks.readers)
         bodies.channel_gradient(blocks, dweights, channel, x_rows, dy_rows, segments, call.softmax)
 
 
-def _held(
+def _fill_weights(
     call: Call, block, weights: jax.Ref, scratch: Sequence[Any], window: Window, lanes: Window
 ):
-    """Fills the scratch memory of the weights, and returns how to read a tile of them."""
+    """Fills the scratch memory of the weights, and returns a function that reads one tile."""
     if call.kind == "static":
         return lambda tap, row, offset: (
             lambda tile: weights[pl.ds(tap, 1), pl.ds(tile * LANES, LANES)].astype(jnp.float32)
         )
     if call.kind == "shared":
-        group = call.embed // call.heads
-        held = bodies.SharedWeights(scratch[0], scratch[1], call.sublanes, group, lanes)
+        group = call.embed // call.num_kernels
+        filled = bodies.SharedWeights(scratch[0], scratch[1], call.sublanes, group, lanes)
     else:
-        held = bodies.ChannelWeights(scratch[0], window)
-    held.fill(weights, call.blocks, block, call.softmax)
-    return held.tile
+        filled = bodies.ChannelWeights(scratch[0], window)
+    filled.fill(weights, call.blocks, block, call.softmax)
+    return filled.tile
 
 
 def _run(call: Call, estimate: pl.CostEstimate, body, inputs, outputs, scratch):
     shapes, out_specs = zip(*outputs, strict=True)
     arrays, in_specs = zip(*inputs, strict=True)
     if not call.interpret:
-        # Otherwise XLA copies operands to fast memory as a whole, of which the kernel has its part.
+        # Without this, XLA copies whole operands to fast memory and takes the kernel's share.
         arrays = [pltpu.with_memory_space_constraint(a, pltpu.HBM) for a in arrays]
     run = pl.pallas_call(
         body,
@@ -251,11 +253,11 @@ def _weight_scratch(call: Call, window: Window, lanes: Window):
     if call.kind == "static":
         return []
     if call.kind == "shared":
-        return [_float32(call.flat, lanes.size), _turned(call, lanes)]
+        return [_float32(call.flat, lanes.size), _transposed_scratch(call, lanes)]
     return [_float32(call.num_taps, call.blocks.channels // LANES, window.size, LANES)]
 
 
-def _turned(call: Call, lanes: Window):
+def _transposed_scratch(call: Call, lanes: Window):
     return _float32(call.flat // LANES, lanes.size, LANES)
 
 
@@ -268,7 +270,7 @@ def _weight_spec(call: Call, window: Window, lanes: Window) -> pl.BlockSpec:
 
 
 def cost(call: Call, x_bytes: int, weight_bytes: int) -> pl.CostEstimate:
-    """What a kernel does and moves: halos count as often as they are read."""
+    """Returns the FLOPs and bytes of a kernel; halos count as often as they are read."""
     blocks, cells = call.blocks, call.batch * call.blocks.length
     read = functools.partial(rows_read, blocks)
     if call.kind == "static":
@@ -282,22 +284,22 @@ def cost(call: Call, x_bytes: int, weight_bytes: int) -> pl.CostEstimate:
     products = 2 * cells * call.num_taps * call.embed
     if call.direction == "forward":
         moved = row * (read(blocks.inputs) + blocks.length)
-        held = weight_rows * (1 if call.kind == "static" else blocks.length)
+        weight_bytes_moved = weight_rows * (1 if call.kind == "static" else blocks.length)
         return pl.CostEstimate(
             flops=products,
             transcendentals=weights * call.softmax,
-            bytes_accessed=moved + held + ids,
+            bytes_accessed=moved + weight_bytes_moved + ids,
         )
     moved = row * (read(blocks.inputs) + read(blocks.readers) + blocks.length)
     if call.kind == "static":
-        held = weight_rows + 4 * weights
+        weight_bytes_moved = weight_rows + 4 * weights
     else:
         window = blocks.reader_lanes if call.kind == "shared" else blocks.readers
-        held = weight_rows * (read(window) + blocks.length)
+        weight_bytes_moved = weight_rows * (read(window) + blocks.length)
     return pl.CostEstimate(
         flops=2 * products,
         transcendentals=weights * call.softmax,
-        bytes_accessed=moved + held + ids,
+        bytes_accessed=moved + weight_bytes_moved + ids,
     )
 
 
@@ -312,23 +314,23 @@ def make_call(
     batch: int,
     length: int,
     embed: int,
-    heads: int,
+    num_kernels: int,
     itemsize: int,
     packed: bool,
     softmax: bool,
     interpret: bool = False,
     max_rows: int = MAX_ROWS,
 ) -> Call | None:
-    """Returns the call that moves the fewest bytes, or None if there is no kernel for it.
+    """Returns the call that moves the fewest bytes, or None if no kernel serves.
 
-    `itemsize` is that of the elements of x and logits; `length` is a multiple of 128.
+    `itemsize` is the number of bytes per element of x and logits; `length` is a multiple of 128.
     """
     if embed % LANES or length % LANES or taps.cross_segments:
         return None
-    if kind == "shared" and taps.count * padded_heads(heads) > MAX_UNROLLED:
+    if kind == "shared" and taps.count * padded_kernels(num_kernels) > MAX_UNROLLED:
         return None
     calls = [
-        Call(kind, direction, blocks, batch, embed, heads, softmax, interpret)
+        Call(kind, direction, blocks, batch, embed, num_kernels, softmax, interpret)
         for blocks in _candidates(kind, taps, length, embed, packed, max_rows)
     ]
     fitting = [call for call in calls if _vmem_bytes(call, itemsize) <= VMEM_BYTES]
@@ -336,47 +338,50 @@ def make_call(
 
 
 def _candidates(kind, taps, length, embed, packed, max_rows):
-    """Blocks that divide the array."""
+    """Returns the blocks that divide the array."""
     rows = [r for r in range(LANES, max_rows + 1, LANES) if length % r == 0]
     channels = [c for c in range(LANES, min(embed, MAX_CHANNELS) + 1, LANES) if embed % c == 0]
     if kind == "shared":
-        # The sums over the channels of a kernel stay in one block.
+        # A kernel's sum over channels must stay in one block.
         channels = [embed]
     channels = [c for c in channels if taps.count * (c // LANES) <= MAX_UNROLLED]
     return [Blocks(taps, length, r, c, packed) for r in rows for c in channels]
 
 
 def _time(call: Call, itemsize: int) -> float:
-    """Bytes that could be moved while a kernel runs: nothing else happens in its first step."""
+    """Estimates the time of a call, in bytes that could be moved meanwhile.
+
+    The first step of the grid only loads its block.
+    """
     moved, steps = cost(call, itemsize, itemsize).bytes_accessed, math.prod(call.grid)
     return moved + moved / steps + STEP_BYTES * steps
 
 
 def rows_read(blocks: Blocks, window: Window) -> int:
-    """Rows that all blocks of a row of the array fetch through a window."""
+    """Returns how many rows all blocks of one row fetch through a window, overlaps included."""
     return blocks.length // blocks.rows * blocks.fetched(window)
 
 
 def _vmem_bytes(call: Call, itemsize: int) -> int:
-    """Bytes of fast memory: every block twice, to be filled ahead, and scratch memory."""
+    """Returns the bytes of fast memory: two buffers per block, and scratch memory."""
     blocks, channels, forward = call.blocks, call.blocks.channels, call.direction == "forward"
-    own, ids = blocks.rows * channels, blocks.packed * blocks.segments.size
+    block_elements, ids = blocks.rows * channels, blocks.packed * blocks.segments.size
     read = channels * (blocks.inputs.size + (0 if forward else blocks.readers.size))
-    moved, kept = itemsize * (read + own) + 4 * 8 * ids, 4 * (read + LANES * ids)
+    moved, kept = itemsize * (read + block_elements) + 4 * 8 * ids, 4 * (read + LANES * ids)
     if call.kind == "static":
-        slopes = 0 if forward else 4 * call.num_taps * channels
-        return 2 * (moved + 4 * call.num_taps * channels + slopes) + kept + 8 * slopes
+        d_weights = 0 if forward else 4 * call.num_taps * channels
+        return 2 * (moved + 4 * call.num_taps * channels + d_weights) + kept + 8 * d_weights
     window, lanes = blocks.own, blocks.own
     if not forward:
         window, lanes = blocks.readers, blocks.reader_lanes
-    slopes = 0 if forward else blocks.rows
+    d_weights = 0 if forward else blocks.rows
     if call.kind == "shared":
         sublanes = call.num_taps * max(8, call.sublanes)
-        moved += itemsize * sublanes * (lanes.size + slopes)
-        # About half of the weights of a chunk, which registers cannot hold, are kept too.
+        moved += itemsize * sublanes * (lanes.size + d_weights)
+        # About half of the weights of a chunk do not fit the registers and are spilled.
         kept += 2 * call.num_taps * call.sublanes * CHUNK * LANES
-        return 2 * moved + kept + 4 * call.flat * 2 * (lanes.size + slopes)
-    moved += itemsize * call.num_taps * channels * (window.size + slopes)
+        return 2 * moved + kept + 4 * call.flat * 2 * (lanes.size + d_weights)
+    moved += itemsize * call.num_taps * channels * (window.size + d_weights)
     return 2 * moved + kept + 4 * call.num_taps * channels * window.size
 
 
@@ -384,6 +389,6 @@ def padded_length(length: int) -> int:
     return math.ceil(length / LANES) * LANES
 
 
-def padded_heads(heads: int) -> int:
-    """Returns the kernel count, padded to full registers or to a part with its own layout."""
-    return heads if heads in (1, 2, 4, 8) else math.ceil(heads / 16) * 16
+def padded_kernels(num_kernels: int) -> int:
+    """Returns the kernel count, padded to full registers or to a smaller tile with a layout."""
+    return num_kernels if num_kernels in (1, 2, 4, 8) else math.ceil(num_kernels / 16) * 16

@@ -1,4 +1,4 @@
-"""The convolutions by TPU kernels, on one device, and on several that share rows and channels."""
+"""Runs the convolutions by TPU kernels on one device, or on several that split the arrays."""
 
 import dataclasses
 import functools
@@ -20,14 +20,14 @@ DTYPES = (jnp.bfloat16, jnp.float32)
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """What is computed, apart from the arrays; `operators` documents the terms.
+    """Static parameters of a convolution; `operators` documents the terms.
 
     Attributes:
         taps: the geometry.
-        dynamic: weights are logits [batch, length, kernel, heads], not a kernel [kernel, embed].
+        dynamic: weights are logits [batch, length, taps, kernels], not a kernel [taps, embed].
         softmax: whether the taps of a dynamic convolution are normalised.
         packed: whether segment ids are given.
-        interpret: runs the kernels without a TPU, for tests.
+        interpret: interprets the kernels without a TPU, for tests.
         max_rows: most rows of a block.
     """
 
@@ -42,12 +42,13 @@ class Operation:
 def add_to(
     table: dispatch.Table, operation: Operation, direction: calls.Direction, x: Any, weights: Any
 ) -> dispatch.Table:
-    """Adds the kernels that serve arrays like these; they are called like the other formulations.
+    """Adds the kernels that serve these arrays to the table of formulations.
 
     Args:
-        table: formulations of segment ids (or None), a key (None), x, weights and the cotangent.
-        operation, direction: what is computed.
-        x, weights: arrays or their types. Exported programs leave some sizes free; those have none.
+        table: formulations, called with segment ids (or None), a key (None), x, weights and, for
+            gradients, the cotangent.
+        operation, direction: the computation.
+        x, weights: arrays or their types. Exported programs with symbolic sizes get no kernels.
     """
     if not all(isinstance(size, int) for array in (x, weights) for size in array.shape):
         return table
@@ -56,20 +57,20 @@ def add_to(
         compute = shared(operation, direction, devices, x, weights)
         if compute is None:
             return table
-        return table._replace(shared_tpus=functools.partial(_of_given, compute))
+        return table._replace(shared_tpus=functools.partial(_ignore_key, compute))
     if not is_supported(operation, direction, x, weights):
         return table
     compute = functools.partial(forward if direction == "forward" else backward, operation)
-    return table._replace(tpu=functools.partial(_of_given, compute))
+    return table._replace(tpu=functools.partial(_ignore_key, compute))
 
 
-def _of_given(compute, segment_ids, key, *arrays):
+def _ignore_key(compute, segment_ids, key, *arrays):
     del key
     return compute(*([] if segment_ids is None else [segment_ids]), *arrays)
 
 
 def is_supported(operation: Operation, direction: calls.Direction, x: Any, weights: Any) -> bool:
-    """Whether there is a kernel for arrays of these shapes and types on one device."""
+    """Returns whether a kernel serves arrays of these shapes and dtypes on one device."""
     return _call(operation, direction, x, weights) is not None
 
 
@@ -79,7 +80,7 @@ def _call(
     if x.dtype not in DTYPES or weights.dtype not in DTYPES or x.size == 0:
         return None
     batch, length, embed = x.shape
-    heads = weights.shape[-1]
+    num_kernels = weights.shape[-1]
     kind = _kind(operation, x, weights)
     length = calls.padded_length(length)
     itemsize = max(x.dtype.itemsize, weights.dtype.itemsize if operation.dynamic else 0)
@@ -90,7 +91,7 @@ def _call(
         batch=batch,
         length=length,
         embed=embed,
-        heads=heads,
+        num_kernels=num_kernels,
         itemsize=itemsize,
         packed=operation.packed,
         softmax=operation.softmax,
@@ -99,13 +100,13 @@ def _call(
     )
     if kind != "channel" or direction == "forward" or embed % LANES:
         return in_blocks
-    whole = Blocks(operation.taps, length, length, LANES, operation.packed)
-    by_tap = streamed.Streamed(whole, batch, embed, operation.softmax, operation.interpret)
+    whole_row = Blocks(operation.taps, length, length, LANES, operation.packed)
+    by_tap = streamed.Streamed(whole_row, batch, embed, operation.softmax, operation.interpret)
     if operation.taps.cross_segments or by_tap.vmem_bytes(itemsize) > calls.VMEM_BYTES:
         return in_blocks
     if in_blocks is not None:
         moved = calls.cost(in_blocks, itemsize, itemsize).bytes_accessed
-        # It computes twice what blocks compute once.
+        # Streaming by taps computes the weights twice, blocks only once.
         if moved <= 1.25 * by_tap.bytes_accessed(itemsize):
             return in_blocks
     return by_tap
@@ -118,21 +119,18 @@ def _kind(operation: Operation, x, weights) -> str:
 
 
 def forward(operation: Operation, *arrays):
-    """Returns the convolution.
-
-    The arrays are segment ids [batch, length], if packed, x and weights.
-    """
+    """Returns the convolution from segment ids [batch, length] (if packed), x and weights."""
     return _jitted(operation, "forward")(*arrays)
 
 
 def backward(operation: Operation, *arrays):
-    """Returns the gradients in x and in the weights; the arrays end with the cotangent."""
+    """Returns the gradients in x and in the weights; the last array is the cotangent."""
     return _jitted(operation, "backward")(*arrays)
 
 
 @functools.cache
 def _jitted(operation: Operation, direction: calls.Direction):
-    """Traced once for all layers of a model."""
+    """Returns the jitted operation, traced once for all layers of a model."""
     return jax.jit(functools.partial(_local, operation, direction))
 
 
@@ -147,14 +145,14 @@ def _local(operation: Operation, direction: calls.Direction, *arrays):
     kind, length = _kind(operation, x, weights), x.shape[1]
     extra = calls.padded_length(length) - length
     ids = None if ids is None else _pad(ids, extra)[:, None]
-    given = (_pad(x, extra), _to_kernel(kind, weights, extra), ids)
-    given += tuple(_pad(dy, extra) for dy in cotangent)
+    arguments = (_pad(x, extra), _to_kernel(kind, weights, extra), ids)
+    arguments += tuple(_pad(dy, extra) for dy in cotangent)
     if isinstance(call, streamed.Streamed):
-        dx, dweights = streamed.backward(call, *given)
+        dx, dweights = streamed.backward(call, *arguments)
     elif direction == "forward":
-        return calls.forward(call, *given)[:, :length]
+        return calls.forward(call, *arguments)[:, :length]
     else:
-        dx, dweights = calls.backward(call, *given)
+        dx, dweights = calls.backward(call, *arguments)
     dweights = _from_kernel(kind, dweights, length, weights.shape[-1])
     return dx[:, :length], dweights.astype(weights.dtype)
 
@@ -164,23 +162,23 @@ def _pad(a, rows: int):
 
 
 def _to_kernel(kind: str, weights, extra: int):
-    """Brings logits into the order in which the kernels, and XLA by itself, keep them."""
+    """Transposes logits to the layout of the kernels, which is also XLA's own choice."""
     if kind == "static":
         return weights
     weights = _pad(weights, extra)
     if kind == "channel":
         return weights.transpose((0, 2, 1, 3))
     weights = weights.transpose((0, 2, 3, 1))
-    heads = weights.shape[2]
-    more = calls.padded_heads(heads) - heads
+    num_kernels = weights.shape[2]
+    more = calls.padded_kernels(num_kernels) - num_kernels
     return jnp.pad(weights, ((0, 0), (0, 0), (0, more), (0, 0))) if more else weights
 
 
-def _from_kernel(kind: str, dweights, length: int, heads: int):
+def _from_kernel(kind: str, dweights, length: int, num_kernels: int):
     if kind == "static":
         return jnp.sum(dweights, axis=0)
     order = (0, 3, 1, 2) if kind == "shared" else (0, 2, 1, 3)
-    return dweights.transpose(order)[:, :length, :, :heads]
+    return dweights.transpose(order)[:, :length, :, :num_kernels]
 
 
 # --- Over devices ---------------------------------------------------------------------------------
@@ -189,20 +187,20 @@ def _from_kernel(kind: str, dweights, length: int, heads: int):
 def shared(
     operation: Operation, direction: calls.Direction, devices: Devices, x: Any, weights: Any
 ) -> Formulation | None:
-    """Returns `forward` or `backward` on several devices, or None where they cannot share it.
+    """Returns the operation over several devices, or None if they cannot share it.
 
     Rows of the batch and channels are independent; the length is never split.
     """
     rows, channels = devices.count(devices.rows), devices.count(devices.channels)
     batch, length, embed = x.shape
-    heads = weights.shape[-1]
-    if batch % rows or embed % channels or (heads % channels and channels % heads):
+    num_kernels = weights.shape[-1]
+    if batch % rows or embed % channels or (num_kernels % channels and channels % num_kernels):
         return None
-    own = jax.ShapeDtypeStruct((batch // rows, length, embed // channels), x.dtype)
+    own_x = jax.ShapeDtypeStruct((batch // rows, length, embed // channels), x.dtype)
     shape = (weights.shape[0], embed // channels)
     if operation.dynamic:
-        shape = (batch // rows, *weights.shape[1:3], max(1, heads // channels))
-    if not is_supported(operation, direction, own, jax.ShapeDtypeStruct(shape, weights.dtype)):
+        shape = (batch // rows, *weights.shape[1:3], max(1, num_kernels // channels))
+    if not is_supported(operation, direction, own_x, jax.ShapeDtypeStruct(shape, weights.dtype)):
         return None
     spec = PartitionSpec(devices.rows, None, devices.channels)
     ids = [PartitionSpec(devices.rows, None)] * operation.packed
@@ -220,7 +218,7 @@ def shared(
 
 
 def _shard(operation: Operation, direction: calls.Direction, devices: Devices, *arrays):
-    """Computes the part of one device."""
+    """Computes one device's part."""
     run = functools.partial(_local, operation, direction)
     if not operation.dynamic:
         results = run(*arrays)
@@ -231,15 +229,15 @@ def _shard(operation: Operation, direction: calls.Direction, devices: Devices, *
         return dx, total.astype(dweights.dtype)
     at = 2 if operation.packed else 1
     logits, count = arrays[at], devices.count(devices.channels)
-    heads = logits.shape[3]
-    # One kernel may serve channels of several devices.
-    first = jax.lax.axis_index(devices.channels) * heads // count
-    own = jax.lax.dynamic_slice_in_dim(logits, first, max(1, heads // count), axis=3)
-    results = run(*arrays[:at], own, *arrays[at + 1 :])
+    num_kernels = logits.shape[3]
+    # One kernel may serve channels on several devices.
+    first = jax.lax.axis_index(devices.channels) * num_kernels // count
+    own_logits = jax.lax.dynamic_slice_in_dim(logits, first, max(1, num_kernels // count), axis=3)
+    results = run(*arrays[:at], own_logits, *arrays[at + 1 :])
     if direction == "forward":
         return results
     dx, dlogits = results
-    # Other devices hold the other channels of a kernel, and other kernels.
+    # The other channels and kernels are on other devices.
     parts = jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(logits), dlogits, first, axis=3)
     total = jax.lax.psum(parts.astype(jnp.float32), devices.channels)
     return dx, total.astype(logits.dtype)

@@ -1,9 +1,9 @@
-"""The backward pass of kernels for every position and channel, where their taps reach far.
+"""Backward pass for kernels of every position and channel whose taps reach far.
 
-Blocks of rows would read the logits, the largest array, of all rows in reach again. Here a step
-takes one tap of all rows. Their softmax must be known first, so that taps pass twice, the second
-time from fast memory; sums over taps are corrected as the maximum grows (Milakov and Gimelshein
-2018, arXiv 1805.02867).
+Blocks of rows would read the logits, the largest array, once for every block in reach. Here each
+step of the grid takes one tap of all rows. The gradient needs the softmax normaliser, so each tap
+passes twice, the second time from fast memory. Running sums are rescaled when the maximum grows
+(online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867).
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from convt5.ops.convolution.tpu.blocks import CHUNK, Blocks
 from convt5.ops.tpu_kernels import LANES, result
 
 LOWEST = -3e38
-"""Below every finite logit, and finite, so that logits of minus infinity have weight zero."""
+"""A finite number below every finite logit, so that logits of minus infinity get weight zero."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Streamed:
-    """One backward pass; `blocks` has a single block of rows, of 128 channels."""
+    """One backward pass; `blocks` is a single block of rows of 128 channels."""
 
     blocks: Blocks
     batch: int
@@ -47,14 +47,14 @@ class Streamed:
         blocks = self.blocks
         windows = blocks.inputs.size + 2 * blocks.readers.size
         kept = 4 * (windows + 4 * blocks.length + blocks.packed * blocks.segments.size)
-        held = itemsize * self.num_taps * blocks.length
-        return LANES * (2 * itemsize * 5 * blocks.length + kept + held)
+        logits = itemsize * self.num_taps * blocks.length
+        return LANES * (2 * itemsize * 5 * blocks.length + kept + logits)
 
 
 def backward(
     call: Streamed, x: jax.Array, logits: jax.Array, ids: jax.Array | None, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the gradients in x and in logits [batch, kernel, length, embed]."""
+    """Returns the gradients in x and in logits [batch, taps, length, embed]."""
     blocks, taps, length = call.blocks, call.num_taps, call.blocks.length
     row = pl.BlockSpec((None, length, LANES), lambda b, c, step: (b, 0, c))
     segment = pl.BlockSpec((None, 1, length), lambda b, c, step: (b, 0, 0))
@@ -92,15 +92,15 @@ def backward(
 def _body(call: Streamed, x, dy, logits, *refs: Any) -> None:
     blocks, taps = call.blocks, call.num_taps
     step = pl.program_id(2)
-    left = list(refs)
-    take = functools.partial(left.pop, 0)
+    remaining = list(refs)
+    take = functools.partial(remaining.pop, 0)
     ids = take() if blocks.packed else None
     dx, dlogits = take(), take()
     segments = bodies.Segments(bodies.Rows(take(), blocks.segments) if blocks.packed else None)
     x_rows = bodies.Rows(take(), blocks.inputs)
     dy_rows = bodies.Rows(take(), blocks.readers)
     weight_rows = bodies.Rows(take(), blocks.readers)
-    largest, total, slope, sums, held = left
+    largest, total, gradient_sum, sums, kept_logits = remaining
 
     def chunks(body):
         def one(i, _):
@@ -111,7 +111,7 @@ def _body(call: Streamed, x, dy, logits, *refs: Any) -> None:
         lax.fori_loop(0, blocks.length // CHUNK, one, 0)
 
     def product(row, offset):
-        """The gradient in the weight of a tap."""
+        """Returns the gradient in the weight of a tap."""
         same = segments.same(row, offset)
         dweight = dy_rows.read(row, 0, 0) * x_rows.read(row, offset, 0)
         return dweight if same is None else jnp.where(same, dweight, 0.0)
@@ -123,7 +123,7 @@ def _body(call: Streamed, x, dy, logits, *refs: Any) -> None:
         segments.fill(ids, blocks, 0)
         weight_rows.ref[...] = jnp.zeros(weight_rows.ref.shape, jnp.float32)
         largest[...] = jnp.full(largest.shape, LOWEST, jnp.float32)
-        for ref in (total, slope, sums):
+        for ref in (total, gradient_sum, sums):
             ref[...] = jnp.zeros(ref.shape, jnp.float32)
 
     @pl.when(step < taps)
@@ -132,7 +132,7 @@ def _body(call: Streamed, x, dy, logits, *refs: Any) -> None:
 
         def gather(row, at):
             logit = logits[at, :]
-            held[step, at, :] = logit
+            kept_logits[step, at, :] = logit
             if not call.softmax:
                 return
             logit = logit.astype(jnp.float32)
@@ -140,7 +140,7 @@ def _body(call: Streamed, x, dy, logits, *refs: Any) -> None:
             shrink, power = jnp.exp(largest[at, :] - higher), jnp.exp(logit - higher)
             largest[at, :] = higher
             total[at, :] = total[at, :] * shrink + power
-            slope[at, :] = slope[at, :] * shrink + power * product(row, offset)
+            gradient_sum[at, :] = gradient_sum[at, :] * shrink + power * product(row, offset)
 
         chunks(gather)
 
@@ -150,10 +150,10 @@ def _body(call: Streamed, x, dy, logits, *refs: Any) -> None:
         offset = tap * blocks.taps.dilation - blocks.taps.left
 
         def differentiate(row, at):
-            weight, gradient = held[tap, at, :].astype(jnp.float32), product(row, offset)
+            weight, gradient = kept_logits[tap, at, :].astype(jnp.float32), product(row, offset)
             if call.softmax:
                 weight = jnp.exp(weight - largest[at, :]) / total[at, :]
-                gradient = weight * (gradient - slope[at, :] / total[at, :])
+                gradient = weight * (gradient - gradient_sum[at, :] / total[at, :])
             dlogits[at, :] = gradient.astype(dlogits.dtype)
             weight_rows.ref[0, pl.ds(row + weight_rows.window.before, CHUNK), :] = weight
 

@@ -1,8 +1,8 @@
-"""Parameters that devices hold in parts, whole only while the layer that reads them runs.
+"""Fully sharded parameters: each device holds a part, and layers all-gather them when they run.
 
-This is fully sharded data parallelism (ZeRO-3, Rajbhandari et al. 2020, arXiv 1910.02054). Modules
-say that they gather their own parameters by `gathers_itself = True`, and call `whole`; training
-says where parameters lie, by `gathered`. Without training nothing is in parts.
+This is fully sharded data parallelism (FSDP; ZeRO-3, Rajbhandari et al. 2020, arXiv 1910.02054).
+Modules with `gathers_itself = True` call `gather` to all-gather their own parameters. Training says
+by `gather_parameters` how parameters are sharded; outside training they are not.
 """
 
 import functools
@@ -18,40 +18,40 @@ from jaxtyping import Array
 Module = TypeVar("Module", bound=nnx.Module)
 
 _PLACEMENT = "placement"
-"""The metadata of variables in parts."""
+"""Metadata key of variables whose gathering is deferred."""
 
 
 class Placement(NamedTuple):
-    """Where a parameter lies between steps, in parts, and where while it is used.
+    """Shardings of a parameter between steps and while it is used.
 
     Attributes:
-        kept, used: both.
-        whole_sums: gradients are summed over devices whole, and then cut into parts, which sends
-            up to twice as much as leaving each device its part of the sum at once.
+        kept, used: the sharding between steps, and while the parameter is used.
+        all_reduce: all-reduces gradients and then slices them, which sends up to twice as much as a
+            reduce-scatter.
     """
 
     kept: NamedSharding
     used: NamedSharding
-    whole_sums: bool
+    all_reduce: bool
 
 
-def gathered(model: Module, kept: Module, used: Module, *, whole_sums: bool) -> Module:
-    """Returns the model with its parameters whole, but for modules that gather themselves.
+def gather_parameters(model: Module, kept: Module, used: Module, *, all_reduce: bool) -> Module:
+    """All-gathers the parameters of a model, except those of modules that gather themselves.
 
     Args:
-        model: with parameters that lie as `kept` says.
-        kept, used: a `NamedSharding` in place of each parameter.
-        whole_sums: see `Placement`; of the modules that gather themselves. Others, such as the
-            token table, always have them: to leave each device its part of the gradient of a
-            lookup, the compiler may gather all activations on all devices.
+        model: a model whose parameters are sharded as `kept` says.
+        kept, used: trees of `NamedSharding`, one for each parameter.
+        all_reduce: see `Placement`; for the modules that gather themselves. Others, such as the
+            token table, always use all-reduce: for a reduce-scatter of the gradient of a lookup the
+            compiler may all-gather all activations.
     """
 
     def gather(node, kept, used):
         if not _gathers_itself(node):
-            return _gather(Placement(kept, used, whole_sums=True), node)
+            return _gather(Placement(kept, used, all_reduce=True), node)
         return jax.tree.map(
             lambda variable, kept, used: variable.copy(
-                **{_PLACEMENT: Placement(kept.get_value(), used.get_value(), whole_sums)}
+                **{_PLACEMENT: Placement(kept.get_value(), used.get_value(), all_reduce)}
             ),
             *(node, kept, used),
             is_leaf=_is_variable,
@@ -60,19 +60,19 @@ def gathered(model: Module, kept: Module, used: Module, *, whole_sums: bool) -> 
     return jax.tree.map(gather, model, kept, used, is_leaf=_gathers_itself)
 
 
-def whole(module: Module) -> Module:
-    """Returns the module with the parameters whole that `gathered` left in parts."""
+def gather(module: Module) -> Module:
+    """All-gathers the parameters whose gathering was deferred by `gather_parameters`."""
 
     def gather(variable, placement: Placement):
-        found = variable.copy(_gather(placement, variable.get_value()))
-        found.del_metadata(_PLACEMENT)
-        return found
+        gathered = variable.copy(_gather(placement, variable.get_value()))
+        gathered.del_metadata(_PLACEMENT)
+        return gathered
 
     return _map_parts(gather, module)
 
 
-def stacked(layers: Sequence[Any]) -> Any:
-    """Returns trees of one form as one, each array with a new first axis; parts stay in parts."""
+def stack(layers: Sequence[Any]) -> Any:
+    """Stacks trees of one form along a new first axis; deferred gathering stays deferred."""
 
     def keep(variable, placement: Placement):
         kept = placement.kept
@@ -92,7 +92,7 @@ def _gather_forward(placement: Placement, x: Array) -> tuple[Array, None]:
 
 
 def _gather_backward(placement: Placement, _: None, gradient: Array) -> tuple[Array]:
-    if placement.whole_sums:
+    if placement.all_reduce:
         gradient = jax.lax.with_sharding_constraint(gradient, placement.used)
     return (jax.lax.with_sharding_constraint(gradient, placement.kept),)
 
@@ -101,11 +101,11 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def _map_parts(change, tree):
-    def changed(node):
+    def apply(node):
         placement = node.get_metadata(_PLACEMENT, None) if _is_variable(node) else None
         return node if placement is None else change(node, placement)
 
-    return jax.tree.map(changed, tree, is_leaf=_is_variable)
+    return jax.tree.map(apply, tree, is_leaf=_is_variable)
 
 
 def _is_variable(node) -> bool:
