@@ -1,0 +1,164 @@
+"""Every command in README and docs is one that there is, with flags and settings that there are.
+
+The shell reads each block of a page, with functions in place of programs that note how they are
+called. So loops, variables and line ends are the shell's own, and nothing is run but `cat`.
+"""
+
+import functools
+import importlib
+import os
+import pathlib
+import re
+import shlex
+import shutil
+
+import commands
+import pytest
+import seqio
+
+import convt5
+from convt5 import bench, compare, sweep, train
+from convt5.analysis import inspect_command
+from convt5.configuration import command_line, gin_config, gin_files
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^( *)```bash\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+FILE = re.compile(r"^```\w*\n# (\w+\.(?:py|gin))\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# Programs of others, and of the shell, which no test of ours can vouch for.
+OTHERS = {"pip", "hf", "gcloud", "echo", "mkdir", "mv", "rm", "cd", "ruff", "mkdocs"}
+OTHERS |= {"pyright", "pytest", "uv", "bash"}
+NOTED = """
+note() { printf '%q ' "$@" >> "$NOTES"; printf '\\n' >> "$NOTES"; }
+for name in uv python pip hf gcloud echo mkdir mv rm cd bash launch/tpu_vm.sh launch/slurm.sh; do
+    eval "$name() { note $name \\"\\$@\\"; }"
+done
+TIMEFORMAT=
+"""
+
+
+def blocks(page: pathlib.Path) -> list[str]:
+    """The shell code of a page, without the indentation of a list."""
+    found = BLOCK.findall(page.read_text())
+    return [re.sub(rf"^{indent}", "", body, flags=re.MULTILINE) for indent, body in found]
+
+
+def write_files(page: pathlib.Path, folder: pathlib.Path) -> None:
+    """Writes the files that a page shows: blocks that begin with `# name.py` or `# name.gin`."""
+    for name, body in FILE.findall(page.read_text()):
+        (folder / name).write_text(body)
+
+
+@functools.cache
+def calls(page: pathlib.Path, folder: pathlib.Path) -> list[list[str]]:
+    """The commands of a page in their order; files that it writes lie in the folder."""
+    notes = folder / "notes"
+    notes.touch()
+    shell = shutil.which("bash")
+    assert shell is not None
+    code = NOTED + "\n".join(blocks(page))
+    environment = {"PATH": "/usr/bin:/bin", "NOTES": str(notes), "HOME": str(folder)}
+    done = commands.run([shell, "-c", code], cwd=folder, env=environment)
+    assert done.stderr == "", f"{page}: {done.stderr}"
+    return [shlex.split(line) for line in notes.read_text().splitlines()]
+
+
+def ours(call: list[str]) -> list[str]:
+    """A call without what runs it: `uv run --extra plot python -m convt5.sweep` is convt5.sweep."""
+    words = list(call)
+    if words[:2] == ["uv", "run"]:
+        words = words[2:]
+        while words and words[0] == "--extra":
+            words = words[2:]
+    if words[:2] == ["python", "-m"]:
+        words = words[2:]
+    elif words[:1] == ["python"]:
+        words = words[1:]
+    elif words[:1] == ["convt5"]:
+        words = [f"convt5.{words[1]}", *words[2:]] if words[1:] else ["convt5"]
+    return words
+
+
+@pytest.fixture(scope="module")
+def sandbox(tmp_path_factory):
+    """A folder in which commands find gin files, and settings of the runs that pages speak of."""
+    folder = tmp_path_factory.mktemp("sandbox")
+    for name in ("gin", "launch"):
+        (folder / name).symlink_to(ROOT / name)
+    for run in ("corpus", "lconv_base"):
+        (folder / "runs" / run).mkdir(parents=True)
+        config = folder / "runs" / run / "config.gin"
+        config.write_text((ROOT / "gin" / "runs" / "quickstart.gin").read_text())
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def forgotten_tasks():
+    """Tasks that pages define are registered for one test alone."""
+    before = set(seqio.TaskRegistry.names())
+    yield
+    for name in seqio.TaskRegistry.names() - before:
+        seqio.TaskRegistry.remove(name)
+
+
+def check_settings(name: str, arguments: command_line.Arguments) -> None:
+    """Raises `UserError` for gin files and bindings that do not fit the command."""
+    files, bindings = list(arguments.gin_files), list(arguments.gin_bindings)
+    if name in ("train", "cache"):
+        # A cache needs no run directory.
+        statements = gin_files.read_all(files)
+        is_needed = name == "cache" and gin_files.is_required(statements, "RUN_DIR")
+        bindings = ["RUN_DIR=unused"] * is_needed + bindings
+        gin_config.load(files, bindings, roots=["@trainer.train"], supplied=["config_text"])
+    elif name == "sweep":
+        sweep.read_study(files, bindings)
+    elif name == "inspect":
+        inspect_command.read_step(files, bindings)
+    elif name == "bench":
+        bench._models(files, bindings)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_a_page_have_flags_and_settings_that_there_are(
+    page, tmp_path, sandbox, monkeypatch
+):
+    monkeypatch.chdir(sandbox)
+    monkeypatch.syspath_prepend(str(sandbox))
+    noted = calls(page, tmp_path)
+    write_files(page, sandbox)
+    for file in tmp_path.glob("*.gin"):  # Which the shell has written.
+        shutil.copy(file, sandbox)
+    for call in noted:
+        program, *argv = ours(call)
+        if program in OTHERS or program == "convt5":
+            continue
+        if program.startswith("convt5."):
+            name = program.removeprefix("convt5.")
+            module = importlib.import_module(convt5.current_name(program))
+            if name == "compare":
+                compare._parser().parse_args(argv)
+            elif "..." not in argv:
+                check_settings(name, command_line.parse(module.COMMAND, argv))
+        elif program in ("-", "-c"):
+            continue  # Python in the page itself.
+        else:
+            assert (ROOT / program).is_file(), call
+            assert program.endswith(".py") or os.access(ROOT / program, os.X_OK), call
+            if program.startswith("launch/") and "--" in argv:
+                of_train = argv[argv.index("--") + 1 :]
+                check_settings("train", command_line.parse(train.COMMAND, of_train))
+
+
+def test_a_command_that_there_is_not_is_found(tmp_path, sandbox, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```bash\nfor n in 1 2; do\n  uv run convt5 train \\\n    --gin.N=$n\ndone\n```\n"
+    )
+    assert calls(page, tmp_path) == [["uv", "run", "convt5", "train", f"--gin.N={n}"] for n in "12"]
+    monkeypatch.chdir(sandbox)
+    arguments = command_line.parse(
+        train.COMMAND,
+        ["--gin_file=gin/runs/quickstart.gin", "--gin.trainer.train.num_stepz=1"],
+    )
+    with pytest.raises(convt5.UserError, match="num_stepz"):
+        check_settings("train", arguments)
