@@ -7,6 +7,7 @@ only JAX; data, tasks and evaluation need TensorFlow and seqio.
 import importlib
 import importlib.abc
 import importlib.util
+import os
 import sys
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
@@ -24,11 +25,17 @@ if TYPE_CHECKING:  # What editors complete; at run time each is imported when it
     from convt5.vision.architecture import ViTConfig as ViTConfig
     from convt5.vision.model import ViT as ViT
 
+_FOLDER = os.path.dirname(os.path.realpath(__file__))
+
 if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and sys.path:
     # `python -m convt5.NAME` is being looked up, and Python looks for modules in the working
     # directory before all others: a `json.py` there, which may have come with a model, would be
     # run. The user's own modules are found there all the same.
     sys.path.append(sys.path.pop(0))
+
+# `python convt5` and `uv run convt5`, in a checkout, have Python look in this folder first, where
+# `inspect` is another module. Modules of this folder are found by their full names alone.
+sys.path[:] = [path for path in sys.path if os.path.realpath(path) != _FOLDER]
 
 __version__ = "0.1.0"
 

@@ -3,6 +3,16 @@
 Layers with receptive fields, parameters, FLOPs, memory, shardings; and examples of its data.
 """
 
+import sys
+
+if __name__ == "inspect":  # Whatever asks for the standard library's would get this module.
+    print(
+        f"error: Python looks for modules in {sys.path[0] or 'this folder'!r} first, which hides "
+        "its own; run commands as `python -m convt5.NAME`, not as files, and from another folder.",
+        file=sys.stderr,
+    )
+    raise SystemExit(2)
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -53,6 +53,20 @@ def test_a_command_that_lies_in_a_room_runs_as_a_module_of_its_name():
     assert "usage: python -m convt5.vocabulary" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("file", "code", "shown"),
+    [
+        # As `uv run convt5` runs it in a checkout.
+        ("", 0, "usage: python -m convt5.sweep"),
+        ("eval.py", 2, "error: Python looks for modules in"),
+    ],
+)
+def test_the_folder_of_the_package_hides_no_module_of_python(file, code, shown):
+    done = commands.run([sys.executable, PACKAGE / file, "sweep", "--help"])
+    assert (done.returncode, done.stderr.count("\n")) == (code, code // 2), done.stderr
+    assert shown in done.stdout + done.stderr
+
+
 def test_models_are_listed_with_what_inspect_says_of_them(capsys):
     assert models.main(["--name=*dynamic_tiny", "--json"]) == 0
     listed = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
