@@ -44,7 +44,9 @@ COMMAND = command_line.Command(
     ],
     flags=[
         command_line.Flag(
-            "suites", f"some of {','.join(SUITES)}, which is all of them.", {"default": None}
+            "suites",
+            f"suites to run, a list from {','.join(SUITES)} (default: all).",
+            {"default": None},
         ),
         command_line.Flag(
             "lengths",
@@ -225,9 +227,11 @@ def _check_served(suites: Sequence[str], arguments: command_line.Arguments) -> N
     of_models += [] if arguments.flags.t5x is None else [f"--t5x={arguments.flags.t5x}"]
     faults = []
     if of_models and not {"train_step", "decode"} & set(suites):
-        faults.append(f"{of_models[0]} is for the suites train_step and decode; add one of them.")
+        faults.append(
+            f"{of_models[0]} applies to the suites train_step and decode; add one of them."
+        )
     if arguments.flags.lengths is not None and list(suites) == ["data"]:
-        faults.append("--lengths is for all suites but data; leave it out.")
+        faults.append("--lengths does not apply to the suite data; leave it out.")
     errors.raise_all(faults, where="flags")
 
 

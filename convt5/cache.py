@@ -79,8 +79,8 @@ def main(argv: Sequence[str]) -> None:
     for config in configs.values():
         if config is not None and not isinstance(config, data.DataConfig):
             raise errors.UserError(
-                f"the gin files bind {type(config).__name__} as data; a cache is made of "
-                "data.DataConfig, text from seqio."
+                f"the gin files bind {type(config).__name__} as data, but only data.DataConfig "
+                "(text from seqio) can be cached."
             )
     check_num_batches(run.eval_num_batches, run.eval_data)
     output_dir = os.path.expanduser(flags.output_dir)
@@ -155,7 +155,7 @@ def _write(
         if written.state is not None:
             batches.set_state(written.state)
             left = None if left is None else left - written.num_read
-            print(f"{split}: goes on after {written.num_read:,} rows that are there", flush=True)
+            print(f"{split}: resumes after {written.num_read:,} rows", flush=True)
         progress = stack.enter_context(
             Bar(sys.stderr, total=wanted.most, done=written.num_read, label=split, unit="row")
         )

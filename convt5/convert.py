@@ -187,7 +187,7 @@ class Conversion:
         if self.optimizer and self.target != "run":
             faults.append(f"--optimizer is for --to=run: {self.target} holds no optimizer state.")
         if self.source == self.target == "run":
-            faults.append("--from=run --to=run changes nothing; name another format.")
+            faults.append("--from=run --to=run converts nothing; name another format.")
         if self.allow_unmapped and self.source == "run":
             faults.append("--allow_unmapped is for other formats than --from=run; leave it out.")
         if self.step is not None and self.source != "run":
@@ -267,7 +267,7 @@ def check_destination(output_dir: str) -> pathlib.Path:
     folders.check(output_dir, what="output_dir")
     destination = pathlib.Path(os.path.realpath(os.path.expanduser(output_dir)))
     if destination.exists() and not destination.is_dir():
-        raise errors.UserError(f"output_dir={output_dir} is a file; name a folder to make.")
+        raise errors.UserError(f"output_dir={output_dir} is a file; name a folder to create.")
     parent = next(folder for folder in destination.parents if folder.exists())
     if not (parent.is_dir() and os.access(parent, os.W_OK)):
         raise errors.UserError(

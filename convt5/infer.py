@@ -125,7 +125,7 @@ def _check_flags(flags: Any, gin_files: Sequence[str]) -> bool:
     if flags.num_examples is not None and flags.num_examples < 1:
         faults.append(f"--num_examples={flags.num_examples} must be at least 1.")
     faults += [
-        f"--{name} is for texts, and --task writes its own inputs; leave it out."
+        f"--{name} applies to text input, but --task formats its own inputs; leave it out."
         for name in ("field", "raw", "format", "invalid_utf8")
         if flags.task and getattr(flags, name)
     ]
@@ -133,7 +133,7 @@ def _check_flags(flags: Any, gin_files: Sequence[str]) -> bool:
         faults.append("--raw and --format exclude each other; give one of them.")
     is_dialogue = flags.interactive or (not given and sys.stdin.isatty())
     if is_dialogue and flags.output:
-        faults.append("--output is for --input and --task; a dialogue is shown and not kept.")
+        faults.append("--output applies to --input and --task; interactive answers are only shown.")
     errors.raise_all(faults, where="infer")
     return is_dialogue
 

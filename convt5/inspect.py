@@ -153,7 +153,7 @@ def _check_flags(flags: Mapping[str, Any]) -> None:
         if isinstance(value, int) and not isinstance(value, bool) and value < 1
     ]
     if flags["gradients_only"] and not flags["topology"]:
-        faults.append("--gradients_only says what to compile; give --topology, such as v5e:2x2.")
+        faults.append("--gradients_only needs --topology, such as v5e:2x2; add it.")
     needed = {"checkpoint": ["measure", "prove"], "plot": ["measure"], "mesh": ["prove"]}
     faults += [
         f"--{name}={value} is for --{' or --'.join(others)}; add it."
@@ -165,8 +165,8 @@ def _check_flags(flags: Mapping[str, Any]) -> None:
         faults.append(f"--multiple={flags['multiple']} is for --pair_with; add it.")
     if flags["topology"] and flags["devices"]:
         faults.append(
-            f"--devices={flags['devices']} and --topology={flags['topology']} both say how many "
-            "devices there are; give one of them."
+            f"--devices={flags['devices']} and --topology={flags['topology']} both set the "
+            "number of devices; give one of them."
         )
     errors.raise_all(faults, where="flags")
 

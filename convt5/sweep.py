@@ -96,8 +96,8 @@ def main(argv: Sequence[str]) -> int:
     for flag, is_given in of_runs.items():
         if flags.report_only and is_given:
             raise errors.UserError(
-                f"--report_only and {flag}: a report alone makes and checks no run; leave out one "
-                "of the two."
+                f"--report_only and {flag}: a report starts and checks no run; leave out one of "
+                "the two."
             )
     study = read_study(arguments.gin_files, arguments.gin_bindings, arguments.trust)
     from convt5.sweeps import report, running
@@ -133,7 +133,7 @@ def _import(study: "Study", path: pathlib.Path) -> None:
     from convt5.sweeps import archive
 
     count = archive.read(study, path)
-    print(f"took over the results of {count} runs from {path}", file=sys.stderr)
+    print(f"imported the results of {count} runs from {path}", file=sys.stderr)
 
 
 def read_study(

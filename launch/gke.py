@@ -78,13 +78,19 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     actions = ("cluster", "image", "run", "logs", "stop", "delete", "manifest")
     parser.add_argument("actions", nargs="+", choices=actions, metavar="ACTION")
-    parser.add_argument("--name", default="convt5", help="of cluster and JobSet, convt5")
+    parser.add_argument(
+        "--name", default="convt5", help="name of cluster and JobSet (default: convt5)"
+    )
     parser.add_argument("--project", required=True, help="of Google Cloud")
-    parser.add_argument("--zone", required=True, help="one that has such TPUs")
-    parser.add_argument("--slice", required=True, help="kind and topology, such as v5e:4x4")
+    parser.add_argument("--zone", required=True, help="zone that has these TPUs")
+    parser.add_argument(
+        "--slice", required=True, help="TPU generation and topology, such as v5e:4x4"
+    )
     parser.add_argument("--spot", action="store_true", help="preemptible, at a lower price")
     parser.add_argument("--image", help="by default gcr.io/PROJECT/NAME")
-    parser.add_argument("--restarts", type=int, default=100, help="at most so many, 100")
+    parser.add_argument(
+        "--restarts", type=int, default=100, help="most restarts of the JobSet (default: 100)"
+    )
     parser.add_argument(
         "--env", action="append", default=[], metavar="NAME=VALUE", help="of the training"
     )

@@ -121,15 +121,18 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--processes", type=_positive, default=2, help="how many, 2")
     parser.add_argument(
-        "--devices_per_process", type=_positive, default=4, help="emulated devices of each, 4"
+        "--devices_per_process",
+        type=_positive,
+        default=4,
+        help="emulated devices per process (default: 4)",
     )
     parser.add_argument("--module", default="convt5.train", help="what runs, convt5.train")
     parser.add_argument(
         "--stop_secs",
         type=_positive,
         default=10,
-        help="once a process has failed the others are asked to stop (SIGTERM), and killed after "
-        "so many seconds, 10",
+        help="once a process has failed, the others receive SIGTERM, and SIGKILL after this "
+        "many seconds (default: 10)",
     )
     parser.add_argument(
         "--dry_run", action="store_true", help="prints every command; starts nothing"
@@ -186,7 +189,7 @@ def supervise(
                 _send(processes, running, signal.SIGKILL if asked else signal.SIGTERM)
                 asked = True
             if deadline is not None and time.monotonic() >= deadline:
-                say(f"killing what did not stop within {stop_secs} s: {_names(running)}")
+                say(f"killing processes that did not stop within {stop_secs} s: {_names(running)}")
                 _send(processes, running, signal.SIGKILL)
                 deadline = None if not running else time.monotonic() + stop_secs
             try:
@@ -212,7 +215,7 @@ def obituary(ended: Ended, last_lines: Sequence[str], running: set[int]) -> str:
     remedy = (
         "Correct the command."
         if ended.code == _USAGE_ERROR
-        else "The same command continues from the last checkpoint."
+        else "The same command resumes from the last checkpoint."
     )
     shown = [f"    {line}" for line in last_lines] or ["    (none)"]
     return "\n".join(

@@ -292,18 +292,18 @@ def text_classification(
         )
     if label_field in text_fields:
         raise errors.UserError(
-            f"label_field={label_field!r} of {name} is one of text_field={text_fields}, so that "
-            "inputs would hold the answer; name the field of the labels alone."
+            f"label_field={label_field!r} of {name} is one of text_field={text_fields}, so "
+            "inputs would contain the answer; name a field that holds only labels."
         )
     if _TARGET in text_fields:
         raise errors.UserError(
-            f"text_field={text_fields} of {name} holds {_TARGET!r}, the name that answers are "
-            "given on their way; call that field something else in the file."
+            f"text_field={text_fields} of {name} holds {_TARGET!r}, a name that convt5 uses for "
+            "answers; rename that field in the file."
         )
     if threshold is not None and len(generated) != 2:
         raise errors.UserError(
-            f"threshold={threshold} of {name} divides two labels, but labels={generated}; name two,"
-            " or leave threshold out."
+            f"threshold={threshold} of {name} separates two labels, but labels={generated}; "
+            "name two, or leave threshold out."
         )
     if threshold is not None and math.isnan(threshold):
         raise errors.UserError(

@@ -36,15 +36,15 @@ def check_ids(labels: Sequence[str], vocabulary: seqio.Vocabulary, task: str) ->
         other = first.setdefault(tuple(vocabulary.encode(label)), label)
         if other != label:
             raise errors.UserError(
-                f"labels {other!r} and {label!r} of {task} are the same ids to the vocabulary "
-                f"{name}, which lacks what they differ in; {remedy}"
+                f"labels {other!r} and {label!r} of {task} have the same ids in the vocabulary "
+                f"{name}, which lacks the characters that distinguish them; {remedy}"
             )
     for ids, label in first.items():
         back = vocabulary.decode(list(ids))
         if back != label or vocabularies.has_unknown(vocabulary, ids):
             raise errors.UserError(
-                f"label {label!r} of {task} comes back from the vocabulary {name} as {back!r}, so "
-                f"that no answer can equal it; {remedy}"
+                f"label {label!r} of {task} decodes with the vocabulary {name} to {back!r}, so "
+                f"no answer can equal it; {remedy}"
             )
 
 

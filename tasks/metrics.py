@@ -240,8 +240,8 @@ def rank_classification(
     chosen = [max(sorted(ranked), key=lambda i: ranked[i][0]) for ranked in whole]
     if not all(right):
         raise errors.UserError(
-            "rank classification needs a right label for each example, and there is one without; "
-            f"the labels are {list(labels)}: add what is missing, or leave the example out."
+            "rank classification needs a right label for each example, but one has none; the "
+            f"labels are {list(labels)}: add the missing label, or remove the example."
         )
     if max(map(len, right)) > 1:
         hits = sum(choice in numbers for choice, numbers in zip(chosen, right, strict=True))

@@ -116,8 +116,8 @@ def check_lengths_given(sequence_length: Mapping[str, int] | None) -> None:
     """Raises `UserError` where nobody says how long the segments are that text is cut into."""
     if sequence_length is None or not {"inputs", "targets"} <= set(sequence_length):
         raise errors.UserError(
-            f"sequence_length={sequence_length} lacks the lengths that text is cut to; give both, "
-            'such as get_dataset({"inputs": 512, "targets": 114}, "train").'
+            f"sequence_length={sequence_length} lacks the lengths of text; give both, such as "
+            'get_dataset({"inputs": 512, "targets": 114}, "train").'
         )
 
 

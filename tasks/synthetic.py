@@ -348,8 +348,8 @@ def check_lengths(
     """
     errors.raise_all(
         [
-            f"{feature} of {length} tokens do not fit a length of {sequence_length[feature]}: what "
-            f"is asked for would be cut off; raise encoder_length and decoder_length."
+            f"{feature} of {length} tokens do not fit a length of {sequence_length[feature]}: "
+            "the question would be truncated; raise encoder_length and decoder_length."
             for feature, length in needed.items()
             if sequence_length and sequence_length.get(feature, length) < length
         ],

@@ -199,11 +199,11 @@ def test_raw_and_averaged_metrics_are_reported_and_the_average_is_loaded(tmp_pat
 @pytest.mark.slow
 def test_a_run_without_an_average_is_named_where_one_is_wanted(tmp_path):
     run_stripes(tmp_path, num_steps=1)
-    with pytest.raises(UserError, match="holds no average of the model"):
+    with pytest.raises(UserError, match="holds no moving average of the parameters"):
         convt5.load_model(tmp_path, ema=True)
     with pytest.raises(UserError, match=r"best_metric='ema/validation/loss' is never measured"):
         ema_run(tmp_path / "b", ema=None)
-    with pytest.raises(UserError, match="was made without ema, and the run now goes on with ema"):
+    with pytest.raises(UserError, match="was made without ema, but the run now continues with ema"):
         run_stripes(tmp_path, num_steps=2, ema=EMA())
 
 

@@ -164,9 +164,12 @@ def test_faulty_arguments_are_explained(tmp_path, argument, message):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--suites=ops", "--t5x=t5x"], "--t5x=t5x is for the suites train_step and decode"),
-        (["--suites=data", "--gin_file=gin/models/t5_tiny.gin"], "t5_tiny.gin is for the suites"),
-        (["--suites=data", "--lengths=8"], "--lengths is for all suites but data"),
+        (["--suites=ops", "--t5x=t5x"], "--t5x=t5x applies to the suites train_step and decode"),
+        (
+            ["--suites=data", "--gin_file=gin/models/t5_tiny.gin"],
+            "t5_tiny.gin applies to the suites",
+        ),
+        (["--suites=data", "--lengths=8"], "--lengths does not apply to the suite data"),
         (["--t5x=nowhere"], "t5x=nowhere holds no t5x/examples/t5/network.py"),
     ],
 )

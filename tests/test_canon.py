@@ -394,7 +394,9 @@ def test_every_kind_convolves_the_projections_that_it_states(kind):
 def test_a_decoder_must_not_read_the_future_through_canon_layers():
     stack = StackConfig(num_layers=2, canon="C", canon_padding="CENTERED")
     assert tiny_config(encoder=stack).encoder_layers[0].canon_reach == (2, 1)
-    with pytest.raises(UserError, match=r"decoder\.canon_padding='CENTERED' reads positions of"):
+    with pytest.raises(
+        UserError, match=r"decoder\.canon_padding='CENTERED' reads future positions"
+    ):
         tiny_config(decoder=stack)
 
 

@@ -194,7 +194,7 @@ def test_a_folder_that_vanished_is_told_with_what_to_do(open_run, tmp_path):
     checkpointer = open_run()
     (tmp_path / "checkpoints").rmdir()
     (tmp_path / "checkpoints").write_text("no folder any more")
-    with pytest.raises(errors.TrainingError, match=r"could not be written to .* Make room"):
+    with pytest.raises(errors.TrainingError, match=r"could not be written to .* Free space"):
         save_steps(checkpointer, 1)
 
 
@@ -344,7 +344,9 @@ def test_a_single_checkpoint_is_not_taken_for_another_step(open_run, tmp_path, m
     save_steps(open_run(), 4)
     folder = tmp_path / "checkpoints" / "4"
     assert reading.find_checkpoint(folder, step=4) == folder
-    with pytest.raises(errors.UserError, match=r"step=8 chooses .* is a single one; leave out"):
+    with pytest.raises(
+        errors.UserError, match=r"step=8 selects .* is a single checkpoint; leave out"
+    ):
         reading.find_checkpoint(folder, step=8)
     monkeypatch.chdir(folder)
     assert reading.find_checkpoint(".", step=4)

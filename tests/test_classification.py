@@ -175,7 +175,9 @@ class TestFiles:
 
         changed = copied / "dev.jsonl"
         changed.write_text(changed.read_text().replace("dull", "full"))
-        with pytest.raises(errors.UserError, match=r"data changed since its checkpoint \(content:"):
+        with pytest.raises(
+            errors.UserError, match=r"data of the run changed since its checkpoint \(content:"
+        ):
             build(str(copied)).set_state(position)
 
 
@@ -367,7 +369,7 @@ class TestBadInput:
             text_classification(folder, LABELS, prompt="sentence: {sentence}")
 
     def test_a_threshold_divides_two_labels(self, folder):
-        with pytest.raises(errors.UserError, match=r"threshold=0.5 of .* divides two labels"):
+        with pytest.raises(errors.UserError, match=r"threshold=0.5 of .* separates two labels"):
             text_classification(folder, ["a", "b", "c"], threshold=0.5)
 
     def test_a_split_that_is_not_there_is_named(self, folder):
@@ -623,7 +625,7 @@ def test_fields_may_have_any_name_but_that_of_the_answer(tmp_path):
     (first, _) = task("Review Text").get_dataset(None, "train", shuffle=False).as_numpy_iterator()
     expected = b"text_classification Review Text: fine"
     assert (first["inputs_pretokenized"], first["targets_pretokenized"]) == (expected, b"good")
-    with pytest.raises(errors.UserError, match="holds 'label', the name that answers"):
+    with pytest.raises(errors.UserError, match="holds 'label', a name that convt5"):
         task("label")
-    with pytest.raises(errors.UserError, match="inputs would hold the answer"):
+    with pytest.raises(errors.UserError, match="inputs would contain the answer"):
         task("Review Text", "Review Text")

@@ -178,7 +178,7 @@ def test_a_full_disk_is_one_message_wherever_it_is_met():
     )
     assert done.returncode == 1
     assert done.stderr.startswith(
-        "error: nothing more can be written: No space left on device. Make"
+        "error: nothing more can be written: No space left on device. Free space"
     )
     assert "Traceback" not in done.stderr
 
@@ -284,7 +284,7 @@ def test_train_runs_as_a_module_from_any_directory(tmp_path):
         (errno.ENAMETOOLONG, 2, "choose a shorter name"),
         (errno.EACCES, 2, "change its permissions"),
         (errno.EROFS, 2, "a path that can be written"),
-        (errno.EDQUOT, 1, "Make room"),
+        (errno.EDQUOT, 1, "Free space"),
         (errno.EFBIG, 1, "ulimit -f"),
     ],
 )

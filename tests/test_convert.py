@@ -308,7 +308,7 @@ def test_the_dtype_of_a_run_can_be_chosen(capsys, checkpoint, tmp_path):
         (["--from=meshtf"], "--from=meshtf must be one of .* Did you mean mesh_tf"),
         (["--from=hf", "--optimizer"], "--optimizer is for --from=mesh_tf"),
         (["--to=hf", "--allow_unmapped"], "--allow_unmapped is for other formats than --from=run"),
-        ([], "--from=run --to=run changes nothing"),
+        ([], "--from=run --to=run converts nothing"),
         (["--to=hf", "--encoder_length=3"], "are for --to=stablehlo"),
         (["--to=hf", "--encoder_length=0"], "are for --to=stablehlo"),
         (["--from=mesh_tf", "--gin.A=1"], "takes no gin settings"),

@@ -458,7 +458,7 @@ class TestMistakes:
         mixture = seqio.Mixture(
             "own", [(text_task(some_texts), 1.0)], sample_fn=lambda parts, rates, seed: parts[0]
         )
-        with pytest.raises(errors.UserError, match=r"'own' has a sample_fn of its own"):
+        with pytest.raises(errors.UserError, match=r"'own' has a custom sample_fn"):
             build(mixture)
 
     def test_an_unknown_mixture_is_answered_with_close_names(self):
@@ -480,7 +480,7 @@ class TestMistakes:
     @pytest.mark.parametrize("mixed", [False, True])
     def test_a_task_that_ranks_labels_is_no_data_to_train_on(self, mixed):
         ranking = synthetic.listops(rank=True)
-        with pytest.raises(errors.UserError, match=r"'listops_rank' holds each text with every la"):
+        with pytest.raises(errors.UserError, match=r"'listops_rank' pairs each text with every la"):
             build(seqio.Mixture("ranked", [(ranking, 1.0)]) if mixed else ranking)
 
     @pytest.mark.parametrize(("mode", "refused"), [("eval", True), ("train", False)])

@@ -336,7 +336,7 @@ def test_metrics_that_are_not_measured_are_told(caplog):
         assert not caplog.records
         wrapped = task("tiny_objects", metric_fns=[exact], metric_objs=[legacy.empty()])
         Evaluator(wrapped, "validation", CONFIG)
-    assert "task=tiny_objects has 1 metric_objs, which are not measured" in caplog.text
+    assert "task=tiny_objects has 1 metric_objs, which convt5 does not evaluate" in caplog.text
 
 
 def test_the_first_examples_of_a_ranking_are_rows(tmp_path):
@@ -564,7 +564,7 @@ def test_the_checkpoints_of_a_run_are_followed_and_a_single_model_is_not(run_dir
     argv = ["--follow", "--timeout=0.01", f"--output_dir={tmp_path}"]
     assert evaluation.main([f"--checkpoint={run_dir}/checkpoints", *argv]) == 0
     assert "step 20  tiny_reviews/validation" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"takes all checkpoints .*checkpoints/20 is a single"):
+    with pytest.raises(UserError, match=r"evaluates the checkpoints .*checkpoints/20 is a single"):
         evaluation.main([f"--checkpoint={run_dir}/checkpoints/20", *argv])
 
 

@@ -249,7 +249,7 @@ def test_a_full_disk_ends_the_run_with_one_message_and_loses_nothing_saved(
         wait_for(folder / "checkpoints" / "4")
         small_files(size)
 
-    with pytest.raises(errors.TrainingError, match=r"written.*Make room") as caught:
+    with pytest.raises(errors.TrainingError, match=r"written.*Free space") as caught:
         run(train_data=Meddling(batch_size=8, act=fill))
     assert caught.value.exit_code == 1
     small_files(resource.RLIM_INFINITY)
@@ -266,7 +266,7 @@ def test_a_checkpoint_that_finds_the_disk_full_ends_the_run_too(run, tmp_path, s
 
     rules = (*counting_run.rules(), sharding.Rule(r"unused$"))
     settings = {"model": Wide(), "sharding_rules": rules}
-    told = r"checkpoint could not be written to .*checkpoints: File too large\. Make room"
+    told = r"checkpoint could not be written to .*checkpoints: File too large\. Free space"
     with pytest.raises(errors.TrainingError, match=told):
         run(train_data=Meddling(batch_size=8, act=fill), **settings)
     assert not [said for said in caplog.records if said.exc_info]  # As the message says it all.
@@ -369,7 +369,7 @@ def test_a_source_that_hangs_is_told_with_the_phase_and_every_stack(run, capfd):
     data = Meddling(batch_size=8, act=hang_in_the_source)
     assert run(train_data=data, stall_warning_secs=0.1).step == 12
     told = capfd.readouterr().err
-    assert re.search(r"nothing has moved for \ds while reading the batch of step 8", told)
+    assert re.search(r"no progress for \ds while reading the batch of step 8", told)
     assert "thread MainThread:" in told
     assert "thread convt5-prefetch:" in told
     assert "in hang_in_the_source" in told
@@ -380,11 +380,11 @@ def test_warnings_come_at_growing_intervals_and_for_each_phase_anew():
     guard = watchdog.Watchdog(10.0, out=out, clock=lambda: now[0])
 
     def warnings_until(end):
-        before = out.getvalue().count("nothing has moved")
+        before = out.getvalue().count("no progress")
         while now[0] < end:
             now[0] += 1
             guard.check()
-        return out.getvalue().count("nothing has moved") - before
+        return out.getvalue().count("no progress") - before
 
     assert warnings_until(50) == 0  # Nothing is waited for.
     with guard.phase("reading"):
@@ -606,14 +606,16 @@ def record_files(tmp_path):
 def test_data_that_ends_in_the_middle_of_a_record_is_told(record_files):
     open_batches, path = record_files
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(errors.TrainingError, match=r"'rows', split='train'.*truncated.*cut short"):
+    with pytest.raises(
+        errors.TrainingError, match=r"'rows', split='train'.*truncated.*may be truncated"
+    ):
         list(open_batches())
 
 
 def test_data_that_is_gone_is_told_by_name(record_files):
     open_batches, path = record_files
     path.unlink()
-    with pytest.raises(errors.TrainingError, match=r"rows\.tfrecord.*put it back"):
+    with pytest.raises(errors.TrainingError, match=r"rows\.tfrecord.*restore it"):
         next(open_batches())
 
 

@@ -80,7 +80,7 @@ RESUME, DIGITS = "gin/runs/resume_check.gin", "gin/runs/digits.gin"
             "train",
             RESUME,
             "architecture.StackConfig.num_kernels=@architecture.StackConfig()",
-            "leads back to itself",
+            "refers to itself",
         ),
         ("train", RESUME, "optimizer.AdafactorConfig.epsilon=1e400", "must be a finite number"),
         ("cache", RESUME, "NUM_STEPS=1e400", "must be a finite number"),
@@ -91,7 +91,7 @@ RESUME, DIGITS = "gin/runs/resume_check.gin", "gin/runs/digits.gin"
             "must be an integer",
         ),
         ("train", "gin/runs/quickstart.gin", "MODEL_NAME=0.5", "must be a list of text"),
-        ("train", RESUME, "RUN_DIR=%RUN_DIR", "leads back to itself"),
+        ("train", RESUME, "RUN_DIR=%RUN_DIR", "refers to itself"),
     ],
 )
 def test_mistakes_that_once_ended_in_a_traceback(command, file, binding, words, place):

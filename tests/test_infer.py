@@ -268,7 +268,7 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path):
 def test_what_is_no_regular_file_gets_nothing_beside_it(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):
-        with pytest.raises(UserError, match=r"must be a file .*no regular file"):
+        with pytest.raises(UserError, match=r"must be a file .*not a regular file"):
             write_all(path, TEXTS)
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
@@ -392,7 +392,9 @@ def test_an_exported_model_needs_a_vocabulary(tmp_path, capsys):
     portable.write_model(folder, model.config, params, step=7)
     (tmp_path / "in.txt").write_text("one\n")
     argv = [f"--checkpoint={folder}", f"--input={tmp_path / 'in.txt'}", "--dry_run"]
-    with pytest.raises(UserError, match=r"exported is no SentencePiece file, no model that keeps"):
+    with pytest.raises(
+        UserError, match=r"exported is neither a SentencePiece file, nor a model with"
+    ):
         infer.main(argv)
     assert infer.main([*argv, "--vocabulary=bytes"]) == 0
     assert "ByteVocabulary, 359 ids" in capsys.readouterr().out
@@ -439,10 +441,13 @@ def test_a_run_whose_training_data_is_gone_can_be_used_with_a_vocabulary(tmp_pat
         ([], "--checkpoint is missing"),
         (["--checkpoint={run}", "--input=a", "--task=b"], "--input and --task exclude each other"),
         (["--checkpoint={run}", "--input=a", "--split=b"], "--split is for --task"),
-        (["--checkpoint={run}", "--interactive", "--output=a"], "--output is for --input"),
+        (["--checkpoint={run}", "--interactive", "--output=a"], "--output applies to --input"),
         (["--checkpoint={run}", "--step=all,", "--task=a"], "step=all, must be latest"),
         (["--checkpoint={run}", "--task=tiny_infer", "--split=test"], "split=test is none of"),
-        (["--checkpoint={run}", "--task=tiny_infer", "--ema"], "holds no average of the model"),
+        (
+            ["--checkpoint={run}", "--task=tiny_infer", "--ema"],
+            "holds no moving average of the parameters",
+        ),
     ],
 )
 def test_what_a_user_can_get_wrong_ends_in_one_message(run_dir, argv, message):

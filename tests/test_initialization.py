@@ -119,7 +119,7 @@ def test_parameters_lie_where_those_of_the_model_lay(trained):
     [
         ({"include": "encoder"}, "include='encoder' must be a list"),
         ({"exclude": "head", "resize": "table"}, "InitFrom has 2 faults"),
-        ({"include": []}, "takes over nothing"),
+        ({"include": []}, "loads nothing"),
     ],
 )
 def test_patterns_that_are_no_list_or_take_over_nothing_are_refused(settings, message):

@@ -241,7 +241,7 @@ def test_costs_in_closed_form_say_that_they_leave_out_what_is_frozen(capsys):
     argv = ["--gin_file=gin/runs/quickstart.gin"]
     assert inspect.main([*argv, "--gin.trainer.train.frozen=['^encoder/']"]) == 0
     said = capsys.readouterr()
-    assert "frozen=['^encoder/']: FLOPs and activations in closed form" in said.err
+    assert "frozen=['^encoder/']: closed-form FLOPs and activations" in said.err
     assert "the others are frozen" in said.out
     assert inspect.main(argv) == 0
     assert "frozen" not in capsys.readouterr().err
@@ -310,7 +310,7 @@ def test_much_text_is_not_read_to_inspect_a_run(monkeypatch, tmp_path):
     task = pretraining.text_span_corruption(str(tmp_path / "text.txt"))
     config = data.DataConfig(mixture=task, batch_size=2, encoder_length=32, decoder_length=12)
     monkeypatch.setattr(text_files, "_FEW_BYTES", 100)
-    assert "text was not read yet" in inspect_command._described_data(config, is_read=False)
+    assert "text was not read before" in inspect_command._described_data(config, is_read=False)
     assert not (tmp_path / "cache").exists()
     assert "text_span_corruption: " in inspect_command._described_data(config, is_read=True)
     assert "text_span_corruption: " in inspect_command._described_data(config, is_read=False)
@@ -349,10 +349,10 @@ def test_rule_that_matches_nothing_is_refused(gin_file):
     [
         (["--encoder_length=0"], "--encoder_length=0 must be at least 1"),
         (["--devices=-1"], "--devices=-1 must be at least 1"),
-        (["--devices=4", "--topology=v5e:2x2"], "both say how many devices"),
-        (["--gradients_only"], "give --topology"),
+        (["--devices=4", "--topology=v5e:2x2"], "both set the number of devices"),
+        (["--gradients_only"], "needs --topology"),
         (["--topology=v9:2x2"], "'v9:2x2' is not known.*v5e:2x2"),
-        (["--topology=v5e:3x3"], "no slice of v5e"),
+        (["--topology=v5e:3x3"], "not a slice of v5e"),
         (["--example=3"], "Did you mean"),
         (["--gin.architecture.ConvT5Config.emb_dims=3"], "emb_dim"),
     ],

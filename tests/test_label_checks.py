@@ -71,7 +71,7 @@ def test_evaluation_refuses_labels_that_it_would_cut(tmp_path, rank):
     [("vim", r" ⁇ im"), ("Cat", "cat"), ("the  cat", "the cat"), ("ﬁ", r" ⁇ i")],
 )
 def test_a_label_that_does_not_come_back_is_refused(tmp_path, words, label, back):
-    message = rf"label '{label}' of .* comes back from .*words\.model as '{back}'"
+    message = rf"label '{label}' of .* decodes with the vocabulary .*words\.model to '{back}'"
     with pytest.raises(errors.UserError, match=message.replace("⁇", ".")):
         task_of(tmp_path, ["the", label], vocabulary=words)
     assert task_of(tmp_path, ["the", label])

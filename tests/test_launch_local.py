@@ -99,7 +99,7 @@ def test_a_process_that_dies_stops_the_rest_in_the_stated_time(start):
     assert code == 7
     assert text.count("process 1 of the run failed (exit code 7); stopping process 0") == 1
     assert "\n    the last words\n" in text
-    assert "killing what did not stop within 1" in text
+    assert "killing processes that did not stop within 1" in text
 
 
 def test_a_killed_process_is_named_with_its_signal(start, tmp_path):

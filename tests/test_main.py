@@ -188,7 +188,7 @@ def test_a_vocabulary_is_trained_with_t5s_conventions(text, tmp_path, capsys):
     loaded = vocabularies.sentencepiece(str(output))
     assert sentinels.ids_of(loaded)[0] == loaded.vocab_size - 1
     before = output.read_bytes()
-    with pytest.raises(errors.UserError, match="is there already"):
+    with pytest.raises(errors.UserError, match="exists, and models"):
         vocabulary.main(arguments)
     assert output.read_bytes() == before
 

@@ -399,7 +399,7 @@ def test_what_shapes_do_not_show_is_asked_for_or_noted(tmp_path):
     with pytest.raises(UserError, match=r"number of heads is unknown.*`num_heads = N`"):
         read_small(tmp_path, None)
     even = {"encoder/block_000/layer_000/LocalConvAttnBlock/lightwt_depthwise_dense_4/kernel": None}
-    with pytest.raises(UserError, match=r"place of the 4 taps of the encoder is unknown"):
+    with pytest.raises(UserError, match=r"offsets of the 4 taps of the encoder are unknown"):
         read_small(tmp_path, **even)
     place = "num_heads = 3\nencoder/LocalConvAttnBlock.min_relative_pos = -1\n"
     found = read_small(

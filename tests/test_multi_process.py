@@ -113,7 +113,7 @@ def test_a_run_goes_on_with_other_numbers_of_processes_and_devices(
         output = finish(
             start(run_dir, processes=processes, devices=devices, NUM_STEPS=steps, **mesh)
         )
-        assert f"continues from the checkpoint of step {steps - 2}" in output
+        assert f"resumes from the checkpoint of step {steps - 2}" in output
     reference = records(one_process)
     for mine, expected in zip(records(run_dir), reference, strict=True):
         # Stages that end evaluate, which the reference does at steps 4 and 8 alone.
@@ -195,8 +195,8 @@ def test_a_death_ends_the_run_the_next_start_goes_on_and_all_stop_at_one_step(st
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 143, output
     assert f"the checkpoint of step {newest} in" in output
-    assert "continues from the checkpoint of step" in output
-    assert "give the same command again to continue" in output
+    assert "resumes from the checkpoint of step" in output
+    assert "repeat the command to resume" in output
     saved = max(reading.steps_in(run_dir / "checkpoints"))
     assert f"stopped by SIGTERM after step {saved}" in output
     assert [r["step"] for r in records(run_dir)] == list(range(1, saved + 1))

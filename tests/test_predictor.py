@@ -198,7 +198,7 @@ def test_an_input_without_tokens_is_refused(model):
 @pytest.mark.parametrize("call", ["predict", "score"])
 def test_one_text_is_no_list_of_its_letters(model, call):
     arguments = ("good film",) if call == "predict" else (["good film"], "yes")
-    with pytest.raises(UserError, match=r"is one text, and a list of them is needed; give \["):
+    with pytest.raises(UserError, match=r"is a single text, but must be a list of texts; give \["):
         getattr(predictor(model), call)(*arguments)
 
 

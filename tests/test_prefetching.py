@@ -169,5 +169,5 @@ def test_a_closed_prefetcher_gives_nothing():
 
 @pytest.mark.parametrize("state", [b"", b"something else that is long enough"])
 def test_bytes_that_are_no_position_are_an_error(state):
-    with pytest.raises(errors.UserError, match="not one that this version wrote"):
+    with pytest.raises(errors.UserError, match="this version cannot read the data position"):
         split_position(state)

@@ -145,7 +145,7 @@ class TestLeaks:
         later = found["no output depends on its own target or a later one"]
         assert later == "decoder layer 0 (dynamic)"
         # Padding is no zero in the middle of a layer.
-        assert "nothing depends on what stands at padding" in found
+        assert "nothing depends on the content of padding" in found
 
     def test_taps_that_cross_segments_by_choice_are_told(self):
         config = dataclasses.replace(TEXT, taps_cross_segments=True)

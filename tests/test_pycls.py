@@ -140,7 +140,7 @@ def test_files_of_torch_hold_a_state_or_a_dict_with_one(wrap, tmp_path, capsys):
     state["module.stem.cstem0_bn.num_batches_tracked"] = torch.tensor(7)
     torch.save(wrap(state), tmp_path / "a.pyth")
     assert_holds_the_same(import_file(tmp_path / "a.pyth", tmp_path / "run", "conv"), "conv")
-    assert ("ema_state is left out" in capsys.readouterr().out) == (wrap is checkpoint)
+    assert ("ema_state is ignored" in capsys.readouterr().out) == (wrap is checkpoint)
 
 
 def test_files_of_torch_without_torch_say_what_to_do(tmp_path, monkeypatch):
@@ -192,7 +192,7 @@ def test_formats_of_text_models_refuse_it(target, tmp_path):
         ({"mystery": np.zeros(3)}, r"mystery \(3,\) belongs to no part"),
         ({"encoder.ln.weight": np.zeros(13)}, r"has shape \(13,\), expected \(12,\)"),
         ({"encoder.ln.weight": np.array(["a"])}, "expected numbers"),
-        ({"pos_embedding": np.zeros((36, 1, 12))}, "35 patches, which fill no square"),
+        ({"pos_embedding": np.zeros((36, 1, 12))}, "35 patches, which do not form a square"),
         ({"pos_embedding": np.zeros((37, 12))}, r"has shape \(37, 12\)"),
     ],
 )
@@ -275,5 +275,5 @@ def test_commands_for_text_say_that_it_is_a_vision_model(exported, tmp_path, cap
     (found,) = checkpoints.select(tmp_path / "run")
     mesh = sharding.MeshConfig().build()
     for call in (lambda: checkpoints.model_config(found), lambda: checkpoints.load(found, mesh)):
-        with pytest.raises(UserError, match="holds a ViTConfig, and tasks of text need"):
+        with pytest.raises(UserError, match="holds a ViTConfig, but text tasks need"):
             call()

@@ -149,7 +149,7 @@ def test_a_killed_run_ends_bit_for_bit_as_one_left_alone(launch, uninterrupted, 
     code, _ = stop_when(launch(run_dir), lambda: is_saving(run_dir, from_step=20))
     assert code == -signal.SIGKILL
 
-    assert "continues from the checkpoint of step" in finish(launch(run_dir))
+    assert "resumes from the checkpoint of step" in finish(launch(run_dir))
     trees, records = read_all(run_dir)
     expected_trees, expected_records = uninterrupted
     jax.tree.map(np.testing.assert_array_equal, trees, expected_trees)
@@ -164,7 +164,7 @@ def test_a_run_asked_to_stop_saves_and_says_how_to_go_on(launch, tmp_path):
         launch(run_dir), lambda: count_records(run_dir) >= 5, with_signal=signal.SIGTERM
     )
     assert code == 143
-    assert "give the same command again to continue" in output
+    assert "repeat the command to resume" in output
     assert "Traceback" not in output
     saved = max(int(path.name) for path in (run_dir / "checkpoints").iterdir())
     assert f"stopped by SIGTERM after step {saved}, which is saved" in output

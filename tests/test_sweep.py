@@ -245,7 +245,7 @@ def test_results_go_on_on_another_machine_and_report_the_same(tmp_path):
     third = study(tmp_path / "third")
     for end in ('{"run": ', "\x80"):
         file.write_bytes("".join(lines).encode() + end.encode("latin-1"))
-        with pytest.raises(UserError, match="line 9, the last, is cut short"):
+        with pytest.raises(UserError, match="line 9, the last one, is truncated"):
             archive.read(third, file)
     assert not any(made.is_done for made in running.states(third))
 
@@ -275,8 +275,8 @@ def test_results_under_earlier_names_of_metrics_are_taken_over(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"about": {"status": "finished"}}, "line 2 is no result of a run .it lacks settings"),
-        ({"about": None}, "line 2 is no result of a run .it holds None"),
+        ({"about": {"status": "finished"}}, "line 2 is not the result of a run .it lacks settings"),
+        ({"about": None}, "line 2 is not the result of a run .it holds None"),
         ({"records": 3}, "its records are no list"),
         ({"records": []}, r"the run schedule.* recorded no validation/accuracy.*nothing"),
         ({"run": ["a"]}, "is no name"),
@@ -779,7 +779,7 @@ def test_a_study_that_is_stopped_goes_on_in_the_middle_of_a_run(tmp_path):
     assert "stopped by SIGTERM" in output.read_text()
     again = commands.run(command, cwd=ROOT, timeout=900)
     assert again.returncode == 0, again.stderr
-    assert "continues from the checkpoint" in output.read_text()
+    assert "resumes from the checkpoint" in output.read_text()
     # The other run may have been quicker than the signal, which is then all that is told.
     (other,) = folder.glob("runs/*peak=1e+30*/output.txt")
     assert "is not finite" in other.read_text()

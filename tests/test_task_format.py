@@ -156,7 +156,7 @@ class TestTasks:
         task = tiny_run.add_task("tiny_own_code")
         (format,) = formats.of(task)
         assert format.parts is None
-        assert "task=tiny_own_code writes them is not known" in format.described()
+        assert "task=tiny_own_code is unknown" in format.described()
         assert "(rename)" in format.described()
 
     def test_a_task_of_ones_own_names_its_format(self, model, tmp_path):
@@ -213,7 +213,7 @@ class TestFields:
         raw = predictor(model, PAIR, raw=True)
         assert raw.predict([written]) == expected
         assert raw.fields == ()
-        with pytest.raises(errors.UserError, match="no text, which alone can be sent as it is"):
+        with pytest.raises(errors.UserError, match="but must be text: the model keeps"):
             raw.predict([fields])
 
     @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ class TestCommand:
         argv = [f"--checkpoint={runs['kinds']}", "--max_input_length=64", "--max_length=12"]
         lines, said = self.records(capsys, *argv, f"--input={tmp_path / 'in.txt'}")
         assert "inputs are written as 'kinds of: {text}', the format of task=kinds" in said
-        assert "likeliest of its labels ['no', 'yes', 'maybe so']" in said
+        assert "most likely of its labels ['no', 'yes', 'maybe so']" in said
         assert [line["input"] for line in lines] == ["one", "two"]
         for line in lines:
             assert list(line["probabilities"]) == ["no", "yes", "maybe so"]
@@ -334,7 +334,7 @@ class TestCommand:
         (tmp_path / "raw.txt").write_text("kinds of: one\nkinds of: two\n")
         raw, said = self.records(capsys, *argv, "--raw", f"--input={tmp_path / 'raw.txt'}")
         assert [r["probabilities"] for r in raw] == [line["probabilities"] for line in lines]
-        assert "inputs are sent as they are" in said
+        assert "inputs are passed unchanged" in said
         generated, _ = self.records(
             capsys, *argv, "--strategy=greedy", f"--input={tmp_path / 'in.txt'}"
         )

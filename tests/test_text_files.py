@@ -266,7 +266,7 @@ def test_a_damaged_cache_is_named_when_it_is_evaluated(tmp_path, cache):
     for stored in cache.rglob("*.tfrecord"):
         content = stored.read_bytes()
         stored.write_bytes(content[: len(content) - 9])
-    message = r"split=train of task=text cannot be read: .* cut short"
+    message = r"split=train of task=text cannot be read: .* may be truncated"
     with pytest.raises(errors.UserError, match=message):
         task_data.read_examples(task, "train", lengths=lengths)
 

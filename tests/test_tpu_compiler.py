@@ -203,7 +203,10 @@ def test_layers_are_counted_by_one_and_two_where_all_are_frozen_alike(name, monk
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--gin.sharding.MeshConfig.fsdp=3"], "needs a multiple of 3 devices.*there are 4"),
+        (
+            ["--gin.sharding.MeshConfig.fsdp=3"],
+            "needs a number of devices that is a multiple of 3.*there are 4",
+        ),
         (["--batch_size=6"], "batch_size=6 must be a multiple of data"),
     ],
 )
@@ -286,7 +289,7 @@ def test_unknown_names_are_answered_with_those_that_are_valid(name):
 
 @pytest.mark.parametrize("name", ["v5e:3x3", "v5e:2x2x2", "v5p:2x2", "v5e:32x32", "v4:0x2x2"])
 def test_shapes_that_no_slice_has_are_refused(name):
-    with pytest.raises(UserError, match="is no slice of"):
+    with pytest.raises(UserError, match="is not a slice of"):
         topology.parse(name)
 
 
@@ -317,14 +320,14 @@ def example_report(**memory: int) -> compiled_step.StepReport:
 
 def test_text_names_the_limit_of_the_step_and_what_is_left_of_memory():
     text = example_report().as_text()
-    assert "compute        2,000 ms  at 197 TFLOP/s in bfloat16, which bounds the step" in text
+    assert "compute        2,000 ms  at 197 TFLOP/s in bfloat16, the bottleneck" in text
     assert "communication     45 ms  at 200 GB/s over all links" in text
     assert "of 16 B: fits, 3 B to spare" in text
     assert "all-reduce  data           3     6 GB              9 GB" in text
     assert "of scanned layers" not in text
     # The compiler has compiled it.
     reused = example_report(temporaries=10)
-    assert "20 B  of 16 B: fits, as not all is held at a time" in reused.as_text()
+    assert "20 B  of 16 B: fits, because not all of it is live at the same time" in reused.as_text()
     assert reused.as_json()["memory_bytes"]["left"] == 0
 
 
@@ -346,7 +349,7 @@ def test_what_gpus_cannot_hold_is_refused_where_their_compiler_lets_it_pass():
 
 def test_text_says_where_the_compiler_counts_too_little():
     report = dataclasses.replace(example_report(), loops_counted=False)
-    assert "of scanned layers each loop counts one" in report.as_text()
+    assert "each loop of scanned layers is counted as one layer" in report.as_text()
 
 
 @pytest.mark.parametrize(

@@ -298,7 +298,7 @@ def test_a_finished_run_is_left_as_it_is(run, tmp_path, capsys):
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert run() == first
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
-    assert "of 10 steps none are left to do" in capsys.readouterr().err
+    assert "of 10 steps none are left" in capsys.readouterr().err
 
 
 def test_a_call_that_trains_nothing_leaves_the_settings_as_they_are(run, tmp_path):
@@ -485,7 +485,7 @@ def test_a_run_that_stops_early_has_saved_the_best_step(run, tmp_path):
     ("settings", "message"),
     [
         ({"eval_num_batches": 0}, "eval_num_batches=0 must be at least 1"),
-        ({"eval_data": RandomData()}, "num_epochs=None of eval_data means that they never end"),
+        ({"eval_data": RandomData()}, "eval_data with num_epochs=None never ends"),
         ({"eval_every_steps": None, "early_stop_evaluations": 1}, "set eval_every_steps"),
         ({"eval_data": None, "early_stop_evaluations": 1}, "but nothing is evaluated"),
         ({"num_steps": 2**31}, r"num_steps=2147483648 must be .* below 2\*\*31"),
@@ -513,7 +513,7 @@ def test_a_misspelt_best_metric_is_told_before_the_first_step(run, tmp_path):
 def test_a_best_metric_that_a_task_lacks_costs_no_steps(run, tmp_path):
     wrong = checkpoint.CheckpointConfig(best_metric="distance/nrom", every_steps=1000)
     settings = {"task_evals": [Distance()], "num_steps": 8}
-    with pytest.raises(errors.UserError, match="The 5 steps made so far are saved"):
+    with pytest.raises(errors.UserError, match="The 5 steps so far are saved"):
         run(checkpoint=wrong, **settings)
     right = checkpoint.CheckpointConfig(best_metric="distance/norm", every_steps=1000)
     run(checkpoint=right, **settings)
@@ -607,7 +607,7 @@ def test_more_of_a_metric_can_be_better(run, tmp_path):
 
 def test_a_best_metric_that_is_never_measured_is_refused_before_training(run, tmp_path):
     config = checkpoint.CheckpointConfig(best_metric="sst2/accuracy")
-    with pytest.raises(errors.UserError, match=r"is never measured; .* such as validation/loss"):
+    with pytest.raises(errors.UserError, match=r"is never recorded; .* such as validation/loss"):
         run(checkpoint=config)
     assert not (tmp_path / "run").exists()
 
@@ -660,7 +660,7 @@ def test_a_run_goes_on_with_other_data_where_another_stopped(run, tmp_path):
     with pytest.raises(errors.UserError, match="was made by another optimizer"):
         run(num_steps=7, **fine | {"optimizer": optimizer.AdafactorConfig()})
     assert not (tmp_path / "none").exists()
-    with pytest.raises(errors.UserError, match="continue_training=True takes over everything"):
+    with pytest.raises(errors.UserError, match="continue_training=True loads all parameters"):
         dataclasses.replace(source, exclude=["kernel"])
 
 

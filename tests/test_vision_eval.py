@@ -146,10 +146,10 @@ def test_a_dry_run_computes_nothing(run_dir, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--task=sst2"], "--task is for models of text"),
-        (["--strategy=beam"], "--strategy is for models of text"),
-        (["--seed=0"], "--seed is for models of text"),
-        (["--gin.evaluation.EvalConfig.every_nth=2"], "every_nth is for models of text"),
+        (["--task=sst2"], "--task applies to text models"),
+        (["--strategy=beam"], "--strategy applies to text models"),
+        (["--seed=0"], "--seed applies to text models"),
+        (["--gin.evaluation.EvalConfig.every_nth=2"], "every_nth applies to text models"),
         (["--reestimate=0"], "--reestimate=0 must be at least 1"),
         (["--split=absent"], r"absent\.npz cannot be read"),
         (["--gin.NUM_CLASSES=5"], "labels run from 0 to 5"),

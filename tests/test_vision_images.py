@@ -105,7 +105,7 @@ def test_a_position_continues_with_the_same_batches(changes, taken):
 def test_a_position_of_other_data_is_refused():
     state = build().get_state()
     for changes in ({"seed": 3}, {"source": Numbered(24)}):
-        with pytest.raises(UserError, match="the run's data changed since its checkpoint"):
+        with pytest.raises(UserError, match="the data of the run changed since its checkpoint"):
             build(**changes).set_state(state)
 
 
@@ -155,7 +155,7 @@ def test_settings_that_cannot_be_are_named(changes, message):
 
 
 def test_a_batch_that_hosts_cannot_share_is_refused():
-    with pytest.raises(UserError, match="batch_size=6 cannot be dealt to 4 hosts"):
+    with pytest.raises(UserError, match="batch_size=6 cannot be split evenly over 4 hosts"):
         build(0, 4)
 
 

@@ -132,7 +132,7 @@ def test_colours_shift_alike_everywhere_by_what_is_drawn():
     assert np.ptp(whole, axis=(0, 1)).max() == 0
     # The first direction is nearly grey, with a deviation of 255 * 0.1 * 0.2175 * 0.577.
     np.testing.assert_allclose(shifts.std(axis=0), 255 * 0.1 * 0.2175 * 0.577, rtol=0.15)
-    with pytest.raises(UserError, match=r"color_jitter=0\.1 is for images of three channels"):
+    with pytest.raises(UserError, match=r"color_jitter=0\.1 needs images of three channels"):
         Augmentation(color_jitter=0.1).apply(pixels[..., :1], size=4, seed=(0, 0))
 
 

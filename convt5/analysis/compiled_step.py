@@ -225,7 +225,7 @@ class StepReport:
                 "Work of each device\n" + aligned(self._step_rows(), left=(0, 2)),
                 "Memory of each device\n" + aligned(self._memory_rows(), left=(0, 2)),
                 self._traffic_section(),
-                "No step is faster than\n" + aligned(self._roofline_rows(), left=(0, 2)),
+                "Lower bounds of the step time\n" + aligned(self._roofline_rows(), left=(0, 2)),
             ]
         )
 
@@ -247,10 +247,10 @@ class StepReport:
         return f"{what} of {subject.name}, compiled for {platform}\n" + aligned(rows, left=(0, 1))
 
     def _step_rows(self) -> list[tuple[str, ...]]:
-        ratio = f"{self.flops / self.model_flops:.2f} x those in closed form"
-        intensity = f"{self.flops / self.bytes_accessed:.0f} operations per byte"
+        ratio = f"{self.flops / self.model_flops:.2f} x the closed-form estimate"
+        intensity = f"{self.flops / self.bytes_accessed:.0f} FLOPs per byte"
         if not self.loops_counted:
-            ratio += "; of scanned layers each loop counts one"
+            ratio += "; each loop of scanned layers is counted as one layer"
         return [
             ("operations", short_number(self.flops, "FLOP"), ratio),
             ("bytes accessed", short_bytes(self.bytes_accessed), intensity),
@@ -261,14 +261,18 @@ class StepReport:
         verdict = (
             f"fits, {short_bytes(memory.left)} to spare"
             if memory.left
-            else "fits, as not all is held at a time"
+            else "fits, because not all of it is live at the same time"
         )
         return [
             ("arguments", short_bytes(memory.arguments), "state and batch, of which"),
             ("  parameters", short_bytes(memory.parameters), ""),
             ("  optimizer state", short_bytes(memory.optimizer), ""),
             *([("  average", short_bytes(memory.average), "")] if memory.average else []),
-            ("results", short_bytes(memory.results), "beside those that replace arguments"),
+            (
+                "results",
+                short_bytes(memory.results),
+                "besides those that reuse the memory of arguments",
+            ),
             ("temporaries", short_bytes(memory.temporaries), ""),
             ("program", short_bytes(memory.code), ""),
             ("total", short_bytes(memory.total), f"of {short_bytes(memory.available)}: {verdict}"),
@@ -302,7 +306,7 @@ class StepReport:
                 name,
                 _milliseconds(getattr(roofline, name)),
                 f"at {short_number(peak, unit)} {of_what}"
-                + (", which bounds the step" if name == roofline.bound_by else ""),
+                + (", the bottleneck" if name == roofline.bound_by else ""),
             )
             for name, (peak, unit, of_what) in peaks.items()
         ]

@@ -297,8 +297,8 @@ def _describe(subject: Subject) -> str:
     if not subject.assumed:
         return text
     return (
-        f"{text}\n\n  A model and not a whole run; below it is used as in T5's pre-training:\n"
-        f"  {', '.join(subject.assumed)}. Flags change that, see --help."
+        f"{text}\n\n  This is a model, not a run. The report assumes T5's pre-training:\n  "
+        f"{', '.join(subject.assumed)}. Flags change these values; see --help."
     )
 
 
@@ -328,7 +328,7 @@ def _stem_section(cost: costs.ModelCost) -> str:
         f"Stem of the encoder, bottom first ({cost.encoder_length:,} tokens become "
         f"{cost.encoder_positions:,} positions)\n"
         + aligned([head, *rows])
-        + "\n\n  reads so far: tokens, from the first of those that an output stands for."
+        + "\n\n  receptive field: in tokens, relative to the first token of an output's window."
     )
 
 
@@ -403,10 +403,14 @@ def _memory_section(subject: Subject, memory: costs.TrainingMemory) -> str:
         ("parameters", short_bytes(memory.parameters), "float32"),
         ("gradients", short_bytes(memory.gradients), "float32"),
         ("optimizer state", short_bytes(memory.optimizer), type(subject.step.optimizer).__name__),
-        ("average", short_bytes(memory.average), "of the model over its updates, float32"),
+        (
+            "average",
+            short_bytes(memory.average),
+            "exponential moving average of the parameters, float32",
+        ),
         ("activations", short_bytes(memory.activations), "estimate, kept for the backward pass"),
         ("logits", short_bytes(memory.logits), "estimate, with their gradient"),
-        ("gathered", short_bytes(memory.gathered), "parameters collected over fsdp, at most"),
+        ("gathered", short_bytes(memory.gathered), "parameters all-gathered over fsdp, at most"),
         ("total", short_bytes(memory.total), ""),
     ]
     rows = [row for row in rows if row[1] != short_bytes(0)]
@@ -432,8 +436,8 @@ def _sharding_section(subject: Subject, parameters: Sequence[ShardedParameter]) 
     return (
         f"Sharding ({_mesh_text(subject)})\n"
         + aligned(rows, left=range(4))
-        + "\n\n  split over: the mesh axis that each axis of the array is cut along, - for none.\n"
-        "  {0-3} stands for the layers 0 to 3."
+        + "\n\n  split over: the mesh axis that shards each array axis, or - for none.\n  {0-3} "
+        "stands for the layers 0 to 3."
     )
 
 

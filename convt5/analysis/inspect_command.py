@@ -109,8 +109,8 @@ def _of_text(
     subject = make_subject(name, step, vars(flags))
     if step.frozen:
         print(
-            f"frozen={list(step.frozen)}: FLOPs and activations in closed form are those of "
-            "training every parameter; --topology compiles the step as it is.",
+            f"frozen={list(step.frozen)}: closed-form FLOPs and activations assume that every "
+            "parameter is trained; --topology compiles the actual step.",
             file=sys.stderr,
         )
     costs = cost_report.make_report(subject)
@@ -220,8 +220,8 @@ def make_subject(name: str, step: StepConfig, flags: Mapping[str, Any]) -> Subje
     model, data = step.model, _data(step)
     if not isinstance(model, ConvT5Config):
         raise errors.UserError(
-            f"model={type(model).__name__} is no ConvT5Config; inspect describes text models, so "
-            "bind MODEL = @architecture.ConvT5Config()."
+            f"model={type(model).__name__} is not a ConvT5Config; inspect describes text "
+            "models, so bind MODEL = @architecture.ConvT5Config()."
         )
     chosen = {
         setting: _first_known(flags.get(setting), getattr(data, setting, None), default)
@@ -327,8 +327,8 @@ def decoded_examples(data: Any, num: int) -> list[dict[str, Any]]:
     batches = data.build(process_index=0, process_count=1)
     if batches.vocabulary is None:
         raise errors.UserError(
-            f"examples={num} needs a vocabulary to make text of ids, and the data keeps none; "
-            "leave out --examples."
+            f"examples={num} needs a vocabulary to decode ids, but the data has none; leave out "
+            "--examples."
         )
     found: list[dict[str, Any]] = []
     while len(found) < num:
@@ -355,8 +355,8 @@ def _described_data(data: Any, *, is_read: bool) -> str | None:
     try:
         if not is_read and not getattr(data, "is_at_hand", lambda: True)():
             return (
-                "data: not measured: its text was not read yet, which takes a while; train, cache "
-                "and inspect --examples=N read it"
+                "data: not measured, because its text was not read before, which takes a while; "
+                "train, cache and inspect --examples=N read it"
             )
         return describe()
     except Exception as error:  # The model and its costs are there all the same.

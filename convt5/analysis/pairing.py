@@ -106,8 +106,8 @@ def check_models(*models: Any) -> None:
     for model in models:
         if not isinstance(model, ConvT5Config):
             raise errors.UserError(
-                f"pairing: {type(model).__name__} is no ConvT5Config; widths of equal cost are "
-                "found for models of text alone."
+                f"pairing: {type(model).__name__} is not a ConvT5Config; pairing finds widths "
+                "of text models only."
             )
 
 
@@ -163,8 +163,8 @@ def _impossible(
         f"{what} within {tolerance:.1%}"
     )
     remedy = (
-        "set num_layers so that the costs come nearer to each other, raise largest_change, or "
-        f"lower multiple={multiple}."
+        "change num_layers so that the costs are closer, raise largest_change, or lower "
+        f"multiple={multiple}."
     )
     if nearest is None:
         return f"{start}: {largest_change:g} times more or less holds none; {remedy}"

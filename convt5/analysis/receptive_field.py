@@ -201,10 +201,10 @@ def draw(fields: Mapping[str, Sequence[Field]], path: pathlib.Path) -> None:
                 color=f"C{color}",
                 linewidth=4,
                 alpha=0.25,
-                label=f"all it can read, {name}",
+                label=f"receptive field, {name}",
             )
     by_distance.set(
-        xlabel="input position, from the output's", ylabel="share of the gradient", yscale="log"
+        xlabel="input position relative to the output", ylabel="share of the gradient", yscale="log"
     )
     by_depth.set(xlabel="layers", ylabel="distance in tokens", yscale="log")
     by_depth.xaxis.get_major_locator().set_params(integer=True)

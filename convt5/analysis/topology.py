@@ -107,7 +107,7 @@ def parse(name: str) -> TopologyName:
         and all(1 <= size <= limit for size, limit in zip(shape, pod, strict=True))
     )
     if not is_slice and shape != (1,) * len(pod):
-        raise errors.UserError(f"topology={name!r} is no slice of {match[1]}. {_valid()}")
+        raise errors.UserError(f"topology={name!r} is not a slice of {match[1]}. {_valid()}")
     return TopologyName(match[1], shape)
 
 
@@ -148,8 +148,8 @@ def _valid() -> str:
         f"{generation}:{'x'.join(map(str, chip.pod))}" for generation, chip in CHIPS.items()
     )
     return (
-        "Names are a generation and its chips along each dimension, at most "
-        f"{generations}, such as v5e:2x2, v5e:4x4, v6e:8x16, v4:2x2x1 or v5p:4x4x8; the first two "
-        "dimensions are even, or it is one chip: v5e:1x1, v5p:1x1x1. GPUs are a kind and how many: "
-        "h100:8."
+        f"A name gives a generation and its chips along each dimension, at most {generations}, "
+        "such as v5e:2x2, v5e:4x4, v6e:8x16, v4:2x2x1 or v5p:4x4x8; the first two dimensions "
+        "are even, except for a single chip: v5e:1x1, v5p:1x1x1. For GPUs it gives a kind and a "
+        "number: h100:8."
     )

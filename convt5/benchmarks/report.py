@@ -24,7 +24,7 @@ _TITLES = {
     "best": "fastest",
     "best_seconds": "seconds, fastest",
     "times_best": "times the fastest",
-    "times_copy": "times a copy of the least bytes",
+    "times_copy": "time relative to a copy of the minimal bytes",
     "tokens_per_second": "tokens/s",
     "tokens_per_cpu_second": "tokens per processor second",
     "flops": "FLOPs of an update",

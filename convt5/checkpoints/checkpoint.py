@@ -282,8 +282,8 @@ class Checkpointer:
         except Exception as error:  # Writers fail in many ways on full or vanished disks.
             reason = errors.lack_of_room(error) or reading.first_line(error)
             raise errors.TrainingError(
-                f"a checkpoint could not be written to {self.directory}: {reason}. Make room "
-                "there, or see to its permissions; the same command then continues from the last "
+                f"a checkpoint could not be written to {self.directory}: {reason}. Free space "
+                "there, or change its permissions; the same command then resumes from the last "
                 "complete checkpoint."
             ) from error
 
@@ -298,9 +298,9 @@ class Checkpointer:
             with self._naming_write_errors():
                 self._set_aside([saved.step])
             raise errors.TrainingError(
-                f"the checkpoint of step {saved.step} was written to {self.directory}, but cannot "
-                f"be read back: {reading.first_line(error)}. It is set aside in damaged/, and "
-                "older ones are kept; see to that disk, or choose another run_dir."
+                f"the checkpoint of step {saved.step} was written to {self.directory}, but "
+                f"cannot be read back: {reading.first_line(error)}. It was moved to damaged/, "
+                "and older ones are kept; check that disk, or choose another run_dir."
             ) from error
 
     def _delete_old(self) -> None:
@@ -351,8 +351,8 @@ class Checkpointer:
         step, failure = next(iter(failures.items()))
         raise errors.UserError(
             f"none of the checkpoints in {self.directory} can be read (steps "
-            f"{', '.join(map(str, failures))}); the newest, {step}, fails with: "
-            f"{failure}. Put back a good copy, or choose another run_dir to start anew."
+            f"{', '.join(map(str, failures))}); the newest, {step}, fails with: {failure}. "
+            "Restore a good copy, or choose another run_dir to start a new run."
         )
 
     def _restore_step(self, step: int, abstract_state: Any, shards_read: ShardsRead) -> Restored:
@@ -570,11 +570,11 @@ def _check_ema(saved: Mapping[str, str], expected: Mapping[str, Any], *, where: 
     has, wants = (any(name.startswith(f"{EMA}/") for name in names) for names in (saved, expected))
     if has == wants:
         return
-    with_or_not = {True: "with ema, an average of the model", False: "without ema"}
-    remedy = "set trainer.train.ema as it was" if has else "leave trainer.train.ema unset"
+    with_or_not = {True: "with ema, an average of the parameters", False: "without ema"}
+    remedy = "restore the setting trainer.train.ema" if has else "leave trainer.train.ema unset"
     raise errors.UserError(
-        f"{where} was made {with_or_not[has]}, and the run now goes on {with_or_not[wants]}; "
-        f"{remedy}, or start another run_dir, with init_from to take over its parameters."
+        f"{where} was made {with_or_not[has]}, but the run now continues {with_or_not[wants]}; "
+        f"{remedy}, or use another run_dir, with init_from to start from its parameters."
     )
 
 

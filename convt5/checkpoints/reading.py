@@ -34,7 +34,7 @@ def find_checkpoint(path: epath.PathLike, *, step: int | None = None) -> epath.P
     if (path / "about").exists():
         if step is not None and path.name != str(step):
             raise errors.UserError(
-                f"step={step} chooses among the checkpoints of a run, but {path} is a single one; "
+                f"step={step} selects a checkpoint of a run, but {path} is a single checkpoint; "
                 "leave out step, or give the run directory."
             )
         return path
@@ -91,8 +91,9 @@ def load_params(
         shapes = {f"{EMA}/{name}": leaf for name, leaf in params.items()}
         if not shapes.keys() <= about["optimizer"].keys():
             raise errors.UserError(
-                f"{folder} holds no average of the model: its run was trained without one; leave "
-                "out ema, or train with trainer.train.ema=@averaging.EMA()."
+                f"{folder} holds no moving average of the parameters, because its run was "
+                "trained without one; leave out ema, or train with "
+                "trainer.train.ema=@averaging.EMA()."
             )
         return named_arrays.fill(
             abstract_model, named_arrays.nest(load_named(folder, shapes, part="optimizer"))[EMA]
@@ -231,8 +232,8 @@ def _naming_read_errors(folder: epath.PathLike) -> Iterator[None]:
         raise
     except Exception as error:  # Readers fail in many ways on damaged files.
         raise errors.UserError(
-            f"{folder} cannot be read: {first_line(error)}. It is damaged, or was removed; choose "
-            "another step, or put back a good copy."
+            f"{folder} cannot be read: {first_line(error)}. It is damaged, or was removed; "
+            "choose another step, or restore a good copy."
         ) from error
 
 

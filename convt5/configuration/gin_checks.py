@@ -286,8 +286,8 @@ class Walk:
     def _enter(self, what: Any, wanted_by: str) -> None:
         if what in self._open:
             raise errors.UserError(
-                f"configuration: {wanted_by} leads back to itself, so that it can never be built; "
-                "set it to something else."
+                f"configuration: {wanted_by} refers to itself, so it cannot be built; set it to "
+                "another value."
             )
         if len(self._open) > gin_files.MOST_NESTING:
             raise errors.UserError(

@@ -454,7 +454,7 @@ def _line(error: Exception) -> int:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, tokenize.TokenError):
-        return "a bracket or a quote is opened and never closed."
+        return "a bracket or a quote is never closed."
     if isinstance(error, UnicodeDecodeError):
         return "the file is no UTF-8 text."
     if isinstance(error, (RecursionError, MemoryError)):

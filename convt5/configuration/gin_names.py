@@ -136,8 +136,8 @@ class Resolver:
         reason = (
             f"may be one of {', '.join(found)}. Import the one you mean in a gin file."
             if found
-            else "is no module.Name that the gin files import or convt5 has."
-            f"{self._qualified(selector)}"
+            else "is not a module.Name of convt5 or of a module that the gin files "
+            f"import.{self._qualified(selector)}"
         )
         self.faults.append(f"{location}: {selector!r} {reason}")
         return Target(first, rest)

@@ -88,11 +88,10 @@ class Trust:
             lines = "\n".join(errors.shortened([f"- {s.location}: {s.text}" for s in refused]))
             them = "them" if len(modules) > 1 else "it"
             message = (
-                "configuration: to import a module is to run it, and settings that come with a "
-                f"model may import convt5 alone:\n{lines}\n"
-                f"If you know what is in {' and '.join(modules)}, name {them}: "
-                f"--{FLAG}={','.join(modules)} ({FLAG}={modules!r} in Python), or import {them} "
-                "in a gin file of your own."
+                "configuration: settings that came with a model may import only convt5, because "
+                f"an import runs code:\n{lines}\nIf you trust {' and '.join(modules)}, name "
+                f"{them}: --{FLAG}={','.join(modules)} ({FLAG}={modules!r} in Python), or "
+                f"import {them} in a gin file of your own."
             )
             if absent:
                 message += (
@@ -131,9 +130,9 @@ class Trust:
         module = module or target.module
         name = f"{target} ({module})" if module != target.module else str(target)
         return (
-            f"{location}: {name} is no setting of convt5, and settings that come with a model may "
-            f"name no other code. If you know what it does, name its module: --{FLAG}={module} "
-            f"({FLAG}=[{module!r}] in Python)."
+            f"{location}: {name} is not a setting of convt5, and settings that came with a "
+            "model may refer to no other code. If you trust it, name its module: "
+            f"--{FLAG}={module} ({FLAG}=[{module!r}] in Python)."
         )
 
     def _may_bind(self, target: Target) -> bool:
@@ -164,10 +163,10 @@ class Trust:
         for place in _places(statement.module) or ():
             if model := gin_files.model_folder(pathlib.Path(place).parent):
                 raise Untrusted(
-                    f"{statement.location}: {statement.text}: the module is found at "
-                    f"{place}, in the folder of a model ({model}), so that it may have come with "
-                    "it. Move it elsewhere if it is yours, and name its folder before the command: "
-                    "PYTHONPATH=FOLDER."
+                    f"{statement.location}: {statement.text}: the module is found at {place}, "
+                    f"in the folder of a model ({model}), so it may have come with that model. "
+                    "If it is yours, move it to another folder and set PYTHONPATH=FOLDER for "
+                    "the command."
                 )
 
 

@@ -556,8 +556,8 @@ class _Rows:
 
     def _fault(self, what: str) -> errors.TrainingError:
         return errors.TrainingError(
-            f"{self._path} {what}; put the cache back as it was, or make it anew, and start again: "
-            "the run goes on from its last checkpoint."
+            f"{self._path} {what}; put the cache back as it was, or make it anew, and start "
+            "again: the run resumes from its last checkpoint."
         )
 
 

@@ -168,8 +168,8 @@ def check(batch_size: int, num_shards: int) -> None:
     """Raises `UserError` if shards cannot give equal blocks of a batch."""
     if num_shards < 1 or batch_size % num_shards:
         raise errors.UserError(
-            f"data_shards={num_shards} must divide batch_size={batch_size}, as each shard gives an "
-            "equal block of every batch; change one of them."
+            f"data_shards={num_shards} must divide batch_size={batch_size}, because each shard "
+            "reads an equal part of every batch; change one of them."
         )
 
 

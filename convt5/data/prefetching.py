@@ -41,8 +41,8 @@ def rows_per_host(batch_size: int, process_count: int) -> int:
     """
     if batch_size % process_count:
         raise errors.UserError(
-            f"batch_size={batch_size} cannot be dealt to {process_count} hosts evenly; "
-            f"set it to a multiple of {process_count}."
+            f"batch_size={batch_size} cannot be split evenly over {process_count} hosts; set it "
+            f"to a multiple of {process_count}."
         )
     return batch_size // process_count
 
@@ -63,11 +63,12 @@ def check_settings(current: Mapping[str, Any], saved: Mapping[str, Any], *, item
     if names:
         changes = ", ".join(f"{n}: {saved.get(n)!r} -> {current.get(n)!r}" for n in names)
         raise errors.UserError(
-            f"the run's data changed since its checkpoint ({changes}), so that it cannot go on "
-            f"at the same {item}; set it back, or go on with other data in a new run_dir: "
-            "trainer.train.init_from = @initialization.InitFrom(), initialization.InitFrom.path = "
-            "this run, and initialization.InitFrom.continue_training = True to keep the optimizer, "
-            "the step and the schedule as well as the parameters."
+            f"the data of the run changed since its checkpoint ({changes}), so it cannot resume "
+            f"at the same {item}; restore the data, or continue with other data in a new "
+            "run_dir: trainer.train.init_from = @initialization.InitFrom(), "
+            "initialization.InitFrom.path = this run, and "
+            "initialization.InitFrom.continue_training = True to keep the optimizer, the step "
+            "and the schedule as well as the parameters."
         )
 
 
@@ -89,8 +90,7 @@ def split_position(state: bytes) -> tuple[bytes, int]:
     magic, skip = _POSITION.unpack_from(state) if len(state) >= _POSITION.size else (b"", 0)
     if magic != _MAGIC:
         raise errors.UserError(
-            "the data position in the checkpoint is not one that this version wrote; start a new "
-            "run_dir."
+            "this version cannot read the data position in the checkpoint; start a new run_dir."
         )
     return state[_POSITION.size :], skip
 

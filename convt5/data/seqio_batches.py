@@ -99,9 +99,8 @@ class DataConfig:
             provider = _find_registered(provider)
         if not isinstance(provider, seqio.Task | seqio.Mixture):
             raise errors.UserError(
-                f"mixture={provider!r} is no seqio task or mixture; name a registered one, or "
-                "call a function that returns one, such as "
-                "@pretraining.text_span_corruption()."
+                f"mixture={provider!r} is not a seqio task or mixture; name a registered one, "
+                "or a function that returns one, such as @pretraining.text_span_corruption()."
             )
         if self.split not in provider.splits:
             raise errors.UserError(
@@ -117,10 +116,10 @@ class DataConfig:
         ranking = [task.name for task in seqio.get_subtasks(provider) if _holds_every_label(task)]
         if ranking:
             raise errors.UserError(
-                f"mixture={provider.name!r} ranks labels: {ranking[0]!r} holds each text with "
-                "every label, right or wrong, and is for evaluation alone (evaluation.TaskEval, or "
-                "eval --task); name the task that was made without rank=True, or with t5's "
-                "mode='train'."
+                f"mixture={provider.name!r} is for rank classification: {ranking[0]!r} pairs "
+                "each text with every label, correct or not, and serves only for evaluation "
+                "(evaluation.TaskEval, or eval --task); name the task that was made without "
+                "rank=True, or with t5's mode='train'."
             )
         return provider
 
@@ -350,16 +349,17 @@ class BatchIterator:
         except tf.errors.OpError as error:
             raise errors.TrainingError(
                 f"mixture={self._settings['mixture']!r}, split={self._settings['split']!r}: its "
-                f"data cannot be read: {error.message.strip()}. A file may be cut short or gone: "
-                "put it back, or, where it lies in a cache that is made anew, remove its whole "
-                "folder; the same command then continues from the last checkpoint."
+                f"data cannot be read: {error.message.strip()}. A file may be truncated or "
+                "missing: restore it, or, if it belongs to a cache that is rebuilt "
+                "automatically, remove the cache folder; the same command then resumes from the "
+                "last checkpoint."
             ) from error
         if batch is None and self._at_the_start:
             raise errors.UserError(
                 f"mixture={self._settings['mixture']!r} gives no batch of "
-                f"batch_size={self._settings['batch_size']} from split="
-                f"{self._settings['split']!r}: it holds no example, or fewer than hosts read; "
-                "check the data, or use fewer hosts."
+                f"batch_size={self._settings['batch_size']} from "
+                f"split={self._settings['split']!r}: the split is empty, or has fewer examples "
+                "than there are hosts; check the data, or use fewer hosts."
             )
         if batch is None:
             raise StopIteration
@@ -423,8 +423,8 @@ class BatchIterator:
                 "initialization.InitFrom.continue_training = True."
             )
         warnings.warn(
-            "the position in the data was saved by an earlier version: training goes on with a "
-            "new pass over the data, in another order than it would have had",
+            "the data position was saved by an earlier version: training continues with a new "
+            "pass over the data, in a different order",
             stacklevel=3,
         )
 
@@ -477,8 +477,8 @@ def _rates(provider: seqio.Task | seqio.Mixture, tasks: Sequence[seqio.Task]) ->
     if not all(0 <= rate < float("inf") for rate in rates) or not sum(rates):
         shown = ", ".join(f"{t.name}: {r}" for t, r in zip(tasks, rates, strict=True))
         raise errors.UserError(
-            f"mixture={provider.name!r} has the rates {shown}; they must be at least 0 and "
-            "finite, and one of them more."
+            f"mixture={provider.name!r} has the rates {shown}; they must be finite and at least "
+            "0, and one of them above 0."
         )
     return rates
 
@@ -488,8 +488,8 @@ def _check_sampling(mixture: seqio.Mixture) -> None:
     sample = mixture._sample_fn
     if getattr(sample, "func", sample) != tf.data.Dataset.sample_from_datasets:
         raise errors.UserError(
-            f"mixture={mixture.name!r} has a sample_fn of its own, and tasks are drawn by their "
-            "rates here; leave sample_fn out, and write the rates as numbers."
+            f"mixture={mixture.name!r} has a custom sample_fn, but convt5 draws tasks by their "
+            "rates; remove sample_fn, and write the rates as numbers."
         )
 
 

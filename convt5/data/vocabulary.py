@@ -101,7 +101,8 @@ def _check(flags: argparse.Namespace, output: pathlib.Path) -> None:
     faults = []
     if flags.size <= _BYTE_PIECES + 3:
         faults.append(
-            f"size={flags.size} must be above {_BYTE_PIECES + 3}: so many are bytes and marks."
+            f"size={flags.size} must be above {_BYTE_PIECES + 3}: that many are byte pieces and "
+            "special tokens."
         )
     if flags.lines < 1:
         faults.append(f"lines={flags.lines} must be at least 1.")
@@ -111,8 +112,8 @@ def _check(flags: argparse.Namespace, output: pathlib.Path) -> None:
         faults.append(f"output={flags.output!r} must end in .model, as SentencePiece models do.")
     if os.path.lexists(output):
         faults.append(
-            f"output={flags.output!r} is there already; ids of another vocabulary mean other text "
-            "to every model that was trained with it. Choose another name, or remove it."
+            f"output={flags.output!r} exists, and models trained with it depend on its ids. "
+            "Choose another name, or remove it."
         )
     errors.raise_all(faults, where="vocabulary")
 
@@ -188,7 +189,7 @@ def _train(lines: _Lines, flags: argparse.Namespace) -> bytes:
             raise lines.error from None
         reason = str(error).rpartition("] ")[2].strip().rstrip(".") or "there is no text"
         raise errors.UserError(
-            f"size={flags.size}: SentencePiece makes no vocabulary of this text: {reason}."
+            f"size={flags.size}: SentencePiece cannot train a vocabulary on this text: {reason}."
         ) from error
     return model.getvalue()
 

@@ -57,9 +57,9 @@ def of_full_disk(error: BaseException | None) -> TrainingError | None:
     file = getattr(error, "filename", None)
     reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[-1][:300]
     return TrainingError(
-        f"nothing more can be written{f' to {file}' if file else ''}: {reason}. Make room on that "
-        "disk (`df -h` shows them), or raise the limit on the size of files (`ulimit -f`), then "
-        "give the same command again; what was saved before is whole."
+        f"nothing more can be written{f' to {file}' if file else ''}: {reason}. Free space on "
+        "that disk (`df -h` shows disks), or raise the file size limit (`ulimit -f`), then "
+        "repeat the command; everything saved before is intact."
     )
 
 
@@ -89,12 +89,12 @@ def of_files(error: BaseException) -> UserError | None:
 
 
 _OF_PATHS = {
-    errno.ENAMETOOLONG: "choose a shorter name, which may have to leave room for an ending",
+    errno.ENAMETOOLONG: "choose a shorter name; a suffix may be added to it",
     errno.ELOOP: "remove the links that lead to themselves, or choose another path",
     errno.EACCES: "change its permissions, or choose another path",
     errno.EPERM: "change its permissions, or choose another path",
     errno.EROFS: "choose a path that can be written",
-    errno.ENOTDIR: "a part of the path is no folder; choose another",
+    errno.ENOTDIR: "a part of the path is not a folder; choose another path",
     errno.EISDIR: "it must be a file; choose another path",
 }
 

@@ -109,7 +109,7 @@ def check_reads_packed(model: object, what: str, remedy: str) -> None:
     stride = getattr(model, "stem_stride", 1)
     if stride > 1:
         raise errors.UserError(
-            f"{what} several examples in a row, but the encoder's stem has a stride of {stride}: "
-            "examples that begin inside of its windows would be read differently than alone; "
-            f"{remedy}, or set the strides of architecture.TextStemConfig to 1."
+            f"{what} several examples in a row, but the encoder's stem has a stride of "
+            f"{stride}: an example that begins inside a window would be read differently than "
+            f"alone; {remedy}, or set the strides of architecture.TextStemConfig to 1."
         )

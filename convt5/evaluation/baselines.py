@@ -16,9 +16,9 @@ SMOOTHING = 0.1
 _MOST_LABELS = 100
 COMMAND = command_line.Command(
     name="evaluation.baselines",
-    summary="Prints the accuracy, in per cent, that the most frequent label of the training split "
-    "and naive Bayes on words and pairs of words reach on classification tasks: the least that a "
-    "trained model must do better than.",
+    summary="Prints baseline accuracies of classification tasks, in per cent: the most frequent "
+    "label of the training split, and naive Bayes on words and word pairs. A trained "
+    "model should exceed them.",
     examples=[
         (
             "question types",
@@ -26,7 +26,7 @@ COMMAND = command_line.Command(
             "--split=test",
         ),
     ],
-    flags=[command_line.Flag("split", "that is measured; by default validation.")],
+    flags=[command_line.Flag("split", "split to evaluate (default: validation).")],
 )
 
 
@@ -73,8 +73,8 @@ def read(task, split: str) -> Labelled:
     task_data.check_split(task, split)
     if task_data.needs_lengths(task) and not task.metric_fns:
         raise errors.UserError(
-            f"task={task.name} cuts text to given lengths, as pre-training does; baselines are for "
-            f"tasks with at most {_MOST_LABELS} labels."
+            f"task={task.name} cuts text to fixed lengths, as pre-training does; baselines need "
+            f"a task with at most {_MOST_LABELS} labels."
         )
     features = task.output_features
     # Tasks that rank labels have one example per label.

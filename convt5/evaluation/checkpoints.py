@@ -83,8 +83,8 @@ def run_directory(path: epath.PathLike) -> epath.Path:
     folder = epath.Path(os.path.expanduser(path))
     if loading.is_exported(folder) or (folder / "about").exists():
         raise errors.UserError(
-            f"--follow takes all checkpoints of a run as they appear, and {folder} is a single "
-            "model; leave out --follow, or give the run directory."
+            f"--follow evaluates the checkpoints of a run as they appear, but {folder} is a "
+            "single model; leave out --follow, or give the run directory."
         )
     is_inside = folder.name == "checkpoints" and not (folder / CONFIG_FILE).exists()
     return folder.parent if is_inside else folder
@@ -201,9 +201,9 @@ def model_config(found: Found) -> Any:
     config = any_config(found)
     if not isinstance(config, ConvT5Config):
         raise errors.UserError(
-            f"{found.folder} holds a {type(config).__name__}, and tasks of text need a "
-            "ConvT5Config; `convt5.load_model` gives the model to Python, and `eval` measures it "
-            "on images."
+            f"{found.folder} holds a {type(config).__name__}, but text tasks need a "
+            "ConvT5Config; `convt5.load_model` loads the model in Python, and `eval` evaluates "
+            "it on images."
         )
     return config
 
@@ -226,8 +226,8 @@ def _best_step(folder: epath.Path) -> int:
     if best is None:
         kept = ", ".join(map(str, reading.steps_in(folder)))
         raise errors.UserError(
-            f"step={BEST}: no checkpoint in {folder} (steps {kept}) was evaluated; name a step, or "
-            f"take the {LATEST}."
+            f"step={BEST}: no checkpoint in {folder} (steps {kept}) was evaluated; name a step, "
+            f"or use {LATEST}."
         )
     return best
 

@@ -124,8 +124,8 @@ def make_plan(found: checkpoints.Found, checkpoint: str, settings: RunSettings, 
         return _image_plan(config, checkpoint, settings, flags)
     if flags.reestimate is not None:
         raise errors.UserError(
-            f"--reestimate={flags.reestimate} is for models of images, and {checkpoint} holds one "
-            "of text; leave it out."
+            f"--reestimate={flags.reestimate} applies to image models, but {checkpoint} holds a "
+            "text model; leave it out."
         )
     return _text_plan(found, checkpoint, settings, ema=flags.ema)
 
@@ -140,7 +140,7 @@ def _image_plan(config: Any, checkpoint: str, settings: RunSettings, flags: Any)
     if settings.evaluate.every_nth != 1:
         given.append("evaluation.EvalConfig.every_nth")
     errors.raise_all(
-        [f"{name} is for models of text; leave it out." for name in given], where=checkpoint
+        [f"{name} applies to text models; leave it out." for name in given], where=checkpoint
     )
     return images.make_plan(
         checkpoint,
@@ -170,8 +170,8 @@ def _text_plan(
     own = getattr(settings.data, "mixture", None)
     if not named and own is None:
         raise errors.UserError(
-            f"no task to evaluate {checkpoint} on: its settings name none; give --task=NAME, and a "
-            "gin file that imports the module which registers it."
+            f"no task to evaluate {checkpoint} on: its settings name none; give --task=NAME, "
+            "and a gin file that imports the module that registers it."
         )
     own_split = getattr(settings.data, "split", None) if not named else None
     split = settings.evaluate.split or own_split or "validation"
@@ -268,7 +268,9 @@ def _settings(arguments: command_line.Arguments) -> tuple[RunSettings, str]:
             "dynamic_tiny. See python -m convt5.eval --help."
         )
     if flags.follow and flags.step != "latest":
-        raise errors.UserError(f"--follow takes all checkpoints; leave out --step={flags.step}.")
+        raise errors.UserError(
+            f"--follow evaluates all checkpoints; leave out --step={flags.step}."
+        )
     if flags.follow and flags.checkpoint:
         flags.checkpoint = str(checkpoints.run_directory(flags.checkpoint))
     if flags.follow and flags.checkpoint and not arguments.gin_files:
@@ -301,7 +303,7 @@ def _settings(arguments: command_line.Arguments) -> tuple[RunSettings, str]:
     )
     checkpoint = flags.checkpoint or settings.train.get("run_dir")
     if not checkpoint:
-        raise errors.UserError("the gin files describe no run; give --checkpoint=DIR.")
+        raise errors.UserError("the gin files do not describe a run; give --checkpoint=DIR.")
     return settings, os.path.expanduser(checkpoint)
 
 

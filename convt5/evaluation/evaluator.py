@@ -75,7 +75,8 @@ class Evaluator:
         )
         if unmeasured := len(task.metric_objs) - len(task.metric_fns):
             logging.warning(
-                "task=%s has %d metric_objs, which are not measured here; give them as metric_fns.",
+                "task=%s has %d metric_objs, which convt5 does not evaluate; write them as "
+                "metric_fns.",
                 task.name,
                 unmeasured,
             )
@@ -111,7 +112,7 @@ class Evaluator:
         if not self._counts["num_target_tokens"]:
             raise errors.UserError(
                 f"task={task.name}: the targets of split={split} are all empty, or none of its "
-                "labels is right; correct the data."
+                "labels is correct; correct the data."
             )
 
     def describe(self) -> str:

@@ -86,13 +86,13 @@ EMA_FLAG = Flag(
 TASK_FLAGS = (
     Flag(
         "task",
-        "a registered seqio task or mixture; may be repeated. By default the run's own "
-        "evaluation data.",
+        "a registered seqio task or mixture; may be repeated (default: the evaluation data of "
+        "the run).",
         {"action": "append"},
     ),
     Flag(
         "predict",
-        "decodes also where no metric needs it, so that predictions are written.",
+        "decodes and writes predictions even if no metric needs them.",
         {"action": "store_true"},
     ),
 )

@@ -100,7 +100,7 @@ def _plan(arguments: command_line.Arguments, *, is_dialogue: bool) -> _Plan:
     )
     checkpoint = flags.checkpoint or settings.train.get("run_dir")
     if not checkpoint:
-        raise errors.UserError("the gin files describe no run; give --checkpoint=DIR.")
+        raise errors.UserError("the gin files do not describe a run; give --checkpoint=DIR.")
     checkpoint = os.path.expanduser(checkpoint)
     enable_persistent_cache()
     found = _one(checkpoints.select(checkpoint, flags.step), flags.step)
@@ -199,8 +199,8 @@ def predict(predictor: Predictor, inputs: Inputs, output: ResumableLines | None)
         _tell_faults(inputs)
     if cut:
         print(
-            f"{cut} inputs were longer than max_input_length="
-            f"{predictor.config.max_input_length} tokens and were cut",
+            f"{cut} inputs were longer than "
+            f"max_input_length={predictor.config.max_input_length} tokens and were truncated",
             file=sys.stderr,
         )
 

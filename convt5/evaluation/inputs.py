@@ -201,7 +201,7 @@ def _json_object(line: str, format: TaskFormat | None) -> dict[str, Any]:
     """Parses a line as a JSON object; `format` is that of a task with several fields."""
     expected = (
         f"; task={format.task} writes an input from {' and '.join(format.fields)}: give JSON "
-        f"lines such as {format.example()}, or send texts as they are with --raw"
+        f"lines such as {format.example()}, or pass texts unchanged with --raw"
         if format
         else ""
     )

@@ -199,8 +199,8 @@ class Predictor:
             text = given
         else:
             raise FieldError(
-                f"is {given!r}, no text, which alone can be sent as it is: the model keeps no task "
-                "that writes inputs from fields, or raw leaves it out"
+                f"is {given!r}, but must be text: the model keeps no task that formats fields, "
+                "or raw=True disables it"
             )
         ends = [end_id(self.vocabulary)] * self._add_eos
         if format is None or format.sentinels:
@@ -240,8 +240,8 @@ class Predictor:
                 other = labels[ids.index(one)]
                 raise errors.UserError(
                     f"labels {other!r} and {labels[i]!r} are the same ids in max_length={limit} "
-                    "tokens of the vocabulary, so that they cannot be ranked; raise max_length, or "
-                    "generate an answer with another strategy than rank."
+                    "tokens of the vocabulary, so they cannot be ranked; raise max_length, or "
+                    "choose another strategy than rank."
                 )
         return ids
 
@@ -253,9 +253,7 @@ class Predictor:
         """
         limit = self._lengths["inputs"]
         if not len(tokens):
-            raise errors.UserError(
-                f"input {number + 1} is empty, so that the model has nothing to read; leave it out."
-            )
+            raise errors.UserError(f"input {number + 1} is empty; leave it out.")
         if len(tokens) > limit and self.config.long_inputs == "refuse":
             raise errors.UserError(
                 f"input {number + 1} has {len(tokens)} tokens, but max_input_length={limit} and "
@@ -578,7 +576,7 @@ def _check_several(**given: object) -> None:
     for name, value in given.items():
         if isinstance(value, str):
             raise errors.UserError(
-                f"{name}={value!r} is one text, and a list of them is needed; give [{value!r}]."
+                f"{name}={value!r} is a single text, but must be a list of texts; give [{value!r}]."
             )
 
 

@@ -153,7 +153,7 @@ class ResumableLines:
             if folder := os.path.dirname(self.path):
                 os.makedirs(folder, exist_ok=True)
             if os.path.exists(self.path) and not os.path.isfile(self.path):
-                raise OSError(0, "it is no regular file, which alone can be continued")
+                raise OSError(0, "it is not a regular file, so it cannot be resumed")
             self._file: BinaryIO = open(self.path, "a+b")  # noqa: SIM115  # Closed by `close`.
         except OSError as error:
             raise errors.UserError(
@@ -176,8 +176,8 @@ class ResumableLines:
                 record = _object(line)
                 if record is None:
                     raise errors.UserError(
-                        f"output={self.path}: line {number + 1} is no JSON object, so that the "
-                        "command cannot continue there; choose another output, or remove the file."
+                        f"output={self.path}: line {number + 1} is not a JSON object, so the "
+                        "command cannot resume there; choose another output, or remove the file."
                     )
                 yield record
 
@@ -206,7 +206,7 @@ class ResumableLines:
         before = read_object(beside)
         if before is None:
             conflict = (
-                f"was made with settings that are not known: {beside.name} beside it is damaged"
+                f"was made with unknown settings: {beside.name} beside it is damaged"
                 if beside.exists()
                 else f"holds something else: there is no {beside.name} beside it"
             )
@@ -216,8 +216,9 @@ class ResumableLines:
         changes = differences(before, settings)
         if changes:
             raise errors.UserError(
-                f"output={self.path} was made with other settings ({'; '.join(changes)}), so that "
-                "it cannot be continued; set them back, choose another output, or remove the file."
+                f"output={self.path} was made with other settings ({'; '.join(changes)}), so it "
+                "cannot be resumed; restore these settings, choose another output, or remove "
+                "the file."
             )
 
     def _cut_torn_line(self) -> int:

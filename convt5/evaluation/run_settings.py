@@ -237,10 +237,10 @@ def text_features(
         features = _features_of_data(settings)
     if features is None:
         raise errors.UserError(
-            f"vocabulary: {source} is no SentencePiece file, no model that keeps its vocabulary, "
-            f"and no run whose {CONFIG_FILE} names a seqio task; name the vocabulary that the "
-            "model was trained with: a SentencePiece file (--vocabulary=FILE.model), or bytes "
-            f"(--vocabulary={BYTES})."
+            f"vocabulary: {source} is neither a SentencePiece file, nor a model with a "
+            f"vocabulary, nor a run whose {CONFIG_FILE} names a seqio task; name the vocabulary "
+            "that the model was trained with: a SentencePiece file (--vocabulary=FILE.model), "
+            f"or bytes (--vocabulary={BYTES})."
         )
     return features
 
@@ -317,22 +317,22 @@ def task_format(
     different = {dataclasses.replace(each, task="") for each in known_formats}
     if len(different) > 1 and not raw:
         raise errors.UserError(
-            f"{checkpoint} was trained on several tasks, {', '.join(names)}, which write their "
-            "inputs differently; name one with format, or send inputs as they are with raw."
+            f"{checkpoint} was trained on several tasks, {', '.join(names)}, which format "
+            "inputs differently; name one with format, or pass inputs unchanged with raw."
         )
     return next(iter(known_formats)) if len(different) == 1 else None
 
 
 def describe_answers(format: TaskFormat | None, config: PredictConfig, *, raw: bool = False) -> str:
     """Describes in one line how inputs are formatted and answers are found."""
-    inputs = "inputs are sent as they are"
+    inputs = "inputs are passed unchanged"
     if format is None and not raw:
         inputs += ": the model keeps no task"
     elif format is not None and not raw:
         inputs = format.described()
     strategy = config.strategy_for(format)
     if isinstance(strategy, Rank) and format is not None:
-        return f"{inputs}; answers are the likeliest of its labels {list(format.labels)}"
+        return f"{inputs}; answers are the most likely of its labels {list(format.labels)}"
     return f"{inputs}; answers are generated ({type(strategy).__name__})"
 
 

@@ -165,8 +165,8 @@ def from_flags(config: PredictConfig, flags: Mapping[str, Any]) -> PredictConfig
     name = chosen or type(strategy).__name__
     errors.raise_all(
         [
-            f"--{flag}={value} is no setting of {name}; give --strategy="
-            f"{' or '.join(_strategies_with(flag))} as well, or leave it out."
+            f"--{flag}={value} does not apply to {name}; give "
+            f"--strategy={' or '.join(_strategies_with(flag))} as well, or leave it out."
             for flag, value in strategy_flags.items()
             if flag not in known
         ],

@@ -57,7 +57,7 @@ def predictions(
         first += len(chunk)
     if next(earlier, None) is not None:
         raise errors.UserError(
-            f"the output holds more lines than there are inputs ({first}); choose another output, "
+            f"the output has more lines than there are inputs ({first}); choose another output, "
             "or remove the file."
         )
 
@@ -110,7 +110,7 @@ def converse(
             print(f"error: {error}", file=out, flush=True)
             continue
         if prediction.truncated:
-            print(f"({prediction.truncated} tokens of the input were cut)", file=out)
+            print(f"({prediction.truncated} input tokens were truncated)", file=out)
         for line in _answers(prediction):
             print(line, file=out, flush=True)
 

@@ -114,8 +114,8 @@ def check_task(
         if known is not None and not _same_ids(known, vocabulary):
             raise errors.UserError(
                 f"task={task.name} reads {name} with {_describe(vocabulary)}, but the model was "
-                f"trained with {_describe(known)}; ids would stand for other texts. Give the task "
-                "the vocabulary of the model, or evaluate a model of the task's."
+                f"trained with {_describe(known)}; the ids would stand for other text. Give the "
+                "task the model's vocabulary, or evaluate a model with the task's vocabulary."
             )
         _check_size(task, vocabulary, vocab_size)
     if max_length is not None:
@@ -168,8 +168,8 @@ def read_examples(
     except tf.errors.OpError as error:
         raise errors.TrainingError(
             f"split={split} of task={task.name} cannot be read: {error.message.strip()}. A file "
-            "may be cut short or gone: put it back, or remove the folder of the cache it lies in, "
-            "which is then made anew."
+            "may be truncated or missing: restore it, or remove the folder of its cache, which "
+            "is then rebuilt."
         ) from error
     if not examples:
         raise errors.UserError(f"split={split} of task={task.name} holds no example.")

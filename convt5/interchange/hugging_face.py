@@ -56,7 +56,7 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
     found, notes = dict(files.shapes), []
     tie = _tie(found, copies)
     if tie is not None:
-        notes.append(f"shared.weight is absent; {tie}, which is tied to it, is taken.")
+        notes.append(f"shared.weight is absent; {tie}, which is tied to it, replaces it.")
         found["shared.weight"] = found.pop(tie)
 
     def read(name: str) -> np.ndarray:
@@ -284,6 +284,6 @@ def _check_copies(
     for name, why in skipped:
         if why.startswith("a copy") and not np.array_equal(read(name), read("shared.weight")):
             raise errors.UserError(
-                f"{where}: {name} differs from shared.weight, of which it should be a copy; "
-                "tie_word_embeddings may be set wrongly in config.json."
+                f"{where}: {name} differs from shared.weight, but must be a copy of it; "
+                "tie_word_embeddings in config.json may be wrong."
             )

@@ -41,7 +41,7 @@ class Report(NamedTuple):
         counts = f"{len(self.restored)} parameter arrays restored from {path}"
         lines = [counts if self.restored else f"no whole array restored from {path}"]
         for kind, explanation in (
-            ("resized", "restored in the rows that both have"),
+            ("resized", "restored in the rows that both tables have"),
             ("fresh", "freshly initialised"),
             ("skipped", "left in the checkpoint"),
         ):
@@ -82,11 +82,11 @@ class InitFrom:
         faults = pattern_faults(include=self.include, exclude=self.exclude, resize=self.resize)
         if self.continue_training and (list(self.include) != [".*"] or self.exclude or self.resize):
             faults.append(
-                "continue_training=True takes over everything; leave out include, exclude and "
+                "continue_training=True loads all parameters; leave out include, exclude and "
                 "resize, or continue_training."
             )
         if not self.include:
-            faults.append("include=[] takes over nothing; name something, or leave out init_from.")
+            faults.append("include=[] loads nothing; name parameters, or leave out init_from.")
         errors.raise_all(faults, where="InitFrom")
 
     def check(self, model: Any) -> None:
@@ -98,8 +98,8 @@ class InitFrom:
         step = int(self._checkpoint().name) if self.continue_training else -1
         if step >= num_steps:
             raise errors.UserError(
-                f"num_steps={num_steps} counts all updates, and InitFrom.continue_training goes on "
-                f"after the {step} of {self.path}; set num_steps to more, such as "
+                f"num_steps={num_steps} counts all updates, and InitFrom.continue_training "
+                f"continues after the {step} of {self.path}; raise num_steps, for example to "
                 f"{step + num_steps} for {num_steps} updates."
             )
 
@@ -114,8 +114,8 @@ class InitFrom:
     def _checkpoint(self) -> epath.Path:
         if loading.is_exported(self.path):
             raise errors.UserError(
-                f"InitFrom: {self.path} is an exported model, which has no optimizer to go on "
-                "with; give the run directory, or leave continue_training unset."
+                f"InitFrom: {self.path} is an exported model, which has no optimizer state; "
+                "give the run directory, or leave continue_training unset."
             )
         return reading.find_checkpoint(self.path, step=self.step)
 
@@ -134,9 +134,9 @@ class InitFrom:
             if not own.agrees_with(other):
                 raise errors.UserError(
                     f"InitFrom: {self.path} was trained with another vocabulary of {name} "
-                    f"({other.fingerprint}) than this run has ({own.fingerprint}), so that ids "
-                    "would stand for other texts; give the run the vocabulary of the checkpoint, "
-                    f"or exclude {TOKEN_TABLE!r} to begin with fresh embeddings."
+                    f"({other.fingerprint}) than this run ({own.fingerprint}), so ids would "
+                    "stand for other text; give the run the vocabulary of the checkpoint, or "
+                    f"exclude {TOKEN_TABLE!r} to start with new embeddings."
                 )
 
     def apply(self, model: Any) -> tuple[Any, Report]:

@@ -47,7 +47,7 @@ def load_model(
         )
     if ema:
         raise errors.UserError(
-            f"{directory} is an exported model: one set of parameters, and no average beside it; "
+            f"{directory} is an exported model, which has no moving average of the parameters; "
             "leave out ema."
         )
     imported = read_exported(directory)

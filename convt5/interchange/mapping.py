@@ -170,7 +170,7 @@ def check_layers(config: Any, found: Mapping[str, Shape], *, where: str) -> None
     if layers > len(found):
         raise errors.UserError(
             f"{where}: the model is described with {layers} layers, but there are {len(found)} "
-            "arrays, of which each layer needs several; copy the model again."
+            "arrays, and each layer needs several; copy the model again."
         )
 
 
@@ -210,7 +210,7 @@ def check(
             if tuple(found[name]) != shape:
                 faults.append(f"variable {name} has shape {tuple(found[name])}, expected {shape}.")
     without = wanted.keys() - {source.path for source in sources}
-    faults += [f"nothing is known to make parameter {path} from." for path in sorted(without)]
+    faults += [f"no variable maps to parameter {path}." for path in sorted(without)]
     known = {name for name, _ in report.mapped} | set(skipped)
     report.unmapped = [name for name in found if name not in known]
     if not allow_unmapped:

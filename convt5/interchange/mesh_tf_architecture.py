@@ -163,9 +163,9 @@ def _heads(
         if inner != emb_dim or inner not in _T5_HEADS:
             raise errors.UserError(
                 f"the number of heads is unknown: queries of {inner} columns in a model of "
-                f"{emb_dim} channels are those of no T5 without relative bias "
-                f"({', '.join(map(str, _T5_HEADS))}); pass --operative_config=FILE, which may hold "
-                "just the line `num_heads = N`."
+                f"{emb_dim} channels match no T5 without relative bias "
+                f"({', '.join(map(str, _T5_HEADS))}); pass --operative_config=FILE, which may "
+                "hold just the line `num_heads = N`."
             )
         heads = _T5_HEADS[inner]
         notes.append(f"number of heads not given: {heads} assumed, as in T5 of this width.")
@@ -289,12 +289,12 @@ def _padding(
         taps = "/".join(map(str, sorted(sizes)))
         if stack == "encoder" and any(size % 2 == 0 for size in sizes):
             raise errors.UserError(
-                f"the place of the {taps} taps of the encoder is unknown: an even number has no "
-                "middle; pass --operative_config=FILE, which may hold just the lines "
-                f"`encoder/{owner}.min_relative_pos = A` and `encoder/{owner}.max_relative_pos = B`"
-                " beside the others that are needed."
+                f"the offsets of the {taps} taps of the encoder are unknown: an even number has "
+                "no middle; pass --operative_config=FILE, which may hold just the lines "
+                f"`encoder/{owner}.min_relative_pos = A` and `encoder/{owner}.max_relative_pos "
+                "= B` beside the others that are needed."
             )
-        notes.append(f"place of taps not given: the {taps} of the {stack} are assumed {usual}.")
+        notes.append(f"tap offsets not given: the {taps} taps of the {stack} are assumed {usual}.")
         return None
     if sizes != {last - first + 1}:
         raise errors.UserError(

@@ -62,9 +62,9 @@ def _filled(abstract: Any, moments: Mapping[str, Arrays]) -> Any:
     ]
     if faults:
         raise errors.UserError(
-            "the optimizer's memory in the checkpoint was factored otherwise than "
-            f"AdafactorConfig.min_dim_to_factor says: {faults[0]} Pass the operative config of the "
-            "checkpoint, or leave --optimizer out."
+            "the optimizer state in the checkpoint is factored differently than "
+            f"AdafactorConfig.min_dim_to_factor says: {faults[0]} Pass the operative config of "
+            "the checkpoint, or leave --optimizer out."
         )
     return jax.tree.unflatten(
         jax.tree.structure(abstract), [jnp.asarray(given[name]) for name, _ in wanted]

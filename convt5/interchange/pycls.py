@@ -100,7 +100,7 @@ def read_model(
     )
     table = parameter_table(config)
     skipped = stored.skipped | {
-        name: "a counter of torch, which takes no part"
+        name: "a counter of PyTorch, which is not used"
         for name in found
         if name.endswith(".num_batches_tracked")
     }
@@ -147,7 +147,7 @@ def architecture(
     patches = tokens - ("class_token" in found)
     side = math.isqrt(max(patches, 0))
     if side**2 != patches:
-        faults.append(f"pos_embedding is for {patches} patches, which fill no square image.")
+        faults.append(f"pos_embedding is for {patches} patches, which do not form a square.")
     errors.raise_all(errors.shortened(faults), where=where)
     stride = stem.get("patch_size") or math.prod(stem["stem_strides"])
     if image_size is not None and image_size // stride != side:
@@ -197,7 +197,7 @@ def open_arrays(path: pathlib.Path) -> Stored:
         files = torch_files.Files([path], inside="model_state")
         shapes, read = files.shapes, files.read
         if "ema_state" in files.beside:
-            notes.append("model_state is read; the file's ema_state is left out.")
+            notes.append("model_state is read; the file's ema_state is ignored.")
     skipped = {}
     if any(name.startswith(_PREFIX) for name in shapes):
         skipped = {
@@ -333,7 +333,7 @@ def _indices(found: Mapping[str, Shape], pattern: str) -> list[int]:
 def _notes(
     config: ViTConfig, num_heads: int | None, stem_strides: Sequence[int] | None
 ) -> list[str]:
-    notes = ["pycls feeds channels in the order blue, green, red, and so must you."]
+    notes = ["channels are in the order blue, green, red, as in pycls."]
     if num_heads is None:
         notes.append(f"{config.num_heads} heads, as each has {HEAD_DIM} channels where published.")
     if config.stem == "conv" and stem_strides is None:

@@ -257,8 +257,8 @@ class TextStemConfig:
             return faults
         layers = self.layers(emb_dim)
         faults += [
-            f"{where}[convolution {i}].kernel_size={layer.kernel_size} must be at least its stride "
-            f"{layer.stride}, or tokens between its windows are never read."
+            f"{where}[convolution {i}].kernel_size={layer.kernel_size} must be at least its "
+            f"stride {layer.stride}, because tokens between its windows would never be read."
             for i, layer in enumerate(layers)
             if layer.kernel_size < layer.stride
         ]
@@ -402,9 +402,9 @@ class ModelDescription:
         decoder_faults = self.decoder.faults("decoder", emb_dim=self.emb_dim)
         if not decoder_faults:
             decoder_faults = _canon_direction_faults(self.decoder_layers) or [
-                f"decoder[layer {i}] reads {layer.reach.right} positions of the future (padding="
-                f"{getattr(layer, 'padding', None)}); a decoder must be causal: leave padding "
-                "unset or use 'CAUSAL'."
+                f"decoder[layer {i}] reads {layer.reach.right} future positions "
+                f"(padding={getattr(layer, 'padding', None)}); a decoder must be causal: leave "
+                "padding unset or use 'CAUSAL'."
                 for i, layer in enumerate(self.decoder_layers)
                 if layer.reach.right != 0
             ]
@@ -441,8 +441,8 @@ class ModelDescription:
             elif self.relative_max_distance <= single_buckets:
                 faults.append(
                     f"relative_max_distance={self.relative_max_distance} must be above "
-                    f"{single_buckets}: so many of relative_buckets={self.relative_buckets} hold "
-                    f"one distance each in the {stack}."
+                    f"{single_buckets}: that many of relative_buckets={self.relative_buckets} "
+                    f"hold one distance each in the {stack}."
                 )
         return faults
 
@@ -452,8 +452,8 @@ def _canon_direction_faults(decoder: Sequence[MixerConfig]) -> list[str]:
     if padding is None:
         return []
     return [
-        f"decoder.canon_padding={padding!r} reads positions of the future; a decoder must be "
-        "causal: use 'CAUSAL' in the decoder."
+        f"decoder.canon_padding={padding!r} reads future positions; a decoder must be causal: "
+        "use 'CAUSAL' in the decoder."
     ]
 
 

@@ -352,9 +352,10 @@ class ConvT5(nnx.Module):
         ids = _known(encoder_segment_ids)
         if ids is None or _begins(ids).any():
             raise errors.UserError(
-                f"the encoder's stem has a stride of {stride}, and these rows are packed: examples "
-                "that begin inside of its windows would be read differently than alone; set "
-                "data.DataConfig.pack = False, or the strides of architecture.TextStemConfig to 1."
+                f"the encoder's stem has a stride of {stride}, and these rows are packed: an "
+                "example that begins inside a window would be read differently than alone; set "
+                "data.DataConfig.pack = False, or the strides of architecture.TextStemConfig to "
+                "1."
             )
 
     def _check_aligned(self, segment_ids) -> None:
@@ -365,9 +366,9 @@ class ConvT5(nnx.Module):
         begins = np.flatnonzero(_begins(ids).any(axis=0))
         if np.any(begins % stride):
             raise errors.UserError(
-                f"a packed example begins at position {begins[begins % stride != 0][0]}, inside of "
-                f"a window of the encoder's stem; examples must begin at multiples of its stride "
-                f"{stride}, or stand in rows of their own."
+                f"a packed example begins at position {begins[begins % stride != 0][0]}, inside "
+                "a window of the encoder's stem; examples must begin at multiples of its stride "
+                f"{stride}, or have rows of their own."
             )
 
     def _check_length(self, length: int) -> None:

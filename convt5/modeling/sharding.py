@@ -71,9 +71,9 @@ class MeshConfig:
         known = math.prod(size for size in dataclasses.astuple(self) if size != -1)
         if num_devices % known or (-1 not in dataclasses.astuple(self) and known != num_devices):
             raise errors.UserError(
-                f"MeshConfig({self._text()}) needs a multiple of {known} devices, and all of them, "
-                f"but there are {num_devices}; choose sizes that multiply to {num_devices}, or -1 "
-                "for one of them."
+                f"MeshConfig({self._text()}) needs a number of devices that is a multiple of "
+                f"{known}, but there are {num_devices}; choose sizes that multiply to "
+                f"{num_devices}, or -1 for one of them."
             )
         rest = num_devices // known
         data, fsdp, sequence, tensor = (rest if s == -1 else s for s in dataclasses.astuple(self))
@@ -163,8 +163,8 @@ def parameter_specs(parameters: Tree, rules: Sequence[Rule]) -> dict[str, Partit
         missing = len(leaf.shape) - len(rule.axes)
         specs[name] = PartitionSpec(*rule.axes, *(None,) * missing)
     faults += [
-        f"rule {rule.pattern!r} decides no parameter; correct its pattern or its place, or mark it "
-        "optional."
+        f"rule {rule.pattern!r} applies to no parameter; correct its pattern or its place in "
+        "the list, or mark it optional."
         for rule in rules
         if rule not in used and not rule.optional
     ]
@@ -271,7 +271,7 @@ def _length_faults(mesh: Mesh, lengths: Mapping[str, int] | None) -> list[str]:
     ways = mesh.shape["sequence"]
     if lengths is None and ways > 1:
         return [
-            f"sequence={ways} splits rows of tokens, which these batches do not hold; set "
+            f"sequence={ways} splits rows of tokens, but these batches hold none; set "
             "MeshConfig.sequence to 1."
         ]
     return [

@@ -19,7 +19,7 @@ def figure_class(what: str) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise errors.UserError(
-            f"{what} cannot be drawn without the package matplotlib, which is not installed "
-            "(tables are written); pip install 'convt5[plot]', or uv run --extra plot ..."
+            f"{what} needs the package matplotlib, which is not installed (tables are written); "
+            "pip install 'convt5[plot]', or uv run --extra plot ..."
         ) from error
     return Figure

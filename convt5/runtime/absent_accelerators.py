@@ -54,9 +54,10 @@ def of_devices(error: BaseException) -> errors.UserError | None:
     asked = " and ".join(f"{name}={os.environ[name]!r}" for name in names)
     reason = str(error).strip().partition("\n")[0].partition(" (set JAX_PLATFORMS")[0][:300]
     return errors.UserError(
-        f"JAX finds no devices that it can use{f' with {asked}' if asked else ''}: "
+        f"JAX finds no usable devices{f' with {asked}' if asked else ''}: "
         f"{reason.rstrip('.') or 'the library of that platform is not installed'}. Set "
-        "JAX_PLATFORMS=cpu to compute on the CPU; unset what is set to take what is here."
+        "JAX_PLATFORMS=cpu to compute on the CPU, or unset the variable to use the devices of "
+        "this machine."
     )
 
 

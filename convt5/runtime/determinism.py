@@ -59,7 +59,7 @@ def describe(platform: str, environ: MutableMapping[str, str] = os.environ) -> s
         return None
     if is_required(environ):
         return "programs are deterministic: this run resumes bit for bit"
-    return "without --deterministic a run on GPUs resumes to rounding, not bit for bit"
+    return "without --deterministic, a run on GPUs resumes up to rounding, not bit for bit"
 
 
 def record(config_text: str, environ: MutableMapping[str, str] = os.environ) -> str:

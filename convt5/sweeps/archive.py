@@ -49,7 +49,7 @@ def read(study: Study, path: pathlib.Path) -> int:
     """
     if not path.is_file():
         raise errors.UserError(
-            f"--import_results={path} is no file; give one that --export_results has written."
+            f"--import_results={path} is not a file; give one written by --export_results."
         )
     here = {made.point.name: made for made in running.runs(study)}
     taken = []
@@ -78,8 +78,8 @@ def _results(path: pathlib.Path) -> list[dict[str, Any]]:
     if content and not content.endswith(b"\n"):
         number = content.count(b"\n") + 1
         raise errors.UserError(
-            f"--import_results={path}: line {number}, the last, is cut short; copy the file that "
-            "--export_results has written once more."
+            f"--import_results={path}: line {number}, the last one, is truncated; copy the file "
+            "of --export_results again."
         )
     return read_records(path, need=_KEYS)
 
@@ -97,8 +97,8 @@ def _checked(result: dict[str, Any], where: str) -> dict[str, Any]:
         fault = fault or f"run={result['run']!r} is no name"
     if fault:
         raise errors.UserError(
-            f"{where} is no result of a run ({fault}); give a file that --export_results has "
-            "written, or remove the line."
+            f"{where} is not the result of a run ({fault}); give a file written by "
+            "--export_results, or remove the line."
         )
     return result | {"records": [metric_names.current(record) for record in records]}
 

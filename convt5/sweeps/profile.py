@@ -109,8 +109,9 @@ def tables(study: Study, profiles: Mapping[Key, Line], costs: Mapping[Any, Cost]
             markdown.table(shown),
             "## Costs",
             markdown.table(spent),
-            "forward MFLOP: of one example; update MB: memory of an update, in closed form; "
-            "seconds: of training without compilation and evaluation, on the machine it ran on.",
+            "forward MFLOP: FLOPs of one example; update MB: closed-form memory of an update; "
+            "seconds: training time without compilation and evaluation, on the machine of the "
+            "run.",
             *sorted({f"Not known here: {cost.fault}" for cost in costs.values() if cost.fault}),
         ]
     )

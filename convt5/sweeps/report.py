@@ -26,8 +26,8 @@ def write(study: Study) -> str:
     num_done = sum(made.is_done for made in every)
     if not found:
         raise errors.UserError(
-            f"no run of the study in {study.output_dir} is done; give the command without "
-            "--report_only to make them."
+            f"no run of the study in {study.output_dir} is done; run the command without "
+            "--report_only to train them."
         )
     groups = analysis.by_row(study, found)
     bests = {key: analysis.best(study, runs) for key, runs in groups.items()}

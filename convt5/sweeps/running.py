@@ -188,7 +188,7 @@ def _as_completed(
         if stop.received is not None:
             raise interruption.Interrupted(
                 f"stopped by {stop.received.name}; what the runs in progress have done is saved. "
-                "The same command goes on with the study.",
+                "The same command resumes the study.",
                 signal_number=stop.received,
             )
         yield from done
@@ -342,7 +342,7 @@ def _run(study: Study, made: Made, launch: Launch) -> Made:
     kind = errors.UserError if code == errors.UserError.exit_code else errors.TrainingError
     raise kind(
         f"the run in {made.folder} {what}: {_reason(said, made.folder)}\nIts output is in {log}. "
-        "The same command goes on with the study."
+        "The same command resumes the study."
     )
 
 
@@ -371,8 +371,8 @@ def check_settings(point: Point, found: Any, *, where: str) -> None:
     """
     if found != _settings(point):
         raise errors.UserError(
-            f"{where} holds a run of other settings ({found}, now {_settings(point)}); set the "
-            "study back, or choose another output_dir."
+            f"{where} holds a run of other settings ({found}, now {_settings(point)}); restore "
+            "the study's settings, or choose another output_dir."
         )
 
 
@@ -393,8 +393,8 @@ def read_about(folder: pathlib.Path) -> dict[str, Any] | None:
         about, fault = None, str(error)
     if fault:
         raise errors.UserError(
-            f"{path} is damaged ({fault}); remove it: the run then goes on from its last "
-            "checkpoint, or from none."
+            f"{path} is damaged ({fault}); remove it, and the run resumes from its last "
+            "checkpoint, if any."
         )
     return about
 

@@ -72,7 +72,7 @@ class Grid:
             if not (isinstance(values, Mapping | list | tuple) and values)
         ]
         if not self.axes:
-            faults.append("axes={} names nothing that varies; give at least one axis.")
+            faults.append("axes={} has no axis; give at least one.")
         if SEED in self.axes:
             faults.append(f"axes has {SEED!r}; give seeds to the Study.")
         errors.raise_all(faults, where="Grid")
@@ -183,8 +183,8 @@ class Study:
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise errors.UserError(
-                f"Study: two runs are called {twice}; the grids must not have a point in common, "
-                "nor two labels that differ in signs only."
+                f"Study: two runs are called {twice}; grids must not share a point, and labels "
+                "must differ in letters or digits."
             )
 
     @property

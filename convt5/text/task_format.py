@@ -151,11 +151,12 @@ class TaskFormat:
         if self.parts is None:
             preprocessors = f" ({', '.join(self.unknown)})" if self.unknown else ""
             return (
-                f"inputs are sent as they are: how task={self.task} writes them is not known, "
-                f"because its preprocessors{preprocessors} are its own; write each as the task does"
+                f"inputs are passed unchanged: how task={self.task} writes them is not known, "
+                f"because its preprocessors{preprocessors} are its own; write each as the task "
+                "does"
             )
         if self.is_plain:
-            return f"inputs are sent as they are, as task={self.task} writes them"
+            return f"inputs are passed unchanged, as task={self.task} reads them"
         return f"inputs are written as {self.template()!r}, the format of task={self.task}"
 
     def example(self) -> str:
@@ -257,8 +258,8 @@ def _read(file: epath.Path) -> tuple[TaskFormat, ...]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise errors.UserError(
             f"{file}, how the tasks of the run write their inputs, cannot be read "
-            f"({errors.clipped(error, limit=300)}); "
-            "put the file back, or remove it and write inputs as the task does."
+            f"({errors.clipped(error, limit=300)}); restore the file, or remove it and format "
+            "inputs as the task does."
         ) from error
 
 

@@ -43,9 +43,10 @@ def check_vocabulary(model: Any, data: Data) -> None:
         for feature, size in _vocabulary_sizes(config).items():
             if size > limit:
                 raise errors.UserError(
-                    f"the vocabulary of {feature!r} of {name} has {size} ids, sentinels included, "
-                    f"but vocab_size={limit} rows are in the model's token table; set --gin."
-                    f"architecture.ConvT5Config.vocab_size to at least {size}."
+                    f"the vocabulary of {feature!r} of {name} has {size} ids, sentinels "
+                    f"included, but vocab_size={limit} is the number of rows of the model's "
+                    "token table; set --gin.architecture.ConvT5Config.vocab_size to at least "
+                    f"{size}."
                 )
 
 

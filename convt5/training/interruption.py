@@ -66,8 +66,8 @@ class Interruption:
         """Returns the error to raise once the state is saved."""
         received = self.received or signal.SIGTERM
         return Interrupted(
-            f"stopped by {received.name} after step {step}, which is saved; give the same command "
-            "again to continue.",
+            f"stopped by {received.name} after step {step}, which is saved; repeat the command "
+            "to resume.",
             signal_number=received,
         )
 

@@ -76,7 +76,8 @@ class Intervals:
         if self.early_stop_evaluations and self.eval_every_steps is None:
             faults.append(
                 f"early_stop_evaluations={self.early_stop_evaluations} counts evaluations, but "
-                "eval_every_steps=None makes one alone, after the last step; set eval_every_steps."
+                "eval_every_steps=None evaluates only once, after the last step; set "
+                "eval_every_steps."
             )
         seconds = self.stall_warning_secs
         if seconds is not None and not 0 < seconds < math.inf:
@@ -316,7 +317,7 @@ class Loop:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        with self._watchdog.phase(f"the devices make step {pending.step}"):
+        with self._watchdog.phase(f"computing step {pending.step}"):
             metrics = jax.device_get(pending.metrics)
         if not metrics[ALL_FINITE]:
             raise self._nonfinite(pending.step, metrics)
@@ -393,8 +394,8 @@ class Loop:
             self._patience.add(self.step, record[metric])
         elif self._measures(self.step):
             self._missing_metric = (
-                f"{self._checkpointer.config.unmeasured(record)} The {self.step} steps made so far "
-                "are saved; the corrected command goes on from there."
+                f"{self._checkpointer.config.unmeasured(record)} The {self.step} steps so far "
+                "are saved; the corrected command resumes from there."
             )
 
     def _check_best_metric(self) -> None:

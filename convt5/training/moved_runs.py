@@ -55,8 +55,8 @@ def run_dir(
     if own.arguments(train, only=("run_dir",)).get("run_dir") != named:
         return named
     print(
-        f"run_dir is {folder}, where {CONFIG_FILE} lies; it names {named!r}, from where the run "
-        "was moved. --gin.RUN_DIR=FOLDER names another.",
+        f"run_dir is {folder}, where {CONFIG_FILE} lies; it names {named!r}, the folder before "
+        "the run was moved. --gin.RUN_DIR=FOLDER names another.",
         file=sys.stderr,
     )
     return folder
@@ -65,7 +65,7 @@ def run_dir(
 def data_is_gone(error: errors.UserError, folder: str) -> errors.UserError:
     """Returns what to tell where a run is whole but for the data that it was made with."""
     return errors.UserError(
-        f"the data of the run {folder} cannot be read: {error} Name where it is now, such as "
+        f"the data of the run {folder} cannot be read: {error} Give its new location, such as "
         "--gin.DATA=FOLDER, or other data."
     )
 

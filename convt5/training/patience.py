@@ -68,7 +68,6 @@ class Patience:
 
     def text(self) -> str:
         return (
-            f"stopped early: {self._config.best_metric} has not become better in "
-            f"{self._since} evaluations since step {self._best_step}, where it was "
-            f"{self._best_value:.4f}."
+            f"stopped early: {self._config.best_metric} has not improved in {self._since} "
+            f"evaluations since step {self._best_step}, where it was {self._best_value:.4f}."
         )

@@ -95,9 +95,9 @@ def check(run_dir: epath.PathLike) -> None:
         raise _unwritable(folder, f" {nearest} may not be written")
     if nearest == folder and (faults := list(_in_the_way(folder))):
         raise errors.UserError(
-            f"run_dir={str(folder)!r} cannot be used: {'; '.join(errors.shortened(faults))}. In a "
-            "run directory nothing is written through links, and nothing takes the place of "
-            "something else: remove that, or choose another run_dir."
+            f"run_dir={str(folder)!r} cannot be used: {'; '.join(errors.shortened(faults))}. A "
+            "run directory is not written through links, and nothing in it is overwritten by a "
+            "different kind of file: remove the obstacle, or choose another run_dir."
         )
 
 
@@ -129,10 +129,10 @@ def writing(folder: epath.PathLike) -> Iterator[None]:
         yield
     except OSError as error:
         raise errors.TrainingError(
-            f"the run directory {folder} cannot be written any more: {error.strerror or error}"
-            f"{f' ({error.filename})' if error.filename else ''}. Make room there, see to its "
-            "permissions, or move away what is in the way; the same command then continues from "
-            "the last complete checkpoint."
+            f"the run directory {folder} cannot be written any more: "
+            f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}. Free "
+            "space there, change its permissions, or move the obstacle away; the same command "
+            "then resumes from the last complete checkpoint."
         ) from error
 
 

@@ -31,8 +31,9 @@ class TrainBatches:
     ):
         if positions.num_shards and num_shards not in (None, positions.num_shards):
             raise errors.UserError(
-                f"data_shards={num_shards}, but the run reads its data in {positions.num_shards} "
-                "shards; leave data_shards unset to go on, or start a new run_dir."
+                f"data_shards={num_shards}, but the run reads its data in "
+                f"{positions.num_shards} shards; leave data_shards unset to resume, or start a "
+                "new run_dir."
             )
         self._sharded = ShardedBatches(
             data, plan.batch_sharding, num_shards=positions.num_shards or num_shards

@@ -189,8 +189,9 @@ class TrainRun(StepConfig, Intervals):
         metric = best.removeprefix("ema/" if self.ema is not None else "")
         if measured and metric.partition("/")[0] not in measured:
             raise errors.UserError(
-                f"best_metric={best!r} is never measured; set checkpoint.CheckpointConfig."
-                f"best_metric to a metric of {' or '.join(measured)}, such as {measured[0]}/loss."
+                f"best_metric={best!r} is never recorded; set "
+                "checkpoint.CheckpointConfig.best_metric to a metric of "
+                f"{' or '.join(measured)}, such as {measured[0]}/loss."
             )
         if self.early_stop_evaluations and not measured:
             raise errors.UserError(
@@ -344,8 +345,8 @@ class _Session:
         if before != batch_size:
             raise errors.UserError(
                 f"batch_size={batch_size} of train_data differs from the {before} of the "
-                "checkpoint, whose position in the data counts such batches; set it back, or start "
-                "a new run_dir with init_from."
+                "checkpoint, whose data position counts batches of that size; restore it, or "
+                "start a new run_dir with init_from."
             )
 
     def _check_validation_metric(self, validation: Validation) -> None:
@@ -395,6 +396,5 @@ class _Session:
             to_do = f"{steps_left} to go" if steps_left > 0 else "none are left to do"
             of = f" of {self._source}, with other data from its start" if self._source else ""
             self._log.message(
-                f"continues from the checkpoint of step {step}{of}; of {run.num_steps} steps "
-                f"{to_do}"
+                f"resumes from the checkpoint of step {step}{of}; of {run.num_steps} steps {to_do}"
             )

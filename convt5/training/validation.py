@@ -125,8 +125,8 @@ def check_num_batches(num_batches: int | None, config: DataConfig | None) -> Non
         )
     if num_batches is None and config is not None and config.num_epochs is None:
         raise errors.UserError(
-            "eval_num_batches=None takes every batch of eval_data, but num_epochs=None of "
-            "eval_data means that they never end; set eval_num_batches, or num_epochs=1."
+            "eval_num_batches=None reads every batch of eval_data, but eval_data with "
+            "num_epochs=None never ends; set eval_num_batches, or num_epochs=1."
         )
 
 

@@ -90,8 +90,8 @@ class Watchdog:
 def _warning(phase: str, waited: float) -> str:
     process = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""
     lines = [
-        f"{process}nothing has moved for {duration(waited)} while {phase}; the run goes on "
-        "waiting. What its threads do:"
+        f"{process}no progress for {duration(waited)} while {phase}; the run keeps waiting. Its "
+        "threads:"
     ]
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for identity, frame in sys._current_frames().items():

@@ -115,8 +115,8 @@ class Augmentation:
         """Shifts all pixels alike, most along the directions in which colours differ most."""
         if image.shape[-1] != 3:
             raise errors.UserError(
-                f"color_jitter={self.color_jitter} is for images of three channels, and these have "
-                f"{image.shape[-1]}; set it to 0."
+                f"color_jitter={self.color_jitter} needs images of three channels, but these "
+                f"have {image.shape[-1]}; set it to 0."
             )
         shares = drawn.normal(0, self.color_jitter, 3)
         shift = _COLOR_DIRECTIONS @ (shares * _COLOR_SPREADS)

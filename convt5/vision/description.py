@@ -103,7 +103,7 @@ class ViTDescription(CanonConfig):
         found = self._patchify_faults() if self.stem == "patchify" else self._conv_faults()
         if self.emb_dim % self.num_heads:
             found.append(
-                f"num_heads={self.num_heads} must divide emb_dim={self.emb_dim}: every head takes "
+                f"num_heads={self.num_heads} must divide emb_dim={self.emb_dim}: all heads have "
                 "equally many channels."
             )
         if not found and self.image_size % self.stride:

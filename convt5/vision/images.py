@@ -76,7 +76,7 @@ class ImageDataConfig:
         if self.resize_size is not None and self.resize_size < self.image_size:
             faults.append(
                 f"resize_size={self.resize_size} must be at least image_size={self.image_size}, "
-                "which is cut out of it."
+                "the size of the crop."
             )
         for name, kinds in (("channel_order", ChannelOrder), ("on_corrupt", OnCorrupt)):
             if getattr(self, name) not in get_args(kinds):

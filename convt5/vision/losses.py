@@ -40,8 +40,9 @@ class VisionLoss:
         """Raises `UserError` for the description of a model that reads no images."""
         if not isinstance(model, ViTDescription):
             raise errors.UserError(
-                f"configuration: loss=VisionLoss is one of images, and model={type(model).__name__}"
-                " reads none; give @losses.TextLoss() of convt5, or a model of images."
+                "configuration: loss=VisionLoss is for image models, but "
+                f"model={type(model).__name__} is not one; set loss=@losses.TextLoss() of "
+                "convt5, or choose an image model."
             )
 
     def __call__(

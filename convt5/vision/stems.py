@@ -109,8 +109,8 @@ class BatchNorm(nnx.Module):
         count = math.prod(x.shape[:-1])
         if count < 2:
             raise errors.UserError(
-                "batch normalisation needs more than one value of each channel, but a batch of "
-                f"one image is down to {x.shape[1]}x{x.shape[2]} pixels in the stem; train with "
+                "batch normalisation needs more than one value per channel, but a batch of one "
+                f"image is reduced to {x.shape[1]}x{x.shape[2]} pixels in the stem; train with "
                 "larger batches or images."
             )
         mean = jnp.mean(x, axis=(0, 1, 2))

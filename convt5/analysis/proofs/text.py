@@ -175,7 +175,7 @@ class TextProofs:
             targets=np.where(target, base.targets, self._tokens(target.shape)),
         )
         kept = Kept(self._of_windows(base.encoder_ids) != 0, target)
-        name = "nothing depends on what stands at padding"
+        name = "nothing depends on the content of padding"
         return self._proven(_Claim(name, base, changed, kept, others_change=False))
 
     def neighbours(self) -> Proof:
@@ -296,10 +296,10 @@ class TextProofs:
 
         changed, elsewhere, finite = self._violation(self.model, claim)
         if not finite:
-            note = "outputs are not finite, so nothing can be shown"
+            note = "outputs are not finite, so nothing can be proved"
             return Proof(name=claim.name, worst=math.nan, note=note)
         if claim.others_change and not elsewhere:
-            note = "no output changed at all, so nothing is shown"
+            note = "no output changed at all, so nothing is proved"
             return Proof(name=claim.name, worst=math.nan, note=note)
         return self._judged(claim.name, worst, known=changed)
 
