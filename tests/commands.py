@@ -21,6 +21,17 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # What ends or stops a process. `nohup`, `&` in a script and some services start what they start
 # with some of these ignored or blocked, which would be handed on from process to process.
 _ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGALRM)
+QUICK_COMPILATION = " ".join(
+    [
+        "--xla_backend_optimization_level=0",
+        # The older code generator takes half the time.
+        "--xla_cpu_use_fusion_emitters=false",
+        # Parts of a program that are compiled side by side take a third more time in all.
+        "--xla_cpu_parallel_codegen_split_count=1",
+    ]
+)
+"""Flags of XLA for tests, which compile many small programs and run each a few times."""
+
 # Variables that change what commands print, or make them part of a run of several processes.
 _PRINTING = ("COLUMNS", "LINES", "PYTHONIOENCODING", "PYTHONUNBUFFERED", "NO_COLOR", "FORCE_COLOR")
 _JOINING = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")

@@ -14,10 +14,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
-        # Tests compile many small programs and run each a few times: no optimisation, and the older
-        # code generator, which takes half the time.
-        "--xla_backend_optimization_level=0",
-        "--xla_cpu_use_fusion_emitters=false",
+        commands.QUICK_COMPILATION,
     ]
 )
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

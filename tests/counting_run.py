@@ -10,6 +10,7 @@ import pathlib
 import sys
 from typing import Any
 
+import commands
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,7 +60,7 @@ SAVE_EVERY = 2
 def environment() -> dict[str, str]:
     """Environment variables of processes that can import this file."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    return os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""}
+    return os.environ | {"PYTHONPATH": path, "XLA_FLAGS": commands.QUICK_COMPILATION}
 
 
 def launcher(processes: int, devices: int) -> list[str]:

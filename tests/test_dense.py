@@ -1,5 +1,6 @@
 """Matrix products with a kernel: values and gradients are those of JAX, in another order."""
 
+import functools
 import re
 
 import jax
@@ -13,6 +14,15 @@ from second_derivatives import hessian_products
 
 from convt5.ops.dense import dense, sum_of_products
 
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def values_and_gradients(first, second, *operands):
+    """Of two functions: one operation after another would be a program for each shape."""
+    *given, dy = operands
+    each = (jax.vjp(function, *given) for function in (first, second))
+    return tuple((y, *vjp(dy)) for y, vjp in each)
+
+
 SIZES = st.integers(1, 4)
 
 
@@ -25,10 +35,9 @@ def arrays(shapes, dtype=np.float32):
 @given(st.lists(SIZES, max_size=3), SIZES, SIZES)
 def test_values_and_gradients_are_those_of_a_dot(batch, num_in, num_out):
     x, kernel, dy = arrays([(*batch, num_in), (num_in, num_out), (*batch, num_out)])
-    y, vjp = jax.vjp(dense, x, kernel)
-    expected, expected_vjp = jax.vjp(jnp.dot, x, kernel)
-    np.testing.assert_array_equal(y, expected)
-    for mine, theirs in zip(vjp(dy), expected_vjp(dy), strict=True):
+    (y, *found), (expected_y, *expected) = values_and_gradients(dense, jnp.dot, x, kernel, dy)
+    np.testing.assert_array_equal(y, expected_y)
+    for mine, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
 
 

@@ -56,7 +56,8 @@ RUN_DIR = %gin.REQUIRED
 def start(command, *arguments, folder):
     return commands.start(
         [sys.executable, "-m", f"convt5.{command}", *arguments],
-        env=os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "XLA_FLAGS": ""},
+        env=os.environ
+        | {"XDG_CACHE_HOME": str(folder / "cache"), "XLA_FLAGS": commands.QUICK_COMPILATION},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )

@@ -13,7 +13,7 @@ from convt5.training.optimizer import AdafactorConfig, AdamWConfig, SGDConfig
 from convt5.training.schedule import Constant, Linear
 from convt5.training.train_state import (
     abstract_state,
-    init_state,
+    make_init_state,
     new_state,
     parameters,
     state_shardings,
@@ -73,7 +73,7 @@ def test_the_initial_state_is_the_same_on_every_mesh(sizes):
     key = jax.random.key(3)
     abstract = abstract_state(PairConfig(), OPTIMIZER)
     shardings = state_shardings(abstract, MeshConfig(**sizes).build(), rules)
-    state = init_state(PairConfig(), OPTIMIZER, key, shardings)
+    state = make_init_state(PairConfig(), OPTIMIZER, shardings)(key)
     expected = jax.jit(lambda key: new_state(PairConfig(), OPTIMIZER, key))(key)
     assert state.model.layers[0].kernel[...].sharding.spec == P("fsdp", "tensor")
     for (name, found), (_, leaf) in zip(named_leaves(state), named_leaves(expected), strict=True):

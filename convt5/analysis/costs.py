@@ -91,6 +91,7 @@ class ModelCost:
         layers: the encoder's layers, then the decoder's, bottom first.
         shapes: of every parameter by name.
         output_flops: of the logits, forward.
+        forward_flops: of the whole model.
         logits_bytes: of the float32 logits.
         decoding_bytes: what decoding keeps for a row of these lengths.
     """
@@ -102,20 +103,13 @@ class ModelCost:
     layers: tuple[LayerCost, ...]
     shapes: Shapes
     output_flops: float
+    forward_flops: float
     logits_bytes: int
     decoding_bytes: int
 
     @property
     def parameters(self) -> int:
         return num_parameters(self.shapes)
-
-    @property
-    def forward_flops(self) -> float:
-        return (
-            self.output_flops
-            + sum(layer.flops_per_token * self._tokens(layer) for layer in self.layers)
-            + sum(part.flops_per_position * self._outputs(part) for part in self.stem)
-        )
 
     @property
     def training_flops(self) -> float:
@@ -185,10 +179,30 @@ def model_cost(config: ModelDescription, *, encoder_length: int, decoder_length:
             *_stack_costs(config, "decoder", shapes, **lengths),
         ),
         shapes=shapes,
-        output_flops=2 * config.emb_dim * config.vocab_size * decoder_length,
+        output_flops=_output_flops(config, decoder_length),
+        forward_flops=forward_flops(
+            config, encoder_length=encoder_length, decoder_length=decoder_length
+        ),
         logits_bytes=FLOAT32_BYTES * config.vocab_size * decoder_length,
         decoding_bytes=_decoding_bytes(config, **lengths),
     )
+
+
+def forward_flops(config: ModelDescription, *, encoder_length: int, decoder_length: int) -> float:
+    """Returns FLOPs of the forward pass of an example; without a stem, no model is traced."""
+    positions = config.encoder_positions(encoder_length)
+    encoder = (
+        _layer_flops(config, mixing, length=positions, source=None) * positions
+        for mixing in config.encoder_layers
+    )
+    decoder = (
+        _layer_flops(config, mixing, length=decoder_length, source=positions) * decoder_length
+        for mixing in config.decoder_layers
+    )
+    stem = (
+        part.flops_per_position * -(-encoder_length // part.stride) for part in _stem_costs(config)
+    )
+    return _output_flops(config, decoder_length) + sum((*encoder, *decoder, *stem))
 
 
 def training_memory(
@@ -252,6 +266,10 @@ def parameter_shapes(config: ModelDescription) -> Shapes:
     """Returns the shape of every parameter by its name in the model; allocates nothing."""
     model = jax.eval_shape(lambda: ConvT5(config, key=jax.random.key(0)))
     return {name: tuple(leaf.shape) for name, leaf in named_leaves(model)}
+
+
+def _output_flops(config: ModelDescription, decoder_length: int) -> float:
+    return 2 * config.emb_dim * config.vocab_size * decoder_length
 
 
 def _stem_costs(config: ModelDescription) -> tuple[StemCost, ...]:

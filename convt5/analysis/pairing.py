@@ -114,8 +114,9 @@ def check_models(*models: Any) -> None:
 def _cost(config: ConvT5Config, by: Quantity, encoder_length: int, decoder_length: int) -> float:
     from convt5.analysis import costs  # Descriptions are read without jax.
 
-    found = costs.model_cost(config, encoder_length=encoder_length, decoder_length=decoder_length)
-    return found.parameters if by == "parameters" else found.forward_flops
+    if by == "parameters":
+        return costs.num_parameters(costs.parameter_shapes(config))
+    return costs.forward_flops(config, encoder_length=encoder_length, decoder_length=decoder_length)
 
 
 def _residual_widths(

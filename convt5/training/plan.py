@@ -15,7 +15,7 @@ from convt5.modeling import sharding
 from convt5.training.train_state import (
     TrainState,
     abstract_state,
-    init_state,
+    make_init_state,
     num_parameters,
     state_shardings,
 )
@@ -34,6 +34,7 @@ class Plan(NamedTuple):
         shardings: shardings of the state.
         batch_sharding: sharding of every array of a batch.
         train_step, eval_step: jitted, not yet compiled.
+        make_state: jitted function from `init_key` to the initial state, not yet compiled.
         init_key: random key for the initial parameters.
     """
 
@@ -46,12 +47,12 @@ class Plan(NamedTuple):
     batch_sharding: NamedSharding
     train_step: Any
     eval_step: Any
+    make_state: Any
     init_key: PRNGKeyArray
 
     def init_state(self) -> TrainState:
         """Allocates the initial state."""
-        model, frozen = self.config.model, self.config.frozen
-        return init_state(model, self.updates, self.init_key, self.shardings, frozen=frozen)
+        return self.make_state(self.init_key)
 
     def num_parameters(self) -> int:
         """Returns the number of parameters of the model, including frozen ones."""
@@ -108,6 +109,7 @@ def make_plan(
             config, updates, shardings, batch_sharding, seed_key=dropout_key
         ),
         eval_step=make_eval_step(config.loss, shardings.model, batch_sharding),
+        make_state=make_init_state(config.model, updates, shardings, frozen=config.frozen),
         init_key=init_key,
     )
 

@@ -179,15 +179,17 @@ def state_shardings(abstract: TrainState, mesh: Mesh, rules: Sequence[sharding.R
     return sharding.tree_shardings(abstract, abstract.model, mesh, rules)
 
 
-def init_state(
+def make_init_state(
     model_config: ModelConfig,
     optimizer: optax.GradientTransformation,
-    key: PRNGKeyArray,
     shardings: TrainState,
     *,
     frozen: Sequence[str] = (),
-) -> TrainState:
-    """Returns the initial state; each device creates only its own part."""
+) -> Callable[[PRNGKeyArray], TrainState]:
+    """Returns a jitted function from a key to the initial state.
+
+    Each device creates only its own part.
+    """
     make = functools.partial(
         new_state,
         model_config,
@@ -196,4 +198,4 @@ def init_state(
         with_spikes=shardings.spikes is not None,
         frozen=frozen,
     )
-    return jax.jit(make, out_shardings=shardings)(key)
+    return jax.jit(make, out_shardings=shardings)
