@@ -201,7 +201,7 @@ def test_a_run_without_an_average_is_named_where_one_is_wanted(tmp_path):
     run_stripes(tmp_path, num_steps=1)
     with pytest.raises(UserError, match="holds no moving average of the parameters"):
         convt5.load_model(tmp_path, ema=True)
-    with pytest.raises(UserError, match=r"best_metric='ema/validation/loss' is never measured"):
+    with pytest.raises(UserError, match=r"best_metric='ema/validation/loss' is never recorded"):
         ema_run(tmp_path / "b", ema=None)
     with pytest.raises(UserError, match="was made without ema, but the run now continues with ema"):
         run_stripes(tmp_path, num_steps=2, ema=EMA())

@@ -414,7 +414,7 @@ def test_flags_of_text_models_are_refused_for_a_vision_model(flag):
 
 
 def test_a_vision_model_is_no_pair_of_a_text_model(gin_file):
-    with pytest.raises(UserError, match="ViTConfig is no ConvT5Config"):
+    with pytest.raises(UserError, match="ViTConfig is not a ConvT5Config"):
         inspect.main([gin_file, f"--pair_with={VIT}"])
 
 

@@ -143,7 +143,7 @@ VIT = gin_config.load(["gin/models/vit_c_tiny.gin"], roots=["%MODEL"]).macro("MO
 
 @pytest.mark.parametrize("models", [(VIT, T5), (T5, VIT)])
 def test_models_of_images_are_not_paired(models):
-    with pytest.raises(UserError, match="ViTConfig is no ConvT5Config"):
+    with pytest.raises(UserError, match="ViTConfig is not a ConvT5Config"):
         pair(*models, by="flops", **LENGTHS)
 
 
@@ -214,5 +214,5 @@ def test_a_study_is_reported_where_the_data_of_its_runs_is_not(tmp_path):
 
 def test_a_study_does_not_pair_models_of_images(tmp_path):
     pairing = sweeps.Pairing(axis="model", reference="p", by="parameters")
-    with pytest.raises(UserError, match="ViTConfig is no ConvT5Config"):
+    with pytest.raises(UserError, match="ViTConfig is not a ConvT5Config"):
         list(vision_study(tmp_path, pairing=pairing).points())

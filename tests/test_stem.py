@@ -192,7 +192,7 @@ def test_packed_rows_are_refused_where_the_stem_has_a_stride():
         model("halves")(source, target, encoder_segment_ids=ids)
     for ids in ([1] * 3 + [2] * 5, [2] * 3 + [1] * 5, [2] * 2 + [0] + [1] * 5):
         with pytest.raises(
-            UserError, match=r"begins at position 3, inside of a window.*multiples of its stride 2"
+            UserError, match=r"begins at position 3, inside a window.*multiples of its stride 2"
         ):
             model("halves").encode(source, segment_ids=np.array([ids], np.int32))
     rows = {"mixture": "t", "batch_size": 1, "encoder_length": 8, "decoder_length": 8}

@@ -151,9 +151,9 @@ class TaskFormat:
         if self.parts is None:
             preprocessors = f" ({', '.join(self.unknown)})" if self.unknown else ""
             return (
-                f"inputs are passed unchanged: how task={self.task} writes them is not known, "
-                f"because its preprocessors{preprocessors} are its own; write each as the task "
-                "does"
+                f"inputs are passed unchanged: the input format of task={self.task} is unknown, "
+                f"because its preprocessors{preprocessors} are custom; format each input as the "
+                "task does"
             )
         if self.is_plain:
             return f"inputs are passed unchanged, as task={self.task} reads them"
