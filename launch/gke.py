@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Trains on TPU slices of Google Kubernetes Engine, as a JobSet that goes on after preemptions.
+"""Trains on TPU slices of Google Kubernetes Engine, as a JobSet that resumes after preemptions.
 
-It prints or runs the commands of `gcloud` and `kubectl`, and writes the manifest. It needs nothing
-but Python's own library.
+Prints or runs commands of `gcloud` and `kubectl`, and writes the manifest. Needs nothing but
+Python's own library.
 """
 
 import argparse
@@ -33,7 +33,7 @@ examples:
       --slice=v5e:4x4 --spot -- --gin_file=gin/runs/pretrain_c4.gin --gin.RUN_DIR=gs://bucket/run
 """
 
-# Chips of a host, the machine of that host, and what GKE calls the kind of chip.
+# Chips per host, the machine type of the host, and GKE's name of the chip.
 _KINDS = {
     "v4": (4, "ct4p-hightpu-4t", "tpu-v4-podslice"),
     "v5e": (4, "ct5lp-hightpu-4t", "tpu-v5-lite-podslice"),
@@ -41,10 +41,10 @@ _KINDS = {
     "v6e": (4, "ct6e-standard-4t", "tpu-v6e-slice"),
 }
 _JOBSET = "https://github.com/kubernetes-sigs/jobset/releases/download/v0.8.1/manifests.yaml"
-# Saving takes a step, and writing what is on the devices.
+# Time to finish a step and to write the arrays on the devices.
 _GRACE_SECS = 120
 _USAGE_ERROR = 2
-_NAME = re.compile("[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?")  # Of GKE clusters: the narrowest rule.
+_NAME = re.compile("[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?")  # Rule for GKE clusters, the strictest.
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the own flags, and those of `convt5.train`, which follow `--`."""
+    """Returns this program's flags, and those of `convt5.train`, which follow `--`."""
     parser = argparse.ArgumentParser(
         prog="python launch/gke.py",
         usage="%(prog)s [--dry_run] ACTION [ACTION ...] [flags] -- FLAGS_OF_CONVT5_TRAIN...",
@@ -179,8 +179,8 @@ def manifest(flags: argparse.Namespace, training: Sequence[str]) -> dict[str, An
     container = {
         "name": "train",
         "image": flags.image,
-        # The first process of the container gets its SIGTERM: no shell before it. GKE tells JAX
-        # which host this is.
+        # No shell: the container's first process receives SIGTERM. GKE tells JAX which host this
+        # is.
         "command": ["python", "-m", "convt5.train", "--multi_host", *map(_literal, training)],
         "env": [
             {"name": name, "value": _literal(value)}
@@ -231,7 +231,7 @@ def manifest(flags: argparse.Namespace, training: Sequence[str]) -> dict[str, An
                 "maxRestarts": flags.restarts,
                 "rules": [
                     {
-                        # A wrong setting: another try would end alike.
+                        # A wrong setting: a retry would fail in the same way.
                         "name": "usage",
                         "action": "FailJobSet",
                         "onJobFailureReasons": ["PodFailurePolicy"],
@@ -244,7 +244,7 @@ def manifest(flags: argparse.Namespace, training: Sequence[str]) -> dict[str, An
 
 
 def _literal(text: str) -> str:
-    """Returns what Kubernetes, which expands $(VAR) in commands and values, makes `text` of."""
+    """Escapes text for Kubernetes, which expands $(VAR) in commands and values."""
     return text.replace("$", "$$")
 
 
@@ -253,5 +253,5 @@ def _here(name: str) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Lets `| head` end it without a traceback.
     raise SystemExit(main(sys.argv[1:]))

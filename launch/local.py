@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Starts a run of several processes on this machine, as a pod of several hosts would run it.
+"""Starts a run of several processes on this machine, as several hosts of a pod would run it.
 
-Each process gets emulated CPU devices and joins the others by `jax.distributed`. This tries out,
-without a pod, what only happens with several hosts. It needs nothing but Python's own library.
+Each process gets emulated CPU devices, and joins the others by `jax.distributed`. This tests
+without a pod what only happens with several hosts. Needs nothing but Python's own library.
 """
 
 import argparse
@@ -41,20 +41,20 @@ _EMULATED = re.compile(r"--xla_force_host_platform_device_count=\d+")
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A process that ended: its index and its exit code as shells have it."""
+    """A process that ended: its index and its exit code, in the convention of shells."""
 
     index: int
     code: int
 
 
 class Process:
-    """One process of a run; its output is passed on line by line, with its index before it.
+    """One process of a run; forwards its output line by line, prefixed with its index.
 
     Args:
-        index: among the processes of the run.
+        index: index among the processes of the run.
         command: program and arguments.
-        environment: of the process.
-        ended: told when the process has ended and all of its output is out.
+        environment: environment variables.
+        ended: queue that is notified when the process has ended and all its output is forwarded.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Process:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            # Ctrl-C in a terminal reaches the launcher alone, which decides what to pass on.
+            # Ctrl-C in a terminal reaches only the launcher, which decides what to forward.
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )
@@ -146,14 +146,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def child_settings(index: int, processes: int, devices: int, address: str) -> dict[str, str]:
-    """Returns the environment variables that make a process one of a run."""
+    """Returns the environment variables that make a process part of a run."""
     flags = _EMULATED.sub("", os.environ.get("XLA_FLAGS", "")).strip()
     return {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
         "XLA_FLAGS": flags,
         "JAX_COORDINATOR_ADDRESS": address,
-        # Nobody from outside can join.
+        # Prevents processes on other machines from joining.
         "JAX_COORDINATOR_BIND_ADDRESS": address,
         "JAX_NUM_PROCESSES": str(processes),
         "JAX_PROCESS_ID": str(index),
@@ -166,12 +166,12 @@ def supervise(
 ) -> int:
     """Runs a process for each of the settings in `added` until all have ended.
 
-    SIGTERM, Ctrl-C and a closed terminal are passed on as SIGTERM, which lets the run save its
-    state; a second one kills. When a process fails the others are stopped, as they would wait for
-    it.
+    SIGTERM, Ctrl-C and a closed terminal are forwarded as SIGTERM, on which the run saves its
+    state; a second signal kills. When a process fails, the others are stopped, because they would
+    wait for it.
 
     Returns:
-        the exit code.
+        The exit code.
     """
     ended: queue.Queue[Ended] = queue.Queue()
     requests: queue.Queue[signal.Signals] = queue.Queue()
@@ -181,13 +181,13 @@ def supervise(
             for index, settings in enumerate(added)
         ]
         running = {process.index for process in processes}
-        code, asked, deadline = 0, False, None
+        code, is_stopping, deadline = 0, False, None
         while running:
             request = None if requests.empty() else requests.get()
-            # A terminal that closes may say so twice, and is no second request.
-            if request is not None and not (asked and request == signal.SIGHUP):
-                _send(processes, running, signal.SIGKILL if asked else signal.SIGTERM)
-                asked = True
+            # A closing terminal may send SIGHUP twice, which is not a second request.
+            if request is not None and not (is_stopping and request == signal.SIGHUP):
+                _send(processes, running, signal.SIGKILL if is_stopping else signal.SIGTERM)
+                is_stopping = True
             if deadline is not None and time.monotonic() >= deadline:
                 say(f"killing processes that did not stop within {stop_secs} s: {_names(running)}")
                 _send(processes, running, signal.SIGKILL)
@@ -197,9 +197,9 @@ def supervise(
             except queue.Empty:
                 continue
             running.discard(last.index)
-            if deadline is None:  # What ends later was made to.
+            if deadline is None:  # Later ends follow from the stop.
                 code = max(code, last.code)
-            if last.code and running and not asked and deadline is None:
+            if last.code and running and not is_stopping and deadline is None:
                 say(obituary(last, processes[last.index].last_lines, running))
                 _send(processes, running, signal.SIGTERM)
                 deadline = time.monotonic() + stop_secs
@@ -231,24 +231,24 @@ _output = threading.Lock()
 
 
 def say(text: str, *, prefix: str = "launch: ") -> None:
-    """Writes to standard error, whole lines at a time, as long as somebody reads them."""
+    """Writes whole lines to standard error, as long as somebody reads them."""
     with _output:
         try:
             sys.stderr.write(f"{prefix}{text}\n")
             sys.stderr.flush()
-        except OSError:  # As after `2>&1 | tee log`, which Ctrl-C ends too.
+        except OSError:  # For instance after `2>&1 | tee log`, where Ctrl-C also ends tee.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 @contextlib.contextmanager
 def _noted(requests: "queue.Queue[signal.Signals]") -> Iterator[None]:
-    """Puts requests to stop into a queue while the context lasts."""
+    """Puts stop requests into a queue while the context lasts."""
 
     def note(number, _):
         requests.put(signal.Signals(number))
 
     numbers = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # As `nohup` has it.
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # `nohup` ignores it.
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, note) for number in numbers}
     try:

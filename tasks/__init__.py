@@ -1,6 +1,6 @@
 """Tasks of convt5; importing this package registers them with seqio.
 
-`seqio.get_mixture_or_task("pydoc_span_corruption")` then finds them by name.
+For example, `seqio.get_mixture_or_task("pydoc_span_corruption")` then finds one by name.
 """
 
 from convt5.runtime import quiet_imports

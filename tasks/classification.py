@@ -1,8 +1,8 @@
 """Text classification as text-to-text: the tasks of the paper, and any task from local files.
 
-Importing this registers the paper's tasks from TFDS with seqio, each also as `<name>_rank`, which
-chooses the likeliest label instead of generating one. Gin files call `paper_task` to read one from
-local files, and `text_classification` for any other: a new task needs no Python.
+Importing this registers the paper's TFDS tasks with seqio, each also as `<name>_rank`, which ranks
+the labels instead of generating one. Gin files call `paper_task` to read one of them from local
+files, and `text_classification` for any other task, without writing Python.
 """
 
 import functools
@@ -24,29 +24,29 @@ from .tables import Example, Layout, Path, Row, TableSource
 Labels = Sequence[str | float] | Mapping[Any, str | float | None]
 
 TOXICITY_THRESHOLD = 0.5
-"""Share of raters that makes a comment toxic, as Civil Comments itself says."""
+"""Fraction of raters above which a comment is toxic, as defined by Civil Comments."""
 
 VALIDATION_FRACTION = 0.1
-"""Of the training examples, held out where a data set has no validation split."""
+"""Fraction of training examples held out if a data set has no validation split."""
 
 _HELD_OUT = {"train": "train[:90%]", "validation": "train[90%:]", "test": "test"}
 _TARGET = "label"
-"""The field of `classification_task` with the label's text."""
+"""The field of `classification_task` with the text of the label."""
 
 
 class PaperTask(NamedTuple):
-    """A task of the paper: where TFDS has it, and how it reads.
+    """A task of the paper: its TFDS data set, and its text-to-text form.
 
     Attributes:
         tfds_name: name, configuration and version.
-        splits: TFDS's name of each.
-        to_row: turns an example of TFDS into a row as local files hold it: the fields of `prompt`,
-            and the name of the label under "label".
-        prompt: the input, with the fields in braces.
-        labels: in the order of TFDS where that has numbers; of two, the second is the positive one.
-        keep: which examples of TFDS are part of the task; None keeps all.
-        layout: of files that others publish.
-        numbered: whether files may have the numbers of the labels in place of their names.
+        splits: TFDS's name of each split.
+        to_row: converts a TFDS example to a row as in local files: the fields of `prompt`, and the
+            name of the label under "label".
+        prompt: template of the input, with fields in braces.
+        labels: in the order of TFDS if that has numbers; of two labels, the second is positive.
+        keep: selects the TFDS examples that belong to the task; None keeps all.
+        layout: layout of published files.
+        numbered: whether files may have the numbers of labels instead of their names.
     """
 
     tfds_name: str
@@ -60,25 +60,25 @@ class PaperTask(NamedTuple):
 
 
 def by_name_or_number(labels: Sequence[str]) -> dict[str, str | None]:
-    """Returns what is generated for a label of a file: its name, or its number from 0.
+    """Returns the target for each label in a file, which may be a name or a number from 0.
 
-    Rows without an answer, labelled -1 or -, are left out.
+    Rows without an answer, labelled -1 or -, are skipped.
     """
     numbers = {str(number): label for number, label in enumerate(labels)}
     return {**numbers, **{label: label for label in labels}, "-1": None, "-": None}
 
 
-def _numbered(
+def _from_numbers(
     labels: Sequence[str], *, text: str = "text", label: str = "label"
 ) -> Callable[[Any], dict[str, tf.Tensor]]:
-    """Rows of a data set whose labels are numbers."""
+    """Converts examples whose labels are numbers to rows."""
     return lambda x: {"text": x[text], "label": tf.gather(labels, x[label])}
 
 
-def _rated(
+def _from_ratings(
     labels: Sequence[str], label: str, threshold: float
 ) -> Callable[[Any], dict[str, tf.Tensor]]:
-    """Rows of a data set that rates each text with a number."""
+    """Converts examples that are rated with a number to rows, by a threshold."""
     return lambda x: {
         "text": x["text"],
         "label": tf.where(x[label] >= threshold, labels[1], labels[0]),
@@ -95,21 +95,21 @@ PAPER_TASKS = {
     "civil_comments": PaperTask(
         "civil_comments/CivilComments:1.2.4",
         {"train": "train", "validation": "validation", "test": "test"},
-        _rated(_TOXICITY, "toxicity", TOXICITY_THRESHOLD),
+        _from_ratings(_TOXICITY, "toxicity", TOXICITY_THRESHOLD),
         "civil_comments text: {text}",
         _TOXICITY,
     ),
     "wiki_toxicity": PaperTask(
         "wikipedia_toxicity_subtypes/EnglishSubtypes:0.3.1",
         _HELD_OUT,
-        _rated(_TOXICITY, "toxicity", TOXICITY_THRESHOLD),
+        _from_ratings(_TOXICITY, "toxicity", TOXICITY_THRESHOLD),
         "wiki_toxicity text: {text}",
         _TOXICITY,
     ),
     "imdb": PaperTask(
         "imdb_reviews/plain_text:1.0.0",
         _HELD_OUT,
-        _numbered(_SENTIMENT),
+        _from_numbers(_SENTIMENT),
         "imdb text: {text}",
         _SENTIMENT,
     ),
@@ -117,17 +117,17 @@ PAPER_TASKS = {
     "sst2": PaperTask(
         "glue/sst2:2.0.0",
         {"train": "train", "validation": "validation"},
-        _numbered(_SENTIMENT, text="sentence"),
+        _from_numbers(_SENTIMENT, text="sentence"),
         "sst2 sentence: {text}",
         _SENTIMENT,
         layout=Layout(aliases={"text": ["sentence"]}),
         numbered=True,
     ),
-    # Polarity 0 is negative, 4 positive; 2 is neutral and occurs in the test split alone.
+    # Polarity 0 is negative, 4 positive; 2 is neutral and occurs only in the test split.
     "sentiment140": PaperTask(
         "sentiment140:1.0.0",
         _HELD_OUT,
-        _rated(_SENTIMENT, "polarity", 3),
+        _from_ratings(_SENTIMENT, "polarity", 3),
         "sentiment140 text: {text}",
         _SENTIMENT,
         keep=lambda x: x["polarity"] != 2,
@@ -135,7 +135,7 @@ PAPER_TASKS = {
     "trec6": PaperTask(
         "trec:1.0.0",
         _HELD_OUT,
-        _numbered(_QUESTIONS, label="label-coarse"),
+        _from_numbers(_QUESTIONS, label="label-coarse"),
         "trec6 question: {text}",
         _QUESTIONS,
     ),
@@ -190,17 +190,17 @@ def paper_task(
     Args:
         name: a key of `PAPER_TASKS`: civil_comments, wiki_toxicity, imdb, sst2, sentiment140,
             trec6, ag_news or mnli.
-        path: files as `text_classification` reads them, with "text" (mnli: "premise" and
-            "hypothesis") and the name of the label under "label"; None reads TFDS.
-        vocabulary: None takes bytes for files, and for TFDS T5's own, which is downloaded.
-        data_dir: where TFDS has the prepared data; None is its default, `~/tensorflow_datasets`.
-        validation_fraction: of the rows of local "train" files, held out where there are none for
+        path: files as in `text_classification`, with "text" (mnli: "premise" and "hypothesis") and
+            the name of the label under "label"; None reads TFDS.
+        vocabulary: None means bytes for files, and T5's vocabulary (downloaded) for TFDS.
+        data_dir: folder of prepared TFDS data; None means TFDS's `~/tensorflow_datasets`.
+        validation_fraction: fraction of the local "train" rows held out if there are no files for
             "validation".
-        invalid_utf8: of local files, as of `text_classification`.
+        invalid_utf8: for local files, as in `text_classification`.
         rank: see `classification_task`; the task is then called `<name>_rank`.
 
     Raises:
-        UserError: no such task, or a path without files.
+        UserError: there is no such task, or `path` has no files.
     """
     if name not in PAPER_TASKS:
         raise errors.UserError(
@@ -250,38 +250,39 @@ def text_classification(
     rank: bool = False,
     name: str = "text_classification",
 ) -> seqio.Task:
-    """Returns classification of the rows of local files: .jsonl, .tsv or .csv, also compressed.
+    """Returns a classification task for the rows of local files: .jsonl, .tsv or .csv.
 
     Args:
-        path: a folder, whose files are the splits of their names (train, dev or validation, test,
-            any other); or a file or a glob, which is "train"; or these by split.
-        labels: the labels as they are generated; or from what stands in the file to what is
-            generated, where None leaves the rows out: {"0": "negative", "2": None,
-            "4": "positive"}. Numbers are taken as texts, and blanks around them do not count. Of
-            two labels the second is the positive one of F1.
-        text_field: what holds the text, or the texts, of a row.
-        label_field: what holds the label.
-        prompt: the input, with the fields in braces; None takes T5's form, such as
+        path: a folder whose files are named after splits (train, dev or validation, test, any
+            other); or a file or glob, which is "train"; or a mapping from splits to these. Files
+            may be compressed.
+        labels: the labels to generate; or a mapping from labels in the file to labels to generate,
+            where None skips the row: {"0": "negative", "2": None, "4": "positive"}. Numbers are
+            compared as text, without surrounding spaces. Of two labels, the second is the positive
+            one of F1.
+        text_field: the field of the text, or several fields.
+        label_field: the field of the label.
+        prompt: template of the input, with fields in braces; None means T5's form, such as
             "mnli hypothesis: {hypothesis} premise: {premise}".
-        threshold: where a number stands for the label: the least that means the second of two.
-        columns: the fields of .tsv and .csv files that have no header line.
-        layout: how files that others publish differ from these.
-        vocabulary: from `vocabularies.sentencepiece`; None takes bytes.
-        validation_fraction: of the rows of "train" that are held out where there are no files for
-            "validation", in [0, 0.5]: every n-th, where n is 1 / validation_fraction rounded. 0
+        threshold: for labels that are numbers: the lowest one that means the second of two labels.
+        columns: the fields of .tsv and .csv files without a header line.
+        layout: how published files differ from this form.
+        vocabulary: for instance from `vocabularies.sentencepiece`; None means bytes.
+        validation_fraction: fraction of the "train" rows held out if there are no files for
+            "validation", in [0, 0.5]: every n-th row, where n is 1 / validation_fraction rounded. 0
             makes no "validation" split.
-        invalid_utf8: what becomes of bytes that are no UTF-8: "refuse" ends with the file and line,
-            "replace" puts U+FFFD in their place, "skip" leaves out the row.
+        invalid_utf8: what to do with text that is not UTF-8: "refuse" raises an error that names
+            file and line, "replace" inserts U+FFFD, "skip" skips the row.
         metric_fns, rank: see `classification_task`.
-        name: of the task; it is registered under the same, if at all.
+        name: name of the task; use the same one if you register it.
 
     Raises:
-        UserError: a path without files, settings that contradict each other, or labels that the
-            vocabulary cannot tell apart or give back. What is wrong with a row (a field it lacks,
-            nothing in it, an unknown label) is found when it is read.
+        UserError: `path` has no files, settings contradict each other, or the vocabulary cannot
+            distinguish or reproduce the labels. Errors in a row (a missing or empty field, an
+            unknown label) are raised when it is read.
     """
     text_fields = [text_field] if isinstance(text_field, str) else list(text_field)
-    names = _named(labels, name)
+    names = _label_names(labels, name)
     generated = list(dict.fromkeys(text for text in names.values() if text is not None))
     if prompt is None:
         prompt = " ".join([name, *(f"{field}: {{{field}}}" for field in text_fields)])
@@ -341,7 +342,7 @@ def text_classification(
 def _measures(
     labels: Sequence[str], metric_fns: Sequence[metrics.LabelMetric], *, rank: bool
 ) -> list[Callable[..., Any]]:
-    """Returns the metrics of a task, as seqio calls them."""
+    """Returns the metrics of a task as seqio calls them."""
     if rank:
         return [
             functools.partial(metrics.rank_classification, labels=labels, metric_fns=metric_fns)
@@ -364,20 +365,20 @@ def classification_task(
     """Returns a task whose target is the text of a label.
 
     Args:
-        name: appears in logs and results; the task is not registered.
+        name: shown in logs and results; the task is not registered.
         source: any seqio source.
-        vocabulary: of inputs and targets.
-        prompt: the input, with fields of the examples in braces.
-        labels: at least two; the second of two is the positive one.
-        preprocessors: give the examples the fields of `prompt`, and the label's text in "label".
-        metric_fns: more metrics than accuracy and F1, as functions of targets, predictions and
+        vocabulary: the vocabulary of inputs and targets.
+        prompt: template of the input, with fields of the examples in braces.
+        labels: at least two; of two labels, the second is the positive one.
+        preprocessors: produce the fields of `prompt`, and the text of the label in "label".
+        metric_fns: metrics beside accuracy and F1, as functions of targets, predictions and
             `labels`.
-        rank: makes an example of each label of each row, to choose the likeliest: for evaluation,
-            where it needs no decoding and no answer is invalid. The name gets "_rank" added.
+        rank: for evaluation only: makes an example for each label of each row, and selects the most
+            likely label. Needs no decoding, and every answer is valid. Adds "_rank" to the name.
 
     Raises:
-        UserError: fewer than two labels, the same twice, two that the vocabulary reads as one, or
-            one that it cannot give back.
+        UserError: fewer than two labels, a repeated label, two labels with the same ids, or one
+            that the vocabulary cannot reproduce.
     """
     given, labels = labels, [label.strip() for label in labels]
     if len(labels) < 2 or len(set(labels)) < len(labels) or "" in labels:
@@ -403,7 +404,7 @@ def classification_task(
             seqio.preprocessors.append_eos_after_trim,
         ],
         output_features={"inputs": feature, "targets": feature},
-        postprocess_fn=_ranked_label if rank else _stripped,
+        postprocess_fn=_to_ranked_label if rank else _strip,
         metric_fns=_measures(labels, metric_fns, rank=rank),
         shuffle_buffer_size=shuffle_buffer_size(source),
     )
@@ -411,10 +412,10 @@ def classification_task(
 
 @formats.keeps_inputs
 def one_example_per_label(dataset: tf.data.Dataset, *, labels: Sequence[str]) -> tf.data.Dataset:
-    """Makes each example several, with every label as target.
+    """Makes one example for every label of each example.
 
-    "idx" holds the numbers of example and label, "is_correct" whether the label is the example's,
-    as `t5.data.preprocessors.rank_classification` has them.
+    "idx" holds the numbers of example and label, "is_correct" tells whether the label is correct,
+    as in `t5.data.preprocessors.rank_classification`.
     """
     num_labels = len(labels)
 
@@ -443,8 +444,8 @@ def _tfds_rows(
     return (dataset.filter(keep) if keep else dataset).map(to_row)
 
 
-def _named(labels: Labels, task: str) -> dict[str, str | None]:
-    """Returns what is generated for each text that may stand in a file, as texts without blanks."""
+def _label_names(labels: Labels, task: str) -> dict[str, str | None]:
+    """Returns the target for each label in a file, both as text without surrounding spaces."""
     if isinstance(labels, str):
         raise errors.UserError(
             f"labels={labels!r} of {task} is one text; set labels to a list of two or more, such "
@@ -466,10 +467,10 @@ def _named(labels: Labels, task: str) -> dict[str, str | None]:
 
 
 def label_of(row: Row, field: str, names: Mapping[str, str | None]) -> str | None:
-    """Returns what is generated for the label of a row; None for a row that is left out.
+    """Returns the target for the label of a row; None for a row to skip.
 
     Raises:
-        UserError: the row has another label than `names`.
+        UserError: the label is not in `names`.
     """
     label = row.stripped(field)
     if label not in names:
@@ -486,17 +487,17 @@ def _number(row: Row, field: str) -> float:
         number = float(text)
     except ValueError:
         number = math.nan
-    # What tables write for a missing value is on neither side of a threshold.
+    # NaN, as tables write missing values, is on neither side of a threshold.
     if math.isnan(number):
         raise row.error(f"has {text!r} under {field!r}, no number to compare with threshold.")
     return number
 
 
-def _stripped(text: str, **_) -> str:
+def _strip(text: str, **_) -> str:
     return text.strip()
 
 
-def _ranked_label(
+def _to_ranked_label(
     text: str, *, example: Mapping[str, Any] | None = None, is_target: bool = False, **_
 ) -> Any:
     if not is_target or example is None:

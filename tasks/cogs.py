@@ -1,7 +1,7 @@
-"""COGS, compositional semantic parsing: a sentence in, its logical form out, results by category.
+"""COGS, compositional semantic parsing: from a sentence to its logical form, by category.
 
-Kim and Linzen 2020 (arXiv 2010.05465). Its split "gen" holds 21 kinds of new combinations of known
-parts; accuracy is the exact match of the whole logical form.
+Kim and Linzen 2020 (arXiv 2010.05465). The split "gen" has 21 categories of new combinations of
+known parts. Accuracy is exact match of the whole logical form.
 """
 
 import functools
@@ -19,7 +19,7 @@ from .sources import shuffle_buffer_size
 from .tables import Example, Path, Row, TableSource
 
 STRUCTURAL = ("cp_recursion", "obj_pp_to_subj_pp", "pp_recursion")
-"""Categories of "gen" with structures that training does not have; the others have new words."""
+"""Categories of "gen" with structures that are not in training; the others have new words."""
 
 COLUMNS = ("text", "target", "category")
 
@@ -36,16 +36,16 @@ def cogs(
     """Returns COGS from local files: the public .tsv, or .jsonl with the fields of `COLUMNS`.
 
     Args:
-        path: the folder of train, dev, test and gen, whose splits are then "train", "validation",
-            "test" and "gen"; or these files by split.
-        vocabulary: from `vocabularies.sentencepiece`; None takes bytes.
-        columns: fields of .tsv files, which have no header line; None takes them from their first.
-        prompt: stands before the sentence.
-        invalid_utf8: as of `classification.text_classification`.
-        name: of the task; it is registered under the same, if at all.
+        path: the folder of train, dev, test and gen, which become the splits "train",
+            "validation", "test" and "gen"; or a mapping from splits to files.
+        vocabulary: for instance from `vocabularies.sentencepiece`; None means bytes.
+        columns: fields of .tsv files without a header line; None reads them from the first line.
+        prompt: text that precedes the sentence.
+        invalid_utf8: as in `classification.text_classification`.
+        name: name of the task; use the same one if you register it.
 
     Raises:
-        UserError: a path without files.
+        UserError: `path` has no files.
     """
     source = TableSource(path, _parse, columns=columns, invalid_utf8=invalid_utf8)
     parts = (prompt, Field("text")) if prompt else (Field("text"),)
@@ -74,10 +74,12 @@ def cogs(
 def exact_match(
     targets: Sequence[metrics.CategoryText], predictions: Sequence[str]
 ) -> dict[str, float]:
-    """Returns the exact match of all logical forms, and where there are several categories, of
-    each and of the lexical and the structural ones together."""
-    found = {target.category for target in targets}
-    groups = {"structural": STRUCTURAL, "lexical": sorted(found - set(STRUCTURAL))}
+    """Returns the exact match over all logical forms.
+
+    With several categories, also returns that of each, and of the lexical and the structural ones.
+    """
+    categories = {target.category for target in targets}
+    groups = {"structural": STRUCTURAL, "lexical": sorted(categories - set(STRUCTURAL))}
     return metrics.exact_match_by_category(targets, predictions, groups=groups)
 
 
@@ -86,7 +88,7 @@ def _target_and_category(row: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
 
 
 def _parse(row: Row) -> Example | None:
-    # A header line, which the public tables do not have.
+    # Skips a header line, which the public tables do not have.
     if tuple(map(row.stripped, COLUMNS)) == COLUMNS:
         return None
     texts = {field: row.text(field) for field in ("text", "target")}

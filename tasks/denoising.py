@@ -1,7 +1,7 @@
-"""Denoising objectives beside span corruption: prefix language modelling and UL2's mixture.
+"""Denoising objectives other than span corruption: prefix language modelling and UL2.
 
-Each is made from a task of `pretraining`, whose text and vocabulary it takes. Importing this
-registers them for the text inside Python and for C4, such as "pydoc_ul2" and "c4_prefix_lm".
+Each is derived from a task of `pretraining`, with its text and vocabulary. Importing this registers
+them for the text inside Python and for C4, such as "pydoc_ul2" and "c4_prefix_lm".
 """
 
 import bisect
@@ -20,14 +20,14 @@ from . import pretraining
 from .span_corruption import check_lengths_given, segment_sizes, span_corruption, split_documents
 
 PREFIX_LM_DENSITY = 0.5
-"""Share of the text that is continued, on average, in T5's prefix language modelling."""
+"""Mean fraction of the text that is the target in T5's prefix language modelling."""
 
 SEQUENTIAL_DENSITY = 0.25
-"""The same in UL2."""
+"""Mean fraction of the text that is the target in UL2's prefix language modelling."""
 
 
 class Denoiser(NamedTuple):
-    """A setting of span corruption in UL2."""
+    """The setting of one span corruption denoiser of UL2."""
 
     mean_span_length: float
     noise_density: float
@@ -49,15 +49,15 @@ def prefix_lm(
     """Returns prefix language modelling: the start of a text in, its continuation out.
 
     Args:
-        corpus: the task whose documents and vocabulary are taken, such as
+        corpus: a task that provides documents and vocabulary, such as
             `pretraining.text_span_corruption`.
-        noise_density: mean share of the text that is the continuation, in (0, 0.5].
-        mode: text that stands before the inputs.
+        noise_density: mean fraction of the text that is the target, in (0, 0.5].
+        mode: text that precedes the inputs.
         merge_documents: see `pretraining.span_corruption_task`.
-        name: of the task; it is registered under the same, if at all.
+        name: name of the task; use the same one if you register it.
 
     Raises:
-        UserError: a density out of range.
+        UserError: noise_density is out of range.
     """
     if not 0 < noise_density <= 0.5:
         raise errors.UserError(
@@ -81,22 +81,20 @@ def ul2(
 ) -> seqio.Mixture:
     """Returns UL2's mixture of denoisers (Tay et al. 2022, arXiv 2205.05131, section 3.1.2).
 
-    Regular denoisers are T5's span corruption, extreme ones take out more or longer spans, and
-    the sequential one is prefix language modelling.
+    Regular denoisers are T5's span corruption, extreme ones corrupt more or longer spans, and the
+    sequential one is prefix language modelling.
 
     Args:
-        corpus: the task whose documents and vocabulary are taken, such as
+        corpus: a task that provides documents and vocabulary, such as
             `pretraining.text_span_corruption`.
-        regular_rate: share of the examples, relative to the other two; by default each of the
-            seven denoisers has the same. Those of one kind share evenly.
-        sequential_rate: the same.
-        extreme_rate: the same.
+        regular_rate, sequential_rate, extreme_rate: relative rates of the three kinds, by default
+            equal for each of the seven denoisers. Denoisers of one kind have equal rates.
         modes: whether inputs begin with "[R]", "[S]" or "[X]".
         merge_documents: see `pretraining.span_corruption_task`.
-        name: of the mixture; it is registered under the same, if at all.
+        name: name of the mixture; use the same one if you register it.
 
     Raises:
-        UserError: rates that are negative, not finite or all zero.
+        UserError: rates are negative, not finite or all zero.
     """
     rates = (regular_rate, sequential_rate, extreme_rate)
     if not all(0 <= rate < math.inf for rate in rates) or not sum(rates):
@@ -105,13 +103,13 @@ def ul2(
             f"extreme_rate={extreme_rate} must be at least 0, and one of them more; "
             "none may be infinite."
         )
-    # Together the denoisers keep as many examples to shuffle as one task does.
+    # Together the denoisers buffer as many examples for shuffling as a single task.
     buffer = seqio.SHUFFLE_BUFFER_SIZE // (len(REGULAR) + 1 + len(EXTREME))
     tasks: list[tuple[seqio.Task, float]] = []
     for letter, rate, denoisers in (("R", regular_rate, REGULAR), ("X", extreme_rate, EXTREME)):
         for i, denoiser in enumerate(denoisers):
             corrupt = functools.partial(
-                fitted_span_corruption,
+                fit_span_corruption,
                 **denoiser._asdict(),
                 mode=f"[{letter}] " if modes else "",
                 merge_documents=merge_documents,
@@ -131,7 +129,7 @@ def ul2(
     )
 
 
-def fitted_span_corruption(
+def fit_span_corruption(
     dataset: tf.data.Dataset,
     sequence_length: Mapping[str, int],
     output_features: Mapping[str, Any],
@@ -141,22 +139,22 @@ def fitted_span_corruption(
     mode: str = "",
     merge_documents: bool = True,
 ) -> tf.data.Dataset:
-    """Corrupts spans of segments as long as inputs, targets and sentinels all allow.
+    """Corrupts spans of the longest segments for which inputs, targets and sentinels all fit.
 
-    Where much is taken out, targets or sentinels end before the inputs are full, which
+    With much corruption, targets or sentinels reach their limit before the inputs do, which
     `span_corruption` refuses.
 
     Args:
-        dataset: documents without end tokens, token ids under "targets".
-        sequence_length: of "inputs" and "targets", end tokens included.
-        output_features: the vocabulary, the same for both.
-        noise_density: share of the tokens that is taken out, in (0, 1).
-        mean_span_length: mean tokens of a span.
-        mode: text that stands before the inputs.
+        dataset: documents without end tokens, as token ids under "targets".
+        sequence_length: lengths of "inputs" and "targets", including end tokens.
+        output_features: the features, with the same vocabulary.
+        noise_density: fraction of the tokens to corrupt, in (0, 1).
+        mean_span_length: mean length of a corrupted span in tokens.
+        mode: text that precedes the inputs.
         merge_documents: see `span_corruption`.
 
     Raises:
-        UserError: lengths that hold no corrupted text.
+        UserError: the lengths are too short for any text.
     """
     check_lengths_given(sequence_length)
     vocabulary = output_features["targets"].vocabulary
@@ -198,21 +196,21 @@ def split_prefix(
     mode: str = "",
     merge_documents: bool = True,
 ) -> tf.data.Dataset:
-    """Splits segments at a random place into "inputs" and "targets".
+    """Splits segments at a random position into "inputs" and "targets".
 
-    Targets have between one token and twice the mean share `noise_density` of the segment, all
-    lengths equally likely, but never more than fit.
+    The length of the targets is uniform between one token and twice the mean fraction
+    `noise_density` of the segment, but never more than fits.
 
     Args:
-        dataset: documents without end tokens, token ids under "targets".
-        sequence_length: of "inputs" and "targets", end tokens included.
-        output_features: the vocabulary, the same for both.
-        noise_density: mean share of the targets, in (0, 0.5].
-        mode: text that stands before the inputs.
+        dataset: documents without end tokens, as token ids under "targets".
+        sequence_length: lengths of "inputs" and "targets", including end tokens.
+        output_features: the features, with the same vocabulary.
+        noise_density: mean fraction of the targets, in (0, 0.5].
+        mode: text that precedes the inputs.
         merge_documents: see `span_corruption`.
 
     Raises:
-        UserError: lengths that hold no text.
+        UserError: the lengths are too short for any text.
     """
     check_lengths_given(sequence_length)
     vocabulary = output_features["targets"].vocabulary
@@ -232,14 +230,14 @@ def split_prefix(
         num_targets = tf.random.stateless_uniform([], seed, 1, longest + 1, tf.int32)
         return {"inputs": tokens[:-num_targets], "targets": tokens[-num_targets:]}
 
-    # The shortest continuation leaves inputs that are just full.
+    # With the shortest targets, the inputs are exactly full.
     segments = split_documents(dataset, room["inputs"] + 1, merge_documents=merge_documents)
     split_all: Any = seqio.map_over_dataset(split, num_seeds=1)
     return _with_mode(split_all(segments), mode_ids)
 
 
 def _task(name: str, corpus: seqio.Task, denoise: Any) -> seqio.Task:
-    """A task with the documents of `corpus` and another objective."""
+    """Returns a task with the documents of `corpus` and another objective."""
     if not isinstance(corpus, seqio.Task):
         raise errors.UserError(
             f"{name}: corpus={corpus!r} is no task; give one whose documents are to be taken, such "

@@ -1,7 +1,7 @@
 """Writes the inputs of a task by its `TaskFormat`, and finds the format of any seqio task.
 
-Predictions of a run are written as training wrote its inputs where the preprocessors of its task
-include `write_inputs`, or leave inputs as they come.
+Predictions use the input format of training if the task's preprocessors include `write_inputs`, or
+leave inputs unchanged.
 """
 
 import functools
@@ -40,9 +40,9 @@ def write_inputs(
 
     Args:
         dataset: rows with the fields of the format.
-        format: how an input is written; predictions use the same value.
-        others: the other features of an example of a row; None keeps all fields of the row.
-        num_parallel_calls: as of `tf.data.Dataset.map`.
+        format: the input format, which predictions use as well.
+        others: returns the other features of an example from its row; None keeps all fields.
+        num_parallel_calls: as in `tf.data.Dataset.map`.
     """
 
     def fill(row: Row) -> dict[str, tf.Tensor]:
@@ -53,7 +53,7 @@ def write_inputs(
 
 
 def keeps_inputs(preprocessor: Preprocessor) -> Preprocessor:
-    """Marks a preprocessor that leaves the text of an input as it is."""
+    """Marks a preprocessor that leaves the text of an input unchanged."""
     _KEEP_INPUTS.add(preprocessor)
     return preprocessor
 

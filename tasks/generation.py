@@ -1,4 +1,4 @@
-"""Tasks from local files whose answer is generated: numbers as text, summaries."""
+"""Tasks from local files with generated answers: numbers as text, summaries."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from .sources import shuffle_buffer_size
 from .tables import Example, Layout, Path, Row, TableSource
 
 TARGET = "targets"
-"""The field of rows with the answer."""
+"""The field of the answer."""
 
 
 def generation_task(
@@ -30,12 +30,12 @@ def generation_task(
     """Returns a task whose target is a text.
 
     Args:
-        name: appears in logs and results; the task is not registered.
+        name: shown in logs and results; the task is not registered.
         source: rows with the fields of `prompt`, and the answer under `TARGET`.
-        vocabulary: of inputs and targets; None takes bytes.
-        prompt: the input, with fields in braces.
-        metric_fns: of targets and predictions.
-        postprocess_fn: of both, as seqio has it; None leaves them as they are.
+        vocabulary: the vocabulary of inputs and targets; None means bytes.
+        prompt: template of the input, with fields in braces.
+        metric_fns: functions of targets and predictions.
+        postprocess_fn: applied to both, as in seqio; None leaves them unchanged.
     """
     feature = seqio.Feature(vocabulary=vocabulary or vocabularies.characters(), add_eos=True)
     written = task_format.of_template(name, prompt)
@@ -65,21 +65,21 @@ def summarization(
     invalid_utf8: InvalidUtf8 = "refuse",
     name: str = "summarization",
 ) -> seqio.Task:
-    """Returns summaries of documents from local files, measured by ROUGE, as T5 writes them.
+    """Returns a summarization task for local files, in T5's form, measured by ROUGE.
 
     Args:
-        path: files as `classification.text_classification` reads them.
-        vocabulary: from `vocabularies.sentencepiece`; None takes bytes.
-        document_field, summary_field: what holds them in a row; also known are "article" and
-            "highlights", as CNN/Daily Mail has them.
-        columns: the fields of .tsv and .csv files that have no header line.
-        validation_fraction: of the rows of "train" that are held out where there are no files for
+        path: files as in `classification.text_classification`.
+        vocabulary: for instance from `vocabularies.sentencepiece`; None means bytes.
+        document_field, summary_field: their fields in a row; "article" and "highlights", the names
+            in CNN/Daily Mail, are also recognised.
+        columns: the fields of .tsv and .csv files without a header line.
+        validation_fraction: fraction of the "train" rows held out if there are no files for
             "validation", in [0, 0.5].
-        invalid_utf8: as of `classification.text_classification`.
-        name: of the task; it is registered under the same, if at all.
+        invalid_utf8: as in `classification.text_classification`.
+        name: name of the task; use the same one if you register it.
 
     Raises:
-        UserError: a path without files. What is wrong with a row is found when it is read.
+        UserError: `path` has no files. Errors in a row are raised when it is read.
     """
 
     def parse(row: Row) -> Example:

@@ -1,7 +1,7 @@
-"""The nine tasks of GLUE from local files, written as T5 writes them.
+"""The nine tasks of GLUE from local files, in T5's form.
 
 Wang et al. 2018 (arXiv 1804.07461); Raffel et al. 2019 (arXiv 1910.10683), appendix D. SST-2 and
-MultiNLI are tasks of the paper as well, so that `classification.paper_task` describes them.
+MultiNLI are also tasks of the paper, so `classification.paper_task` describes them.
 """
 
 import types
@@ -21,17 +21,17 @@ from .tables import Example, Layout, Path, Row, TableSource, find_splits
 
 STSB = "stsb"
 LARGEST_SCORE = 5.0
-"""Of STS-B, whose least score is 0."""
+"""The highest score of STS-B; the lowest is 0."""
 
 
 class Classification(NamedTuple):
-    """A task of GLUE with labels.
+    """A GLUE task with labels.
 
     Attributes:
-        prompt: the input, with fields in braces under the names of GLUE.
-        labels: in GLUE's order; the second of two is the positive one.
-        layout: of its published files.
-        metric_fns: beside accuracy and F1.
+        prompt: template of the input, with GLUE's names of the fields in braces.
+        labels: in GLUE's order; of two labels, the second is the positive one.
+        layout: layout of the published files.
+        metric_fns: metrics beside accuracy and F1.
     """
 
     prompt: str
@@ -63,7 +63,7 @@ CLASSIFICATIONS: Mapping[str, Classification] = types.MappingProxyType(
         "qqp": Classification(
             "qqp question1: {question1} question2: {question2}",
             ("not_duplicate", "duplicate"),
-            # Some lines of the published file are broken in the middle of a question.
+            # Some lines of the published file have line breaks inside a question.
             Layout(aliases={"label": ["is_duplicate"]}, skips_malformed=True),
         ),
         "qnli": Classification(
@@ -75,7 +75,7 @@ CLASSIFICATIONS: Mapping[str, Classification] = types.MappingProxyType(
 )
 _OF_THE_PAPER = ("sst2", "mnli")
 WNLI_SIMPLE = "wnli_simple"
-"""T5's second way of writing WNLI, which it evaluates models by that were trained on WSC."""
+"""T5's second form of WNLI, used to evaluate models trained on WSC."""
 NAMES = (*CLASSIFICATIONS, STSB, *_OF_THE_PAPER, WNLI_SIMPLE)
 _PRONOUNS = frozenset(["he", "she", "they", "it", "her", "his", "their", "them", "him"])
 
@@ -89,23 +89,23 @@ def glue(
     invalid_utf8: InvalidUtf8 = "refuse",
     rank: bool = False,
 ) -> seqio.Task:
-    """Returns a task of GLUE from local files.
+    """Returns a GLUE task from local files.
 
     Args:
-        name: cola, sst2, mrpc, qqp, stsb, mnli, qnli, rte or wnli; or wnli_simple, which asks what
-            a pronoun stands for and is right where the answer fits the label. It is for evaluation
-            alone and has no "train" split; a file or a glob is "validation".
-        path: files as `classification.text_classification` reads them: those that GLUE publishes
-            (.tsv), or rows with the fields of GLUE in TFDS and Hugging Face's `datasets`. Labels
-            are numbers or names; rows labelled -1 have no answer and are left out.
-        vocabulary: from `vocabularies.sentencepiece`; None takes bytes.
-        validation_fraction: of the rows of "train" that are held out where there are no files for
+        name: cola, sst2, mrpc, qqp, stsb, mnli, qnli, rte, wnli or wnli_simple. wnli_simple asks
+            for the referent of a pronoun, and is correct if the answer agrees with the label. It is
+            for evaluation only and has no "train" split; a file or a glob is "validation".
+        path: files as in `classification.text_classification`: those published by GLUE (.tsv), or
+            rows with GLUE's fields in TFDS and in Hugging Face's `datasets`. Labels are numbers or
+            names; rows labelled -1 have no answer and are skipped.
+        vocabulary: for instance from `vocabularies.sentencepiece`; None means bytes.
+        validation_fraction: fraction of the "train" rows held out if there are no files for
             "validation".
-        invalid_utf8: as of `classification.text_classification`.
+        invalid_utf8: as in `classification.text_classification`.
         rank: see `classification.classification_task`; stsb and wnli_simple have no labels to rank.
 
     Raises:
-        UserError: no such task, a path without files, or rank=True without labels.
+        UserError: no such task, `path` has no files, or rank=True for a task without labels.
     """
     if name not in NAMES:
         raise errors.UserError(
@@ -143,10 +143,10 @@ def glue(
 
 
 def _stsb(path: Path, vocabulary: seqio.Vocabulary | None, read: Mapping[str, Any]) -> seqio.Task:
-    """Returns STS-B: how similar two sentences are, a number written as text."""
+    """Returns STS-B: the similarity of two sentences, a number written as text."""
     return generation.generation_task(
         STSB,
-        TableSource(path, _scored, layout=Layout(aliases={"label": ["score"]}), **read),
+        TableSource(path, _parse_scored, layout=Layout(aliases={"label": ["score"]}), **read),
         vocabulary,
         prompt=f"{STSB} {_SENTENCES}",
         metric_fns=[metrics.regression],
@@ -157,7 +157,7 @@ def _stsb(path: Path, vocabulary: seqio.Vocabulary | None, read: Mapping[str, An
 def _wnli_simple(
     path: Path, vocabulary: seqio.Vocabulary | None, read: Mapping[str, Any]
 ) -> seqio.Task:
-    """Returns WNLI by its pronoun: the premise with the pronoun marked, and what it stands for."""
+    """Returns WNLI as pronoun resolution: the premise with a marked pronoun, and its referent."""
     splits = find_splits(path)
     kept = {split: files for split, files in splits.items() if split != "train"}
     feature = seqio.Feature(vocabulary or vocabularies.characters(), add_eos=True)
@@ -184,12 +184,12 @@ def _sentences_with_a_pronoun(row: Row) -> Example | None:
     label = classification.label_of(row, "label", numbers)
     if label is None:
         return None
-    found = {name: row.text(name) for name in ("sentence1", "sentence2")}
-    words = {word.strip(".,?!") for word in found["sentence1"].lower().split()}
+    sentences = {name: row.text(name) for name in ("sentence1", "sentence2")}
+    words = {word.strip(".,?!") for word in sentences["sentence1"].lower().split()}
     if not words & _PRONOUNS:
         raise row.error(f"has none of {sorted(_PRONOUNS)} under 'sentence1', which WNLI is about.")
     is_entailed = label == CLASSIFICATIONS["wnli"].labels[1]
-    return found | {"label": str(int(is_entailed))}
+    return sentences | {"label": str(int(is_entailed))}
 
 
 def _referents(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -203,12 +203,12 @@ def _referents(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def _names_the_referent(
     text: str, *, example: Any = None, is_target: bool = False, **_: Any
 ) -> Any:
-    """Returns 1 where an answer names what the pronoun stands for by the hypothesis, else 0."""
+    """Returns 1 if an answer names the referent of the pronoun in the hypothesis, else 0."""
     postprocessors = metrics.of_t5("data.postprocessors", "the second form of WNLI")
     return int(postprocessors.wsc_simple(text, example, is_target))
 
 
-def _scored(row: Row) -> Example | None:
+def _parse_scored(row: Row) -> Example | None:
     text = row.stripped("label")
     score = metrics.number_of(text)
     if score == -1:
@@ -222,7 +222,7 @@ def _scored(row: Row) -> Example | None:
 
 
 def score_text(score: float) -> str:
-    """Returns the nearest multiple of 0.2 with one decimal, computed in float32 as T5 does."""
+    """Rounds to a multiple of 0.2 with one decimal, in float32 as T5 does."""
     rounded = np.round(np.float32(score) * np.float32(5)) / np.float32(5)
     return f"{rounded:.1f}"
 

@@ -1,4 +1,4 @@
-"""Labels are known before the first step: each must come back from its ids and fit a row."""
+"""Checks labels before the first step: the vocabulary must reproduce them, and they must fit."""
 
 import os
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from . import vocabularies
 
 
 def labels_of(task: seqio.Task) -> list[str]:
-    """Returns the labels that the targets of a task are: those that its metrics are given."""
+    """Returns the labels of a task, as given to its metrics."""
     for function in task.metric_fns:
         labels = getattr(function, "keywords", {}).get("labels")
         if labels is not None:
@@ -20,13 +20,13 @@ def labels_of(task: seqio.Task) -> list[str]:
 
 
 def check_ids(labels: Sequence[str], vocabulary: seqio.Vocabulary, task: str) -> None:
-    """Checks that labels have ids of their own which stand for them, with a vocabulary at hand.
+    """Checks that a vocabulary on this machine distinguishes and reproduces labels.
 
     Raises:
-        UserError: two labels of the same ids, or one that no ids can give back.
+        UserError: two labels have the same ids, or ids do not decode to their label.
     """
     if not _is_at_hand(vocabulary):
-        return  # T5's own, which is downloaded when it is first used.
+        return  # T5's own vocabulary, which is downloaded when first used.
     name = getattr(vocabulary, "sentencepiece_model_file", type(vocabulary).__name__)
     remedy = (
         "rename it, such as labels={'0': 'negative', '1': 'positive'}, or take another vocabulary."
@@ -49,15 +49,15 @@ def check_ids(labels: Sequence[str], vocabulary: seqio.Vocabulary, task: str) ->
 
 
 def check_lengths(task: seqio.Task, limit: int, setting: str) -> None:
-    """Checks that no label of a task is cut.
+    """Checks that no label of a task would be truncated.
 
     Args:
-        task: with or without labels.
-        limit: tokens of a target, end token included.
-        setting: what the limit is called.
+        task: a task with or without labels.
+        limit: longest target in tokens, including the end token.
+        setting: name of the limit's setting, for the message.
 
     Raises:
-        UserError: a label that has more.
+        UserError: a label is longer.
     """
     feature = task.output_features["targets"]
     if not _is_at_hand(feature.vocabulary):
@@ -65,21 +65,21 @@ def check_lengths(task: seqio.Task, limit: int, setting: str) -> None:
     labels = labels_of(task)
     ids = {label: list(feature.vocabulary.encode(label)) for label in labels}
     room = limit - feature.add_eos
-    longest = max((len(found) for found in ids.values()), default=0) + feature.add_eos
+    longest = max((len(tokens) for tokens in ids.values()), default=0) + feature.add_eos
     faults = []
-    for label, found in ids.items():
-        if len(found) <= room:
+    for label, tokens in ids.items():
+        if len(tokens) <= room:
             continue
-        cut = feature.vocabulary.decode(found[:room])
-        same = [other for other in labels if other != label and ids[other][:room] == found[:room]]
+        cut = feature.vocabulary.decode(tokens[:room])
+        same = [other for other in labels if other != label and ids[other][:room] == tokens[:room]]
         faults.append(
-            f"label {label!r} takes {len(found) + feature.add_eos} tokens, end token included, but "
-            f"{setting}={limit} leaves {cut!r} of it"
+            f"label {label!r} takes {len(tokens) + feature.add_eos} tokens, end token included, "
+            f"but {setting}={limit} leaves {cut!r} of it"
             + (f", as of {same[0]!r}" if same else "")
             + f"; set {setting} to at least {longest}, or give the label a shorter text "
             f"(labels={{{label!r}: ...}})."
         )
-    errors.raise_all(errors.shortened(faults), where=task.name)
+    errors.raise_all(errors.abbreviate(faults), where=task.name)
 
 
 def _is_at_hand(vocabulary: seqio.Vocabulary) -> bool:

@@ -1,4 +1,4 @@
-"""Finds and opens files, local or remote, plain or compressed, with errors that name them."""
+"""Finds and opens local or remote files, plain or compressed, with errors that name the file."""
 
 import bz2
 import codecs
@@ -22,7 +22,7 @@ from convt5.runtime import foreign_files
 from convt5.runtime.whole_files import is_remote
 
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-"""What opens a file whose name ends so."""
+"""The function that opens files with each suffix."""
 
 COMPRESSION_RULE = f"Of compressed files those are read whose names end in {', '.join(OPENERS)}."
 
@@ -31,29 +31,29 @@ _NUM_BLOCKS = 64
 _BLOCK_BYTES = 2**16
 
 InvalidUtf8 = Literal["refuse", "replace", "skip"]
-"""What becomes of text with bytes that are no UTF-8: an error that names file and line, U+FFFD in
-their place, or nothing of the document or row that holds them."""
+"""What to do with text that is not UTF-8: raise an error that names file and line, insert U+FFFD,
+or skip the document or row."""
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-"""A path or glob, or several."""
+"""A path or glob, or several of them."""
 
 
 def find(paths: Paths) -> list[str]:
-    """Returns the files of one or several paths, globs or folders, in order, each of them once.
+    """Returns the files of one or several paths, globs or folders, in order, without duplicates.
 
-    A file or folder of just that name comes before what the name matches as a glob; `**` matches
-    folders of any depth. A folder stands for the files in it and below. No name that begins with a
-    dot is matched, unless the glob begins so itself.
+    An existing file or folder of exactly that name precedes its matches as a glob; `**` matches
+    folders of any depth. A folder means all files in it, at any depth. Names that begin with a dot
+    match only globs that begin with a dot.
 
     Raises:
-        UserError: one that matches no file.
+        UserError: a path matches no file.
     """
     patterns = [paths] if isinstance(paths, str | os.PathLike) else paths
-    found: dict[str, str] = {}
+    files: dict[str, str] = {}
     for pattern in patterns:
         for name in _matches(os.fspath(pattern)):
-            found.setdefault(name if is_remote(name) else os.path.abspath(name), name)
-    return list(found.values())
+            files.setdefault(name if is_remote(name) else os.path.abspath(name), name)
+    return list(files.values())
 
 
 def _matches(pattern: str) -> list[str]:
@@ -81,25 +81,25 @@ def _matches(pattern: str) -> list[str]:
 
 def _files_below(folder: str) -> list[str]:
     walk = tf.io.gfile.walk if is_remote(folder) else os.walk
-    found = []
+    files = []
     for parent, folders, names in walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [os.path.join(parent, name) for name in names if not name.startswith(".")]
-    if not found:
+        files += [os.path.join(parent, name) for name in names if not name.startswith(".")]
+    if not files:
         raise errors.UserError(
             f"text path={folder!r} is a folder without files; set it to files with text."
         )
-    return sorted(found)
+    return sorted(files)
 
 
 @dataclasses.dataclass
 class Tally:
-    """What was met while files were read.
+    """Counts of what was read from files.
 
     Attributes:
-        files, empty_files: how many were read, and in how many was nothing.
-        documents, text_bytes: documents or rows that were taken, and the bytes of their text.
-        replaced, skipped: documents or rows with bytes that are no UTF-8, by what became of them.
+        files, empty_files: number of files read, and of those that were empty.
+        documents, text_bytes: number of documents or rows, and bytes of their text.
+        replaced, skipped: documents or rows that are not UTF-8, by how they were handled.
     """
 
     files: int = 0
@@ -110,17 +110,17 @@ class Tally:
     skipped: int = 0
 
     def faults(self) -> str:
-        """Returns what a user should know of, or nothing."""
-        said = {
+        """Returns a warning for the user, or an empty text."""
+        counts = {
             "empty files": self.empty_files,
             "documents with bytes that are no UTF-8, which were replaced": self.replaced,
             "documents left out for bytes that are no UTF-8": self.skipped,
         }
-        return ", ".join(f"{count:,} {what}" for what, count in said.items() if count)
+        return ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
 
 
 def check_invalid_utf8(policy: str) -> None:
-    """Raises `UserError` for a value that `InvalidUtf8` does not have."""
+    """Raises `UserError` for a value that `InvalidUtf8` does not include."""
     if policy not in ("refuse", "replace", "skip"):
         raise errors.UserError(
             f"invalid_utf8={policy!r} must be 'refuse', 'replace' or 'skip': an error, U+FFFD in "
@@ -129,11 +129,10 @@ def check_invalid_utf8(policy: str) -> None:
 
 
 def text_lines(file: Iterable[bytes]) -> Iterator[str]:
-    """Yields lines as they are, without their ends: a line feed, and a carriage return before it.
+    """Yields lines without their end: a line feed, optionally after a carriage return.
 
-    Nothing else ends a line: a carriage return alone, a form feed, U+0085 and U+2028 are text. A
-    byte order mark at the start is none. Bytes that are no UTF-8 become halves of characters, for
-    `readable` to deal with.
+    Nothing else ends a line: a lone carriage return, a form feed, U+0085 and U+2028 are text. An
+    initial byte order mark is removed. Invalid bytes become surrogates; see `handle_invalid`.
     """
     for number, line in enumerate(file):
         if number == 0:
@@ -143,18 +142,20 @@ def text_lines(file: Iterable[bytes]) -> Iterator[str]:
         yield line.decode("utf-8", "surrogateescape")
 
 
-def readable(text: str, name: str, line: int, policy: InvalidUtf8, tally: Tally) -> str | None:
-    """Returns text as `policy` has it where bytes are no UTF-8; None leaves it out.
+def handle_invalid(
+    text: str, name: str, line: int, policy: InvalidUtf8, tally: Tally
+) -> str | None:
+    """Handles text that is not UTF-8 according to `policy`; returns None to skip it.
 
     Args:
-        text: from `text_lines`.
-        name: of the file.
-        line: its number, from 1.
-        policy: what becomes of such bytes.
-        tally: counts them.
+        text: a line from `text_lines`.
+        name: name of the file.
+        line: line number, from 1.
+        policy: what to do with invalid text.
+        tally: counts it.
 
     Raises:
-        UserError: they are to be refused.
+        UserError: the text is invalid and the policy is "refuse".
     """
     try:
         text.encode()
@@ -172,16 +173,16 @@ def readable(text: str, name: str, line: int, policy: InvalidUtf8, tally: Tally)
         tally.skipped += 1
         return None
     tally.replaced += 1
-    return replaced(text)
+    return replace_invalid(text)
 
 
-def replaced(text: str) -> str:
-    """Returns text from `text_lines` with U+FFFD in place of bytes that are no UTF-8."""
+def replace_invalid(text: str) -> str:
+    """Replaces invalid bytes in text from `text_lines` by U+FFFD."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def identity(name: str) -> tuple[str, int, int]:
-    """Returns a file's full name, its size and when it last changed: other for each copy."""
+    """Returns a file's absolute name, size and time of modification, which differ for a copy."""
     if is_remote(name):
         stat = tf.io.gfile.stat(name)
         return name, stat.length, stat.mtime_nsec
@@ -190,15 +191,15 @@ def identity(name: str) -> tuple[str, int, int]:
 
 
 def contents(name: str) -> tuple[str, int, str | int]:
-    """Returns what stays as it is where a file is copied to another folder or machine.
+    """Returns values that stay equal when a file is copied to another folder or machine.
 
-    That is its last name, its size and a digest of its bytes: of all of them up to 16 MiB, of 64
-    blocks that are spread evenly over a larger file. Remote files are not read; when they last
-    changed stands for their bytes.
+    These are its base name, its size, and a digest of its bytes: of all of them up to 16 MiB, of 64
+    evenly spaced blocks of a larger file. Remote files are not read; their time of modification
+    replaces the digest.
     """
     if is_remote(name):
-        _, size, changed = identity(name)
-        return os.path.basename(name), size, changed
+        _, size, modified = identity(name)
+        return os.path.basename(name), size, modified
     digest = hashlib.sha256()
     with open(name, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -211,30 +212,30 @@ def contents(name: str) -> tuple[str, int, str | int]:
     return os.path.basename(name), size, digest.hexdigest()
 
 
-def uncompressed(name: str) -> str:
-    """Returns a file's name without what says that it is compressed."""
+def without_compression(name: str) -> str:
+    """Returns a file's name without the suffix of its compression."""
     path = pathlib.PurePath(name)
     return str(path.with_suffix("")) if path.suffix.lower() in OPENERS else name
 
 
 def suffix(name: str) -> str:
-    """Returns how a file's name ends before what says that it is compressed, such as `.txt`.
+    """Returns the suffix of a file's name before that of its compression, such as `.txt`.
 
-    It is in lower case, whatever the name has.
+    It is in lower case.
     """
-    return pathlib.PurePath(uncompressed(name)).suffix.lower()
+    return pathlib.PurePath(without_compression(name)).suffix.lower()
 
 
 def is_json_lines(name: str) -> bool:
-    """Whether a file is JSON by its name: a value in each line, also where it is called .json."""
+    """Returns whether a file has a JSON value per line, judged by its name; .json counts too."""
     suffixes = pathlib.PurePath(name.lower()).suffixes
     return ".jsonl" in suffixes or suffix(name) in (".ndjson", ".json")
 
 
 def open_bytes(name: str) -> Any:
-    """Opens a file to read its bytes, decompressed as its name says.
+    """Opens a file for reading bytes, decompressed according to its name.
 
-    What it unpacks to and its lines are bounded, as `foreign_files.Text` says.
+    The sizes of its contents and of its lines are bounded as in `foreign_files.Text`.
     """
     suffix = pathlib.PurePath(name).suffix.lower()
     stored = identity(name)[1] if suffix in OPENERS else None
@@ -247,8 +248,8 @@ def open_bytes(name: str) -> Any:
 
 
 @contextlib.contextmanager
-def explained(name: str) -> Iterator[None]:
-    """Turns what goes wrong with the bytes of a file into the user's error."""
+def explain_errors(name: str) -> Iterator[None]:
+    """Turns errors in reading a file into user errors."""
     try:
         yield
     except (

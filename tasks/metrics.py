@@ -1,7 +1,7 @@
-"""Metrics of downstream tasks, as seqio calls them: targets and predictions in, percentages out.
+"""Metrics of downstream tasks as seqio calls them: from targets and predictions to percentages.
 
-Names and rules are those of `t5.evaluation.metrics`, so that numbers can be compared; only SQuAD's
-and ROUGE, and the second form of WNLI, need that package itself.
+Names and rules are those of `t5.evaluation.metrics`, so results are comparable. Only SQuAD, ROUGE
+and the second form of WNLI need that package itself.
 """
 
 import collections
@@ -23,7 +23,7 @@ class RankedLabel(NamedTuple):
 
     Attributes:
         example, label: their numbers.
-        is_correct: whether it is the label of the example.
+        is_correct: whether it is a correct label of the example.
     """
 
     example: int
@@ -39,13 +39,15 @@ class CategoryText(NamedTuple):
 
 
 def accuracy(targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, float]:
-    """Returns how many predictions equal their target."""
+    """Returns the percentage of predictions that equal their target."""
     return {"accuracy": _percent_equal(targets, predictions)}
 
 
 def exact_match(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
-    """Returns how many predictions equal their target, blanks aside."""
-    return {"exact_match": _percent_equal(_spaced(targets), _spaced(predictions))}
+    """Returns the percentage of predictions that equal their target, ignoring whitespace."""
+    return {
+        "exact_match": _percent_equal(_normalize_spaces(targets), _normalize_spaces(predictions))
+    }
 
 
 def exact_match_by_category(
@@ -54,12 +56,12 @@ def exact_match_by_category(
     *,
     groups: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, float]:
-    """Returns the exact match of everything, of each category, and of groups of categories.
+    """Returns the exact match of all examples, of each category, and of groups of categories.
 
     Args:
         targets: texts with their category.
         predictions: texts.
-        groups: name and categories of each; categories that no target has are left out.
+        groups: categories of each group, by name; categories without targets are ignored.
     """
     members = collections.defaultdict(list)
     for target, prediction in zip(targets, predictions, strict=True):
@@ -83,7 +85,7 @@ def exact_match_by_category(
 def binary_f1(
     targets: Sequence[str], predictions: Sequence[str], *, negative: str, positive: str
 ) -> dict[str, float]:
-    """Returns the F1 of the label `positive`; a prediction that is no label counts as wrong."""
+    """Returns the F1 of the label `positive`; a prediction that is not a label is wrong."""
     wrong = {negative: positive, positive: negative}
     predictions = [
         prediction if prediction in wrong else wrong[target]
@@ -95,7 +97,7 @@ def binary_f1(
 def macro_f1(
     targets: Sequence[str], predictions: Sequence[str], *, labels: Sequence[str]
 ) -> dict[str, float]:
-    """Returns the mean of the F1 of each label; that of a label which never occurs is 0."""
+    """Returns the mean of the F1 of all labels; it is 0 for a label that never occurs."""
     scores = [_f1(targets, predictions, label) for label in labels]
     return {"macro_f1": 100 * sum(scores) / len(scores)}
 
@@ -103,7 +105,7 @@ def macro_f1(
 def invalid(
     targets: Sequence[str], predictions: Sequence[str], *, labels: Sequence[str]
 ) -> dict[str, float]:
-    """Returns how many predictions are none of the labels, hence wrong whatever was meant."""
+    """Returns the percentage of predictions that are not labels."""
     known = set(labels)
     strange = sum(prediction not in known for prediction in predictions)
     return {"invalid": 100 * strange / len(targets)}
@@ -112,10 +114,10 @@ def invalid(
 def matthews_corrcoef(
     targets: Sequence[str], predictions: Sequence[str], *, labels: Sequence[str]
 ) -> dict[str, float]:
-    """Returns the correlation of Matthews, for any number of labels (Gorodkin 2004's R_K).
+    """Returns Matthews' correlation for any number of labels (Gorodkin 2004's R_K).
 
-    Predictions that are no label are a class of their own, as for T5. It is 0 where all targets,
-    or all predictions, are one class.
+    Predictions that are not labels form a class of their own, as in T5. The result is 0 if all
+    targets, or all predictions, are of one class.
     """
     known = set(labels)
     pairs = [(t, p if p in known else None) for t, p in zip(targets, predictions, strict=True)]
@@ -129,11 +131,11 @@ def matthews_corrcoef(
 
 
 UNPARSED = -1.0
-"""What a prediction that is no number counts as, as for T5's STS-B, whose scores are 0 to 5."""
+"""Value of a prediction that is not a number, as in T5's STS-B, whose scores are 0 to 5."""
 
 
 def number_of(text: str) -> float | None:
-    """Returns the finite number that a text is; None where it is none."""
+    """Returns the finite number that a text represents, or None."""
     try:
         number = float(text)
     except ValueError:
@@ -142,9 +144,9 @@ def number_of(text: str) -> float | None:
 
 
 def regression(targets: Sequence[float], predictions: Sequence[str]) -> dict[str, float]:
-    """Returns the correlations of Pearson and Spearman, and how many predictions are no number.
+    """Returns Pearson's and Spearman's correlation, and the percentage of non-numeric predictions.
 
-    Those count as `UNPARSED`. A correlation is 0 where all targets, or all predictions, are equal.
+    These count as `UNPARSED`. A correlation is 0 if all targets, or all predictions, are equal.
     """
     numbers = [number_of(text) for text in predictions]
     values = [UNPARSED if number is None else number for number in numbers]
@@ -159,10 +161,10 @@ def regression(targets: Sequence[float], predictions: Sequence[str]) -> dict[str
 def _correlation(a: Sequence[float], b: Sequence[float]) -> float:
     if len(a) != len(b):
         raise ValueError(f"{len(a)} targets for {len(b)} predictions")
-    # Not by deviations from a mean, which rounding moves off equal values.
+    # Compared directly: rounding of a mean can make deviations of equal values nonzero.
     if len(set(a)) == 1 or len(set(b)) == 1:
         return 0.0
-    # Of the same scale: squares of great numbers have no place in a float.
+    # Normalised, because squares of large numbers overflow.
     scaled = [np.asarray(side, np.float64) / max(map(abs, side)) for side in (a, b)]
     x, y = (side - side.mean() for side in scaled)
     norm = math.sqrt(float(x @ x)) * math.sqrt(float(y @ y))
@@ -170,7 +172,7 @@ def _correlation(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """Returns the rank of each value, the mean of their ranks for equal ones."""
+    """Returns the rank of each value; equal values get the mean of their ranks."""
     _, places, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return (last - (counts - 1) / 2)[places].tolist()
@@ -179,14 +181,14 @@ def _ranks(values: Sequence[float]) -> list[float]:
 def rouge(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
     """Returns the F-measures `rouge1`, `rouge2` and `rougeLsum` of summaries.
 
-    T5's are medians of resampled means; the random numbers are the same at every call.
+    As in T5, they are medians of resampled means, with fixed random numbers.
 
     Raises:
         UserError: the package t5 is not installed.
     """
     with _same_random_numbers():
-        found = of_t5("evaluation.metrics", "ROUGE").rouge(targets, predictions)
-    return {name: float(value) for name, value in found.items()}
+        scores = of_t5("evaluation.metrics", "ROUGE").rouge(targets, predictions)
+    return {name: float(value) for name, value in scores.items()}
 
 
 @contextlib.contextmanager
@@ -210,24 +212,24 @@ def rank_classification(
     labels: Sequence[str],
     metric_fns: Sequence[LabelMetric] = (),
 ) -> dict[str, float]:
-    """Returns the metrics of choosing the label with the highest log-probability.
+    """Returns the metrics of selecting the label with the highest log-probability.
 
-    Where an example has several right labels, each of them counts as right, and accuracy alone is
-    returned, as t5 does.
+    If an example has several correct labels, each of them counts as correct, and only accuracy is
+    returned, as in t5.
 
     Args:
         targets: every label of every example, in any order.
         scores: log-probability of each, given the input.
-        labels: their texts, by number; of two labels the second is the positive one.
-        metric_fns: what is returned beside accuracy and F1.
+        labels: text of each label number; of two labels, the second is the positive one.
+        metric_fns: metrics beside accuracy and F1.
 
     Raises:
-        UserError: no example has all of its labels, or one of those has no right label.
+        UserError: no example has all its labels, or an example has no correct label.
     """
     examples: dict[int, dict[int, tuple[float, bool]]] = collections.defaultdict(dict)
     for target, score in zip(targets, scores, strict=True):
         examples[target.example][target.label] = (float(score), target.is_correct)
-    # A limit on the number of examples may cut the last one's labels off.
+    # A limit on the number of examples may drop labels of the last one.
     whole = [ranked for ranked in examples.values() if len(ranked) == len(labels)]
     if len(whole) < len(examples):
         logging.warning("rank classification leaves out an example with too few labels")
@@ -247,16 +249,16 @@ def rank_classification(
         hits = sum(choice in numbers for choice, numbers in zip(chosen, right, strict=True))
         return {"accuracy": 100 * hits / len(whole)}
     answers = [labels[number] for (number,) in right], [labels[choice] for choice in chosen]
-    found = of_labels(*answers, labels=labels)
+    metrics = of_labels(*answers, labels=labels)
     for function in metric_fns:
-        found |= function(*answers, labels=labels)
-    return found
+        metrics |= function(*answers, labels=labels)
+    return metrics
 
 
 def of_labels(
     targets: Sequence[str], predictions: Sequence[str], *, labels: Sequence[str]
 ) -> dict[str, float]:
-    """Returns accuracy and F1: of the second label where there are two, else the mean of all."""
+    """Returns accuracy and F1: of the second of two labels, or else the mean over all labels."""
     if len(labels) == 2:
         f1 = binary_f1(targets, predictions, negative=labels[0], positive=labels[1])
     else:
@@ -265,21 +267,21 @@ def of_labels(
 
 
 def squad(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[str, float]:
-    """Returns exact match and F1 of SQuAD: `em` and `f1`, for the best of several answers each.
+    """Returns SQuAD's exact match and F1, `em` and `f1`, for the best of several answers.
 
     Raises:
         UserError: the package t5 is not installed.
     """
-    found = of_t5("evaluation.metrics", "the metrics of SQuAD").squad(targets, predictions)
-    return {name: float(value) for name, value in found.items()}
+    scores = of_t5("evaluation.metrics", "the metrics of SQuAD").squad(targets, predictions)
+    return {name: float(value) for name, value in scores.items()}
 
 
 def of_t5(module: str, what: str) -> ModuleType:
-    """Returns a module of the package t5.
+    """Imports a module of the package t5.
 
     Args:
         module: its name in the package.
-        what: is taken from there, for the message.
+        what: what it is needed for, for the message.
 
     Raises:
         UserError: the package is not installed.
@@ -299,8 +301,8 @@ def _percent_equal(targets: Sequence[Any], predictions: Sequence[Any]) -> float:
     return 100 * equal / len(targets)
 
 
-def _spaced(texts: Sequence[str]) -> list[str]:
-    """Texts with one blank between words: vocabularies differ in the blanks they give back."""
+def _normalize_spaces(texts: Sequence[str]) -> list[str]:
+    """Normalises whitespace to single spaces, because vocabularies restore it differently."""
     return [" ".join(text.split()) for text in texts]
 
 

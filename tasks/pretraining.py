@@ -1,7 +1,7 @@
 """Pre-training tasks: span corruption of C4, of any local text, and of the text inside Python.
 
-Importing this registers the ones that need no setting with seqio. The others are functions that
-gin files call: `train/data.DataConfig.mixture = @pretraining.text_span_corruption()`.
+Importing this registers those without settings with seqio. Gin files call the functions:
+`train/data.DataConfig.mixture = @pretraining.text_span_corruption()`.
 """
 
 import functools
@@ -31,16 +31,16 @@ def span_corruption_task(
     mean_span_length: float = MEAN_SPAN_LENGTH,
     merge_documents: bool = True,
 ) -> seqio.Task:
-    """Returns a task that corrupts the documents of `source`, which are under "text".
+    """Returns a task that corrupts the documents of `source`, in the field "text".
 
     Args:
-        name: appears in logs; the task is not registered.
+        name: shown in logs; the task is not registered.
         source: any seqio source.
-        vocabulary: with sentinels as its last ids.
-        noise_density: share of the tokens that is taken out, in (0, 1).
-        mean_span_length: mean tokens of a span, at least 1.
-        merge_documents: cuts the text of all documents into segments of one length, as T5 does;
-            otherwise segments end with their document, for packing.
+        vocabulary: a vocabulary whose last ids are sentinels.
+        noise_density: fraction of the tokens to corrupt, in (0, 1).
+        mean_span_length: mean length of a corrupted span in tokens, at least 1.
+        merge_documents: concatenates all documents and cuts them into segments of equal length, as
+            T5 does; otherwise segments end with their document, for packing.
     """
     faults = []
     if not 0 < noise_density < 1:
@@ -86,22 +86,22 @@ def text_span_corruption(
 
     Args:
         path: a path, glob or folder, or several.
-        vocabulary: from `vocabularies.sentencepiece`; None takes bytes.
-        separator: "line", "blank_line", or "auto" to look at the first file.
-        text_key: what holds the text of a .jsonl line.
+        vocabulary: for instance from `vocabularies.sentencepiece`; None means bytes.
+        separator: "line", "blank_line", or "auto", which examines the first file.
+        text_key: the key of the text in a .jsonl line.
         validation_path: files of the "validation" split.
-        validation_fraction: of the documents of `path` that are held out where
-            `validation_path` is None, in [0, 0.5]: every n-th, where n is 1 / validation_fraction
-            rounded. 0 makes no "validation" split.
-        noise_density: share of the tokens that is taken out, in (0, 1).
-        mean_span_length: mean tokens of a span, at least 1.
+        validation_fraction: fraction of the documents of `path` held out if `validation_path` is
+            None, in [0, 0.5]: every n-th document, where n is 1 / validation_fraction rounded. 0
+            makes no "validation" split.
+        noise_density: fraction of the tokens to corrupt, in (0, 1).
+        mean_span_length: mean length of a corrupted span in tokens, at least 1.
         merge_documents: see `span_corruption_task`.
-        invalid_utf8: what becomes of bytes that are no UTF-8: "refuse" ends with the file and line,
-            "replace" puts U+FFFD in their place, "skip" leaves out the document that holds them.
-        name: of the task; it is registered under the same, if at all.
+        invalid_utf8: what to do with text that is not UTF-8: "refuse" raises an error that names
+            file and line, "replace" inserts U+FFFD, "skip" skips the document.
+        name: name of the task; use the same one if you register it.
 
     Raises:
-        UserError: a path that matches nothing, or a value out of range.
+        UserError: a path matches nothing, or a value is out of range.
     """
     if not 0 <= validation_fraction <= 0.5:
         raise errors.UserError(
@@ -143,15 +143,15 @@ def c4_span_corruption(
     """Returns span corruption of C4, or of any TFDS data set with a "text" feature.
 
     Args:
-        vocabulary: None takes T5's own, which is downloaded.
+        vocabulary: None means T5's own, which is downloaded.
         tfds_name: name, configuration and version for TFDS.
-        data_dir: where TFDS has the prepared data; None is its default, `~/tensorflow_datasets`.
-        splits: TFDS's name or slice of each, such as {"train": "train[:99%]", "validation":
-            "train[99%:]"}; None takes its "train" and "validation".
-        noise_density: share of the tokens that is taken out, in (0, 1).
-        mean_span_length: mean tokens of a span, at least 1.
+        data_dir: folder of prepared TFDS data; None means TFDS's `~/tensorflow_datasets`.
+        splits: TFDS's name or slice of each split, such as {"train": "train[:99%]", "validation":
+            "train[99%:]"}; None means TFDS's "train" and "validation".
+        noise_density: fraction of the tokens to corrupt, in (0, 1).
+        mean_span_length: mean length of a corrupted span in tokens, at least 1.
         merge_documents: see `span_corruption_task`.
-        name: of the task; it is registered under the same, if at all.
+        name: name of the task; use the same one if you register it.
     """
     return span_corruption_task(
         name,
@@ -171,14 +171,14 @@ def pydoc_span_corruption(
     merge_documents: bool = True,
     name: str = "pydoc_span_corruption",
 ) -> seqio.Task:
-    """Returns span corruption of Python's own manual, English text inside every Python.
+    """Returns span corruption of Python's own documentation, which every Python contains.
 
     Args:
-        vocabulary: None takes bytes.
-        noise_density: share of the tokens that is taken out, in (0, 1).
-        mean_span_length: mean tokens of a span, at least 1.
+        vocabulary: None means bytes.
+        noise_density: fraction of the tokens to corrupt, in (0, 1).
+        mean_span_length: mean length of a corrupted span in tokens, at least 1.
         merge_documents: see `span_corruption_task`.
-        name: of the task; it is registered under the same, if at all.
+        name: name of the task; use the same one if you register it.
     """
     documents = [text for _, text in sorted(pydoc_data.topics.topics.items())]
     held_out = documents[1::_PYDOC_HOLDOUT_EVERY]

@@ -1,6 +1,6 @@
 """seqio sources of whole documents under "text": local files, TFDS and text in memory.
 
-Their documents come in an order that follows from the seed, host by host and epoch by epoch.
+The order of documents is determined by the seed, separately for each host and epoch.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ _TFDS_ERRORS = (AssertionError, KeyError, ValueError, FileNotFoundError)
 
 
 class TextFilesSource(seqio.DataSource):
-    """Documents of local files; a split is a `TextFiles` and the part of it that is meant.
+    """Documents of local files; each split is a part of a `TextFiles`.
 
-    A document of more than 64 KiB comes in several pieces, which follow each other.
+    Documents of more than 64 KiB are split into consecutive pieces.
     """
 
     def __init__(self, splits: Mapping[str, tuple[TextFiles, str]]):
@@ -43,7 +43,7 @@ class TextFilesSource(seqio.DataSource):
         return True
 
     def fingerprint(self) -> str:
-        """Returns what identifies the text, to be compared when a run goes on."""
+        """Returns an identifier of the text, compared when a run resumes."""
         return "-".join(files.fingerprint() for files, _ in self._files.values())
 
     def num_input_examples(self, split: str) -> int:
@@ -51,14 +51,14 @@ class TextFilesSource(seqio.DataSource):
 
     @property
     def is_at_hand(self) -> bool:
-        """Whether the documents are stored, or few enough to be so in a moment."""
+        """Whether the documents are stored, or few enough to be stored at once."""
         return all(files.is_at_hand() for files, _ in self._files.values())
 
     def check_rows(self) -> None:
-        """Reads the first documents of each file, and stores nothing.
+        """Reads the first documents of each file, without storing them.
 
         Raises:
-            UserError: something in them is no text.
+            UserError: they contain something that is not text.
         """
         for files in {id(files): files for files, _ in self._files.values()}.values():
             files.check()
@@ -84,15 +84,15 @@ class TextFilesSource(seqio.DataSource):
         names = list(self.list_shards(split))
         folder = os.path.dirname(names[0])
         shards = tf.data.Dataset.from_tensor_slices(names)
-        shards = _shared(shards, shard_info)
+        shards = _take_share(shards, shard_info)
         if shuffle:
             shards = shards.shuffle(len(names), seed=seed)
 
         def read(name: tf.Tensor) -> tf.data.Dataset:
-            # A saved position holds names of files, which may lie in another folder by now.
+            # A saved position holds file names, which may have moved to another folder.
             name = tf.strings.regex_replace(name, ".*/", "")
             documents = tf.data.TFRecordDataset(tf.strings.join([folder, name], os.sep))
-            return documents.map(_in_pieces).unbatch()
+            return documents.map(_split_long).unbatch()
 
         return shards.interleave(
             read,
@@ -103,7 +103,7 @@ class TextFilesSource(seqio.DataSource):
 
 
 class PreparedTfdsSource(seqio.TfdsDataSource):
-    """A TFDS data set that was prepared before; nothing is downloaded by surprise."""
+    """A prepared TFDS data set; never downloads."""
 
     def __init__(
         self,
@@ -117,12 +117,12 @@ class PreparedTfdsSource(seqio.TfdsDataSource):
 
         Args:
             tfds_name: name, configuration and version.
-            data_dir: where TFDS has it; None is its default.
-            splits: TFDS's name or slice of each; None takes "train" and "validation".
+            data_dir: folder of the TFDS data; None means TFDS's default.
+            splits: TFDS's name or slice of each split; None means "train" and "validation".
             fields: features that it must have.
 
         Raises:
-            UserError: a name without a version.
+            UserError: the name has no version.
         """
         if ":" not in tfds_name:
             raise errors.UserError(
@@ -178,38 +178,39 @@ class PreparedTfdsSource(seqio.TfdsDataSource):
             ) from error
 
     def _check_split(self, split: str) -> None:
-        """Raises `UserError` for a split that a data set which is there does not have."""
+        """Raises `UserError` for a split that an existing data set does not have."""
         try:
             known = list(self.tfds_dataset.info.splits)
         except _TFDS_ERRORS:
             return
-        own = self._names.get(split, split)
-        unknown = [name for part in own.split("+") if (name := part.partition("[")[0]) not in known]
+        asked = self._names.get(split, split)
+        unknown = [
+            name for part in asked.split("+") if (name := part.partition("[")[0]) not in known
+        ]
         if known and unknown:
             raise errors.UserError(
-                f"split={split!r} of tfds_name={self._tfds_name!r} is {own!r} of TFDS, which has "
+                f"split={split!r} of tfds_name={self._tfds_name!r} is {asked!r} of TFDS, which has "
                 f"{sorted(known)}; choose one of these, or, where the task has the setting splits, "
                 "set it, such as {'train': 'train[:99%]', 'validation': 'train[99%:]'}."
             )
 
 
 class ItemSource(seqio.DataSource):
-    """A source of items that any host can reach at once, such as row numbers of a table.
+    """A source of items that every host can access at once, such as row numbers of a table.
 
-    Hosts share the items, each shuffles its own anew in every epoch, and then makes examples of
-    them, so that a saved position holds items rather than examples. Subclasses give `items` and
-    `make_example`.
+    Hosts share the items, shuffle their own in every epoch, and then make examples of them. A saved
+    position thus holds items rather than examples. Subclasses implement `items` and `make_example`.
     """
 
     def __init__(self, splits: Sequence[str]):
         super().__init__(splits=tuple(splits), caching_permitted=False)
 
     def items(self, split: str) -> tuple[tf.data.Dataset, int]:
-        """Returns the items of a split in order, and how many are held at once to shuffle them."""
+        """Returns the items of a split in order, and the size of the shuffle buffer."""
         raise NotImplementedError
 
     def make_example(self, split: str, item: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Returns what an item stands for; traced once."""
+        """Returns the example of an item; traced once."""
         raise NotImplementedError
 
     @property
@@ -236,14 +237,14 @@ class ItemSource(seqio.DataSource):
         **_,
     ) -> tf.data.Dataset:
         items, shuffled = self.items(split)
-        items = _shared(items, shard_info)
+        items = _take_share(items, shard_info)
         if shuffle:
             items = items.shuffle(shuffled, seed=seed)
         return items.map(lambda item: self.make_example(split, item))
 
 
 class EmbeddedTextSource(ItemSource):
-    """A few documents held in memory."""
+    """A few documents in memory."""
 
     def __init__(self, splits: Mapping[str, Sequence[str]]):
         self._documents = {split: list(documents) for split, documents in splits.items()}
@@ -258,16 +259,16 @@ class EmbeddedTextSource(ItemSource):
 
 
 def shuffle_buffer_size(source: seqio.DataSource) -> int | None:
-    """Returns how many examples a task keeps to shuffle: none where the source has shuffled all.
+    """Returns the size of a task's shuffle buffer; None if the source has shuffled everything.
 
-    Examples that wait to be shuffled are a part of each saved position.
+    Buffered examples are part of each saved position.
     """
     return None if source.performs_internal_shuffling else seqio.SHUFFLE_BUFFER_SIZE
 
 
 @functools.lru_cache(maxsize=4096)
 def _num_records(path: str) -> int:
-    """Counts the records of a TFRecord file by their lengths: 12 bytes before, 4 after each."""
+    """Counts the records of a TFRecord file by their length fields: 12 bytes before, 4 after."""
     count, size = 0, os.path.getsize(path)
     with open(path, "rb") as file:
         while file.tell() < size:
@@ -278,23 +279,23 @@ def _num_records(path: str) -> int:
 
 
 def pieces(document: bytes, most: int) -> list[bytes]:
-    """Cuts text after blanks into parts of `most` bytes at most, which joined are the text.
+    """Splits text after spaces into parts of at most `most` bytes, whose concatenation is the text.
 
-    Where there is no blank it is cut between two characters.
+    Text without spaces is split between two characters.
     """
-    found, start = [], 0
+    parts, start = [], 0
     while len(document) - start > most:
         end = 1 + max(document.rfind(blank, start, start + most) for blank in (b" ", b"\n"))
         if end <= start:
             end = start + most
-            while end > start + 1 and document[end] & 0xC0 == 0x80:  # Within a character.
+            while end > start + 1 and document[end] & 0xC0 == 0x80:  # Inside a character.
                 end -= 1
-        found.append(document[start:end])
+        parts.append(document[start:end])
         start = end
-    return [*found, document[start:]]
+    return [*parts, document[start:]]
 
 
-def _in_pieces(document: tf.Tensor) -> tf.Tensor:
+def _split_long(document: tf.Tensor) -> tf.Tensor:
     def cut() -> tf.Tensor:
         parts = tf.numpy_function(
             lambda text: np.array(pieces(text, _PIECE_BYTES), object), [document], tf.string
@@ -304,7 +305,7 @@ def _in_pieces(document: tf.Tensor) -> tf.Tensor:
     return tf.cond(tf.strings.length(document) > _PIECE_BYTES, cut, lambda: document[None])
 
 
-def _shared(dataset: tf.data.Dataset, shard_info: seqio.ShardInfo | None) -> tf.data.Dataset:
+def _take_share(dataset: tf.data.Dataset, shard_info: seqio.ShardInfo | None) -> tf.data.Dataset:
     if shard_info is None:
         return dataset
     return dataset.shard(shard_info.num_shards, shard_info.index)

@@ -1,7 +1,7 @@
 """Span corruption, the pre-training objective of T5, as tf.data transformations.
 
-Raffel et al. 2020 (arXiv 1910.10683, section 3.1.4): spans of the text are taken out, each leaves a
-sentinel, and the target is the spans, each after its sentinel. The same seed gives the same ids as
+Raffel et al. 2020 (arXiv 1910.10683, section 3.1.4): a sentinel replaces each corrupted span of the
+input, and the target lists the spans, each after its sentinel. With equal seeds, ids equal those of
 `t5.data.preprocessors`; unlike there, no text is ever dropped.
 """
 
@@ -24,13 +24,13 @@ _SHORTEST_TEXT, _LONGEST_TEXT = 2, 2**31
 
 
 class SegmentSizes(NamedTuple):
-    """How many tokens of text fill an encoder input, and what becomes of them.
+    """Numbers of tokens of a full segment, before and after corruption.
 
     Attributes:
-        text: tokens of the text before corruption.
-        inputs: encoder tokens, end token included.
-        targets: decoder tokens, end token included.
-        spans: spans taken out, hence sentinels needed.
+        text: tokens of text before corruption.
+        inputs: encoder tokens, including the end token.
+        targets: decoder tokens, including the end token.
+        spans: number of corrupted spans, and so of sentinels.
     """
 
     text: int
@@ -45,7 +45,7 @@ def segment_sizes(
     noise_density: float = NOISE_DENSITY,
     mean_span_length: float = MEAN_SPAN_LENGTH,
 ) -> SegmentSizes:
-    """Returns the longest segment of text whose corrupted form fits `inputs_length` tokens.
+    """Returns the sizes of the longest segment whose corrupted form fits `inputs_length` tokens.
 
     Raises:
         UserError: `inputs_length` is too short for any text.
@@ -54,7 +54,7 @@ def segment_sizes(
     def sizes(length: int) -> SegmentSizes:
         return _corrupted_sizes(length, noise_density, mean_span_length)
 
-    # Longer text never takes fewer inputs. It may be very long where nearly all is taken out.
+    # The inputs grow with the text. Text can be very long if nearly all of it is corrupted.
     lengths = range(_SHORTEST_TEXT, _LONGEST_TEXT)
     num_fitting = bisect.bisect_right(lengths, inputs_length, key=lambda n: sizes(n).inputs)
     if not num_fitting:
@@ -78,13 +78,13 @@ def span_corruption(
 
     Args:
         dataset: documents without end tokens.
-        sequence_length: of "inputs" and "targets", end tokens included.
-        output_features: the vocabulary, which must be the same for both.
-        noise_density: share of the tokens that is taken out, in (0, 1).
-        mean_span_length: mean tokens of a span.
-        merge_documents: as in T5, documents follow each other without a mark and are cut into
-            segments of one length, so that nothing is padding. Otherwise a segment ends with its
-            document, and packing may put several into one row.
+        sequence_length: lengths of "inputs" and "targets", including end tokens.
+        output_features: the features, which must have the same vocabulary.
+        noise_density: fraction of the tokens to corrupt, in (0, 1).
+        mean_span_length: mean length of a corrupted span in tokens.
+        merge_documents: as in T5, concatenates documents without a separator and cuts them into
+            segments of equal length, so there is no padding. Otherwise a segment ends with its
+            document, and packing may put several in one row.
 
     Raises:
         UserError: targets do not fit `sequence_length`, or there are too few sentinels.
@@ -113,7 +113,7 @@ def span_corruption(
 
 
 def check_lengths_given(sequence_length: Mapping[str, int] | None) -> None:
-    """Raises `UserError` where nobody says how long the segments are that text is cut into."""
+    """Raises `UserError` if the length of segments is not given."""
     if sequence_length is None or not {"inputs", "targets"} <= set(sequence_length):
         raise errors.UserError(
             f"sequence_length={sequence_length} lacks the lengths of text; give both, such as "
@@ -132,7 +132,7 @@ def corrupt(
 ) -> dict[str, tf.Tensor]:
     """Returns "inputs" and "targets" of one segment, without end tokens; `seed` holds two ints.
 
-    Sentinels count down from `first_sentinel`, unless `sentinel_ids` names each in its order.
+    Sentinels count down from `first_sentinel`, unless `sentinel_ids` lists them in order.
     """
     sentinel = functools.partial(_sentinel_id, first=first_sentinel, ids=sentinel_ids)
     seeds = tf.unstack(tf.random.split(seed, 6))
@@ -157,16 +157,16 @@ def random_spans(
     noise_density: float,
     mean_span_length: float,
 ) -> tf.Tensor:
-    """Returns a mask of `length` positions, true in the spans to take out; text comes first.
+    """Returns a mask of `length` positions, true in the spans to corrupt; it starts with text.
 
-    All masks with the prescribed numbers of tokens and spans are equally likely.
+    All masks with the required numbers of tokens and spans are equally likely.
     """
-    # A single token cannot be both text and noise: its mask is cut from that of two.
+    # One token cannot be both text and noise: its mask is truncated from a mask of two.
     padded = tf.maximum(length, 2)
-    num_noise = _rounded(tf.cast(padded, tf.float32) * noise_density)
+    num_noise = _round(tf.cast(padded, tf.float32) * noise_density)
     num_noise = tf.minimum(tf.maximum(num_noise, 1), padded - 1)
-    num_spans = tf.maximum(_rounded(tf.cast(num_noise, tf.float32) / mean_span_length), 1)
-    # Text stands before each span.
+    num_spans = tf.maximum(_round(tf.cast(num_noise, tf.float32) / mean_span_length), 1)
+    # Text precedes each span.
     num_spans = tf.minimum(num_spans, padded - num_noise)
     noise_lengths = _random_parts(num_noise, num_spans, noise_seed)
     text_lengths = _random_parts(padded - num_noise, num_spans, text_seed)
@@ -183,7 +183,7 @@ def _random_parts(total: tf.Tensor, num_parts: tf.Tensor, seed: tf.Tensor) -> tf
 
 
 def _sentinel_id(numbers: tf.Tensor, *, first: int, ids: Sequence[int]) -> tf.Tensor:
-    """Returns the ids of sentinels that are counted from 0; -1, of which none is taken, is any."""
+    """Returns the ids of sentinels numbered from 0; the result for -1 is unused."""
     if not ids or tuple(ids) == tuple(range(first, first - len(ids), -1)):
         return first - numbers
     return tf.gather(tf.constant(ids, numbers.dtype), tf.clip_by_value(numbers, 0, len(ids) - 1))
@@ -204,9 +204,9 @@ def _sentinel_per_span(
 def split_documents(
     dataset: tf.data.Dataset, segment_length: int, *, merge_documents: bool
 ) -> tf.data.Dataset:
-    """Cuts documents, token ids under "targets", into segments; only the last of each is shorter.
+    """Splits documents, token ids under "targets", into segments; only the last may be shorter.
 
-    With `merge_documents` all of them together are one text.
+    With `merge_documents`, all documents are concatenated first.
     """
     documents = dataset.map(lambda example: example["targets"])
     if merge_documents:
@@ -217,7 +217,7 @@ def split_documents(
 
 
 def _corrupted_sizes(length: int, noise_density: float, mean_span_length: float) -> SegmentSizes:
-    """The sizes that `random_spans` gives, with the same rounding in float32."""
+    """Returns the sizes that `random_spans` produces, with the same rounding in float32."""
     num_noise = int(np.round(np.float32(length) * np.float32(noise_density)))
     num_noise = min(max(num_noise, 1), length - 1)
     num_spans = max(int(np.round(np.float32(num_noise) / np.float32(mean_span_length))), 1)
@@ -251,5 +251,5 @@ def _check_fit(
     errors.raise_all(faults, where="span corruption")
 
 
-def _rounded(x: tf.Tensor) -> tf.Tensor:
+def _round(x: tf.Tensor) -> tf.Tensor:
     return tf.cast(tf.round(x), tf.int32)

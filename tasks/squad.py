@@ -1,6 +1,6 @@
-"""SQuAD v1.1, extractive question answering, as text-to-text in the form that T5 gives it.
+"""SQuAD v1.1, extractive question answering, as text-to-text in T5's form.
 
-Rajpurkar et al. 2016 (arXiv 1606.05250). Importing this registers the data set of TFDS with seqio.
+Rajpurkar et al. 2016 (arXiv 1606.05250). Importing this registers the TFDS data set with seqio.
 """
 
 import functools
@@ -31,16 +31,16 @@ def squad(
     """Returns SQuAD from TFDS, or from local .jsonl files with "context", "question", "answers".
 
     Args:
-        path: a folder, whose files are the splits of their names; a file or a glob, which is
-            "train"; or these by split. "answers" is a text or a list; the first is trained on,
-            and metrics count the best. None reads TFDS.
-        vocabulary: None takes bytes for files, and for TFDS T5's own, which is downloaded.
-        data_dir: where TFDS has the prepared data; None is its default, `~/tensorflow_datasets`.
-        invalid_utf8: of local files, as of `classification.text_classification`.
-        name: of the task; it is registered under the same, if at all.
+        path: a folder whose files are named after splits; a file or glob, which is "train"; or a
+            mapping from splits to these. "answers" is a text or a list: training uses the first,
+            metrics the best match. None reads TFDS.
+        vocabulary: None means bytes for files, and T5's vocabulary (downloaded) for TFDS.
+        data_dir: folder of prepared TFDS data; None means TFDS's `~/tensorflow_datasets`.
+        invalid_utf8: for local files, as in `classification.text_classification`.
+        name: name of the task; use the same one if you register it.
 
     Raises:
-        UserError: a path without files.
+        UserError: `path` has no files.
     """
     if path is None:
         source = PreparedTfdsSource(TFDS_NAME, data_dir)
@@ -51,7 +51,7 @@ def squad(
         vocabulary = vocabulary or vocabularies.characters()
         steps = []
     feature = seqio.Feature(vocabulary=vocabulary, add_eos=True)
-    # The question comes first, so that it stays when a long context is cut.
+    # The question comes first, so that truncation of a long context keeps it.
     written = task_format.of_template(
         name,
         "question: {question} context: {context}",
@@ -74,7 +74,7 @@ def squad(
 
 
 def _answers_of_row(row: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    """Returns "targets" (the first answer) and "answers", written as inputs are."""
+    """Returns "targets" (the first answer) and "answers", formatted like inputs."""
     answers = task_format.space_punctuation(row["answers"], tf.strings.regex_replace)
     return {"targets": answers[0], "answers": answers}
 

@@ -1,12 +1,12 @@
-"""Tasks made by code, to study how far and how deep a model sees: ListOps, gaps, pointers.
+"""Synthetic tasks that test how far and how deep a model sees: ListOps, gaps, pointers.
 
-Every example follows from the seed, its split and its number alone, so that all hosts and all runs
-have the same ones, and nothing is stored. Importing this registers each with its defaults.
+An example is determined by the seed, its split and its number, so all hosts and runs have the same
+ones, and nothing is stored. Importing this registers each task with its defaults.
 
-The gap tasks are read as bytes, one token a symbol, so that gaps are counted in tokens. An
-encoder-decoder can bridge the gap of `gap_copy`, `gap_reverse` and `associative_recall` by
-attention between decoder and encoder; that of `lookback` only by what mixes the positions of the
-encoder. `pointer_hops` asks for depth: pointers followed one after another, within one answer.
+The gap tasks use byte tokens, one per symbol, so gaps are counted in tokens. An encoder-decoder can
+bridge the gap of `gap_copy`, `gap_reverse` and `associative_recall` by encoder-decoder attention;
+that of `lookback` only by the mixing in the encoder. `pointer_hops` tests depth: it follows several
+pointers for a single answer.
 """
 
 import functools
@@ -39,7 +39,7 @@ _OPERATORS: dict[str, Callable[[list[int]], int]] = {
 
 
 class Pair(NamedTuple):
-    """Text of one example."""
+    """The texts of one example."""
 
     inputs: str
     targets: str
@@ -49,13 +49,13 @@ Generator = Callable[[np.random.Generator], Pair]
 
 
 class GeneratedSource(ItemSource):
-    """Examples that a function makes from random numbers, under the names of `fields`.
+    """Examples that a function generates from random numbers, under the names of `fields`.
 
     Args:
-        generate: from a source of randomness to the texts of an example.
-        num_train: examples of "train"; they repeat in each epoch.
-        num_eval: examples of "validation" and of "test".
-        seed: of everything.
+        generate: from a random generator to the texts of an example.
+        num_train: number of examples in "train"; they repeat in each epoch.
+        num_eval: number of examples in "validation" and in "test".
+        seed: random seed.
         fields: names of the two texts.
     """
 
@@ -113,26 +113,26 @@ def listops(
     rank: bool = False,
     name: str = "listops",
 ) -> seqio.Task:
-    """Returns nested operations on lists of digits: `[MAX 1 5 [MIN 9 2 5 ] ]` is 5.
+    """Returns ListOps, nested operations on lists of digits: `[MAX 1 5 [MIN 9 2 5 ] ]` is 5.
 
-    Nangia and Bowman 2018 (arXiv 1804.06028), with trees as they draw them: each argument is an
-    operation with probability 1/4. Long Range Arena takes max_depth=10, max_arguments=10,
+    Nangia and Bowman 2018 (arXiv 1804.06028), with their distribution of trees: each argument is an
+    operation with probability 1/4. Long Range Arena uses max_depth=10, max_arguments=10,
     min_length=500 and max_length=2000.
 
     Args:
-        vocabulary: None takes bytes.
-        max_depth: operations inside each other, at least 1.
-        max_arguments: of an operation, at least 2.
-        min_length: operators, digits and closing brackets at least.
-        max_length: at most.
-        num_train: examples of "train".
-        num_eval: examples of "validation" and of "test".
-        seed: of the examples.
+        vocabulary: None means bytes.
+        max_depth: maximum nesting of operations, at least 1.
+        max_arguments: maximum arguments of an operation, at least 2.
+        min_length: minimum number of operators, digits and closing brackets.
+        max_length: maximum number of them.
+        num_train: number of examples in "train".
+        num_eval: number of examples in "validation" and in "test".
+        seed: random seed of the examples.
         rank: see `classification.classification_task`.
-        name: of the task; it is registered under the same, if at all.
+        name: name of the task; use the same one if you register it.
 
     Raises:
-        UserError: a value out of range, or lengths that trees of this kind hardly ever have.
+        UserError: a value is out of range, or trees of this kind hardly ever have these lengths.
     """
     faults = _seed_faults(seed)
     if max_depth < 1:
@@ -171,22 +171,22 @@ def gap_copy(
     end_token: bool = True,
     name: str = "gap_copy",
 ) -> seqio.Task:
-    """Returns copying: `kdus....=` is `kdus`.
+    """Returns a copying task: the target of `kdus....=` is `kdus`.
 
     Args:
-        gap: filler tokens between the symbols and the mark that asks for them.
-        num_symbols: letters to copy.
-        num_train: examples of "train".
-        num_eval: examples of "validation" and of "test".
-        seed: of the examples.
-        end_token: whether targets end in one. Without it an accuracy counts symbols alone, and a
-            model so trained does not learn to stop.
-        name: of the task; it is registered under the same, if at all.
+        gap: number of filler tokens between the symbols and the query mark.
+        num_symbols: number of letters to copy.
+        num_train: number of examples in "train".
+        num_eval: number of examples in "validation" and in "test".
+        seed: random seed of the examples.
+        end_token: whether targets end with the end token. Without it, accuracy counts only symbols,
+            but the model does not learn to stop.
+        name: name of the task; use the same one if you register it.
 
     Raises:
         UserError: a value out of range.
     """
-    generate = functools.partial(_copied, gap=gap, num_symbols=num_symbols, step=1)
+    generate = functools.partial(_copy, gap=gap, num_symbols=num_symbols, step=1)
     source = GeneratedSource(generate, num_train=num_train, num_eval=num_eval, seed=seed)
     return _gap_task(
         name, source, {"gap": (gap, 0), "num_symbols": (num_symbols, 1)}, end_token=end_token
@@ -203,8 +203,8 @@ def gap_reverse(
     end_token: bool = True,
     name: str = "gap_reverse",
 ) -> seqio.Task:
-    """Returns copying backwards: `kdus....=` is `sudk`. Arguments are those of `gap_copy`."""
-    generate = functools.partial(_copied, gap=gap, num_symbols=num_symbols, step=-1)
+    """Returns a reversal task: the target of `kdus....=` is `sudk`. Arguments as in `gap_copy`."""
+    generate = functools.partial(_copy, gap=gap, num_symbols=num_symbols, step=-1)
     source = GeneratedSource(generate, num_train=num_train, num_eval=num_eval, seed=seed)
     return _gap_task(
         name, source, {"gap": (gap, 0), "num_symbols": (num_symbols, 1)}, end_token=end_token
@@ -223,22 +223,22 @@ def associative_recall(
     end_token: bool = True,
     name: str = "associative_recall",
 ) -> seqio.Task:
-    """Returns recalling what stood beside a key: `a3k7b1....?k` is `7`.
+    """Returns a task that recalls the value of a key: the target of `a3k7b1....?k` is `7`.
 
     Args:
-        gap: filler tokens between the last pair and the mark that asks for some of them.
-        num_pairs: pairs of a letter, different in each, and a digit; at most 26.
-        num_queries: different keys that are asked for, at most `num_pairs`; their values follow
+        gap: number of filler tokens between the last pair and the query mark.
+        num_pairs: pairs of a distinct letter and a digit; at most 26.
+        num_queries: number of distinct keys in the query, at most `num_pairs`; their values follow
             in the same order.
-        repeat_keys: whether the answer names each key before its value: `a3k7b1....?kb` is
-            `k7b1`. The decoder then needs one look to find a value, where without it needs two,
-            for the key and for the value, which small models take very long to learn.
-        num_train: examples of "train".
-        num_eval: examples of "validation" and of "test".
-        seed: of the examples.
-        end_token: whether targets end in one. Without it an accuracy counts symbols alone, and a
-            model so trained does not learn to stop.
-        name: of the task; it is registered under the same, if at all.
+        repeat_keys: whether the target names each key before its value: `a3k7b1....?kb` gives
+            `k7b1`. The decoder then attends once to find a value; otherwise twice, to the key and
+            to the value, which small models take very long to learn.
+        num_train: number of examples in "train".
+        num_eval: number of examples in "validation" and in "test".
+        seed: random seed of the examples.
+        end_token: whether targets end with the end token. Without it, accuracy counts only symbols,
+            but the model does not learn to stop.
+        name: name of the task; use the same one if you register it.
 
     Raises:
         UserError: a value out of range.
@@ -249,7 +249,7 @@ def associative_recall(
         "num_queries": (num_queries, 1, num_pairs),
     }
     generate = functools.partial(
-        _recalled, gap=gap, num_pairs=num_pairs, num_queries=num_queries, repeat_keys=repeat_keys
+        _recall, gap=gap, num_pairs=num_pairs, num_queries=num_queries, repeat_keys=repeat_keys
     )
     source = GeneratedSource(generate, num_train=num_train, num_eval=num_eval, seed=seed)
     return _gap_task(name, source, ranges, end_token=end_token)
@@ -265,26 +265,26 @@ def lookback(
     end_token: bool = True,
     name: str = "lookback",
 ) -> seqio.Task:
-    """Returns finding what stood `gap` tokens before a mark: with 3, `kdusx?vq` is `u`.
+    """Returns a task that finds the token `gap` before a mark: with 3, `kdusx?vq` gives `u`.
 
-    The mark is in a random place, so that neither content nor place tells the decoder where to
+    The mark is at a random position, so neither content nor position tells the decoder where to
     look: the encoder must see that far.
 
     Args:
-        gap: tokens from the wanted letter to the mark, at least 1.
-        num_symbols: letters, the mark not counted, at least `gap`; None takes twice `gap`.
-        num_train: examples of "train".
-        num_eval: examples of "validation" and of "test".
-        seed: of the examples.
-        end_token: whether targets end in one. Without it an accuracy counts symbols alone, and a
-            model so trained does not learn to stop.
-        name: of the task; it is registered under the same, if at all.
+        gap: number of tokens from the wanted letter to the mark, at least 1.
+        num_symbols: number of letters without the mark, at least `gap`; None means twice `gap`.
+        num_train: number of examples in "train".
+        num_eval: number of examples in "validation" and in "test".
+        seed: random seed of the examples.
+        end_token: whether targets end with the end token. Without it, accuracy counts only symbols,
+            but the model does not learn to stop.
+        name: name of the task; use the same one if you register it.
 
     Raises:
         UserError: a value out of range.
     """
     num_symbols = 2 * gap if num_symbols is None else num_symbols
-    generate = functools.partial(_looked_back, gap=gap, num_symbols=num_symbols)
+    generate = functools.partial(_look_back, gap=gap, num_symbols=num_symbols)
     source = GeneratedSource(generate, num_train=num_train, num_eval=num_eval, seed=seed)
     return _gap_task(
         name,
@@ -304,22 +304,21 @@ def pointer_hops(
     end_token: bool = True,
     name: str = "pointer_hops",
 ) -> seqio.Task:
-    """Returns following pointers: with 2 hops, `bdaccbda?a` is `b`.
+    """Returns a task that follows pointers: with 2 hops, `bdaccbda?a` gives `b`.
 
-    Each pair is a pointer from its first letter to its second; the pointers form one cycle and
-    stand in random order. The answer is the letter after `hops` of them: no step is written down,
-    so that each hop takes depth (as Depo of arXiv 2512.17351, which repeats the question).
+    Each pair points from its first letter to its second. The pointers form one cycle, in random
+    order. The target is the letter after `hops` pointers. Intermediate steps are not written, so
+    each hop takes depth (like Depo of arXiv 2512.17351, which repeats the question).
 
     Args:
-        hops: pointers to follow, at least 1 and less than `num_pointers`: no answer is the letter
-            that is asked for.
-        num_pointers: letters, at least 2 and at most 26.
-        num_train: examples of "train".
-        num_eval: examples of "validation" and of "test".
-        seed: of the examples.
-        end_token: whether targets end in one. Without it an accuracy counts symbols alone, and a
-            model so trained does not learn to stop.
-        name: of the task; it is registered under the same, if at all.
+        hops: number of pointers to follow, at least 1 and less than `num_pointers`, so that the
+            target is never the queried letter.
+        num_pointers: number of letters, at least 2 and at most 26.
+        num_eval: number of examples in "validation" and in "test".
+        seed: random seed of the examples.
+        end_token: whether targets end with the end token. Without it, accuracy counts only symbols,
+            but the model does not learn to stop.
+        name: name of the task; use the same one if you register it.
 
     Raises:
         UserError: a value out of range.
@@ -328,7 +327,7 @@ def pointer_hops(
         "num_pointers": (num_pointers, 2, len(string.ascii_lowercase)),
         "hops": (hops, 1, num_pointers - 1),
     }
-    generate = functools.partial(_followed, hops=hops, num_pointers=num_pointers)
+    generate = functools.partial(_follow, hops=hops, num_pointers=num_pointers)
     source = GeneratedSource(generate, num_train=num_train, num_eval=num_eval, seed=seed)
     return _gap_task(name, source, ranges, end_token=end_token)
 
@@ -341,10 +340,10 @@ def check_lengths(
     task: str,
     needed: Mapping[str, int],
 ) -> tf.data.Dataset:
-    """Returns the dataset as it is.
+    """Returns the dataset unchanged.
 
     Raises:
-        UserError: `sequence_length` would cut what all examples need, the end token included.
+        UserError: `sequence_length` is shorter than all examples need, including the end token.
     """
     errors.raise_all(
         [
@@ -365,7 +364,7 @@ def _gap_task(
     *,
     end_token: bool,
 ) -> seqio.Task:
-    """A task read as bytes; `ranges` holds the value, least and greatest of each setting."""
+    """Returns a task with byte tokens; `ranges` has value, minimum and maximum of each setting."""
     faults = []
     for setting, (value, least, *greatest) in ranges.items():
         if value < least or (greatest and value > greatest[0]):
@@ -400,29 +399,29 @@ def _letters(random: np.random.Generator, num: int) -> str:
     return "".join(random.choice(list(string.ascii_lowercase), num))
 
 
-def _copied(random: np.random.Generator, *, gap: int, num_symbols: int, step: int) -> Pair:
+def _copy(random: np.random.Generator, *, gap: int, num_symbols: int, step: int) -> Pair:
     symbols = _letters(random, num_symbols)
     return Pair(symbols + FILLER * gap + COPY_MARK, symbols[::step])
 
 
-def _recalled(
+def _recall(
     random: np.random.Generator, *, gap: int, num_pairs: int, num_queries: int, repeat_keys: bool
 ) -> Pair:
     keys = random.permutation(list(string.ascii_lowercase))[:num_pairs]
     values = random.choice(list(string.digits), num_pairs)
-    # One number for one query, so that the examples of the usual form stay what they were.
-    wanted = (
+    # One scalar draw for a single query, which keeps the examples of earlier versions.
+    queried = (
         [random.integers(num_pairs)]
         if num_queries == 1
         else random.permutation(num_pairs)[:num_queries]
     )
     pairs = [key + value for key, value in zip(keys, values, strict=True)]
-    queries = "".join(keys[i] for i in wanted)
-    answer = "".join(pairs[i] if repeat_keys else values[i] for i in wanted)
+    queries = "".join(keys[i] for i in queried)
+    answer = "".join(pairs[i] if repeat_keys else values[i] for i in queried)
     return Pair("".join(pairs) + FILLER * gap + QUERY_MARK + queries, answer)
 
 
-def _followed(random: np.random.Generator, *, hops: int, num_pointers: int) -> Pair:
+def _follow(random: np.random.Generator, *, hops: int, num_pointers: int) -> Pair:
     cycle = random.permutation(list(string.ascii_lowercase))[:num_pointers]
     pointers = [a + b for a, b in zip(cycle, np.roll(cycle, -1), strict=True)]
     start = random.integers(num_pointers)
@@ -430,7 +429,7 @@ def _followed(random: np.random.Generator, *, hops: int, num_pointers: int) -> P
     return Pair(listed + QUERY_MARK + cycle[start], cycle[(start + hops) % num_pointers])
 
 
-def _looked_back(random: np.random.Generator, *, gap: int, num_symbols: int) -> Pair:
+def _look_back(random: np.random.Generator, *, gap: int, num_symbols: int) -> Pair:
     symbols = _letters(random, num_symbols)
     mark = random.integers(gap, num_symbols + 1)
     return Pair(symbols[:mark] + QUERY_MARK + symbols[mark:], symbols[mark - gap])
@@ -454,7 +453,7 @@ def _list_operation(
 def _operation(
     random: np.random.Generator, words: list[str], depth: int, max_arguments: int, max_length: int
 ) -> int | None:
-    """Appends the words of an operation and returns its value; None where it becomes too long."""
+    """Appends the words of an operation and returns its value, or None if it gets too long."""
     operator = list(_OPERATORS)[random.integers(len(_OPERATORS))]
     words.append(operator)
     values = []

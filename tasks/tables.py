@@ -1,7 +1,7 @@
-"""Rows of local JSONL, TSV and CSV files as a seqio source; faults are named by file and line.
+"""Rows of local JSONL, TSV and CSV files as a seqio source; errors name file and line.
 
-The rows are held in memory, in the order of the files, so that any host reads any of them and each
-epoch has an order of its own.
+The rows are held in memory in the order of the files, so that any host can read any row, and each
+epoch is shuffled anew.
 """
 
 import csv
@@ -31,18 +31,18 @@ _SPLIT_NAMES = {
     **dict.fromkeys(("dev", "valid", "val", "dev_matched", "validation_matched"), "validation"),
     "dev_mismatched": "validation_mismatched",
 }
-"""Of files; MultiNLI's two halves of what is held out are called as TFDS calls them."""
+"""Splits by file name; MultiNLI's two validation sets are named as in TFDS."""
 
 
 class Layout(NamedTuple):
     """How published files differ from what a task reads.
 
     Attributes:
-        columns: fields of .tsv and .csv files without a header line. A first line that holds
-            nothing but these names is one all the same.
-        aliases: for a field, what it is called in other files; the first that is there counts.
-        skips_malformed: leaves out lines with another number of columns, and says how many, as
-            other readers of such files do.
+        columns: fields of .tsv and .csv files without a header line. If the first line consists of
+            exactly these names, it is a header all the same.
+        aliases: other names of a field; the first one present is used.
+        skips_malformed: skips lines with a wrong number of columns, and reports how many, like
+            other readers of such files.
     """
 
     columns: Sequence[str] | None = None
@@ -55,8 +55,8 @@ class Row:
     """One row of a file.
 
     Attributes:
-        file, line: where it stands; lines are counted from 1.
-        values: what stands under each field.
+        file, line: its location; lines are counted from 1.
+        values: the value of each field.
     """
 
     file: str
@@ -64,10 +64,10 @@ class Row:
     values: Mapping[str, Any]
 
     def value(self, field: str) -> Any:
-        """Returns what stands under a field.
+        """Returns the value of a field.
 
         Raises:
-            UserError: there is no such field, nothing in it, or something that UTF-8 lacks.
+            UserError: the field is missing or empty, or cannot be encoded in UTF-8.
         """
         if field not in self.values:
             raise self.error(
@@ -86,10 +86,10 @@ class Row:
         return value
 
     def text(self, field: str) -> str:
-        """Returns what stands under a field as text, as it is in the file.
+        """Returns the text of a field, unchanged.
 
         Raises:
-            UserError: there is no such field, nothing in it, or no text.
+            UserError: the field is missing, empty or not text.
         """
         value = self.value(field)
         if not isinstance(value, str | int | float):
@@ -97,7 +97,7 @@ class Row:
         return str(value)
 
     def stripped(self, field: str) -> str:
-        """Returns what stands under a field as a name or number, without blanks around it.
+        """Returns a name or number in a field, without surrounding spaces.
 
         Raises:
             UserError: as `text`.
@@ -105,17 +105,17 @@ class Row:
         return self.text(field).strip()
 
     def renamed(self, aliases: Mapping[str, Sequence[str]]) -> "Row":
-        """Returns the row with fields that it lacks taken from others; see `Layout`."""
-        found = {
+        """Returns the row with missing fields taken from their aliases; see `Layout`."""
+        aliased = {
             field: next((name for name in names if name in self.values), None)
             for field, names in aliases.items()
             if field not in self.values
         }
-        more = {field: self.values[name] for field, name in found.items() if name is not None}
+        more = {field: self.values[name] for field, name in aliased.items() if name is not None}
         return dataclasses.replace(self, values={**self.values, **more}) if more else self
 
     def error(self, fault: str) -> errors.UserError:
-        """Returns an error that says where the fault is."""
+        """Returns an error that names the location of the row."""
         return errors.UserError(f"file {self.file!r}, line {self.line} {fault}")
 
 
@@ -123,12 +123,12 @@ def find_splits(path: Path) -> dict[str, list[str]]:
     """Returns the files of each split.
 
     Args:
-        path: a folder, whose files, and folders of files, are the splits of their names, where
-            "dev" and "valid" mean "validation"; or a file, a glob or several, which are "train"; or
-            all of these by split.
+        path: a folder, whose files, and folders of files, are named after splits ("dev" and "valid"
+            mean "validation"); or a file, a glob or several, which are "train"; or a mapping from
+            splits to these.
 
     Raises:
-        UserError: no file is there, or one both compressed and not.
+        UserError: there is no file, or one is both compressed and uncompressed.
     """
     if isinstance(path, Mapping):
         if not path:
@@ -145,7 +145,7 @@ def find_splits(path: Path) -> dict[str, list[str]]:
 def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[str]]:
     splits: dict[str, list[str]] = {}
     contents: dict[str, str] = {}
-    # A name with a dot in front is no data, such as what macOS writes beside a file.
+    # Names that begin with a dot are not data, such as metadata files of macOS.
     files = [
         file.relative_to(folder)
         for file in sorted(folder.rglob("*"))
@@ -154,7 +154,7 @@ def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[str]]:
     for file in files:
         if any(part.startswith(".") for part in file.parts):
             continue
-        other = contents.setdefault(local_files.uncompressed(str(file)), str(file))
+        other = contents.setdefault(local_files.without_compression(str(file)), str(file))
         if other != str(file):
             raise errors.UserError(
                 f"path={str(folder)!r} holds {other} and {file}, which are the same rows by their "
@@ -178,14 +178,14 @@ def read_rows(
     invalid_utf8: local_files.InvalidUtf8 = "refuse",
     tally: local_files.Tally | None = None,
 ) -> Iterator[Row]:
-    """Yields the rows of a file; empty lines are none.
+    """Yields the rows of a file, skipping empty lines.
 
     Args:
-        file: .jsonl, .tsv or .csv, and .gz, .xz or .bz2 after that.
-        columns: fields of .tsv and .csv files without a header line; None takes those of layout.
+        file: a .jsonl, .tsv or .csv file, optionally compressed: .gz, .xz or .bz2.
+        columns: fields of .tsv and .csv files without a header line; None means those of layout.
         layout: how the file differs from what is read.
-        invalid_utf8: what becomes of rows with bytes that are no UTF-8, as in `TextFiles`.
-        tally: counts what is met.
+        invalid_utf8: what to do with rows that are not UTF-8, as in `TextFiles`.
+        tally: counts what is read.
 
     Raises:
         UserError: the file cannot be read, or a line is malformed.
@@ -203,15 +203,15 @@ def read_rows(
     before = tally.documents
 
     def readable(text: str, line: int) -> str | None:
-        return local_files.readable(text, file, line, invalid_utf8, tally)
+        return local_files.handle_invalid(text, file, line, invalid_utf8, tally)
 
-    with local_files.explained(file), local_files.open_bytes(file) as raw:
+    with local_files.explain_errors(file), local_files.open_bytes(file) as raw:
         lines = local_files.text_lines(raw)
         if suffix == ".jsonl":
             rows = _json_rows(file, lines, readable)
         else:
             cells = _csv_cells(file, lines) if suffix == ".csv" else _tsv_cells(lines)
-            rows = _table_rows(file, _readable_cells(cells, readable), layout)
+            rows = _table_rows(file, _handle_invalid_cells(cells, readable), layout)
         for row in rows:
             tally.documents += 1
             yield row.renamed(layout.aliases)
@@ -224,11 +224,11 @@ class TableSource(ItemSource):
 
     Args:
         path: see `find_splits`.
-        parse: from a row to an example of strings and lists of strings; None leaves the row out.
+        parse: converts a row to an example of strings and lists of strings; None skips the row.
         columns: see `read_rows`.
         layout: see `read_rows`.
-        validation_fraction: of the rows of "train" that become "validation" where there are no
-            files for it, in [0, 0.5]: every n-th, where n is 1 / validation_fraction rounded.
+        validation_fraction: fraction of the "train" rows held out if there are no files for
+            "validation", in [0, 0.5]: every n-th row, where n is 1 / validation_fraction rounded.
         invalid_utf8: see `read_rows`.
     """
 
@@ -262,7 +262,7 @@ class TableSource(ItemSource):
         super().__init__(splits)
 
     def fingerprint(self) -> str:
-        """Returns what identifies the rows, to be compared when a run goes on."""
+        """Returns an identifier of the rows, compared when a run resumes."""
         files = [(s, [local_files.contents(f) for f in fs]) for s, fs in self._files.items()]
         about = [files, self._columns, self._holdout_every]
         if self._invalid_utf8 != "refuse":
@@ -277,7 +277,7 @@ class TableSource(ItemSource):
         return {name: values[item] for name, values in self._table(split).items()}
 
     def tally(self, split: str) -> local_files.Tally:
-        """Returns what was met when the files of a split were read, which are read if need be."""
+        """Returns the counts of reading a split, which is read if needed."""
         self._table(split)
         return self._tallies[split]
 
@@ -285,22 +285,22 @@ class TableSource(ItemSource):
         """Reads the first rows of each file.
 
         Raises:
-            UserError: one of them lacks a field, or is otherwise wrong; or no file has a row.
+            UserError: a row lacks a field or is otherwise invalid, or no file has a row.
         """
         for split, files in self._files.items():
-            found = 0
+            num_found = 0
             for file in files:
                 rows = read_rows(
                     file, self._columns, layout=self._layout, invalid_utf8=self._invalid_utf8
                 )
                 for row in itertools.islice(rows, num_rows):
                     self._parse(row)
-                    found += 1
-            if not found:
+                    num_found += 1
+            if not num_found:
                 raise errors.UserError(f"split={split!r} has no row: {files} were read.")
 
     def _table(self, split: str) -> dict[str, Any]:
-        """Returns the examples of a split, one tensor a field; files are read once."""
+        """Returns the examples of a split, one tensor per field; files are read once."""
         if split not in self.splits:
             raise errors.UserError(
                 f"split={split!r} is none of {sorted(self.splits)}, the splits of these files."
@@ -338,7 +338,7 @@ def _suffix(file: str) -> str | None:
 
 
 _Readable = Callable[[str, int], str | None]
-"""A text and its line, as `local_files.readable` gives it back."""
+"""Applies `local_files.handle_invalid` to a text and its line number."""
 
 
 def _json_rows(file: str, lines: Iterator[str], readable: _Readable) -> Iterator[Row]:
@@ -378,17 +378,17 @@ def _tsv_cells(lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
         yield number, line.split("\t") if line else []
 
 
-def _readable_cells(
+def _handle_invalid_cells(
     cells: Iterator[tuple[int, list[str]]], readable: _Readable
 ) -> Iterator[tuple[int, list[str]]]:
-    """Yields rows, of which one with bytes that are no UTF-8 may be replaced or left out."""
+    """Yields rows; those that are not UTF-8 may be replaced or skipped."""
     for number, values in cells:
         joined = "".join(values)
         whole = readable(joined, number)
         if whole == joined:
             yield number, values
         elif whole is not None:
-            yield number, [local_files.replaced(value) for value in values]
+            yield number, [local_files.replace_invalid(value) for value in values]
 
 
 def _table_rows(file: str, cells: Iterator[tuple[int, list[str]]], layout: Layout) -> Iterator[Row]:

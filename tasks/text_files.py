@@ -1,8 +1,8 @@
 """Local text in any common form, as documents.
 
 Files are read once and stored as shuffled TFRecord files in a cache folder, because tf.data can
-neither read .xz and JSON lines nor deal documents to hosts or epochs in a new order. The folder
-is `$XDG_CACHE_HOME/convt5/text`; it is safe to delete, and renewed when a file changes.
+neither read .xz and JSON lines nor distribute documents to hosts and epochs in a new order. The
+folder is `$XDG_CACHE_HOME/convt5/text`; it can be deleted, and is renewed when a file changes.
 """
 
 import dataclasses
@@ -39,19 +39,18 @@ _FEW_BYTES = 2**22
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextFiles:
-    """Files of text and how documents stand in them.
+    """Files of text, and how they are divided into documents.
 
     Attributes:
         path: a path, glob or folder, or several; `**` matches folders of any depth.
         separator: "line": each line is a document. "blank_line": blank lines separate documents.
-            "auto": "blank_line" where a blank line stands inside the first file with text, else
-            "line".
-            Without meaning for files of JSON lines: .jsonl, .ndjson and .json.
-        text_key: what holds the text of a line of JSON.
-        holdout_every: every n-th document goes to "validation" rather than "train"; None keeps
-            all in "train".
-        invalid_utf8: what becomes of bytes that are no UTF-8: "refuse" ends with the file and line,
-            "replace" puts U+FFFD in their place, "skip" leaves out the document that holds them.
+            "auto": "blank_line" if there is a blank line inside the first file with text, else
+            "line". Not used for JSON lines: .jsonl, .ndjson and .json.
+        text_key: the key of the text in a line of JSON.
+        holdout_every: every n-th document goes to "validation" instead of "train"; None keeps all
+            in "train".
+        invalid_utf8: what to do with text that is not UTF-8: "refuse" raises an error that names
+            file and line, "replace" inserts U+FFFD, "skip" skips the document.
     """
 
     path: local_files.Paths
@@ -72,7 +71,7 @@ class TextFiles:
         """Returns the files, in order.
 
         Raises:
-            UserError: a path that matches no file.
+            UserError: a path matches no file.
         """
         names = local_files.find(self.path)
         if not names:
@@ -80,14 +79,14 @@ class TextFiles:
         return names
 
     def fingerprint(self) -> str:
-        """Returns a name of these documents, the same for copies of the files elsewhere."""
+        """Returns an identifier of these documents, equal for copies of the files elsewhere."""
         return self._name(1, [local_files.contents(name) for name in self.matches()])
 
     def stored(self) -> dict[str, list[str]]:
-        """Returns the TFRecord files of each split, which are written when they do not exist.
+        """Returns the TFRecord files of each split; writes them if they do not exist.
 
         Raises:
-            UserError: the files hold no document, or something that is not text; or they cannot be
+            UserError: the files have no document, contain something that is not text, or cannot be
                 stored.
         """
         folder = self._folder()
@@ -105,7 +104,7 @@ class TextFiles:
         }
 
     def is_at_hand(self) -> bool:
-        """Returns whether the documents are stored, or of few bytes."""
+        """Returns whether the documents are stored, or small."""
         sizes = (local_files.identity(name)[1] for name in self.matches())
         return self._folder().exists() or sum(sizes) <= _FEW_BYTES
 
@@ -113,7 +112,7 @@ class TextFiles:
         """Reads the first documents of each file.
 
         Raises:
-            UserError: something in them is no text, or no file has a document.
+            UserError: they contain something that is not text, or no file has a document.
         """
         reader = self._reader()
         for name in self.matches():
@@ -122,19 +121,19 @@ class TextFiles:
         self._check_not_empty(reader.tally)
 
     def tally(self) -> local_files.Tally:
-        """Returns what was met when the files were stored, which they are where they were not."""
+        """Returns the counts of reading the files, which are stored if needed."""
         self.stored()
         return local_files.Tally(**json.loads((self._folder() / _TALLY_FILE).read_text()))
 
     def documents(self) -> Iterator[bytes]:
         """Yields the documents in the order of the files, as UTF-8.
 
-        They are what stands in the files, blanks and tabs at the start and end of lines included.
+        Whitespace at the ends of lines is kept.
         """
         return self._documents(self._reader())
 
     def _folder(self) -> pathlib.Path:
-        # Named by the dates of the files, so that no change of their bytes goes unseen.
+        # Named by the modification times of the files, so that any change is noticed.
         about = [local_files.identity(name) for name in self.matches()]
         return cache_folder() / self._name(_FORMAT, about)
 
@@ -164,7 +163,7 @@ class TextFiles:
             try:
                 unfinished.rename(folder)
             except OSError:
-                if not folder.exists():  # Else another process was faster with the same.
+                if not folder.exists():  # Otherwise another process has stored the same.
                     raise
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -193,13 +192,13 @@ class TextFiles:
 
 
 def cache_folder() -> pathlib.Path:
-    """Returns where text is stored, which `XDG_CACHE_HOME` moves."""
+    """Returns the folder of stored text, which `XDG_CACHE_HOME` changes."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return pathlib.Path(home) / "convt5" / "text"
 
 
 class _ShardWriter:
-    """Deals documents to files in random order, the same each time, in bounded memory."""
+    """Distributes documents to files in a fixed random order, with bounded memory."""
 
     def __init__(self, prefix: pathlib.Path):
         self._prefix = prefix
@@ -220,9 +219,9 @@ class _ShardWriter:
             writer.close()
 
     def _num_shards(self) -> int:
-        """Files to deal to hosts and to shuffle; opening many for little text takes long."""
-        wanted = 1 + self._waiting_bytes // _SHARD_BYTES
-        return min(wanted, _NUM_SHARDS, len(self._waiting))
+        """Returns the number of files: enough for hosts and shuffling, few for little text."""
+        enough = 1 + self._waiting_bytes // _SHARD_BYTES
+        return min(enough, _NUM_SHARDS, len(self._waiting))
 
     def _flush(self) -> None:
         if not self._writers:
@@ -236,11 +235,11 @@ class _ShardWriter:
 
 
 def _guess_separator(names: Sequence[str]) -> Separator:
-    """Guesses from the start of the first file of plain text that is not empty."""
+    """Guesses the separator from the start of the first plain text file that is not empty."""
     for name in names:
         if local_files.is_json_lines(name):
             continue
-        with local_files.explained(name), local_files.open_bytes(name) as file:
+        with local_files.explain_errors(name), local_files.open_bytes(name) as file:
             start = file.read(_SNIFFED_BYTES).strip()
         if start:
             has_blank = any(not line.strip() for line in io.BytesIO(start))
@@ -251,7 +250,7 @@ def _guess_separator(names: Sequence[str]) -> Separator:
 
 
 class _Reader:
-    """Reads documents of files, and counts what it meets."""
+    """Reads documents from files, and counts them."""
 
     def __init__(self, files: TextFiles, separator: Separator):
         self.tally = local_files.Tally()
@@ -261,7 +260,7 @@ class _Reader:
     def read(self, name: str) -> Iterator[str]:
         """Yields the documents of a file, none of them blank."""
         before = self.tally.documents
-        with local_files.explained(name), local_files.open_bytes(name) as file:
+        with local_files.explain_errors(name), local_files.open_bytes(name) as file:
             lines = self._lines(name, file)
             if local_files.is_json_lines(name):
                 documents = self._texts(name, lines)
@@ -278,10 +277,10 @@ class _Reader:
         self.tally.empty_files += self.tally.documents == before
 
     def _lines(self, name: str, file: Iterable[bytes]) -> Iterator[tuple[int, str | None]]:
-        """Yields lines with their numbers; None stands for one whose document is left out."""
+        """Yields lines with their numbers; None for a line whose document is skipped."""
         policy = self._files.invalid_utf8
         for number, line in enumerate(local_files.text_lines(file), start=1):
-            yield number, local_files.readable(line, name, number, policy, self.tally)
+            yield number, local_files.handle_invalid(line, name, number, policy, self.tally)
 
     def _texts(self, name: str, lines: Iterable[tuple[int, str | None]]) -> Iterator[str]:
         for number, line in lines:
@@ -290,7 +289,7 @@ class _Reader:
 
 
 def _paragraph_groups(lines: Iterable[str | None]) -> Iterator[str]:
-    """Yields the lines between blank ones; a group with None in it is left out."""
+    """Yields the lines between blank lines; skips groups that contain None."""
     group: list[str | None] = []
     size = 0
     for line in itertools.chain(lines, [""]):

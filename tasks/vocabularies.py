@@ -1,7 +1,7 @@
 """Vocabularies with T5's sentinels, checked when they are named rather than when text is read.
 
-Padding is id 0; `convt5.text.sentinels` knows which ids are sentinels. Gin files name
-`vocabularies.named`, `vocabularies.sentencepiece` and `vocabularies.characters`.
+Padding is id 0; `convt5.text.sentinels` knows the sentinel ids. Gin files use `vocabularies.named`,
+`vocabularies.sentencepiece` and `vocabularies.characters`.
 """
 
 import os
@@ -16,35 +16,34 @@ from convt5.text import sentinels, seqio_vocabularies, vocabulary_files
 
 DEFAULT_NUM_SENTINELS = sentinels.T5_SENTINELS
 T5_VOCABULARY = "gs://t5-data/vocabs/cc_all.32000/sentencepiece.model"
-"""Where T5 publishes its vocabulary of 32,000 pieces; reading it needs the network."""
+"""T5's published vocabulary of 32,000 pieces; reading it needs the network."""
 
 
 def named(source: str, num_sentinels: int = DEFAULT_NUM_SENTINELS) -> seqio.Vocabulary:
-    """Returns the vocabulary that a setting names.
+    """Returns the vocabulary named by a setting.
 
-    Where the settings of a run name one that is gone, it is the one that the run keeps.
+    If the settings of a run name one that is gone, this is the one saved with the run.
 
     Args:
-        source: a SentencePiece .model file; the folder of a model, which keeps its vocabulary; or
-            "bytes".
-        num_sentinels: of files and bytes; what a model keeps has its own.
+        source: a SentencePiece .model file; the folder of a model with its vocabulary; or "bytes".
+        num_sentinels: number of sentinels for files and bytes; saved vocabularies have their own.
 
     Raises:
-        UserError: what `sentencepiece` raises, or a folder that keeps none, or two.
+        UserError: as `sentencepiece`, or the folder has no vocabulary, or two.
     """
     if source == vocabulary_files.BYTES:
         return characters(num_sentinels)
     path = os.path.expanduser(source)
     is_file = source.endswith(".model") or os.path.isfile(path)
-    # A file is meant itself, also where it lies in the folder of a model.
-    found = None if is_file else vocabulary_files.load_features(source)
-    if found is not None:
-        if found.inputs is not found.targets:
+    # A file is used itself, even if it is in the folder of a model.
+    features = None if is_file else vocabulary_files.load_features(source)
+    if features is not None:
+        if features.inputs is not features.targets:
             raise errors.UserError(
                 f"the model in {source!r} has one vocabulary of inputs and another of targets; "
                 f"name the file of one of them in its folder {vocabulary_files.FOLDER!r}."
             )
-        return found.inputs
+        return features.inputs
     if not is_remote(path) and not os.path.isfile(path):
         if kept := vocabulary_files.kept_by_run():
             return kept
@@ -62,10 +61,10 @@ def sentencepiece(
 ) -> seqio.SentencePieceVocabulary:
     """Returns the SentencePiece model at `path` with sentinels after its last piece.
 
-    Where the settings of a run name a file that is gone, it is the one that the run keeps.
+    If the settings of a run name a file that is gone, this is the one saved with the run.
 
     Raises:
-        UserError: what `seqio_vocabularies.from_file` raises.
+        UserError: as `seqio_vocabularies.from_file`.
     """
     gone = not is_remote(path) and not os.path.isfile(os.path.expanduser(path))
     kept = vocabulary_files.kept_by_run() if gone else None
@@ -76,24 +75,24 @@ def characters(num_sentinels: int = DEFAULT_NUM_SENTINELS) -> seqio.ByteVocabula
     """Returns the vocabulary of the 256 bytes of UTF-8, which needs no file.
 
     With `num_sentinels=0` it is that of published byte-level T5s, whose sentinels are the last 100
-    bytes, from id 258 down.
+    ids, from 258 down.
 
     Raises:
-        UserError: fewer sentinels than none.
+        UserError: num_sentinels is negative.
     """
     return seqio_vocabularies.byte_level(num_sentinels)
 
 
 def published_t5() -> seqio.SentencePieceVocabulary:
-    """Returns T5's own vocabulary with 100 sentinels; it is downloaded when first used."""
+    """Returns T5's own vocabulary with 100 sentinels, which is downloaded when first used."""
     return seqio.SentencePieceVocabulary(T5_VOCABULARY, extra_ids=DEFAULT_NUM_SENTINELS)
 
 
 def token_bytes(vocabulary: seqio.Vocabulary) -> np.ndarray | None:
-    """Returns the UTF-8 bytes of text that each id stands for; None where that is not known.
+    """Returns the number of UTF-8 bytes of text of each id; None if unknown.
 
-    Special ids and sentinels stand for none, but for bytes that may be both. An unknown piece
-    counts as one byte, the least it can stand for, so that bits per byte are never flattered.
+    Special ids and sentinels count zero, except byte ids that serve as both. An unknown piece
+    counts as one byte, the minimum, so that bits per byte are never underestimated.
     """
     if isinstance(vocabulary, seqio.ByteVocabulary):
         sizes = np.zeros(vocabulary.vocab_size, np.int32)
@@ -110,13 +109,13 @@ def token_bytes(vocabulary: seqio.Vocabulary) -> np.ndarray | None:
 
 
 def has_unknown(vocabulary: seqio.Vocabulary, ids: Sequence[int]) -> bool:
-    """Returns whether ids stand for text that the vocabulary lacks, which nothing gives back."""
+    """Returns whether ids contain the unknown id, whose text cannot be restored."""
     unknown = unknown_id(vocabulary)
     return unknown is not None and unknown in ids
 
 
 def unknown_id(vocabulary: seqio.Vocabulary) -> int | None:
-    """Returns the id of text that the vocabulary lacks; None where it lacks none."""
+    """Returns the id of unknown text; None if the vocabulary can represent all text."""
     return vocabulary.unk_id if isinstance(vocabulary, seqio.SentencePieceVocabulary) else None
 
 

@@ -529,6 +529,6 @@ def test_the_larger_of_two_vocabularies_sets_what_ids_are_kept(tmp_path):
     # One vocabulary cannot stand for both, and the wrong one would be taken in silence.
     assert found.vocabulary is None
     with pytest.raises(errors.UserError, match="examples=1 needs a vocabulary"):
-        inspect_command.decoded_examples(found, 1)
+        inspect_command.decode_examples(found, 1)
     batch = next(found.build(process_index=0, process_count=1))
     np.testing.assert_array_equal(batch["encoder_input_tokens"], 99_999)

@@ -127,7 +127,7 @@ class TestUl2:
 def test_sentinels_limit_a_segment():
     feature = seqio.Feature(vocabularies.characters(num_sentinels=5))
     tokens = tf.data.Dataset.from_tensors({"targets": tf.range(3, 203)})
-    dataset = denoising.fitted_span_corruption(
+    dataset = denoising.fit_span_corruption(
         tokens,
         {"inputs": 100, "targets": 100},
         {"targets": feature},

@@ -648,7 +648,7 @@ def test_text_that_unpacks_to_far_more_than_its_size_is_refused(
     path.write_bytes(PACKERS[suffix](content))
 
     def read(path):
-        with local_files.explained(str(path)), local_files.open_bytes(str(path)) as file:
+        with local_files.explain_errors(str(path)), local_files.open_bytes(str(path)) as file:
             for _ in file:
                 pass
 

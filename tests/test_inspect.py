@@ -92,7 +92,7 @@ def test_layer_table_shows_receptive_fields_that_double(gin_file, capsys):
 
 
 def test_columns_are_aligned():
-    text = cost_report.aligned([("name", "size"), ("a", "1,000"), ("long name", "1")])
+    text = cost_report.align([("name", "size"), ("a", "1,000"), ("long name", "1")])
     assert text.splitlines() == ["  name        size", "  a          1,000", "  long name      1"]
 
 
@@ -249,14 +249,14 @@ def test_costs_in_closed_form_say_that_they_leave_out_what_is_frozen(capsys):
 
 def test_examples_are_decoded_and_taken_out_of_packed_rows():
     data = types.SimpleNamespace(build=lambda process_index, process_count: ThreeRows())
-    examples = inspect_command.decoded_examples(data, 5)
+    examples = inspect_command.decode_examples(data, 5)
     assert [(e["source"], e["target"]) for e in examples] == [
         ("ab<1>", "<1>f"),
         ("c<1>", "<1>g"),
         ("de<1>", "<1>h"),
     ]
     assert examples[1]["source_ids"] == [4, 19]
-    assert len(inspect_command.decoded_examples(data, 1)) == 1
+    assert len(inspect_command.decode_examples(data, 1)) == 1
 
 
 def test_run_gives_lengths_batch_model_and_examples(capsys):
@@ -310,10 +310,10 @@ def test_much_text_is_not_read_to_inspect_a_run(monkeypatch, tmp_path):
     task = pretraining.text_span_corruption(str(tmp_path / "text.txt"))
     config = data.DataConfig(mixture=task, batch_size=2, encoder_length=32, decoder_length=12)
     monkeypatch.setattr(text_files, "_FEW_BYTES", 100)
-    assert "text was not read before" in inspect_command._described_data(config, is_read=False)
+    assert "text was not read before" in inspect_command._describe_data(config, is_read=False)
     assert not (tmp_path / "cache").exists()
-    assert "text_span_corruption: " in inspect_command._described_data(config, is_read=True)
-    assert "text_span_corruption: " in inspect_command._described_data(config, is_read=False)
+    assert "text_span_corruption: " in inspect_command._describe_data(config, is_read=True)
+    assert "text_span_corruption: " in inspect_command._describe_data(config, is_read=False)
 
 
 def test_examples_without_data_say_what_to_give(gin_file):
@@ -435,7 +435,7 @@ def test_a_vision_model_is_not_measured(gin_file, monkeypatch):
 def test_where_to_draw_is_checked_before_anything_is_measured(
     gin_file, tmp_path, monkeypatch, name, message
 ):
-    monkeypatch.setattr(inspect_command, "_measured", lambda *_: pytest.fail("measured already"))
+    monkeypatch.setattr(inspect_command, "_measure", lambda *_: pytest.fail("measured already"))
     with pytest.raises(UserError, match=message):
         inspect.main([gin_file, "--measure", f"--plot={tmp_path}/{name}"])
 

@@ -175,7 +175,7 @@ def test_a_study_of_models_of_images_over_an_axis_shows_what_they_cost(tmp_path)
     table = profile.cost_table(asked)
     found = table[("c",), "0.001"]
     files = ["gin/runs/digits.gin", "gin/models/vit_c_tiny.gin"]
-    total = vision_costs.model_cost(equal_cost.described(files, []).model).total
+    total = vision_costs.model_cost(equal_cost.describe(files, []).model).total
     assert (found.parameters, found.flops) == (total.parameters, 2 * total.multiply_adds)
     assert (found.memory, found.seconds) == (None, 7.0)
     text = profile.tables(asked, profile.lines(asked, analysis.results(asked)), table)

@@ -216,14 +216,14 @@ class TestMeshes:
         alone = meshes._Update(2.0, before, after)
         other = alone._replace(after=after | {"b": after["b"] + [0, 1e-5]})
         exact = {name: np.zeros(value.shape, bool) for name, value in before.items()}
-        proof = meshes._compared(MeshConfig(data=1, fsdp=4), other, alone, exact)
+        proof = meshes._compare(MeshConfig(data=1, fsdp=4), other, alone, exact)
         assert (proof.result, proof.layer) == ("fails", "b")
         assert proof.worst == pytest.approx(1e-2, rel=0.1)
         moved = alone._replace(after=after | {"frozen": before["frozen"] + 1e-3})
-        assert meshes._compared(MeshConfig(data=2), moved, alone, exact).worst == math.inf
-        assert meshes._compared(MeshConfig(data=2), alone, alone, exact).result == "holds"
+        assert meshes._compare(MeshConfig(data=2), moved, alone, exact).worst == math.inf
+        assert meshes._compare(MeshConfig(data=2), alone, alone, exact).result == "holds"
         noise = exact | {"b": np.ones(2, bool)}
-        assert meshes._compared(MeshConfig(data=2), other, alone, noise).result == "holds"
+        assert meshes._compare(MeshConfig(data=2), other, alone, noise).result == "holds"
 
     def test_meshes_are_read_from_the_command_line(self):
         assert meshes.parse(["data=2, tensor=4"]) == [MeshConfig(data=2, tensor=4)]

@@ -362,7 +362,7 @@ def test_text_says_where_the_compiler_counts_too_little():
 )
 def test_a_step_that_does_not_fit_is_said_to_by_how_much(message):
     report = example_report()
-    error = compiled_step._explained(RuntimeError(message), report.step, report.topology)
+    error = compiled_step._explain(RuntimeError(message), report.step, report.topology)
     assert isinstance(error, UserError)
     assert "needs 21.5 GB of 16.9 GB, 4.56 GB too much; lower batch_size=128" in str(error)
 
@@ -373,4 +373,4 @@ def test_a_kernel_that_does_not_fit_the_chip_is_no_step_that_does_not():
         "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem while allocating on stack for "
         "%custom-call.1. Scoped allocation with size 16.06M and limit 16.00M exceeded."
     )
-    assert compiled_step._explained(error, report.step, report.topology) is error
+    assert compiled_step._explain(error, report.step, report.topology) is error

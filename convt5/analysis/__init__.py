@@ -1,1 +1,1 @@
-"""What a model costs and how far it sees, before anything runs: by formula and by compiler."""
+"""Costs and receptive fields of a model before anything runs, by formula and by compiler."""

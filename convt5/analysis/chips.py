@@ -1,4 +1,4 @@
-"""Chips that programs can be compiled for where none is: their memory, bandwidths and devices."""
+"""Chips to compile for without having them: their memory, bandwidths and devices."""
 
 import dataclasses
 from typing import Any, Literal
@@ -9,17 +9,17 @@ from convt5.training import compilation
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """A generation of chips; figures are those of one jax device.
+    """A generation of chips; figures are per jax device.
 
     Attributes:
         pod: chips along each dimension of the largest slice.
-        hbm_bytes: memory that the compiler lets a program use.
+        hbm_bytes: memory that the compiler allows a program to use.
         hbm_bandwidth: bytes per second.
-        ici_bandwidth: bytes per second sent to other chips, over all links together, one way.
-        cores_per_chip: jax devices of a chip.
-        implementation: of operators; see `convt5.ops.dispatch.Context`.
-        config: how libtpu names the way that jax uses the chip on Cloud TPUs.
-        platform: what the chip is.
+        ici_bandwidth: bytes per second sent to other chips, one way, over all links together.
+        cores_per_chip: jax devices per chip.
+        implementation: choice of operators; see `convt5.ops.dispatch.Context`.
+        config: libtpu's name of the way that jax uses the chip on Cloud TPUs.
+        platform: platform of the chip.
     """
 
     pod: tuple[int, ...]
@@ -34,12 +34,12 @@ class Chip:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A slice of TPUs, or GPUs.
+    """A slice of TPUs, or several GPUs.
 
     Attributes:
-        name: such as v5e:4x4.
-        chip: of its generation.
-        devices: jax devices that programs can be compiled for, but not run on.
+        name: a name such as v5e:4x4.
+        chip: the chips.
+        devices: jax devices for which programs can be compiled, but not run.
     """
 
     name: str
@@ -48,5 +48,5 @@ class Topology:
 
     @property
     def peak_flops(self) -> float | None:
-        """The peak operations per second of one device in bfloat16."""
+        """The peak bfloat16 FLOPs per second of one device."""
         return compilation.peak_flops(self.devices[:1])

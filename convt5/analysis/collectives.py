@@ -1,6 +1,6 @@
-"""The collectives of a compiled program: how often, how many bytes, along which mesh axes.
+"""The collectives of a compiled program: their number, bytes, and mesh axes.
 
-Read from the text of the optimised HLO that XLA's compilers print; `compiled_step` sums them up.
+Parsed from the text of the optimised HLO that XLA prints; `compiled_step` sums them up.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ KINDS = (
 )
 
 _PARTS = ("async_collective_fusion", "fused_computation")
-"""Beginnings of the names of computations that may hold a part of a collective."""
+"""Prefixes of the names of computations that may contain a part of a collective."""
 
 _ITEM_BITS = {"pred": 8, "token": 0, "opaque": 0}
 _LINE = re.compile(
@@ -46,22 +46,22 @@ _MESHED = re.compile(
 
 
 class Group(NamedTuple):
-    """Devices that exchange data: positions in the mesh, flattened with the last axis fastest."""
+    """Devices that exchange data, as flat positions in the mesh (last axis fastest)."""
 
     members: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One collective operation of a program; a device takes part in all of them.
+    """One collective operation of a program, in which all devices take part.
 
     Attributes:
         kind: one of `KINDS`.
         axes: the mesh axes along which the members of a group differ.
-        group_size: devices that take part together.
-        count: executions in one run of the program, loops unrolled.
-        payload_bytes: of one execution on one device: the whole array, in the form in which it is
-            largest (gathered, or before it is scattered).
+        group_size: devices per group.
+        count: executions per run of the program, with loops unrolled.
+        payload_bytes: bytes of one execution on one device: the whole array where it is largest
+            (after gathering, or before scattering).
     """
 
     kind: str
@@ -72,10 +72,10 @@ class Collective:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a device sends in one execution, by the algorithms that send the fewest.
+        """Bytes sent per device and execution, by the algorithm that sends the fewest.
 
-        Of n devices each sends (n-1)/n of the payload to gather, scatter or exchange it, twice
-        that to reduce and gather it again; a permutation or broadcast sends it once.
+        To gather, scatter or exchange among n devices, each sends (n-1)/n of the payload; to
+        all-reduce, twice that; a permutation or broadcast sends the payload once.
         """
         share = (self.group_size - 1) / self.group_size
         factor = {"all-reduce": 2 * share, "collective-permute": 1, "collective-broadcast": 1}
@@ -84,7 +84,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """All collectives of one kind along the same mesh axes; bytes are for one device."""
+    """All collectives of one kind along the same mesh axes; bytes are per device."""
 
     kind: str
     axes: tuple[str, ...]
@@ -94,7 +94,7 @@ class Traffic:
 
 
 def traffic(collectives: tuple[Collective, ...]) -> tuple[Traffic, ...]:
-    """Returns the sums over collectives of equal kind and axes, those that send most first."""
+    """Sums collectives of equal kind and axes; those that send most come first."""
     groups: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
     for collective in collectives:
         groups.setdefault((collective.kind, collective.axes), []).append(collective)
@@ -116,11 +116,11 @@ def parse(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
 
     Args:
         hlo: the optimised program, from `compiled.as_text()`.
-        mesh: sizes of the mesh axes in order; partition i is the i-th device of the mesh. Groups
-            of one device communicate nothing and are left out.
+        mesh: sizes of the mesh axes in order; partition i is the i-th device of the mesh. Groups of
+            one device communicate nothing and are skipped.
     """
     instructions, executions, callers = _read(hlo)
-    found = []
+    collectives = []
     for parts in _collectives(instructions, callers):
         groups = _groups(parts[0].line, math.prod(mesh.values()))
         size = 2 if parts[0].kind == "collective-permute" else len(groups[0].members)
@@ -128,7 +128,7 @@ def parse(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
         if not axes:
             continue
         kind = parts[0].kind
-        found.append(
+        collectives.append(
             Collective(
                 kind=kind,
                 axes=axes,
@@ -137,7 +137,7 @@ def parse(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
                 payload_bytes=max(_payload(part, size) for part in parts),
             )
         )
-    return tuple(c for c in found if c.count)
+    return tuple(c for c in collectives if c.count)
 
 
 def varying_axes(groups: list[Group], mesh: Mapping[str, int]) -> tuple[str, ...]:
@@ -156,25 +156,27 @@ def _collectives(
 ) -> list[list["_Instruction"]]:
     """Returns the instructions that make up each collective.
 
-    TPU compilers split one over several fusions, so that it overlaps with other work; the parts
-    share its channel, its origin and the computation that calls the fusions. All collectives of
-    jax.shard_map share a channel as well, and may have one origin, but come one after another in
-    one computation, or lie in several. So do all reduce-scatters, each in a fusion of its own.
+    The TPU compiler splits a collective over several fusions, to overlap it with other work. The
+    parts share its channel, its origin and the computation that calls the fusions. All collectives
+    of jax.shard_map also share a channel and possibly an origin, but are consecutive in one
+    computation, or in several. The same holds for reduce-scatters, each in a fusion of its own.
     """
 
     def place(computation: str) -> str:
         is_part = computation.startswith(_PARTS) and len(callers.get(computation, [])) == 1
         return place(callers[computation][0][0]) if is_part else computation
 
-    found: dict[tuple[Any, ...], list[_Instruction]] = {}
+    parts: dict[tuple[Any, ...], list[_Instruction]] = {}
     seen: dict[tuple[Any, ...], int] = {}
     for instruction in instructions:
         origin = re.search(r"\bmetadata=\{([^}]*)\}", instruction.line)
         key = (instruction.channel, instruction.kind, origin[1] if origin else "")
-        here = (instruction.computation, *key)
-        seen[here] = seen.get(here, 0) + 1
-        found.setdefault((place(instruction.computation), *key, seen[here]), []).append(instruction)
-    return list(found.values())
+        group_key = (instruction.computation, *key)
+        seen[group_key] = seen.get(group_key, 0) + 1
+        parts.setdefault((place(instruction.computation), *key, seen[group_key]), []).append(
+            instruction
+        )
+    return list(parts.values())
 
 
 class _Instruction(NamedTuple):
@@ -187,11 +189,11 @@ class _Instruction(NamedTuple):
 
 
 _Callers = dict[str, list[tuple[str, int]]]
-"""The computations that call each computation, and how often they do at a time."""
+"""The callers of each computation, and how often each call runs it."""
 
 
 def _read(hlo: str) -> tuple[list[_Instruction], dict[str, int], _Callers]:
-    """Returns the collective instructions, how often each computation runs, and who calls it."""
+    """Returns the collective instructions, loop counts of computations, and their callers."""
     instructions: list[_Instruction] = []
     callers: _Callers = {}
     loops: list[tuple[str, str, str, int | None]] = []
@@ -228,7 +230,7 @@ def _read(hlo: str) -> tuple[list[_Instruction], dict[str, int], _Callers]:
             )
         )
     for caller, condition, body, trips in loops:
-        # Where the compiler does not say it: jax counts from 0 up to a constant.
+        # If the compiler does not state the trip count: jax counts from 0 up to a constant.
         limits = constants.get(condition, [])
         times = trips or (limits[0] if len(limits) == 1 else 1)
         callers.setdefault(body, []).append((caller, times))
@@ -236,7 +238,7 @@ def _read(hlo: str) -> tuple[list[_Instruction], dict[str, int], _Callers]:
 
 
 def _kind(kind: str, computation: str) -> str:
-    # TPU compilers write a reduce-scatter as a fusion of an all-reduce and a slice.
+    # The TPU compiler writes a reduce-scatter as a fusion of an all-reduce and a slice.
     is_scatter = kind == "all-reduce" and computation.startswith("all-reduce-scatter")
     return "reduce-scatter" if is_scatter else kind
 
@@ -260,10 +262,10 @@ def _payload(instruction: _Instruction, group_size: int) -> float:
     """Returns the bytes of the whole array, from the type of the result."""
     sizes = [_array_bytes(*array) for array in _ARRAY.findall(instruction.result)]
     if instruction.kind == "collective-permute":
-        # Started, it returns operand, result and two counters.
+        # An asynchronous start returns operand, result and two counters.
         return sizes[0] if instruction.start else sum(sizes)
     if instruction.kind == "all-gather" and instruction.start:
-        # Started, it returns the operands, then the results.
+        # An asynchronous start returns the operands, then the results.
         return sum(sizes[len(sizes) // 2 :])
     if instruction.kind == "reduce-scatter" and instruction.start:
         return sum(sizes[: len(sizes) // 2])
@@ -280,7 +282,7 @@ def _array_bytes(dtype: str, sizes: str) -> float:
 
 
 def _groups(line: str, num_devices: int) -> list[Group]:
-    """Returns the groups of an instruction in any notation of HLO; pairs of a permutation too."""
+    """Parses the groups of an instruction in any HLO notation, or the pairs of a permutation."""
     if match := _LISTED.search(line):
         groups = [
             Group(tuple(map(int, members.split(","))))
@@ -295,9 +297,9 @@ def _groups(line: str, num_devices: int) -> list[Group]:
 
 
 def _mesh_groups(match: re.Match[str], num_devices: int) -> Iterator[Group]:
-    """Groups over axes of a mesh of the compiler's own: mesh['a'=2,'b'=4], ... {'b':(1)2}.
+    """Yields groups over axes of the compiler's own mesh: mesh['a'=2,'b'=4], ... {'b':(1)2}.
 
-    'b':(m)k is the part of axis b that lies between its m slowest and the rest of its positions.
+    'b':(m)k is a sub-axis of b with k positions, of which m are slower.
     """
     axes = dict(re.findall(r"'([^']*)'=(\d+)", match["axes"]))
     ids = np.arange(num_devices)
@@ -328,7 +330,7 @@ def _mesh_groups(match: re.Match[str], num_devices: int) -> Iterator[Group]:
 
 
 def _iota(match: re.Match[str]) -> np.ndarray:
-    """[2,4]T(1,0): the numbers from 0 in an array of these sizes, transposed, flattened."""
+    """Parses [2,4]T(1,0): consecutive numbers in an array of this shape, transposed, flattened."""
     sizes = _numbers(match["sizes"])
     ids = np.arange(math.prod(sizes)).reshape(sizes)
     return ids.transpose(_numbers(match["order"])).ravel() if match["order"] else ids.ravel()

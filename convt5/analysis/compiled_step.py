@@ -1,7 +1,7 @@
-"""The training step as the TPU compiler makes it: cost, memory and communication of each device.
+"""The training step as the TPU compiler compiles it: cost, memory and communication per device.
 
-`inspect --topology` prints it. The step is the one that training would run, compiled for a
-slice of TPUs that need not exist here.
+`inspect --topology` prints it. The step is exactly that of training, compiled for a slice of TPUs
+that need not be present.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import numpy as np
 
 from convt5 import errors
 from convt5.analysis import collectives, costs, gpu_target
-from convt5.analysis.cost_report import Subject, aligned, device_bytes, short_bytes
+from convt5.analysis.cost_report import Subject, align, device_bytes, short_bytes
 from convt5.analysis.topology import Topology
 from convt5.evaluation.progress import elapsed
 from convt5.modeling import sharding
@@ -33,11 +33,11 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class Step(NamedTuple):
-    """What is compiled.
+    """The step to compile.
 
     Attributes:
-        subject: the update, its rows and its name.
-        gradients_only: stops at the loss and gradients of one microbatch, without the update.
+        subject: the update, its batch and its name.
+        gradients_only: computes only the loss and gradients of one microbatch.
     """
 
     subject: Subject
@@ -49,22 +49,22 @@ class Step(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of what is compiled, over all devices."""
+        """Rows of the compiled step, over all devices."""
         parts = self.config.grad_accum_steps if self.gradients_only else 1
         return self.subject.batch_size // parts
 
     @property
     def loops(self) -> int:
-        """How often the compiled program runs its loop over microbatches."""
+        """Number of iterations of the compiled program's loop over microbatches."""
         return 1 if self.gradients_only else self.config.grad_accum_steps
 
     def changed(self, **changes: Any) -> "Step":
-        """Returns the step with changes of its `StepConfig`."""
+        """Returns the step with changes to its `StepConfig`."""
         config = dataclasses.replace(self.config, **changes)
         return self._replace(subject=dataclasses.replace(self.subject, step=config))
 
     def abstract_batch(self, where: jax.sharding.NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the shapes of a batch as `data` makes and `place_batch` places it."""
+        """Returns the shapes of a batch as `data` makes it and `place_batch` places it."""
         subject = self.subject
         lengths = {"encoder": subject.encoder_length, "decoder": subject.decoder_length}
         names = ["encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens"]
@@ -86,13 +86,12 @@ class Memory:
     """Bytes on one device.
 
     Attributes:
-        parameters, optimizer, average: as the shardings split them, without the padding of
-            layouts.
+        parameters, optimizer, average: as sharded, without the padding of layouts.
         arguments: state and batch, in the layouts of the device.
-        results: what does not take the place of an argument.
-        temporaries: everything that the step needs in between, not all of it at the same time.
+        results: results that do not reuse the memory of an argument.
+        temporaries: everything else that the step needs, not all of it at the same time.
         code: the program.
-        available: what the compiler lets a program use.
+        available: memory that the compiler allows a program to use.
     """
 
     parameters: int
@@ -106,22 +105,22 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of these. It may be more than there is, as not all is held at the same time."""
+        """The sum of these. It may exceed the available memory: not all is held at once."""
         return self.arguments + self.results + self.temporaries + self.code
 
     @property
     def left(self) -> int:
-        """What is left at least; a step that does not fit is not compiled."""
+        """Minimum of free memory; a step that does not fit is not compiled."""
         return max(0, self.available - self.total)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """Seconds that a step takes at least, for each limit of a device if it alone held.
+    """Lower bounds of the step time in seconds, if one limit of a device were the only one.
 
     Attributes:
-        compute: operations over the peak in bfloat16.
-        memory: bytes accessed over the bandwidth of HBM.
+        compute: FLOPs over the bfloat16 peak.
+        memory: bytes accessed over HBM bandwidth.
         communication: bytes sent over the bandwidth of all links to other chips.
     """
 
@@ -131,7 +130,7 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """The least time of a step, when all three overlap wholly."""
+        """The minimum step time, if all three overlap completely."""
         return max(dataclasses.astuple(self))
 
     @property
@@ -141,22 +140,22 @@ class Roofline:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What the compiler says of one step; everything is for one device.
+    """What the compiler reports on one step; all figures are per device.
 
     Attributes:
         step, topology: what was compiled.
         mesh: sizes of the mesh axes.
-        flops: operations of the compiled program; those inside Pallas kernels as they state them.
-        bytes_accessed: read and written by all of its instructions. The compiler counts what is
-            inside a loop once: with microbatches both figures are multiplied by their number, so
-            that the update counts as often too; for scanned layers see `loops_counted`.
-        memory: how it fits.
+        flops: FLOPs of the compiled program, with Pallas kernels as they state them.
+        bytes_accessed: bytes read and written by all instructions. The compiler counts the body of
+            a loop once. With microbatches both figures are multiplied by their number, which also
+            multiplies the update; for scanned layers see `loops_counted`.
+        memory: use of memory.
         traffic: collectives by kind and mesh axes.
         compile_seconds: time of tracing and compiling on this machine.
-        num_parameters: of the whole model.
-        loops_counted: False where layers are scanned and differ, in what is frozen too, so that
-            operations and bytes are too few: a loop's body counts once. Where all are alike, both
-            figures are those of one and of two layers compiled one by one, extended to all.
+        num_parameters: number of parameters of the whole model.
+        loops_counted: whether scanned layers are fully counted in FLOPs and bytes. If they are all
+            alike, both figures are extrapolated from models of one and of two layers without scan;
+            otherwise (they differ, perhaps in what is frozen) a loop's body counts only once.
     """
 
     step: Step
@@ -172,7 +171,7 @@ class StepReport:
 
     @functools.cached_property
     def model_flops(self) -> float:
-        """Operations of forward and backward pass in closed form, shared by all devices."""
+        """FLOPs of forward and backward pass by formula, divided by the number of devices."""
         subject = self.step.subject
         cost = costs.model_cost(subject.config, **subject.lengths)
         return cost.training_flops * self.step.rows / math.prod(self.mesh.values())
@@ -187,7 +186,7 @@ class StepReport:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Returns plain values; bytes and operations are those of one device."""
+        """Returns plain values; bytes and FLOPs are per device."""
         subject, memory, roofline = self.step.subject, self.memory, self.roofline
         return {
             "model": subject.name,
@@ -218,14 +217,14 @@ class StepReport:
         }
 
     def as_text(self) -> str:
-        """Returns the report for people."""
+        """Returns the report as text."""
         return "\n\n".join(
             [
                 self._heading(),
-                "Work of each device\n" + aligned(self._step_rows(), left=(0, 2)),
-                "Memory of each device\n" + aligned(self._memory_rows(), left=(0, 2)),
+                "Work of each device\n" + align(self._step_rows(), left=(0, 2)),
+                "Memory of each device\n" + align(self._memory_rows(), left=(0, 2)),
                 self._traffic_section(),
-                "Lower bounds of the step time\n" + aligned(self._roofline_rows(), left=(0, 2)),
+                "Lower bounds of the step time\n" + align(self._roofline_rows(), left=(0, 2)),
             ]
         )
 
@@ -244,7 +243,7 @@ class StepReport:
         ]
         what = "Loss and gradients" if step.gradients_only else "Training step"
         platform = self.topology.chip.platform
-        return f"{what} of {subject.name}, compiled for {platform}\n" + aligned(rows, left=(0, 1))
+        return f"{what} of {subject.name}, compiled for {platform}\n" + align(rows, left=(0, 1))
 
     def _step_rows(self) -> list[tuple[str, ...]]:
         ratio = f"{self.flops / self.model_flops:.2f} x the closed-form estimate"
@@ -292,7 +291,7 @@ class StepReport:
             )
             for t in self.traffic
         ]
-        return "Collectives\n" + aligned([head, *rows], left=(0, 1))
+        return "Collectives\n" + align([head, *rows], left=(0, 1))
 
     def _roofline_rows(self) -> list[tuple[str, ...]]:
         chip, roofline = self.topology.chip, self.roofline
@@ -313,10 +312,10 @@ class StepReport:
 
 
 class DoesNotFit(errors.UserError):
-    """A step that needs more memory than the devices have.
+    """Raised for a step that needs more memory than the devices have.
 
     Attributes:
-        needed: bytes on each device, where the compiler says it.
+        needed: bytes needed on each device, if the compiler states it.
     """
 
     def __init__(self, message: str, needed: float | None):
@@ -328,21 +327,21 @@ def make_report(step: Step, topology: Topology, *, count_loops: bool = True) -> 
     """Compiles the step for a slice and reports on it.
 
     Args:
-        step: to compile.
+        step: the step.
         topology: the slice.
-        count_loops: also compiles one and two layers where layers are scanned, so that operations
-            and bytes are those of all layers.
+        count_loops: if layers are scanned, also compiles one and two layers, so that FLOPs and
+            bytes include all layers.
 
     Raises:
-        UserError: a mesh that does not divide the devices, the batch or the model.
-        DoesNotFit: it needs more memory than the devices have.
+        UserError: the mesh does not divide the devices, the batch or the model.
+        DoesNotFit: the step needs more memory than the devices have.
     """
     plan = step.subject.plan(topology.devices)
     waiting = f"compiling {step.subject.name} for {topology.name}, which takes minutes"
     try:
         compiled = _compile(step, plan, topology, waiting)
     except jax.errors.JaxRuntimeError as error:
-        raise _explained(error, step, topology) from None
+        raise _explain(error, step, topology) from None
     cost = _cost(compiled)
     whole: np.ndarray | None = cost
     if step.subject.config.scan_layers:
@@ -376,16 +375,16 @@ def make_report(step: Step, topology: Topology, *, count_loops: bool = True) -> 
 
 
 def _cost(compiled: compilation.CompiledStep) -> np.ndarray:
-    """Returns operations and bytes accessed."""
+    """Returns FLOPs and bytes accessed."""
     cost = compiled.call.cost_analysis() or gpu_target.cost_analysis(compiled.call)
     return np.array([cost["flops"], cost["bytes accessed"]])
 
 
 def _cost_of_all_layers(step: Step, topology: Topology) -> np.ndarray | None:
-    """Returns operations and bytes accessed of the step with its layers one by one.
+    """Returns FLOPs and bytes accessed of the step without scan over layers.
 
-    Layers that are all alike add equal amounts, so that programs of one and of two tell the rest.
-    None where they are not alike, or not frozen alike.
+    If all layers are alike, each adds the same amount, so models of one and two layers suffice.
+    Returns None if they, or their frozen parameters, differ.
     """
     config = step.subject.config
     stacks = config.encoder, config.decoder
@@ -393,7 +392,7 @@ def _cost_of_all_layers(step: Step, topology: Topology) -> np.ndarray | None:
     listed = [v for stack in stacks for v in vars(stack).values() if isinstance(v, tuple | list)]
     if config.decoder.num_layers != count or any(listed):
         return None
-    frozen = _frozen_alike(step)
+    frozen = _frozen_if_equal(step)
     if frozen is None:
         return None
 
@@ -414,8 +413,8 @@ def _cost_of_all_layers(step: Step, topology: Topology) -> np.ndarray | None:
     return one + (count - 1) * (with_layers(2) - one)
 
 
-def _frozen_alike(step: Step) -> list[str] | None:
-    """Returns the names of all frozen parameters; None where layers of a stack differ in them."""
+def _frozen_if_equal(step: Step) -> list[str] | None:
+    """Returns the names of all frozen parameters; None if the layers of a stack differ in them."""
     shapes = costs.model_cost(step.subject.config, **step.subject.lengths).shapes
     frozen = [name for name in shapes if matches(name, step.config.frozen)]
     kinds = {_LAYER.sub("/layers/*/", name) for name in frozen}
@@ -424,13 +423,13 @@ def _frozen_alike(step: Step) -> list[str] | None:
 
 
 def _layer_number(name: str) -> int:
-    """Returns the number of the layer that a parameter belongs to; -1 for none."""
-    found = _LAYER.search(name)
-    return int(found[1]) if found else -1
+    """Returns the index of the layer of a parameter; -1 if it is in none."""
+    match = _LAYER.search(name)
+    return int(match[1]) if match else -1
 
 
 def _compile(step: Step, plan: Plan, topology: Topology, waiting: str) -> compilation.CompiledStep:
-    """Compiles a step; `waiting` is what a terminal shows meanwhile."""
+    """Compiles a step; a terminal shows `waiting` meanwhile."""
     with elapsed(waiting), dispatch.using(choice=topology.chip.implementation):
         return _compile_here(step, plan)
 
@@ -450,18 +449,18 @@ def _compile_here(step: Step, plan: Plan) -> compilation.CompiledStep:
 
 
 def _check_fits(memory: Any, step: Step, topology: Topology) -> None:
-    """Raises `DoesNotFit` where a step takes too much; the compiler of GPUs lets it pass."""
+    """Raises `DoesNotFit` if a step needs too much memory, which the GPU compiler accepts."""
     used = memory.argument_size_in_bytes + memory.output_size_in_bytes
     used += memory.temp_size_in_bytes - memory.alias_size_in_bytes
     if topology.chip.platform == "GPU" and used > topology.chip.hbm_bytes:
         raise _does_not_fit(step, topology, used, topology.chip.hbm_bytes)
 
 
-def _explained(error: Exception, step: Step, topology: Topology) -> Exception:
-    """Returns `DoesNotFit` for a step that does not, other errors as they are."""
+def _explain(error: Exception, step: Step, topology: Topology) -> Exception:
+    """Returns `DoesNotFit` for errors of a step that does not fit, and others unchanged."""
     text = str(error)
     if "RESOURCE_EXHAUSTED" not in text or "memory space vmem" in text:
-        return error  # On-chip memory is no setting's fault, but a kernel's.
+        return error  # On-chip memory depends on a kernel, not on settings.
     size = r"([\d.]+)([KMGT]?)"
     excess = re.search(rf"Used {size} of {size} hbm", text)
     excess = excess or re.search(rf"\({size}\) exceeds available HBM \({size}\)", text)

@@ -1,4 +1,4 @@
-"""The report of `inspect`: costs and shardings of a model as values for JSON and as text."""
+"""The report of `inspect`: costs and shardings of a model, as JSON values and as text."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ _PARTS = (
     ("feed-forward", r"/mlp/"),
     ("norms", r"norm/"),
 )
-"""What parameters are for, by the first pattern found in their name."""
+"""Purpose of a parameter, by the first pattern that its name matches."""
 
 _MODEL_ORDER = (
     "token_embedder",
@@ -50,17 +50,17 @@ _MODEL_ORDER = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is reported on.
+    """The model and update to report on.
 
     Attributes:
-        name: what to call the model.
-        step: an update of a text model. Where it freezes parameters, memory is that of training
-            the others; operations and activations are those of training all of them.
-        encoder_length, decoder_length: tokens of a row.
-        batch_size: rows of an update, over all devices.
+        name: name of the model.
+        step: the update of a text model. Memory takes frozen parameters into account; FLOPs and
+            activations are those of training all parameters.
+        encoder_length, decoder_length: tokens per row.
+        batch_size: rows per update, over all devices.
         packed: whether rows hold several examples.
-        devices: how many there are.
-        assumed: settings among these that the configuration does not give.
+        devices: number of devices.
+        assumed: which of these settings are not given by the configuration.
     """
 
     name: str
@@ -74,12 +74,12 @@ class Subject:
 
     @property
     def config(self) -> ConvT5Config:
-        """The model."""
+        """The description of the model."""
         return cast(ConvT5Config, self.step.model)
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Tokens of a row by the name of their setting."""
+        """Tokens per row, by the name of their setting."""
         return {"encoder_length": self.encoder_length, "decoder_length": self.decoder_length}
 
     @functools.cached_property
@@ -91,7 +91,7 @@ class Subject:
         """Returns the plan of a run on these devices.
 
         Raises:
-            UserError: a mesh that does not divide the devices, the batch or the model.
+            UserError: the mesh does not divide the devices, the batch or the model.
         """
         size = self.batch_size
         return make_plan(self.step, batch_size=size, lengths=self.lengths, devices=devices)
@@ -99,13 +99,13 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardedParameter:
-    """One line of the sharding table.
+    """One line of the table of shardings.
 
     Attributes:
-        name: of the parameter.
-        shape: of the whole array.
-        spec: the mesh axis, axes, or None, of each array axis.
-        device_shape: of the part on one device.
+        name: name of the parameter.
+        shape: shape of the whole array.
+        spec: for each array axis a mesh axis, several, or None.
+        device_shape: shape of the part on one device.
     """
 
     name: str
@@ -116,14 +116,14 @@ class ShardedParameter:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything that `inspect` says about a subject; computed without allocating arrays.
+    """The report of `inspect`, computed without allocating arrays.
 
     Attributes:
         subject: what is reported on.
-        cost: at the subject's lengths.
-        memory: of one update, on each device.
-        parameters: where they live.
-        num_trained: parameters that are not frozen.
+        cost: costs at the subject's lengths.
+        memory: memory of one update, per device.
+        parameters: shardings of the parameters.
+        num_trained: number of parameters that are not frozen.
     """
 
     subject: Subject
@@ -133,7 +133,7 @@ class Report:
     num_trained: int
 
     def as_json(self) -> dict[str, Any]:
-        """Returns plain values; a receptive field of null is the whole sequence."""
+        """Returns plain values; a receptive field of null means the whole sequence."""
         subject, cost = self.subject, self.cost
         return {
             "model": subject.name,
@@ -164,7 +164,7 @@ class Report:
         }
 
     def as_text(self) -> str:
-        """Returns the report for people."""
+        """Returns the report as text."""
         return "\n\n".join(
             [
                 _describe(self.subject),
@@ -181,10 +181,9 @@ def make_report(subject: Subject) -> Report:
     """Returns the report on a subject.
 
     Raises:
-        UserError: sizes that the mesh does not divide, or rules or patterns that do not fit the
-            model.
+        UserError: sizes are not divisible by the mesh, or rules or patterns do not fit the model.
     """
-    # Abstract devices: a large machine can be planned for on a small one.
+    # Abstract devices, so that a large machine can be planned for on a small one.
     abstract_mesh = AbstractMesh(
         subject.mesh, sharding.AXES, axis_types=(AxisType.Auto,) * len(subject.mesh)
     )
@@ -206,7 +205,7 @@ def make_report(subject: Subject) -> Report:
 
 
 def parameters_by_part(shapes: costs.Shapes) -> dict[str, int]:
-    """Returns how many parameters serve each purpose; a stem and Canon layers where there are."""
+    """Returns the number of parameters by purpose; includes stem and Canon layers if present."""
     counts = {part: 0 for part, _ in _PARTS}
     for name, shape in shapes.items():
         part = next(part for part, pattern in _PARTS if re.search(pattern, name))
@@ -214,8 +213,8 @@ def parameters_by_part(shapes: costs.Shapes) -> dict[str, int]:
     return {p: n for p, n in counts.items() if n or p not in ("stem", "Canon layers")}
 
 
-def aligned(rows: Sequence[Sequence[str]], *, left: Iterable[int] = (0,)) -> str:
-    """Returns rows of cells as columns two spaces apart, those in `left` flush left."""
+def align(rows: Sequence[Sequence[str]], *, left: Iterable[int] = (0,)) -> str:
+    """Formats rows of cells as columns two spaces apart; columns in `left` are left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     left = set(left)
     lines = (
@@ -229,7 +228,7 @@ def aligned(rows: Sequence[Sequence[str]], *, left: Iterable[int] = (0,)) -> str
 
 
 def short_bytes(size: float) -> str:
-    """Returns a size for people: 312 B, 12.3 kB, 4.56 MB, 7.89 GB."""
+    """Formats a number of bytes: 312 B, 12.3 kB, 4.56 MB, 7.89 GB."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if size < 999.5 or unit == "TB":
             return f"{size:.3g} {unit}"
@@ -257,7 +256,7 @@ def _device_memory(
 
 
 def device_bytes(tree: Any, shardings: Any) -> int:
-    """Returns the bytes of abstract arrays on one device; `shardings` has the same structure."""
+    """Returns the bytes of abstract arrays per device; `shardings` has the same structure."""
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
     return sum(
         math.prod(where.shard_shape(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize
@@ -293,7 +292,7 @@ def _describe(subject: Subject) -> str:
         ("positions", config.positions),
         ("computed in", config.dtype),
     ]
-    text = f"Model {subject.name}\n" + aligned(rows, left=(0, 1))
+    text = f"Model {subject.name}\n" + align(rows, left=(0, 1))
     if not subject.assumed:
         return text
     return (
@@ -327,7 +326,7 @@ def _stem_section(cost: costs.ModelCost) -> str:
     return (
         f"Stem of the encoder, bottom first ({cost.encoder_length:,} tokens become "
         f"{cost.encoder_positions:,} positions)\n"
-        + aligned([head, *rows])
+        + align([head, *rows])
         + "\n\n  receptive field: in tokens, relative to the first token of an output's window."
     )
 
@@ -352,7 +351,7 @@ def _layer_section(cost: costs.ModelCost) -> str:
     )
     return (
         f"Layers, bottom first ({lengths})\n"
-        + aligned([head, *rows], left=(0, 2))
+        + align([head, *rows], left=(0, 2))
         + "\n\n"
         + "  K: taps; dilation: positions between taps; kernels: shared by groups of channels.\n"
         "  reads so far, receptive field: the positions of its own sequence that a position\n"
@@ -395,7 +394,7 @@ def _totals_section(report: Report) -> str:
         ("FLOPs of an update", short_number(step_flops), f"batch {subject.batch_size:,}"),
         ("state while decoding, per row", short_bytes(cost.decoding_bytes), ""),
     ]
-    return "Totals\n" + aligned(rows, left=(0, 2))
+    return "Totals\n" + align(rows, left=(0, 2))
 
 
 def _memory_section(subject: Subject, memory: costs.TrainingMemory) -> str:
@@ -418,13 +417,13 @@ def _memory_section(subject: Subject, memory: costs.TrainingMemory) -> str:
     accumulated = f" in {parts} parts" if parts > 1 else ""
     return (
         f"Memory of an update on each device (batch {subject.batch_size:,}{accumulated}, "
-        f"{_mesh_text(subject)})\n" + aligned(rows, left=(0, 2))
+        f"{_mesh_text(subject)})\n" + align(rows, left=(0, 2))
     )
 
 
 def _sharding_section(subject: Subject, parameters: Sequence[ShardedParameter]) -> str:
     rows = [("parameter", "shape", "split over", "on each device")]
-    for name, parameter in _grouped(parameters):
+    for name, parameter in _group(parameters):
         rows.append(
             (
                 name,
@@ -435,13 +434,13 @@ def _sharding_section(subject: Subject, parameters: Sequence[ShardedParameter]) 
         )
     return (
         f"Sharding ({_mesh_text(subject)})\n"
-        + aligned(rows, left=range(4))
+        + align(rows, left=range(4))
         + "\n\n  split over: the mesh axis that shards each array axis, or - for none.\n  {0-3} "
         "stands for the layers 0 to 3."
     )
 
 
-def _grouped(parameters: Sequence[ShardedParameter]) -> list[tuple[str, ShardedParameter]]:
+def _group(parameters: Sequence[ShardedParameter]) -> list[tuple[str, ShardedParameter]]:
     """Joins equal lines of several layers into one whose name lists the layers."""
     groups: dict[Any, list[int]] = {}
     firsts: dict[Any, ShardedParameter] = {}
@@ -456,7 +455,7 @@ def _grouped(parameters: Sequence[ShardedParameter]) -> list[tuple[str, ShardedP
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Returns {0-2,5} for 0, 1, 2, 5; one number alone as it is."""
+    """Formats 0, 1, 2, 5 as {0-2,5}; a single number is not changed."""
     if len(numbers) < 2:
         return "".join(map(str, numbers))
     runs: list[list[int]] = []

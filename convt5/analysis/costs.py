@@ -1,7 +1,7 @@
-"""What a model costs, in closed form: parameters, FLOPs, memory, receptive fields.
+"""Costs of a model by formula: parameters, FLOPs, memory, receptive fields.
 
-Computed from `architecture.ModelDescription` and sequence lengths alone, before anything is built;
-`inspect` prints it and comparisons at equal cost pair models by it. Lengths are in tokens.
+Computed from `architecture.ModelDescription` and sequence lengths alone, before anything is built.
+`inspect` prints them, and comparisons at equal cost use them. Lengths are in tokens.
 """
 
 import dataclasses
@@ -23,25 +23,25 @@ from convt5.training.optimizer import OptimizerConfig
 Shapes = dict[str, tuple[int, ...]]
 
 TRAINING_FACTOR = 3
-"""FLOPs of forward and backward pass over those of the forward pass alone: each product has two
-operands, and the gradient of each is one more product of the same size."""
+"""FLOPs of forward and backward pass relative to the forward pass: each product has two operands,
+and the gradient of each is another product of the same size."""
 
 FLOAT32_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """One layer of a stack.
+    """Costs of one layer of a stack.
 
     Attributes:
         stack: "encoder" or "decoder".
         index: 0 is the bottom layer.
-        mixing: how it mixes the sequence.
-        reach: what it and all layers below it read of their own sequence. Decoder layers read the
-            whole encoder output besides.
+        mixing: its mixing.
+        reach: what it and all layers below it read of their own sequence. Decoder layers also read
+            the whole encoder output.
         parameters: number of parameters.
-        flops_per_token: forward FLOPs for each token of the stack's sequence.
-        activation_bytes: kept for the backward pass for each token of the stack's sequence.
+        flops_per_token: forward FLOPs per token of the stack's sequence.
+        activation_bytes: bytes kept for the backward pass per token of the stack's sequence.
     """
 
     stack: StackName
@@ -55,16 +55,16 @@ class LayerCost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StemCost:
-    """One convolution of the encoder's stem, or the dense layer that ends it.
+    """Costs of one convolution of the encoder's stem, or of its final dense layer.
 
     Attributes:
-        index: 0 is the bottom one.
+        index: 0 is the bottom layer.
         layer: the convolution; None for the dense layer.
-        stride: tokens for each of its outputs.
-        reach: tokens that it and all below it read, from the first that an output stands for.
+        stride: tokens per output.
+        reach: tokens that it and all below it read, relative to the first token of an output.
         parameters: number of parameters.
-        flops_per_position: forward FLOPs for each output.
-        activation_bytes: kept for the backward pass for each output.
+        flops_per_position: forward FLOPs per output.
+        activation_bytes: bytes kept for the backward pass per output.
     """
 
     index: int
@@ -78,22 +78,23 @@ class StemCost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelCost:
-    """A model at given lengths; FLOPs and bytes are for one example (one row of a batch).
+    """Costs of a model at given lengths; FLOPs and bytes are per example (row of a batch).
 
-    FLOPs count two for each multiply-add of matrix products, attention and convolution taps.
-    Elementwise work (norms, activations, softmax, masks) is left out: 1 % of what the compiler
-    counts at emb_dim 512. Attention counts the whole rectangle, masked or not, as it is computed.
+    FLOPs count two for each multiply-add of matrix products, attention and convolution taps. They
+    exclude elementwise operations (norms, activations, softmax, masks): 1 % of the compiler's count
+    at emb_dim 512. Attention counts all pairs of positions, masked or not, as it computes them.
 
     Attributes:
-        encoder_length, decoder_length: tokens of the row.
-        encoder_positions: of the encoder's layers: fewer than tokens behind a stem with a stride.
+        encoder_length, decoder_length: tokens per row.
+        encoder_positions: positions of the encoder's layers, fewer than tokens after a strided
+            stem.
         stem: the layers of the encoder's stem, bottom first.
         layers: the encoder's layers, then the decoder's, bottom first.
-        shapes: of every parameter by name.
-        output_flops: of the logits, forward.
-        forward_flops: of the whole model.
-        logits_bytes: of the float32 logits.
-        decoding_bytes: what decoding keeps for a row of these lengths.
+        shapes: shape of every parameter by name.
+        output_flops: forward FLOPs of the logits.
+        forward_flops: forward FLOPs of the whole model.
+        logits_bytes: bytes of the float32 logits.
+        decoding_bytes: bytes that decoding keeps per row.
     """
 
     encoder_length: int
@@ -113,21 +114,21 @@ class ModelCost:
 
     @property
     def training_flops(self) -> float:
-        """FLOPs of the forward and backward pass; the optimizer's are few and left out."""
+        """FLOPs of the forward and backward pass; those of the optimizer are negligible."""
         return TRAINING_FACTOR * self.forward_flops
 
     @property
     def activation_bytes(self) -> float:
-        """Kept between the passes: inputs of products and nonlinear functions, each once.
+        """Bytes kept between the passes: inputs of products and nonlinear functions, each once.
 
-        An estimate: the compiler may recompute some or keep converted copies of others.
+        An estimate: the compiler may recompute some, or keep converted copies of others.
         """
         return sum(layer.activation_bytes * self._tokens(layer) for layer in self.layers) + sum(
             part.activation_bytes * self._outputs(part) for part in self.stem
         )
 
     def reach(self, stack: StackName) -> Reach:
-        """Returns what the whole stack reads of its own sequence, in tokens."""
+        """Returns the reach of the whole stack in its own sequence, in tokens."""
         return [layer.reach for layer in self.layers if layer.stack == stack][-1]
 
     def _tokens(self, layer: LayerCost) -> int:
@@ -139,16 +140,16 @@ class ModelCost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingMemory:
-    """Bytes of one training step on one device; an estimate from `activations` on.
+    """Bytes of one training step on one device; `activations` and later ones are estimates.
 
     Attributes:
-        parameters: float32.
-        gradients: float32, as many as are trained.
-        optimizer: its state.
-        activations: kept between forward and backward pass.
+        parameters: float32 parameters.
+        gradients: float32 gradients of the trained parameters.
+        optimizer: optimizer state.
+        activations: activations kept for the backward pass.
         logits: the float32 logits and their gradient.
-        gathered: float32 parameters collected from the devices that hold parts of them; at most.
-        average: float32, of a model that is averaged over its updates.
+        gathered: float32 parameters all-gathered over "fsdp", at most.
+        average: the float32 average of the model, if one is kept.
     """
 
     parameters: int
@@ -213,7 +214,7 @@ def training_memory(
     encoder_length: int,
     decoder_length: int,
 ) -> TrainingMemory:
-    """Returns the memory of one update on a single device with `rows` examples at a time."""
+    """Returns the memory of one update on a single device with `rows` examples."""
     cost = model_cost(config, encoder_length=encoder_length, decoder_length=decoder_length)
     parameter_bytes = FLOAT32_BYTES * cost.parameters
     return TrainingMemory(
@@ -226,14 +227,14 @@ def training_memory(
 
 
 def optimizer_bytes(optimizer: OptimizerConfig, shapes: Shapes) -> int:
-    """Returns the bytes of the optimizer's state for float32 parameters of these shapes."""
+    """Returns the bytes of optimizer state for float32 parameters of these shapes."""
     parameters = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in shapes.items()}
     state = jax.eval_shape(optimizer.build(schedule.Constant(rate=1.0)).init, parameters)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 def num_parameters(shapes: Mapping[str, Sequence[int]]) -> int:
-    """Returns how many numbers arrays of these shapes hold."""
+    """Returns the total number of elements of arrays of these shapes."""
     return sum(math.prod(shape) for shape in shapes.values())
 
 
@@ -243,15 +244,15 @@ def stack_reaches(
     stride: int = 1,
     below: Reach | None = None,
 ) -> tuple[Reach, ...]:
-    """Returns, for each layer, what it and the layers below it read of their sequence.
+    """Returns the combined reach of each layer and the layers below it.
 
-    A convolution adds (kernel_size - 1) * dilation positions to what lies below it, and so does
+    A convolution adds (kernel_size - 1) * dilation positions to the reach below it, and so does
     each Canon layer.
 
     Args:
-        layers: bottom first.
-        stride: tokens for each position of these layers.
-        below: what the lowest of them reads at its own position.
+        layers: the layers, bottom first.
+        stride: tokens per position of these layers.
+        below: the reach of the input of the lowest layer.
     """
     below = below or Reach(0, 0)
     reaches = []
@@ -263,7 +264,7 @@ def stack_reaches(
 
 @functools.lru_cache(maxsize=1024)
 def parameter_shapes(config: ModelDescription) -> Shapes:
-    """Returns the shape of every parameter by its name in the model; allocates nothing."""
+    """Returns the shape of every parameter of the model by name; allocates nothing."""
     model = jax.eval_shape(lambda: ConvT5(config, key=jax.random.key(0)))
     return {name: tuple(leaf.shape) for name, leaf in named_leaves(model)}
 
@@ -286,7 +287,9 @@ def _stem_costs(config: ModelDescription) -> tuple[StemCost, ...]:
         left, right = layer.reach
         reach = reach.then(Reach(left, right).strided(stride))
         stride *= layer.stride
-        own = {name: shape for name, shape in shapes.items() if name.startswith(f"layers/{i}/")}
+        layer_shapes = {
+            name: shape for name, shape in shapes.items() if name.startswith(f"layers/{i}/")
+        }
         inputs = layer.kernel_size * layer.in_dim
         costs.append(
             StemCost(
@@ -294,9 +297,9 @@ def _stem_costs(config: ModelDescription) -> tuple[StemCost, ...]:
                 layer=layer,
                 stride=stride,
                 reach=reach,
-                parameters=num_parameters(own),
+                parameters=num_parameters(layer_shapes),
                 flops_per_position=2 * inputs * layer.out_dim,
-                # The windows, and what the norm and the activation read.
+                # The windows, and the inputs of norm and activation.
                 activation_bytes=width * (inputs + 2 * layer.out_dim),
             )
         )
@@ -353,7 +356,7 @@ def _stack_costs(
 def _layer_flops(
     config: ModelDescription, mixing: MixerConfig, *, length: int, source: int | None
 ) -> float:
-    """Forward FLOPs per token of a layer; `source` is the encoder's length, for a decoder."""
+    """Returns the forward FLOPs per token of a layer; `source` is the encoder's length, if any."""
     matrices = 3 if config.mlp == "gated_gelu" else 2
     flops = 2.0 * matrices * config.emb_dim * config.mlp_dim
     flops += mixing.flops(config, length)
@@ -366,13 +369,13 @@ def _layer_flops(
 def _layer_activations(
     config: ModelDescription, mixing: MixerConfig, *, length: int, source: int | None
 ) -> float:
-    """Bytes per token of what the backward pass of a layer reads besides its parameters."""
+    """Returns the bytes per token of the activations that a layer's backward pass reads."""
     width = jnp.dtype(config.dtype).itemsize
-    # The feed-forward layers: what their norm and they read, and what the product wo reads.
+    # The feed-forward layer: the inputs of its norm and products, and of the product wo.
     gated = config.mlp == "gated_gelu"
     kept = width * (2 * config.emb_dim + (3 if gated else 1) * config.mlp_dim)
     kept += mixing.activation_bytes(config, length)
-    # What each Canon layer convolves, and the activation of that reads.
+    # The input of each Canon layer, and of its activation.
     vectors = 1 if mixing.canon_activation == "none" else 2
     kept += width * vectors * mixing.canon_channels(config)
     if source is not None:
@@ -381,7 +384,7 @@ def _layer_activations(
 
 
 def _decoding_bytes(config: ModelDescription, *, encoder_length: int, decoder_length: int) -> int:
-    """Bytes that decoding keeps for one row: taps' inputs, or keys and values, and memory's."""
+    """Returns the bytes that decoding keeps per row: taps' inputs, or keys and values."""
     memory = attention.cache_size(config, encoder_length)
     numbers = sum(
         mixing.state_size(config, decoder_length)

@@ -1,7 +1,6 @@
-"""GPUs by name, such as h100:8: devices to compile for, where none is.
+"""GPUs by name, such as h100:8: devices to compile for without having them.
 
-The compiler comes with JAX's plugin for CUDA (the extra `gpu`), and needs neither a GPU nor its
-driver.
+The compiler is part of JAX's CUDA plugin (the extra `gpu`), and needs neither a GPU nor its driver.
 """
 
 import importlib.util
@@ -14,8 +13,9 @@ import jax
 from convt5 import errors
 from convt5.analysis.chips import Chip, Topology
 
-# What CUDA tells of a device (cudaGetDeviceProperties), in the words of XLA's GpuTargetConfigProto;
-# bandwidths and clocks are those of NVIDIA's data sheets for A100 80GB SXM and H100 SXM.
+# Device properties as reported by CUDA (cudaGetDeviceProperties), in the form of XLA's
+# GpuTargetConfigProto; bandwidths and clocks from NVIDIA's data sheets of A100 80GB SXM and H100
+# SXM.
 _LIMITS = """
   threads_per_block_limit: 1024
   threads_per_warp: 32
@@ -54,8 +54,8 @@ _DEVICES: Mapping[str, str] = {
 """,
 }
 _GIB = 2**30
-# JAX takes three quarters of a device's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says
-# otherwise. Links are those of NVLink 3 and 4: 12 and 18 of 25 GB/s one way.
+# JAX uses three quarters of a device's memory by default (XLA_PYTHON_CLIENT_MEM_FRACTION). Links
+# are NVLink 3 and 4: 12 and 18 links of 25 GB/s one way.
 CHIPS: Mapping[str, Chip] = {
     name: Chip(
         pod=(),
@@ -67,14 +67,14 @@ CHIPS: Mapping[str, Chip] = {
     for name, bandwidth, links in (("a100", 2039e9, 12), ("h100", 3352e9, 18))
 }
 _HOST = 8
-"""GPUs of a host."""
+"""GPUs per host."""
 
 
 def parse(name: str) -> tuple[str, int]:
     """Returns the kind and the number of GPUs of a name such as h100:8.
 
     Raises:
-        UserError: an unknown kind, or a number that no hosts have.
+        UserError: an unknown kind, or an impossible number.
     """
     match = re.fullmatch(r"(\w+):(\d{1,4})", name)
     count = int(match[2]) if match else 0
@@ -88,10 +88,10 @@ def parse(name: str) -> tuple[str, int]:
 
 
 def load(name: str) -> Topology:
-    """Returns GPUs; from then on this process computes on the CPU only, and looks for no GPU.
+    """Returns GPUs; afterwards this process computes only on CPU, and uses no local GPU.
 
     Raises:
-        UserError: a name that `parse` refuses, or JAX's plugin for CUDA is not installed.
+        UserError: a name that `parse` refuses, or JAX's CUDA plugin is not installed.
     """
     kind, count = parse(name)
     if importlib.util.find_spec("jax_plugins") is None:
@@ -101,7 +101,7 @@ def load(name: str) -> Topology:
             "'convt5[gpu]'."
         )
     jax.config.update("jax_platforms", "cpu")
-    # Programs for absent devices cannot be read back from JAX's compilation cache.
+    # JAX cannot load programs for absent devices from its compilation cache.
     jax.config.update("jax_enable_compilation_cache", False)
     from jax.experimental import topologies
 
@@ -119,7 +119,7 @@ def load(name: str) -> Topology:
 
 
 def cost_analysis(compiled: Any) -> Mapping[str, float]:
-    """Returns what XLA counts of a program, which those for absent GPUs do not tell themselves.
+    """Returns XLA's cost analysis of a program, which programs for absent GPUs do not provide.
 
     Args:
         compiled: a `jax.stages.Compiled`.
@@ -131,5 +131,5 @@ def cost_analysis(compiled: Any) -> Mapping[str, float]:
 
 
 def bytes_accessed(compiled: jax.stages.Compiled) -> float:
-    """Returns the bytes that all instructions of a program read and write."""
+    """Returns the bytes read and written by all instructions of a program."""
     return cost_analysis(compiled)["bytes accessed"]

@@ -1,4 +1,4 @@
-"""What `python -m convt5.inspect` does: reports on a model, its cost, its proofs and its data."""
+"""The command `python -m convt5.inspect`: reports a model, its costs, its proofs and its data."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from convt5.vision import costs as vision_costs
 from convt5.vision.architecture import ViTConfig
 
 DEFAULTS = {"encoder_length": 512, "decoder_length": 114, "batch_size": 128}
-"""Of T5's pre-training; used where the gin files describe a model and no data."""
+"""T5's pre-training lengths, used if the gin files describe a model without data."""
 
 _MODEL_ALONE = (
     "LOSS=@losses.TextLoss()",
@@ -38,14 +38,14 @@ _MODEL_ALONE = (
     "SCHEDULE=@schedule.InverseSqrt()",
     "MESH=@sharding.MeshConfig()",
 )
-"""Bindings that complete a model to a training step; the command line may override them."""
+"""Bindings that complete a model to a training step; the command line can override them."""
 
 
 _OF_TEXT_MODELS = (
     *("topology", "examples", "encoder_length", "decoder_length", "batch_size", "devices"),
     *("measure", "pair_with"),
 )
-"""Flags that models of images have not."""
+"""Flags that do not apply to vision models."""
 
 
 class _Report:
@@ -72,9 +72,9 @@ class _Report:
 
 
 def run(arguments: command_line.Arguments) -> int:
-    """Prints the report that the flags ask for, which are checked; returns the exit code."""
+    """Prints the requested report and checks its flags; returns the exit code."""
     flags = arguments.flags
-    meshes = _emulated(flags.mesh or ())
+    meshes = _emulate(flags.mesh or ())
     step, name = read_step(arguments.gin_files, arguments.gin_bindings, trust=arguments.trust)
     if isinstance(step.model, ViTConfig):
         report = _of_images(step, step.model, name, vars(flags), meshes)
@@ -84,8 +84,8 @@ def run(arguments: command_line.Arguments) -> int:
     return report.exit_code
 
 
-def _emulated(texts: Sequence[str]) -> list[MeshConfig]:
-    """Returns the meshes of the command line, for which it emulates devices."""
+def _emulate(texts: Sequence[str]) -> list[MeshConfig]:
+    """Returns the meshes named on the command line, and emulates devices for them."""
     if not texts:
         return []
     parsed = proof_meshes.parse(texts)
@@ -120,9 +120,9 @@ def _of_text(
         compiled = compiled_step.make_report(compiling, target)
         report.add("compiled_step", compiled.as_text(), compiled.as_json())
     if flags.measure:
-        report.add("measured_receptive_field", *_measured(subject, flags.checkpoint, flags.plot))
+        report.add("measured_receptive_field", *_measure(subject, flags.checkpoint, flags.plot))
     if flags.pair_with:
-        report.add("equal_cost", *_paired(subject, flags.pair_with, flags.multiple, trust))
+        report.add("equal_cost", *_pair(subject, flags.pair_with, flags.multiple, trust))
     if flags.prove:
         lengths = (subject.encoder_length, subject.decoder_length)
         checkpoint = flags.checkpoint
@@ -134,8 +134,8 @@ def _of_text(
 
 
 def _add_data(report: _Report, data: Any, num_examples: int | None) -> None:
-    examples = decoded_examples(data, num_examples) if num_examples else []
-    described = _described_data(data, is_read=bool(examples))
+    examples = decode_examples(data, num_examples) if num_examples else []
+    described = _describe_data(data, is_read=bool(examples))
     if described is not None:
         report.add("data", described, described)
     report.sections += _examples_section(examples)
@@ -149,7 +149,7 @@ def _of_images(
     flags: Mapping[str, Any],
     meshes: Sequence[MeshConfig],
 ) -> _Report:
-    """Returns the report of a vision model, which is shorter."""
+    """Returns the report of a vision model, which has fewer sections."""
     errors.raise_all(
         (
             f"--{flag} is for text models, and {name} is a vision model; leave it out."
@@ -169,10 +169,10 @@ def _of_images(
 def read_step(
     files: Sequence[str], bindings: Sequence[str], *, trust: Sequence[str] = ()
 ) -> tuple[StepConfig, str]:
-    """Returns the run that gin files describe, or the update of a model alone; and its name.
+    """Returns the run described by gin files, or the update of a model alone, and its name.
 
-    Gin files that bind nothing of `trainer.train` describe a model alone; the loss, optimizer,
-    schedule and mesh are then the macros LOSS, OPTIMIZER, SCHEDULE and MESH, `_MODEL_ALONE`.
+    Gin files that bind nothing of `trainer.train` describe a model alone. Loss, optimizer, schedule
+    and mesh are then the macros LOSS, OPTIMIZER, SCHEDULE and MESH of `_MODEL_ALONE`.
     """
     statements = gin_files.read_all(files)
     bound = [s for s in statements if isinstance(s, gin_files.Binding)]
@@ -192,7 +192,7 @@ def read_step(
 
 
 def _run(config: gin_config.Config, run_dir: str | None) -> TrainRun:
-    """Returns the run of a configuration; where its data is gone, with its lengths alone."""
+    """Returns the run of a configuration; if its data is gone, only with its lengths."""
     settings: dict[str, Any] = config.arguments(trainer.train, leave_out=DATA_ARGUMENTS)
     with vocabulary_files.of_run(run_dir):
         try:
@@ -212,10 +212,10 @@ def _data(step: StepConfig) -> Any:
 
 
 def make_subject(name: str, step: StepConfig, flags: Mapping[str, Any]) -> Subject:
-    """Returns what to report on; flags that are not None win over the settings.
+    """Returns what to report on; flags that are not None override the settings.
 
     Raises:
-        UserError: a model that is no text model, or rows longer than its table of positions.
+        UserError: the model is not a text model, or rows exceed its learned positions.
     """
     model, data = step.model, _data(step)
     if not isinstance(model, ConvT5Config):
@@ -240,10 +240,10 @@ def make_subject(name: str, step: StepConfig, flags: Mapping[str, Any]) -> Subje
     )
 
 
-def _measured(
+def _measure(
     subject: Subject, checkpoint: str | None, plot: pathlib.Path | None
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Returns the measured receptive fields as text and as plain values; draws them if asked."""
+    """Returns the measured receptive fields as text and as plain values; plots them if asked."""
     config = subject.config
     if checkpoint is None:
         model, name = jax.jit(config.build)(jax.random.key(0)), "at initialisation"
@@ -269,14 +269,14 @@ def _measured(
     }
     if plot:
         receptive_field.draw(halves, plot)
-    found = [field for fields in halves.values() for field in fields]
+    all_fields = [field for fields in halves.values() for field in fields]
     title = f"Receptive field measured by gradients, {name}, on random tokens"
-    text = f"{title}\n{receptive_field.table(found)}"
-    return (f"{text}\n  drawn to {plot}" if plot else text), [f.as_json() for f in found]
+    text = f"{title}\n{receptive_field.table(all_fields)}"
+    return (f"{text}\n  drawn to {plot}" if plot else text), [f.as_json() for f in all_fields]
 
 
 def _check_plot(plot: pathlib.Path) -> None:
-    """Raises `UserError` for what no plot can be drawn to: measuring takes long before."""
+    """Checks early that a plot can be written, because measuring takes long."""
     known = figures.figure_class("the plot")().canvas.get_supported_filetypes()
     faults = []
     if plot.suffix.removeprefix(".").lower() not in known:
@@ -286,7 +286,7 @@ def _check_plot(plot: pathlib.Path) -> None:
     errors.raise_all(faults, where="flags")
 
 
-def _paired(
+def _pair(
     subject: Subject, other: str, multiple: int | None, trust: Sequence[str]
 ) -> tuple[str, dict[str, dict[str, Any]]]:
     """Returns widths that give the model the cost of another, as text and as plain values."""
@@ -303,21 +303,21 @@ def _paired(
     }
     lines, values = [f"Widths of {subject.name} at the cost of {name}"], {}
     for by, what in quantities.items():
-        found = pairing.pair(subject.config, reference, by=by, multiple=multiple, **lengths)
-        widths = {"emb_dim": found.config.emb_dim, "mlp_dim": found.config.mlp_dim}
-        values[by] = {**widths, "cost": found.cost, "wanted": found.wanted}
+        paired = pairing.pair(subject.config, reference, by=by, multiple=multiple, **lengths)
+        widths = {"emb_dim": paired.config.emb_dim, "mlp_dim": paired.config.mlp_dim}
+        values[by] = {**widths, "cost": paired.cost, "wanted": paired.wanted}
         lines.append(
             f"  {what}: emb_dim={widths['emb_dim']}, mlp_dim={widths['mlp_dim']}: "
-            f"{found.cost:,.0f} for {found.wanted:,.0f} ({found.difference:+.2%})"
+            f"{paired.cost:,.0f} for {paired.wanted:,.0f} ({paired.difference:+.2%})"
         )
     return "\n".join(lines), values
 
 
-def decoded_examples(data: Any, num: int) -> list[dict[str, Any]]:
-    """Returns the first examples of the data: text with sentinels as <1>, <2>, ..., and ids.
+def decode_examples(data: Any, num: int) -> list[dict[str, Any]]:
+    """Returns the first examples of the data: ids, and text with sentinels as <1>, <2>, ...
 
     Raises:
-        UserError: the gin files describe no training data, or such without a vocabulary.
+        UserError: the gin files describe no training data, or its vocabulary is unknown.
     """
     if data is None:
         raise errors.UserError(
@@ -330,13 +330,13 @@ def decoded_examples(data: Any, num: int) -> list[dict[str, Any]]:
             f"examples={num} needs a vocabulary to decode ids, but the data has none; leave out "
             "--examples."
         )
-    found: list[dict[str, Any]] = []
-    while len(found) < num:
+    examples: list[dict[str, Any]] = []
+    while len(examples) < num:
         batch = next(batches, None)
         if batch is None:
             break
         for example in samples.span_examples(batch):
-            found.append(
+            examples.append(
                 {
                     "source": samples.render(example.source, batches.vocabulary),
                     "target": samples.render(example.target, batches.vocabulary),
@@ -344,11 +344,11 @@ def decoded_examples(data: Any, num: int) -> list[dict[str, Any]]:
                     "target_ids": example.target.tolist(),
                 }
             )
-    return found[:num]
+    return examples[:num]
 
 
-def _described_data(data: Any, *, is_read: bool) -> str | None:
-    """Returns the block about the data, or why there is none; None for data without one."""
+def _describe_data(data: Any, *, is_read: bool) -> str | None:
+    """Returns the data report, or why there is none; None for data without a report."""
     describe = getattr(data, "describe", None)
     if describe is None:
         return None
@@ -359,7 +359,7 @@ def _described_data(data: Any, *, is_read: bool) -> str | None:
                 "train, cache and inspect --examples=N read it"
             )
         return describe()
-    except Exception as error:  # The model and its costs are there all the same.
+    except Exception as error:  # The model and its costs can still be reported.
         named = "" if isinstance(error, errors.UserError) else f"{type(error).__name__}: "
         return f"data: not measured: {named}{error}"
 
@@ -376,9 +376,9 @@ def _examples_section(examples: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _unneeded(bound: Sequence[gin_files.Binding], bindings: Sequence[str]) -> list[str]:
-    """A run directory where one is required but not given: inspecting writes nothing."""
-    given = any(binding.partition("=")[0].strip() == "RUN_DIR" for binding in bindings)
-    needed = gin_files.is_required(bound, "RUN_DIR") and not given
+    """Returns settings that are required but irrelevant here, such as the run directory."""
+    is_given = any(binding.partition("=")[0].strip() == "RUN_DIR" for binding in bindings)
+    needed = gin_files.is_required(bound, "RUN_DIR") and not is_given
     return ["RUN_DIR=unused"] if needed else []
 
 

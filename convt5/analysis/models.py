@@ -1,4 +1,4 @@
-"""Entry point of `convt5 models`: the models of convt5, with parameters and FLOPs."""
+"""The command `convt5 models`: lists the models of convt5, with parameters and FLOPs."""
 
 import fnmatch
 import json
@@ -10,7 +10,7 @@ from convt5 import errors
 from convt5.configuration import command_line, gin_files
 
 ENCODER_LENGTH, DECODER_LENGTH = 512, 114
-"""Tokens of a row in T5's pre-training: 15 % of 512 are corrupted, in spans of 3."""
+"""Tokens per row in T5's pre-training: 15 % of 512 are corrupted, in spans of 3."""
 
 COMMAND = command_line.Command(
     name="models",
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def model_files() -> dict[str, str]:
-    """Returns the gin file of each model by its name, in the order of names."""
+    """Returns the gin file of each model by name, sorted by name."""
     folder = gin_files.come_with_convt5() / "models"
     files = [*folder.glob("*.gin"), *(folder / "released").glob("*.gin")]
     names = sorted(path.relative_to(folder).with_suffix("").as_posix() for path in files)
@@ -60,7 +60,7 @@ def model_files() -> dict[str, str]:
 
 
 def describe(name: str, gin_file: str) -> dict[str, Any]:
-    """Returns name, file, parameters, layers and FLOPs of a model; nothing is allocated."""
+    """Returns name, file, parameters, layers and FLOPs of a model; allocates nothing."""
     from convt5.analysis import costs
     from convt5.configuration import gin_config
     from convt5.vision import costs as vision_costs

@@ -1,7 +1,7 @@
-"""Models of equal cost: widths chosen so that parameters or FLOPs agree with those of another.
+"""Models of equal cost: chooses widths so that parameters or FLOPs equal those of a reference.
 
-`pair` is for any program; studies use it (`sweeps.Pairing`), and `python -m convt5.inspect
---pair_with` shows what it finds.
+`pair` can be called by any program. Studies use it (`sweeps.Pairing`), and `python -m
+convt5.inspect --pair_with` shows its result.
 """
 
 import dataclasses
@@ -15,16 +15,16 @@ from convt5.modeling.architecture import ConvT5Config
 Quantity = Literal["parameters", "flops"]
 
 TOLERANCE = 0.01
-"""The difference that still counts as equal, as a share of the reference."""
+"""Largest difference that counts as equal, as a fraction of the reference."""
 
 
 class Paired(NamedTuple):
-    """A model whose cost is that of a reference.
+    """A model with the cost of a reference.
 
     Attributes:
-        config: with the widths that were found.
-        cost: parameters, or FLOPs of the forward pass of an example.
-        wanted: those of the reference.
+        config: the model with the chosen widths.
+        cost: its parameters, or FLOPs of the forward pass of an example.
+        wanted: the cost of the reference.
     """
 
     config: ConvT5Config
@@ -33,13 +33,13 @@ class Paired(NamedTuple):
 
     @property
     def difference(self) -> float:
-        """By how much the cost differs, as a share of the reference."""
+        """The difference in cost, as a fraction of the reference."""
         return self.cost / self.wanted - 1
 
     def changed(self, before: ConvT5Config) -> dict[str, int]:
-        """Returns the settings of `ConvT5Config` that differ from those `before`."""
-        found = {name: getattr(self.config, name) for name in ("emb_dim", "mlp_dim")}
-        return {name: value for name, value in found.items() if value != getattr(before, name)}
+        """Returns the settings of `ConvT5Config` that differ from those of `before`."""
+        widths = {name: getattr(self.config, name) for name in ("emb_dim", "mlp_dim")}
+        return {name: value for name, value in widths.items() if value != getattr(before, name)}
 
 
 def pair(
@@ -55,21 +55,22 @@ def pair(
 ) -> Paired:
     """Returns a model like `config` with the cost of `reference`.
 
-    The channels of the residual stream (`emb_dim`) stay as near as possible to what they are; for
-    each the feed-forward width (`mlp_dim`) comes nearest to the cost. The first that agrees is
-    taken. Layers, heads and taps are not changed.
+    Tries residual widths (`emb_dim`) in order of their distance from the current one, each with the
+    feed-forward widths (`mlp_dim`) nearest to the cost, and returns the first that agrees. Layers,
+    heads and taps do not change.
 
     Args:
-        config: whose widths are chosen.
-        reference: whose cost is met.
+        config: the model whose widths are chosen.
+        reference: the model whose cost is matched.
         by: "parameters", or "flops" of the forward pass.
-        encoder_length, decoder_length: tokens at which FLOPs are counted.
-        tolerance: the greatest difference, as a share of the reference.
-        multiple: of both widths, but for an `emb_dim` that stays; 128 fills the lanes of a TPU.
-        largest_change: factor by which a width may grow or shrink.
+        encoder_length, decoder_length: lengths in tokens at which FLOPs are counted.
+        tolerance: largest difference, as a fraction of the reference.
+        multiple: both widths are multiples of this, except an unchanged `emb_dim`; 128 fills the
+            lanes of a TPU.
+        largest_change: largest factor by which a width grows or shrinks.
 
     Raises:
-        UserError: no widths agree, and the nearest are named; or a model that is not of text.
+        UserError: no widths agree (the message names the nearest), or a model is not a text model.
     """
     check_models(config, reference)
     faults = []
@@ -86,23 +87,23 @@ def pair(
     def cost(model: ConvT5Config) -> float:
         return _cost(model, by, encoder_length, decoder_length)
 
-    wanted = cost(reference)
+    target = cost(reference)
     nearest: Paired | None = None
     for start in _residual_widths(config, multiple, largest_change):
-        for mlp_dim in _mlp_widths(start, wanted, cost, multiple, largest_change):
-            found = dataclasses.replace(start, mlp_dim=mlp_dim)
-            paired = Paired(found, cost(found), wanted)
+        for mlp_dim in _mlp_widths(start, target, cost, multiple, largest_change):
+            candidate = dataclasses.replace(start, mlp_dim=mlp_dim)
+            paired = Paired(candidate, cost(candidate), target)
             if nearest is None or abs(paired.difference) < abs(nearest.difference):
                 nearest = paired
         if nearest is not None and abs(nearest.difference) <= tolerance:
             return nearest
     raise errors.UserError(
-        _impossible(config, nearest, by, wanted, tolerance, multiple, largest_change)
+        _impossible(config, nearest, by, target, tolerance, multiple, largest_change)
     )
 
 
 def check_models(*models: Any) -> None:
-    """Raises `UserError` unless all are models of text, whose widths can be chosen."""
+    """Raises `UserError` unless all are text models, whose widths can be chosen."""
     for model in models:
         if not isinstance(model, ConvT5Config):
             raise errors.UserError(
@@ -122,28 +123,28 @@ def _cost(config: ConvT5Config, by: Quantity, encoder_length: int, decoder_lengt
 def _residual_widths(
     config: ConvT5Config, multiple: int, largest_change: float
 ) -> Iterator[ConvT5Config]:
-    """Yields models from the own width on, those that differ most in proportion last."""
-    own = config.emb_dim
-    least = math.ceil(own / largest_change / multiple)
-    most = math.floor(own * largest_change / multiple)
-    widths = {own, *(multiple * i for i in range(max(1, least), most + 1))}
-    for width in sorted(widths, key=lambda width: abs(math.log(width / own))):
+    """Yields models by residual width, from the current one to the most different."""
+    current = config.emb_dim
+    least = math.ceil(current / largest_change / multiple)
+    most = math.floor(current * largest_change / multiple)
+    widths = {current, *(multiple * i for i in range(max(1, least), most + 1))}
+    for width in sorted(widths, key=lambda width: abs(math.log(width / current))):
         try:
             yield dataclasses.replace(config, emb_dim=width)
         except errors.UserError:
-            continue  # Groups of channels that share a kernel do not divide this width.
+            continue  # The kernels do not divide this width into groups of channels.
 
 
 def _mlp_widths(
-    config: ConvT5Config, wanted: float, cost, multiple: int, largest_change: float
+    config: ConvT5Config, target: float, cost, multiple: int, largest_change: float
 ) -> list[int]:
-    """Returns the two widths around the cost: it grows by the same amount with every channel."""
-    own = config.mlp_dim
-    here = cost(config)
-    slope = cost(dataclasses.replace(config, mlp_dim=own + 1)) - here
-    exact = own + (wanted - here) / slope
-    least = max(1, math.ceil(own / largest_change / multiple))
-    most = math.floor(own * largest_change / multiple)
+    """Returns the two widths around the cost, which is linear in the number of channels."""
+    current = config.mlp_dim
+    current_cost = cost(config)
+    slope = cost(dataclasses.replace(config, mlp_dim=current + 1)) - current_cost
+    exact = current + (target - current_cost) / slope
+    least = max(1, math.ceil(current / largest_change / multiple))
+    most = math.floor(current * largest_change / multiple)
     around = {math.floor(exact / multiple), math.ceil(exact / multiple)}
     return sorted({multiple * min(max(i, least), most) for i in around}) if least <= most else []
 
@@ -152,7 +153,7 @@ def _impossible(
     config: ConvT5Config,
     nearest: Paired | None,
     by: Quantity,
-    wanted: float,
+    target: float,
     tolerance: float,
     multiple: int,
     largest_change: float,
@@ -160,7 +161,7 @@ def _impossible(
     what = "parameters" if by == "parameters" else "FLOPs of an example"
     start = (
         f"no widths of a model with emb_dim={config.emb_dim}, mlp_dim={config.mlp_dim} and "
-        f"{config.encoder.num_layers} + {config.decoder.num_layers} layers give {wanted:,.0f} "
+        f"{config.encoder.num_layers} + {config.decoder.num_layers} layers give {target:,.0f} "
         f"{what} within {tolerance:.1%}"
     )
     remedy = (

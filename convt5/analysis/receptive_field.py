@@ -1,7 +1,8 @@
-"""How far a model reads, measured by gradients: which inputs the output of a position depends on.
+"""Measured receptive fields: the gradient of an output position in each input position.
 
-`costs` has the field in closed form, the positions that *can* matter; here is how much they do
-(the effective receptive field of Luo et al. 2016, arXiv 1701.04128). `inspect --measure` shows it.
+`costs` computes the field exactly, that is, the positions that *can* matter. This module measures
+how much they do (the effective receptive field of Luo et al. 2016, arXiv 1701.04128), for
+`inspect --measure`.
 """
 
 import dataclasses
@@ -24,20 +25,20 @@ from convt5.modeling.stem import window_segments
 from convt5.reports import figures
 
 SHARES = (0.5, 0.95, 0.99)
-"""Parts of the gradient whose distances are reported."""
+"""Fractions of the gradient whose distances are reported."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Field:
-    """What an output position of one layer depends on.
+    """The receptive field of an output position of one layer.
 
     Attributes:
         stack: "encoder" or "decoder".
-        index: of the layer, 0 is the bottom one; all layers below it take part.
+        index: index of the layer, 0 at the bottom; includes all layers below it.
         position: the output position.
-        mass: [length], for each input position the norm of the gradient of the output in the
-            input embedding there, of all of them together 1.
-        reach: the field in closed form.
+        mass: [length], for each input position the norm of the output's gradient in its embedding,
+            normalised to a sum of 1.
+        reach: the field by formula.
     """
 
     stack: StackName
@@ -48,15 +49,15 @@ class Field:
 
     @property
     def extent(self) -> Reach:
-        """The positions whose gradient is not zero."""
+        """The extent of positions with nonzero gradient."""
         read = np.flatnonzero(self.mass)
         return Reach(int(self.position - read[0]), int(read[-1] - self.position))
 
     def distance(self, share: float) -> int:
-        """Returns the least distance within which `share` of the mass lies."""
+        """Returns the smallest distance that contains `share` of the mass."""
         away = np.abs(np.arange(len(self.mass)) - self.position)
         within = np.cumsum(np.bincount(away, weights=self.mass))
-        # Rounding leaves the sum of all slightly off 1.
+        # Rounding makes the total slightly different from 1.
         return int(np.argmax(within >= share * within[-1]))
 
     def as_json(self) -> dict[str, Any]:
@@ -80,19 +81,19 @@ def measure(
     num_draws: int = 4,
     seed: int = 0,
 ) -> list[Field]:
-    """Returns the field of every layer of a stack, from the bottom, as a mean over rows.
+    """Returns the field of every layer of a stack, bottom first, as a mean over rows.
 
-    The output is seen in `num_draws` random directions of its channels; the position is the middle
-    of an encoder's sequence and the end of a decoder's. A decoder reads one empty encoder position.
-    Behind a stem with a stride, an output's position is the first of the tokens it stands for.
+    Projects the output on `num_draws` random directions of its channels. The position is the middle
+    of an encoder's sequence, and the end of a decoder's. The decoder reads one empty encoder
+    position. After a strided stem, an output's position is that of its first token.
 
     Args:
-        model: any parameters: of a checkpoint, or as initialised.
-        tokens: ids, all of one example if there are no segment ids.
-        stack: which half of the model.
-        segment_ids: packed examples; what the position's own example does not hold is not read.
-        num_draws: directions.
-        seed: of these.
+        model: a model with any parameters: trained or initial.
+        tokens: token ids, of one example if there are no segment ids.
+        stack: encoder or decoder.
+        segment_ids: packed examples; positions outside the output's example are not read.
+        num_draws: number of random directions.
+        seed: random seed of the directions.
     """
     rows, length = tokens.shape
     ids = jnp.ones_like(tokens) if segment_ids is None else segment_ids
@@ -110,15 +111,15 @@ def measure(
     cost = costs.model_cost(model.config, encoder_length=length, decoder_length=length)
     reaches = [layer.reach for layer in cost.layers if layer.stack == stack]
     embedded = model.embed_tokens(tokens)
-    found = []
+    fields = []
     for index, reach in enumerate(reaches):
         lowest = getattr(model, stack).lowest(index + 1)
         norms = _gradient_norms(stack, output, model, lowest, embedded, ids, inputs, directions)
         mass = np.asarray(norms, np.float64)
-        found.append(
+        fields.append(
             Field(stack=stack, index=index, position=position, mass=mass / mass.sum(), reach=reach)
         )
-    return found
+    return fields
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -132,7 +133,7 @@ def _gradient_norms(
     inputs: StackInputs,
     directions: Float[Array, "draws batch embed"],
 ) -> Float[Array, " length"]:
-    """Returns for each input position the mean norm over rows and directions."""
+    """Returns the mean gradient norm of each input position over rows and directions."""
 
     def output(x):
         if name == "encoder":
@@ -147,7 +148,7 @@ def _gradient_norms(
 
 
 def table(fields: Sequence[Field]) -> str:
-    """Returns a line for each layer: the field in closed form, the measured one, distances."""
+    """Returns a line for each layer: the field by formula, the measured one, and distances."""
     header = ["layer", "can read", "gradient not 0", *(f"{s:.0%} within" for s in SHARES)]
     rows = [
         [
@@ -164,35 +165,37 @@ def table(fields: Sequence[Field]) -> str:
 
 
 def draw(fields: Mapping[str, Sequence[Field]], path: pathlib.Path) -> None:
-    """Draws the gradient against the distance, and distances against depth, of some models.
+    """Plots gradient against distance, and distances against depth, for several models.
 
     Args:
-        fields: of each model, all of one stack, from the bottom.
-        path: of the picture.
+        fields: fields of each model, of the same stack, bottom first.
+        path: path of the image.
 
     Raises:
         UserError: matplotlib is not installed.
     """
     figure = figures.figure_class("the plot")(figsize=(11, 4.2), layout="constrained")
     by_distance, by_depth = figure.subplots(1, 2)
-    for color, (name, own) in enumerate(fields.items()):
-        top = own[-1]
+    for color, (name, layer_fields) in enumerate(fields.items()):
+        top = layer_fields[-1]
         offsets = np.arange(len(top.mass)) - top.position
         shown = top.mass > 0
         by_distance.plot(
             offsets[shown], top.mass[shown], color=f"C{color}", linewidth=1.2, label=name
         )
-        depth = [field.index + 1 for field in own]
+        depth = [field.index + 1 for field in layer_fields]
         for share, style in zip(SHARES, (":", "--", "-"), strict=True):
             by_depth.plot(
                 depth,
-                [max(1, field.distance(share)) for field in own],
+                [max(1, field.distance(share)) for field in layer_fields],
                 style,
                 color=f"C{color}",
                 label=f"{share:.0%} of the gradient, {name}",
             )
         reach = [
-            max(f.reach.left or 0, f.reach.right or 0) for f in own if f.reach.size is not None
+            max(f.reach.left or 0, f.reach.right or 0)
+            for f in layer_fields
+            if f.reach.size is not None
         ]
         if reach:
             by_depth.plot(

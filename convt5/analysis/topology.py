@@ -1,8 +1,8 @@
-"""TPU slices by name, such as v5e:4x4: devices to compile for, where no TPU is, and chip facts.
+"""TPU slices by name, such as v5e:4x4: devices to compile for without having them, and chip data.
 
-Names of GPUs, such as h100:8, go to `gpu_target`.
+Names of GPUs, such as h100:8, are passed to `gpu_target`.
 
-The compiler comes with libtpu (the extra `tpu`) and needs no TPU; `compiled_step` compiles with it.
+The compiler is part of libtpu (the extra `tpu`) and needs no TPU; `compiled_step` uses it.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from convt5.analysis.chips import Chip, Topology
 
 _GIB = 2**30
 
-# Read once, when libtpu is loaded. Without them it asks the metadata server of a cloud machine,
-# lets one process at a time compile, and writes its log to the terminal and to /tmp.
+# Read once, when libtpu is loaded. Otherwise libtpu queries the metadata server of a cloud machine,
+# lets only one process compile at a time, and writes its log to the terminal and to /tmp.
 _LIBTPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -33,12 +33,12 @@ _LIBTPU_ENVIRONMENT = {
 }
 
 
-# Memory is what libtpu 0.0.42 says is available when a program asks for too much. Bandwidths are
-# from "TPU architecture" (cloud.google.com/tpu/docs/v3 to tpu7x), where that of the links is given
-# for both directions together; for v3 and v4, from the number of links and their speed: 4 of 656
-# Gbit/s (Jouppi et al. 2020, CACM 63(7), table 3) and 6 of 50 GB/s (Jouppi et al. 2023, arXiv
-# 2304.01433, table 4). A v3 device is one of the two cores of a chip and has half of everything,
-# and so has a TPU7x device, one of the two chiplets.
+# Memory is what libtpu 0.0.42 reports as available when a program needs too much. Bandwidths are
+# from "TPU architecture" (cloud.google.com/tpu/docs/v3 to tpu7x), which gives those of links for
+# both directions together; for v3 and v4, from number and speed of the links: 4 of 656 Gbit/s
+# (Jouppi et al. 2020, CACM 63(7), table 3) and 6 of 50 GB/s (Jouppi et al. 2023, arXiv 2304.01433,
+# table 4). A v3 device is one of two cores of a chip and has half of everything; likewise a TPU7x
+# device, one of two chiplets.
 CHIPS: Mapping[str, Chip] = {
     "v3": Chip(
         pod=(32, 32),
@@ -46,7 +46,7 @@ CHIPS: Mapping[str, Chip] = {
         hbm_bandwidth=450e9,
         ici_bandwidth=164e9,
         cores_per_chip=2,
-        # Kernels for it cannot multiply bfloat16 matrices.
+        # Pallas kernels for v2 and v3 cannot multiply bfloat16 matrices.
         implementation="plain",
     ),
     "v4": Chip(
@@ -77,7 +77,7 @@ CHIPS: Mapping[str, Chip] = {
 
 @dataclasses.dataclass(frozen=True)
 class TopologyName:
-    """A checked name: a generation of `CHIPS`, and chips along each dimension."""
+    """A valid name: a generation of `CHIPS`, and chips along each dimension."""
 
     generation: str
     shape: tuple[int, ...]
@@ -91,10 +91,10 @@ class TopologyName:
 
 
 def parse(name: str) -> TopologyName:
-    """Returns what a name such as v5e:4x4 or v5p:2x2x1 says.
+    """Parses a name such as v5e:4x4 or v5p:2x2x1.
 
     Raises:
-        UserError: an unknown generation, or a shape that no slice of it has.
+        UserError: an unknown generation, or an impossible shape.
     """
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", name)
     if match is None or match[1] not in CHIPS:
@@ -112,9 +112,9 @@ def parse(name: str) -> TopologyName:
 
 
 def load(name: str) -> Topology:
-    """Returns the devices of a slice, or GPUs; from then on this process computes on the CPU only.
+    """Returns the devices of a slice, or GPUs; afterwards this process computes only on CPU.
 
-    No TPU is looked for, waited for or taken, should there be one.
+    Local TPUs, if any, are not used.
 
     Raises:
         UserError: a name that `parse` refuses, or libtpu is not installed.
@@ -128,14 +128,14 @@ def load(name: str) -> Topology:
             "tpu: uv run --extra tpu python -m convt5.inspect ..., or pip install 'convt5[tpu]'."
         )
     jax.config.update("jax_platforms", "cpu")
-    # Programs for absent devices cannot be read back from JAX's compilation cache.
+    # JAX cannot load programs for absent devices from its compilation cache.
     jax.config.update("jax_enable_compilation_cache", False)
     for variable, value in _LIBTPU_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
-    # Deferred: it needs what libtpu is told above.
+    # Deferred until the environment of libtpu is set.
     from jax.experimental import topologies
 
-    # A host has 2 x 2 chips, unless a chip stands alone.
+    # A host has 2 x 2 chips, except for a single chip.
     single = {"chips_per_host_bounds": (1, 1, 1)} if math.prod(parsed.shape) == 1 else {}
     description = topologies.get_topology_desc(
         platform="tpu", topology_name=str(parsed), chip_config_name=parsed.chip.config, **single

@@ -76,7 +76,7 @@ def check_shapes(
     settings = cause if what == "parameters" else "optimizer and the trainer.train.frozen"
     raise errors.UserError(
         f"{where} was made by another {cause}; {len(lines)} of its {what} differ:\n"
-        + "\n".join(f"- {line}" for line in errors.shortened(lines))
+        + "\n".join(f"- {line}" for line in errors.abbreviate(lines))
         + f"\nUse the {settings} it was made with (config.gin in its run directory), or choose "
         "another run_dir."
     )

@@ -41,7 +41,7 @@ def macro_faults(
             others = sorted(used - {"MODEL", "MODEL_NAME"})
             hint = _similar(setting.name, used)
             if not hint and others:
-                hint = f" Macros in use: {', '.join(errors.shortened(others))}."
+                hint = f" Macros in use: {', '.join(errors.abbreviate(others))}."
             yield (
                 f"{setting.location}: macro {setting.name}={setting.value!r} is not used by "
                 f"anything; correct the name or remove it.{hint}"

@@ -85,7 +85,7 @@ class Trust:
         if refused:
             modules = list(dict.fromkeys(s.module for s in refused))
             absent = [m for m in modules if _places(m) is None]
-            lines = "\n".join(errors.shortened([f"- {s.location}: {s.text}" for s in refused]))
+            lines = "\n".join(errors.abbreviate([f"- {s.location}: {s.text}" for s in refused]))
             them = "them" if len(modules) > 1 else "it"
             message = (
                 "configuration: settings that came with a model may import only convt5, because "
@@ -115,7 +115,7 @@ class Trust:
             for fault in self._refused(setting)
         ]
         if refused:
-            raise Untrusted("configuration: " + "\n".join(errors.shortened(refused)))
+            raise Untrusted("configuration: " + "\n".join(errors.abbreviate(refused)))
 
     def _refused(self, setting: Setting) -> Iterator[str]:
         if setting.target is not None and not self._may_bind(setting.target):

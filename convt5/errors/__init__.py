@@ -133,7 +133,7 @@ def clipped(value: object, *, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
-def shortened(lines: Sequence[str], *, limit: int = 8) -> list[str]:
+def abbreviate(lines: Sequence[str], *, limit: int = 8) -> list[str]:
     """Returns the first lines, and one that counts the others."""
     more = [f"... and {len(lines) - limit} more"] if len(lines) > limit else []
     return [*lines[:limit], *more]

@@ -88,7 +88,7 @@ def from_files(
             is_json = local_files.is_json_lines(name)
             parse, skips_blank = _parser(field, format, is_json=is_json)
             before = tally.documents
-            with local_files.explained(name), local_files.open_bytes(name) as file:
+            with local_files.explain_errors(name), local_files.open_bytes(name) as file:
                 lines = _lines(file, name, invalid_utf8, tally)
                 for item in _items(lines, parse, skip_blank=skips_blank):
                     tally.documents += 1
@@ -226,7 +226,7 @@ def _lines(file: Iterable[bytes], name: str, invalid_utf8: Any, tally: Any) -> I
     from convt5.tasks import local_files
 
     for number, line in enumerate(local_files.text_lines(file), start=1):
-        text = local_files.readable(line, name, number, invalid_utf8, tally)
+        text = local_files.handle_invalid(line, name, number, invalid_utf8, tally)
         if text is not None:
             yield _Line(text, f"{name}, line {number}")
 

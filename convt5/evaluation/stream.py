@@ -119,7 +119,7 @@ def _answers(prediction: Prediction) -> list[str]:
     """Returns the lines to show: the most likely label before the others, or the results."""
     if prediction.probabilities is not None:
         shown = [f"{label} {prediction.probabilities[label]:.3f}" for label in prediction.texts]
-        return [f"{shown[0]}  ({', '.join(errors.shortened(shown[1:]))})"]
+        return [f"{shown[0]}  ({', '.join(errors.abbreviate(shown[1:]))})"]
     if len(prediction.texts) == 1:
         return list(prediction.texts)
     pairs = zip(prediction.texts, prediction.scores, strict=True)

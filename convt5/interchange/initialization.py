@@ -161,7 +161,7 @@ class InitFrom:
         if faults:
             raise errors.UserError(
                 f"InitFrom: {self.path} does not fit the model in {len(faults)} places:\n"
-                + "\n".join(f"- {fault}" for fault in errors.shortened(faults))
+                + "\n".join(f"- {fault}" for fault in errors.abbreviate(faults))
             )
         return source, report
 
@@ -250,4 +250,4 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(errors.shortened(names))
+    return ", ".join(errors.abbreviate(names))

@@ -88,7 +88,7 @@ def build_model(config: ModelConfig, params: Mapping[str, np.ndarray]) -> Any:
     faults += [
         f"parameter {name} belongs to no part of it." for name in sorted(params.keys() - wanted)
     ]
-    errors.raise_all(errors.shortened(faults), where="the model of these settings")
+    errors.raise_all(errors.abbreviate(faults), where="the model of these settings")
     leaves = [jnp.asarray(params[name]) for name in wanted]
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
@@ -219,5 +219,5 @@ def check(
             "--allow_unmapped to leave such variables out."
             for name in report.unmapped
         ]
-    errors.raise_all(errors.shortened(faults, limit=20), where=where)
+    errors.raise_all(errors.abbreviate(faults, limit=20), where=where)
     return report

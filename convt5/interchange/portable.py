@@ -119,7 +119,7 @@ def _revived(settings: Any, where: str) -> Description:
         faults += _unknown(stem, TextStemConfig, inside="stem.")
     elif stem is not None:
         faults.append(f"stem={errors.clipped(stem)} must hold the settings of a stem, or be null.")
-    errors.raise_all(errors.shortened(faults), where=where)
+    errors.raise_all(errors.abbreviate(faults), where=where)
     sides = {side: StackConfig(**_tuples(settings[side])) for side in ("encoder", "decoder")}
     built_stem = {} if stem is None else {"stem": TextStemConfig(**_tuples(stem))}
     return ConvT5Config(**{**settings, **sides, **built_stem})

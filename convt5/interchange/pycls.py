@@ -148,7 +148,7 @@ def architecture(
     side = math.isqrt(max(patches, 0))
     if side**2 != patches:
         faults.append(f"pos_embedding is for {patches} patches, which do not form a square.")
-    errors.raise_all(errors.shortened(faults), where=where)
+    errors.raise_all(errors.abbreviate(faults), where=where)
     stride = stem.get("patch_size") or math.prod(stem["stem_strides"])
     if image_size is not None and image_size // stride != side:
         raise errors.UserError(

@@ -43,7 +43,7 @@ class Files:
                 self._owners[name] = (reader, path)
                 self.shapes[name] = tuple(piece.get_shape())
             self._readers.append(reader)
-        errors.raise_all(errors.shortened(faults), where=str(paths[0].parent))
+        errors.raise_all(errors.abbreviate(faults), where=str(paths[0].parent))
 
     def read(self, name: str) -> np.ndarray:
         """Returns an array in float32; raises `UserError` for one of integers."""

@@ -97,7 +97,7 @@ class Files:
                     faults.append(f"{name} is in {self._tensors[name][1].name} and in {path.name}.")
                 self._tensors[name] = value, path
                 self.shapes[name] = tuple(value.shape)
-        errors.raise_all(errors.shortened(faults), where=str(paths[0].parent))
+        errors.raise_all(errors.abbreviate(faults), where=str(paths[0].parent))
 
     def read(self, name: str) -> np.ndarray:
         """Returns an array in float32; raises `UserError` for one of integers."""

@@ -38,7 +38,7 @@ def find(folder: pathlib.Path, whole: str, index: str) -> list[pathlib.Path]:
     shards = sorted(set(by_name.values()))
     if absent := [shard for shard in shards if not (folder / shard).is_file()]:
         raise errors.UserError(
-            f"{folder} lacks {', '.join(errors.shortened(absent))}, which {index} names."
+            f"{folder} lacks {', '.join(errors.abbreviate(absent))}, which {index} names."
         )
     return [folder / shard for shard in shards]
 

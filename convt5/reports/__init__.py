@@ -1,1 +1,1 @@
-"""Tables and figures of reports, shared by the commands that write them."""
+"""Tables and figures, shared by the commands that write reports."""

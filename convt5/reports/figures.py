@@ -1,4 +1,4 @@
-"""Matplotlib's figures without a display, or the message that they need an extra package."""
+"""Matplotlib figures without a display, or an error that names the missing extra."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ def figure_class(what: str) -> Any:
     """Returns `matplotlib.figure.Figure`, which keeps no global state.
 
     Args:
-        what: is drawn, as the subject of a message.
+        what: what is drawn, the subject of the error message.
 
     Raises:
         UserError: matplotlib is not installed.
     """
     try:
-        # Deferred: it is an extra, and slow to import.
+        # Deferred: matplotlib is optional, and slow to import.
         from matplotlib.figure import Figure
     except ImportError as error:
         raise errors.UserError(

@@ -1,4 +1,4 @@
-"""Tables in Markdown that are aligned as plain text too."""
+"""Markdown tables that are also aligned as plain text."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,11 +9,11 @@ _NUMBER = re.compile(r"[-+]?\.?\d")
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Returns a table of rows with the same keys, its header; columns of numbers to the right."""
+    """Returns a table with a header from rows with equal keys; numbers are right-aligned."""
     rows = [{_cell(name): _cell(value) for name, value in row.items()} for row in rows]
     names = list(rows[0])
     widths = {name: max(len(name), 3, *(len(row[name]) for row in rows)) for name in names}
-    # Most of a column decides: a number can be missing, or said not to be finite.
+    # The majority of a column decides, because a number may be missing or not finite.
     right = {n for n in names if sum(bool(_NUMBER.match(row[n])) for row in rows) * 2 > len(rows)}
 
     def line(cells: Mapping[str, str]) -> str:
@@ -28,5 +28,5 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Returns a text that stays in its cell: a bar would begin another, a line end another row."""
+    """Escapes a text for a cell: a bar would begin a new cell, a line break a new row."""
     return printable(text).replace("|", r"\|").replace("\n", r"\n")

@@ -1,7 +1,7 @@
-"""What the runs of a study say together: distributions, best settings, differences, convergence.
+"""Summarises the runs of a study: distributions, best settings, differences, convergence.
 
-Errors are `perfect - metric`, or the metric itself; a run that diverged has an infinite error, so
-that it counts and is below no limit.
+The error of a run is `perfect - metric`, or the metric itself. A diverged run has an infinite
+error, so it counts as worse than any limit.
 """
 
 import math
@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from convt5.sweeps.running import Made, check_metric, states, values_of
+from convt5.sweeps.running import StudyRun, check_metric, states, values_of
 from convt5.sweeps.study import Study
 from convt5.training.run_log import read_metrics
 
@@ -18,12 +18,12 @@ Key = tuple[str, ...]
 
 
 class Result(NamedTuple):
-    """A run that is done.
+    """A finished run.
 
     Attributes:
-        labels: its value of every axis, and of the seed.
+        labels: its value on every axis, and its seed.
         curve: steps and errors of its evaluations, in order.
-        error: the last of them; infinite where it diverged.
+        error: its last error; infinite if it diverged.
     """
 
     labels: Labels
@@ -32,29 +32,29 @@ class Result(NamedTuple):
 
 
 class Distribution(NamedTuple):
-    """Errors over a grid.
+    """Distribution of errors over a grid.
 
     Attributes:
-        errors: of every run, ascending.
-        num_diverged: of them, at the end.
+        errors: the error of every run, ascending.
+        num_diverged: number of diverged runs, at the end.
     """
 
     errors: tuple[float, ...]
     num_diverged: int
 
     def quantile(self, share: float) -> float:
-        """Returns the error that a share of the runs does not exceed: the nearest rank."""
+        """Returns the quantile of the error by nearest rank: a fraction of runs is not above it."""
         return self.errors[max(0, math.ceil(share * len(self.errors)) - 1)]
 
 
 class Best(NamedTuple):
-    """The setting of least mean error over its seeds.
+    """The setting with the lowest mean error over its seeds.
 
     Attributes:
-        labels: of the axes beside `Study.rows`.
-        mean: of the errors.
-        errors: of each seed.
-        curve: steps and errors, the means over the seeds.
+        labels: its values on the axes other than `Study.rows`.
+        mean: mean error.
+        errors: error of each seed.
+        curve: steps and mean errors over the seeds.
     """
 
     labels: Labels
@@ -68,7 +68,7 @@ class Best(NamedTuple):
 
     @property
     def diverged(self) -> str:
-        """Says how many of its runs diverged; empty where none did."""
+        """Tells how many of its runs diverged; empty if none did."""
         count = len(self.errors) - len(self.finite_errors)
         if count in (0, len(self.errors)):
             return "diverged" if count else ""
@@ -76,18 +76,18 @@ class Best(NamedTuple):
 
 
 def results(study: Study) -> list[Result]:
-    """Returns the runs that are done.
+    """Returns the finished runs.
 
     Raises:
-        UserError: a run that has finished recorded no value of the metric.
+        UserError: a finished run has no value of the metric.
     """
     return [_result(study, made) for made in states(study) if made.is_done]
 
 
-def by_row(study: Study, found: Sequence[Result]) -> dict[Key, list[Result]]:
-    """Returns results by their values of `Study.rows`, in the order of the study."""
+def by_row(study: Study, results: Sequence[Result]) -> dict[Key, list[Result]]:
+    """Groups results by their values on `Study.rows`, in the order of the study."""
     groups: dict[Key, list[Result]] = {}
-    for result in found:
+    for result in results:
         groups.setdefault(tuple(result.labels[axis] for axis in study.rows), []).append(result)
     order = {
         axis: {label: i for i, label in enumerate(labels)}
@@ -99,23 +99,23 @@ def by_row(study: Study, found: Sequence[Result]) -> dict[Key, list[Result]]:
     )
 
 
-def distribution(found: Sequence[Result]) -> Distribution:
-    ordered = sorted(result.error for result in found)
+def distribution(results: Sequence[Result]) -> Distribution:
+    ordered = sorted(result.error for result in results)
     return Distribution(tuple(ordered), sum(math.isinf(error) for error in ordered))
 
 
-def best(study: Study, found: Sequence[Result]) -> Best:
+def best(study: Study, results: Sequence[Result]) -> Best:
     """Returns the best setting among those with the most seeds."""
-    others = [axis for axis in study.axes if axis not in study.rows]
+    other_axes = [axis for axis in study.axes if axis not in study.rows]
     settings: dict[Key, list[Result]] = {}
-    for result in found:
-        settings.setdefault(tuple(result.labels[axis] for axis in others), []).append(result)
+    for result in results:
+        settings.setdefault(tuple(result.labels[axis] for axis in other_axes), []).append(result)
     most = max(map(len, settings.values()))
     complete = {key: runs for key, runs in settings.items() if len(runs) == most}
     key = min(complete, key=lambda k: statistics.fmean(r.error for r in complete[k]))
     runs = complete[key]
     return Best(
-        dict(zip(others, key, strict=True)),
+        dict(zip(other_axes, key, strict=True)),
         statistics.fmean(run.error for run in runs),
         tuple(run.error for run in runs),
         _mean_curve(runs),
@@ -123,9 +123,9 @@ def best(study: Study, found: Sequence[Result]) -> Best:
 
 
 def differences(study: Study, bests: Mapping[Key, Best]) -> Iterator[tuple[Key, float, float]]:
-    """Yields the other rows, and the best errors at the two values of `Study.versus`.
+    """Yields the other rows, and the best errors at both values of `Study.versus`.
 
-    Which are in the order of the study; rows without results of both are left out.
+    In the order of the study; rows without results for both values are skipped.
     """
     if study.versus is None:
         return
@@ -138,7 +138,7 @@ def differences(study: Study, bests: Mapping[Key, Best]) -> Iterator[tuple[Key, 
 
 
 def steps_to(curve: Sequence[tuple[int, float]], error: float) -> float | None:
-    """Returns the steps after which an error is first reached, linear between evaluations."""
+    """Returns the number of steps to reach an error, interpolated between evaluations, or None."""
     before: tuple[int, float] | None = None
     for step, value in curve:
         if value <= error:
@@ -151,15 +151,15 @@ def steps_to(curve: Sequence[tuple[int, float]], error: float) -> float | None:
 
 
 def common_errors(bests: Mapping[Key, Best]) -> dict[Key, float]:
-    """Returns, for each panel, the least error that the best setting of every line reaches.
+    """Returns for each panel the lowest error that the best setting of every line reaches.
 
-    Panels are the rows without the last; a line is a value of the last. Lines that diverged do not
-    count, and a panel of such lines alone has no error.
+    Panels are the rows without the last; each line is a value of the last row. Diverged lines are
+    ignored, and a panel with only such lines has no error.
     """
     reached: dict[Key, list[float]] = {}
-    for key, found in bests.items():
-        values = [error for _, error in found.curve if math.isfinite(error)]
-        if values and not found.diverged:
+    for key, best in bests.items():
+        values = [error for _, error in best.curve if math.isfinite(error)]
+        if values and not best.diverged:
             reached.setdefault(key[:-1], []).append(min(values))
     return {panel: max(values) for panel, values in reached.items()}
 
@@ -169,14 +169,14 @@ def versus_labels(study: Study) -> list[str]:
 
 
 def _labels(study: Study) -> dict[str, dict[str, None]]:
-    """Returns the labels of each axis, in the order in which grids name them."""
+    """Returns the labels of each axis, in the order of the grids."""
     return {
         axis: dict.fromkeys(label for grid in study.grids for label in grid.values(axis))
         for axis in (*study.axes,)
     }
 
 
-def _result(study: Study, made: Made) -> Result:
+def _result(study: Study, made: StudyRun) -> Result:
     has_finished = made.status == "finished"
     if has_finished:
         where = f"the run in {made.folder}"

@@ -1,7 +1,7 @@
-"""Results of runs in one small file: a study goes on elsewhere, or is shared among machines.
+"""Results of runs in one small file, to continue a study elsewhere or to merge machines' results.
 
-A line is one run that is done: its settings, how it ended, and the records with the study's metric.
-Checkpoints, logs and the records between evaluations stay where they are.
+Each line is a finished run: its settings, its status, and the records with the study's metric.
+Checkpoints, logs and the records between evaluations are not included.
 """
 
 import json
@@ -19,12 +19,10 @@ _KEYS = ("run", "about", "records")
 
 
 def write(study: Study, path: pathlib.Path) -> int:
-    """Writes the results of all runs that are done, instead of what the file held.
-
-    Returns how many runs these are.
+    """Writes the results of all finished runs, replacing the file; returns their number.
 
     Raises:
-        UserError: the file cannot be written, or a run recorded no value of the metric.
+        UserError: the file is not writable, or a run has no value of the metric.
     """
     lines = [_line(study, made) for made in running.runs(study) if made.is_done]
     try:
@@ -38,25 +36,25 @@ def write(study: Study, path: pathlib.Path) -> int:
 
 
 def read(study: Study, path: pathlib.Path) -> int:
-    """Takes over the results in a file for runs of the study that were never begun here.
+    """Imports results from a file for runs of the study that were never started here.
 
-    Returns how many runs it took over. Those that are here already stay as they are, and so do
-    those of the file that are none of the study's.
+    Returns the number of imported runs. Runs that exist here are not changed, and runs in the file
+    that do not belong to the study are ignored.
 
     Raises:
-        UserError: there is no such file, a line is no result, or a run had other settings or
-            recorded no value of the metric; nothing is taken over then.
+        UserError: the file does not exist, a line is not a result, or a run has other settings or
+            no value of the metric. Nothing is imported then.
     """
     if not path.is_file():
         raise errors.UserError(
             f"--import_results={path} is not a file; give one written by --export_results."
         )
-    here = {made.point.name: made for made in running.runs(study)}
+    existing = {made.point.name: made for made in running.runs(study)}
     taken = []
     for number, line in enumerate(_results(path), start=1):
         where = f"{path}, line {number}"
-        result = _checked(line, where)
-        made = here.get(result["run"])
+        result = _check(line, where)
+        made = existing.get(result["run"])
         if made is None or made.status is not None:
             continue
         where = f"{where}: the run {result['run']}"
@@ -73,7 +71,7 @@ def read(study: Study, path: pathlib.Path) -> int:
 
 
 def _results(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the lines of a file, which must all be whole: it is never written in parts."""
+    """Returns the lines of a file, which must all be complete because it is written atomically."""
     content = path.read_bytes()
     if content and not content.endswith(b"\n"):
         number = content.count(b"\n") + 1
@@ -84,8 +82,8 @@ def _results(path: pathlib.Path) -> list[dict[str, Any]]:
     return read_records(path, need=_KEYS)
 
 
-def _checked(result: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns a line of the file under today's names of metrics, if it is a result."""
+def _check(result: dict[str, Any], where: str) -> dict[str, Any]:
+    """Checks a line of the file, and converts it to the current names of metrics."""
     about, records = result["about"], result["records"]
     fault = running.about_fault(about)
     if fault is None and about["status"] == "started":
@@ -103,11 +101,11 @@ def _checked(result: dict[str, Any], where: str) -> dict[str, Any]:
     return result | {"records": [metric_names.current(record) for record in records]}
 
 
-def _line(study: Study, made: running.Made) -> str:
+def _line(study: Study, made: running.StudyRun) -> str:
     records = read_metrics(made.folder)
     if made.status == "finished":
         running.check_metric(study.metric, records, where=f"the run in {made.folder}")
-    # The last record holds what the run took, whether or not it was an evaluation.
+    # The last record has the cost of the run, whether or not it is an evaluation.
     kept = [r for r in records[:-1] if study.metric in r] + records[-1:]
     result = {"run": made.point.name, "about": running.read_about(made.folder), "records": kept}
     return json.dumps(result) + "\n"

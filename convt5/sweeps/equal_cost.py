@@ -1,6 +1,6 @@
-"""Studies whose models cost the same: `convt5.analysis.pairing` chooses widths for each run.
+"""Studies with models of equal cost: `convt5.analysis.pairing` chooses widths for each run.
 
-Nothing heavy is imported here before widths are asked for.
+Imports nothing heavy before widths are needed.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ NOT_PAIRED = "none"
 
 
 class Described(Protocol):
-    """A run before it is made: `study.Point`."""
+    """The settings of a run, such as `study.Point`."""
 
     @property
     def labels(self) -> Mapping[str, str]: ...
@@ -32,17 +32,17 @@ class Described(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pairing:
-    """Which models of a study get the cost of which other, and in what.
+    """Which models of a study get the cost of which reference, and in what quantity.
 
-    The widths are chosen again for every run, at its own lengths: a model has other widths where
-    rows are longer, if FLOPs are to agree.
+    Widths are chosen for every run at its own lengths: for equal FLOPs, they depend on the length
+    of rows.
 
     Attributes:
-        axis: whose values are models.
-        reference: the value of that axis which stays as it is.
+        axis: the axis whose values are models.
+        reference: the value of that axis that is not changed.
         by: "parameters" or "flops"; or an axis whose values are these, or "none" to leave models
-            as they are.
-        tolerance, multiple, largest_change: as of `pairing.pair`.
+            unchanged.
+        tolerance, multiple, largest_change: as in `pairing.pair`.
     """
 
     axis: str
@@ -53,10 +53,10 @@ class Pairing:
     largest_change: float = 8.0
 
     def quantity(self, labels: Mapping[str, str]) -> Quantity | None:
-        """Returns what is to agree in a run of these labels; None for nothing.
+        """Returns the quantity to equalise in a run with these labels; None for nothing.
 
         Raises:
-            UserError: no quantity that is known.
+            UserError: an unknown quantity.
         """
         value = labels.get(self.by, self.by)
         if value == NOT_PAIRED:
@@ -73,46 +73,48 @@ class Pairing:
         """Returns the settings that give the model of a run the cost of the reference's.
 
         Raises:
-            UserError: no model of text, or no widths that agree.
+            UserError: a model is not a text model, or no widths agree.
         """
         by = self.quantity(point.labels)
         if by is None or point.labels[self.axis] == self.reference:
             return {}
-        own: Any
-        other: Any
-        own, other = (described(p.gin_files, p.bindings, p.trust) for p in (point, reference))
-        check_models(own.model, other.model)
-        found = pair(
-            own.model,
-            other.model,
+        own_run: Any
+        reference_run: Any
+        own_run, reference_run = (
+            describe(p.gin_files, p.bindings, p.trust) for p in (point, reference)
+        )
+        check_models(own_run.model, reference_run.model)
+        paired = pair(
+            own_run.model,
+            reference_run.model,
             by=by,
             tolerance=self.tolerance,
             multiple=self.multiple,
             largest_change=self.largest_change,
-            **lengths(own),
+            **lengths(own_run),
         )
         return {
             f"architecture.ConvT5Config.{name}": value
-            for name, value in found.changed(own.model).items()
+            for name, value in paired.changed(own_run.model).items()
         }
 
 
-def described(
+def describe(
     gin_files: Sequence[str], bindings: Sequence[str], trust: Sequence[str] = ()
 ) -> "TrainRun":
-    """Returns a run of a study; its directory and seed, which decide no cost, are made up.
+    """Returns a run of a study, with a placeholder for directory and seed, which cost nothing.
 
     Raises:
-        UserError: settings that the trainer does not know.
+        UserError: settings that the trainer does not have.
     """
-    # Neither decides anything here.
+    # These do not affect the cost.
     idle = ("trainer.train.run_dir=", "trainer.train.seed=")
     kept = tuple(b for b in bindings if not b.startswith(idle))
-    return _described(tuple(gin_files), kept, tuple(trust))
+    return _describe(tuple(gin_files), kept, tuple(trust))
 
 
 @functools.cache
-def _described(
+def _describe(
     gin_files: tuple[str, ...], bindings: tuple[str, ...], trust: tuple[str, ...]
 ) -> "TrainRun":
     from convt5.configuration import gin_config
@@ -129,6 +131,6 @@ def _described(
 
 
 def lengths(run: "TrainRun") -> dict[str, int]:
-    """Returns the tokens of a row of text, as keywords of functions about costs."""
+    """Returns the tokens per row of text, as keyword arguments of cost functions."""
     data: Any = run.train_data
     return {name: getattr(data, name) for name in ("encoder_length", "decoder_length")}

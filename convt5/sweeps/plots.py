@@ -14,7 +14,7 @@ from convt5.sweeps.study import Study
 DISTRIBUTIONS, SETTINGS, CONVERGENCE = "distributions.png", "settings.png", "convergence.png"
 PROFILES = "profiles.png"
 
-_NAMED = (2, 3, 5)  # Times powers of ten, on logarithmic axes.
+_NAMED = (2, 3, 5)  # Labelled multiples of powers of ten on logarithmic axes.
 
 Groups = Mapping[Key, Sequence[Result]]
 
@@ -22,7 +22,7 @@ Groups = Mapping[Key, Sequence[Result]]
 def draw(
     study: Study, groups: Groups, bests: Mapping[Key, Best], folder: pathlib.Path
 ) -> list[str]:
-    """Draws every plot into a folder; returns their names.
+    """Draws all plots into a folder; returns their names.
 
     Raises:
         UserError: matplotlib is not installed.
@@ -44,7 +44,7 @@ def draw(
 def draw_profiles(
     study: Study, profiles: Mapping[Key, profile.Line], folder: pathlib.Path
 ) -> list[str]:
-    """Draws the metric against `Study.over` into a folder; returns the name of the plot."""
+    """Plots the metric against `Study.over` into a folder; returns the name of the plot."""
     _draw_panels(
         _by_panel(profiles),
         functools.partial(profile.draw_on, study),
@@ -55,7 +55,7 @@ def draw_profiles(
 
 
 def _by_panel(values: Mapping[Key, Any]) -> dict[Key, dict[str, Any]]:
-    """Returns the lines of each panel: the last row by the rows before it."""
+    """Returns the lines of each panel: the last row, by the rows before it."""
     panels: dict[Key, dict[str, Any]] = {}
     for key, value in values.items():
         panels.setdefault(key[:-1], {})[key[-1]] = value
@@ -69,7 +69,7 @@ def _draw_panels(
     *,
     title: str,
 ) -> None:
-    """Draws a panel for each value of the rows before the last: down the first, across the next."""
+    """Draws a panel for each value of the rows before the last: first down, second across."""
     down = list(dict.fromkeys(panel[:1] for panel in panels))
     across = list(dict.fromkeys(panel[1:] for panel in panels))
     figure = _figure((5.6 * len(across) + 0.6, 3.4 * len(down) + 0.3))
@@ -86,34 +86,34 @@ def _draw_panels(
 
 
 def _distributions(axes: Any, lines: Mapping[str, Sequence[Result]]) -> None:
-    """The share of runs whose error is at most a limit, over that limit."""
+    """Plots the empirical distribution: the fraction of runs with an error up to each limit."""
     finite = [r.error for runs in lines.values() for r in runs if math.isfinite(r.error)]
     least, greatest = min(finite, default=0.0), max(finite, default=1.0)
-    # Of a single error, a share of itself.
+    # For a single error, a fraction of it.
     last = greatest + 0.05 * (max(greatest, greatest - least) or abs(greatest) or 1.0)
     for number, (label, runs) in enumerate(lines.items()):
         ordered = sorted(r.error for r in runs if math.isfinite(r.error))
         shares = [i / len(runs) for i in range(len(ordered) + 1)]
-        # From the axis up at the least error, and on to the right edge at the greatest.
+        # Starts at zero at the lowest error, and continues to the right edge.
         x = [*ordered[:1], *ordered, last]
         y = [*([0.0] if ordered else []), *shares[1:], shares[-1]]
         count = len(runs) - len(ordered)
-        said = f"{len(runs)} runs, {count} diverged" if count else f"{len(runs)} runs"
-        axes.step(x, y, where="post", label=f"{label} ({said})", color=f"C{number}")
+        legend = f"{len(runs)} runs, {count} diverged" if count else f"{len(runs)} runs"
+        axes.step(x, y, where="post", label=f"{label} ({legend})", color=f"C{number}")
     axes.set_ylim(0, 1.02)
     axes.set_xlabel("error")
     axes.set_ylabel("share of runs with at most this error")
 
 
 def _convergence(axes: Any, lines: Mapping[str, Best]) -> None:
-    """The error at the best setting over training steps, from the first evaluation."""
-    for number, (label, found) in enumerate(lines.items()):
-        steps = [step for step, _ in found.curve]
-        values = [error for _, error in found.curve]
-        if found.diverged:
-            label = f"{label} ({found.diverged})"
+    """Plots the error of the best setting over training steps, from the first evaluation."""
+    for number, (label, best) in enumerate(lines.items()):
+        steps = [step for step, _ in best.curve]
+        values = [error for _, error in best.curve]
+        if best.diverged:
+            label = f"{label} ({best.diverged})"
         axes.plot(steps, values, label=label, color=f"C{number}", marker=".")
-    _scale(axes, [error for found in lines.values() for _, error in found.curve])
+    _scale(axes, [error for best in lines.values() for _, error in best.curve])
     for write in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         write(lambda value, _: f"{value:.2g}")
     axes.tick_params(axis="y", which="minor", labelsize=7)
@@ -122,7 +122,7 @@ def _convergence(axes: Any, lines: Mapping[str, Best]) -> None:
 
 
 def _scale(axes: Any, values: Sequence[float]) -> None:
-    """A logarithmic axis of values; where some are not above 0, linear below the others."""
+    """Sets a logarithmic axis, with a linear part if some values are not above 0."""
     finite = [value for value in values if math.isfinite(value)]
     if min(finite, default=1.0) > 0:
         axes.set_yscale("log", subs=_NAMED)
@@ -138,7 +138,7 @@ def _draw_settings(
     *,
     title: str,
 ) -> None:
-    """Errors of single runs against each numeric setting."""
+    """Plots errors of single runs against each numeric setting."""
     figure = _figure((5.6 * len(numeric) + 0.6, 3.0 * len(panels) + 0.3))
     axes = figure.subplots(len(panels), len(numeric), squeeze=False)
     for i, (panel, lines) in enumerate(panels.items()):
@@ -160,7 +160,7 @@ def _scatter(
     axes: Any, axis: str, label: str, runs: Sequence[Result], number: int, *, of: int
 ) -> None:
     shown = [run for run in runs if math.isfinite(run.error)]
-    shift = 1.06 ** (number - (of - 1) / 2)  # Lines stand side by side where values agree.
+    shift = 1.06 ** (number - (of - 1) / 2)  # Separates lines at equal values.
     axes.plot(
         [float(run.labels[axis]) * shift for run in shown],
         [run.error for run in shown],
@@ -175,7 +175,7 @@ def _scatter(
 
 def _tidy(axes: Any, panel: Key, *, title: str) -> None:
     axes.set_title(", ".join(panel), fontsize=10)
-    # Beside the lines: there may be points anywhere between them.
+    # Outside the axes, because points may be anywhere inside.
     axes.legend(frameon=False, title=title, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""A study's metric against one of its axes: a line for each model, with what the models cost."""
+"""A study's metric against one of its axes: one line per model, with the costs of the models."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,8 +8,8 @@ from convt5 import errors
 from convt5.reports import markdown
 from convt5.sweeps import analysis
 from convt5.sweeps.analysis import Best, Key, Result
-from convt5.sweeps.equal_cost import described, lengths
-from convt5.sweeps.running import Made, final_value, states
+from convt5.sweeps.equal_cost import describe, lengths
+from convt5.sweeps.running import StudyRun, final_value, states
 from convt5.sweeps.study import Study
 from convt5.vision import costs as vision_costs
 from convt5.vision.architecture import ViTConfig
@@ -18,27 +18,26 @@ if TYPE_CHECKING:
     from convt5.training.trainer import TrainRun
 
 _MARKERS = "os^DvPX"
-"""Of neighbouring lines: where values agree, more than the uppermost is seen."""
+"""Sizes of markers on consecutive lines, so that equal values do not hide each other."""
 
 Line = dict[str, Best]
 """The best setting at each value of the axis, in the order of `Study.labels`."""
 
 
 class Cost(NamedTuple):
-    """What the runs at one point of a line took; those with several seeds together.
+    """Costs of the runs at one point of a line, over its seeds.
 
-    What follows from the settings of the runs is None where these cannot be read, as on a machine
-    without their data.
+    Values derived from settings are None if these cannot be read, for instance without their data.
 
     Attributes:
         widths: emb_dim and mlp_dim.
-        parameters: of the model.
-        flops: of the forward pass of an example.
-        memory: bytes of an update in closed form (`costs.training_memory`); None for a vision
-            model, which has no such form.
-        seconds: of training, on the machine it ran on, evaluation and compilation left out; the
-            mean over runs that finished, None where they were not recorded.
-        cpu_seconds: of all threads of the process in that time.
+        parameters: number of parameters of the model.
+        flops: FLOPs of the forward pass of an example.
+        memory: bytes of an update by formula (`costs.training_memory`); None for a vision model,
+            which has no formula.
+        seconds: training time on its machine without evaluation and compilation, as a mean over
+            finished runs; None if not recorded.
+        cpu_seconds: CPU time of all threads of the process during that time.
         fault: why the settings cannot be read.
     """
 
@@ -52,7 +51,7 @@ class Cost(NamedTuple):
 
 
 def lines(study: Study, found: Sequence[Result]) -> dict[Key, Line]:
-    """Returns the line of each value of `Study.rows`, from runs that are done."""
+    """Returns the line of each value of `Study.rows`, from finished runs."""
     assert study.over is not None
     profiles: dict[Key, Line] = {}
     for key, results in analysis.by_row(study, found).items():
@@ -66,9 +65,9 @@ def lines(study: Study, found: Sequence[Result]) -> dict[Key, Line]:
 
 
 def cost_table(study: Study) -> dict[tuple[Key, str], Cost]:
-    """Returns the costs of the models by row and value of the axis, of runs that are done."""
+    """Returns the costs of the models by row and value of the axis, from finished runs."""
     assert study.over is not None
-    groups: dict[tuple[Key, str], list[Made]] = {}
+    groups: dict[tuple[Key, str], list[StudyRun]] = {}
     for made in states(study):
         if made.is_done:
             labels = made.point.labels
@@ -78,7 +77,7 @@ def cost_table(study: Study) -> dict[tuple[Key, str], Cost]:
 
 
 def tables(study: Study, profiles: Mapping[Key, Line], costs: Mapping[Any, Cost]) -> str:
-    """Returns Markdown: the metric at each value of the axis, and what it cost."""
+    """Returns Markdown tables: the metric at each value of the axis, and the costs."""
     assert study.over is not None
     labels = _reached(study.labels(study.over), profiles.values())
     shown = [
@@ -118,7 +117,7 @@ def tables(study: Study, profiles: Mapping[Key, Line], costs: Mapping[Any, Cost]
 
 
 def draw_on(study: Study, axes: Any, panel: Mapping[str, Line]) -> None:
-    """Draws the lines of one panel; values that are names stand beside each other, unjoined."""
+    """Draws the lines of one panel; non-numeric values are placed side by side, unconnected."""
     assert study.over is not None
     numeric = study.is_numeric(study.over)
     labels = study.labels(study.over)
@@ -126,7 +125,7 @@ def draw_on(study: Study, axes: Any, panel: Mapping[str, Line]) -> None:
         labels = _reached(labels, panel.values())
     places = {label: float(label) if numeric else i for i, label in enumerate(labels)}
     marks: list[tuple[list[float], str]] = []
-    # A value has one colour in all panels, whatever each of them lacks.
+    # A value has the same colour in all panels, even if values are missing in some.
     names = study.labels(study.rows[-1])
     for index, (name, line) in enumerate(panel.items()):
         number = names.index(name)
@@ -140,7 +139,7 @@ def draw_on(study: Study, axes: Any, panel: Mapping[str, Line]) -> None:
         axes.plot(x, means, label=name, **style)
         for place, best in zip(x, line.values(), strict=True):
             seeds = [_value(study, error) for error in best.finite_errors]
-            # Some seeds of a point that diverged are no line, but points of their own.
+            # Points of which some seeds diverged are not connected.
             alone = {"marker": ".", "linestyle": "none"} if best.diverged else {}
             style = {"color": f"C{number}", "linewidth": 1, "alpha": 0.5, **alone}
             axes.plot([place] * len(seeds), seeds, **style)
@@ -162,10 +161,10 @@ def draw_on(study: Study, axes: Any, panel: Mapping[str, Line]) -> None:
 def _mark_diverged(
     axes: Any, marks: Sequence[tuple[list[float], str]], *, from_above: bool
 ) -> None:
-    """Marks the places of each line, in its colour, along the edge of the worst values."""
+    """Marks diverged points of each line, in its colour, along the edge of the worst values."""
     style: dict[str, Any] = {"marker": "x", "markersize": 5, "linestyle": "none"}
     for number, (places, color) in enumerate(marks):
-        height = 0.025 + 0.035 * number  # A share of the axes: there is no value to stand at.
+        height = 0.025 + 0.035 * number  # Fraction of the axes: a diverged point has no value.
         heights = [1 - height if from_above else height] * len(places)
         axes.plot(places, heights, color=color, transform=axes.get_xaxis_transform(), **style)
     if marks:
@@ -178,14 +177,14 @@ def _reached(labels: Sequence[str], lines: Iterable[Line]) -> list[str]:
     return [label for label in labels if any(label in line for line in lines)]
 
 
-def _cost(runs: Sequence[Made]) -> Cost:
+def _cost(runs: Sequence[StudyRun]) -> Cost:
     point = runs[0].point
     taken = Cost(
         seconds=_mean_last(runs, "train_seconds"),
         cpu_seconds=_mean_last(runs, "train_cpu_seconds"),
     )
     try:
-        run = described(point.gin_files, point.bindings, point.trust)
+        run = describe(point.gin_files, point.bindings, point.trust)
     except errors.UserError as error:
         return taken._replace(fault=str(error))
     model: Any = run.model
@@ -213,10 +212,10 @@ def _text_cost(run: "TrainRun") -> tuple[int, float, float]:
     return cost.parameters, cost.forward_flops, memory.total
 
 
-def _mean_last(runs: Sequence[Made], name: str) -> float | None:
-    """Returns the mean over runs of the last value that each recorded of a running total.
+def _mean_last(runs: Sequence[StudyRun], name: str) -> float | None:
+    """Returns the mean over runs of the last recorded value of a cumulative metric.
 
-    Those that diverged ended early, and do not count.
+    Diverged runs ended early, and are ignored.
     """
     last = [final_value(made.folder, name) for made in runs if made.status == "finished"]
     known = [value for value in last if value is not None]
@@ -227,19 +226,19 @@ def _value(study: Study, error: float) -> float:
     return error if study.perfect is None else study.perfect - error
 
 
-def _metric(study: Study, found: Best | None) -> str:
-    if found is None:
+def _metric(study: Study, best: Best | None) -> str:
+    if best is None:
         return "-"
-    seeds = [_value(study, error) for error in found.finite_errors]
+    seeds = [_value(study, error) for error in best.finite_errors]
     if not seeds:
-        return found.diverged
-    decimals = 1 if study.perfect is not None and study.perfect > 1 else 3  # Of percentages, one.
+        return best.diverged
+    decimals = 1 if study.perfect is not None and study.perfect > 1 else 3  # Percentages get one.
     least, greatest, mean = (
-        f"{value:.{decimals}f}" for value in (min(seeds), max(seeds), _value(study, found.mean))
+        f"{value:.{decimals}f}" for value in (min(seeds), max(seeds), _value(study, best.mean))
     )
     spread = f"{least}..{greatest}" if len(seeds) > 1 else least
-    if found.diverged:
-        return f"{found.diverged} ({spread})"
+    if best.diverged:
+        return f"{best.diverged} ({spread})"
     return mean + (f" ({spread})" if len(seeds) > 1 else "")
 
 

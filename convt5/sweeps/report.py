@@ -19,19 +19,19 @@ def write(study: Study) -> str:
     """Writes report.md, results.json and the plots; returns the tables.
 
     Raises:
-        UserError: no run is done, or the folder cannot be written.
+        UserError: no run is finished, or the folder is not writable.
     """
-    found = analysis.results(study)
+    results = analysis.results(study)
     every = running.runs(study)
     num_done = sum(made.is_done for made in every)
-    if not found:
+    if not results:
         raise errors.UserError(
             f"no run of the study in {study.output_dir} is done; run the command without "
             "--report_only to train them."
         )
-    groups = analysis.by_row(study, found)
+    groups = analysis.by_row(study, results)
     bests = {key: analysis.best(study, runs) for key, runs in groups.items()}
-    profiles = profile.lines(study, found) if study.over else {}
+    profiles = profile.lines(study, results) if study.over else {}
     if study.over:
         text = profile.tables(study, profiles, profile.cost_table(study))
         text = f"{num_done} of {len(every)} runs are done.\n\n{text}\n"
@@ -48,7 +48,7 @@ def write(study: Study) -> str:
                 "error": _plain(r.error),
                 "curve": [[step, _plain(error)] for step, error in r.curve],
             }
-            for r in found
+            for r in results
         ],
     }
     from convt5.sweeps import plots
@@ -75,7 +75,7 @@ def tables(
     num_done: int,
     num_runs: int,
 ) -> str:
-    """Returns the tables as Markdown; rows are the values of `Study.rows`."""
+    """Returns the tables as Markdown; their rows are the values of `Study.rows`."""
     error = study.metric if study.perfect is None else f"{study.perfect:g} - {study.metric}"
     parts = [
         f"{num_done} of {num_runs} runs are done. The error is {error} after the last step.",
@@ -94,7 +94,7 @@ def tables(
 
 
 def _errors(study: Study, distributions: Mapping[Key, Distribution]) -> str:
-    """Returns a table of quantiles of the error."""
+    """Returns a table of error quantiles."""
     quantiles = {
         "least": 0.0,
         "first quarter": 0.25,
@@ -133,13 +133,13 @@ def _best(study: Study, bests: Mapping[Key, Best]) -> str:
 
 
 def _gaps(study: Study, gaps: Sequence[tuple[Key, float, float]]) -> str:
-    """Returns a table of the two values of `Study.versus` and their difference."""
+    """Returns a table of both values of `Study.versus` and their difference."""
     first, second = analysis.versus_labels(study)[:2]
-    others = [axis for axis in study.rows if axis != study.versus]
+    other_rows = [axis for axis in study.rows if axis != study.versus]
     return markdown.table(
         [
             {
-                **_named(others, key),
+                **_named(other_rows, key),
                 first: _number(a),
                 second: _number(b),
                 "difference": f"{b - a:+.4f}" if math.isfinite(b - a) else "-",
@@ -152,9 +152,9 @@ def _gaps(study: Study, gaps: Sequence[tuple[Key, float, float]]) -> str:
 def _steps(study: Study, bests: Mapping[Key, Best]) -> str:
     limits = analysis.common_errors(bests)
     rows = []
-    for key, found in bests.items():
-        limit = math.nan if found.diverged else limits.get(key[:-1], math.nan)
-        steps = analysis.steps_to(found.curve, limit)
+    for key, best in bests.items():
+        limit = math.nan if best.diverged else limits.get(key[:-1], math.nan)
+        steps = analysis.steps_to(best.curve, limit)
         rows.append(
             {
                 **_named(study.rows, key),

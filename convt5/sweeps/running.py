@@ -1,6 +1,6 @@
-"""Makes the runs of a study, one or several at a time, each a process that can be continued.
+"""Makes the runs of a study, one or several at a time, each in a resumable process.
 
-A run that is finished is not made again; one that was killed goes on from its last checkpoint.
+A finished run is not repeated; a killed one resumes from its last checkpoint.
 """
 
 import contextlib
@@ -33,29 +33,29 @@ LOG_FILE = "output.txt"
 
 Status = Literal["started", "finished", "diverged"]
 Launch = Callable[[Sequence[str], pathlib.Path], int]
-"""Trains with arguments of `python -m convt5.train`, output into a file; returns the exit code."""
+"""Runs `python -m convt5.train` with arguments, its output to a file; returns the exit code."""
 
-_LOOK_SECS = 0.2  # Between two looks whether a signal has come.
-_LEAST_ROOM = 4096  # Bytes of a disk that is full.
-_NOT_FINITE = "is not finite"  # How the trainer says that a run diverged.
+_LOOK_SECS = 0.2  # Interval of checks for signals.
+_LEAST_ROOM = 4096  # Fewer free bytes than this mean that the disk is full.
+_NOT_FINITE = "is not finite"  # Part of the trainer's message about a diverged run.
 
 
-class Made(NamedTuple):
-    """A run of a study as it stands.
+class StudyRun(NamedTuple):
+    """A run of a study, with its current status.
 
     Attributes:
-        point: what was run.
-        folder: its run directory, which points of equal settings share.
-        status: None where it was never begun.
-        message: of a run that diverged.
-        first: the run that it starts from; None for none.
+        point: the settings of the run.
+        folder: its run directory, shared by points of equal settings.
+        status: its status; None if never started.
+        message: the message of a diverged run.
+        first: the run from which it starts, or None.
     """
 
     point: Point
     folder: pathlib.Path
     status: Status | None
     message: str = ""
-    first: "Made | None" = None
+    first: "StudyRun | None" = None
 
     @property
     def is_done(self) -> bool:
@@ -63,21 +63,21 @@ class Made(NamedTuple):
 
 
 def check(study: Study) -> None:
-    """Reads the configuration of few runs in which every value of every axis occurs.
+    """Reads the configuration of a few runs that together use every value of every axis.
 
     Raises:
-        UserError: an axis, a setting or a file that the trainer does not know.
+        UserError: an axis, a setting or a file is unknown to the trainer.
     """
     for point in study.samples():
-        run = Made(point, _folder(study, RUNS_FOLDER, point), None)
+        run = StudyRun(point, _folder(study, RUNS_FOLDER, point), None)
         if point.first is not None:
-            first = Made(point.first, _folder(study, FIRST_STAGES_FOLDER, point), None)
+            first = StudyRun(point.first, _folder(study, FIRST_STAGES_FOLDER, point), None)
             _check_configuration(first, f"the first stage of the run {point.name}")
             run = run._replace(first=first)
         _check_configuration(run, f"the run {point.name}")
 
 
-def _check_configuration(run: Made, name: str) -> None:
+def _check_configuration(run: StudyRun, name: str) -> None:
     from convt5.configuration import gin_config
     from convt5.training import trainer
 
@@ -94,33 +94,33 @@ def _check_configuration(run: Made, name: str) -> None:
         raise errors.UserError(f"{name} cannot be made: {error}") from error
 
 
-def states(study: Study) -> list[Made]:
-    """Returns every point of a study, and how its run stands.
+def states(study: Study) -> list[StudyRun]:
+    """Returns every point of a study with the status of its run.
 
     Raises:
-        UserError: a folder holds a run of other settings.
+        UserError: a folder holds a run with other settings.
     """
     folders: dict[tuple, pathlib.Path] = {}
 
-    def state(name: str, point: Point, like: Point) -> Made:
+    def state(name: str, point: Point, like: Point) -> StudyRun:
         settings = (name, like.gin_files, like.bindings)
         return _state(like, folders.setdefault(settings, _folder(study, name, point)))
 
-    found = []
+    runs = []
     for point in study.points():
         made = state(RUNS_FOLDER, point, point)
         if point.first is not None:
             made = made._replace(first=state(FIRST_STAGES_FOLDER, point, point.first))
-        found.append(made)
-    return found
+        runs.append(made)
+    return runs
 
 
-def runs(study: Study) -> list[Made]:
-    """Returns what `states` does, but points of equal settings once."""
-    found: dict[pathlib.Path, Made] = {}
+def runs(study: Study) -> list[StudyRun]:
+    """Returns the runs of `states`, with points of equal settings once."""
+    by_folder: dict[pathlib.Path, StudyRun] = {}
     for made in states(study):
-        found.setdefault(made.folder, made)
-    return list(found.values())
+        by_folder.setdefault(made.folder, made)
+    return list(by_folder.values())
 
 
 def run_all(
@@ -131,22 +131,22 @@ def run_all(
     processes: int = 1,
     out: TextIO | None = None,
 ) -> int:
-    """Makes the runs that are missing; returns how many.
+    """Makes the missing runs; returns their number.
 
-    A run whose loss is no longer finite is a result; anything else that fails ends the study, after
-    the runs beside it have saved their state.
+    A run with a loss that is no longer finite is a result. Any other failure ends the study, after
+    the other runs have saved their state.
 
     Args:
-        study: what is run.
+        study: the study.
         launch: replaced in tests.
-        most_runs: ends after so many; None makes all.
-        processes: runs at a time, each on its share of the cores.
+        most_runs: stops after this many runs; None makes all.
+        processes: number of concurrent runs, which share the cores equally.
         out: where progress is shown; standard error by default.
 
     Raises:
-        UserError: a run was refused, or the folder of the study cannot be made.
-        TrainingError: a run failed for another reason than that it diverged.
-        Interrupted: a signal asked for an end.
+        UserError: a run was refused, or the folder of the study cannot be created.
+        TrainingError: a run failed for another reason than divergence.
+        Interrupted: a signal requested the end.
     """
     try:
         study.folder.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ def run_all(
 def _as_completed(
     begun: Iterable[futures.Future], stop: interruption.Interruption
 ) -> Iterator[futures.Future]:
-    """Yields what has ended; raises `Interrupted` soon after a signal, and between two waits."""
+    """Yields completed futures; raises `Interrupted` soon after a signal."""
     waiting = set(begun)
     while waiting:
         done, waiting = futures.wait(waiting, _LOOK_SECS, return_when=futures.FIRST_COMPLETED)
@@ -197,20 +197,20 @@ def _as_completed(
 class _Maker:
     """Makes runs of a study in several threads, until one of them fails."""
 
-    def __init__(self, study: Study, missing: Sequence[Made], launch: Launch):
+    def __init__(self, study: Study, missing: Sequence[StudyRun], launch: Launch):
         self._study, self._launch = study, launch
         self._has_failed = threading.Event()
         self._firsts = {made.first.folder: threading.Lock() for made in missing if made.first}
 
-    def make(self, made: Made) -> float | None:
-        """Makes a run, after its first stage; returns its seconds, or None after a failure."""
+    def make(self, made: StudyRun) -> float | None:
+        """Makes a run after its first stage; returns its seconds, or None after a failure."""
         if self._has_failed.is_set():
             return None
         started = time.monotonic()
         try:
             if made.first is not None:
                 with self._firsts[made.first.folder]:
-                    first = _finished(self._study, made.first, self._launch)
+                    first = _finish(self._study, made.first, self._launch)
                 made = made._replace(first=first)
             _run(self._study, made, self._launch)
             return time.monotonic() - started
@@ -223,7 +223,7 @@ class _Trainers:
     """Trains in processes, each on its share of the cores.
 
     Args:
-        most: processes at a time; 1 has all cores.
+        most: number of concurrent processes; a single one has all cores.
     """
 
     def __init__(self, most: int):
@@ -255,42 +255,42 @@ class _Trainers:
                 raise errors.UserError("the study was stopped.")
             process = subprocess.Popen(
                 [sys.executable, "-m", "convt5.sweeps.train_run", *arguments],
-                stdin=subprocess.PIPE,  # Its end, also that of this process, asks it to stop.
+                stdin=subprocess.PIPE,  # Closing it, also by the death of this process, stops it.
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches the study alone.
+                start_new_session=True,  # Ctrl-C reaches only the study.
             )
             self._running.add(process)
             return process
 
     def close(self) -> None:
-        """Stops what still runs, after it has saved its state."""
+        """Stops running processes, after they have saved their state."""
         with self._lock:
             self._is_open = False
-            left = list(self._running)
-        for process in left:
+            remaining = list(self._running)
+        for process in remaining:
             assert process.stdin is not None
             process.stdin.close()
-        for process in left:
+        for process in remaining:
             process.wait()
 
 
 def final_value(folder: pathlib.Path, metric: str) -> float | None:
-    """Returns the last value of a metric that a run recorded."""
+    """Returns the last recorded value of a metric of a run."""
     values = values_of(folder, metric)
     return values[-1][1] if values else None
 
 
 def values_of(folder: pathlib.Path, metric: str) -> list[tuple[int, float]]:
-    """Returns steps and values of a metric that a run recorded, in order."""
+    """Returns the steps and recorded values of a metric of a run, in order."""
     return [(r["step"], float(r[metric])) for r in read_metrics(folder) if metric in r]
 
 
 def check_metric(metric: str, records: Sequence[Mapping[str, Any]], *, where: str) -> None:
-    """Checks that a run which has finished recorded what its study compares.
+    """Checks that a finished run recorded the metric that its study compares.
 
     Raises:
-        UserError: it recorded no value of it.
+        UserError: it did not.
     """
     if any(metric in record for record in records):
         return
@@ -303,22 +303,22 @@ def check_metric(metric: str, records: Sequence[Mapping[str, Any]], *, where: st
 
 
 def _shares_of_cores(count: int) -> list[set[int]]:
-    """Returns the cores of each of so many processes; none where the system does not bind them."""
-    if not hasattr(os, "sched_setaffinity"):  # As on macOS.
+    """Returns the cores of each process; empty if the system does not support affinity."""
+    if not hasattr(os, "sched_setaffinity"):  # For instance on macOS.
         return [set()] * count
     cores = sorted(os.sched_getaffinity(0))
-    # More processes than cores share them.
+    # Processes share cores if there are more processes than cores.
     return [set(cores[i::count]) or {cores[i % len(cores)]} for i in range(count)]
 
 
-def _finished(study: Study, first: Made, launch: Launch) -> Made:
-    """Returns how a first stage stands once it is done: another run may have made it by now."""
+def _finish(study: Study, first: StudyRun, launch: Launch) -> StudyRun:
+    """Returns a first stage after making it, unless another run has made it already."""
     now = _state(first.point, first.folder)
     return now if now.is_done else _run(study, now, launch)
 
 
-def _run(study: Study, made: Made, launch: Launch) -> Made:
-    """Makes a run, whose first stage is done; returns how it stands."""
+def _run(study: Study, made: StudyRun, launch: Launch) -> StudyRun:
+    """Makes a run whose first stage is finished; returns it with its status."""
     made.folder.mkdir(parents=True, exist_ok=True)
     if made.first is not None and made.first.status == "diverged":
         return _write(made, "diverged", f"its first stage diverged: {made.first.message}")
@@ -327,57 +327,57 @@ def _run(study: Study, made: Made, launch: Launch) -> Made:
     arguments += [f"--gin.{binding}" for binding in _bindings(made)]
     arguments += [f"--trust={module}" for module in made.point.trust]
     log = made.folder / LOG_FILE
-    length = log.stat().st_size if log.exists() else 0  # Of what attempts before this one said.
+    length = log.stat().st_size if log.exists() else 0  # Output of earlier attempts.
     code = launch(arguments, log)
     if code == 0:
         where = f"the run in {made.folder}"
         check_metric(study.metric, read_metrics(made.folder), where=where)
         return _write(made, "finished")
-    said = _lines(log, after=length)
-    # Threads and libraries may have something to say after the trainer.
-    diverged = [line for line in said if line.startswith("error:") and _NOT_FINITE in line]
+    output = _lines(log, after=length)
+    # Threads and libraries may print something after the trainer's error.
+    diverged = [line for line in output if line.startswith("error:") and _NOT_FINITE in line]
     if code == errors.TrainingError.exit_code and diverged:
         return _write(made, "diverged", diverged[-1])
     what = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
     kind = errors.UserError if code == errors.UserError.exit_code else errors.TrainingError
     raise kind(
-        f"the run in {made.folder} {what}: {_reason(said, made.folder)}\nIts output is in {log}. "
+        f"the run in {made.folder} {what}: {_reason(output, made.folder)}\nIts output is in {log}. "
         "The same command resumes the study."
     )
 
 
-def _reason(said: Sequence[str], folder: pathlib.Path) -> str:
-    """Returns the line that tells best why a run has failed, of what it said."""
-    of_errors = [line for line in said if line.startswith("error:")]
-    if of_errors or said:
-        return (of_errors or said)[-1]
+def _reason(output: Sequence[str], folder: pathlib.Path) -> str:
+    """Returns the most informative line of a failed run's output."""
+    of_errors = [line for line in output if line.startswith("error:")]
+    if of_errors or output:
+        return (of_errors or output)[-1]
     is_full = shutil.disk_usage(folder).free < _LEAST_ROOM
     return "it said nothing" + (", as no room is left on its disk" if is_full else "")
 
 
-def _state(point: Point, folder: pathlib.Path) -> Made:
+def _state(point: Point, folder: pathlib.Path) -> StudyRun:
     about = read_about(folder)
     if about is None:
-        return Made(point, folder, None)
+        return StudyRun(point, folder, None)
     check_settings(point, about["settings"], where=str(folder))
-    return Made(point, folder, about["status"], about["message"])
+    return StudyRun(point, folder, about["status"], about["message"])
 
 
-def check_settings(point: Point, found: Any, *, where: str) -> None:
-    """Checks that a run was one of these settings.
+def check_settings(point: Point, recorded: Any, *, where: str) -> None:
+    """Checks that a run in a folder has the settings of this point.
 
     Raises:
-        UserError: it was not, or the study has changed since.
+        UserError: it has other settings, or the study has changed since.
     """
-    if found != _settings(point):
+    if recorded != _settings(point):
         raise errors.UserError(
-            f"{where} holds a run of other settings ({found}, now {_settings(point)}); restore "
+            f"{where} holds a run of other settings ({recorded}, now {_settings(point)}); restore "
             "the study's settings, or choose another output_dir."
         )
 
 
 def read_about(folder: pathlib.Path) -> dict[str, Any] | None:
-    """Returns settings, status and message of the run in a folder; None where it was not begun.
+    """Returns settings, status and message of the run in a folder; None if not started.
 
     Raises:
         UserError: the file is damaged.
@@ -400,7 +400,7 @@ def read_about(folder: pathlib.Path) -> dict[str, Any] | None:
 
 
 def about_fault(about: Any) -> str | None:
-    """Returns why this is not what `read_about` returns; None where it is."""
+    """Returns why a value is not a result of `read_about`, or None if it is."""
     if not isinstance(about, dict):
         return f"it holds {about!r}"
     missing = [name for name in ("settings", "status", "message") if name not in about]
@@ -412,11 +412,11 @@ def about_fault(about: Any) -> str | None:
 
 
 def write_about(folder: pathlib.Path, about: Mapping[str, Any]) -> None:
-    """Writes what `read_about` returns, whole or not at all."""
+    """Writes the values for `read_about`, atomically."""
     replace_text(folder / STATUS_FILE, json.dumps(about, indent=2) + "\n")
 
 
-def _write(made: Made, status: Status, message: str = "") -> Made:
+def _write(made: StudyRun, status: Status, message: str = "") -> StudyRun:
     about = {"settings": _settings(made.point), "status": status, "message": message}
     write_about(made.folder, about)
     return made._replace(status=status, message=message)
@@ -427,7 +427,7 @@ def _settings(point: Point) -> dict[str, Any]:
         "gin_files": list(point.gin_files),
         "bindings": list(point.bindings),
     }
-    # Runs of studies without a first stage are described as before there were any.
+    # Without a first stage, the description is that of earlier versions.
     return settings | ({"first": _settings(point.first)} if point.first else {})
 
 
@@ -435,7 +435,7 @@ def _folder(study: Study, name: str, point: Point) -> pathlib.Path:
     return study.folder / name / point.name
 
 
-def _bindings(made: Made) -> list[str]:
+def _bindings(made: StudyRun) -> list[str]:
     bindings = [*made.point.bindings, f"trainer.train.run_dir={str(made.folder)!r}"]
     if made.first is not None:
         bindings += [
@@ -446,7 +446,7 @@ def _bindings(made: Made) -> list[str]:
 
 
 def _lines(log: pathlib.Path, *, after: int) -> list[str]:
-    """Returns the lines that a file has beyond so many bytes."""
+    """Returns the lines of a file after the given number of bytes."""
     content = log.read_bytes()[after:] if log.exists() else b""
     return content.decode(errors="replace").strip().splitlines()
 
@@ -455,10 +455,10 @@ class _Progress:
     """A bar in a terminal, and a line for each run that ends.
 
     Args:
-        total: runs of the study.
-        done: of them before this command.
-        missing: of them to be made now.
-        processes: that make them.
+        total: number of runs of the study.
+        done: runs finished before this command.
+        missing: runs to make now.
+        processes: number of concurrent processes.
         out: standard error by default.
     """
 
@@ -472,18 +472,18 @@ class _Progress:
         self._bar = Bar(self._out, total=total, done=done, unit="run")
         show_line(f"{total} runs, {missing} of them to be made", out=self._out, above=self._bar)
 
-    def add(self, made: Made, seconds: float, metric: str) -> None:
-        """Shows a run that has ended, and how long the others will take."""
+    def add(self, made: StudyRun, seconds: float, metric: str) -> None:
+        """Shows a run that has ended, and the estimated time for the others."""
         self._done += 1
         self._left -= 1
         self._seconds.append(seconds)
         value = final_value(made.folder, metric)
         result = "diverged" if made.status == "diverged" else f"{metric} {value:.4f}"
-        left = self._left * sum(self._seconds) / len(self._seconds) / self._processes
+        seconds_left = self._left * sum(self._seconds) / len(self._seconds) / self._processes
         labels = "  ".join(f"{axis}={label}" for axis, label in made.point.labels.items())
         show_line(
             f"[{self._done}/{self._total}] {labels}  {result}  {duration(seconds)}"
-            f"  ETA {duration(left)}",
+            f"  ETA {duration(seconds_left)}",
             out=self._out,
             above=self._bar,
         )

@@ -1,7 +1,7 @@
-"""What a study is: a grid of settings, each point one run of the trainer with several seeds.
+"""Studies: a grid of settings, in which each point is one run of the trainer, with several seeds.
 
-Gin files bind `sweeps.Study` and `sweeps.Grid`; `python -m convt5.sweep` makes the runs.
-Nothing heavy is imported here.
+Gin files bind `sweeps.Study` and `sweeps.Grid`; `python -m convt5.sweep` makes the runs. Imports
+nothing heavy.
 """
 
 import dataclasses
@@ -20,18 +20,18 @@ Values = Mapping[str, Any]
 
 SEED = "seed"
 
-_MOST_BYTES = 255  # Of a file name, on nearly every file system.
+_MOST_BYTES = 255  # Longest file name on nearly every file system.
 
 
 class Point(NamedTuple):
     """One run of a study.
 
     Attributes:
-        labels: the value of each axis as tables show it, the seed last.
-        gin_files: of the run, in order.
+        labels: its value on each axis as shown in tables, with the seed last.
+        gin_files: gin files of the run, in order.
         bindings: NAME=VALUE as after `--gin.`.
-        first: the run from whose last parameters it starts; None for none.
-        trust: modules that files which came with a model may name; no setting of the run.
+        first: the run from whose last parameters it starts, or None.
+        trust: modules that gin files of a model may name; not a setting of the run.
     """
 
     labels: dict[str, str]
@@ -42,7 +42,7 @@ class Point(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Names the folder of the run."""
+        """Name of the folder of the run."""
         name = ",".join(f"{_plain(k)}={_plain(v)}" for k, v in self.labels.items())
         encoded = name.encode()
         if len(encoded) <= _MOST_BYTES:
@@ -57,9 +57,9 @@ class Grid:
 
     Attributes:
         axes: for each axis its values: a list, or a dictionary from labels to values. The name of
-            an axis is what follows `--gin.` on the command line: a macro or a parameter. Where the
-            values are gin files the name is free: such an axis chooses among files. So it is where
-            values are dictionaries of several settings, in which `gin_file` names a file.
+            an axis is what follows `--gin.` on the command line: a macro or a parameter. An axis
+            whose values are gin files can have any name; so can one whose values are dictionaries
+            of several settings, in which `gin_file` names a file.
     """
 
     axes: Mapping[str, Any]
@@ -90,7 +90,7 @@ class Grid:
             yield dict(zip(self.axes, labels, strict=True))
 
     def one_at_a_time(self) -> Iterator[dict[str, str]]:
-        """Yields combinations in which every value of every axis occurs: few, to check them."""
+        """Yields a few combinations that together use every value of every axis, for checks."""
         first = {axis: next(iter(self.values(axis))) for axis in self.axes}
         yield first
         for axis in self.axes:
@@ -100,31 +100,31 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
-    """Runs of a grid, and how their results are shown.
+    """The runs of a grid, and how their results are shown.
 
-    Points of equal settings, such as the reference of a pairing by several costs, are one run.
+    Points with equal settings, such as the reference of a pairing by several costs, are one run.
 
     Attributes:
-        output_dir: where everything lies: a folder for each run, and the report.
-        gin_files: of every run, such as one of gin/runs; files of an axis come after them.
-        bindings: settings of every run, by name; an axis of the same name wins.
-        grids: whose points are run; all have the same axes.
-        seeds: each point is run once with each of them, all points with the first seed first.
-        seed_name: the setting that takes the seed.
-        metric: what is compared, as `metrics.jsonl` names it.
-        perfect: the value of the metric at which there is no error, 100 for accuracies, and then
-            `perfect - metric` is compared; None for metrics that are errors themselves.
-        rows: axes whose values are compared, at most three: the last is drawn as lines, those
-            before it as panels. Distributions are over all other axes and the seeds.
-        versus: one of `rows` with two values, whose difference is shown; None for none.
-        over: an axis of numbers or of names, none of `rows`: the report then shows the metric
-            against it, a line for each value of the last of `rows`, instead of distributions;
-            None for none.
-        pairing: gives the models of an axis equal costs; None leaves them as they are.
-        first_stage: settings of a run before each, from whose last parameters it starts: those of
-            the run but for these. Runs whose first stages are equal share one. Empty for none.
-        trust: modules that files which came with a model may name: those of `--trust`, whatever a
-            gin file says.
+        output_dir: folder of the study, with a folder for each run and the report.
+        gin_files: gin files of every run, such as one of gin/runs; files of an axis follow them.
+        bindings: settings of every run, by name; an axis of the same name takes precedence.
+        grids: the grids to run, all with the same axes.
+        seeds: each point is run once with each seed; all points of the first seed come first.
+        seed_name: the setting of the seed.
+        metric: the metric to compare, as named in `metrics.jsonl`.
+        perfect: the value of the metric without error, 100 for accuracies; then `perfect - metric`
+            is compared. None for metrics that are errors themselves.
+        rows: axes whose values are compared, at most three: the last one as lines, those before it
+            as panels. Distributions are over all other axes and the seeds.
+        versus: one of `rows` with two values, whose difference is shown, or None.
+        over: an axis other than `rows`, of numbers or names. The report then shows the metric
+            against it, with a line for each value of the last of `rows`, instead of distributions.
+            None for distributions.
+        pairing: equalises the costs of models on an axis; None leaves models unchanged.
+        first_stage: settings of a run before each run, from whose last parameters it starts; other
+            settings are those of the run. Runs with equal first stages share one. Empty for none.
+        trust: modules that gin files of a model may name, as with `--trust`, whatever a gin file
+            says.
     """
 
     output_dir: str
@@ -189,7 +189,7 @@ class Study:
 
     @property
     def folder(self) -> pathlib.Path:
-        """`output_dir`, where `~` is the home folder as it is for the trainer."""
+        """`output_dir`, with `~` expanded as by the trainer."""
         return pathlib.Path(os.path.expanduser(self.output_dir))
 
     @property
@@ -198,11 +198,11 @@ class Study:
 
     def labels(self, axis: str) -> list[str]:
         """Returns the values of an axis in all grids: numbers ascending, names in their order."""
-        found = dict.fromkeys(label for grid in self.grids for label in grid.values(axis))
-        return sorted(found, key=float) if self.is_numeric(axis) else list(found)
+        labels = dict.fromkeys(label for grid in self.grids for label in grid.values(axis))
+        return sorted(labels, key=float) if self.is_numeric(axis) else list(labels)
 
     def is_numeric(self, axis: str) -> bool:
-        """Whether all values of an axis are numbers above 0, as a logarithmic scale needs them."""
+        """Returns whether all values of an axis are positive numbers, for a logarithmic scale."""
         try:
             return all(float(label) > 0 for grid in self.grids for label in grid.values(axis))
         except ValueError:
@@ -219,17 +219,17 @@ class Study:
                     yield self._point(grid, labels, seed)
 
     def samples(self) -> Iterator[Point]:
-        """Yields few runs in which every value of every axis occurs, to check them."""
+        """Yields a few runs that together use every value of every axis, for checks."""
         for grid in self.grids:
             for labels in grid.one_at_a_time():
                 yield self._complete(self._point(grid, labels, self.seeds[0]))
 
     def _complete(self, point: Point) -> Point:
-        """Adds the widths that its model is given, and the run that it starts from."""
+        """Adds the widths of its model, and the run from which it starts."""
         point = self._paired(point)
         if not self.first_stage:
             return point
-        # Replaced and not appended, so that first stages that do the same are equal.
+        # Replaced rather than appended, so that equal first stages compare equal.
         bindings = dict(binding.split("=", 1) for binding in point.bindings)
         bindings |= {name: _gin_text(value) for name, value in self.first_stage.items()}
         first = tuple(f"{name}={value}" for name, value in bindings.items())
@@ -240,7 +240,7 @@ class Study:
         pairing = self.pairing
         if pairing is None:
             return point
-        # The reference in its place: the same run with another value of the axis.
+        # The reference: the same run with another value on this axis.
         grid = next(g for g in self.grids if all(point.labels[a] in g.values(a) for a in g.axes))
         if pairing.reference not in grid.values(pairing.axis):
             raise errors.UserError(
@@ -274,7 +274,7 @@ class Study:
 
 
 def _gin_text(value: Any) -> str:
-    """Writes a value as gin reads it; text that starts with @ or % is a reference."""
+    """Formats a value for gin; text that starts with @ or % is a reference."""
     if isinstance(value, str) and value[:1] in ("@", "%"):
         return value
     if isinstance(value, list):
@@ -283,5 +283,5 @@ def _gin_text(value: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    """Leaves out what file names should not hold, and the module of a setting."""
+    """Removes what file names should not contain, and the module of a setting."""
     return re.sub(r"[^\w.+-]+", "_", text.rsplit("/", 1)[-1].removesuffix(".gin"))

@@ -1,4 +1,4 @@
-"""A run of a study, in a process that stops when the study does; `running` starts it."""
+"""Trains one run of a study, in a process that stops with the study; started by `running`."""
 
 import os
 import runpy
@@ -6,11 +6,11 @@ import signal
 import threading
 
 _STUDY = 0
-"""Standard input, of which the study has the other end."""
+"""File descriptor of standard input; the study holds the other end."""
 
 
 def _stop_with_study() -> None:
-    """Has the run save and end once the study closes its end of standard input, or is gone."""
+    """Makes the run save and end when the study closes standard input or dies."""
     os.read(_STUDY, 1)
     os.kill(os.getpid(), signal.SIGTERM)
 

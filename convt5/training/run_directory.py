@@ -95,7 +95,7 @@ def check(run_dir: epath.PathLike) -> None:
         raise _unwritable(folder, f" {nearest} may not be written")
     if nearest == folder and (faults := list(_in_the_way(folder))):
         raise errors.UserError(
-            f"run_dir={str(folder)!r} cannot be used: {'; '.join(errors.shortened(faults))}. A "
+            f"run_dir={str(folder)!r} cannot be used: {'; '.join(errors.abbreviate(faults))}. A "
             "run directory is not written through links, and nothing in it is overwritten by a "
             "different kind of file: remove the obstacle, or choose another run_dir."
         )

@@ -189,7 +189,7 @@ class Folder:
             if strange:
                 raise errors.UserError(
                     f"path={root} has folders that {train} lacks: "
-                    f"{', '.join(errors.shortened(strange))}; those of train number the classes, "
+                    f"{', '.join(errors.abbreviate(strange))}; those of train number the classes, "
                     "so add them there (they can be empty), or remove them here."
                 )
             return known

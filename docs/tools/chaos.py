@@ -399,7 +399,7 @@ def _text(report: dict[str, object]) -> str:
         "parameters, optimizer state and records are those of a run never killed"
         if not found
         else f"{len(found)} differences from a run never killed:",
-        *(f"- {line}" for line in errors.shortened(found)),
+        *(f"- {line}" for line in errors.abbreviate(found)),
     ]
     return "\n".join(lines)
 

@@ -1,1 +1,1 @@
-"""Proofs that a model reads nothing that it must not, and that meshes change no update."""
+"""Proofs that a model reads only what it may, and that meshes do not change updates."""

@@ -1,7 +1,7 @@
-"""The proof that an update is the same on a mesh of devices as on one device.
+"""The proof that an update on a mesh of devices equals that on one device.
 
 Devices are emulated on the CPU, so that any mesh can be proven anywhere. Activations and their
-gradients are float64: what remains are roundings of parameters to float32.
+gradients are float64, so the only differences are roundings of parameters to float32.
 """
 
 import contextlib
@@ -28,16 +28,16 @@ from convt5.vision.architecture import ViTConfig
 from convt5.vision.losses import VisionLoss
 
 ALLOWED = 1e-4
-"""Largest difference of an updated number, relative to the largest update of its parameter."""
+"""Largest difference of an updated value, relative to the largest update of its parameter."""
 
 _LAST_BITS = 2 * float(np.finfo(np.float32).eps)
 
 _ROUNDED = 1e-13
-"""Gradients that are smaller, relative to the largest of the model, are roundings of zero."""
+"""Gradients below this, relative to the largest of the model, are rounding errors of zero."""
 
 Batch = Mapping[str, np.ndarray]
 RATE = 1e-3
-"""The learning rate of the update, whatever the schedule begins with."""
+"""Learning rate of the update, whatever the schedule is."""
 
 
 class _Update(NamedTuple):
@@ -49,13 +49,13 @@ class _Update(NamedTuple):
 
 
 def parse(texts: Sequence[str]) -> list[MeshConfig]:
-    """Returns the meshes that texts such as "data=2,tensor=4" name; axes left out are 1.
+    """Parses meshes such as "data=2,tensor=4"; missing axes have size 1.
 
     Raises:
-        UserError: an axis or a size that there is not.
+        UserError: an unknown axis, or an invalid size.
     """
     axes = list(MeshConfig.__dataclass_fields__)
-    found = []
+    meshes = []
     for text in texts:
         sizes = {}
         for part in text.split(","):
@@ -66,22 +66,22 @@ def parse(texts: Sequence[str]) -> list[MeshConfig]:
                     f"at least 1, such as fsdp=2; the axes are {', '.join(axes)}."
                 )
             sizes[axis] = int(size)
-        found.append(MeshConfig(**{axis: sizes.get(axis, 1) for axis in axes}))
-    return found
+        meshes.append(MeshConfig(**{axis: sizes.get(axis, 1) for axis in axes}))
+    return meshes
 
 
 def num_devices(mesh: MeshConfig) -> int:
-    """Returns how many devices a mesh without -1 has."""
+    """Returns the number of devices of a mesh without -1."""
     return math.prod(vars(mesh).values())
 
 
 def emulate_devices(count: int) -> None:
-    """Makes the CPU look like so many devices; call before JAX computes anything.
+    """Emulates devices on the CPU; call it before JAX computes anything.
 
     Raises:
-        UserError: JAX has begun already, with fewer.
+        UserError: JAX has already started, with fewer devices.
     """
-    with contextlib.suppress(RuntimeError):  # What there are may be enough.
+    with contextlib.suppress(RuntimeError):  # The existing devices may suffice.
         jax.config.update("jax_num_cpu_devices", count)
     if (present := len(jax.devices("cpu"))) < count:
         raise errors.UserError(
@@ -93,16 +93,16 @@ def emulate_devices(count: int) -> None:
 def prove(
     step: StepConfig, model: Any, meshes: Sequence[MeshConfig], *, lengths: Sequence[int] = ()
 ) -> list[Proof]:
-    """Returns for each mesh whether an update on it is that of one device.
+    """Returns for each mesh whether an update on it equals that on one device.
 
     Args:
         step: loss, optimizer, frozen parameters, microbatches and sharding rules of the update.
         model: the parameters before it.
-        meshes: to prove, without -1.
-        lengths: tokens of an encoder's and of a decoder's row, for a text model.
+        meshes: the meshes to prove, without -1.
+        lengths: tokens per encoder row and per decoder row, for a text model.
 
     Raises:
-        UserError: a mesh that does not divide the model or its rows.
+        UserError: a mesh does not divide the model or its batch.
     """
     ways = [math.prod(getattr(mesh, axis) for axis in BATCH_AXES) for mesh in meshes]
     rows = math.lcm(*ways) * step.grad_accum_steps
@@ -121,17 +121,17 @@ def prove(
                 lengths=named or None,
                 devices=devices[: num_devices(mesh)],
             )
-            return _updated(plan, model, batch)
+            return _update(plan, model, batch)
 
         alone = update(MeshConfig(data=1))
         is_noise = _is_noise(step.loss, in_float64(model), batch)
-        return [_compared(mesh, update(mesh), alone, is_noise) for mesh in meshes]
+        return [_compare(mesh, update(mesh), alone, is_noise) for mesh in meshes]
 
 
 def _is_noise(loss: Loss, model: Any, batch: Batch) -> dict[str, np.ndarray]:
-    """Returns by name where gradients are roundings of zero, as those of the biases of keys.
+    """Returns by name where gradients are rounding errors of zero, as for biases of keys.
 
-    Optimizers that divide by the size of a gradient make whole updates of them, in any direction.
+    Optimizers that normalise gradients turn them into full updates in arbitrary directions.
     """
 
     def loss_sum(model: Any) -> jax.Array:
@@ -143,18 +143,18 @@ def _is_noise(loss: Loss, model: Any, batch: Batch) -> dict[str, np.ndarray]:
 
 
 def _in_float64(step: StepConfig, config: Any) -> StepConfig:
-    """Returns an update of a model alone, for which nothing is averaged or skipped."""
+    """Returns an update of the model alone, without averaging and skipping, in float64."""
     names = ("optimizer", "grad_accum_steps", "frozen", "seed", "loss", "sharding_rules")
     settings = {name: getattr(step, name) for name in names}
     if isinstance(config, ViTConfig) and isinstance(step.loss, TextLoss):
-        # Gin files of a model alone name none.
+        # Gin files of a model alone have no loss and rules.
         settings |= {"loss": VisionLoss(), "sharding_rules": vision_placement.rules()}
     exact = dataclasses.replace(config, dtype="float64")
     return StepConfig(model=exact, schedule=Constant(rate=RATE), **settings)
 
 
 def _text_batch(rows: int, config: ConvT5Config, encoder_length: int, decoder_length: int) -> Batch:
-    """Returns random rows, the last eighth of each padded."""
+    """Returns random rows, each with padding in its last eighth."""
     random = np.random.default_rng(0)
 
     def tokens(length: int) -> np.ndarray:
@@ -181,11 +181,11 @@ def _image_batch(rows: int, config: ViTConfig) -> Batch:
     }
 
 
-def _updated(plan: Plan, model: Any, batch: Batch) -> _Update:
+def _update(plan: Plan, model: Any, batch: Batch) -> _Update:
     state = plan.init_state()
     structure = jax.tree.structure(state.model)
-    given = jax.tree.unflatten(structure, map(jnp.copy, jax.tree.leaves(model)))
-    state = jax.device_put(state.starting_with(given), plan.shardings)
+    copied = jax.tree.unflatten(structure, map(jnp.copy, jax.tree.leaves(model)))
+    state = jax.device_put(state.starting_with(copied), plan.shardings)
     before = _on_host(state.model)
     state, metrics = plan.train_step(state, jax.device_put(batch, plan.batch_sharding))
     return _Update(float(metrics["loss"]), before, _on_host(state.model))
@@ -195,11 +195,11 @@ def _on_host(model: Any) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf, np.float64) for name, leaf in named_leaves(model)}
 
 
-def _compared(
-    mesh: MeshConfig, found: _Update, alone: _Update, is_noise: Mapping[str, np.ndarray]
+def _compare(
+    mesh: MeshConfig, on_mesh: _Update, alone: _Update, is_noise: Mapping[str, np.ndarray]
 ) -> Proof:
-    apart = {name: _difference(name, found, alone, is_noise[name]) for name in alone.after}
-    apart["the loss"] = abs(found.loss - alone.loss) / abs(alone.loss)
+    apart = {name: _difference(name, on_mesh, alone, is_noise[name]) for name in alone.after}
+    apart["the loss"] = abs(on_mesh.loss - alone.loss) / abs(alone.loss)
     at, worst = max(apart.items(), key=lambda item: np.nan_to_num(item[1], nan=np.inf))
     text = ", ".join(f"{axis}={size}" for axis, size in vars(mesh).items() if size > 1)
     name = f"the update is the same on {text or 'one device'}"
@@ -207,10 +207,10 @@ def _compared(
     return proof if proof.result == "holds" else dataclasses.replace(proof, layer=at)
 
 
-def _difference(name: str, found: _Update, alone: _Update, is_noise: np.ndarray) -> float:
-    """Returns how far a parameter is apart beyond its last bits, relative to its update."""
+def _difference(name: str, on_mesh: _Update, alone: _Update, is_noise: np.ndarray) -> float:
+    """Returns the difference of a parameter beyond its last bits, relative to its update."""
     after = alone.after[name]
-    apart = np.abs(found.after[name] - after) - _LAST_BITS * np.abs(after)
+    apart = np.abs(on_mesh.after[name] - after) - _LAST_BITS * np.abs(after)
     apart = max(0.0, float(np.where(is_noise, 0.0, apart).max(initial=0.0)))
     update = float(np.abs(after - alone.before[name]).max(initial=0.0))
     if apart == 0:

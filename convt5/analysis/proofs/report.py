@@ -1,9 +1,9 @@
-"""All proofs of a model, as `inspect --prove` shows them.
+"""All proofs of a model, as shown by `inspect --prove`.
 
-Each changes inputs that outputs must not depend on, runs one compiled program on both, and compares
-number for number. What two programs compute, such as decoding and teacher forcing, is compared up
-to rounding. All is computed in float64 on the CPU, where dependence shows that float32 would round
-away.
+A proof changes inputs on which outputs must not depend, runs one compiled program on both, and
+compares exactly. Results of two different programs, such as decoding and teacher forcing, are
+compared up to rounding. Everything is computed in float64 on the CPU, which reveals dependence that
+float32 would round away.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from convt5.vision.model import ViT
 SEED = 0
 
 LONG_FLOPS = 1e12
-"""Operations in float64 that take a core of a CPU about a minute."""
+"""Float64 operations that take a CPU core about a minute."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +35,8 @@ class ProofReport:
     """The proofs of one model.
 
     Attributes:
-        title: the model, its parameters and the rows that were used.
-        proofs: one for each property.
+        title: the model, its number of parameters, and the rows used.
+        proofs: one proof for each property.
     """
 
     title: str
@@ -44,7 +44,7 @@ class ProofReport:
 
     @property
     def exit_code(self) -> int:
-        """0 where no property fails, otherwise 1."""
+        """0 if no property fails, otherwise 1."""
         return int(any(proof.result == "fails" for proof in self.proofs))
 
     def as_text(self) -> str:
@@ -64,19 +64,19 @@ def make_report(
     checkpoint: str | None = None,
     meshes: Sequence[MeshConfig] = (),
 ) -> ProofReport:
-    """Proves every property of a model, with the parameters of a checkpoint or with random ones.
+    """Proves every property of a model, with the parameters of a checkpoint or random ones.
 
     Args:
-        name: of the model.
+        name: name of the model.
         step: the model, and the update that is proven on meshes.
-        lengths: tokens of an encoder's and of a decoder's row, for a text model.
-        checkpoint: a run directory, or another folder that `load_model` takes; its model is
-            proven, whatever `step` says.
-        meshes: on which the update must be that of one device.
+        lengths: tokens per encoder row and per decoder row, for a text model.
+        checkpoint: a run directory, or another folder that `load_model` accepts; its model replaces
+            that of `step`.
+        meshes: meshes on which the update must equal that on one device.
 
     Raises:
-        UserError: a checkpoint that cannot be loaded, rows too short to hold several examples, or a
-            mesh that does not divide the model.
+        UserError: the checkpoint cannot be loaded, rows are too short for several examples, or a
+            mesh does not divide the model.
     """
     if checkpoint is None:
         model, parameters = random_model(step.model, seed=SEED), "random parameters"
@@ -90,14 +90,14 @@ def make_report(
 
 
 def prove(model: ConvT5 | ViT, encoder_length: int = 64, decoder_length: int = 64) -> list[Proof]:
-    """Returns the proof of every property that does not need a mesh.
+    """Proves every property that does not need a mesh.
 
     Args:
-        model: its parameters are used as they are.
-        encoder_length, decoder_length: tokens of a row; unused for a vision model.
+        model: the model, with its parameters as they are.
+        encoder_length, decoder_length: tokens per row; unused for a vision model.
 
     Raises:
-        UserError: rows too short to hold several examples.
+        UserError: rows are too short for several examples.
     """
     random = np.random.default_rng(SEED)
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):

@@ -1,4 +1,4 @@
-"""What a proof finds, and what all of them use."""
+"""The result of a proof, and helpers of all proofs."""
 
 import dataclasses
 import math
@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from convt5.analysis.cost_report import aligned
+from convt5.analysis.cost_report import align
 
 ROUNDING = 1e-9
-"""Largest difference of two programs in float64, relative to the largest output."""
+"""Largest difference between two programs in float64, relative to the largest output."""
 
 JITTER = 0.1
 
 Stage = tuple[str, Callable[[], Any]]
-"""The name of a layer, and what makes the model that ends with it."""
+"""The name of a layer, and a function that returns the model truncated after it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,10 +27,10 @@ class Proof:
 
     Attributes:
         name: the property.
-        worst: the largest violation found; None where the property does not apply.
-        allowed: the largest that is no violation; 0 where nothing may change at all.
-        layer: the lowest layer at which it fails, or the parameter.
-        note: why it does not apply, or what was found.
+        worst: the largest violation; None if the property does not apply.
+        allowed: the tolerance; 0 if nothing may change at all.
+        layer: the lowest layer, or the parameter, at which it fails.
+        note: why it does not apply, or details of the result.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Proof:
         return "holds" if self.worst <= self.allowed else "fails"  # NaN fails.
 
     def as_json(self) -> dict[str, Any]:
-        """Returns plain values; a violation without limit is the text "inf"."""
+        """Returns plain values; an infinite violation is the text "inf"."""
         worst = self.worst
         return {
             "property": self.name,
@@ -60,7 +60,7 @@ class Proof:
 
 
 def table(proofs: Sequence[Proof]) -> str:
-    """Returns a line for each property, and what is wrong below it."""
+    """Returns a line for each property, followed by details of failures."""
     header = ("property", "result", "worst", "allowed", "at")
     rows = [
         (
@@ -72,14 +72,14 @@ def table(proofs: Sequence[Proof]) -> str:
         )
         for proof in proofs
     ]
-    return aligned([header, *rows], left=(0, 1, 4))
+    return align([header, *rows], left=(0, 1, 4))
 
 
 def random_model(config: Any, *, seed: int = 0) -> Any:
-    """Returns a model in which no parameter is zero, so that every one of them can do harm.
+    """Returns a model without any zero parameter, so that each can reveal a violation.
 
-    Biases and layers that begin as nothing would hide what they read. Matrices are normal with
-    variance 1 / inputs, vectors lie around 1; both are drawn on the host, without a compilation.
+    Biases and layers initialised to zero would hide what they read. Matrices are normal with
+    variance 1 / inputs, vectors are around 1; both are drawn on the host, without compilation.
     """
     random = np.random.default_rng(seed)
 
@@ -95,14 +95,14 @@ def random_model(config: Any, *, seed: int = 0) -> Any:
 
 
 def in_float64(model: Any) -> Any:
-    """Returns the model that computes in float64 with the same parameters; needs 64-bit mode."""
+    """Returns the model in float64 with the same parameters; needs 64-bit mode."""
     config = dataclasses.replace(model.config, dtype="float64")
     structure = jax.tree.structure(jax.eval_shape(config.build, jax.random.key(0)))
     return jax.tree.unflatten(structure, jax.tree.leaves(model))
 
 
 def first_failing(count: int, fails: Callable[[int], bool]) -> int:
-    """Returns the first index that fails, where the last does, and all behind the first do."""
+    """Returns the first index that fails, by bisection: the last fails, and all after the first."""
     low, high = 0, count - 1
     while low < high:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""Proofs of a text model: what its outputs read, and that decoding computes the same."""
+"""Proofs of a text model: what its outputs read, and that decoding equals teacher forcing."""
 
 import copy
 import dataclasses
@@ -27,7 +27,7 @@ _PASSES = 12
 
 
 class Inputs(NamedTuple):
-    """Rows of a text model; targets are shifted inside of the program."""
+    """Rows of a text model; the program shifts the targets itself."""
 
     encoder_tokens: Int[np.ndarray, "batch source"]
     encoder_ids: Int[np.ndarray, "batch source"]
@@ -38,14 +38,14 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What a text model computes for them."""
+    """Outputs of a text model for these inputs."""
 
     encoded: Float[Array, "batch positions embed"]
     logits: Float[Array, "batch target vocab"]
 
 
 class Kept(NamedTuple):
-    """The outputs that may not change."""
+    """Masks of the outputs that must not change."""
 
     encoder: Bool[np.ndarray, "batch positions"]
     decoder: Bool[np.ndarray, "batch target"]
@@ -53,13 +53,13 @@ class Kept(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Claim:
-    """A change of inputs, and the outputs that it must leave as they are.
+    """A change of inputs, and the outputs that it must not affect.
 
     Attributes:
-        name: of the property that this proves.
-        base, changed: inputs.
-        kept: outputs that may not change.
-        others_change: whether some other output must: otherwise nothing would be shown.
+        name: the property that this proves.
+        base, changed: the inputs before and after.
+        kept: the outputs that must not change.
+        others_change: whether some other output must change, to show that the inputs matter.
     """
 
     name: str
@@ -72,20 +72,20 @@ class _Claim:
 class TextProofs:
     """The proofs of one text model.
 
-    A property is proven by a change of inputs: the same compiled program runs on both, and outputs
-    that the property keeps must be equal, number for number.
+    Each property is proven by a change of inputs: the same compiled program runs on both, and the
+    outputs that the property covers must be exactly equal.
     """
 
     def __init__(self, model: ConvT5, source: int, target: int, random: np.random.Generator):
         """Prepares rows.
 
         Args:
-            model: computes in float64.
-            source, target: tokens of a row.
-            random: draws inputs, and what they are changed to.
+            model: a model in float64.
+            source, target: tokens per row.
+            random: generator of the inputs and of their changes.
 
         Raises:
-            UserError: rows too short to hold several examples.
+            UserError: rows are too short for several examples.
         """
         self.model = model
         self.lengths: dict[StackName, int] = {"encoder": source, "decoder": target}
@@ -112,7 +112,7 @@ class TextProofs:
 
     @property
     def flops(self) -> float:
-        """Operations of all proofs, where all hold: about a dozen passes over the rows."""
+        """FLOPs of all proofs if all hold: about a dozen passes over the rows."""
         source, target = self.lengths.values()
         cost = costs.model_cost(self.model.config, encoder_length=source, decoder_length=target)
         return _PASSES * self.rows * cost.forward_flops
@@ -130,7 +130,7 @@ class TextProofs:
         ]
 
     def later_targets(self) -> Proof:
-        """Logits at position t are of target t, and may read the targets before it alone."""
+        """Proves that logits at position t, which predict target t, read only earlier targets."""
         index = np.arange(self.lengths["decoder"])
         before = index[None] < self.cuts[:, None]
         targets = np.where(before, self.plain.targets, self._others(self.plain.targets))
@@ -144,7 +144,7 @@ class TextProofs:
         )
 
     def other_segments(self) -> Proof:
-        """Row by row another example gets other tokens, or is taken out."""
+        """Proves that examples are independent: changes or removes another one in each row."""
         name = "no packed example depends on another"
         base = self._packed()
         row = np.arange(self.rows)[:, None]
@@ -192,12 +192,12 @@ class TextProofs:
         return self._proven(_Claim(name, base, changed, kept))
 
     def decoding(self) -> Proof:
-        """Logits of one position after another against those of all at once."""
+        """Compares logits of step-by-step decoding with those of teacher forcing."""
         base = self.plain
 
         def worst(model: ConvT5) -> float:
             at_once = self._outputs(model, base)
-            stepped = _stepped(model, at_once.encoded, base)
+            stepped = _decode_stepwise(model, at_once.encoded, base)
             apart = jnp.where(
                 base.decoder_ids[..., None] != 0, jnp.abs(stepped - at_once.logits), 0.0
             )
@@ -206,10 +206,10 @@ class TextProofs:
         return self._judged("step-by-step decoding equals teacher forcing", worst, ROUNDING)
 
     def reach(self, stack: StackName) -> Proof:
-        """Changes all that lies outside of the stated receptive field of one position of each row.
+        """Proves the receptive field: changes all inputs outside the field of one position per row.
 
-        Seen behind the highest layer that has one: it reads what those below it have read. The
-        decoder's is the field to the left; later targets are a property of their own.
+        Checked after the highest layer with a bounded field, which includes the layers below. For
+        the decoder, only the field to the left is checked; later targets are a separate property.
         """
         name = f"the {stack} reads no further than its receptive field"
         stages = self._reach_stages(stack)
@@ -239,18 +239,18 @@ class TextProofs:
         return Proof(name=name, worst=worst, layer=label, note=note)
 
     def _reach_stages(self, stack: StackName) -> list[tuple[str, Callable[[], ConvT5], Reach]]:
-        """Returns the model cut off behind each layer of a stack, and what that may read."""
+        """Returns the model truncated after each layer of a stack, and its reach."""
         source, target = self.lengths.values()
         cost = costs.model_cost(self.model.config, encoder_length=source, decoder_length=target)
         reaches = [layer.reach for layer in cost.layers if layer.stack == stack]
         stages = [stage for stage in _stages(self.model) if stage[0].startswith(f"{stack} layer")]
         cuts = [cut for _, cut in stages[:-1]]
-        # The last is compiled already.
+        # The whole model is compiled already.
         cuts.append(lambda: self.model)
         return [(label, cut, r) for (label, _), cut, r in zip(stages, cuts, reaches, strict=True)]
 
     def _beyond(self, name: str, stack: StackName, reach: Reach) -> _Claim | None:
-        """Returns the change of all outside of the field of a position; None if rows have none."""
+        """Returns a change of all inputs outside the field; None if rows are not longer."""
         base = self.plain
         ids = base.encoder_ids if stack == "encoder" else base.decoder_ids
         stride = self.model.config.stem_stride if stack == "encoder" else 1
@@ -277,7 +277,7 @@ class TextProofs:
         return _Claim(name, base, base._replace(targets=targets), kept)
 
     def _outputs(self, model: ConvT5, inputs: Inputs) -> Outputs:
-        """Returns what a model computes: of the whole model and plain rows once for all proofs."""
+        """Returns the outputs; those of the whole model on plain rows are computed only once."""
         if model is self.model and inputs is self.plain:
             return self._plain_outputs
         return _forward(model, inputs)
@@ -310,16 +310,16 @@ class TextProofs:
         allowed: float = 0.0,
         known: float | None = None,
     ) -> Proof:
-        """Returns the proof, and finds the layer where it fails.
+        """Returns the proof, and finds the layer at which it fails.
 
         Args:
-            name: of the property.
-            worst: the largest violation of a model.
-            allowed: the largest that is none.
-            known: that of the whole model, where it was computed before.
+            name: the property.
+            worst: returns the largest violation of a model.
+            allowed: the tolerance.
+            known: the violation of the whole model, if computed already.
         """
-        found = worst(self.model) if known is None else known
-        proof = Proof(name=name, worst=found, allowed=allowed)
+        violation = worst(self.model) if known is None else known
+        proof = Proof(name=name, worst=violation, allowed=allowed)
         if proof.result == "holds":
             return proof
         stages = _stages(self.model)
@@ -327,7 +327,7 @@ class TextProofs:
         return dataclasses.replace(proof, layer=stages[first][0])
 
     def _plain(self) -> Inputs:
-        """Rows of one example: sources of several lengths, and two short targets."""
+        """Rows with one example each: sources of several lengths, and two short targets."""
         rows, (source, target) = self.rows, self.lengths.values()
         sources = self.random.integers(-(-source // 2), source + 1, (rows, 1))
         ends = np.full((rows, 1), target)
@@ -338,7 +338,7 @@ class TextProofs:
         return self._inputs(encoder_ids, decoder_ids)
 
     def _packed(self) -> Inputs:
-        """Rows of three examples each and padding, which begin in other places in each row."""
+        """Rows with three examples each and padding, with different boundaries in each row."""
         source, target = self.lengths.values()
         stride = self.model.config.stem_stride
         windows = self.model.config.encoder_positions(source)
@@ -364,17 +364,17 @@ class TextProofs:
         )
 
     def _tokens(self, shape: Sequence[int]) -> np.ndarray:
-        """Returns random ids that are not padding."""
+        """Returns random ids other than padding."""
         return self.random.integers(1, self.model.config.vocab_size, shape).astype(np.int32)
 
     def _others(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns another id for each, never padding."""
+        """Returns a different id for each, never padding."""
         count = self.model.config.vocab_size - 1
         away = self.random.integers(1, max(count, 2), tokens.shape)
         return (1 + (tokens - 1 + away) % count).astype(np.int32)
 
     def _of_windows(self, ids: np.ndarray) -> np.ndarray:
-        """Returns the segment of each position of the encoder."""
+        """Returns the segment of each encoder position."""
         return ids[:, :: self.model.config.stem_stride]
 
     def _all_positions(self) -> np.ndarray:
@@ -397,10 +397,10 @@ def _forward(model: ConvT5, inputs: Inputs) -> Outputs:
 
 
 @jax.jit
-def _stepped(
+def _decode_stepwise(
     model: ConvT5, encoded: Float[Array, "batch positions embed"], inputs: Inputs
 ) -> Float[Array, "batch target vocab"]:
-    """Returns the logits of decoding that is fed the targets."""
+    """Returns the logits of step-by-step decoding, fed with the targets."""
     tokens = shift_right(jnp.asarray(inputs.targets))
     state = model.init_decoding(
         encoded, encoder_segment_ids=inputs.encoder_ids, length=tokens.shape[1]
@@ -414,7 +414,7 @@ def _stepped(
 
 
 def _violation(before: Outputs, after: Outputs, claim: _Claim) -> tuple[float, bool, bool]:
-    """Returns the largest change of a kept output, whether others change, whether all is finite."""
+    """Returns the largest change of a kept output, whether others change, and finiteness."""
     changes = [_change(a, b) for a, b in zip(before, after, strict=True)]
     kept = [np.where(k, np.asarray(c), 0.0) for k, c in zip(claim.kept, changes, strict=True)]
     worst = max(float(x.max(initial=0.0)) for x in kept)
@@ -428,14 +428,14 @@ def _violation(before: Outputs, after: Outputs, claim: _Claim) -> tuple[float, b
 def _change(
     before: Float[Array, "batch length channels"], after: Float[Array, "batch length channels"]
 ) -> Float[Array, "batch length"]:
-    """Returns how far each position's numbers are apart, relative to the largest of all rows."""
+    """Returns the change at each position, relative to the largest value of all rows."""
     apart = jnp.abs(after - before)
     apart = jnp.where(jnp.isnan(apart), jnp.inf, apart)
     return jnp.max(apart, axis=-1, initial=0.0) / jnp.max(jnp.abs(before), initial=1e-300)
 
 
 def _stages(model: ConvT5) -> list[Stage]:
-    """Returns the model cut off behind each of its layers, from the bottom, by name."""
+    """Returns the model truncated after each of its layers, bottom first, with names."""
     config = model.config
     below = "the embeddings" if config.stem is None else "the embeddings or the stem"
 
@@ -464,14 +464,14 @@ def _layer_name(stack: StackName, index: int, kind: str) -> str:
 
 
 def _cuts(length: int) -> np.ndarray:
-    """Returns places to cut rows at: borders of blocks of every power of two, and the last."""
+    """Returns positions to split rows at: borders of blocks of powers of two, and the end."""
     borders = [2**i for i in range((length - 1).bit_length())]
     spread = np.linspace(1, length - 1, max(2, LEAST_ROWS - len(borders))).astype(int)
     return np.array([*borders, *spread])
 
 
 def _bounds(reach: Reach, stack: StackName) -> bool:
-    """Returns whether the field of a layer ends where `TextProofs.reach` looks."""
+    """Returns whether the field of a layer is bounded on the side that `reach` checks."""
     return reach.left is not None or (stack == "encoder" and reach.right is not None)
 
 

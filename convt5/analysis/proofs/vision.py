@@ -1,4 +1,4 @@
-"""The proof of a vision model: images of a batch are classified each by itself."""
+"""The proof of a vision model: the images of a batch are independent."""
 
 import copy
 import functools
@@ -14,20 +14,20 @@ from convt5.vision.model import ViT
 
 
 def neighbours(model: ViT, random: np.random.Generator) -> Proof:
-    """In evaluation: in training batch normalisation reads the batch by definition."""
+    """Proves independence in evaluation; in training, batch normalisation reads the batch."""
     config = model.config
     shape = (4, config.image_size, config.image_size, config.in_channels)
-    before, others = random.standard_normal((2, *shape))
+    before, changed_images = random.standard_normal((2, *shape))
     even = np.arange(len(before))[:, None, None, None] % 2 == 0
-    after = np.where(even, before, others)
+    after = np.where(even, before, changed_images)
 
     def worst(model: ViT) -> float:
         apart = np.abs(np.asarray(_features(model, before)) - np.asarray(_features(model, after)))
         return float(np.where(np.isnan(apart), np.inf, apart)[::2].max())
 
     name = "nothing depends on other images of the batch"
-    found = worst(model)
-    if found == 0:
+    violation = worst(model)
+    if violation == 0:
         return Proof(name=name, worst=0.0, note="in evaluation")
     stages: list[Stage] = [("the stem", functools.partial(_lowest_blocks, model, 0))]
     stages += [
@@ -35,14 +35,14 @@ def neighbours(model: ViT, random: np.random.Generator) -> Proof:
         for i in range(config.num_layers)
     ]
     first = first_failing(len(stages), lambda i: worst(stages[i][1]()) > 0)
-    return Proof(name=name, worst=found, layer=stages[first][0], note="in evaluation")
+    return Proof(name=name, worst=violation, layer=stages[first][0], note="in evaluation")
 
 
 @jax.jit
 def _features(
     model: ViT, images: Float[Array, "batch height width channels"]
 ) -> Float[Array, "batch features"]:
-    """Returns the logits, and all tokens before them: a head of zeros hides what it reads."""
+    """Returns the logits and all tokens before them, because a zero head hides what it reads."""
     tokens = model.encode(model.stem(images).patches)
     rows = [tokens.reshape(len(tokens), -1), model(images).logits]
     return jnp.concatenate(rows, axis=1)
