@@ -20,12 +20,12 @@ from convt5.text import task_format, vocabulary_files
 if TYPE_CHECKING:
     from convt5.interchange.mapping import Imported
 
-SOURCES = ("mesh_tf", "hf", "pycls", "safetensors", "run")
-TARGETS = ("run", "hf", "safetensors", "stablehlo")
+SOURCES = ("mesh_tf", "t5x", "transformers", "hf", "pycls", "safetensors", "run")
+TARGETS = ("run", "transformers", "hf", "safetensors", "stablehlo")
 
 _ONLY_FOR = {
-    "mesh_tf": ("operative_config", "optimizer"),
-    "pycls": ("num_heads", "image_size", "stem_strides"),
+    ("mesh_tf", "t5x"): ("operative_config", "optimizer"),
+    ("pycls",): ("num_heads", "image_size", "stem_strides"),
 }
 
 COMMAND = command_line.Command(
@@ -42,6 +42,11 @@ COMMAND = command_line.Command(
             "--vocabulary=sentencepiece.model --output_dir=runs/lconv_base",
         ),
         (
+            "import a checkpoint of T5X with the state of its optimizer",
+            "--from=t5x --checkpoint=t5_1_1_base/checkpoint_1000000 --optimizer "
+            "--vocabulary=sentencepiece.model --output_dir=runs/t5_base",
+        ),
+        (
             "import a T5 from Hugging Face",
             "--from=hf --checkpoint=t5-v1_1-base --output_dir=runs/t5_base",
         ),
@@ -52,6 +57,10 @@ COMMAND = command_line.Command(
         (
             "export a trained T5 for Hugging Face transformers",
             "--to=hf --checkpoint=runs/t5_base --output_dir=exports/t5_base",
+        ),
+        (
+            "export any text model for transformers, with one PyTorch file that computes it",
+            "--to=transformers --checkpoint=runs/dynamic --output_dir=exports/dynamic",
         ),
         (
             "export any model as safetensors with a JSON description",
@@ -85,12 +94,13 @@ COMMAND = command_line.Command(
         command_line.Flag(
             "operative_config",
             "the operative_config.gin of a mesh_tf checkpoint, which sets tap offsets and the "
-            "number of heads (default: the one beside the checkpoint).",
+            "number of heads, or the model.gin of a t5x checkpoint (default: the one beside the "
+            "checkpoint).",
         ),
         command_line.Flag(
             "optimizer",
-            "also imports the optimizer state of a mesh_tf checkpoint, to continue training; "
-            "otherwise the optimizer state is initialized.",
+            "also imports the optimizer state of a mesh_tf or t5x checkpoint, to continue "
+            "training; otherwise the optimizer state is initialized.",
             {"action": "store_true"},
         ),
         command_line.Flag(
@@ -113,6 +123,11 @@ COMMAND = command_line.Command(
             "vocabulary",
             "the vocabulary of a text model: a SentencePiece .model file, or bytes (default: "
             "the vocabulary beside the checkpoint).",
+        ),
+        command_line.Flag(
+            "license",
+            "of the weights, for the model card of --to=transformers: an identifier such as "
+            "apache-2.0.",
         ),
         command_line.TRUST_FLAG,
         command_line.Flag(
@@ -156,6 +171,7 @@ class Conversion:
     image_size: int | None = None
     stem_strides: str | None = None
     vocabulary: str | None = None
+    license: str | None = None
     trust: Sequence[str] = ()
     dtype: str | None = None
     step: int | None = None
@@ -174,10 +190,11 @@ class Conversion:
                     f"{errors.suggest(value, known)}"
                 )
         faults += [
-            f"--{name} is for --from={source}, not --from={self.source}; leave it out."
-            for source, names in _ONLY_FOR.items()
+            f"--{name} is for --from={' and --from='.join(sources)}, not --from={self.source}; "
+            "leave it out."
+            for sources, names in _ONLY_FOR.items()
             for name in names
-            if self.source != source and getattr(self, name)
+            if self.source not in sources and getattr(self, name)
         ]
         faults += [
             f"--{name}={getattr(self, name)} must be at least 1."
@@ -192,6 +209,8 @@ class Conversion:
             faults.append("--allow_unmapped is for other formats than --from=run; leave it out.")
         if self.step is not None and self.source != "run":
             faults.append(f"--step is for --from=run, not --from={self.source}; leave it out.")
+        if self.license is not None and self.target != "transformers":
+            faults.append("--license is for --to=transformers, which writes a model card.")
         lengths = (self.encoder_length, self.decoder_length)
         if self.target != "stablehlo" and lengths != (None, None):
             faults.append("--encoder_length and --decoder_length are for --to=stablehlo.")
@@ -226,6 +245,8 @@ def convert(conversion: Conversion) -> str:
     destination = check_destination(conversion.output_dir)
     read = {
         "mesh_tf": _read_mesh_tf,
+        "t5x": _read_t5x,
+        "transformers": _read_exported,
         "hf": _read_exported,
         "pycls": _read_pycls,
         "safetensors": _read_exported,
@@ -243,7 +264,7 @@ def convert(conversion: Conversion) -> str:
             task_format.write(folder, formats)
         if text is not None:
             vocabulary_files.write(folder / vocabulary_files.FOLDER, text)
-            if conversion.target == "hf":
+            if conversion.target in ("transformers", "hf"):
                 vocabulary_files.write_for_hugging_face(folder, text)
         if conversion.target == "run":
             from convt5.interchange import run_files
@@ -329,10 +350,36 @@ def _read_mesh_tf(conversion: Conversion) -> tuple["Imported", Callable[..., Any
     return imported, make_state, run_files.Training(*settings)
 
 
-def _read_exported(conversion: Conversion) -> tuple["Imported", Callable[..., Any], Any]:
-    from convt5.interchange import hugging_face, portable, run_files
+def _read_t5x(conversion: Conversion) -> tuple["Imported", Callable[..., Any], Any]:
+    from convt5.interchange import t5x
+    from convt5.interchange.operative_config import OperativeConfig
+    from convt5.interchange.optimizer_state import imported_state
+    from convt5.interchange.t5x_files import Files
 
-    reader = hugging_face if conversion.source == "hf" else portable
+    files = Files(conversion.checkpoint)
+    beside = (folder / name for folder in files.folder.parents[:2] for name in t5x.GIN_FILES)
+    path = conversion.operative_config or next((p for p in beside if p.is_file()), None)
+    settings = OperativeConfig.read(path) if path else None
+    training = t5x.training_settings(settings)
+    imported = t5x.read_model(files, settings, allow_unmapped=conversion.allow_unmapped)
+    if path and not conversion.operative_config:
+        imported.report.notes.append(f"settings read from {path}, found beside the checkpoint.")
+    moments = None
+    if conversion.optimizer:
+        moments = t5x.read_moments(files, imported)
+        training = t5x.factoring_as_kept(training, files, imported)
+
+    def make_state(imported):
+        return imported_state(imported, training.optimizer.build(training.schedule), moments)
+
+    return imported, make_state, training
+
+
+def _read_exported(conversion: Conversion) -> tuple["Imported", Callable[..., Any], Any]:
+    from convt5.interchange import hugging_face, loading, portable, run_files
+
+    reader = {"hf": hugging_face, "safetensors": portable}.get(conversion.source)
+    reader = reader or loading.of_transformers(conversion.checkpoint)
     imported = reader.read_model(conversion.checkpoint, allow_unmapped=conversion.allow_unmapped)
     training = run_files.default_training(imported.config)
     return imported, lambda imported: _new_state(imported, training), training
@@ -385,7 +432,7 @@ def _new_state(imported: "Imported", training: Any) -> Any:
 
 
 def _export(folder: pathlib.Path, imported: "Imported", conversion: Conversion) -> None:
-    from convt5.interchange import hugging_face, portable, stablehlo
+    from convt5.interchange import hugging_face, model_card, portable, pytorch_model, stablehlo
     from convt5.modeling.architecture import ConvT5Config
 
     if conversion.target != "safetensors" and not isinstance(imported.config, ConvT5Config):
@@ -393,7 +440,20 @@ def _export(folder: pathlib.Path, imported: "Imported", conversion: Conversion) 
             f"--to={conversion.target} is for text models, and {conversion.checkpoint} holds a "
             f"{type(imported.config).__name__}; write it with --to=safetensors."
         )
-    if conversion.target == "hf":
+    if conversion.target == "transformers":
+        is_t5 = hugging_face.is_t5(imported.config)
+        if is_t5:
+            hugging_face.write_model(folder, imported.config, imported.params)
+        else:
+            pytorch_model.write_model(folder, imported.config, imported.params, step=imported.step)
+        card = model_card.text(
+            imported,
+            origin=conversion.checkpoint,
+            licence=conversion.license,
+            needs_code=not is_t5,
+        )
+        (folder / model_card.FILE).write_text(card)
+    elif conversion.target == "hf":
         hugging_face.write_model(folder, imported.config, imported.params)
     elif conversion.target == "safetensors":
         portable.write_model(folder, imported.config, imported.params, step=imported.step)

@@ -306,7 +306,7 @@ def test_the_dtype_of_a_run_can_be_chosen(capsys, checkpoint, tmp_path):
     ("flags", "message"),
     [
         (["--from=meshtf"], "--from=meshtf must be one of .* Did you mean mesh_tf"),
-        (["--from=hf", "--optimizer"], "--optimizer is for --from=mesh_tf"),
+        (["--from=hf", "--optimizer"], "--optimizer is for --from=mesh_tf and --from=t5x"),
         (["--to=hf", "--allow_unmapped"], "--allow_unmapped is for other formats than --from=run"),
         ([], "--from=run --to=run converts nothing"),
         (["--to=hf", "--encoder_length=3"], "are for --to=stablehlo"),

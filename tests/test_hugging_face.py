@@ -8,6 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from quick import quick
 from safetensors.numpy import load_file, save_file
 
 from convt5.errors import UserError
@@ -219,7 +220,7 @@ def test_shards_are_read_and_a_missing_one_is_named(tmp_path):
     ("setting", "value", "message"),
     [
         ("model_type", "bart", "unknown architecture"),
-        ("feed_forward_proj", "gated-silu", "feed_forward_proj='gated-silu' is unknown"),
+        ("feed_forward_proj", "gated-tanh", "feed_forward_proj='gated-tanh' is unknown"),
         ("d_ff", 11, "expected"),
         ("num_heads", None, "num_heads"),
         ("feed_forward_proj", ["relu"], r"feed_forward_proj=\['relu'\] is unknown"),
@@ -247,8 +248,8 @@ def test_truncated_weights_are_named(folder, tmp_path):
 @pytest.mark.parametrize(
     ("stack", "message"),
     [
-        ({"mixing": "dynamic"}, r"mixing=dynamic.*--to=safetensors"),
-        ({"mixing": "attention", "canon": "AC"}, r"Canon layers, and T5 has none.*safetensors"),
+        ({"mixing": "dynamic"}, r"mixing=dynamic.*--to=transformers"),
+        ({"mixing": "attention", "canon": "AC"}, r"Canon layers, and T5 has none.*transformers"),
     ],
 )
 def test_a_convolutional_model_is_refused_by_name(stack, message, tmp_path):
@@ -256,3 +257,48 @@ def test_a_convolutional_model_is_refused_by_name(stack, message, tmp_path):
     with pytest.raises(UserError, match=message):
         hugging_face.write_model(tmp_path, config, {})
     assert list(tmp_path.iterdir()) == []
+
+
+# What transformers itself makes of the configs of T5's relatives, at small sizes.
+SMALL = {
+    **{"vocab_size": 40, "d_model": 8, "d_kv": 3, "d_ff": 12, "num_layers": 2, "num_heads": 2},
+    **{"num_decoder_layers": 1, "dropout_rate": 0.1, "initializer_factor": 1.0},
+}
+RELATIVES = {
+    "t5": ("T5", {}),
+    "flan_t5": ("T5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "byt5": ("T5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "mt5": ("MT5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "ul2": ("T5", {"feed_forward_proj": "gated-silu", "tie_word_embeddings": False}),
+}
+
+
+@pytest.mark.parametrize("separate", [False, True], ids=["as made", "separate output"])
+@pytest.mark.parametrize("name", quick(list(RELATIVES), chosen=["mt5", "ul2"]))
+def test_relatives_of_t5_have_the_logits_that_transformers_gives(name, separate, tmp_path):
+    torch = pytest.importorskip("torch", reason="needs the extra torch")
+    transformers = pytest.importorskip("transformers", reason="needs the extra torch")
+    family, changes = RELATIVES[name]
+    if separate and not changes:
+        pytest.skip("T5 1.0 has no output layer of its own")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SMALL, **changes)
+    theirs = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+    if separate:  # As the published weights have it.
+        theirs.lm_head.weight = torch.nn.Parameter(torch.randn_like(theirs.lm_head.weight))
+    theirs.save_pretrained(tmp_path)
+    if separate and "lm_head.weight" not in load_file(tmp_path / "model.safetensors"):
+        pytest.skip("this version of transformers saves no separate output layer")
+    sources, inputs = np.asarray([[3, 9, 4, 1, 0]]), np.asarray([[0, 7, 2]])
+    with torch.no_grad():
+        wanted = theirs(
+            input_ids=torch.from_numpy(sources),
+            attention_mask=torch.from_numpy(sources != 0).long(),
+            decoder_input_ids=torch.from_numpy(inputs),
+        ).logits.numpy()
+    found = hugging_face.read_model(tmp_path)
+    logits = jax.jit(lambda m: m(sources, inputs))(found.model())
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=TOLERANCE)
+    hugging_face.write_model(tmp_path, found.config, found.params)
+    again = hugging_face.read_model(tmp_path)
+    assert again.config == found.config

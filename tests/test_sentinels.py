@@ -140,7 +140,7 @@ def test_a_kept_vocabulary_keeps_its_sentinels(vocabulary, name, tmp_path):
     assert found.encode("the cat") == vocabulary[name].encode("the cat")
 
 
-@pytest.mark.parametrize("name", ["t5", "up", "added", "byt5"])
+@pytest.mark.parametrize("name", ["t5", "up", "added", "byt5", "bytes"])
 def test_folders_of_hugging_face_keep_them_both_ways(vocabulary, name, tmp_path):
     kept = vocabulary_files.of(vocabulary[name])
     text = vocabulary_files.KeptText(kept, kept)
@@ -157,6 +157,6 @@ def test_a_published_byte_level_t5_brings_its_vocabulary(tmp_path, file):
 
 
 def test_what_transformers_has_no_tokenizer_of_is_not_written(vocabulary, tmp_path):
-    kept = vocabulary_files.of(vocabulary["bytes"])
-    vocabulary_files.write_for_hugging_face(tmp_path, vocabulary_files.KeptText(kept, kept))
+    one, other = (vocabulary_files.of(vocabulary[name]) for name in ("bytes", "t5"))
+    vocabulary_files.write_for_hugging_face(tmp_path, vocabulary_files.KeptText(one, other))
     assert not list(tmp_path.iterdir())

@@ -357,7 +357,7 @@ def _layer_flops(
     config: ModelDescription, mixing: MixerConfig, *, length: int, source: int | None
 ) -> float:
     """Returns the forward FLOPs per token of a layer; `source` is the encoder's length, if any."""
-    matrices = 3 if config.mlp == "gated_gelu" else 2
+    matrices = 2 if config.mlp == "relu" else 3
     flops = 2.0 * matrices * config.emb_dim * config.mlp_dim
     flops += mixing.flops(config, length)
     flops += 2 * mixing.canon_kernel_size * mixing.canon_channels(config)
@@ -372,7 +372,7 @@ def _layer_activations(
     """Returns the bytes per token of the activations that a layer's backward pass reads."""
     width = jnp.dtype(config.dtype).itemsize
     # The feed-forward layer: the inputs of its norm and products, and of the product wo.
-    gated = config.mlp == "gated_gelu"
+    gated = config.mlp != "relu"
     kept = width * (2 * config.emb_dim + (3 if gated else 1) * config.mlp_dim)
     kept += mixing.activation_bytes(config, length)
     # The input of each Canon layer, and of its activation.

@@ -198,11 +198,12 @@ class Evaluator:
             metrics |= {"bits_per_byte": nats / math.log(2) / num_bytes} if num_bytes else {}
         if self._loss is not None:
             total = math.fsum(score.objective for score in scores)
-            metrics["objective"] = total / (
-                self._counts["num_target_tokens"]
-                if self._loss.normalize_by == "tokens"
-                else len(scores) * self.predict_config.task_lengths()["targets"]
-            )
+            weights = {
+                "tokens": self._counts["num_target_tokens"],
+                "positions": len(scores) * self.predict_config.task_lengths()["targets"],
+                "nothing": 1,
+            }
+            metrics["objective"] = total / weights[self._loss.normalize_by]
         return metrics
 
     def _answers(self, values: Iterable[Value]) -> Iterator[Value]:

@@ -1,4 +1,4 @@
-"""T5 1.0 and 1.1 as Hugging Face transformers keeps them: config.json and a file of weights.
+"""T5, mT5, ByT5, Flan-T5 and UL2 as Hugging Face transformers keeps them: config.json, weights.
 
 Both directions read one table of names. Kernels are [out, in] there and [in, out] here, so values
 are moved and never computed with: a model that goes there and back is the same bit for bit.
@@ -21,7 +21,14 @@ from convt5.runtime import foreign_files
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 
-_MLP: dict[str, MlpKind] = {"relu": "relu", "gated-gelu": "gated_gelu"}
+_MLP: dict[str, MlpKind] = {
+    "relu": "relu",
+    "gated-gelu": "gated_gelu",
+    "gated-silu": "gated_silu",
+}
+_KINDS = {"t5": "relu", "mt5": "gated-gelu"}
+"""Model types that can be read, and their feed-forward layers where the config names none."""
+
 _COPIES = {
     "encoder.embed_tokens.weight": "a copy of shared.weight",
     "decoder.embed_tokens.weight": "a copy of shared.weight",
@@ -48,19 +55,24 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
     folder = pathlib.Path(path)
     settings = _read_settings(folder)
     config = architecture(settings, where=str(folder / CONFIG))
-    files = _open_weights(folder)
+    files = open_weights(folder)
     check_layers(config, files.shapes, where=str(folder))
     copies = dict(_COPIES)
     if config.tie_output:
         copies["lm_head.weight"] = "a copy of shared.weight: the output is tied"
     found, notes = dict(files.shapes), []
-    tie = _tie(found, copies)
-    if tie is not None:
+    stored = {}  # Names of arrays that lie under another.
+    if (tie := _tie(found, copies)) is not None:
         notes.append(f"shared.weight is absent; {tie}, which is tied to it, replaces it.")
-        found["shared.weight"] = found.pop(tie)
+        found["shared.weight"], stored["shared.weight"] = found.pop(tie), tie
+    if not config.tie_output and "lm_head.weight" not in found and "shared.weight" in found:
+        # transformers 5 ties them without the factor of T5 1.0, and keeps one of the two.
+        notes.append("lm_head.weight is absent; shared.weight, which is tied to it, replaces it.")
+        found["lm_head.weight"] = found["shared.weight"]
+        stored["lm_head.weight"] = stored.get("shared.weight", "shared.weight")
 
     def read(name: str) -> np.ndarray:
-        return files.read(tie if tie is not None and name == "shared.weight" else name)
+        return files.read(stored.get(name, name))
 
     table = parameter_table(config)
     report = check(
@@ -100,11 +112,13 @@ def architecture(settings: Mapping[str, Any], *, where: str = CONFIG) -> ConvT5C
     """
     faults = [f"{name} is missing." for name in _SIZES if name not in settings]
     kind = settings.get("model_type")
-    if kind != "t5":
+    if not isinstance(kind, str) or kind not in _KINDS:
         faults.append(
-            f"model_type={errors.clipped(kind)} is an unknown architecture; only 't5' can be read."
+            f"model_type={errors.clipped(kind)} is an unknown architecture; known are "
+            f"{', '.join(_KINDS)}, and with --from=transformers convt5."
         )
-    mlp = settings.get("feed_forward_proj", "relu")
+        kind = "t5"
+    mlp = settings.get("feed_forward_proj", _KINDS[kind])
     if not isinstance(mlp, str) or mlp not in _MLP:
         faults.append(
             f"feed_forward_proj={errors.clipped(mlp)} is unknown; known are {', '.join(_MLP)}."
@@ -138,7 +152,8 @@ def architecture(settings: Mapping[str, Any], *, where: str = CONFIG) -> ConvT5C
         norm_epsilon=settings.get("layer_norm_epsilon", 1e-6),
         mlp=_MLP[mlp],
         # transformers 5 always writes that the output is tied, and false here if it is not.
-        tie_output=settings.get("tie_word_embeddings", True)
+        tie_output=kind == "t5"
+        and settings.get("tie_word_embeddings", True)
         and settings.get("scale_decoder_outputs", True),
         positions="relative",
         relative_buckets=settings.get("relative_attention_num_buckets", 32),
@@ -146,6 +161,15 @@ def architecture(settings: Mapping[str, Any], *, where: str = CONFIG) -> ConvT5C
         dropout_rate=settings.get("dropout_rate", 0.1),
         dtype="float32",
     )
+
+
+def is_t5(config: ConvT5Config) -> bool:
+    """Whether transformers' own T5 computes a model."""
+    try:
+        as_settings(config)
+    except errors.UserError:
+        return False
+    return True
 
 
 def as_settings(config: ConvT5Config) -> dict[str, Any]:
@@ -169,14 +193,14 @@ def as_settings(config: ConvT5Config) -> dict[str, Any]:
         faults.insert(
             0,
             f"mixing={others}, but T5 has attention in every layer; export convolutional models "
-            "with --to=safetensors.",
+            "with --to=transformers.",
         )
     if any(layer.canon for layer in layers):
         faults.append(
-            "canon: this model has Canon layers, and T5 has none; export it with --to=safetensors."
+            "canon: this model has Canon layers, and T5 has none; export it with --to=transformers."
         )
     errors.raise_all(faults, where="this model cannot be written as a Hugging Face T5")
-    activation = "relu" if config.mlp == "relu" else "gated-gelu"
+    activation = next(name for name, kind in _MLP.items() if kind == config.mlp)
     return {
         "architectures": ["T5ForConditionalGeneration"],
         "model_type": "t5",
@@ -189,7 +213,7 @@ def as_settings(config: ConvT5Config) -> dict[str, Any]:
         "num_layers": config.encoder.num_layers,
         "num_decoder_layers": config.decoder.num_layers,
         "feed_forward_proj": activation,
-        "dense_act_fn": "relu" if activation == "relu" else "gelu_new",
+        "dense_act_fn": activation.removeprefix("gated-").replace("gelu", "gelu_new"),
         "is_gated_act": activation != "relu",
         "tie_word_embeddings": config.tie_output,
         "layer_norm_epsilon": config.norm_epsilon,
@@ -232,7 +256,7 @@ def _rows(config: ConvT5Config) -> Iterator[Source]:
                 yield from _attention(f"{layer}/cross_attention", f"{block}.1.EncDecAttention")
                 last = 2
             yield _scale(f"{layer}/mlp_norm", f"{block}.{last}.layer_norm")
-            inward = ("wi_0", "wi_1") if config.mlp == "gated_gelu" else ("wi",)
+            inward = ("wi",) if config.mlp == "relu" else ("wi_0", "wi_1")
             for name in (*inward, "wo"):
                 yield _dense(f"{layer}/mlp/{name}", f"{block}.{last}.DenseReluDense.{name}")
 
@@ -250,7 +274,8 @@ def _scale(path: str, name: str) -> Source:
     return Source(path=f"{path}/scale", names=(f"{name}.weight",))
 
 
-def _open_weights(folder: pathlib.Path) -> safetensors_files.Files | torch_files.Files:
+def open_weights(folder: pathlib.Path) -> safetensors_files.Files | torch_files.Files:
+    """Opens the weights of a folder; raises `UserError` if there are none, or damaged ones."""
     known = (safetensors_files, torch_files)
     for reader in known:
         if paths := weight_files.find(folder, reader.WHOLE, reader.INDEX):

@@ -10,7 +10,7 @@ from etils import epath
 
 from convt5 import errors
 from convt5.checkpoints import reading
-from convt5.interchange import hugging_face, portable
+from convt5.interchange import hugging_face, portable, pytorch_model
 from convt5.interchange.mapping import Imported, Report, Source, build_model
 from convt5.modeling.tree_paths import named_leaves
 
@@ -63,8 +63,14 @@ def is_exported(directory: epath.PathLike) -> bool:
 def read_exported(directory: epath.PathLike, *, allow_unmapped: bool = False) -> Imported:
     """Reads a folder for which `is_exported` holds."""
     path = pathlib.Path(os.path.expanduser(directory))
-    reader = portable if portable.is_directory(path) else hugging_face
+    reader = portable if portable.is_directory(path) else of_transformers(path)
     return reader.read_model(path, allow_unmapped=allow_unmapped)
+
+
+def of_transformers(directory: epath.PathLike) -> Any:
+    """Returns the module that reads a folder of transformers: of models of ours, or of T5."""
+    path = os.path.expanduser(directory)
+    return pytorch_model if pytorch_model.is_directory(path) else hugging_face
 
 
 def read_run(directory: epath.PathLike, *, step: int | None = None) -> Imported:

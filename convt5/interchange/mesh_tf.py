@@ -226,7 +226,7 @@ def parameter_table(config: ConvT5Config, variables: Mapping[str, Shape]) -> lis
                 table += _attention(f"{layer}/cross_attention", f"{last}/EncDecAttention")
                 last = f"{block}/layer_002"
             table += _norm(f"{layer}/mlp_norm", last, variables)
-            inward = ("wi_0", "wi_1") if config.mlp == "gated_gelu" else ("wi",)
+            inward = ("wi",) if config.mlp == "relu" else ("wi_0", "wi_1")
             table += [
                 _same(f"{layer}/mlp/{name}/kernel", f"{last}/DenseReluDense/{name}/kernel")
                 for name in (*inward, "wo")

@@ -20,6 +20,9 @@ Number = float | None
 
 _MOST_BYTES = 2**20
 
+_BLOCK = re.compile(r"^(?P<name>[\w./]+):\s*(#.*)?$")
+_IN_BLOCK = re.compile(r"^\s+[A-Za-z_]\w*\s*=(?!=)")
+
 _COMMENT = re.compile(r"""^((?:[^'"#]|'[^']*'|"[^"]*")*)#.*$""")
 
 
@@ -155,7 +158,7 @@ def _statements(text: str) -> Iterator[str]:
     """Yields statements: comments removed, continued lines and open brackets joined."""
     parts: list[str] = []
     depth = 0
-    for line in text.splitlines():
+    for line in _without_blocks(text):
         commented = _COMMENT.match(line)
         part = (commented[1] if commented else line).strip()
         is_continued = part.endswith("\\")
@@ -167,3 +170,15 @@ def _statements(text: str) -> Iterator[str]:
             parts, depth = [], 0
     if parts:
         yield " ".join(parts)
+
+
+def _without_blocks(text: str) -> Iterator[str]:
+    """Yields lines in which bindings below `name:` carry that name."""
+    block = None
+    for line in text.splitlines():
+        if found := _BLOCK.match(line):
+            block = found["name"]
+            continue
+        if line.strip() and not line[0].isspace() and not line.startswith("#"):
+            block = None
+        yield f"{block}.{line.strip()}" if block and _IN_BLOCK.match(line) else line

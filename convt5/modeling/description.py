@@ -286,7 +286,7 @@ class ModelDescription:
             (arXiv 2105.03322); "post" is norm(x + f(x)), fairseq's default.
         norm: "rms" (T5: no mean, no bias) or "layer" (subtracts the mean, has a bias).
         norm_epsilon: added to the (mean) square before the root; above 0.
-        mlp: "relu" (T5 1.0 and the paper) or "gated_gelu" (T5 1.1).
+        mlp: "relu" (T5 1.0 and the paper), "gated_gelu" (T5 1.1) or "gated_silu" (UL2).
         mlp_bias: whether feed-forward layers have biases.
         tie_output: computes logits with the token table, scaled by emb_dim ** -0.5 (T5 1.0); False
             adds a separate output layer (T5 1.1).

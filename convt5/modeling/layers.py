@@ -17,7 +17,7 @@ from convt5.ops.dense import dense
 
 DropoutKey = PRNGKeyArray | None
 NormKind = Literal["rms", "layer"]
-MlpKind = Literal["relu", "gated_gelu"]
+MlpKind = Literal["relu", "gated_gelu", "gated_silu"]
 
 
 class Dense(nnx.Module):
@@ -94,7 +94,10 @@ class Norm(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """Feed-forward layer: relu(x wi) wo of T5 1.0, or (gelu(x wi_0) * (x wi_1)) wo of T5 1.1."""
+    """Feed-forward layer: relu(x wi) wo of T5 1.0, or (a(x wi_0) * (x wi_1)) wo.
+
+    a is GELU in T5 1.1 and SiLU in UL2.
+    """
 
     def __init__(
         self,
@@ -114,7 +117,7 @@ class Mlp(nnx.Module):
             taps = canon.canon_at("D", name, cross_segments=cross_segments)
             return Dense(emb_dim, mlp_dim, key=key, use_bias=use_bias, canon=taps)
 
-        if kind == "gated_gelu":
+        if kind != "relu":
             self.wi_0, self.wi_1 = inward("wi_0", keys[0]), inward("wi_1", keys[1])
         else:
             self.wi = inward("wi", keys[0])
@@ -129,10 +132,12 @@ class Mlp(nnx.Module):
         *,
         dropout_key: DropoutKey = None,
     ) -> Float[Array, "batch length embed"]:
-        if self.kind == "gated_gelu":
+        if self.kind == "relu":
+            hidden = jax.nn.relu(self.wi(x, along))
+        elif self.kind == "gated_gelu":
             hidden = jax.nn.gelu(self.wi_0(x, along), approximate=True) * self.wi_1(x, along)
         else:
-            hidden = jax.nn.relu(self.wi(x, along))
+            hidden = jax.nn.silu(self.wi_0(x, along)) * self.wi_1(x, along)
         # batch length mlp
         return self.wo(dropout(hidden, self.dropout_rate, dropout_key))
 

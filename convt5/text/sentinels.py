@@ -22,6 +22,9 @@ _SPELLINGS = ("▁<extra_id_{}>", "<extra_id_{}>", "▁extra_id_{}", "extra_id_{
 _BYTES_SIZE, _FIRST_BYTE, _UNUSED_BYTES = 259, 3, 11
 _REUSED_BYTES = 100
 
+LAST_BYTE = _BYTES_SIZE - 1
+"""The last id of the vocabulary of bytes, before sentinels of its own."""
+
 
 def mark(number: int) -> str:
     """Returns the text form of a sentinel: <extra_id_0> is the first."""

@@ -187,7 +187,7 @@ def load(model: epath.PathLike) -> KeptText | None:
     if exported is None:
         return None
     if exported.name != HUGGING_FACE_FILE:
-        kept = KeptVocabulary("characters", 0)
+        kept = KeptVocabulary("characters", _num_byte_sentinels(exported))
     else:
         try:
             pieces = read_model(exported)
@@ -201,8 +201,9 @@ def load(model: epath.PathLike) -> KeptText | None:
 def write_for_hugging_face(folder: epath.PathLike, text: KeptText) -> None:
     """Writes the vocabulary in the format of transformers, into an existing folder.
 
-    Writes only vocabularies for which transformers has a tokenizer: SentencePiece, and the bytes of
-    byte-level T5s, whose sentinels transformers does not handle.
+    Writes only vocabularies for which transformers has a tokenizer, the same for inputs and
+    targets: SentencePiece, and bytes. Of published byte-level T5s, which have no sentinel ids of
+    their own, it writes no sentinels.
     """
     folder, kept = epath.Path(folder), text.inputs
     if text.targets != kept:
@@ -216,9 +217,27 @@ def write_for_hugging_face(folder: epath.PathLike, text: KeptText) -> None:
             "extra_ids": 0 if num_own else kept.num_sentinels,
         }
     elif kept.num_sentinels:
-        return
+        about |= {"extra_ids": 0, "added_tokens_decoder": _byte_sentinels(kept.num_sentinels)}
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     (folder / _TOKENIZER_FILE).write_text(json.dumps(about | special, indent=2) + "\n")
+
+
+def _byte_sentinels(count: int) -> dict[str, dict[str, Any]]:
+    """Returns the tokens beside bytes by id, as transformers keeps them."""
+    first, last = ["<pad>", "</s>", "<unk>"], sentinels.LAST_BYTE + count
+    tokens = dict(enumerate(first)) | {last - i: sentinels.mark(i) for i in range(count)}
+    plain = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
+    return {str(i): {"content": tokens[i], **plain, "special": True} for i in sorted(tokens)}
+
+
+def _num_byte_sentinels(file: epath.Path) -> int:
+    """Returns how many sentinels `write_for_hugging_face` has put behind the bytes."""
+    settings = foreign_files.find_json(file) or {}
+    tokens = settings.get("added_tokens_decoder")
+    if settings.get("extra_ids") != 0 or not isinstance(tokens, dict):
+        return 0
+    count = sum(id_.isascii() and id_.isdigit() and len(id_) < 9 for id_ in tokens) - 3
+    return count if 0 < count <= MOST_TOKENS and tokens == _byte_sentinels(count) else 0
 
 
 def load_features(model: epath.PathLike) -> TextFeatures | None:

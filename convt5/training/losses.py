@@ -22,7 +22,9 @@ class TextLoss:
         z_loss: coefficient of logsumexp(logits)^2, which keeps the softmax normaliser near 1.
         label_smoothing: probability spread over the whole vocabulary, in [0, 1).
         normalize_by: "tokens" divides by the weighted number of target tokens; "positions" by the
-            number of target positions including padding, as the original does.
+            number of target positions including padding, as Mesh TensorFlow does; "nothing"
+            minimises the sum over the batch, as T5X does (with `grad_accum_steps`, the mean of the
+            sums of its parts).
     """
 
     z_loss: float = 0.0
@@ -35,8 +37,8 @@ class TextLoss:
             faults.append(f"z_loss={self.z_loss} must be at least 0.")
         if not 0 <= self.label_smoothing < 1:
             faults.append(f"label_smoothing={self.label_smoothing} must be in [0, 1).")
-        if self.normalize_by not in ("tokens", "positions"):
-            faults.append(f"normalize_by={self.normalize_by!r} must be 'tokens' or 'positions'.")
+        if self.normalize_by not in (known := ("tokens", "positions", "nothing")):
+            faults.append(f"normalize_by={self.normalize_by!r} must be one of {known}.")
         errors.raise_all(faults, where="TextLoss")
 
     def check_model(self, model: object) -> None:
@@ -84,12 +86,13 @@ class TextLoss:
             size = jnp.asarray(batch["decoder_target_bytes"], weights.dtype)
             bits = sums.cross_entropy / jnp.log(2.0)
             metrics["bits_per_byte"] = (bits, jnp.sum(size * weights))
+        constants = {"positions": targets.size, "nothing": 1}
         return LossSums(
             loss_sum=sums.loss,
             weight_sum=(
                 weight
                 if self.normalize_by == "tokens"
-                else jnp.asarray(targets.size, weights.dtype)
+                else jnp.asarray(constants[self.normalize_by], weights.dtype)
             ),
             metrics=metrics,
         )

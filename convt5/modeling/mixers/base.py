@@ -200,7 +200,7 @@ class MixerConfig(CanonConfig):
 
     def canon_channels(self, sizes: ModelSizes) -> int:
         """Returns the total channels of the layer's Canon layers."""
-        hidden = (2 if sizes.mlp == "gated_gelu" else 1) * sizes.mlp_dim
+        hidden = (1 if sizes.mlp == "relu" else 2) * sizes.mlp_dim
         widths = {"A": sizes.emb_dim, "C": sizes.emb_dim, "D": hidden}
         if "B" in self.canon:
             widths["B"] = sum(self.projections(sizes).values())

@@ -1,0 +1,105 @@
+"""The README.md of a model that leaves: what it is, its data, its metrics, its licence, its use.
+
+Data and metrics are what the run directory says; what nobody recorded is said to be unknown.
+"""
+
+import pathlib
+from typing import Any
+
+from convt5 import errors
+from convt5.interchange.mapping import Imported
+from convt5.interchange.operative_config import OperativeConfig
+from convt5.runtime import foreign_files
+
+FILE = "README.md"
+
+_FIGURES = {
+    "train_loss": "cross-entropy in training, nats per token",
+    "validation_loss": "cross-entropy on validation data, nats per token",
+    "target_unigram_entropy": "unigram entropy of the validation targets, nats per token",
+}
+
+
+def text(imported: Imported, *, origin: str, licence: str | None, needs_code: bool) -> str:
+    """Returns the card.
+
+    Args:
+        imported: the model.
+        origin: the run directory or folder that it was read from.
+        licence: of the weights, an identifier such as "apache-2.0"; None where nobody gave one.
+        needs_code: whether transformers needs the PyTorch file in the folder.
+    """
+    trust = ", trust_remote_code=True" if needs_code else ""
+    return (
+        "\n".join(
+            [
+                *_front_matter(licence),
+                "# A model of convt5",
+                "",
+                *_description(imported),
+                "",
+                "```python",
+                "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer",
+                "",
+                'tokenizer = AutoTokenizer.from_pretrained(".")  # This folder.',
+                f'model = AutoModelForSeq2SeqLM.from_pretrained("."{trust})',
+                'inputs = tokenizer("a text", return_tensors="pt")',
+                "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))",
+                "```",
+                "",
+                "## Data",
+                "",
+                *_data(pathlib.Path(origin)),
+                "",
+                "## Metrics",
+                "",
+                *_metrics(pathlib.Path(origin)),
+                "",
+                "## Licence",
+                "",
+                f"Weights: {licence or 'not stated by whoever exported them'}.",
+                *(["The file `modeling_convt5.py` is part of convt5: Apache-2.0."] * needs_code),
+            ]
+        )
+        + "\n"
+    )
+
+
+def _front_matter(licence: str | None) -> list[str]:
+    return [
+        "---",
+        f"license: {licence or 'unknown'}",
+        "library_name: transformers",
+        "pipeline_tag: text2text-generation",
+        "tags: [convt5]",
+        "---",
+        "",
+    ]
+
+
+def _description(imported: Imported) -> list[str]:
+    config = imported.config
+    count = sum(array.size for array in imported.params.values())
+    lines = [f"An encoder-decoder of {count:,} parameters after {imported.step:,} updates:", ""]
+    for name, layers in (("encoder", config.encoder_layers), ("decoder", config.decoder_layers)):
+        kinds = dict.fromkeys(layer.kind for layer in layers)
+        lines.append(f"- {name}: {len(layers)} layers that mix by {', '.join(kinds)};")
+    lines.append(f"- {config.emb_dim} channels, a vocabulary of {config.vocab_size}.")
+    return lines
+
+
+def _data(origin: pathlib.Path) -> list[str]:
+    try:
+        settings = OperativeConfig.read(origin / "config.gin")
+        mixture = settings.get("DataConfig", "mixture", scope="train")
+    except errors.UserError:
+        mixture = None
+    return [f"Trained on `{mixture}`." if mixture else "Not recorded."]
+
+
+def _metrics(origin: pathlib.Path) -> list[str]:
+    found: dict[str, Any] = foreign_files.find_json(origin / "summary.json") or {}
+    rows = [(words, found.get(name)) for name, words in _FIGURES.items()]
+    rows.append((str(found.get("metric")), found.get("metric_value")))
+    rows = [f"| {words} | {value:.4f} |" for words, value in rows if isinstance(value, float)]
+    return ["| metric | value |", "| --- | ---: |", *rows] if rows else ["Not recorded."]

@@ -1,0 +1,107 @@
+"""Any text model for Hugging Face transformers: a folder with weights and a PyTorch file.
+
+`modeling_convt5.py`, a file of this package that is copied into the folder, computes the model with
+torch and transformers alone. Arrays are those of a checkpoint, with dots for slashes in their
+names, so a model that goes there and back is the same bit for bit. Folders are read as data: the
+PyTorch file in one is never looked at.
+"""
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from convt5 import errors
+from convt5.interchange import hugging_face, portable, safetensors_files
+from convt5.interchange.mapping import Imported, Source, check, check_layers, parameter_shapes
+from convt5.modeling.architecture import ConvT5Config
+from convt5.runtime import foreign_files
+
+KIND = "convt5"
+"""What config.json calls such a model."""
+
+CODE = "modeling_convt5.py"
+_MODEL = "ConvT5ForConditionalGeneration"
+_REMEDY = "pass a folder that convt5.convert --to=transformers or save_pretrained wrote."
+_SPECIAL_IDS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+
+
+def is_directory(path: epath.PathLike) -> bool:
+    """Whether a folder holds such a model."""
+    settings = foreign_files.find_json(pathlib.Path(path) / hugging_face.CONFIG) or {}
+    return settings.get("model_type") == KIND
+
+
+def write_model(
+    path: str | pathlib.Path,
+    config: ConvT5Config,
+    params: Mapping[str, np.ndarray],
+    *,
+    step: int = 0,
+) -> None:
+    """Writes config.json, generation_config.json, weights and code into an existing folder."""
+    folder = pathlib.Path(path)
+    arrays = {_name(path): array for path, array in params.items()}
+    safetensors_files.write(folder / hugging_face.WEIGHTS, arrays, metadata={"format": "pt"})
+    _write_json(folder / hugging_face.CONFIG, as_settings(config, step=step))
+    _write_json(folder / "generation_config.json", _SPECIAL_IDS)
+    code = pathlib.Path(__file__).with_name(CODE).read_text()
+    (folder / CODE).write_text(code)
+
+
+def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imported:
+    """Reads what `write_model` or `save_pretrained` wrote, weights whole or in shards.
+
+    Raises:
+        UserError: files missing or damaged, or arrays that do not fit the description.
+    """
+    folder = pathlib.Path(path)
+    settings = foreign_files.read_json(folder / hugging_face.CONFIG, remedy=_REMEDY)
+    config = portable.revive(settings.get(KIND), where=str(folder / hugging_face.CONFIG))
+    step = settings.get("step", 0)
+    if not isinstance(config, ConvT5Config) or type(step) is not int or not 0 <= step < 2**63:
+        why = f"step={errors.clipped(step)}, or what it describes is no text model"
+        raise foreign_files.unreadable(folder / hugging_face.CONFIG, why, _REMEDY)
+    files = hugging_face.open_weights(folder)
+    check_layers(config, files.shapes, where=str(folder))
+    table = [Source(path=path, names=(_name(path),)) for path in parameter_shapes(config)]
+    report = check(
+        table, config, files.shapes, skipped={}, allow_unmapped=allow_unmapped, where=str(folder)
+    )
+    params = {source.path: source.assemble(files.read) for source in table}
+    return Imported(config=config, params=params, sources=tuple(table), report=report, step=step)
+
+
+def as_settings(config: ConvT5Config, *, step: int = 0) -> dict[str, Any]:
+    """Returns the config.json of a model."""
+    module = CODE.removesuffix(".py")
+    return {
+        "architectures": [_MODEL],
+        "model_type": KIND,
+        "auto_map": {
+            "AutoConfig": f"{module}.ConvT5Config",
+            "AutoModelForSeq2SeqLM": f"{module}.{_MODEL}",
+        },
+        "is_encoder_decoder": True,
+        # A tied output reads the token table itself: there are no two tensors to tie.
+        "tie_word_embeddings": False,
+        **_SPECIAL_IDS,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.emb_dim,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+        "step": step,
+        KIND: portable.describe(config),
+    }
+
+
+def _name(path: str) -> str:
+    """Returns the name in PyTorch of a parameter of ours."""
+    return path.replace("/", ".")
+
+
+def _write_json(path: pathlib.Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

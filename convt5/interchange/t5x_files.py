@@ -1,0 +1,273 @@
+"""Arrays in checkpoints of T5X: its own (msgpack and zarr) and those of Orbax, one at a time.
+
+A native checkpoint is a folder with a file `checkpoint`, a tree in msgpack, whose large arrays are
+folders of zarr beside it; TensorStore reads those. What a file says of shapes is compared with its
+size before memory is taken, and pieces that are missing are an error: TensorStore reads zeros.
+"""
+
+import itertools
+import math
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from convt5 import errors
+from convt5.interchange.mapping import Shape
+from convt5.runtime import foreign_files
+
+MOST_TREE_BYTES = 2**27
+"""Of the file `checkpoint`; that of an 11B model, with its small arrays, has 30 MB."""
+
+_MOST_ENTRIES = 2**20
+_MOST_DEPTH = 64
+_REMEDY = "copy the checkpoint again, or name another one."
+_DTYPES = ("float32", "bfloat16", "float16", "int32", "int64", "uint32")
+_ZARR_DTYPES = {"<f4": 4, "<f2": 2, "bfloat16": 2}
+_NDARRAY, _SCALAR = 1, 3  # Flax's extension types of msgpack.
+
+
+class Files:
+    """The arrays of one checkpoint by name, such as `target/decoder/layers_0/mlp/wi/kernel`.
+
+    Attributes:
+        folder: of the checkpoint.
+        shapes: of all arrays.
+    """
+
+    def __init__(self, path: str | pathlib.Path):
+        """Opens a checkpoint, or the newest in a folder of `checkpoint_<step>`.
+
+        Raises:
+            UserError: none there, or a damaged one.
+        """
+        self.folder = find(pathlib.Path(path))
+        is_native = (self.folder / "checkpoint").is_file()
+        reader = _Native if is_native else _Orbax
+        try:
+            self._reader = reader(self.folder)
+        except errors.UserError:
+            raise
+        except Exception as error:  # Damaged files have many kinds.
+            raise foreign_files.unreadable(self.folder, _told(error), _REMEDY) from None
+        self.shapes: dict[str, Shape] = self._reader.shapes
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns an array in float32; raises `UserError` for one that cannot be read."""
+        try:
+            array = self._reader.read(name)
+            if not np.issubdtype(np.asarray(array, np.float32).dtype, np.floating):
+                raise ValueError("it holds no numbers")
+            return np.asarray(array, np.float32)
+        except errors.UserError:
+            raise
+        except Exception as error:
+            why = f"{errors.clipped(name, limit=120)}: {_told(error)}"
+            raise foreign_files.unreadable(self.folder, why, _REMEDY) from None
+
+    def step(self) -> int:
+        """Returns how many updates were made; 0 where the checkpoint does not say."""
+        if "state/step" not in self.shapes:
+            return 0
+        value = float(self.read("state/step").reshape(-1)[0])
+        if not 0 <= value < 2**31 or value != int(value):
+            raise foreign_files.unreadable(self.folder, f"its step is {value}", _REMEDY)
+        return int(value)
+
+
+def find(path: pathlib.Path) -> pathlib.Path:
+    """Returns the folder of a checkpoint, given it or a folder that holds several.
+
+    Raises:
+        UserError: neither.
+    """
+    if _is_checkpoint(path):
+        return path
+    steps = {}
+    if path.is_dir():
+        for child in path.iterdir():
+            match = re.fullmatch(r"checkpoint_(\d{1,12})", child.name)
+            if match and _is_checkpoint(child):
+                steps[int(match[1])] = child
+    if steps:
+        return steps[max(steps)]
+    raise errors.UserError(
+        f"{path} holds no checkpoint of T5X: neither a file named checkpoint, nor state/_METADATA "
+        "of Orbax, nor folders checkpoint_<step> with one of them; name such a folder."
+    )
+
+
+def _is_checkpoint(path: pathlib.Path) -> bool:
+    places = ("checkpoint", "state/_METADATA", "_METADATA")
+    return any((path / place).is_file() for place in places)
+
+
+class _Native:
+    """Msgpack, and zarr for what is large."""
+
+    def __init__(self, folder: pathlib.Path):
+        tree = _unpack(foreign_files.read_bytes(folder / "checkpoint", MOST_TREE_BYTES))
+        if not isinstance(tree, dict):
+            raise ValueError("its tree is none")
+        tree = tree.get("optimizer", tree)
+        self._leaves = dict(_flat(tree, ""))
+        self._folder = folder
+        self.shapes = {}
+        for name, leaf in self._leaves.items():
+            is_array = isinstance(leaf, np.ndarray)
+            self.shapes[name] = leaf.shape if is_array else _zarr_shape(self._zarr(name))
+
+    def read(self, name: str) -> Any:
+        leaf = self._leaves[name]
+        if isinstance(leaf, np.ndarray):
+            return leaf
+        import tensorstore
+
+        folder = self._zarr(name)
+        _check_chunks(folder)
+        store = {"driver": "file", "path": str(folder)}
+        return (
+            tensorstore.open({"driver": "zarr", "kvstore": store}, open=True)
+            .result()
+            .read()
+            .result()
+        )
+
+    def _zarr(self, name: str) -> pathlib.Path:
+        """Returns the folder of an array, which is one inside of the checkpoint."""
+        path = str(self._leaves[name]["kvstore"]["path"]).rstrip("/").rpartition("/")[2]
+        if path in ("", ".", "..") or "\0" in path or len(path) > 255:
+            raise ValueError(f"an array lies in {errors.clipped(path)}")
+        return self._folder / path
+
+
+class _Orbax:
+    """What T5X saves by Orbax: read by Orbax, which knows its own files."""
+
+    def __init__(self, folder: pathlib.Path):
+        import orbax.checkpoint as ocp
+
+        self._folder = folder / "state" if (folder / "state" / "_METADATA").is_file() else folder
+        self._handler = ocp.PyTreeCheckpointHandler()
+        foreign_files.read_json(self._folder / "_METADATA", remedy=_REMEDY, most_bytes=2**27)
+        metadata = self._handler.metadata(_epath(self._folder))
+        tree = getattr(metadata, "tree", metadata)
+        leaves = dict(_flat(tree.get("optimizer", tree), ""))
+        self._inside = ("optimizer",) if "optimizer" in tree else ()
+        self.shapes = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
+        self._dtypes = {name: leaf.dtype for name, leaf in leaves.items()}
+        stored = sum(file.stat().st_size for file in self._folder.rglob("*") if file.is_file())
+        told = sum(4 * math.prod(shape) for shape in self.shapes.values())
+        foreign_files.check_expansion(told, stored)
+
+    def read(self, name: str) -> Any:
+        import orbax.checkpoint as ocp
+
+        path = (*self._inside, *name.split("/"))
+        item = restore = None
+        for key in reversed(path):
+            item = {key: 0 if item is None else item}
+            restore = {
+                key: ocp.RestoreArgs(restore_type=np.ndarray) if restore is None else restore
+            }
+        arguments = ocp.args.PyTreeRestore(item, restore_args=restore, partial_restore=True)
+        found = self._handler.restore(_epath(self._folder), args=arguments)
+        for key in path:
+            found = found[key]
+        return found
+
+
+def _epath(path: pathlib.Path) -> Any:
+    from etils import epath
+
+    return epath.Path(path)
+
+
+def _flat(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of nested mappings by name; a place of TensorStore is a leaf."""
+    if isinstance(tree, Mapping) and not ("driver" in tree and "kvstore" in tree):
+        for key, value in tree.items():
+            yield from _flat(value, f"{prefix}/{key}" if prefix else str(key))
+    elif tree is not None and prefix != "version":
+        yield prefix, tree
+
+
+def _unpack(content: bytes) -> Any:
+    """Returns a tree of msgpack as Flax writes it, in memory bounded by the number of entries."""
+    entries = itertools.count()
+
+    def pairs(found: list[tuple[Any, Any]]) -> dict[Any, Any]:
+        if next(entries) + len(found) > _MOST_ENTRIES:
+            raise ValueError("it has too many entries")
+        return dict(found)
+
+    limits = {"max_array_len": _MOST_DEPTH, "max_map_len": 2**16}
+    return msgpack.unpackb(
+        content,
+        object_pairs_hook=pairs,
+        ext_hook=_extension,
+        raw=False,
+        strict_map_key=False,
+        **limits,
+    )
+
+
+def _extension(code: int, data: bytes) -> np.ndarray:
+    if code not in (_NDARRAY, _SCALAR):
+        raise ValueError(f"it holds something of type {code}, which is no array")
+    shape, dtype, buffer = msgpack.unpackb(data, raw=False, max_array_len=_MOST_DEPTH)
+    if dtype not in _DTYPES:
+        raise ValueError(f"an array is stored as {errors.clipped(dtype)}")
+    import ml_dtypes
+
+    kind = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
+    return np.frombuffer(buffer, kind).reshape([int(length) for length in shape])
+
+
+def _zarr_about(folder: pathlib.Path) -> dict[str, Any]:
+    about = foreign_files.parse_json(foreign_files.read_bytes(folder / ".zarray", 2**16), kind=dict)
+    shape, chunks = about.get("shape"), about.get("chunks")
+    for lengths in (shape, chunks):
+        if not isinstance(lengths, list) or any(
+            type(n) is not int or not 0 < n < 2**40 for n in lengths
+        ):
+            raise ValueError(f"{folder.name} tells the shape {errors.clipped(lengths)}")
+    if len(shape) != len(chunks) or any(c > n for c, n in zip(chunks, shape, strict=True)):
+        raise ValueError(f"{folder.name} has chunks {chunks} of an array {shape}")
+    if about.get("dtype") not in _ZARR_DTYPES:
+        raise ValueError(f"{folder.name} is stored as {errors.clipped(about.get('dtype'))}")
+    return about
+
+
+def _zarr_shape(folder: pathlib.Path) -> Shape:
+    return tuple(_zarr_about(folder)["shape"])
+
+
+def _check_chunks(folder: pathlib.Path) -> None:
+    """Raises `ValueError` for a piece that is missing, or far too small for what it unpacks to."""
+    about = _zarr_about(folder)
+    counts = [-(-n // c) for n, c in zip(about["shape"], about["chunks"], strict=True)]
+    if math.prod(counts) > _MOST_ENTRIES:
+        raise ValueError(f"{folder.name} has {math.prod(counts):,} pieces")
+    separator = "/" if about.get("dimension_separator") == "/" else "."
+    stored = 0
+    for index in itertools.product(*map(range, counts)):
+        piece = folder / (separator.join(map(str, index)) or "0")
+        if not piece.is_file():
+            raise ValueError(f"{folder.name} lacks its piece {piece.name}")
+        stored += piece.stat().st_size
+    told = math.prod(about["shape"]) * _ZARR_DTYPES[about["dtype"]]
+    foreign_files.check_expansion(told, stored)
+
+
+def _told(error: Exception) -> str:
+    """Returns what an error says, in one line."""
+    text = str(error).strip().partition("\n")[0]
+    return (
+        text
+        if isinstance(error, ValueError | OSError) and text
+        else f"{type(error).__name__} {text}"
+    )

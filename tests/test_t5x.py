@@ -1,0 +1,207 @@
+"""Checkpoints of T5X: its numbers, its next steps of training, and what is no such checkpoint."""
+
+import functools
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quick import quick
+
+from convt5 import convert
+from convt5.checkpoints.reading import find_checkpoint
+from convt5.errors import UserError
+from convt5.generation.decoding import Greedy, decode
+from convt5.interchange import t5x, t5x_files
+from convt5.interchange.operative_config import OperativeConfig
+from convt5.interchange.optimizer_state import imported_state
+from convt5.modeling.placement import TEXT_RULES
+from convt5.modeling.sharding import MeshConfig, batch_sharding
+from convt5.modeling.tree_paths import named_leaves
+from convt5.training.train_state import abstract_state, parameters, state_shardings
+from convt5.training.train_step import StepConfig, make_train_step
+
+VERSIONS = ["v1_0", "v1_1", "v1_1_bf16"]
+# A float64 re-implementation differs from T5X's float32 logits by up to 2.1e-5.
+TOLERANCE = 4e-5
+BATCH = (
+    *("encoder_input_tokens", "decoder_input_tokens"),
+    *("decoder_target_tokens", "decoder_loss_weights"),
+)
+
+
+@functools.cache
+def reference(folder) -> dict[str, np.ndarray]:
+    return dict(np.load(folder / "reference.npz"))
+
+
+@functools.cache
+def opened(path) -> tuple:
+    files = t5x_files.Files(path)
+    gin = path.parents[1] if path.parent.name == "orbax" else path.parent
+    settings = OperativeConfig.read(gin / "model.gin")
+    return files, t5x.read_model(files, settings), settings
+
+
+@pytest.fixture(params=quick(VERSIONS, chosen=["v1_1_bf16"]))
+def folder(request, golden):
+    return golden / "t5x" / request.param
+
+
+def test_logits_and_greedy_ids_equal_those_of_t5x(folder):
+    _, imported, _ = opened(folder / "checkpoint_3")
+    ref, model = reference(folder), imported.model()
+    logits = jax.jit(lambda m, *tokens: m(*tokens))(model, *(ref[name] for name in BATCH[:2]))
+    where = ref["decoder_loss_weights"] > 0
+    np.testing.assert_allclose(
+        np.asarray(logits)[where], ref["logits"][where], rtol=0, atol=TOLERANCE
+    )
+    wanted = ref["t5x_greedy_ids"]
+    found = decode(model, ref[BATCH[0]], max_length=wanted.shape[1], strategy=Greedy())
+    np.testing.assert_array_equal(found.tokens[:, 0], wanted)
+
+
+@pytest.mark.parametrize("version", ["v1_0", "v1_1"])
+def test_the_form_of_orbax_holds_the_same(golden, version):
+    native = opened(golden / "t5x" / version / "checkpoint_3")
+    orbax = opened(golden / "t5x" / version / "orbax" / "checkpoint_3")
+    assert orbax[1].config == native[1].config
+    assert orbax[1].step == native[1].step == 3
+    for path, value in native[1].params.items():
+        np.testing.assert_array_equal(orbax[1].params[path], value)
+    moments = [t5x.read_moments(files, imported) for files, imported, _ in (native, orbax)]
+    jax.tree.map(np.testing.assert_array_equal, *moments)
+
+
+def test_training_goes_on_as_in_t5x(folder):
+    files, imported, settings = opened(folder / "checkpoint_3")
+    ref = reference(folder)
+    training = t5x.training_settings(settings)
+    optimizer = training.optimizer.build(training.schedule)
+    moments = t5x.read_moments(files, imported)
+    imported = imported._replace(params=dict(imported.params))
+    state = imported_state(imported, optimizer, moments)
+    mesh = MeshConfig().build(jax.devices()[:1])
+    shardings = state_shardings(abstract_state(imported.config, optimizer), mesh, TEXT_RULES)
+    step_config = StepConfig(
+        model=imported.config,
+        loss=training.loss,
+        optimizer=training.optimizer,
+        schedule=training.schedule,
+    )
+    step = make_train_step(
+        step_config, optimizer, shardings, batch_sharding(mesh), seed_key=jax.random.key(0)
+    )
+    state = jax.device_put(state, shardings)
+    for i in (3, 4):
+        state, metrics = step(state, {name: jnp.asarray(ref[f"train_{name}"][i]) for name in BATCH})
+        assert float(metrics["objective"]) == pytest.approx(ref["losses"][i], rel=2e-6)
+        assert float(metrics["learning_rate"]) == pytest.approx(ref["learning_rates"][i], rel=1e-6)
+    params = dict(named_leaves(parameters(state.model)))
+    for source in imported.sources:
+        name = source.names[0].removeprefix("target/")
+        norm = np.linalg.norm(np.asarray(params[source.path], np.float64))
+        assert norm == pytest.approx(float(ref[f"final_norm/{name}"]), rel=1e-5), name
+
+
+def copied(golden, tmp_path) -> pathlib.Path:
+    folder = tmp_path / "run"
+    shutil.copytree(golden / "t5x" / "v1_1", folder, copy_function=shutil.copyfile)
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(0o755)
+    return folder
+
+
+def test_the_command_makes_a_run_that_goes_on(golden, tmp_path):
+    source, out = golden / "t5x" / "v1_1", tmp_path / "run"
+    flags = (f"--checkpoint={source}", f"--output_dir={out}", "--optimizer")
+    assert convert.main(["--from=t5x", *flags]) == 0
+    assert find_checkpoint(out).name == "3"
+    text = (out / "config.gin").read_text()
+    assert "AdafactorConfig.min_dim_to_factor = 16" in text
+    assert "TextLoss.normalize_by = 'nothing'" in text
+    assert "InverseSqrt.multiplier = 0.014" in text
+    assert "model.gin, found beside" in (out / "conversion.txt").read_text()
+
+
+def test_shapes_alone_say_what_the_optimizer_factors(golden):
+    files, imported, settings = opened(golden / "t5x" / "v1_1" / "checkpoint_3")
+    told = t5x.training_settings(settings)
+    assert t5x.factoring_as_kept(told, files, imported) == told
+    found = t5x.factoring_as_kept(t5x.training_settings(None), files, imported)
+    assert found.optimizer.min_dim_to_factor <= told.optimizer.min_dim_to_factor + 8
+    imported_state(
+        imported._replace(params=dict(imported.params)),
+        found.optimizer.build(found.schedule),
+        t5x.read_moments(files, imported),
+    )
+
+
+def edit(path: pathlib.Path, **changes) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+EMBEDDING = "checkpoint_3/target.token_embedder.embedding"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / EMBEDDING / "0.0").unlink(), r"lacks its piece 0\.0"),
+        (lambda f: (f / EMBEDDING / "0.0").write_bytes(b"x"), "cannot be read"),
+        (lambda f: (f / EMBEDDING / ".zarray").unlink(), "cannot be read"),
+        (
+            lambda f: edit(f / EMBEDDING / ".zarray", shape=[10**12, 48]),
+            "vocab_size=160, but the che",
+        ),
+        (lambda f: edit(f / EMBEDDING / ".zarray", chunks=[10**9, 48]), "has chunks"),
+        (lambda f: edit(f / EMBEDDING / ".zarray", dtype="|O"), "is stored as"),
+        (lambda f: (f / "checkpoint_3/checkpoint").write_bytes(b"\x93"), "cannot be read"),
+        (lambda f: (f / "checkpoint_3/checkpoint").write_bytes(b"\x81\xa1a\xc0"), "no checkpoint"),
+        (lambda f: shutil.rmtree(f / "checkpoint_3"), "holds no checkpoint of T5X"),
+    ],
+)
+def test_a_damaged_checkpoint_is_one_message_and_nothing_is_written(
+    golden, tmp_path, damage, message
+):
+    folder = copied(golden, tmp_path)
+    damage(folder)
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match=message):
+        convert.main(["--from=t5x", f"--checkpoint={folder}", f"--output_dir={out}"])
+    assert not out.exists()
+
+
+def test_arrays_that_msgpack_only_counts_are_not_made():
+    with pytest.raises(ValueError, match="exceeds"):
+        t5x_files._unpack(b"\xdd\xff\xff\xff\xff")
+    with pytest.raises(ValueError, match="no array"):
+        t5x_files._unpack(b"\xc7\x01\x07a")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("network.T5Config.emb_dim = 49", "emb_dim=49, but the checkpoint has 48"),
+        ("network.T5Config:\n  mlp_activations = ('relu',)", "mlp_activations"),
+        ("adafactor.Adafactor.beta1 = 0.9", r"beta1=0\.9 is not implemented"),
+        ("utils.create_learning_rate_scheduler.factors = 'x'", "factors='x' is not implemented"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(golden, tmp_path, line, message):
+    gin = tmp_path / "model.gin"
+    gin.write_text(line)
+    flags = (f"--checkpoint={golden / 't5x' / 'v1_1'}", f"--output_dir={tmp_path / 'out'}")
+    with pytest.raises(UserError, match=message):
+        convert.main(["--from=t5x", *flags, f"--operative_config={gin}"])
+
+
+def test_bindings_in_blocks_are_those_of_their_name():
+    text = "T5Config:  # sizes\n  emb_dim = 8\n  mlp = [\n    1,\n  ]\nOther.emb_dim = 9\n"
+    found = OperativeConfig(text)
+    assert found.get("T5Config", "emb_dim") == 8
+    assert found.get("T5Config", "mlp") == [1]
+    assert found.get("Other", "emb_dim") == 9
