@@ -85,7 +85,7 @@ def sandbox(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sandbox")
     for name in ("gin", "launch"):
         (folder / name).symlink_to(ROOT / name)
-    for run in ("corpus", "lconv_base"):
+    for run in ("corpus", "lconv_base", "t5_1_1_base"):
         (folder / "runs" / run).mkdir(parents=True)
         config = folder / "runs" / run / "config.gin"
         config.write_text((ROOT / "gin" / "runs" / "quickstart.gin").read_text())

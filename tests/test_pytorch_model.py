@@ -318,7 +318,7 @@ def test_bytes_have_the_ids_of_the_vocabulary_they_were_trained_with(transformer
     settings = {"model_type": "convt5", "auto_map": {"AutoConfig": "modeling_convt5.ConvT5Config"}}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    ours = vocabulary_files.revived(kept, None)
+    ours = vocabulary_files.build_vocabulary(kept, None)
     text = "Grüße, 1"
     assert tokenizer(text).input_ids == [*ours.encode(text), 1]
     if count:
