@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # What editors complete; at run time each is imported when it is asked for.
+if TYPE_CHECKING:  # For editors; at run time, each is imported on first use.
     from convt5.errors import UserError as UserError
     from convt5.evaluation.predictor import Predictor as Predictor
     from convt5.evaluation.predictor import load_predictor as load_predictor
@@ -28,13 +28,12 @@ if TYPE_CHECKING:  # What editors complete; at run time each is imported when it
 _FOLDER = os.path.dirname(os.path.realpath(__file__))
 
 if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and sys.path:
-    # `python -m convt5.NAME` is being looked up, and Python looks for modules in the working
-    # directory before all others: a `json.py` there, which may have come with a model, would be
-    # run. The user's own modules are found there all the same.
+    # `python -m convt5.NAME` searches the working directory first, where a `json.py` that came with
+    # a model would be run. Moved to the end, it still provides the user's own modules.
     sys.path.append(sys.path.pop(0))
 
-# `python convt5` and `uv run convt5`, in a checkout, have Python look in this folder first, where
-# `inspect` is another module. Modules of this folder are found by their full names alone.
+# In a checkout, `python convt5` and `uv run convt5` search this folder first, where `inspect` is
+# another module. Modules of this folder are found only by their full names.
 sys.path[:] = [path for path in sys.path if os.path.realpath(path) != _FOLDER]
 
 __version__ = "0.1.0"
@@ -90,12 +89,12 @@ _MOVED = {
     "vocabulary": "data.vocabulary",
     "vocabulary_files": "text.vocabulary_files",
 }
-"""Modules that programs, gin files and run directories may still name as they were, and where
-they are. Nothing in convt5 does."""
+"""Earlier names of modules that programs, gin files and run directories may still use, and their
+current names. convt5 itself does not use them."""
 
 
 def current_name(module: str) -> str:
-    """Returns the name of a module today, given any name that it has had."""
+    """Returns the current name of a module, given any earlier name."""
     for old, new in _MOVED.items():
         if f"{module}.".startswith(f"convt5.{old}."):
             return f"convt5.{new}{module.removeprefix(f'convt5.{old}')}"
@@ -103,7 +102,7 @@ def current_name(module: str) -> str:
 
 
 class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports a module that moved as the very module it is now, under both names."""
+    """Imports a moved module under its earlier name, as the same module object."""
 
     def find_spec(self, fullname: str, path=None, target=None) -> ModuleSpec | None:
         if current_name(fullname) == fullname:
@@ -111,7 +110,7 @@ class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.util.spec_from_loader(fullname, self)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """Returns what `python -m` runs."""
+        """Returns the code that `python -m` runs."""
         spec = importlib.util.find_spec(current_name(fullname))
         assert spec is not None
         assert isinstance(spec.loader, importlib.abc.InspectLoader)

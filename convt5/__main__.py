@@ -25,7 +25,7 @@ COMMANDS = {
 
 
 def overview() -> str:
-    """Returns what `convt5 --help` shows."""
+    """Returns the output of `convt5 --help`."""
     lines = (f"  {name:<12}{summary}" for name, summary in COMMANDS.items())
     return "\n".join(
         [
@@ -51,7 +51,7 @@ def main() -> None:
     if name in COMMANDS:
         working_directory = os.getcwd()
         if not sys.flags.safe_path and working_directory not in sys.path:
-            # As with `python -m`: a user's own modules lie where the command is given.
+            # As with `python -m`, the working directory provides the user's own modules.
             sys.path.append(working_directory)
         del sys.argv[1]
         runpy.run_module(convt5.current_name(f"convt5.{name}"), run_name="__main__", alter_sys=True)

@@ -1,6 +1,6 @@
-"""Entry point of `python -m convt5.bench`: times of operators, training steps, decoding and data.
+"""Entry point of `python -m convt5.bench`: times operators, training steps, decoding and data.
 
-Sides that are compared run in turns in one process, and medians are shown.
+Compared sides run in alternation in one process; results are medians.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from convt5.runtime.bars import Bar
 
 SUITES = ("ops", "train_step", "decode", "data", "formulations")
 VARIANTS = ("t5", "t5_canon", "depthwise", "lightweight", "dynamic", "dynamic_canon", "long")
-# Of the models that are compared where no gin file names others.
+# Sizes of the models compared if no gin file names others.
 _SIZE = {"emb_dim": 256, "mlp_dim": 1024, "num_heads": 4, "head_dim": 64, "vocab_size": 1024}
 _LENGTHS = {
     "ops": (512, 2048),
@@ -94,11 +94,11 @@ def main(argv: Sequence[str]) -> None:
     arguments = command_line.parse(COMMAND, argv)
     flags = arguments.flags
     _check_flags(flags)
-    suites = _chosen(flags.suites)
+    suites = _choose_suites(flags.suites)
     _check_served(suites, arguments)
     models = _models(arguments.gin_files, arguments.gin_bindings, trust=arguments.trust)
     lengths = {suite: _lengths(suite, flags) for suite in suites}
-    # Deferred, so that help and usage errors come at once.
+    # Deferred, so that help and usage errors are fast.
     from convt5.benchmarks import machine, report, t5x
 
     if flags.t5x is not None:
@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> None:
     written = [folder / "records.jsonl", folder / "bench.md"]
     try:
         written += report.plot(records, folder)
-    except errors.UserError as error:  # The measurements are what takes long.
+    except errors.UserError as error:  # Keep the measurements, which took long.
         print(error, file=sys.stderr)
     print(f"wrote {', '.join(map(str, written))}")
 
@@ -160,7 +160,7 @@ def _run(
         from convt5.benchmarks import peers
 
         like = next(iter(models.values()))
-        sides |= peers.found(suite, like, flags.t5x, with_hugging_face=not flags.only_ours)
+        sides |= peers.find_peers(suite, like, flags.t5x, with_hugging_face=not flags.only_ours)
     yield from models_suite.by_length(
         suite,
         sides,
@@ -199,7 +199,7 @@ def _models(
 
 
 def _by_name(files: Sequence[str]) -> dict[str, str]:
-    """Returns files by their stems, or by as much of their paths as tells them apart."""
+    """Returns files by their stems, or by the shortest distinct part of their paths."""
     files = list(dict.fromkeys(files))
     paths = [pathlib.PurePath(file) for file in files]
     parts = [(*path.parent.parts, path.stem) for path in paths]
@@ -207,7 +207,7 @@ def _by_name(files: Sequence[str]) -> dict[str, str]:
         names = ["/".join(part[-depth:]) for part in parts]
         if len(set(names)) == len(files):
             return dict(zip(names, files, strict=True))
-    return {file: file for file in files}  # They differ in their suffixes alone.
+    return {file: file for file in files}  # They differ only in their suffixes.
 
 
 def _check_flags(flags: argparse.Namespace) -> None:
@@ -222,7 +222,7 @@ def _check_flags(flags: argparse.Namespace) -> None:
 
 
 def _check_served(suites: Sequence[str], arguments: command_line.Arguments) -> None:
-    """Raises `UserError` for flags that none of the suites would heed."""
+    """Raises `UserError` for flags that none of the suites uses."""
     of_models = arguments.settings()
     of_models += [] if arguments.flags.t5x is None else [f"--t5x={arguments.flags.t5x}"]
     faults = []
@@ -235,7 +235,7 @@ def _check_served(suites: Sequence[str], arguments: command_line.Arguments) -> N
     errors.raise_all(faults, where="flags")
 
 
-def _chosen(suites: str | None) -> Sequence[str]:
+def _choose_suites(suites: str | None) -> Sequence[str]:
     if suites is None:
         return SUITES
     names = list(dict.fromkeys(suites.split(",")))
@@ -252,7 +252,7 @@ def _lengths(suite: str, flags: argparse.Namespace) -> Sequence[int]:
     if flags.lengths is None:
         return (_QUICK if flags.quick else _LENGTHS).get(suite, [])
     try:
-        # Ascending: what is slow at one length is left out at those after it.
+        # Ascending, because slow cases are skipped at greater lengths.
         lengths = sorted({int(length) for length in flags.lengths.split(",")})
     except ValueError:
         lengths = []

@@ -1,6 +1,6 @@
-"""Entry point of `python -m convt5.cache`: makes the rows that a run reads once, and keeps them.
+"""Entry point of `python -m convt5.cache`: prepares the rows of a run once, and stores them.
 
-Tokenising, corrupting and packing are done here; `cached_data` reads the rows as they lie in files.
+Tokenises, corrupts and packs; `cached_data` then reads the stored rows directly.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> None:
     check_num_batches(run.eval_num_batches, run.eval_data)
     output_dir = os.path.expanduser(flags.output_dir)
     wanted = {
-        split: _wanted(split, config, flags, run)
+        split: _plan_split(split, config, flags, run)
         for split, config in configs.items()
         if config is not None
     }
@@ -114,31 +114,31 @@ def main(argv: Sequence[str]) -> None:
     )
 
 
-class _Wanted(NamedTuple):
-    """What is read of a split: everything of `config`, or `most` rows of it."""
+class _SplitPlan(NamedTuple):
+    """What to read of a split: everything of `config`, or `most` rows."""
 
     config: Any
     most: int | None
 
 
-def _wanted(split: str, config: Any, flags: argparse.Namespace, run: "TrainRun") -> _Wanted:
+def _plan_split(split: str, config: Any, flags: argparse.Namespace, run: "TrainRun") -> _SplitPlan:
     if split == "train":
         config = dataclasses.replace(config, num_epochs=flags.epochs, shuffle=True)
-        return _Wanted(config, flags.rows)
+        return _SplitPlan(config, flags.rows)
     num_batches = run.eval_num_batches
-    return _Wanted(config, num_batches and num_batches * config.batch_size)
+    return _SplitPlan(config, num_batches and num_batches * config.batch_size)
 
 
-def _identity(wanted: Mapping[str, _Wanted], flags: argparse.Namespace) -> str:
-    """Returns what must be equal for a cache that was begun to be gone on with."""
+def _identity(wanted: Mapping[str, _SplitPlan], flags: argparse.Namespace) -> str:
+    """Returns what must be equal for an unfinished cache to be continued."""
     about = {split: [each.config.identity(), each.most] for split, each in wanted.items()}
     return hashlib.sha256(json.dumps([about, flags.epochs]).encode()).hexdigest()
 
 
 def _write(
-    writer: Any, split: str, wanted: _Wanted, flags: argparse.Namespace, argv: Sequence[str]
+    writer: Any, split: str, wanted: _SplitPlan, flags: argparse.Namespace, argv: Sequence[str]
 ) -> int:
-    """Writes what is missing of a split; returns its tokens."""
+    """Writes the missing rows of a split; returns its number of tokens."""
     written, tokens = writer.written(split), 0
     with contextlib.ExitStack() as stack:
         maker = None
@@ -169,15 +169,15 @@ def _write(
 
 
 class _Estimate:
-    """Tells a progress bar how many rows were made, and of how many, by what was read of the data.
+    """Updates a progress bar with the number of rows, and their estimated total.
 
     Args:
         progress: the bar.
-        wanted: what is made.
-        batches: where it comes from.
+        wanted: what to make.
+        batches: the source of the rows.
     """
 
-    def __init__(self, progress: Bar, wanted: _Wanted, batches: Any):
+    def __init__(self, progress: Bar, wanted: _SplitPlan, batches: Any):
         self._progress = progress
         self._most, self._epochs = wanted.most, wanted.config.num_epochs
         self._batches = batches
@@ -200,13 +200,13 @@ def load_blocks(argv: list[str], split: str) -> Any:
     arguments = command_line.parse(COMMAND, argv)
     run = _run(arguments)
     config = run.train_data if split == "train" else run.eval_data
-    return _wanted(split, config, arguments.flags, run).config.task_blocks()
+    return _plan_split(split, config, arguments.flags, run).config.task_blocks()
 
 
 def _first_rows(
     batches: Iterable[Mapping[str, Any]], most: int | None, tell: Callable[[int], Any]
 ) -> Iterator[Mapping[str, Any]]:
-    """Yields batches of `most` rows in all, or of everything, telling how many each has."""
+    """Yields batches up to `most` rows in total, or all, and reports the size of each."""
     left = most
     for batch in batches:
         taken = {name: values[:left] for name, values in batch.items()}

@@ -22,10 +22,10 @@ from convt5.training.run_log import METRICS_FILE, read_metrics
 SUMMARY_FILE = "summary.json"
 DEFAULT_METRIC = "validation/loss"
 CLOCKS = {"wall": "train_seconds", "processor": "train_cpu_seconds"}
-"""What can count as training time; processor seconds suit a machine that others use too."""
+"""Clocks of training time; CPU seconds suit a shared machine."""
 
 _LINE_STYLES = ("-", "--", ":", "-.")
-_MOST_SHOWN = 120  # Characters of names beside one another in a legend.
+_MOST_SHOWN = 120  # Characters of names side by side in a legend.
 
 _DESCRIPTION = """\
 Compares one metric of several runs against training steps and training seconds. Writes a table
@@ -48,9 +48,9 @@ class Point:
     """A recorded value of the compared metric.
 
     Attributes:
-        step: after which it was recorded.
-        seconds: of training alone until then, by a clock; NaN where the run did not record them.
-        value: of the metric.
+        step: the step of the record.
+        seconds: training time up to then; NaN if not recorded.
+        value: the value.
     """
 
     step: int
@@ -60,14 +60,14 @@ class Point:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is compared of one run.
+    """The data of one run.
 
     Attributes:
-        name: as shown.
-        points: of the compared metric, by step; none where it was never finite.
-        tokens_per_second: median over the run, by the wall clock; None if not recorded.
-        bits_per_byte: of the last validation; None if not recorded.
-        diverged: whether the last value recorded is not finite; `points` are those before.
+        name: the name to show.
+        points: values of the compared metric, by step; empty if it was never finite.
+        tokens_per_second: median over the run by wall clock; None if not recorded.
+        bits_per_byte: last validation value; None if not recorded.
+        diverged: whether the last recorded value is not finite; `points` are those before.
     """
 
     name: str
@@ -82,16 +82,16 @@ class Run:
 
     @property
     def seconds(self) -> float | None:
-        """Training time until the last value; None if not recorded."""
+        """Training time up to the last value; None if not recorded."""
         known = self.last is not None and math.isfinite(self.last.seconds)
         return self.last.seconds if self.last and known else None
 
     def at_seconds(self, seconds: float) -> float | None:
-        """Returns the last value recorded within `seconds` of training; None if there is none."""
+        """Returns the last value within `seconds` of training, or None."""
         return next((p.value for p in reversed(self.points) if p.seconds <= seconds), None)
 
     def at_step(self, step: int) -> float | None:
-        """Returns the last value recorded within `step` steps; None if there is none."""
+        """Returns the last value within `step` steps, or None."""
         return next((p.value for p in reversed(self.points) if p.step <= step), None)
 
 
@@ -115,14 +115,14 @@ def main(argv: Sequence[str]) -> None:
 
 
 def common_metric(names: Sequence[str]) -> str:
-    """Returns what runs, given as to `read_runs`, are compared by where nothing is asked for.
+    """Returns the default metric for comparing runs, which are given as to `read_runs`.
 
-    It is the metric that they all chose their best checkpoints by, if they have ended; else the
-    first metric of a task that all recorded; else the validation loss.
+    If all runs have ended and selected their best checkpoints by the same metric, it is that one;
+    else the first task metric that all recorded; else the validation loss.
     """
-    folders = [folder for _, folder in _named(names)]
+    folders = [folder for _, folder in _name_runs(names)]
     chosen = {_chosen_metric(folder) for folder in folders} - {None}
-    recorded = [_recorded(folder) for folder in folders]
+    recorded = [_recorded_names(folder) for folder in folders]
     common = [name for name in recorded[0] if all(name in other for other in recorded)]
     candidates = [name for name in chosen if len(chosen) == 1 and name in common]
     candidates += [
@@ -134,13 +134,13 @@ def common_metric(names: Sequence[str]) -> str:
 
 
 def _chosen_metric(folder: pathlib.Path) -> str | None:
-    """Returns the metric of the best checkpoint; None for a run that has not ended."""
+    """Returns the metric of the best checkpoint; None if a run has not ended."""
     metric = (foreign_files.find_json(folder / SUMMARY_FILE) or {}).get("metric")
     return metric if isinstance(metric, str) else None
 
 
-def _recorded(folder: pathlib.Path) -> dict[str, None]:
-    """Returns the names of what a run recorded, in order."""
+def _recorded_names(folder: pathlib.Path) -> dict[str, None]:
+    """Returns the names of a run's recorded metrics, in order."""
     return dict.fromkeys(name for record in read_metrics(folder) for name in record)
 
 
@@ -154,7 +154,7 @@ def read_runs(
             of the clock.
     """
     runs, faults = [], []
-    for name, folder in _named(names):
+    for name, folder in _name_runs(names):
         found = _read_run(name, folder, metric, CLOCKS[clock])
         if isinstance(found, Run):
             runs.append(found)
@@ -173,7 +173,7 @@ def markdown_table(
 ) -> str:
     """Returns a table of the runs, best last value first, with values at equal steps and time.
 
-    Equal steps and equal time are the most that all the runs have reached which have any.
+    Equal steps and equal time are the maxima that all runs with values have reached.
     """
     steps = min((run.last.step for run in runs if run.last), default=0)
     seconds = min((run.seconds for run in runs if run.seconds is not None), default=0.0)
@@ -209,13 +209,13 @@ def plot(
     metric: str = DEFAULT_METRIC,
     clock: str = "wall",
 ) -> None:
-    """Draws the metric of all runs against steps (left) and training time (right).
+    """Plots the metric of all runs against steps (left) and training time (right).
 
     Raises:
         UserError: matplotlib is not installed.
     """
     figure_class = figures.figure_class("the plot")
-    # The legend stands below: names can be long, and runs many.
+    # The legend is below, because names can be long and runs many.
     num_columns = max(1, min(4, _MOST_SHOWN // max(len(_label(run, metric)) for run in runs)))
     height = 4.7 + 0.18 * math.ceil(len(runs) / num_columns)
     figure = figure_class(figsize=(11, height), layout="constrained")
@@ -236,7 +236,7 @@ def plot(
         axes.spines[["top", "right"]].set_visible(False)
     if all(run.seconds is None for run in runs):
         by_time.text(0.5, 0.5, "not recorded", ha="center", transform=by_time.transAxes)
-    by_step.set_ylabel(metric_names.words(metric))
+    by_step.set_ylabel(metric_names.display_name(metric))
     _leave_out_the_start(by_step, runs, metric)
     figure.legend(
         by_time.get_lines(),
@@ -251,19 +251,19 @@ def plot(
 
 
 def _label(run: Run, metric: str) -> str:
-    """Returns what a legend shows of a run; long names lose their middle."""
+    """Returns the label of a run in the legend; long names are shortened in the middle."""
     name = run.name
     if len(name) > _MOST_SHOWN:
         name = f"{name[: _MOST_SHOWN // 2]}...{name[-_MOST_SHOWN // 2 :]}"
-    # A dollar begins a formula in Matplotlib, and a first underscore hides the line.
+    # Matplotlib reads a dollar as the start of a formula, and hides lines with a first underscore.
     name = name.replace("$", r"\$")
     return f"{' ' if name.startswith('_') else ''}{name} ({_last_value(run, metric)})"
 
 
 def _best_first(runs: Sequence[Run], metric: str) -> list[Run]:
-    """Returns the runs by their last values; those that diverged come last."""
+    """Returns the runs sorted by their last values; diverged runs come last."""
     sign = 1 if metric_names.lower_is_better(metric) else -1
-    worst = math.inf  # Of runs that were never finite, which are below those that once were.
+    worst = math.inf  # For runs that were never finite, after those that once were.
     return sorted(
         runs, key=lambda run: (run.diverged, sign * run.last.value if run.last else worst)
     )
@@ -273,8 +273,8 @@ def _last_value(run: Run, metric: str) -> str:
     return "not finite" if run.diverged or run.last is None else _number(metric, run.last.value)
 
 
-def _named(names: Sequence[str]) -> list[tuple[str, pathlib.Path]]:
-    """Splits NAME=DIR; a directory alone is named by as much of its path as tells it apart."""
+def _name_runs(names: Sequence[str]) -> list[tuple[str, pathlib.Path]]:
+    """Splits NAME=DIR; a directory alone is named by the shortest distinct part of its path."""
     given = [_split(name) for name in names]
     folders = [command_line.path(folder) for _, folder in given]
     parts = [folder.resolve().parts for folder in folders]
@@ -288,9 +288,9 @@ def _named(names: Sequence[str]) -> list[tuple[str, pathlib.Path]]:
 
 
 def _split(given: str) -> tuple[str, str]:
-    """Splits NAME=DIR at the first = before a directory: directories of studies hold more of them.
+    """Splits NAME=DIR at the first = before a directory, because names of studies contain =.
 
-    Returns no name for a directory alone.
+    Returns an empty name for a directory alone.
     """
     parts = given.split("=")
     splits = [("=".join(parts[:i]), "=".join(parts[i:])) for i in range(len(parts))]
@@ -299,7 +299,7 @@ def _split(given: str) -> tuple[str, str]:
 
 
 def _read_run(name: str, folder: pathlib.Path, metric: str, time_key: str) -> Run | str:
-    """Returns the run, or what is wrong with its directory."""
+    """Returns the run, or an error about its directory."""
     if not folder.is_dir():
         return f"{folder} is no directory; give the run_dir of a run."
     if not (folder / METRICS_FILE).exists():
@@ -327,19 +327,19 @@ def _read_run(name: str, folder: pathlib.Path, metric: str, time_key: str) -> Ru
 
 
 def _is_finite(value: Any) -> bool:
-    """Returns whether a recorded value is a number; what is not finite may stand there as text."""
+    """Returns whether a recorded value is finite; others may be recorded as text."""
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _numbers(records: Sequence[dict[str, Any]], key: str) -> list[float]:
-    """Returns what was recorded; what is not finite stands there as text."""
+    """Returns the recorded numbers; non-finite ones may be recorded as text."""
     return [r[key] for r in records if isinstance(r.get(key), (int, float))]
 
 
 def _with_time(records: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Gives records that lack it the training time of the record before; NaN where there is none.
+    """Fills missing training times from the record before; NaN if there is none.
 
-    Before the first step no time has passed.
+    Before the first step, the time is zero.
     """
     filled, seconds = [], math.nan
     for record in records:
@@ -353,7 +353,7 @@ def _time_name(clock: str) -> str:
 
 
 def _leave_out_the_start(axes: Any, runs: Sequence[Run], metric: str) -> None:
-    """Limits the value axis to what follows the first tenth of each run, where losses fall most."""
+    """Limits the value axis to the part after the first tenth, in which losses fall most."""
     if not metric_names.lower_is_better(metric):
         return
     later = [p.value for r in runs for p in r.points if r.last and p.step >= r.last.step / 10]
@@ -372,7 +372,7 @@ def _time_unit(seconds: float) -> tuple[str, float]:
 
 
 def _number(metric: str, value: float | None) -> str:
-    return "" if value is None else metric_names.shown(metric, value)
+    return "" if value is None else metric_names.format_value(metric, value)
 
 
 class _Parser(argparse.ArgumentParser):

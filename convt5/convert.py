@@ -1,7 +1,7 @@
-"""Entry point of `python -m convt5.convert`: models from other formats, and into them.
+"""Entry point of `python -m convt5.convert`: converts models from and to other formats.
 
-A conversion is written into a hidden folder beside its destination and moved there when complete;
-one that was killed is redone by the same command.
+A conversion is written to a hidden folder beside its destination and moved there when complete.
+After a kill, the same command repeats it.
 """
 
 import contextlib
@@ -158,7 +158,7 @@ COMMAND = command_line.Command(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What is read, what is written, and how; fields as the flags of the command."""
+    """The input, the output and the options of a conversion; fields are the command's flags."""
 
     source: str = "run"
     target: str = "run"
@@ -218,7 +218,7 @@ class Conversion:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Converts as the command line says; returns the exit code."""
+    """Converts according to the command line; returns the exit code."""
     arguments = command_line.parse(COMMAND, argv)
     given = vars(arguments.flags)
     names = [field.name for field in dataclasses.fields(Conversion)]
@@ -237,10 +237,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def convert(conversion: Conversion) -> str:
-    """Makes `output_dir`; returns what to tell the user.
+    """Creates `output_dir`; returns a message for the user.
 
     Raises:
-        UserError: anything wrong with the input or the destination; then nothing is written.
+        UserError: the input or the destination is invalid; nothing is written then.
     """
     destination = check_destination(conversion.output_dir)
     read = {
@@ -279,7 +279,7 @@ def convert(conversion: Conversion) -> str:
 
 
 def check_destination(output_dir: str) -> pathlib.Path:
-    """Returns the absolute destination without links; raises `UserError` if something is there."""
+    """Returns the absolute destination without links; raises `UserError` if it exists."""
     if whole_files.is_remote(output_dir):
         raise errors.UserError(
             f"output_dir={output_dir} must be a local folder; copy it to the bucket afterwards, "
@@ -305,9 +305,9 @@ def check_destination(output_dir: str) -> pathlib.Path:
 
 @contextlib.contextmanager
 def new_directory(destination: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Gives a folder to write into, which becomes `destination` only if nothing fails.
+    """Yields a folder to write to, which becomes `destination` only on success.
 
-    What a killed conversion left behind is removed first; a live one is an error.
+    First removes what a killed conversion left behind; one that is running is an error.
     """
     from convt5.training import run_directory
 
@@ -407,7 +407,7 @@ def _read_run(conversion: Conversion) -> tuple["Imported", Callable[..., Any], A
 
 
 def _kept_text(conversion: Conversion, imported: "Imported") -> vocabulary_files.KeptText | None:
-    """Returns what the ids of the model stand for, as far as it is known."""
+    """Returns the text of the model's token ids, as far as known."""
     if conversion.vocabulary is None:
         return vocabulary_files.load(conversion.checkpoint)
     limit = getattr(imported.config, "vocab_size", None)
@@ -480,7 +480,7 @@ def _strides(text: str | None) -> list[int] | None:
 
 
 def _beside(prefix: str) -> str | None:
-    """Returns the operative config in the folder of a checkpoint, if there is one."""
+    """Returns the operative config in the folder of a checkpoint, or None."""
     path = pathlib.Path(prefix).parent / "operative_config.gin"
     return str(path) if path.is_file() else None
 

@@ -86,10 +86,10 @@ COMMAND = command_line.Command(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Evaluates as the command line says; returns the exit code."""
+    """Evaluates according to the command line; returns the exit code."""
     arguments = command_line.parse(COMMAND, argv)
-    with multi_host.joined(arguments.flags):
-        # Deferred: JAX is told of the other hosts before it computes, and help comes at once.
+    with multi_host.join(arguments.flags):
+        # Deferred: JAX must join the other hosts before it computes, and help must be fast.
         from convt5.evaluation import eval_command
 
         return eval_command.run(arguments)

@@ -96,17 +96,17 @@ COMMAND = command_line.Command(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Predicts as the command line says; returns the exit code."""
+    """Predicts according to the command line; returns the exit code."""
     arguments = command_line.parse(COMMAND, argv)
     is_dialogue = _check_flags(arguments.flags, arguments.gin_files)
-    # Deferred: help and wrong flags are told at once.
+    # Deferred, so that help and usage errors are fast.
     from convt5.evaluation import infer_command
 
     return infer_command.run(arguments, is_dialogue=is_dialogue)
 
 
 def _check_flags(flags: Any, gin_files: Sequence[str]) -> bool:
-    """Returns whether texts are asked for in a dialogue."""
+    """Checks the flags; returns whether inputs are read in a dialogue."""
     if not flags.checkpoint and not gin_files:
         raise errors.UserError(
             "--checkpoint is missing: give a run directory, such as --checkpoint=runs/quickstart/"

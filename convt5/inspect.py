@@ -5,7 +5,7 @@ Layers with receptive fields, parameters, FLOPs, memory, shardings; and examples
 
 import sys
 
-if __name__ == "inspect":  # Whatever asks for the standard library's would get this module.
+if __name__ == "inspect":  # The standard library's `inspect` was meant.
     print(
         f"error: Python looks for modules in {sys.path[0] or 'this folder'!r} first, which hides "
         "its own; run commands as `python -m convt5.NAME`, not as files, and from another folder.",
@@ -137,10 +137,10 @@ COMMAND = command_line.Command(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the report that the command line asks for; returns the exit code."""
+    """Prints the report that the command line requests; returns the exit code."""
     arguments = command_line.parse(COMMAND, argv)
     _check_flags(vars(arguments.flags))
-    # Deferred: help and wrong flags are told at once.
+    # Deferred, so that help and usage errors are fast.
     from convt5.analysis import inspect_command
 
     return inspect_command.run(arguments)

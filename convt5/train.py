@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = command_line.parse(COMMAND, argv)
     if arguments.flags.deterministic:
         determinism.require()
-    with multi_host.joined(arguments.flags):
+    with multi_host.join(arguments.flags):
         return _run(arguments)
 
 

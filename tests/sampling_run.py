@@ -44,7 +44,7 @@ def sampled() -> list[list[int]]:
 
 if __name__ == "__main__":
     names = ("coordinator_address", "num_processes", "process_id")
-    with multi_host.joined(argparse.Namespace(multi_host=False, **dict.fromkeys(names))):
+    with multi_host.join(argparse.Namespace(multi_host=False, **dict.fromkeys(names))):
         tokens = sampled()
         if jax.process_index() == 0:
             pathlib.Path(sys.argv[1]).write_text(json.dumps(tokens))

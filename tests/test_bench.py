@@ -123,9 +123,9 @@ def test_cases_are_compared_with_the_first_at_each_length():
 def test_peers_are_sides_where_they_are(tmp_path, monkeypatch):
     config = bench._models(["gin/models/t5_tiny.gin"], [flag[6:] for flag in TINY])["t5_tiny"]
     with pytest.raises(errors.UserError, match=r"holds no t5x/examples/t5/network\.py"):
-        peers.found("decode", config, tmp_path)
+        peers.find_peers("decode", config, tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert peers.found("train_step", config, None) == {}
+    assert peers.find_peers("train_step", config, None) == {}
 
 
 @pytest.mark.parametrize("suite", ["train_step", "decode"])
@@ -133,7 +133,7 @@ def test_hugging_faces_t5_is_measured_where_it_is_installed(suite):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     config = bench._models(["gin/models/t5_tiny.gin"], [flag[6:] for flag in TINY])["t5_tiny"]
-    run, known = peers.found(suite, config, None)["Hugging Face"](8, 2)
+    run, known = peers.find_peers(suite, config, None)["Hugging Face"](8, 2)
     if suite == "train_step":
         losses = [run() for _ in range(3)]
         assert losses[2] < losses[0] == pytest.approx(np.log(32), abs=1.0)

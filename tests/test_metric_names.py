@@ -52,4 +52,4 @@ def test_saved_values_of_accuracies_become_percentages(saved, wanted, factor):
     [("validation/loss", 2.5, "2.5000"), ("trec6/accuracy", 57.4123, "57.41")],
 )
 def test_losses_have_four_decimals_and_others_four_digits(metric, value, text):
-    assert metric_names.shown(metric, value) == text
+    assert metric_names.format_value(metric, value) == text

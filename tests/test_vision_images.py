@@ -20,7 +20,7 @@ from PIL import Image
 
 from convt5.data.prefetching import position, split_position
 from convt5.errors import UserError
-from convt5.vision.augmentation import Augmentation, resized
+from convt5.vision.augmentation import Augmentation, resize
 from convt5.vision.images import ImageDataConfig
 from convt5.vision.sources import CorruptImage, Digits, Folder, Npz, Tfds, decode, in_memory
 
@@ -496,20 +496,20 @@ def test_resizing_is_that_of_jax(size, new_size):
     expected = jax.image.resize(
         jnp.asarray(image, jnp.float32), (new_size, new_size, 3), "linear", antialias=True
     )
-    np.testing.assert_allclose(resized(image, size=new_size), expected, atol=1e-2)
+    np.testing.assert_allclose(resize(image, size=new_size), expected, atol=1e-2)
 
 
 def test_the_middle_is_cut_out_after_the_shorter_side_is_brought_to_size():
     image = pixels(8, 16)
-    np.testing.assert_array_equal(resized(image, size=8), image[:, 4:12])
-    np.testing.assert_array_equal(resized(image, size=4, shorter_side=8), image[2:6, 6:10])
+    np.testing.assert_array_equal(resize(image, size=8), image[:, 4:12])
+    np.testing.assert_array_equal(resize(image, size=4, shorter_side=8), image[2:6, 6:10])
 
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_thin_images_need_little_memory(turned):
     """All of this one, of 896,000 x 224 pixels, would need gigabytes."""
     image = np.arange(4000, dtype=np.uint16)[:, None, None] // 16 * np.ones((1, 1, 1), np.uint16)
-    found = resized(image.swapaxes(0, 1) if turned else image, size=224)
+    found = resize(image.swapaxes(0, 1) if turned else image, size=224)
     found = found.swapaxes(0, 1) if turned else found
     assert found.shape == (224, 224, 1)
     np.testing.assert_allclose(found, np.full(found.shape, 124.5), atol=0.5)

@@ -12,7 +12,7 @@ from convt5.vision.policies import (
     AutoAugment,
     RandAugment,
     Step,
-    _changed,
+    _apply_steps,
 )
 
 
@@ -24,7 +24,7 @@ def image(channels: int = 3, size: int = 32) -> np.ndarray:
 def done(name: str, magnitude: float, *, pixels=None, seed: int = 0) -> np.ndarray:
     """Does one operation for certain."""
     pixels = image() if pixels is None else pixels
-    return _changed(pixels, [Step(name, 1.0, magnitude)], np.random.default_rng(seed))
+    return _apply_steps(pixels, [Step(name, 1.0, magnitude)], np.random.default_rng(seed))
 
 
 @pytest.mark.parametrize("channels", [1, 3])

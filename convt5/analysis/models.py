@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 def model_files() -> dict[str, str]:
     """Returns the gin file of each model by name, sorted by name."""
-    folder = gin_files.come_with_convt5() / "models"
+    folder = gin_files.own_gin_folder() / "models"
     files = [*folder.glob("*.gin"), *(folder / "released").glob("*.gin")]
     names = sorted(path.relative_to(folder).with_suffix("").as_posix() for path in files)
     return {name: f"gin/models/{name}.gin" for name in names}

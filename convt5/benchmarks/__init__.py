@@ -1,1 +1,1 @@
-"""What `python -m convt5.bench` measures, how it takes times, and how it shows them."""
+"""The measurements of `python -m convt5.bench`, how they are timed, and their report."""

@@ -1,4 +1,4 @@
-"""The formulations of weight gradients against one another, and the one that is chosen."""
+"""Compares the formulations of weight gradients, and the one that is chosen."""
 
 import functools
 import itertools
@@ -42,7 +42,7 @@ def suite(lengths: Sequence[int], *, repeats: int) -> Iterator[dict[str, Any]]:
         for num_kernels in NUM_KERNELS:
             dynamic = {"chosen": _chosen("dynamic_weight_gradient"), **_DYNAMIC}
             if reach > length:
-                del dynamic["banded"]  # Blocks of rows do not serve taps that reach beyond the row.
+                del dynamic["banded"]  # It does not support taps that reach beyond the row.
             given = {"segment_ids": None, "num_kernels": num_kernels}
             case = f"dynamic K={size} d={dilation} H={num_kernels}"
             yield _measure(case, dynamic, taps, given, length, repeats)

@@ -1,4 +1,4 @@
-"""Hugging Face's T5 (PyTorch) at the sizes of a model of ours, on the CPU."""
+"""Hugging Face's T5 (PyTorch) with the sizes of a convt5 model, on CPU."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from convt5.modeling.architecture import ConvT5Config
 
 
 def train_step(config: ConvT5Config, length: int, batch_size: int) -> Measured:
-    """Makes an update with its own Adafactor."""
+    """Returns a training step with its own Adafactor."""
     import torch
     from transformers.optimization import Adafactor
 
@@ -32,7 +32,7 @@ def train_step(config: ConvT5Config, length: int, batch_size: int) -> Measured:
 
 
 def decoder(config: ConvT5Config, length: int, batch_size: int) -> Measured:
-    """Makes a greedy `generate`, which keeps every key and value so far."""
+    """Returns a greedy `generate`, with a growing key-value cache."""
     import torch
 
     model = _model(config).eval()
@@ -69,7 +69,7 @@ def _model(config: ConvT5Config) -> Any:
         "feed_forward_proj": "relu",
         "tie_word_embeddings": config.tie_output,
         "decoder_start_token_id": 0,
-        # No id ends an output: every row goes on to the end.
+        # No id ends an output, so every row reaches the maximum length.
         "eos_token_id": None,
     }
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))

@@ -1,4 +1,4 @@
-"""The machine that figures come from: what it is, and how fast it copies and multiplies at best."""
+"""The machine of the measurements, and its peak rates of copying and multiplying."""
 
 import os
 import platform
@@ -11,13 +11,13 @@ import jax.numpy as jnp
 
 _COPY_ELEMENTS = 2**25
 _MATRIX = 2048
-# As many as it takes until memory that was freed is used again, which differs from run to run:
-# pages touched for the first time took 20 times as long.
+# Enough repeats for memory to be reused, which varies between runs: touching new pages took 20
+# times as long.
 _REPEATS = 12
 
 
 def describe() -> dict[str, Any]:
-    """Returns names and versions, and the ceilings that figures are held against.
+    """Returns names, versions and peak rates, as references for measurements.
 
     `copy_bytes_per_second` counts bytes read and bytes written.
     """
@@ -40,7 +40,7 @@ def describe() -> dict[str, Any]:
 
 
 def _fastest(call: Callable[[], Any]) -> float:
-    """Returns the least seconds: a median would count memory that is touched for the first time."""
+    """Returns the shortest time; a median would include first touches of memory."""
     taken = []
     for _ in range(1 + _REPEATS):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Whole training steps and decoding of several models, by length: time, operations, memory."""
+"""Training steps and decoding of several models by length: time, FLOPs, memory."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ def by_length(
 ) -> Iterator[dict[str, Any]]:
     """Yields a record of "train_step" or "decode" for each length and side.
 
-    A side that took longer than `longest_seconds` is left out at greater lengths.
+    A side that took longer than `longest_seconds` is skipped at greater lengths.
     """
     slow: set[str] = set()
     for length in lengths:
@@ -57,7 +57,7 @@ def by_length(
 
 
 def train_step(config: ConvT5Config, length: int, batch_size: int) -> Measured:
-    """Makes an update of a model of ours, its loss, gradients and Adafactor."""
+    """Returns a training step of a convt5 model: loss, gradients and Adafactor."""
     update = StepConfig(
         model=config, loss=TextLoss(), optimizer=AdafactorConfig(), schedule=InverseSqrt()
     )
@@ -80,10 +80,10 @@ def train_step(config: ConvT5Config, length: int, batch_size: int) -> Measured:
 
 
 def decoder(config: ConvT5Config, length: int, batch_size: int) -> Measured:
-    """Makes a greedy search of a model of ours; nothing ends early."""
+    """Returns a greedy search of a convt5 model, without early ends."""
     model = jax.jit(config.build)(jax.random.key(0))
     source = random_source(config, length, batch_size)
-    # An id that no model gives, so that every row goes on to the end.
+    # An id that the model never generates, so every row reaches the maximum length.
     run = functools.partial(decode, model, source, max_length=length, end_id=config.vocab_size)
     cost = costs.model_cost(config, encoder_length=source.shape[1], decoder_length=length)
     return run, {"state_bytes": batch_size * cost.decoding_bytes}

@@ -1,4 +1,4 @@
-"""The convolutions against a plain sum of shifted inputs, forward and backward."""
+"""Compares the convolutions with a plain sum of shifted inputs, forward and backward."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -45,14 +45,14 @@ def _measure(kind, taps, length, repeats, copy_bytes_per_second) -> dict[str, An
         },
         repeats=repeats,
     )
-    # x, its cotangent and the kernel are read; the output and both gradients are written.
+    # Reads x, its cotangent and the kernel; writes the output and both gradients.
     least = 4 * x.nbytes + 2 * kernel.nbytes
     return {
         "suite": "ops",
         "case": f"{kind} K={taps}",
         "kind": kind,
         "length": length,
-        # The output and both gradients take a product and a sum for each tap of each number.
+        # Output and both gradients take a multiply-add for each tap of each element.
         "flops": 3 * 2 * taps * x.size,
         "least_bytes": least,
         **taken["convt5"].as_json(),
@@ -72,7 +72,7 @@ def _with_gradients(convolve):
 
 
 def _naive(kind, x, kernel):
-    """Sums shifted inputs times weights spread over the channels; jax differentiates it."""
+    """Sums shifted inputs times expanded weights, differentiated by jax."""
     taps = kernel.shape[-2]
     if kind == "depthwise":
         weights = kernel[None, None]

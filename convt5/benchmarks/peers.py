@@ -1,4 +1,4 @@
-"""What other libraries' T5 takes for the same, where they are here: T5X and Hugging Face."""
+"""T5 implementations of other libraries to compare with, if present: T5X and Hugging Face."""
 
 import functools
 import importlib.util
@@ -9,23 +9,23 @@ from convt5.benchmarks.sides import Side
 from convt5.modeling.architecture import ConvT5Config
 
 
-def found(
+def find_peers(
     suite: str,
     config: ConvT5Config,
     checkout: pathlib.Path | None,
     *,
     with_hugging_face: bool = True,
 ) -> dict[str, Side]:
-    """Returns the peers that are here, as transformers of the sizes of `config`.
+    """Returns the peers that are present, as transformers with the sizes of `config`.
 
     Args:
-        suite: "train_step" or "decode", what they are to do.
-        config: whose widths and numbers of layers they take.
+        suite: what they should run, "train_step" or "decode".
+        config: the model with their widths and numbers of layers.
         checkout: the folder of a checkout of T5X, or None.
-        with_hugging_face: whether that is wanted, should it be installed.
+        with_hugging_face: whether to include Hugging Face's, if installed.
 
     Raises:
-        UserError: `checkout` is none of T5X.
+        UserError: `checkout` is not a checkout of T5X.
     """
     decodes = suite == "decode"
     sides: dict[str, Side] = {}

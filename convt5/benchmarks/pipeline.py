@@ -1,4 +1,4 @@
-"""How fast data comes: span corruption of the embedded text, as training reads it, and cached."""
+"""Throughput of data: span corruption of the embedded text, as training reads it, and cached."""
 
 import itertools
 import pathlib
@@ -14,7 +14,7 @@ _ENCODER_LENGTH, _DECODER_LENGTH = 512, 128
 
 
 def suite(*, batch_size: int, num_batches: int) -> Iterator[dict[str, Any]]:
-    """Yields records: rows of one example each, packed rows, and packed rows from a cache."""
+    """Yields records for rows of one example, packed rows, and packed rows from a cache."""
     # Deferred: importing it registers the tasks, which takes seconds.
     from convt5.tasks import pretraining
 

@@ -1,4 +1,4 @@
-"""Benchmark records as a Markdown table and as plots against the length, both axes logarithmic."""
+"""Benchmark records as a Markdown table, and as log-log plots against the length."""
 
 import math
 import pathlib
@@ -32,7 +32,7 @@ _TITLES = {
     "compile_seconds": "seconds to compile",
     "state_bytes": "bytes of state",
 }
-# What is said of all cases together: by which figure, and whether more of it is better.
+# The figure by which cases of a suite are compared, and whether higher is better.
 _COMPARED = {"train_step": ("seconds", False), "decode": ("tokens_per_second", True)}
 _PLOTS = {
     "train_step": ("seconds", "flops", "temporary_bytes"),
@@ -41,7 +41,7 @@ _PLOTS = {
 
 
 def text(records: Sequence[Record]) -> str:
-    """Returns, as Markdown, the machine and a table for each suite that was run."""
+    """Returns the machine and a table for each suite, as Markdown."""
     machine = next(r for r in records if r["suite"] == "machine")
     lines = [
         f"{machine['device']} ({machine['processor'] or machine['platform']}), "
@@ -54,12 +54,12 @@ def text(records: Sequence[Record]) -> str:
         if found:
             lines += ["", f"### {suite}", "", _table(found, columns)]
         if suite in _COMPARED:
-            lines += ["", *_compared(found, _COMPARED[suite])]
+            lines += ["", *_compare(found, _COMPARED[suite])]
     return "\n".join(lines) + "\n"
 
 
 def plot(records: Sequence[Record], folder: pathlib.Path) -> list[pathlib.Path]:
-    """Writes a picture for each suite that has lengths to compare; returns their paths.
+    """Writes an image for each suite with several lengths; returns the paths.
 
     Raises:
         UserError: matplotlib is not installed.
@@ -71,8 +71,8 @@ def plot(records: Sequence[Record], folder: pathlib.Path) -> list[pathlib.Path]:
     return written
 
 
-def _compared(records: Sequence[Record], figure: tuple[str, bool]) -> list[str]:
-    """Returns how every case stands to the first at each length, and how time grows with it."""
+def _compare(records: Sequence[Record], figure: tuple[str, bool]) -> list[str]:
+    """Returns the ratio of each case to the first at each length, and its growth with length."""
     name, more_is_better = figure
     cases = list(dict.fromkeys(r["case"] for r in records))
     values = {(r["case"], r["length"]): r[name] for r in records}
@@ -131,7 +131,7 @@ def _picture(suite: str, records: Sequence[Record], path: pathlib.Path) -> pathl
 
 
 def _roofline(records: Sequence[Record], path: pathlib.Path) -> pathlib.Path:
-    """Draws how fast operators compute under what the machine copies and multiplies at best."""
+    """Plots the speed of operators below the machine's peak rates of copying and multiplying."""
     machine = next(r for r in records if r["suite"] == "machine")
     found = [r for r in records if r["suite"] == "ops"]
     length = max(r["length"] for r in found)

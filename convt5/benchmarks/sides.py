@@ -1,4 +1,4 @@
-"""What is compared: a side makes something for a length, which can then be timed."""
+"""Interface of the sides of a comparison: each makes a timed function for a given length."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,17 +7,17 @@ import numpy as np
 
 from convt5.modeling.architecture import ConvT5Config
 
-TARGETS = 4  # A target is this much shorter than its source.
+TARGETS = 4  # Targets are shorter than sources by this factor.
 
 Measured = tuple[Callable[[], Any], Mapping[str, Any]]
-"""What is to be timed as a function of nothing, and what is known of it without running it."""
+"""A zero-argument function to time, and facts that are known without running it."""
 
 Side = Callable[[int, int], Measured]
-"""Makes that for a number of rows of a length: a source's for updates, an output's for decoding."""
+"""Makes this for a length and a batch size; the length is that of the source, or of the output."""
 
 
 def random_batch(config: ConvT5Config, length: int, batch_size: int) -> dict[str, np.ndarray]:
-    """Returns random ids under the names of seqio's EncDecFeatureConverter, nothing padded."""
+    """Returns random ids with the keys of seqio's EncDecFeatureConverter, without padding."""
     rng = np.random.default_rng(0)
     source = rng.integers(1, config.vocab_size, (batch_size, length), dtype=np.int32)
     target = rng.integers(1, config.vocab_size, (batch_size, length // TARGETS), dtype=np.int32)
@@ -30,7 +30,7 @@ def random_batch(config: ConvT5Config, length: int, batch_size: int) -> dict[str
 
 
 def random_source(config: ConvT5Config, length: int, batch_size: int) -> np.ndarray:
-    """Returns random ids, nothing padded, to decode `length` tokens from."""
+    """Returns random source ids without padding, for decoding `length` tokens."""
     rng = np.random.default_rng(0)
     shape = batch_size, max(1, length // TARGETS)
     return rng.integers(1, config.vocab_size, shape, dtype=np.int32)

@@ -1,7 +1,6 @@
-"""T5X's T5 at the sizes of a model of ours: its training step, and decoding with its cache.
+"""T5X's T5 with the sizes of a convt5 model: training step, and decoding with its cache.
 
-Nothing of T5X is copied: it is read from a checkout, of which the model and the search alone are
-imported.
+Contains no code of T5X: only its model and search are imported, from a checkout.
 """
 
 import functools
@@ -30,7 +29,7 @@ def check(checkout: pathlib.Path) -> None:
     """Checks that a folder is a checkout of T5X.
 
     Raises:
-        UserError: it is none.
+        UserError: it is not.
     """
     if not (checkout / _MODEL.replace(".", "/") / "network.py").is_file():
         raise errors.UserError(
@@ -40,10 +39,10 @@ def check(checkout: pathlib.Path) -> None:
 
 
 def make_model(checkout: pathlib.Path, config: ConvT5Config) -> Any:
-    """Returns T5X's transformer (a Flax module) of the sizes of `config`.
+    """Returns T5X's transformer (a Flax module) with the sizes of `config`.
 
     Raises:
-        UserError: no such checkout.
+        UserError: there is no such checkout.
     """
     network = _network(checkout)
     return network.Transformer(
@@ -65,7 +64,7 @@ def make_model(checkout: pathlib.Path, config: ConvT5Config) -> Any:
 
 def loss(model: Any, parameters: Any, tokens: Sequence[Any], key: jax.Array) -> jax.Array:
     """Returns the cross-entropy of encoder inputs, decoder inputs and targets, with dropout."""
-    # It adds vectors of one axis to arrays of three, which convt5 itself does not allow.
+    # T5X relies on rank promotion, which convt5 forbids.
     with jax.numpy_rank_promotion("allow"):
         logits = model.apply(
             {"params": parameters}, *tokens, enable_dropout=True, rngs={"dropout": key}
@@ -81,7 +80,7 @@ def init_parameters(model: Any, tokens: Sequence[Any]) -> Any:
 
 
 def train_step(model: Any, config: ConvT5Config, length: int, batch_size: int) -> Measured:
-    """Makes an update with the optimizer that all sides share."""
+    """Returns a training step with the optimizer that all sides share."""
     batch = jax.device_put(random_batch(config, length, batch_size))
     tokens = [
         batch[name]
@@ -111,7 +110,7 @@ def train_step(model: Any, config: ConvT5Config, length: int, batch_size: int) -
 
 
 def decoder(model: Any, config: ConvT5Config, length: int, batch_size: int) -> Measured:
-    """Makes a greedy search by T5X's own loop; its cache holds every key and value so far."""
+    """Returns a greedy search by T5X's own loop, with its key-value cache."""
     search = importlib.import_module("t5x.decoding")
     source = jax.device_put(random_source(config, length, batch_size))
     outputs = jnp.zeros((batch_size, length), jnp.int32)
@@ -136,12 +135,12 @@ def decoder(model: Any, config: ConvT5Config, length: int, batch_size: int) -> M
             return logits[:, 0], variables["cache"]
 
         cache = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), empty)
-        # An id that no model gives, so that every row goes on to the end.
+        # An id that the model never generates, so every row reaches the maximum length.
         return search.temperature_sample(outputs, cache, step, eos_id=config.vocab_size)[0]
 
     with jax.numpy_rank_promotion("allow"):
         compiled = jax.jit(decode).lower(parameters, source).compile()
-    # Keys and values of the source are computed from what the encoder gives, at each step.
+    # T5X projects the encoder output to keys and values at each step.
     encoded = jax.ShapeDtypeStruct((*source.shape, config.emb_dim), config.dtype)
     return functools.partial(compiled, parameters, source), {
         "state_bytes": sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((empty, encoded))),
@@ -161,7 +160,7 @@ def _empty_cache(model: Any, parameters: Any, source: jax.Array, outputs: jax.Ar
 
 
 def _network(checkout: pathlib.Path) -> types.ModuleType:
-    """Imports the model alone: the rest of T5X wants packages that it no longer works with."""
+    """Imports only the model; the rest of T5X needs packages with which it no longer works."""
     check(checkout)
     parts = _MODEL.split(".")
     for depth in range(1, len(parts) + 1):

@@ -1,4 +1,4 @@
-"""Times of several sides of one comparison, taken in turns, so that a noisy machine hits all."""
+"""Times the sides of a comparison in alternation, so that noise affects all of them."""
 
 import statistics
 import time
@@ -12,9 +12,9 @@ class Timing(NamedTuple):
     """Medians over the repeats of one side.
 
     Attributes:
-        seconds: by the wall clock.
-        cpu_seconds: of all processors together, which other work on the machine disturbs less.
-        repeats: how many were taken.
+        seconds: wall-clock time.
+        cpu_seconds: CPU time of all cores, which is less sensitive to other load.
+        repeats: number of repeats.
     """
 
     seconds: float
@@ -26,10 +26,10 @@ class Timing(NamedTuple):
 
 
 def in_turns(sides: Mapping[str, Callable[[], Any]], *, repeats: int) -> dict[str, Timing]:
-    """Calls every side once without counting it, then all of them in turn, `repeats` times.
+    """Calls every side once to warm up, then all of them in turn, `repeats` times.
 
-    Every second round goes backwards, so that no side always follows the same one and finds the
-    caches as that leaves them. What a side returns is waited for.
+    Every second round is reversed, so that no side always finds the caches left by the same other
+    side. Waits for the result of each call.
     """
     for call in sides.values():
         jax.block_until_ready(call())

@@ -1,7 +1,7 @@
-"""What orbax's threads show of errors that they raise as well, which buries the message of one.
+"""Suppresses errors that orbax's threads print although they are also raised.
 
-On a full disk each array that is written has a traceback of its own, and each array of a damaged
-checkpoint that was still being read when the first one failed.
+Otherwise, a full disk prints a traceback for each array, and so does a damaged checkpoint for each
+array still being read when the first one failed. They would bury the one message that matters.
 """
 
 import logging
@@ -12,13 +12,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-# Modules of orbax whose threads log what they raise.
+# Modules of orbax whose threads log what they also raise.
 _LOGGING = ("future", "async_checkpointer", "checkpoint_manager", "checkpoint")
 _NOT_AWAITED = r"coroutine '(async_serialize_|Store\.)"
 
 
 def silence() -> None:
-    """Leaves them out for the rest of the process; all else is shown as before."""
+    """Suppresses them for the rest of the process; all else is shown as before."""
     logging.getLogger("absl").addFilter(_is_news_of_orbax)
     logging.getLogger("asyncio").addFilter(_is_news_of_tasks)
     # Once one write or read has failed, orbax does not await the others.
@@ -36,7 +36,7 @@ def _is_news_of_tasks(logged: logging.LogRecord) -> bool:
     text, error = logged.getMessage(), logged.exc_info and logged.exc_info[1]
     if error is None or "exception was never retrieved" not in text:
         return True
-    # What is still being written has a name of orbax; native code has no frames.
+    # Tasks still running have names of orbax; native code has no frames.
     frames = traceback.walk_tb(error.__traceback__)
     return "orbax" not in text and not any(_is_orbax(f.f_code.co_filename) for f, _ in frames)
 
@@ -46,7 +46,7 @@ def _is_orbax(file: str) -> bool:
 
 
 class _Hook:
-    """Shows what Python cannot raise, but that of tasks which end after their event loop."""
+    """Shows unraisable errors, except those of tasks that outlive their event loop."""
 
     def __init__(self, show: Callable[[Any], Any]):
         self._show = show

@@ -1,1 +1,1 @@
-"""How gin files become settings: read, resolved, checked, written; see `gin_config`."""
+"""Turns gin files into settings: reads, resolves, checks and writes them; see `gin_config`."""

@@ -1,7 +1,7 @@
-"""Every setting that gin files can bind: found by what the commands build, and what fits in it.
+"""Catalogue of every setting that gin files can bind, derived from what the commands build.
 
-A class or function is listed if a command builds it, or if it fits a parameter of one that is
-listed. So the catalogue needs no list of its own, and whatever is added to a room is in it.
+A class or function is listed if a command builds it, or if it fits a parameter of a listed one. So
+the catalogue needs no list, and includes whatever is added to a room.
 """
 
 import collections.abc
@@ -25,7 +25,7 @@ BUILT = (
     "convt5.sweeps.study.Study",
     "convt5.configuration.gin_config.folder",
 )
-"""What commands build from gin files; all else is a part of these."""
+"""What commands build from gin files; all else is part of these."""
 
 _ROOMS = ("checkpoints", "data", "evaluation", "generation", "interchange", "modeling")
 _ROOMS += ("sweeps", "tasks", "training", "vision")
@@ -36,10 +36,10 @@ class Parameter:
     """One setting.
 
     Attributes:
-        name: as gin files bind it, such as `optimizer.AdafactorConfig.decay_exponent`.
+        name: as bound in gin files, such as `optimizer.AdafactorConfig.decay_exponent`.
         type: its annotation.
-        default: as Python shows it; None where a value must be given.
-        meaning: the first sentence of its description.
+        default: its default in Python syntax; None if a value is required.
+        meaning: the first sentence of its documentation.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Configurable:
-    """A class or function that gin files set.
+    """A class or function that gin files configure.
 
     Attributes:
-        name: as gin files call it, such as `optimizer.AdafactorConfig`.
-        module: where it is defined; a gin file imports it from there.
-        meaning: the first line of its description.
+        name: as named in gin files, such as `optimizer.AdafactorConfig`.
+        module: the module that gin files import it from.
+        meaning: the first line of its documentation.
         parameters: its settings.
     """
 
@@ -68,12 +68,12 @@ class Configurable:
 def every_setting() -> list[Configurable]:
     """Returns everything that gin files can set, sorted by module and name.
 
-    Imports all of convt5 that has settings, and so TensorFlow and seqio.
+    Imports all modules of convt5 with settings, and so TensorFlow and seqio.
     """
     candidates = list(_candidates())
     homes = _homes()
     reached = {id(value): value for value in map(_load, BUILT)}
-    reached |= {id(v): v for v in candidates if not isinstance(v, type)}  # Tasks and vocabularies.
+    reached |= {id(v): v for v in candidates if not isinstance(v, type)}  # Tasks, vocabularies.
     waiting = list(reached.values())
     while waiting:
         hints = [
@@ -102,14 +102,14 @@ def _candidates() -> Iterator[Any]:
             for value in list(vars(module).values()):
                 is_defined_here = getattr(value, "__module__", None) == module.__name__
                 is_public = not getattr(value, "__name__", "_").startswith("_")
-                # A named tuple is what functions return.
+                # Named tuples are results of functions, not settings.
                 is_result = isinstance(value, type) and issubclass(value, tuple)
                 if is_defined_here and is_public and not is_result and trust.is_setting(value):
                     yield value
 
 
 def _homes() -> dict[Any, str]:
-    """Returns the modules that show classes of others as their own, which gin files import."""
+    """Returns the public module of re-exported classes, which gin files import."""
     homes = {}
     for name, module in list(sys.modules.items()):
         if name.startswith("convt5.") and name == getattr(module, "__name__", None):
@@ -139,7 +139,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _is_called_with(value: Any, arguments: Any) -> bool:
-    """Returns whether objects of a class are called with so many arguments."""
+    """Returns whether instances of a class are callable with these arguments."""
     call = vars(value).get("__call__") if isinstance(value, type) else None
     if call is None or not isinstance(arguments, list):
         return False
@@ -147,7 +147,7 @@ def _is_called_with(value: Any, arguments: Any) -> bool:
 
 
 def _does(value: type, protocol: type, name: str) -> bool:
-    """Whether a class has what a protocol asks for, and its method needs no other arguments."""
+    """Returns whether a class has a protocol's member, with compatible arguments."""
     asked, found = getattr(protocol, name, None), getattr(value, name, None)
     if not inspect.isfunction(asked):
         return name in vars(value) or name in getattr(value, "__dataclass_fields__", {})
@@ -182,7 +182,7 @@ def _configurable(value: Any, homes: Mapping[Any, str]) -> Configurable:
 
 def _default_text(parameter: inspect.Parameter) -> str:
     text = repr(parameter.default)
-    # Of objects what they are, not where they lie in memory.
+    # Removes memory addresses of objects.
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
@@ -194,17 +194,17 @@ def _type_text(annotation: Any) -> str:
 
 
 def _meanings(value: Any) -> Mapping[str, str]:
-    """Returns the first sentence on each parameter, from docstrings of a class and its bases."""
+    """Returns the first sentence about each parameter, from docstrings of a class and its bases."""
     found: dict[str, str] = {}
     value = inspect.unwrap(value)
     for each in value.__mro__ if isinstance(value, type) else [value]:
-        for name, text in _documented(inspect.cleandoc(each.__doc__ or "").split("\n")):
+        for name, text in _described_names(inspect.cleandoc(each.__doc__ or "").split("\n")):
             found.setdefault(name, text)
     return found
 
 
-def _documented(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yields the names and first sentences of the sections `Args` and `Attributes`."""
+def _described_names(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yields names and first sentences from the sections `Args` and `Attributes`."""
     inside, names, text = False, "", ""
     for line in [*lines, "End:"]:
         entry = re.match(r"    (\w[\w, ]*): (.*)", line)

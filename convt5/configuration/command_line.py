@@ -1,6 +1,6 @@
-"""What all commands share: `--gin_file`, `--gin.NAME=VALUE`, `--help` with examples, exit codes.
+"""The command line of all commands: `--gin_file`, `--gin.NAME=VALUE`, `--help`, exit codes.
 
-Nothing heavy is imported here, so that help and usage errors come at once.
+Imports nothing heavy, so that help and usage errors are fast.
 """
 
 import argparse
@@ -50,20 +50,20 @@ TRUST_FLAG = Flag(
     "a module that the settings of a run may import, such as my_tasks; may be repeated.",
     {"action": "append"},
 )
-"""For commands that take no gin settings, but may read those of a run."""
+"""Flags of commands without gin settings that may read those of a run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command as its help describes it.
+    """A command and its help.
 
     Attributes:
         name: run as `python -m convt5.<name>`, or as `python <name>` if it is a file.
         summary: one or two sentences.
         examples: pairs of a comment and the arguments after `python -m convt5.<name>`.
-        flags: flags of this command alone.
-        needs_gin_file: whether at least one `--gin_file` must be given.
-        reads_gin: whether gin settings are taken at all, and modules trusted for them.
+        flags: flags of this command.
+        needs_gin_file: whether `--gin_file` is required.
+        reads_gin: whether the command accepts gin settings, and trusted modules for them.
     """
 
     name: str
@@ -107,10 +107,10 @@ class Arguments:
     """A parsed command line.
 
     Attributes:
-        gin_files: as given.
-        gin_bindings: as NAME=VALUE.
-        trust: modules that files which came with a model may name.
-        flags: of the command alone.
+        gin_files: gin files as given.
+        gin_bindings: bindings as NAME=VALUE.
+        trust: modules that gin files of a model may name.
+        flags: flags of the command.
     """
 
     gin_files: tuple[str, ...]
@@ -119,7 +119,7 @@ class Arguments:
     flags: argparse.Namespace
 
     def settings(self) -> list[str]:
-        """Returns the flags that give these settings to another command."""
+        """Returns the flags that pass these settings to another command."""
         return [
             *(f"--gin_file={name}" for name in self.gin_files),
             *(f"--gin.{binding}" for binding in self.gin_bindings),
@@ -128,16 +128,16 @@ class Arguments:
 
 
 def path(text: str) -> pathlib.Path:
-    """Returns what a flag names; `~` is the home folder, as no shell expands it after `--flag=`."""
+    """Returns the path given by a flag, expanding `~`, which shells do not after `--flag=`."""
     return pathlib.Path(os.path.expanduser(text))
 
 
 def parse(command: Command, argv: Sequence[str]) -> Arguments:
-    """Returns the parsed arguments; `--help` prints and exits with 0.
+    """Parses arguments; `--help` prints and exits with 0.
 
     Raises:
-        UserError: an unknown flag (close ones are named), a flag without its value, or no
-            `--gin_file` where one is needed.
+        UserError: an unknown flag (the message names similar ones), a flag without its value, or a
+            missing `--gin_file`.
     """
     bindings, rest = _split_bindings(command, argv)
     parser = _Parser(command)
@@ -164,14 +164,14 @@ def parse(command: Command, argv: Sequence[str]) -> Arguments:
 
 
 def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
-    """Calls `main(arguments)` and exits: with its result, or with one message and no traceback.
+    """Calls `main(arguments)` and exits with its result, or with one message and no traceback.
 
-    A `UserError` is printed as its message, and its `exit_code` is the exit code; so is what the
-    file system says of a path, and devices that JAX cannot use. Any other exception is a defect and
+    A `UserError` is printed as its message, and its `exit_code` is the exit code. So are file
+    system errors about a path, and devices that JAX cannot use. Any other exception is a bug and
     keeps its traceback.
     """
     standard_streams.open_all()
-    standard_streams.stderr_may_be_closed()
+    standard_streams.tolerate_closed_stderr()
     _print_any_text()
     terminal.protect()
     try:
@@ -181,13 +181,13 @@ def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
         _tell("interrupted")
         code = 130
     except BrokenPipeError:
-        # The reader of a pipe such as `| head` has enough.
+        # The reader of a pipe, such as `| head`, has ended.
         code = 0
     except Exception as error:
         known = _known(error)
         if known is None:
             raise
-        # A run that was asked to stop has made no error.
+        # A run that was asked to stop is not an error.
         _tell(str(known) if known.exit_code >= 128 else f"error: {known}")
         code = 1 if errors.of_full_disk(known.__cause__) else known.exit_code
     _drop_what_cannot_be_written()
@@ -200,25 +200,25 @@ def _result(main: Callable[[Sequence[str]], int | None]) -> int | str | None:
     host_memory.keep_freed()
     try:
         return main(sys.argv[1:])
-    except SystemExit as ended:  # Of --help.
+    except SystemExit as ended:  # From --help.
         return ended.code
 
 
 def _known(error: Exception) -> errors.UserError | None:
-    """Returns an error as the user's, where it is one."""
+    """Returns the user error for an exception; None for a bug."""
     if isinstance(error, errors.UserError):
         return error
     return errors.of_files(error) or absent_accelerators.of_devices(error)
 
 
 def _tell(text: str) -> None:
-    with contextlib.suppress(OSError):  # The exit code tells it as well.
+    with contextlib.suppress(OSError):  # The exit code is still correct.
         print(text, file=sys.stderr)
         sys.stderr.flush()
 
 
 def _drop_what_cannot_be_written() -> None:
-    """Keeps Python from writing again, as it ends, what standard output has refused."""
+    """Prevents Python from flushing unwritable standard output again at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -226,15 +226,15 @@ def _drop_what_cannot_be_written() -> None:
 
 
 def _print_any_text() -> None:
-    """Texts may hold letters that the locale lacks: files and pipes get UTF-8 whatever it is."""
+    """Makes files and pipes UTF-8 whatever the locale, because texts may need it."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         encoding = sys.stdout.encoding if sys.stdout.isatty() else "utf-8"
-        # Line by line: who reads a pipe or follows a log sees what there is.
+        # Line-buffered, for readers of a pipe or log.
         sys.stdout.reconfigure(encoding=encoding, errors="backslashreplace", line_buffering=True)
 
 
 class _Help(argparse.Action):
-    """Shows the help as soon as it is asked for: no flag is missing then."""
+    """Shows the help immediately, before missing flags are reported."""
 
     def __init__(self, *args, text: Callable[[], str], **options):
         super().__init__(*args, **options)
@@ -246,7 +246,7 @@ class _Help(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage and exit."""
+    """Raises errors where argparse would print its usage and exit."""
 
     def __init__(self, command: Command):
         super().__init__(prog=command.program, add_help=False, allow_abbrev=False)
@@ -257,7 +257,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _split_bindings(command: Command, argv: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """Takes `--gin.NAME=VALUE` and `--gin.NAME VALUE` out of the arguments."""
+    """Extracts `--gin.NAME=VALUE` and `--gin.NAME VALUE` from the arguments."""
     bindings, rest, arguments = [], [], iter(argv)
     for argument in arguments:
         if not argument.startswith("--gin."):

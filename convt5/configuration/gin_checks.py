@@ -1,6 +1,6 @@
-"""The rules that a configuration must meet before anything is built from it.
+"""Checks a configuration before anything is built from it.
 
-Each check yields one sentence per fault, with the file and line; `gin_config` raises them together.
+Each check yields one sentence per fault, with file and line; `gin_config` raises them together.
 """
 
 import importlib
@@ -18,9 +18,9 @@ from convt5.configuration.gin_names import ResolvedReference, Setting, Target, f
 from convt5.runtime import quiet_imports
 
 PROGRAM_MACROS = ("MODEL", "MODEL_NAME")
-"""Macros that commands read themselves: the model to build, and what to call it."""
+"""Macros that commands read themselves: the model to build, and its name."""
 
-_MOST_VALUES = 200_000  # Of all settings, and objects that are built of them.
+_MOST_VALUES = 200_000  # Of all settings, and of objects built from them.
 
 
 def macro_faults(
@@ -55,9 +55,9 @@ def macro_faults(
 
 
 def without_unused_macros(final: Mapping[Any, Setting], roots: Sequence[Any]) -> dict[Any, Setting]:
-    """Returns the settings without macros whose every use another setting has replaced.
+    """Drops macros whose every use was overridden by another setting.
 
-    A file with the macro and without these uses would be refused by `macro_faults`.
+    A file with only the macro would be refused by `macro_faults`.
     """
     kept = dict(final)
     while True:
@@ -76,7 +76,7 @@ def _used_macros(settings: Iterable[Setting], roots: Sequence[Any]) -> set[str]:
 
 
 def _similar(name: str, candidates: Iterable[str]) -> str:
-    """As `errors.suggest`, whatever the case of the letters."""
+    """Returns `errors.suggest`, ignoring case."""
     by_upper = {candidate.upper(): candidate for candidate in candidates}
     hint = errors.suggest(name.upper(), by_upper)
     for upper, candidate in by_upper.items():
@@ -85,18 +85,18 @@ def _similar(name: str, candidates: Iterable[str]) -> str:
 
 
 def expansion_faults(final: Mapping[Any, Setting]) -> Iterator[str]:
-    """Macros in macros that stand for more values, or deeper ones, than anyone writes.
+    """Yields macros that expand to absurdly many values, or absurdly deep ones.
 
-    Ten lines can double a list two to the tenth times, or many more.
+    Ten lines can double a list ten times, or more.
     """
     macros = {s.name: s for s in final.values() if s.target is None}
     extents: dict[str, tuple[int, int]] = {}
 
     def extent(value: Any, open_macros: tuple[str, ...]) -> tuple[int, int]:
-        """Returns how many values this stands for, and how deep they lie in one another."""
+        """Returns the number of values, and the depth of their nesting."""
         if isinstance(value, Macro):
             if value.name in open_macros or value.name not in macros:
-                return 1, 1  # Others tell of these.
+                return 1, 1  # Other checks report these.
             if len(open_macros) > gin_files.MOST_NESTING:
                 return 1, len(open_macros)
             if value.name not in extents:
@@ -158,7 +158,7 @@ def _not_found(module: str, error: ModuleNotFoundError) -> str:
 
 
 def _failed(error: Exception) -> str:
-    """What a module of the user's raised while it was imported, and where."""
+    """Describes an error raised by a user's module during import, with its location."""
     lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         lines.append((error.filename, error.lineno))
@@ -171,7 +171,7 @@ def _is_installed(file: str) -> bool:
 
 
 def target_faults(settings: Iterable[Setting], roots: Sequence[Any]) -> Iterator[str]:
-    """Names that do not exist, and parameters that their class or function does not have."""
+    """Yields names that do not exist, and parameters that their class or function lacks."""
     reported = set()
     for setting in settings:
         wanted = [v.target for v in flatten(setting.value) if isinstance(v, ResolvedReference)]
@@ -220,7 +220,7 @@ def _is_configurable(name: str, value: Any) -> bool:
 
 
 def parameters(target: Target) -> dict[str, inspect.Parameter] | None:
-    """Returns the parameters that gin can bind, or None if any name is accepted."""
+    """Returns the parameters that gin can bind; None if any name is accepted."""
     try:
         found = inspect.signature(target.load()).parameters
     except (TypeError, ValueError):
@@ -231,7 +231,7 @@ def parameters(target: Target) -> dict[str, inspect.Parameter] | None:
 
 
 def scope_faults(settings: Iterable[Setting], every: Sequence[Setting]) -> Iterator[str]:
-    """A scope that no reference enters: its bindings would do nothing."""
+    """Yields scopes that no reference enters, whose bindings would have no effect."""
     entered = {
         "/".join(value.scopes[:depth])
         for setting in every
@@ -248,22 +248,22 @@ def scope_faults(settings: Iterable[Setting], every: Sequence[Setting]) -> Itera
 
 
 class Walk:
-    """Follows references from the roots: what is built, with which settings, and what lacks."""
+    """Follows references from the roots; records what is built and what is missing."""
 
     def __init__(self, final: Mapping[Any, Setting], supplied: Sequence[str]):
-        # What is built, and of how many values, those of its parts counted in.
+        # What is built, and the number of values in it, including its parts.
         self.reached: dict[tuple[tuple[str, ...], Target], int] = {}
         self.used_macros: set[str] = set()
         self.missing: dict[str, str] = {}
         self._final = final
         self._supplied = supplied
-        self._macros: dict[str, int] = {}  # As `reached`, by name.
-        self._open: list[Any] = []  # What is being visited, outermost first.
+        self._macros: dict[str, int] = {}  # Number of values, by name.
+        self._open: list[Any] = []  # Being visited, outermost first.
 
     def visit(self, value: Any, scope: tuple[str, ...], wanted_by: str) -> int:
         """Visits what building `value` in `scope` needs; `wanted_by` names the parameter.
 
-        Returns of how many values it is built.
+        Returns the number of values in it.
         """
         count = 0
         for part in flatten(value):
@@ -297,7 +297,7 @@ class Walk:
         self._open.append(what)
 
     def bound(self, target: Target, scope: tuple[str, ...]) -> dict[str, Setting]:
-        """Returns the settings in force for `target` in `scope`: inner scopes win, as in gin."""
+        """Returns the effective settings of `target` in `scope`; inner scopes win, as in gin."""
         found = {}
         for depth in range(len(scope) + 1):
             prefix = "/".join(scope[:depth])
@@ -307,7 +307,7 @@ class Walk:
         return found
 
     def defaults(self) -> Iterator[Setting]:
-        """Yields the defaults in force that a gin file can express, as settings without scope."""
+        """Yields effective defaults that a gin file can express, as settings without scope."""
         seen = set()
         for _, target in self.reached:
             if target in seen:
@@ -352,7 +352,7 @@ class Walk:
 
 
 def ineffective(final: Mapping[Any, Setting], walk: Walk) -> Iterator[str]:
-    """Command-line bindings that reach nothing: files may hold unused alternatives."""
+    """Yields command-line bindings without effect; files may hold unused alternatives."""
     effective = {
         setting.key
         for scope, target in walk.reached
@@ -384,7 +384,7 @@ def missing_message(missing: Mapping[str, str]) -> str:
 
 
 def number_faults(settings: Iterable[Setting]) -> Iterator[str]:
-    """Numbers such as 1e400, which become infinite and cannot be written to a gin file again."""
+    """Yields numbers such as 1e400, which become infinite and cannot be written to a gin file."""
     for setting in settings:
         for value in flatten(setting.value):
             if isinstance(value, float) and not math.isfinite(value):
@@ -392,7 +392,7 @@ def number_faults(settings: Iterable[Setting]) -> Iterator[str]:
 
 
 def typed(final: Mapping[Any, Setting]) -> Iterator[gin_types.Typed]:
-    """Yields values with their annotations; macros are resolved."""
+    """Yields values with their annotations, with macros resolved."""
     macros = {s.name: s for s in final.values() if s.target is None}
     hints: dict[Target, Mapping[str, Any]] = {}
     for setting in final.values():
@@ -400,26 +400,26 @@ def typed(final: Mapping[Any, Setting]) -> Iterator[gin_types.Typed]:
             continue
         if setting.target not in hints:
             hints[setting.target] = gin_types.hints(setting.target.load())
-        value, location = _resolved(setting.value, setting.location, macros)
+        value, location = _resolve(setting.value, setting.location, macros)
         is_known = not any(isinstance(v, Macro) for v in flatten(value))
         if is_known and setting.parameter in hints[setting.target]:
             hint = hints[setting.target][setting.parameter]
             yield gin_types.Typed(str(location), setting.name, value, hint)
 
 
-def _resolved(
+def _resolve(
     value: Any, location: Location, macros: Mapping[str, Setting], inside: tuple[str, ...] = ()
 ) -> tuple[Any, Location]:
-    """Returns a value with its macros replaced, and where it stands: the last macro, if it is one.
+    """Returns a value with macros replaced, and its location: of the last macro, if it is one.
 
-    Macros that are not known, or lead in a circle, stay; others tell of these.
+    Unknown and circular macros are left; other checks report these.
     """
     if isinstance(value, Macro) and value.name in macros and value.name not in inside:
         setting = macros[value.name]
-        return _resolved(setting.value, setting.location, macros, (*inside, value.name))
+        return _resolve(setting.value, setting.location, macros, (*inside, value.name))
     if isinstance(value, dict):
-        return {k: _resolved(v, location, macros, inside)[0] for k, v in value.items()}, location
+        return {k: _resolve(v, location, macros, inside)[0] for k, v in value.items()}, location
     if isinstance(value, (list, tuple)):
-        items = (_resolved(item, location, macros, inside)[0] for item in value)
+        items = (_resolve(item, location, macros, inside)[0] for item in value)
         return type(value)(items), location
     return value, location

@@ -1,7 +1,7 @@
 """Loads gin files and command-line bindings strictly, and builds the objects they describe.
 
-Entry points call `load`; everything below them is ordinary Python that never imports gin. Gin
-itself ignores misspelt macros and scopes that nobody enters; here they are errors.
+Entry points call `load`; all other code is ordinary Python that never imports gin. Gin itself
+ignores misspelt macros and unused scopes; here they are errors.
 """
 
 import copy
@@ -24,8 +24,8 @@ class Config:
     """A checked configuration.
 
     Attributes:
-        text: the configuration resolved to one gin file: every binding and every default that a
-            literal can express, the user's modules, no includes.
+        text: the resolved configuration as one gin file without includes: every binding, every
+            default that a literal can express, and imports of the user's modules.
     """
 
     def __init__(self, text: str, macros: Iterable[str]):
@@ -38,7 +38,7 @@ class Config:
             raise errors.UserError(f"macro {name} is not defined; set --gin.{name}=VALUE.")
         self._activate()
         # Gin builds references when they are copied.
-        return _unwrapped(lambda: copy.deepcopy(gin.query_parameter(f"{name}/gin.macro.value")))
+        return _unwrap_errors(lambda: copy.deepcopy(gin.query_parameter(f"{name}/gin.macro.value")))
 
     def arguments(
         self,
@@ -49,18 +49,18 @@ class Config:
     ) -> dict[str, Any]:
         """Returns the bound arguments of `function`, with references built.
 
-        Calling with these, and not through gin, leaves the function's own errors as they are.
+        Call the function with these rather than through gin, which would alter its errors.
 
         Args:
             function: a configurable.
-            only: parameters that are built; None for all.
-            leave_out: parameters that are not.
+            only: parameters to build; None means all.
+            leave_out: parameters not to build.
         """
         self._activate()
         bound = gin.get_bindings(function, resolve_references=False)
         names = [n for n in bound if (only is None or n in only) and n not in leave_out]
         # Gin builds references when they are copied.
-        return _unwrapped(lambda: copy.deepcopy({name: bound[name] for name in names}))
+        return _unwrap_errors(lambda: copy.deepcopy({name: bound[name] for name in names}))
 
     def _activate(self) -> None:
         gin.clear_config()
@@ -82,18 +82,17 @@ def load(
         files: gin files; see `gin_files.read_all` for the order.
         bindings: `NAME=VALUE` as given to `--gin.NAME=VALUE`.
         roots: what the program will build, as gin values: "@trainer.train" or "%MODEL". What they
-            need must be bound, and a command-line binding they do not reach is an error.
+            need must be bound, and a command-line binding that they do not reach is an error.
         supplied: parameters of the roots that the program passes itself.
-        related: what other programs build from the same files: may be incomplete, but counts as
+        related: what other programs build from the same files; may be incomplete, but counts as
             reached.
-        trusted: modules that files which came with a model may import and name, beside convt5's;
-            so may what gin files of the user's own import.
+        trusted: modules besides convt5's that files of a model may import and name. Modules that
+            the user's own gin files import are trusted too.
 
     Raises:
-        Untrusted: a file that came with a model names what could run code; nothing was imported.
-        UserError: listing every fault of the first kind found: files that cannot be read; unknown
-            macros; names or parameters that do not exist; values of a wrong type; required
-            values that are missing.
+        Untrusted: a file of a model names something that could run code; nothing was imported.
+        UserError: lists every fault of the first kind found: unreadable files, unknown macros,
+            unknown names or parameters, values of a wrong type, or missing required values.
     """
     statements = [*gin_files.read_all(files), *map(_command_line_binding, bindings)]
     imports = [s for s in statements if isinstance(s, Import)]
@@ -127,7 +126,7 @@ def load(
 
 
 def _walk(final: Mapping[Any, Any], supplied: Sequence[str], values: Sequence[Any]):
-    """Returns a walk over everything that values need."""
+    """Returns a walk over everything that the values need."""
     walk = gin_checks.Walk(final, supplied)
     for value in values:
         walk.visit(value, (), wanted_by="")
@@ -142,7 +141,7 @@ def folder(parts: Sequence[str]) -> str:
 
 
 def _command_line_binding(text: str) -> Binding:
-    """Parses `NAME=VALUE`; a value that is no gin literal is text, where that is unambiguous."""
+    """Parses `NAME=VALUE`; a value that is not a gin literal is text, if unambiguous."""
     name, equals, value = text.partition("=")
     flag = f"--gin.{name.strip()}"
     if not equals or not name.strip():
@@ -167,12 +166,12 @@ def _command_line_binding(text: str) -> Binding:
     return Binding(scope, selector, parameter, parsed, Location(flag))
 
 
-def _unwrapped(build: Callable[[], Any]) -> Any:
-    """Calls `build`; user errors come out without the lines that gin adds to them."""
+def _unwrap_errors(build: Callable[[], Any]) -> Any:
+    """Calls `build`; raises user errors without the lines that gin adds to them."""
     try:
         return build()
     except errors.UserError as error:
-        # Gin raises a class of its own making, derived from the original one.
+        # Gin raises an ad-hoc subclass of the original exception.
         kind = next(
             base
             for base in type(error).__mro__

@@ -1,8 +1,8 @@
-"""Finds and reads gin files: the statements they hold, each with its file and line.
+"""Finds and reads gin files: their statements, each with its file and line.
 
-Reading imports no module that a file names, so that mistakes in files are reported at once.
-`gin_config` checks what was read and hands it to gin. What is read may come from anybody, so it is
-bounded: far beyond what anyone writes, and far below what a computer cannot hold.
+Reading imports no modules, so mistakes in files are reported at once. `gin_config` checks the
+statements and passes them to gin. Files are untrusted, so their size is bounded far above any real
+configuration.
 """
 
 import dataclasses
@@ -19,21 +19,21 @@ from gin import config_parser
 from convt5 import errors
 
 MODEL_MARKER = "MODEL_NAME"
-"""A file that binds this macro describes a model, see `read_all`."""
+"""A file that binds this macro describes a model; see `read_all`."""
 
 REQUIRED = "gin.REQUIRED"
 DYNAMIC_REGISTRATION = "__gin__.dynamic_registration"
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 
-MOST_BYTES = 2**20  # Of one file.
-MOST_STATEMENTS = 5_000  # Of all files.
-MOST_INCLUDES = 20  # In one another.
-MOST_NESTING = 40  # Of lists, macros and objects in one another.
+MOST_BYTES = 2**20  # Per file.
+MOST_STATEMENTS = 5_000  # In all files.
+MOST_INCLUDES = 20  # Nested.
+MOST_NESTING = 40  # Of lists, macros and objects.
 _MOST_FILES = 200
 _LONGEST_NAME = 500
 _LONGEST_SHOWN = 200
-_MOST_LINKS = 40  # As many as Linux follows.
-_MOST_PARTS = 30  # Of a name, its scopes counted in.
+_MOST_LINKS = 40  # Linux's own limit.
+_MOST_PARTS = 30  # Of a name, including scopes.
 
 _MODEL_FILES = (
     "config.gin",
@@ -45,18 +45,18 @@ _MODEL_FILES = (
     "pytorch_model.bin.index.json",
     "sweep.json",
 )
-"""Any of these makes a folder that of a model, and all that lies below it."""
+"""Files that mark a folder, and everything below it, as that of a model."""
 _BESIDE_MODELS = (*_MODEL_FILES, "cache.json", "checkpoints", "conversion.txt", "summary.json")
-"""Any of these shows that what lies beside it may have come with a model."""
+"""Files that show that others beside them may have come with a model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Location:
-    """Where a statement stands.
+    """The location of a statement.
 
     Attributes:
-        source: the file, or how else it was given.
-        line: in the file; 0 elsewhere.
+        source: the file, or another origin.
+        line: line in the file; 0 for other origins.
         is_own: whether the user wrote it; False for a file that came with a model.
     """
 
@@ -95,7 +95,7 @@ class Macro:
 
 @dataclasses.dataclass(frozen=True)
 class Import:
-    """`import module` or `from package import name`; `name` is what the file calls it."""
+    """`import module` or `from package import name`; `name` is its name in the file."""
 
     text: str
     module: str
@@ -136,7 +136,7 @@ Statement = Import | Binding | Include
 
 @dataclasses.dataclass(frozen=True)
 class GinFile:
-    """One file: how it was named, where it is, what it says, and whether the user wrote it."""
+    """One file: its name as given, path, statements, and whether the user wrote it."""
 
     name: str
     path: pathlib.Path
@@ -149,17 +149,17 @@ class GinFile:
 
 
 def model_folder(folder: pathlib.Path) -> pathlib.Path | None:
-    """Returns the nearest folder of a model that a folder is or lies in, if there is one."""
+    """Returns the nearest model folder that contains (or is) a folder, or None."""
     around = (folder, *folder.parents)
     return next((f for f in around if any(_exists(f / name) for name in _MODEL_FILES)), None)
 
 
 def came_with_model(file: pathlib.Path) -> bool:
-    """Whether a file lies in a run directory or beside an exported model, by any of its names.
+    """Returns whether a file is in a run directory or an exported model, by any of its names.
 
-    Such a file may be anybody's: models are copied with all that lies around them, links included.
+    Such a file may be anybody's: models are copied with everything around them, including links.
     """
-    for path in _led_through(file):
+    for path in _link_chain(file):
         if any(_exists(path.parent / name) for name in _BESIDE_MODELS):
             return True
         if model_folder(path.parent) is not None:
@@ -167,8 +167,8 @@ def came_with_model(file: pathlib.Path) -> bool:
     return False
 
 
-def _led_through(file: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields every path that symbolic links lead through from a name to the file itself."""
+def _link_chain(file: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields every path on the way from a name through symbolic links to the file."""
     path = pathlib.Path(os.path.abspath(file))
     yield path
     for _ in range(_MOST_LINKS):
@@ -185,24 +185,23 @@ def _exists(path: pathlib.Path) -> bool:
 
 
 def is_required(statements: Iterable[Any], macro: str) -> bool:
-    """Whether statements demand a macro, `%gin.REQUIRED`, that none of them gives after that."""
+    """Returns whether statements require a macro (`%gin.REQUIRED`) and none of them binds it."""
     values = {s.selector: s.value for s in statements if isinstance(s, Binding) and s.is_macro}
     return values.get(macro) == Macro(REQUIRED)
 
 
 def read_all(names: Sequence[str]) -> list[Import | Binding]:
-    """Returns the statements of all files in order, includes put in their place.
+    """Returns the statements of all files in order, with includes expanded.
 
-    A model file (one that binds MODEL_NAME) among `names` takes the place of the model file that
-    another one includes, so that a run's own settings still come after it and nothing of the
-    replaced model remains. Elsewhere later statements override earlier ones, as gin does.
+    A model file (one that binds MODEL_NAME) among `names` replaces the model file that another one
+    includes. The run's own settings still follow it, and nothing of the replaced model remains.
+    Otherwise later statements override earlier ones, as in gin.
 
-    A file that came with a model, and what such a file includes, has statements whose location is
-    not `is_own`.
+    Statements of a file that came with a model, and of its includes, have a location that is not
+    `is_own`.
 
     Raises:
-        UserError: a file is missing, cannot be parsed, includes itself, or is larger than anyone
-            writes; all are listed.
+        UserError: a file is missing, invalid, includes itself, or is absurdly large; lists all.
     """
     reader = _Reader()
     files = [file for name in names if (file := reader.read(name, None))]
@@ -222,7 +221,7 @@ def read_all(names: Sequence[str]) -> list[Import | Binding]:
 
 
 class _Reader:
-    """Reads files and what they include, and counts what it has read."""
+    """Reads files and their includes, and counts what it has read."""
 
     def __init__(self):
         self.faults: list[str] = []
@@ -235,7 +234,7 @@ class _Reader:
     ) -> Iterator[Import | Binding]:
         for file in files:
             if not parents and file is model:
-                continue  # It stands where a run file includes a model, or before all others.
+                continue  # It is placed where a run file includes a model, or first.
             self.used.add(file.path)
             chain = (*parents, file.path)
             for statement in file.statements:
@@ -252,7 +251,7 @@ class _Reader:
                     raise _too_many(statement.location, f"{MOST_INCLUDES} files in one another")
                 inside = model
                 if model and included.is_model:
-                    # What the chosen model includes itself is part of it.
+                    # The includes of the chosen model are part of it.
                     included, inside = model, None
                 yield from self.expand([included], inside, chain)
 
@@ -291,42 +290,42 @@ def _too_many(where: Location | str, what: str) -> errors.UserError:
 
 
 def _text(path: pathlib.Path) -> str:
-    """Returns what a file holds, unless it is larger than any configuration."""
-    # Some files look ordinary and would make us wait, such as /proc/kmsg.
+    """Returns the contents of a file, unless it is larger than any configuration."""
+    # Some files, such as /proc/kmsg, look ordinary but block.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise TooLargeError(
             f"the file has more than {MOST_BYTES:,} bytes, and no gin file needs them"
         )
-    return content.decode("utf-8-sig")  # Some editors begin files with a mark.
+    return content.decode("utf-8-sig")  # Some editors write a byte order mark.
 
 
 class TooLargeError(ValueError):
-    """Something that no configuration needs; `lineno` is the line, where it is known."""
+    """Raised for sizes that no configuration needs; `lineno` is the line, if known."""
 
     def __init__(self, message: str, lineno: int = 0):
         super().__init__(message)
         self.lineno = lineno
 
 
-def come_with_convt5() -> pathlib.Path:
-    """Returns the folder of the gin files that come with convt5: in the checkout or the wheel."""
+def own_gin_folder() -> pathlib.Path:
+    """Returns the folder of convt5's own gin files, in the checkout or the wheel."""
     beside = PACKAGE.parent / "gin"
     return beside if (beside / "models").is_dir() else PACKAGE / "gin"
 
 
 def roots() -> list[pathlib.Path]:
-    """Returns the folders that gin paths start from: here, the checkout, the installed package."""
+    """Returns the folders in which gin paths start: here, the checkout, the installed package."""
     # Beside an installed package, gin/ is gin-config itself.
-    checkout = [] if come_with_convt5().is_relative_to(PACKAGE) else [PACKAGE.parent]
+    checkout = [] if own_gin_folder().is_relative_to(PACKAGE) else [PACKAGE.parent]
     return [pathlib.Path.cwd(), *checkout, PACKAGE]
 
 
 def parse_value(text: str) -> Any:
-    """Returns the value that `text` has in a gin file; raises `SyntaxError` if it has none."""
+    """Parses a gin value; raises `SyntaxError` if it is invalid."""
     try:
-        # A file in which the value stands alone: trailing words are an error too.
+        # Parsed as a file of one statement, so trailing words are an error.
         (binding,) = _parse_text(f"VALUE = {text}\n", name="value")
     except (SyntaxError, tokenize.TokenError, ValueError, RecursionError, MemoryError) as error:
         raise SyntaxError(_reason(error)) from None
@@ -343,7 +342,7 @@ def parse_key(text: str) -> tuple[str, str, str]:
 
 
 def _find(name: str, beside: pathlib.Path | None) -> pathlib.Path | None:
-    """Returns the path by which a file is found, symbolic links as they are."""
+    """Returns the path of a file, without resolving symbolic links; None if it is missing."""
     path = pathlib.Path(os.path.expanduser(name))
     folders = [pathlib.Path.cwd(), *([beside] if beside else []), *roots()[1:]]
     candidates = [path] if path.is_absolute() else [folder / path for folder in folders]
@@ -351,7 +350,7 @@ def _find(name: str, beside: pathlib.Path | None) -> pathlib.Path | None:
 
 
 def _missing(name: str) -> str:
-    """Says where a file was looked for, and which existing ones have similar names."""
+    """Describes where a file was searched, and existing files with similar names."""
     path = pathlib.Path(os.path.expanduser(name))
     if os.path.exists(path):
         return "is no file; name a file in it." if path.is_dir() else "is no ordinary file."
@@ -381,11 +380,11 @@ def _glob(root: pathlib.Path, pattern: str) -> list[pathlib.Path]:
     try:
         return [found for found in root.glob(pattern) if found.is_file()]
     except (ValueError, NotImplementedError, OSError):
-        return []  # Patterns such as "../x/*.gin" from a folder that cannot be listed.
+        return []  # Patterns such as "../x/*.gin" in a folder that cannot be listed.
 
 
 class _Values(config_parser.ParserDelegate):
-    """Keeps references and macros as they are written."""
+    """Keeps references and macros as written."""
 
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Reference:
         *scopes, selector = scoped_configurable_name.split("/")
@@ -415,12 +414,12 @@ def _parse_text(text: str, *, name: str, is_own: bool = True) -> Iterator[Statem
             )
             _check_names([found.name, *_names(found.value, location.line)], location.line)
         else:
-            continue  # The head of a block, whose bindings come one by one.
+            continue  # The head of a block, whose bindings follow one by one.
         yield found
 
 
 def _names(value: Any, line: int, depth: int = 0) -> Iterator[str]:
-    """Yields what a value refers to."""
+    """Yields the names that a value refers to."""
     if depth > MOST_NESTING:
         raise TooLargeError(f"more than {MOST_NESTING} lists in one another", line)
     if isinstance(value, dict):
@@ -471,6 +470,6 @@ def _reason(error: Exception) -> str:
 
 
 def _plain(message: str) -> str:
-    # Gin repeats what Python's parser says of its own objects, with their addresses.
+    # Gin quotes representations of Python's parser objects, with their addresses.
     text = " ".join(re.sub(r"malformed node or string.*<ast\..*>", "", message).split())
     return text if text.endswith(".") else f"{text}."

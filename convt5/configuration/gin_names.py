@@ -1,6 +1,6 @@
-"""What names in gin files stand for: settings of classes and functions, however a file calls them.
+"""Resolves names in gin files to the settings of classes and functions.
 
-`gin_config` turns statements into these, `gin_checks` and `gin_text` work on them.
+`gin_config` turns statements into these; `gin_checks` and `gin_text` use them.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Target:
         return f"{self.module.rsplit('.', 1)[-1]}.{self.attributes}"
 
     def load(self) -> Any:
-        """Imports the module and returns the object; raises `AttributeError` if it has none."""
+        """Imports the module and returns the object; raises `AttributeError` if it is missing."""
         value = importlib.import_module(self.module)
         for attribute in self.attributes.split("."):
             value = getattr(value, attribute)
@@ -41,7 +41,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The effective value of one parameter (or of a macro, where `target` is None)."""
+    """The effective value of a parameter, or of a macro if `target` is None."""
 
     scope: str
     target: Target | None
@@ -61,7 +61,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedReference:
-    """As `gin_files.Reference`, with the target in place of a name."""
+    """A `gin_files.Reference` with its target in place of a name."""
 
     scopes: tuple[str, ...]
     target: Target
@@ -72,7 +72,7 @@ class ResolvedReference:
 
 
 class Resolver:
-    """Replaces the names that files give to modules by what they stand for."""
+    """Resolves the names by which files refer to modules."""
 
     def __init__(self, imports: Iterable[Import]):
         self.faults: list[str] = []
@@ -120,7 +120,7 @@ class Resolver:
             hint = errors.suggest(first, known) or _import_hint(first, rest)
             self.faults.append(f"{location}: {selector!r} begins with no imported module.{hint}")
             return Target(first, rest)
-        # The command line has no import statements: convt5's own modules are understood.
+        # The command line has no imports, so convt5's own modules are recognised.
         names = selector.removeprefix("convt5.")
         room, _, inside = names.partition(".")
         if (gin_files.PACKAGE / room / f"{inside.partition('.')[0]}.py").is_file():
@@ -143,7 +143,7 @@ class Resolver:
         return Target(first, rest)
 
     def _qualified(self, selector: str) -> str:
-        """Suggests the target whose name stands without its module, or a similar module."""
+        """Suggests the target of a name without its module, or a similar module."""
         for target in self._named:
             if target.attributes.lower() == selector.lower():
                 return f" Did you mean {target}?"
@@ -157,21 +157,21 @@ class Resolver:
 
 
 def own_modules() -> list[str]:
-    """The names by which `module.Name` may call modules on a command line."""
+    """Returns the names by which `module.Name` may refer to modules on a command line."""
     return [path.stem for path in gin_files.PACKAGE.rglob("*.py") if path.stem != "__init__"]
 
 
 def _own(module: str, attributes: str) -> list[str]:
-    """Returns the modules of convt5 that a name may mean: one at the top, or else in its packages.
+    """Returns the modules of convt5 that a name may mean: one at the top, or in its packages.
 
-    Of several in packages, those that define the attribute. Files are looked at, none is imported.
-    A name that the module had before is understood as well.
+    Of several in packages, returns those that define the attribute. Looks at files without
+    importing. Also recognises earlier names of a module.
     """
     top = convt5.current_name(f"convt5.{module}")
     if importlib.util.find_spec(top) is not None:
         return [top]
     found = {}
-    # A checkout has the tasks elsewhere.
+    # In a checkout, the tasks are in another folder.
     for package in sorted({*(path.name for path in gin_files.PACKAGE.iterdir()), "tasks"}):
         spec = importlib.util.find_spec(f"convt5.{package}") if package.isidentifier() else None
         for folder in (spec and spec.submodule_search_locations) or ():
@@ -185,7 +185,7 @@ def _own(module: str, attributes: str) -> list[str]:
 
 
 def _import_hint(module: str, attributes: str) -> str:
-    """Says how to import a module of convt5; empty for a name that none of them has."""
+    """Describes how to import a module of convt5; empty for other names."""
     lines = [f"from {name.rpartition('.')[0]} import {module}" for name in _own(module, attributes)]
     return f" Import it: {' or '.join(lines)}" if lines else ""
 

@@ -1,4 +1,4 @@
-"""Writes a checked configuration as one gin file that repeats the run."""
+"""Writes a checked configuration as one gin file that reproduces the run."""
 
 import itertools
 from collections.abc import Container, Iterable, Mapping
@@ -18,8 +18,8 @@ def text(
 ) -> str:
     """Returns imports, macros and bindings, sorted; `defaults` are written like bindings.
 
-    Of the `imports` of the files those of the user's modules stay, in their order: they may be
-    there for what they do, such as to register a task.
+    Imports of the user's modules are kept in order, because they may have side effects, such as
+    registering a task.
     """
     settings = [*final.values(), *defaults]
     values = (value for setting in settings for value in flatten(setting.value))
@@ -53,7 +53,7 @@ def _module_names(modules: Iterable[str], imports: Iterable[Import]) -> dict[str
 
 
 def _is_ours(module: str) -> bool:
-    # `__gin__` stands in the header.
+    # `__gin__` is in the header.
     return module.partition(".")[0] in ("convt5", "__gin__")
 
 
@@ -76,7 +76,7 @@ def _import_line(item: tuple[str, str]) -> str:
 
 
 class _Shower:
-    """Writes settings as gin, with one name for each module."""
+    """Formats settings as gin, with one name for each module."""
 
     def __init__(self, names: Mapping[str, str]):
         self._names = names

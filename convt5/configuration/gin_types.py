@@ -1,4 +1,4 @@
-"""Checks values of a configuration against the annotations of what they are bound to."""
+"""Checks values of a configuration against the annotations of their parameters."""
 
 import collections.abc
 import dataclasses
@@ -18,7 +18,7 @@ _MAPPINGS = (dict, collections.abc.Mapping)
 
 @dataclasses.dataclass(frozen=True)
 class Typed:
-    """A value, its annotation, and how to name them in a message."""
+    """A value, its annotation, and its name for messages."""
 
     location: str
     name: str
@@ -27,17 +27,17 @@ class Typed:
 
 
 def hints(target: Any) -> Mapping[str, Any]:
-    """Returns the annotations of a class's or function's parameters; none where unreadable."""
+    """Returns the annotations of a class's or function's parameters; empty if unreadable."""
     try:
         if isinstance(target, type) and not dataclasses.is_dataclass(target):
             return typing.get_type_hints(target.__init__)
         return typing.get_type_hints(target)
     except (NameError, TypeError, AttributeError):
-        return {}  # Names that exist for type checkers only.
+        return {}  # Names that exist only for type checkers.
 
 
 def faults(values: Iterable[Typed]) -> Iterator[str]:
-    """Yields one sentence for every value that its annotation rules out."""
+    """Yields one sentence for every value that violates its annotation."""
     for typed in values:
         if fits(typed.value, typed.hint):
             continue
@@ -52,7 +52,7 @@ def faults(values: Iterable[Typed]) -> Iterator[str]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Returns False only where a value certainly violates an annotation."""
+    """Returns False only if a value certainly violates an annotation."""
     origin = get_origin(hint)
     if origin is typing.Annotated:
         return fits(value, get_args(hint)[0])
@@ -95,37 +95,37 @@ def is_literal(value: Any) -> bool:
 
 
 def _reference_fits(reference: ResolvedReference, hint: Any) -> bool:
-    """As `fits`; what a function returns is not known, and so it fits everything."""
+    """Returns `fits` for a reference; results of functions are unknown, so they always fit."""
     target, kind = reference.target.load(), get_origin(hint) or hint
     is_class = isinstance(target, type)
     if reference.call and not is_class:
         return True
     if kind is collections.abc.Callable:
-        # A class whose objects can be called is meant to be built.
+        # A class whose instances are callable must be instantiated.
         return not is_class or reference.call == _has(target, "__call__")
     if not isinstance(kind, type) or kind in (Any, object):
         return kind is not Literal
     is_protocol = getattr(kind, "_is_protocol", False)
     if not reference.call:
-        # A function can stand for an object of which only a call is asked.
+        # A function fits a protocol that only requires a call.
         return kind is type or (not is_class and is_protocol and asked(kind) == {"__call__"})
     if kind in _LISTS or kind in _MAPPINGS:
         return _has(target, "__iter__")
     if is_protocol:
-        # One that does a part may be enough for what is used; one that does nothing of it is not.
+        # A partial implementation may suffice; one without any of the members does not.
         return any(_has(target, name) and _is_meant(target, kind, name) for name in asked(kind))
     return issubclass(target, kind)
 
 
 def _has(target: type, name: str) -> bool:
-    """Returns whether a class itself, and not merely its metaclass, names something so."""
+    """Returns whether a class, not only its metaclass, has an attribute."""
     return any(name in {**vars(base), **inspect.get_annotations(base)} for base in target.__mro__)
 
 
 def _is_meant(target: type, protocol: type, name: str) -> bool:
-    """Returns whether an attribute is what the protocol calls so: many descriptions have a `build`.
+    """Returns whether an attribute implements the protocol's: many descriptions have a `build`.
 
-    Our own methods tell by their arguments; others may name these as they like.
+    Our own methods are compared by their arguments; others may name these differently.
     """
     asked, found = getattr(protocol, name, None), getattr(target, name, None)
     is_ours = target.__module__.startswith("convt5.")
@@ -135,7 +135,7 @@ def _is_meant(target: type, protocol: type, name: str) -> bool:
 
 
 def asked(protocol: type) -> set[str]:
-    """Returns the methods and attributes that a protocol asks for."""
+    """Returns the methods and attributes that a protocol requires."""
     bases = [base for base in protocol.__mro__ if getattr(base, "_is_protocol", False)]
     names = {n for base in bases for n in (*vars(base), *inspect.get_annotations(base))}
     return {name for name in names if name == "__call__" or not name.startswith("_")}
@@ -174,7 +174,7 @@ def _describe(hint: Any) -> Iterator[str]:
 
 
 def _spelling(typed: Typed) -> str:
-    """A remedy for common slips."""
+    """Suggests a remedy for common mistakes."""
     value = typed.value
     if isinstance(value, ResolvedReference):
         built = dataclasses.replace(value, call=True)

@@ -1,4 +1,4 @@
-"""Entry point of `convt5 settings`: every setting, with type, default and meaning."""
+"""The command `convt5 settings`: lists every setting, with type, default and meaning."""
 
 import dataclasses
 import json
@@ -41,9 +41,9 @@ def main(argv: Sequence[str]) -> int:
 
         every = catalogue.every_setting()
     if flags.name:
-        every = _named(every, flags.name)
+        every = _find_named(every, flags.name)
     if flags.search:
-        every = _searched(every, flags.search)
+        every = _search(every, flags.search)
     if flags.json:
         json.dump([dataclasses.asdict(each) for each in every], sys.stdout, indent=2)
         print()
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _named(every: Sequence["Configurable"], name: str) -> list["Configurable"]:
+def _find_named(every: Sequence["Configurable"], name: str) -> list["Configurable"]:
     found = [c for c in every if f".{c.module}.{c.name}".lower().endswith(f".{name}".lower())]
     if not found:
         names = {text for c in every for text in (c.name, c.name.partition(".")[2])}
@@ -65,8 +65,8 @@ def _named(every: Sequence["Configurable"], name: str) -> list["Configurable"]:
     return found
 
 
-def _searched(every: Sequence["Configurable"], word: str) -> list["Configurable"]:
-    """Returns the settings that have a word, each with its class."""
+def _search(every: Sequence["Configurable"], word: str) -> list["Configurable"]:
+    """Returns the settings that contain a word, each with its class."""
     word = word.lower()
     found = []
     for each in every:
@@ -93,15 +93,15 @@ def _overview(every: Sequence["Configurable"]) -> str:
 
 def _details(each: "Configurable") -> str:
     package, _, last = each.module.rpartition(".")
-    lines = [f"{each.name}   (from {package} import {last})", *_wrapped(each.meaning, 2)]
+    lines = [f"{each.name}   (from {package} import {last})", *_wrap(each.meaning, 2)]
     for parameter in each.parameters:
         default = "required" if parameter.default is None else f"= {parameter.default}"
         lines += [f"  {parameter.name}: {parameter.type}   {default}"]
-        lines += _wrapped(parameter.meaning, 6)
+        lines += _wrap(parameter.meaning, 6)
     return "\n".join(lines)
 
 
-def _wrapped(text: str, indent: int) -> list[str]:
+def _wrap(text: str, indent: int) -> list[str]:
     blanks = " " * indent
     return textwrap.wrap(text, 92, initial_indent=blanks, subsequent_indent=blanks)
 

@@ -1,7 +1,7 @@
-"""What a settings file may name: convt5's own settings, and modules that the user named.
+"""What a settings file may name: convt5's own settings, and modules that the user trusts.
 
-To import a module is to run it, and a reference calls what it names. Files that came with a model
-are therefore data: they may name the settings listed here. A gin file of the user's own may name
+Importing a module runs it, and a reference calls what it names. Files that came with a model are
+therefore data: they may only name the settings listed here. The user's own gin files may name
 anything, as a program may.
 """
 
@@ -22,7 +22,7 @@ from convt5.configuration.gin_names import ResolvedReference, Setting, Target, f
 FLAG = "trust"
 
 FUNCTIONS = frozenset({"convt5.configuration.gin_config.folder", "convt5.vision.placement.rules"})
-"""Beside those of `convt5.tasks` that `_makes_task` knows."""
+"""Functions beside those of `convt5.tasks` that `_makes_task` recognises."""
 
 CLASSES = frozenset(
     f"convt5.tasks.{name}"
@@ -33,21 +33,21 @@ CLASSES = frozenset(
         "tables.TableSource",
     )
 )
-"""Beside the descriptions: frozen dataclasses and named tuples, which only hold what they get."""
+"""Classes beside descriptions: frozen dataclasses and named tuples, which only hold values."""
 
 PROGRAMS = frozenset({"convt5.training.trainer.train"})
-"""What commands call: their arguments may be set, and no file has them called."""
+"""Functions that commands call: files may set their arguments, but not call them."""
 
 _DEFINED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-"""What knows the module of its definition; other objects were made where they are found."""
+"""Types of objects that know the module of their definition; others belong where they are."""
 
 
 class Untrusted(errors.UserError):
-    """A file that came with a model names what could run code.
+    """Raised if a file that came with a model names something that could run code.
 
     Args:
-        message: for the user.
-        missing: whether it names nothing but modules that are not here.
+        message: the message for the user.
+        missing: whether it only names modules that do not exist here.
     """
 
     def __init__(self, message: str, *, missing: bool = False):
@@ -56,14 +56,14 @@ class Untrusted(errors.UserError):
 
 
 class Trust:
-    """The modules beside convt5 that may run.
+    """The modules besides convt5 that may run.
 
     Args:
-        named: by the user, with `--trust` or `trust=`.
-        imports: of all files; what the user's own files import is trusted too.
+        named: modules named by the user, with `--trust` or `trust=`.
+        imports: imports of all files; those of the user's own files are trusted too.
 
     Raises:
-        UserError: a name that can be none of a module.
+        UserError: a name cannot be that of a module.
     """
 
     def __init__(self, named: Sequence[str], imports: Iterable[Import]):
@@ -76,7 +76,7 @@ class Trust:
         self._modules = tuple(dict.fromkeys((*named, *named_by_own(imports))))
 
     def check_imports(self, imports: Iterable[Import]) -> None:
-        """Raises `Untrusted` for imports that must not be carried out; imports nothing."""
+        """Raises `Untrusted` for imports that are not allowed; imports nothing."""
         refused = [
             s
             for s in imports
@@ -104,9 +104,9 @@ class Trust:
                 self._check_place(statement)
 
     def check_targets(self, settings: Iterable[Setting]) -> None:
-        """Raises `Untrusted` for names in files that came with a model, and stand for no setting.
+        """Raises `Untrusted` for names in files of a model that are not settings.
 
-        What they name is looked at and not called. Its module has been imported by now.
+        Looks at what they name without calling it. Its module is already imported.
         """
         refused = [
             fault
@@ -147,9 +147,9 @@ class Trust:
         return is_setting(found) or self._trusts(found.__module__ or "", whole_package=True)
 
     def _trusts(self, module: str, *, whole_package: bool = False) -> bool:
-        """Returns whether a module is one of the trusted ones or in them.
+        """Returns whether a module is a trusted one or inside one.
 
-        With `whole_package`, also what these took from elsewhere in their package.
+        With `whole_package`, also what these imported from elsewhere in their package.
         """
         top = module.partition(".")[0]
         return any(
@@ -159,7 +159,7 @@ class Trust:
         )
 
     def _check_place(self, statement: Import) -> None:
-        """Refuses a module of a trusted name that came with the model as well."""
+        """Refuses a module with a trusted name that came with the model."""
         for place in _places(statement.module) or ():
             if model := gin_files.model_folder(pathlib.Path(place).parent):
                 raise Untrusted(
@@ -171,21 +171,21 @@ class Trust:
 
 
 def named_by_own(statements: Iterable[Any]) -> list[str]:
-    """Returns the modules beside convt5's that gin files of the user's own import."""
+    """Returns the modules besides convt5's that the user's own gin files import."""
     imports = (s for s in statements if isinstance(s, Import))
     return [s.module for s in imports if s.location.is_own and not is_convt5(s.module)]
 
 
 def is_convt5(module: str) -> bool:
-    """Returns whether a module is convt5's, or the marker that gin files begin with."""
+    """Returns whether a module is convt5's, or the marker at the start of gin files."""
     return module.partition(".")[0] == "convt5" or module == gin_files.DYNAMIC_REGISTRATION
 
 
 def _places(module: str) -> list[str] | None:
-    """Returns where the package of a module lies; None if there is none. Nothing is imported."""
+    """Returns the paths of a module's package, without importing; None if it does not exist."""
     try:
         spec = importlib.util.find_spec(module.partition(".")[0])
-    except ValueError:  # It was made in this process, and lies nowhere.
+    except ValueError:  # It was created in this process, without a path.
         return []
     if spec is None:
         return None
@@ -194,7 +194,7 @@ def _places(module: str) -> list[str] | None:
 
 
 def is_setting(value: Any) -> bool:
-    """Whether this is what gin files set: a description of convt5, or one of the listed names."""
+    """Returns whether gin files may set this: a description of convt5, or a listed name."""
     if not is_convt5(getattr(value, "__module__", None) or ""):
         return False
     if isinstance(value, type):
@@ -206,7 +206,7 @@ def is_setting(value: Any) -> bool:
 
 
 def _makes_task(value: Any) -> bool:
-    """Whether this is a function that returns a task, a mixture or a vocabulary, or is a metric."""
+    """Returns whether this is a metric, or returns a task, a mixture or a vocabulary."""
     is_public = isinstance(value, types.FunctionType) and not value.__name__.startswith("_")
     if not (is_public and value.__module__.startswith("convt5.tasks.")):
         return False
@@ -217,14 +217,14 @@ def _makes_task(value: Any) -> bool:
 
 
 def _full_name(value: Any) -> str:
-    """Returns where something was defined, whatever name led to it."""
+    """Returns the name under which something was defined."""
     return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
 
 
 def _found(target: Target, within: Iterable[str] = ()) -> Any:
-    """Returns what a target names; None for nothing, and for what lies behind another module.
+    """Returns the object that a target names; None if missing or reached through other modules.
 
-    Modules import others, and `module.os.system` is nothing of the module's own.
+    Modules import others, so `module.os.system` does not belong to the module.
 
     Args:
         target: the name.

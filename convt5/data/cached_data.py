@@ -261,14 +261,14 @@ def read_about(path: str) -> Mapping[str, Any]:
     version = about.get("version") if isinstance(about, dict) else None
     if version not in (None, _VERSION):
         raise errors.UserError(
-            f"{file} is of version {errors.clipped(version)}, and this is version {_VERSION}; make "
+            f"{file} is of version {errors.clip(version)}, and this is version {_VERSION}; make "
             "the cache anew."
         )
     try:
         _check_about(about)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise errors.UserError(
-            f"{file} does not describe a cache ({errors.clipped(error, limit=200)}); make the "
+            f"{file} does not describe a cache ({errors.clip(error, limit=200)}); make the "
             "cache anew."
         ) from None
     return about

@@ -1,6 +1,6 @@
-"""Errors that are the user's to fix: one clear message, no traceback, a documented exit code.
+"""Errors that the user can fix: one clear message, no traceback, a documented exit code.
 
-Every command line prints a `UserError` as its message alone and exits with `exit_code`.
+Every command prints a `UserError` as its message alone, and exits with its `exit_code`.
 """
 
 import difflib
@@ -10,27 +10,27 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 
-_MOST_FAULTS = 30  # That one message lists.
+_MOST_FAULTS = 30  # Listed in one message.
 _LONGEST_MESSAGE = 10_000
 _MOST_CANDIDATES = 300
 _LONGEST_NAME = 200
 _CONTROL = re.compile(
-    # But for tabulators and line feeds: what moves a terminal's cursor, changes its title or asks
-    # it to answer; what turns the direction of a line; and bytes of names that are no text.
+    # All control characters except tabs and line feeds, which could move a terminal's cursor or
+    # query it; characters that change the direction of text; and surrogates from invalid bytes.
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
 def printable(text: str) -> str:
-    """Returns a text in which characters that would control a terminal are written out: `\\x1b`.
+    """Escapes characters that control a terminal, such as `\\x1b`.
 
-    Names of files, settings, records and predictions may hold anything, and a terminal obeys.
+    Names of files, settings, records and predictions may contain anything.
     """
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class UserError(ValueError):
-    """A setting, file or input that is wrong; the message says which, why, and what to change."""
+    """An invalid setting, file or input; the message says which, why, and what to change."""
 
     exit_code = 2
 
@@ -42,15 +42,15 @@ class UserError(ValueError):
 
 
 class TrainingError(UserError):
-    """A run that was configured correctly but cannot go on, such as a loss that is not finite."""
+    """A valid run that cannot continue, for instance because its loss is not finite."""
 
     exit_code = 1
 
 
 def of_full_disk(error: BaseException | None) -> TrainingError | None:
-    """Returns what to tell of an error from a disk, a quota or a limit without room, else None.
+    """Returns the user error for a disk, quota or limit without room; None for other errors.
 
-    Any write can meet it, and none of them can do more about it than say so.
+    Any write can fail this way, and the only remedy is to report it.
     """
     if error is None or not _means_full_disk(error):
         return None
@@ -64,9 +64,9 @@ def of_full_disk(error: BaseException | None) -> TrainingError | None:
 
 
 def lack_of_room(error: BaseException) -> str | None:
-    """Returns the words of the system for an error of a disk without room, else None.
+    """Returns the system's message about a disk without room; None for other errors.
 
-    They are all that says something where a writer wraps them in pages of its own.
+    Some writers wrap it in long messages of their own.
     """
     if not _means_full_disk(error):
         return None
@@ -75,9 +75,9 @@ def lack_of_room(error: BaseException) -> str | None:
 
 
 def of_files(error: BaseException) -> UserError | None:
-    """Returns what to tell of an error that the file system gave for a path, else None.
+    """Returns the user error for a file system error about a path; None for other errors.
 
-    A path that does not exist is not among them: what looks for one knows better what to say.
+    Missing paths are not included: whoever looks for one has a better message.
     """
     if full := of_full_disk(error):
         return full
@@ -107,16 +107,16 @@ def _means_full_disk(error: BaseException) -> bool:
         return error.errno in _NO_ROOM
     text = str(error)
     if isinstance(error, OSError) and "requested and" in text and text.endswith("written"):
-        return True  # As numpy says it.
-    # Writers that are not Python's have errors of their own.
+        return True  # Numpy's error.
+    # Writers in other languages raise their own errors.
     return any(os.strerror(number) in text for number in _NO_ROOM)
 
 
 def suggest(name: str, candidates: Iterable[str], *, limit: int = 3) -> str:
-    """Returns ` Did you mean a, b or c?` for the candidates nearest to `name`, or ``""``."""
+    """Returns ` Did you mean a, b or c?` with the candidates nearest to `name`, or ``""``."""
     candidates = list(itertools.islice(candidates, _MOST_CANDIDATES + 1))
     if len(candidates) > _MOST_CANDIDATES or len(name) > _LONGEST_NAME:
-        return ""  # Comparing them takes longer than anyone waits.
+        return ""  # Comparing such a long name takes too long.
     nearest = difflib.get_close_matches(name, candidates, n=limit, cutoff=0.6)
     if not nearest:
         return ""
@@ -124,8 +124,8 @@ def suggest(name: str, candidates: Iterable[str], *, limit: int = 3) -> str:
     return f" Did you mean {', '.join(rest) + ' or ' if rest else ''}{last}?"
 
 
-def clipped(value: object, *, limit: int = 60) -> str:
-    """Returns how a value is written, cut where it is long: files may hold megabytes of one."""
+def clip(value: object, *, limit: int = 60) -> str:
+    """Returns the representation of a value, truncated: files may contain megabytes of it."""
     try:
         text = repr(value)
     except RecursionError:
@@ -134,14 +134,14 @@ def clipped(value: object, *, limit: int = 60) -> str:
 
 
 def abbreviate(lines: Sequence[str], *, limit: int = 8) -> list[str]:
-    """Returns the first lines, and one that counts the others."""
+    """Returns the first lines, and one that counts the rest."""
     more = [f"... and {len(lines) - limit} more"] if len(lines) > limit else []
     return [*lines[:limit], *more]
 
 
 def raise_all(faults: Iterable[str], *, where: str) -> None:
-    """Raises one `UserError` that lists every fault found in `where`; does nothing without any."""
-    # To say what was meant can take a while for each.
+    """Raises one `UserError` that lists every fault in `where`; does nothing if there is none."""
+    # Each fault may take long, because suggestions are computed for it.
     faults = list(itertools.islice(faults, _MOST_FAULTS + 1))
     if len(faults) == 1:
         raise UserError(f"{where}: {faults[0]}")

@@ -1,4 +1,4 @@
-"""Rules that descriptions of every model share: plain values, counts, one of a few."""
+"""Checks shared by the descriptions of all models: plain values, counts, choices."""
 
 import dataclasses
 import numbers
@@ -13,10 +13,10 @@ MOST_STEPS = 2**31
 
 
 def make_plain(description: Any) -> None:
-    """Makes tuples, int and float of a frozen dataclass's sequences and numbers of other kinds.
+    """Converts sequences and numbers of a frozen dataclass to tuples, ints and floats.
 
-    Gin gives lists, and programs ranges and numbers of numpy. Tuples are hashable, as the static
-    part of a jitted module must be, and a checkpoint describes its model by what JSON can hold.
+    Gin gives lists, and programs give ranges and NumPy numbers. Tuples are hashable, as the static
+    part of a jitted module must be, and a checkpoint describes its model in JSON.
     """
     for field in dataclasses.fields(description):
         object.__setattr__(description, field.name, _plain(getattr(description, field.name)))
@@ -33,7 +33,7 @@ def _plain(value: Any) -> Any:
 
 
 def layer_faults(count: int, *, where: str = "") -> list[str]:
-    """Returns a line for more layers than anyone builds: each is an object, made one by one."""
+    """Returns an error for an absurd number of layers, each of which is an object."""
     if count <= MOST_LAYERS:
         return []
     return [f"{where}num_layers={count} must be at most {MOST_LAYERS}."]
@@ -42,12 +42,12 @@ def layer_faults(count: int, *, where: str = "") -> list[str]:
 def count_faults(
     description: object, names: Iterable[str], *, none: str | None = None
 ) -> list[str]:
-    """Returns a line for each attribute that is no integer of at least 1.
+    """Returns an error for each attribute that is not an integer of at least 1.
 
     Args:
-        description: whose attributes.
-        names: of them.
-        none: what None stands for, where it may be given.
+        description: the object with the attributes.
+        names: names of the attributes.
+        none: the meaning of None, if it is allowed.
     """
     values = {name: getattr(description, name) for name in names}
     alternative = "" if none is None else f", or None for {none}"
@@ -59,7 +59,7 @@ def count_faults(
 
 
 def least_faults(description: object, names: Iterable[str]) -> list[str]:
-    """Returns a line for each attribute below 1; None is allowed."""
+    """Returns an error for each attribute below 1; None is allowed."""
     values = {name: getattr(description, name) for name in names}
     return [
         f"{name}={value} must be at least 1."
@@ -69,7 +69,7 @@ def least_faults(description: object, names: Iterable[str]) -> list[str]:
 
 
 def step_faults(description: object, names: Iterable[str]) -> list[str]:
-    """Returns a line for each attribute that counts more steps than a compiled step can."""
+    """Returns an error for each attribute with more steps than a compiled step can count."""
     values = {name: getattr(description, name) for name in names}
     return [
         f"{name}={value} must be less than {MOST_STEPS} (2 ** 31): steps are counted in 32 bits."
@@ -79,7 +79,7 @@ def step_faults(description: object, names: Iterable[str]) -> list[str]:
 
 
 def fits_64_bits(number: int) -> bool:
-    """Returns whether this can be a seed: a key of jax is made of 64 bits."""
+    """Returns whether a number can be a seed: a jax key is made of 64 bits."""
     return -(2**63) <= number < 2**63
 
 
@@ -88,7 +88,7 @@ def check_reads_text(model: object, what: str = "the data are") -> None:
 
     Args:
         model: the description.
-        what: what needs text, and its verb.
+        what: what needs text, with its verb, for the message.
     """
     if not hasattr(model, "vocab_size"):
         raise errors.UserError(
@@ -103,8 +103,8 @@ def check_reads_packed(model: object, what: str, remedy: str) -> None:
 
     Args:
         model: the description.
-        what: what has several examples in a row, and its verb.
-        remedy: what to change so that it does not.
+        what: what has several examples in a row, with its verb, for the message.
+        remedy: the remedy, for the message.
     """
     stride = getattr(model, "stem_stride", 1)
     if stride > 1:

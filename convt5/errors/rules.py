@@ -1,8 +1,8 @@
 """Validity rules that are declared with the fields of a frozen description.
 
-`ruled` gives a field its default and its rule; `faults` lists every broken rule of a description as
-one sentence with the setting, the value found and the rule. Rules that join several fields stay
-ordinary code of their description.
+`ruled` gives a field its default and its rule. `faults` lists every broken rule of a description as
+a sentence with the setting, the value and the rule. Rules about several fields are ordinary code of
+their description.
 """
 
 import dataclasses
@@ -14,22 +14,22 @@ from typing import Any, get_args
 from convt5 import errors
 
 Rule = Callable[[object], str]
-"""Returns what a value must be, as the end of a sentence, or "" for a valid one."""
+"""Returns what a value must be, as the end of a sentence, or "" if it is valid."""
 
 
 def ruled(rule: Rule, default: Any = dataclasses.MISSING, *, per_layer: bool = False) -> Any:
     """Returns a dataclass field that `faults` checks.
 
     Args:
-        rule: what its values must be.
-        default: of the field; without one it is required.
-        per_layer: whether a stack may give one value for each of its layers.
+        rule: the rule of its values.
+        default: default of the field; without one it is required.
+        per_layer: whether a stack may give one value for each layer.
     """
     return dataclasses.field(default=default, metadata={"rule": rule, "per_layer": per_layer})
 
 
 def is_per_layer(field: dataclasses.Field) -> bool:
-    """Returns whether a stack may give this field one value for each of its layers."""
+    """Returns whether a stack may give this field one value for each layer."""
     return field.metadata.get("per_layer", False)
 
 
@@ -49,12 +49,12 @@ def field_faults(field: dataclasses.Field, value: object, where: str = "") -> li
 
 
 def count(value: object) -> str:
-    """An integer of at least 1; True is none."""
+    """Rule: an integer of at least 1; True is not one."""
     return "" if _is_count(value) else "must be an integer of at least 1."
 
 
 def count_or(meaning: str) -> Rule:
-    """An integer of at least 1, or None, which stands for `meaning`."""
+    """Returns the rule: an integer of at least 1, or None, which stands for `meaning`."""
 
     def rule(value: object) -> str:
         if value is None or _is_count(value):
@@ -65,24 +65,24 @@ def count_or(meaning: str) -> Rule:
 
 
 def switch(value: object) -> str:
-    """True or False: other values, such as texts, would count as true."""
+    """Rule: True or False. Other values, such as texts, would count as true."""
     return "" if isinstance(value, bool) else "must be True or False."
 
 
 def share(value: object) -> str:
-    """A number in [0, 1)."""
+    """Rule: a number in [0, 1)."""
     is_share = isinstance(value, numbers.Real) and 0 <= float(value) < 1
     return "" if is_share else "must be in [0, 1)."
 
 
 def positive(value: object) -> str:
-    """A finite number above 0."""
+    """Rule: a finite number above 0."""
     is_positive = isinstance(value, numbers.Real) and 0 < float(value) < math.inf
     return "" if is_positive else "must be positive."
 
 
 def choice(*allowed: Any) -> Rule:
-    """One of some values, or of those of a `typing.Literal`."""
+    """Returns the rule: one of some values, or of those of a `typing.Literal`."""
     values = get_args(allowed[0]) or allowed
 
     def rule(value: object) -> str:

@@ -1,4 +1,4 @@
-"""What `python -m convt5.eval` does: measures checkpoints of a run on tasks or images."""
+"""The command `python -m convt5.eval`: measures checkpoints of a run on tasks or images."""
 
 import contextlib
 import dataclasses
@@ -35,15 +35,15 @@ _TIMEOUT = 3600.0  # Seconds.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextPlan:
-    """What will be evaluated of a text model, checked; `images.ImagePlan` is another.
+    """The checked plan for evaluating a text model; for images see `images.ImagePlan`.
 
     Attributes:
-        checkpoint: where the model is.
+        checkpoint: path of the model.
         tasks: seqio tasks.
-        split: of each.
-        settings: of the run and of the evaluation.
-        predict: how texts become predictions; completed.
-        ema: whether the average over the updates is measured.
+        split: split of each task.
+        settings: settings of the run and of the evaluation.
+        predict: how texts become predictions, with all lengths set.
+        ema: whether to measure the average over the updates.
     """
 
     checkpoint: str
@@ -55,11 +55,11 @@ class TextPlan:
 
     @property
     def last_step(self) -> int | None:
-        """The step with which the run ends, where it is known."""
+        """The last step of the run, if known."""
         return self.settings.train.get("num_steps")
 
     def facts(self) -> list[str]:
-        """Returns lines about what would be evaluated."""
+        """Returns lines that describe the evaluation."""
         return [
             f"  strategy     {self.predict.strategy}",
             f"  lengths      {self.predict.max_input_length} tokens in, "
@@ -91,7 +91,7 @@ Plan: TypeAlias = TextPlan | ImagePlan
 
 
 def run(arguments: command_line.Arguments) -> int:
-    """Evaluates as the flags say; returns the exit code."""
+    """Evaluates according to the flags; returns the exit code."""
     flags = arguments.flags
     if flags.timeout is not None and not flags.follow:
         raise errors.UserError(f"--timeout={flags.timeout:g} is for --follow; leave it out.")
@@ -103,21 +103,21 @@ def run(arguments: command_line.Arguments) -> int:
         return 0
     steps = []
     outcomes = 0
-    with _opened_results(plan, found, flags.output_dir) as results:
-        coming = _noted(_checkpoints(plan, flags), steps)
+    with _open_results(plan, found, flags.output_dir) as results:
+        coming = _note_steps(_checkpoints(plan, flags), steps)
         for _ in evaluate(plan, coming, results, skip=flags.follow):
             outcomes += 1
-    # What was evaluated before needs nothing more.
+    # If everything was evaluated before, nothing is left to do.
     if not outcomes and not (flags.follow and steps):
         raise errors.UserError(f"no checkpoint in {checkpoint} was evaluated.")
     return 0
 
 
 def make_plan(found: checkpoints.Found, checkpoint: str, settings: RunSettings, flags: Any) -> Plan:
-    """Returns what will be evaluated.
+    """Returns the plan of the evaluation.
 
     Raises:
-        UserError: no tasks, or tasks that do not fit the model.
+        UserError: there are no tasks, or they do not fit the model.
     """
     config = checkpoints.any_config(found)
     if hasattr(config, "image_size"):
@@ -162,7 +162,7 @@ def _is_given(value: Any) -> bool:
 def _text_plan(
     found: checkpoints.Found, checkpoint: str, settings: RunSettings, *, ema: bool
 ) -> TextPlan:
-    from convt5.evaluation import task_data  # Deferred: models of images need no seqio.
+    from convt5.evaluation import task_data  # Deferred: vision models need no seqio.
 
     config = checkpoints.model_config(found)
     predict = settings.predict.completed(config, settings.trained_lengths())
@@ -201,7 +201,7 @@ def _text_plan(
 
 
 def describe(plan: Plan, flags: Any) -> str:
-    """Returns what would be evaluated."""
+    """Returns the description of the evaluation for a dry run."""
     steps = [str(f.step) for f in checkpoints.select(plan.checkpoint, flags.step)]
     return "\n".join(
         [
@@ -222,13 +222,13 @@ def evaluate(
     *,
     skip: bool = False,
 ) -> Iterator[Outcome]:
-    """Evaluates checkpoints on all tasks, and writes and prints each result.
+    """Evaluates checkpoints on all tasks; writes and prints each result.
 
     Args:
-        plan: from `make_plan`.
+        plan: the result of `make_plan`.
         found: checkpoints of one model.
-        results: where results are written; None on hosts other than the first.
-        skip: leaves out what has results already.
+        results: where results are written; None except on the first host.
+        skip: skips tasks that have results already.
     """
     mesh = sharding.MeshConfig().build(jax.local_devices())
     evaluators: dict[str, Callable[[Any, Any, int | None], Outcome]] = {}
@@ -308,7 +308,7 @@ def _settings(arguments: command_line.Arguments) -> tuple[RunSettings, str]:
 
 
 def _first(checkpoint: str, flags: Any) -> checkpoints.Found:
-    """Returns a checkpoint by which the model is known."""
+    """Returns a checkpoint that shows what the model is."""
     if flags.follow:
         _wait(
             lambda: steps_in(epath.Path(checkpoint) / "checkpoints"),
@@ -324,7 +324,7 @@ def _checkpoints(plan: Plan, flags: Any) -> Iterator[checkpoints.Found]:
     return checkpoints.follow(plan.checkpoint, last_step=plan.last_step, timeout=_timeout(flags))
 
 
-def _noted(
+def _note_steps(
     found: Iterator[checkpoints.Found], steps: list[int | None]
 ) -> Iterator[checkpoints.Found]:
     for one in found:
@@ -333,7 +333,7 @@ def _noted(
 
 
 @contextlib.contextmanager
-def _opened_results(
+def _open_results(
     plan: Plan, found: checkpoints.Found, output_dir: str | None
 ) -> Iterator[Results | None]:
     folder = os.path.expanduser(output_dir or found.run_dir / "evaluation")
@@ -348,12 +348,12 @@ def _opened_results(
 
 
 def _is_done(results: Results | None, task: Any, plan: Plan, step: int | None) -> bool:
-    """Whether there are results already; the first host decides for all."""
+    """Returns whether there are results already; the first host decides for all."""
     return first_hosts(results is not None and results.exists(task.name, plan.split, step))
 
 
 def _wait(is_there: Callable[[], Any], what: str, flags: Any) -> None:
-    """Waits for a run that has not begun, and says so."""
+    """Waits for a run that has not started, with a message."""
     start, timeout = time.monotonic(), _timeout(flags)
     if not is_there():
         print(f"waiting for {what}, at most {timeout:g} seconds", file=sys.stderr)
@@ -367,7 +367,8 @@ def _timeout(flags: Any) -> float:
 
 def _summary(outcome: Outcome, step: int | None, path: Any) -> str:
     metrics = "  ".join(
-        f"{name} {metric_names.shown(name, value)}" for name, value in outcome.metrics.items()
+        f"{name} {metric_names.format_value(name, value)}"
+        for name, value in outcome.metrics.items()
     )
     counts = outcome.counts
     cut = [

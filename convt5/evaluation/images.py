@@ -1,6 +1,6 @@
-"""Measures a model on labelled images: top-1, top-5 and loss, and the prediction for each image.
+"""Measures a model on labelled images: top-1, top-5, loss, and the prediction for each image.
 
-The loss is the cross-entropy of the labels; beside it stands the objective of the run.
+The loss is the cross-entropy of the labels; the objective of the run is reported beside it.
 """
 
 import contextlib
@@ -30,24 +30,24 @@ _SHOWN = 5  # Classes of each prediction.
 
 
 class Images(NamedTuple):
-    """What is measured; `name` stands where text has a task."""
+    """The images to measure; `name` corresponds to that of a text task."""
 
     name: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImagePlan:
-    """What will be evaluated, checked.
+    """The checked plan for evaluating a vision model.
 
     Attributes:
-        checkpoint: where the model is.
+        checkpoint: path of the model.
         tasks: the images, as one task.
         data: the images of the split, each once.
-        loss: of the run, which is reported as the objective.
-        statistics: how batch statistics are measured anew; None takes those that were saved.
-        num_examples: the first ones only; None takes all.
-        ema: whether the average over the updates is measured.
-        last_step: with which the run ends, where it is known.
+        loss: the loss of the run, reported as the objective.
+        statistics: how batch statistics are re-estimated; None uses the saved ones.
+        num_examples: number of images, from the first; None means all.
+        ema: whether to measure the average over the updates.
+        last_step: last step of the run, if known.
     """
 
     checkpoint: str
@@ -64,7 +64,7 @@ class ImagePlan:
         return self.data.split
 
     def facts(self) -> list[str]:
-        """Returns lines about what would be evaluated."""
+        """Returns lines that describe the evaluation."""
         measured = self.statistics
         anew = f"of {measured.num_batches} batches" if measured else "as saved"
         return [f"  images       {self.data.source}", f"  statistics   {anew}"]
@@ -79,7 +79,7 @@ class ImagePlan:
             "num_examples": self.num_examples,
             "reestimate_batches": anew.num_batches if anew else None,
             "label_smoothing": self.loss.label_smoothing,
-            # Results before were shares of 1.
+            # Earlier results were fractions of 1.
             "accuracies": metric_names.PERCENT,
             "ema": self.ema,
         }
@@ -101,19 +101,19 @@ def make_plan(
     reestimate: int | None = None,
     ema: bool = False,
 ) -> ImagePlan:
-    """Returns what will be evaluated.
+    """Returns the plan of the evaluation.
 
     Args:
-        checkpoint: where the model is.
+        checkpoint: path of the model.
         model: its description.
         train: arguments of `trainer.train`.
         data: the evaluation or training data of the run.
-        split: of that data; None takes that of the evaluation data.
-        batch_size: None takes that of the data.
-        num_examples: the first ones only; None takes all.
-        reestimate: batches of training data over which batch statistics are measured anew; None
-            takes those that were saved.
-        ema: whether the average over the updates is measured.
+        split: split of that data; None means that of the evaluation data.
+        batch_size: None means that of the data.
+        num_examples: number of images, from the first; None means all.
+        reestimate: batches of training data for re-estimating batch statistics; None uses the saved
+            ones.
+        ema: whether to measure the average over the updates.
 
     Raises:
         UserError: the run has no images, or they do not fit the model.
@@ -154,7 +154,7 @@ class ImageEvaluator:
     def __init__(self, plan: ImagePlan, task: Images):
         self._plan = plan
         self._task = task
-        # Every host reads whole batches, and takes every so manyth of them.
+        # Every host sees the same batches, and computes every n-th of them.
         self._batches: ImageBatches = plan.data.build(process_index=0, process_count=1)
         self._start = self._batches.get_state()
         size = self._batches.num_images
@@ -163,7 +163,7 @@ class ImageEvaluator:
         self._measurement: Any = None
 
     def __call__(self, model: Any, mesh: Mesh, step: int | None) -> Outcome:
-        """Returns what the model achieves; every host gets the same, and all of them must call."""
+        """Measures a model; every host must call it and gets the same result."""
         model = self._with_statistics(model, mesh)
         label = self._task.name if step is None else f"{self._task.name}, step {step}"
         with contextlib.ExitStack() as stack:
@@ -199,13 +199,13 @@ class ImageEvaluator:
     def _records(
         self, model: nnx.Module, mesh: Mesh, progress: Progress | None
     ) -> tuple[list[int], list[dict[str, Any] | None]]:
-        """Returns this host's images by number, and what was found: None for one skipped."""
+        """Returns this host's image numbers and records; None for a skipped image."""
         numbers: list[int] = []
         records: list[dict[str, Any] | None] = []
         names = self._batches.class_names
         for first, batch in self._own_batches():
             rows = min(len(batch["labels"]), self._count - first)
-            found = jax.device_get(self._compute(model, _placed(batch, mesh)))
+            found = jax.device_get(self._compute(model, _place(batch, mesh)))
             for row in range(rows):
                 numbers.append(first + row)
                 is_image = batch["weights"][row] > 0
@@ -240,7 +240,7 @@ class ImageEvaluator:
 
 
 def _statistics(train: Mapping[str, Any], reestimate: int | None) -> Reestimate | None:
-    """Measures on the batches that the run named for it, else on its training data."""
+    """Returns the re-estimation configured by the run, or one on its training data."""
     if reestimate is None:
         return None
     own = train.get("statistics")
@@ -249,8 +249,8 @@ def _statistics(train: Mapping[str, Any], reestimate: int | None) -> Reestimate 
     return Reestimate(data=train["train_data"], num_batches=reestimate)
 
 
-def _placed(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """Puts images and labels on the devices, the last row repeated until they share evenly."""
+def _place(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """Places images and labels on the devices, repeating the last row to fill the batch."""
     where = sharding.batch_sharding(mesh)
     missing = -len(batch["labels"]) % mesh.size
     return {
@@ -281,7 +281,7 @@ def _record(
         "objective": float(found["objective"][row]),
     }
     if names:
-        # A model may have more logits than the images have classes.
+        # A model may have more logits than there are classes.
         shown = [names[i] if i < len(names) else str(i) for i in predicted]
         record |= {"label_name": names[label], "prediction_names": shown}
     return record

@@ -1,4 +1,4 @@
-"""What `python -m convt5.infer` does: predictions of texts, as JSON lines or in a dialogue."""
+"""The command `python -m convt5.infer`: predictions of texts, as JSON lines or in a dialogue."""
 
 import contextlib
 import dataclasses
@@ -27,18 +27,18 @@ from convt5.text.vocabulary_files import TextFeatures
 from convt5.training.compilation import enable_persistent_cache
 
 _CHUNK_BATCHES = 8
-"""Batches whose inputs are put together by length, and written at once."""
+"""Batches whose inputs are sorted by length, and written together."""
 
 
 class _Plan(NamedTuple):
-    """What will be predicted from, checked.
+    """The checked plan of predictions.
 
     Attributes:
         found: the checkpoint.
         features: vocabularies of inputs and predictions.
-        config: how texts become predictions, completed.
-        written: how the task writes its inputs; None: they are sent as they are.
-        inputs: what is predicted for; None for a dialogue.
+        config: how texts become predictions, with all lengths set.
+        written: the input format of the task; None uses texts unchanged.
+        inputs: the inputs; None for a dialogue.
     """
 
     found: checkpoints.Found
@@ -49,16 +49,16 @@ class _Plan(NamedTuple):
 
 
 def run(arguments: command_line.Arguments, *, is_dialogue: bool) -> int:
-    """Predicts as the flags say, which are checked; returns the exit code."""
+    """Checks the flags and predicts; returns the exit code."""
     flags = arguments.flags
     plan = _plan(arguments, is_dialogue=is_dialogue)
     if not flags.task:
         about = run_settings.describe_answers(plan.written, plan.config, raw=flags.raw)
         print(about, file=sys.stderr)
     if plan.inputs is not None:
-        _tell_faults(plan.inputs)  # Of files, which are checked whole; a stream is not read yet.
+        _tell_faults(plan.inputs)  # Files are checked whole; a stream has not been read yet.
     if flags.dry_run:
-        print(_described(plan))
+        print(_describe(plan))
         return 0
     with contextlib.ExitStack() as stack:
         output = _open_output(stack, flags.output, _settings_of_output(plan, flags))
@@ -85,7 +85,7 @@ def run(arguments: command_line.Arguments, *, is_dialogue: bool) -> int:
 
 
 def _plan(arguments: command_line.Arguments, *, is_dialogue: bool) -> _Plan:
-    """Returns what the flags name.
+    """Returns the plan that the flags describe.
 
     Raises:
         UserError: something is missing, or does not fit the model.
@@ -117,8 +117,8 @@ def _plan(arguments: command_line.Arguments, *, is_dialogue: bool) -> _Plan:
     return _Plan(found, features, config, written, asked)
 
 
-def _described(plan: _Plan) -> str:
-    """Returns what a dry run says."""
+def _describe(plan: _Plan) -> str:
+    """Returns the output of a dry run."""
     count = "a dialogue" if plan.inputs is None else _counted(plan.inputs)
     vocabulary, config = plan.features.inputs, plan.config
     return (
@@ -132,7 +132,7 @@ def _described(plan: _Plan) -> str:
 
 
 def _settings_of_output(plan: _Plan, flags: Any) -> dict[str, Any]:
-    """Returns what predictions depend on; a file goes on only with the same."""
+    """Returns what predictions depend on; a file is continued only with equal settings."""
     written = plan.written if not flags.raw else None
     return {
         "checkpoint": str(plan.found.folder),
@@ -147,7 +147,7 @@ def _settings_of_output(plan: _Plan, flags: Any) -> dict[str, Any]:
 
 
 def _task_format(flags: Any, checkpoint: str, settings: RunSettings) -> TaskFormat | None:
-    """Returns the format of the task that is named, or of the one that the model keeps."""
+    """Returns the format of the named task, or of the one saved with the model."""
     if not flags.task:
         return run_settings.task_format(checkpoint, settings, flags.format, raw=flags.raw)
     return task_data.find_format(flags.task)
@@ -160,7 +160,7 @@ def _open_inputs(
     vocab_size: int,
     written: TaskFormat | None = None,
 ) -> Inputs:
-    """Returns what the flags name, checked."""
+    """Returns the checked inputs that the flags name."""
     format = None if flags.raw else written
     if flags.task:
         return _task_inputs(flags, features, config, vocab_size)
@@ -172,10 +172,10 @@ def _open_inputs(
 
 
 def predict(predictor: Predictor, inputs: Inputs, output: ResumableLines | None) -> None:
-    """Predicts from all inputs, into the output or standard output, and says what was cut."""
+    """Predicts all inputs, to the output or standard output, and reports truncation."""
     out = _results()
     num_done = output.num_done if output else 0
-    # What comes one by one is answered as soon as a batch is full.
+    # Inputs of a stream are answered as soon as a batch is full.
     batches = 1 if inputs.total is None else _CHUNK_BATCHES
     progress = Progress(inputs.total, done=num_done)
     cut = 0
@@ -215,7 +215,7 @@ def _task_inputs(flags: Any, features: TextFeatures, config: Any, vocab_size: in
 
     def items() -> Iterator[inputs.Item]:
         for example in examples:
-            # Tasks that rank labels have an example for each of them, all with one input.
+            # Tasks that rank labels have one example per label, with equal inputs.
             if not example.get("is_correct", True):
                 continue
             source, target = (
@@ -241,7 +241,7 @@ def _open_output(
 
 def _converse(predictor: Predictor) -> None:
     if isinstance(sys.stdin, io.TextIOWrapper):
-        # Bytes that are no UTF-8 are then a fault of their line alone.
+        # Invalid UTF-8 is then an error only of its own line.
         sys.stdin.reconfigure(errors="surrogateescape")
     prompt = ""
     if sys.stdin.isatty():
@@ -258,7 +258,7 @@ def _converse(predictor: Predictor) -> None:
 
 
 def _results() -> TextIO:
-    """Where predictions go: files and pipes get them as they are, a terminal is not controlled."""
+    """Returns the stream for predictions: raw for files and pipes, escaped for a terminal."""
     return sys.stdout if sys.stdout.isatty() else terminal.unchanged(sys.stdout)
 
 

@@ -114,20 +114,20 @@ def architecture(settings: Mapping[str, Any], *, where: str = CONFIG) -> ConvT5C
     kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in _KINDS:
         faults.append(
-            f"model_type={errors.clipped(kind)} is an unknown architecture; known are "
+            f"model_type={errors.clip(kind)} is an unknown architecture; known are "
             f"{', '.join(_KINDS)}, and with --from=transformers convt5."
         )
         kind = "t5"
     mlp = settings.get("feed_forward_proj", _KINDS[kind])
     if not isinstance(mlp, str) or mlp not in _MLP:
         faults.append(
-            f"feed_forward_proj={errors.clipped(mlp)} is unknown; known are {', '.join(_MLP)}."
+            f"feed_forward_proj={errors.clip(mlp)} is unknown; known are {', '.join(_MLP)}."
         )
     start = settings.get("decoder_start_token_id", 0)
     if start not in (0, None) or settings.get("pad_token_id", 0) not in (0, None):
         faults.append("decoder_start_token_id and pad_token_id must be 0, as in T5.")
     faults += [
-        f"{name}={errors.clipped(settings[name])} must be true or false."
+        f"{name}={errors.clip(settings[name])} must be true or false."
         for name in ("tie_word_embeddings", "scale_decoder_outputs")
         if not isinstance(settings.get(name, True), bool)
     ]

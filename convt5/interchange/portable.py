@@ -55,10 +55,10 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
     about = foreign_files.read_json(folder / DESCRIPTION, remedy=remedy)
     form, step = about.get("format"), about.get("step", 0)
     if form != FORMAT:
-        why = f"format {errors.clipped(form)}, this version reads {FORMAT}"
+        why = f"format {errors.clip(form)}, this version reads {FORMAT}"
         raise foreign_files.unreadable(folder / DESCRIPTION, why, remedy)
     if type(step) is not int or not 0 <= step < 2**63:
-        why = f"step={errors.clipped(step)} must be an integer of at least 0"
+        why = f"step={errors.clip(step)} must be an integer of at least 0"
         raise foreign_files.unreadable(folder / DESCRIPTION, why, remedy)
     config = revive(about.get("model"), where=str(folder / DESCRIPTION))
     files = safetensors_files.open_all(folder)
@@ -101,7 +101,7 @@ def revive(settings: Any, *, where: str = "the description of the model") -> Any
 def _revived(settings: Any, where: str) -> Description:
     if not isinstance(settings, Mapping):
         raise errors.UserError(
-            f"{where}: the model is {errors.clipped(settings)}; it must map settings to values."
+            f"{where}: the model is {errors.clip(settings)}; it must map settings to values."
         )
     if "image_size" in settings:  # Only images have one.
         errors.raise_all(_unknown(settings, ViTConfig), where=where)
@@ -118,7 +118,7 @@ def _revived(settings: Any, where: str) -> Description:
     if isinstance(stem, Mapping):
         faults += _unknown(stem, TextStemConfig, inside="stem.")
     elif stem is not None:
-        faults.append(f"stem={errors.clipped(stem)} must hold the settings of a stem, or be null.")
+        faults.append(f"stem={errors.clip(stem)} must hold the settings of a stem, or be null.")
     errors.raise_all(errors.abbreviate(faults), where=where)
     sides = {side: StackConfig(**_tuples(settings[side])) for side in ("encoder", "decoder")}
     built_stem = {} if stem is None else {"stem": TextStemConfig(**_tuples(stem))}
@@ -128,7 +128,7 @@ def _revived(settings: Any, where: str) -> Description:
 def _unknown(settings: Mapping[str, Any], described: type[Any], inside: str = "") -> list[str]:
     known = {field.name for field in dataclasses.fields(described)}
     return [
-        f"setting {errors.clipped(inside + name)} is unknown.{errors.suggest(name, known)}"
+        f"setting {errors.clip(inside + name)} is unknown.{errors.suggest(name, known)}"
         for name in settings.keys() - known
     ]
 

@@ -63,7 +63,7 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
     config = portable.revive(settings.get(KIND), where=str(folder / hugging_face.CONFIG))
     step = settings.get("step", 0)
     if not isinstance(config, ConvT5Config) or type(step) is not int or not 0 <= step < 2**63:
-        why = f"step={errors.clipped(step)}, or what it describes is no text model"
+        why = f"step={errors.clip(step)}, or what it describes is no text model"
         raise foreign_files.unreadable(folder / hugging_face.CONFIG, why, _REMEDY)
     files = hugging_face.open_weights(folder)
     check_layers(config, files.shapes, where=str(folder))

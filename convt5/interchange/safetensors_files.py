@@ -51,7 +51,7 @@ class Files:
         kind = reader.get_slice(name).get_dtype()
         if kind not in _FLOATS:
             raise errors.UserError(
-                f"{path}: {errors.clipped(name)} is stored as {kind}, which is none of "
+                f"{path}: {errors.clip(name)} is stored as {kind}, which is none of "
                 f"{', '.join(_FLOATS)}."
             )
         try:

@@ -65,7 +65,7 @@ class Files:
         except errors.UserError:
             raise
         except Exception as error:
-            why = f"{errors.clipped(name, limit=120)}: {_told(error)}"
+            why = f"{errors.clip(name, limit=120)}: {_told(error)}"
             raise foreign_files.unreadable(self.folder, why, _REMEDY) from None
 
     def step(self) -> int:
@@ -140,7 +140,7 @@ class _Native:
         """Returns the folder of an array, which is one inside of the checkpoint."""
         path = str(self._leaves[name]["kvstore"]["path"]).rstrip("/").rpartition("/")[2]
         if path in ("", ".", "..") or "\0" in path or len(path) > 255:
-            raise ValueError(f"an array lies in {errors.clipped(path)}")
+            raise ValueError(f"an array lies in {errors.clip(path)}")
         return self._folder / path
 
 
@@ -220,7 +220,7 @@ def _extension(code: int, data: bytes) -> np.ndarray:
         raise ValueError(f"it holds something of type {code}, which is no array")
     shape, dtype, buffer = msgpack.unpackb(data, raw=False, max_array_len=_MOST_DEPTH)
     if dtype not in _DTYPES:
-        raise ValueError(f"an array is stored as {errors.clipped(dtype)}")
+        raise ValueError(f"an array is stored as {errors.clip(dtype)}")
     import ml_dtypes
 
     kind = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
@@ -234,11 +234,11 @@ def _zarr_about(folder: pathlib.Path) -> dict[str, Any]:
         if not isinstance(lengths, list) or any(
             type(n) is not int or not 0 < n < 2**40 for n in lengths
         ):
-            raise ValueError(f"{folder.name} tells the shape {errors.clipped(lengths)}")
+            raise ValueError(f"{folder.name} tells the shape {errors.clip(lengths)}")
     if len(shape) != len(chunks) or any(c > n for c, n in zip(chunks, shape, strict=True)):
         raise ValueError(f"{folder.name} has chunks {chunks} of an array {shape}")
     if about.get("dtype") not in _ZARR_DTYPES:
-        raise ValueError(f"{folder.name} is stored as {errors.clipped(about.get('dtype'))}")
+        raise ValueError(f"{folder.name} is stored as {errors.clip(about.get('dtype'))}")
     return about
 
 

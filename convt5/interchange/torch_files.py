@@ -105,7 +105,7 @@ class Files:
         kind = str(tensor.dtype).removeprefix("torch.")
         if kind not in _FLOATS:
             raise errors.UserError(
-                f"{path}: {errors.clipped(name)} is stored as {kind}, which is none of "
+                f"{path}: {errors.clip(name)} is stored as {kind}, which is none of "
                 f"{', '.join(_FLOATS)}."
             )
         return np.array(tensor.detach().float().numpy())  # The file may change or go away.
@@ -128,7 +128,7 @@ def storages(stream: IO[bytes]) -> dict[str, int]:
         if name == "PROTO" and argument != _PROTOCOL:
             raise ValueError(f"its pickle has protocol {argument}, not {_PROTOCOL}")
         if name == "GLOBAL" and not _GLOBAL.fullmatch(str(argument)):
-            raise ValueError(f"it names {errors.clipped(argument)}, which is no part of an array")
+            raise ValueError(f"it names {errors.clip(argument)}, which is no part of an array")
         try:
             if name == "BINPERSID":
                 key, size = _storage(stack[-1])
@@ -296,13 +296,13 @@ def _check_state(path: pathlib.Path, state: dict[Any, Any]) -> None:
     for name, value in dict.items(state):
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise errors.UserError(
-                f"{path} holds {errors.clipped(name)}, which is {_kind(value)} and no array; "
+                f"{path} holds {errors.clip(name)}, which is {_kind(value)} and no array; "
                 "expected arrays by name, as the state_dict of a model has them."
             )
         size = value.numel() * value.element_size()
         told += size
         if size > value.untyped_storage().nbytes():
-            why = f"{errors.clipped(name)} of shape {tuple(value.shape)} repeats its numbers"
+            why = f"{errors.clip(name)} of shape {tuple(value.shape)} repeats its numbers"
             raise foreign_files.unreadable(path, why, _REMEDY)
     if told > max(_ALWAYS_ALLOWED, _MOST_REPEATS * stored):
         why = f"its arrays take {told:,} bytes, but it has {stored:,}"

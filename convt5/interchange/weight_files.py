@@ -27,12 +27,12 @@ def find(folder: pathlib.Path, whole: str, index: str) -> list[pathlib.Path]:
     if not isinstance(by_name, dict) or not by_name:
         raise errors.UserError(
             f"{folder / index} must have in weight_map the file of each array, not "
-            f"{errors.clipped(by_name)}; copy it again."
+            f"{errors.clip(by_name)}; copy it again."
         )
     for shard in by_name.values():
         if not isinstance(shard, str) or not _is_plain_name(shard):
             raise errors.UserError(
-                f"{folder / index} names the file {errors.clipped(shard)}; it must be one in the "
+                f"{folder / index} names the file {errors.clip(shard)}; it must be one in the "
                 "same folder."
             )
     shards = sorted(set(by_name.values()))

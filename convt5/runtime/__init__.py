@@ -1,1 +1,1 @@
-"""The process that a command runs in: its hosts, its memory, its imports."""
+"""The process of a command: its hosts, memory, streams and imports."""

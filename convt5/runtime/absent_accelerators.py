@@ -1,4 +1,4 @@
-"""What JAX computes with where no accelerator is, as on a machine that only compiles for them."""
+"""Selects the CPU for JAX on machines without accelerators, such as those that only compile."""
 
 import glob
 import importlib.metadata
@@ -11,24 +11,24 @@ import traceback
 from convt5 import errors
 
 _NVIDIA = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
-"""Of the driver, of containers, and of Windows' Linux; jax looks for the same."""
+"""Device files of the NVIDIA driver, also in containers and WSL; jax checks the same ones."""
 
 _TPU = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
 _PCI = "/sys/bus/pci/devices"
 _GOOGLE = "0x1ae0"
-"""Of TPUs, and of some network cards in Google's clouds, which are taken for TPUs here."""
+"""PCI ids of TPUs, and of some network cards in Google's clouds, which are mistaken for TPUs."""
 
 _LOOKS_FOR_DEVICES = os.path.join("jax", "_src", "xla_bridge.py")
 _FORCED = ("JAX_FORCE_TPU_INIT", "TPU_LIBRARY_PATH")
 
 
 def leave_out() -> None:
-    """Has JAX compute on the CPU where it could use accelerators, but none is there.
+    """Makes JAX compute on the CPU if it could use accelerators but none is present.
 
-    With libtpu installed it would try each time to start a TPU, which takes seconds and writes
-    errors. With its plugin for CUDA jax 0.10 asks each library for its version, and CUPTI's ends
-    the process without a driver. What the environment variable JAX_PLATFORMS says stays, and so
-    does everything in doubt. It must be called before JAX looks for devices.
+    With libtpu installed, JAX would try to start a TPU each time, which takes seconds and prints
+    errors. With its CUDA plugin, jax 0.10 queries the version of each library, and CUPTI's kills
+    the process if there is no driver. The environment variable JAX_PLATFORMS takes precedence, and
+    in doubt nothing changes. Must be called before JAX looks for devices.
     """
     if "JAX_PLATFORMS" in os.environ:
         return
@@ -39,12 +39,12 @@ def leave_out() -> None:
     if (names and _any_exists(_NVIDIA)) or (has_libtpu and _may_have_tpus()):
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
-    if "jax" in sys.modules:  # It read the variable as it was imported.
+    if "jax" in sys.modules:  # It reads the variable when it is imported.
         sys.modules["jax"].config.update("jax_platforms", "cpu")
 
 
 def of_devices(error: BaseException) -> errors.UserError | None:
-    """Returns what to tell of an error of JAX that looked for devices, else None."""
+    """Returns the user error for JAX errors about missing devices; None for other errors."""
     frames = traceback.walk_tb(error.__traceback__)
     if not any(frame.f_code.co_filename.endswith(_LOOKS_FOR_DEVICES) for frame, _ in frames):
         return None
@@ -66,7 +66,7 @@ def _may_have_tpus() -> bool:
     return (
         any(name in os.environ for name in _FORCED)
         or _any_exists(_TPU)
-        # A small virtual machine has a bus without devices; without a bus nothing is known.
+        # A small virtual machine has a bus without devices; without a bus, nothing is known.
         or not bus.exists()
         or _GOOGLE in [path.read_text().strip() for path in bus.glob("*/vendor")]
     )

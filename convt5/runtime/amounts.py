@@ -1,8 +1,8 @@
-"""Times and counts as people read them: 3m 05s, 12.3k, 7.89 GB."""
+"""Formats times and counts for display: 3m 05s, 12.3k, 7.89 GB."""
 
 
 def duration(seconds: float) -> str:
-    """Returns a time for people: 8s, 3m 05s, 2h 07m, 4d 03h."""
+    """Formats a time: 8s, 3m 05s, 2h 07m, 4d 03h."""
     seconds = max(0, round(seconds))
     if seconds < 60:
         return f"{seconds}s"
@@ -16,7 +16,7 @@ def duration(seconds: float) -> str:
 
 
 def short_number(value: float, unit: str = "") -> str:
-    """Returns a count for people: 312, 12.3k, 4.56M; with a unit 7.89 GB."""
+    """Formats a count: 312, 12.3k, 4.56M; with a unit 7.89 GB."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{' ' * bool(unit)}{prefix}{unit}"

@@ -1,6 +1,6 @@
-"""A progress bar in a terminal: one line that fits its width, with whole numbers or none.
+"""A progress bar in a terminal: one line that fits its width.
 
-Facts that do not fit are left out, the least important first; nothing is cut in the middle.
+Facts that do not fit are dropped, the least important first; nothing is truncated.
 """
 
 import collections
@@ -15,7 +15,7 @@ from convt5.errors import printable
 from convt5.runtime import terminal
 from convt5.runtime.amounts import duration, short_number
 
-_WIDTH = 80  # Of a terminal that does not say.
+_WIDTH = 80  # Columns of a terminal that does not report its width.
 _SECONDS_BETWEEN = 0.1
 _DRAWINGS_OF_RATE = 100
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -34,22 +34,22 @@ def line(
 ) -> str:
     """Returns the text of a bar, of at most `width` columns.
 
-    In order of importance: how much is done, the first fact, the time left, the bar itself, the
-    label, the rate, the other facts in their order.
+    In order of importance: the count, the first fact, the remaining time, the bar itself, the
+    label, the rate, the other facts in order.
 
     Args:
         width: columns of the terminal.
-        done, total: units; no total: None.
-        label: stands first.
+        done, total: numbers of units; None for an unknown total.
+        label: text at the start.
         unit: what is counted, in the singular.
-        rate: units per second; None where it is not known.
-        facts: such as "loss 3.2101", the most important first.
+        rate: units per second; None if unknown.
+        facts: facts such as "loss 3.2101", the most important first.
     """
     share = None if total is None else min(1.0, done / max(total, 1))
     percent = "" if share is None else f"{int(100 * share):3d}%"
     count = f"{done:,} {unit}s" if total is None else f"{done:>{len(str(total))}}/{total}"
     left = "" if rate is None or total is None else f"{duration((total - done) / rate)} left"
-    # Every part: its place in the line, and its text.
+    # Each part with its position in the line.
     wanted = [
         (3, count),
         (1, percent),
@@ -69,12 +69,12 @@ def line(
         if text:
             shown.append((place, text))
             room -= needed
-    # Sorting is stable: facts keep their order.
+    # Sorting is stable, so facts keep their order.
     return "  ".join(text for _, text in sorted(shown, key=lambda part: part[0]))
 
 
 def columns(text: str) -> int:
-    """Returns how many columns of a terminal a text takes."""
+    """Returns the number of terminal columns of a text."""
     wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
     return len(text) + wide - sum(unicodedata.combining(letter) > 0 for letter in text)
 
@@ -93,15 +93,15 @@ def _speed(rate: float, unit: str) -> str:
 
 
 class Bar:
-    """The last line of a terminal, until it is closed; then it is cleared.
+    """The last line of a terminal, cleared when closed.
 
-    Nothing is drawn before the first update, and nothing at all where `out` is no terminal.
+    Nothing is drawn before the first update, nor if `out` is not a terminal.
 
     Args:
-        out: where it is drawn; what it shows holds no control characters but its own.
-        total: units; None where that is not known. It may be set anew.
-        done: of them before this process began.
-        label, unit: as of `line`.
+        out: where it is drawn; the text must not contain control characters.
+        total: number of units; None if unknown. Can be changed.
+        done: number of units before this process started.
+        label, unit: as in `line`.
     """
 
     def __init__(
@@ -119,14 +119,14 @@ class Bar:
         self._out = terminal.unchanged(out)
         self._label, self._unit = printable(label), unit
         self._facts: list[str] = []
-        self._width = 0  # Of what is drawn now.
+        self._width = 0  # Columns drawn now.
         self._drawn_at = -_SECONDS_BETWEEN
         self._seen: collections.deque[tuple[float, int]] = collections.deque(
             maxlen=_DRAWINGS_OF_RATE
         )
 
     def update(self, count: int = 1, *, facts: Sequence[str] | None = None) -> None:
-        """Counts units, and takes other facts where they are given."""
+        """Counts units, and replaces the facts if given."""
         self.done += count
         if facts is not None:
             self._facts = [printable(fact) for fact in facts]
@@ -139,7 +139,7 @@ class Bar:
         self._draw()
 
     def tell(self, label: str) -> None:
-        """Shows what is counted from now on."""
+        """Sets the label."""
         self._label = printable(label)
         self._draw()
 
@@ -169,7 +169,7 @@ class Bar:
 
     @property
     def _rate(self) -> float | None:
-        """Units per second of late; None before two drawings."""
+        """Recent units per second; None before the second drawing."""
         if len(self._seen) < 2:
             return None
         (began, first), (ended, last) = self._seen[0], self._seen[-1]
@@ -178,7 +178,7 @@ class Bar:
     def _draw(self) -> None:
         if not self.is_shown:
             return
-        # A line that fills the last column would move the cursor to the next line.
+        # A line that fills the last column would wrap the cursor.
         width = _width_of(self._out) - 1
         text = line(
             width,
@@ -201,7 +201,7 @@ class Bar:
     def _put(self, text: str) -> None:
         try:
             text.encode(getattr(self._out, "encoding", None) or "utf-8")
-        except UnicodeEncodeError:  # A terminal without the letters of the bar.
+        except UnicodeEncodeError:  # A terminal that lacks the characters of the bar.
             text = text.translate(_PLAIN).encode("ascii", "replace").decode()
         self._out.write(text)
         self._out.flush()

@@ -1,7 +1,7 @@
-"""Programs for GPUs that compute the same bits in every run; XLA makes them only when asked.
+"""Bit-reproducible programs on GPUs, which XLA compiles only on request.
 
-On GPUs XLA by default adds with atomic operations, in any order, and times several kernels for a
-product to take the fastest. On CPUs and TPUs programs are deterministic anyway.
+By default, XLA on GPU uses atomic additions in arbitrary order, and autotunes kernels by timing
+them. On CPU and TPU, programs are always deterministic.
 """
 
 import os
@@ -23,12 +23,12 @@ _NAMES_OF_TRUE = ("true", "1", "")
 
 
 def require(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Adds to XLA_FLAGS what makes programs for GPUs deterministic.
+    """Adds flags for deterministic GPU programs to XLA_FLAGS.
 
-    JAX reads the variable once, so that this comes before it computes anything.
+    JAX reads the variable once, so this must be called before it computes anything.
 
     Raises:
-        UserError: XLA_FLAGS asks for the opposite, or names a file of flags.
+        UserError: XLA_FLAGS requests the opposite, or names a file of flags.
     """
     text = environ.get("XLA_FLAGS", "").strip()
     if text and not text.startswith("-"):
@@ -49,12 +49,12 @@ def require(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def is_required(environ: MutableMapping[str, str] = os.environ) -> bool:
-    """Returns whether XLA_FLAGS asks for deterministic programs for GPUs, whoever set it."""
+    """Returns whether XLA_FLAGS requests deterministic GPU programs, whoever set it."""
     return _parse(environ).get(_OPS, "false") in _NAMES_OF_TRUE
 
 
 def describe(platform: str, environ: MutableMapping[str, str] = os.environ) -> str | None:
-    """Returns what the log of a run on this platform says about it; None where nothing is."""
+    """Returns the line about determinism for the log of a run, or None."""
     if platform != "gpu":
         return None
     if is_required(environ):
@@ -63,11 +63,11 @@ def describe(platform: str, environ: MutableMapping[str, str] = os.environ) -> s
 
 
 def record(config_text: str, environ: MutableMapping[str, str] = os.environ) -> str:
-    """Returns the settings of a run, with a comment if its programs for GPUs are deterministic."""
+    """Adds a comment to the settings of a run if its GPU programs are deterministic."""
     return f"# {_OPS}\n{config_text}" if is_required(environ) else config_text
 
 
 def _parse(environ: MutableMapping[str, str]) -> dict[str, str]:
-    """Returns the flags of XLA_FLAGS; the last of a name counts."""
+    """Parses XLA_FLAGS; the last flag of a name counts."""
     parts = (flag.partition("=") for flag in environ.get("XLA_FLAGS", "").split())
     return {name: value for name, _, value in parts}

@@ -1,15 +1,14 @@
-"""Files and folders that one process at a time may write."""
+"""Locks for files and folders that only one process may write."""
 
 import fcntl
 from typing import IO, Any
 
 
 def lock(file: int | IO[Any]) -> bool:
-    """Locks an open file or folder for as long as it is open; however a process ends, locks vanish.
+    """Locks an open file or folder until it is closed or the process ends.
 
     Returns:
-        False where another process holds it. True also on file systems without locks, where that
-        cannot be known.
+        False if another process holds the lock. Also True on file systems without locks.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

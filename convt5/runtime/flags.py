@@ -1,4 +1,4 @@
-"""A flag of a command, as the module that acts on it describes it."""
+"""The description of a command's flag."""
 
 import dataclasses
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """One flag of a command beside the gin flags; `options` go to `argparse.add_argument`."""
+    """One flag of a command beside the gin flags; `options` are passed to `add_argument`."""
 
     name: str
     help: str

@@ -1,7 +1,7 @@
-"""Small JSON, lines of text and NumPy arrays from files that anybody may have made.
+"""Reads JSON, lines of text and NumPy arrays from untrusted files.
 
-What a file says of itself is compared with its size before memory is taken for it, and whatever is
-wrong is a `ValueError` that says why, or a `UserError` that names the file as well.
+What a file states about itself is compared with its size before memory is allocated. Any error is a
+`ValueError` that says why, or a `UserError` that also names the file.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ from convt5 import errors
 from convt5.runtime import whole_files
 
 MOST_JSON_BYTES = 2**23
-"""Of a file of settings: Python takes up to 25 times as much to hold it."""
+"""Most bytes of a file of settings; Python takes up to 25 times as much memory to hold it."""
 
 MOST_VOCABULARY_BYTES = 2**27
-"""Of a SentencePiece model; those of a million pieces take 20 MB."""
+"""Most bytes of a SentencePiece model; those with a million pieces have 20 MB."""
 
 MOST_LINE_BYTES = 2**26
-"""Of a line of text, and so of an example: 64 MiB."""
+"""Most bytes of a line of text, and so of an example: 64 MiB."""
 
-# What compresses better than to a hundredth is no data of anyone's; small files may.
+# Real data does not compress better than to a hundredth, except for small files.
 _MOST_RATIO = 100
 _ALWAYS_ALLOWED = 2**26
 _NUMBERS = "biuf"
@@ -41,14 +41,13 @@ _SHOWN = 300
 
 
 class TooLargeError(ValueError):
-    """A file that holds, or would unpack to, more than is read."""
+    """Raised for a file that holds, or would unpack to, more than is allowed."""
 
 
 def parse_json(text: str | bytes, *, kind: type = object) -> Any:
-    """Returns the value of JSON; raises `ValueError` for all else, and for another kind of value.
+    """Parses JSON; raises `ValueError` for invalid text or another kind of value.
 
-    Nesting that Python cannot hold, numbers of thousands of digits and keys that are there twice
-    are refused too.
+    Also refuses nesting too deep for Python, numbers with thousands of digits and repeated keys.
     """
     try:
         found = json.loads(text, object_pairs_hook=_object)
@@ -60,15 +59,15 @@ def parse_json(text: str | bytes, *, kind: type = object) -> Any:
 
 
 def read_json(path: epath.PathLike, *, remedy: str, most_bytes: int = MOST_JSON_BYTES) -> Any:
-    """Returns the JSON object of a small file.
+    """Returns the JSON object in a small file.
 
     Args:
-        path: local or remote.
-        remedy: what to do about a file that cannot be read, the end of the message.
-        most_bytes: of it that are read.
+        path: a local or remote file.
+        remedy: the remedy for an unreadable file, the end of the message.
+        most_bytes: maximum size.
 
     Raises:
-        UserError: no such file, no regular one, a longer one, or no JSON object in it.
+        UserError: the file is missing, not regular, too large, or holds no JSON object.
     """
     try:
         return parse_json(read_bytes(path, most_bytes), kind=dict)
@@ -77,7 +76,7 @@ def read_json(path: epath.PathLike, *, remedy: str, most_bytes: int = MOST_JSON_
 
 
 def find_json(path: epath.PathLike) -> dict[str, Any] | None:
-    """Returns the JSON object of a small file; None where there is none that can be read."""
+    """Returns the JSON object in a small file; None if it is missing or unreadable."""
     try:
         return parse_json(read_bytes(path, MOST_JSON_BYTES), kind=dict)
     except (OSError, ValueError):
@@ -85,7 +84,7 @@ def find_json(path: epath.PathLike) -> dict[str, Any] | None:
 
 
 def read_bytes(path: epath.PathLike, most: int) -> bytes:
-    """Returns what a small file holds; raises `TooLargeError` if that is more than `most` bytes."""
+    """Returns the contents of a small file; raises `TooLargeError` above `most` bytes."""
     check_regular(path)
     with epath.Path(path).open("rb") as file:
         content = file.read(most + 1)
@@ -95,23 +94,23 @@ def read_bytes(path: epath.PathLike, most: int) -> bytes:
 
 
 def unreadable(path: epath.PathLike, why: BaseException | str, remedy: str) -> errors.UserError:
-    """Returns the error of a file that cannot be read."""
+    """Returns the error for an unreadable file."""
     if isinstance(why, OSError):
         why = why.strerror or str(why)
-    shown = " ".join(str(why).split())  # It may repeat what the file holds.
+    shown = " ".join(str(why).split())  # It may quote the contents of the file.
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
     return errors.UserError(f"{os.fspath(path)} cannot be read ({shown}); {remedy}")
 
 
 def check_regular(path: epath.PathLike) -> None:
-    """Raises `ValueError` for what is there and no regular file: to open a pipe waits for ever."""
+    """Raises `ValueError` if a path is not a regular file, because opening a pipe may hang."""
     local = os.fspath(path)
     if not whole_files.is_remote(local) and os.path.exists(local) and not os.path.isfile(local):
         raise ValueError("it is no regular file")
 
 
 def lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yields the lines of a file; raises `TooLargeError` for one that has no end within 64 MiB."""
+    """Yields the lines of a file; raises `TooLargeError` for a line of more than 64 MiB."""
     number, rest = 1, b""
     while piece := file.read(_PIECE):
         *whole, rest = (rest + piece).split(b"\n")
@@ -125,7 +124,7 @@ def lines(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def lines_as_they_come(stream: IO[bytes], name: str) -> Iterator[bytes]:
-    """Yields the lines of a pipe or terminal; raises `UserError` for one of more than 64 MiB."""
+    """Yields lines of a pipe or terminal; raises `UserError` for one of more than 64 MiB."""
     for number in itertools.count(1):
         line = stream.readline(MOST_LINE_BYTES + 1)
         if len(line) > MOST_LINE_BYTES:
@@ -139,11 +138,11 @@ def lines_as_they_come(stream: IO[bytes], name: str) -> Iterator[bytes]:
 
 
 class Text(io.RawIOBase):
-    """A file of text as it is read, refused once it is no text of anyone's.
+    """A text file that raises errors while it is read if it cannot be real text.
 
     Args:
-        file: of its bytes, or what unpacks them.
-        stored: its own size in bytes, where it is packed.
+        file: the file of bytes, or the decompressor.
+        stored: compressed size in bytes, if compressed.
 
     Raises:
         TooLargeError: it unpacks to far more than its size, or has a line of more than 64 MiB.
@@ -174,38 +173,38 @@ class Text(io.RawIOBase):
 
 
 class Header(NamedTuple):
-    """What an array in a file says of itself, which its size bears out."""
+    """The header of an array in a file, verified against its size."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     is_fortran: bool
 
     def stand_in(self) -> np.ndarray:
-        """Returns an array of this shape and type that takes no memory."""
+        """Returns an array of this shape and dtype that takes no memory."""
         return np.broadcast_to(np.zeros((), self.dtype), self.shape)
 
 
 class Npz:
-    """A .npz file of numbers: each array is checked when asked for, and read only then.
+    """A .npz file of numbers; each array is checked and read only on request.
 
     Attributes:
-        path: of the file.
-        names: of its arrays.
+        path: path of the file.
+        names: names of its arrays.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, remedy: str):
         """Opens the file.
 
         Raises:
-            UserError: no such file, none of zip, one that unpacks to far more than its size, or
-                with members that are encrypted or there twice.
+            UserError: the file is missing or not a zip file, unpacks to far more than its size, or
+                has encrypted or repeated members.
         """
         self.path, self._remedy = path, remedy
         try:
             check_regular(path)
             self._archive = zipfile.ZipFile(path)
             self._members = _members(self._archive, os.path.getsize(path))
-        except Exception as error:  # NumPy, zip files and compression have many kinds.
+        except Exception as error:  # NumPy, zipfile and decompressors raise many kinds.
             raise unreadable(path, error, remedy) from None
         self.names = [name.removesuffix(".npy") for name in self._members]
 
@@ -216,11 +215,11 @@ class Npz:
         self._archive.close()
 
     def header(self, name: str) -> Header:
-        """Returns shape and type of an array.
+        """Returns the shape and dtype of an array.
 
         Raises:
-            UserError: there is none of this name, it holds no numbers, or its shape is not that of
-                what is stored.
+            UserError: the name does not exist, the array holds no numbers, or its shape does not
+                match the stored size.
         """
         try:
             with self._open(name) as stream:
@@ -232,7 +231,7 @@ class Npz:
         """Returns an array.
 
         Raises:
-            UserError: what `header` raises, or a damaged file.
+            UserError: as `header`, or the file is damaged.
         """
         try:
             with self._open(name) as stream:
@@ -255,19 +254,18 @@ def read_npy(path: str | os.PathLike[str], *, remedy: str) -> np.ndarray:
     """Returns the array of numbers in a .npy file.
 
     Raises:
-        UserError: there is no such file, it holds no numbers, or its size is not that of the shape
-            it tells.
+        UserError: the file is missing, holds no numbers, or its size does not match its shape.
     """
     try:
         check_regular(path)
         with open(path, "rb") as stream:
             return _read_numbers(stream, _read_header(stream, os.path.getsize(path)))
-    except Exception as error:  # NumPy has many kinds.
+    except Exception as error:  # NumPy raises many kinds.
         raise unreadable(path, error, remedy) from None
 
 
 def check_expansion(unpacked: int, stored: int) -> None:
-    """Raises `TooLargeError` where a file would unpack to far more bytes than it has."""
+    """Raises `TooLargeError` if a file would unpack to far more bytes than it has."""
     if unpacked > max(_ALWAYS_ALLOWED, _MOST_RATIO * stored):
         raise TooLargeError(
             f"its {stored:,} bytes unpack to {unpacked:,} or more, over {_MOST_RATIO} times as many"
@@ -275,15 +273,15 @@ def check_expansion(unpacked: int, stored: int) -> None:
 
 
 def check_tfds(name: str, data_dir: str | None, *, setting: str) -> None:
-    """Raises `UserError` for a data set of TFDS whose reading would run code from elsewhere.
+    """Raises `UserError` for a TFDS data set whose reading would run foreign code.
 
-    TFDS downloads and runs what prepares a data set of others, `namespace:name`, and it imports the
-    modules that a prepared one names for its features.
+    TFDS downloads and runs the code of community data sets, `namespace:name`, and it imports the
+    modules that a prepared data set names for its features.
 
     Args:
-        name: of the data set.
-        data_dir: where it lies; None is TFDS's own place.
-        setting: what the name was given as.
+        name: name of the data set.
+        data_dir: folder of its data; None means TFDS's default.
+        setting: the setting of the name, for the message.
     """
     if re.match(r"[^/:=]*:[^\d*:]", name):
         raise errors.UserError(
@@ -324,7 +322,7 @@ def _members(archive: zipfile.ZipFile, stored: int) -> dict[str, zipfile.ZipInfo
 
 
 def _read_header(stream: IO[bytes], size: int) -> Header:
-    """Reads the header of an array that takes `size` bytes with it."""
+    """Reads the header of an array that takes `size` bytes including the header."""
     version = np.lib.format.read_magic(stream)
     readers = {
         (1, 0): np.lib.format.read_array_header_1_0,
@@ -336,7 +334,7 @@ def _read_header(stream: IO[bytes], size: int) -> Header:
         shape, is_fortran, dtype = readers[version](stream)
     except ValueError:
         raise
-    except Exception as error:  # The header is Python text, which has many kinds of faults.
+    except Exception as error:  # The header is Python text, whose parsing raises many kinds.
         raise ValueError(f"its header is damaged: {type(error).__name__}") from None
     if dtype.hasobject:
         raise ValueError("it holds objects of Python, a pickle, which is never loaded")
@@ -363,7 +361,7 @@ def _read_numbers(stream: IO[bytes], header: Header) -> np.ndarray:
             raise EOFError(f"{len(content) - at:,} bytes are missing")
         content[at : at + len(piece)] = piece
         at += len(piece)
-    stream.read(1)  # Only at their end are checksums of zip files compared.
+    stream.read(1)  # Zip files verify checksums only at the end.
     return array.T if header.is_fortran else array
 
 
@@ -374,6 +372,6 @@ def _feature_classes(file: pathlib.Path) -> list[str]:
         found.extend(v for k, v in value.items() if k in _TFDS_CLASS and isinstance(v, str))
         return value
 
-    with contextlib.suppress(ValueError, RecursionError):  # TFDS says so itself.
+    with contextlib.suppress(ValueError, RecursionError):  # TFDS reports these itself.
         json.loads(file.read_bytes(), object_hook=note)
     return found

@@ -1,6 +1,6 @@
-"""How the C library keeps memory that was freed, where the processor computes.
+"""Makes the C library keep freed memory when JAX computes on the CPU.
 
-Nothing heavy is imported here.
+Imports nothing heavy.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import os
 import pathlib
 import platform
 
-# Of glibc's malloc.h, and of Linux's mman.h.
+# Constants of glibc's malloc.h and Linux's mman.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 _MADV_HUGEPAGE = 14
 _OWN_SETTINGS = ("GLIBC_TUNABLES", "MALLOC_")
@@ -18,22 +18,22 @@ _OVERCOMMIT = pathlib.Path("/proc/sys/vm/overcommit_memory")
 
 
 def keep_freed() -> bool:
-    """Has this process keep what it frees, in large pages; returns whether it keeps it.
+    """Makes this process keep freed memory, in huge pages; returns whether it does.
 
-    A step allocates its temporaries as a whole, hundreds of MB for a tiny model. By default glibc
-    returns them to the system after each step, which maps and clears every page anew: a fifth
-    of the processor time. Afterwards the process keeps the most memory that it ever held. In pages
-    of 4 KiB, what reads a matrix against its order misses a page at each element: another fifth.
+    A step allocates its temporaries together, hundreds of MB for a tiny model. By default glibc
+    returns them to the system after each step, and the next one maps and clears every page anew: a
+    fifth of the CPU time. With this, the process keeps the most memory it ever held. With 4 KiB
+    pages, strided reads of a matrix miss the TLB at each element: another fifth.
 
-    Nothing changes with an accelerator, with another C library, or where environment variables
-    set malloc up. It must be called before JAX starts its threads.
+    Nothing changes with an accelerator, with another C library, or if environment variables
+    configure malloc. Must be called before JAX starts its threads.
     """
     set_up = any(name.startswith(_OWN_SETTINGS) for name in os.environ)
     if set_up or platform.libc_ver()[0] != "glibc" or not _processor_computes():
         return False
     library = ctypes.CDLL(None)
-    # One arena, as the others cannot hold more than 64 MB; no mapping for a single piece; and
-    # never a return of the end of the heap.
+    # One arena, because others cannot exceed 64 MB; no separate mappings; and never return the end
+    # of the heap.
     settings = ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1))
     kept = all(library.mallopt(*setting) == 1 for setting in settings)
     if kept and not _counts_untouched_memory():
@@ -42,16 +42,16 @@ def keep_freed() -> bool:
 
 
 def _counts_untouched_memory() -> bool:
-    """Whether the system takes what is asked for from what others can have, before it is used."""
+    """Returns whether the system reserves memory on allocation, before it is touched."""
     return _OVERCOMMIT.exists() and _OVERCOMMIT.read_text().strip() == "2"
 
 
 def _ask_for_large_pages(library: ctypes.CDLL) -> None:
-    """Has the system use pages of 2 MiB, or what it calls huge, for the heap that is to come.
+    """Requests huge pages of 2 MiB for the future heap.
 
-    glibc asks for them only if an environment variable said so when the process began. Here the
-    heap grows at once by half of the machine's memory, none of which is touched, and shrinks no
-    more. Where the system has no such pages, or grants no such heap, it stays as it is.
+    glibc does so only if an environment variable was set at start. Here the heap grows at once by
+    half of the machine's memory, which is not touched, and never shrinks. If the system has no huge
+    pages, or refuses such a heap, nothing changes.
     """
     library.malloc.argtypes, library.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
     library.free.argtypes, library.free.restype = [ctypes.c_void_p], None

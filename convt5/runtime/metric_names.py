@@ -28,12 +28,12 @@ def lower_is_better(metric: str) -> bool:
     return "per_second" not in name and any(part in _LESS for part in name.split("_"))
 
 
-def shown(metric: str, value: float) -> str:
+def format_value(metric: str, value: float) -> str:
     """Formats a value for display: losses with four decimals, others with four digits."""
     return f"{value:.4f}" if lower_is_better(metric) else f"{value:.4g}"
 
 
-def words(metric: str) -> str:
+def display_name(metric: str) -> str:
     """Formats a name for display: `validation/token_accuracy` is "validation token accuracy"."""
     return metric.replace("/", " ").replace("_", " ")
 

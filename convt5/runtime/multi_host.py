@@ -1,7 +1,7 @@
-"""Joining the other hosts of a run, by flags, by environment variables, or as JAX finds them.
+"""Joins the hosts of a run, by flags, by environment variables, or by JAX's detection.
 
-`train` and `eval` call it before anything else uses JAX. The same command serves Cloud TPU slices,
-GKE, SLURM and `launch/local.py`.
+`train` and `eval` call it before anything else uses JAX. The same command works on Cloud TPU
+slices, GKE, SLURM and with `launch/local.py`.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _VARIABLES = {
     "num_processes": "JAX_NUM_PROCESSES",
     "process_id": "JAX_PROCESS_ID",
 }
-_HEARTBEAT_SECS = 100  # JAX's own.
+_HEARTBEAT_SECS = 100  # JAX's default.
 
 
 def settings(
@@ -41,11 +41,10 @@ def settings(
 ) -> dict[str, Any] | None:
     """Returns the arguments of `jax.distributed.initialize`; None for a run of one process.
 
-    Flags go before environment variables.
+    Flags take precedence over environment variables.
 
     Raises:
-        UserError: some of address, number and index are given and others are not, or make no
-            sense.
+        UserError: only some of address, number and index are given, or they are invalid.
     """
     given = {}
     for name, variable in _VARIABLES.items():
@@ -78,11 +77,11 @@ def settings(
 
 
 @contextlib.contextmanager
-def joined(flags: argparse.Namespace) -> Iterator[None]:
-    """Joins the run if flags or environment say so, for the duration of the context.
+def join(flags: argparse.Namespace) -> Iterator[None]:
+    """Context in which this process has joined the run, if flags or environment request it.
 
-    A process that fails leaves at once, without the farewell that JAX waits minutes for: the others
-    may be waiting for this one.
+    A process that fails exits at once, without JAX's shutdown barrier, which can wait for minutes:
+    others may be waiting for this process.
 
     Raises:
         UserError: as `settings`, or the other hosts cannot be found.
@@ -104,7 +103,7 @@ def joined(flags: argparse.Namespace) -> Iterator[None]:
         yield
     except BaseException as error:
         if isinstance(error, errors.UserError) and error.exit_code >= 128:
-            raise  # All were asked to stop, and stop together.
+            raise  # All processes were asked to stop, and stop together.
         _leave(error)
 
 
@@ -121,7 +120,7 @@ def _leave(error: BaseException) -> None:
 
 
 def _check_address(address: str) -> None:
-    """The runtime of JAX crashes of a port that is no number, and accepts others that are none."""
+    """Checks the port, because JAX's runtime crashes or misbehaves with an invalid one."""
     host, _, port = address.rpartition(":")
     if not host or not re.fullmatch("[0-9]+", port) or not 0 < int(port) < 2**16:
         raise errors.UserError(

@@ -1,7 +1,7 @@
-"""Keeps what TensorFlow's native code says while it is imported off the terminal.
+"""Suppresses the messages of TensorFlow's native code during its import.
 
-TF_CPP_MIN_LOG_LEVEL does not govern the lines that are written before TensorFlow has set up its
-logging, and they are the first that a newcomer would read.
+TF_CPP_MIN_LOG_LEVEL has no effect before TensorFlow has initialised its logging, and these messages
+would be the first that a new user sees.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _CHATTER = re.compile(
 
 @contextlib.contextmanager
 def without_tensorflow_chatter() -> Iterator[None]:
-    """Holds back the process's standard error, and writes it afterwards without those lines."""
+    """Captures standard error, and then writes it without these messages."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if "tensorflow" in sys.modules:
         yield

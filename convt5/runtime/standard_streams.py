@@ -1,8 +1,8 @@
-"""Standard streams that may be closed: what nobody reads is dropped, and the work goes on.
+"""Handles closed standard streams: output that nobody reads is dropped, and work continues.
 
-Ctrl-C ends `tee` as well as the run that it reads, `... 2>&1 | tee log`, and the run has still its
-state to save; so has one whose terminal was closed. Results go to standard output, where commands
-end once nobody reads them.
+In `... 2>&1 | tee log`, Ctrl-C ends `tee` as well as the run, which still has to save its state;
+likewise when a terminal is closed. Results go to standard output, and commands end when nobody
+reads them.
 """
 
 import errno
@@ -11,11 +11,11 @@ import sys
 from typing import Any, TextIO
 
 _NOBODY_READS = (errno.EPIPE, errno.EIO)
-"""Of a pipe whose reader has ended, and of a terminal that is gone."""
+"""Errors of a pipe without reader, and of a closed terminal."""
 
 
 class Unheard:
-    """A text stream which, once nobody reads it any more, takes what is written and drops it."""
+    """A text stream that drops its output once nobody reads it."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -39,28 +39,27 @@ class Unheard:
     def _drop(self, error: OSError) -> None:
         if error.errno not in _NOBODY_READS:
             raise error
-        # Native code writes to the same file; and what the stream holds back goes there as well.
+        # Redirects the file descriptor, which native code and the stream's buffer also use.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
 
 
 def open_all() -> None:
-    """Leads streams that were closed (`>&-`) to nowhere.
+    """Opens /dev/null for standard streams that are closed (`>&-`).
 
-    Otherwise the next file that is opened takes their number, and what native code has to tell is
-    written into it.
+    Otherwise the next opened file gets their descriptor, and native code writes its messages to it.
     """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # Takes the lowest number that is free.
+            os.open(os.devnull, os.O_RDWR)  # Gets the lowest free descriptor.
     sys.stdin = sys.stdin or os.fdopen(0, "r", closefd=False)
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
-def stderr_may_be_closed() -> None:
-    """Has the process go on when nobody reads its standard error any more."""
+def tolerate_closed_stderr() -> None:
+    """Lets the process continue when nobody reads its standard error."""
     sys.stderr = Unheard(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue]

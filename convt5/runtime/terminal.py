@@ -1,7 +1,7 @@
-"""Output on which nothing but convt5 itself controls the terminal.
+"""Escapes control characters in the output, so that only convt5 itself controls the terminal.
 
-Names of files, settings, metrics and predictions may hold the sequences by which a terminal moves
-its cursor, changes its title or answers; they are written out instead, `\\x1b`.
+Names of files, settings, metrics and predictions may contain sequences that move the cursor, change
+the title or query the terminal; they are shown as `\\x1b`.
 """
 
 import logging
@@ -12,7 +12,7 @@ from convt5.errors import printable
 
 
 class Shown:
-    """A text stream that writes control characters out; `stream` takes them as they are."""
+    """A text stream that escapes control characters; `stream` is the unescaped stream."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -30,7 +30,7 @@ class Shown:
 
 
 def protect() -> None:
-    """Has the process show what it writes to standard output and standard error."""
+    """Escapes all output of the process to standard output and standard error."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None or isinstance(stream, Shown):
@@ -41,15 +41,15 @@ def protect() -> None:
 
 
 def unchanged(stream: Any) -> TextIO:
-    """Returns a stream for what must come as it is: bars of progress, and results in files.
+    """Returns the unescaped stream, for progress bars and for results in files.
 
-    Texts of others that are written to it pass through `printable` before, where it is a terminal.
+    Foreign text must be passed through `printable` before it is written to a terminal.
     """
     return stream.stream if isinstance(stream, Shown) else stream
 
 
 def _redirect_logs(stream: Any, shown: Any) -> None:
-    """Libraries that were imported already have their warnings go to the stream itself."""
+    """Redirects the log handlers of libraries that were imported already."""
     beneath = {id(stream), id(getattr(stream, "_stream", stream))}
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     for logger in loggers:

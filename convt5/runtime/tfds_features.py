@@ -1,4 +1,4 @@
-"""Which classes TFDS may make features of, wherever a data set lies.
+"""Restricts the feature classes that TFDS may load.
 
 A prepared data set names the class of each feature in `features.json`, and TFDS imports its module.
 """
@@ -11,10 +11,10 @@ _OWN = "tensorflow_datasets."
 
 
 def import_none_of_others() -> None:
-    """Keeps TFDS, from now on, from importing modules that a data set names.
+    """Prevents TFDS from importing modules that a data set names.
 
-    Features of TFDS stay, and those of modules that are imported already, which the user did.
-    Another is a `UserError`, on whatever file system the data set lies.
+    Features of TFDS, and of modules already imported by the user, still work. Others raise
+    `UserError`, on any file system.
     """
     from tensorflow_datasets.core.features import feature
 
@@ -26,7 +26,7 @@ def import_none_of_others() -> None:
     def known(name: str) -> Any:
         if not name.startswith(_OWN) and name not in connector._registered_features:
             raise errors.UserError(
-                f"a data set of TFDS names {errors.clipped(name)} for a feature, which TFDS would "
+                f"a data set of TFDS names {errors.clip(name)} for a feature, which TFDS would "
                 "import; data sets may have features of tensorflow_datasets alone, or of modules "
                 "that you import."
             )

@@ -258,7 +258,7 @@ def _read(file: epath.Path) -> tuple[TaskFormat, ...]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise errors.UserError(
             f"{file}, how the tasks of the run write their inputs, cannot be read "
-            f"({errors.clipped(error, limit=300)}); restore the file, or remove it and format "
+            f"({errors.clip(error, limit=300)}); restore the file, or remove it and format "
             "inputs as the task does."
         ) from error
 

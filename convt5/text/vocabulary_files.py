@@ -313,11 +313,11 @@ def _read(folder: epath.Path) -> KeptText:
             targets = _read_vocabulary(about["targets"], folder / "targets.model")
         lengths = {name: _count(about[name], none=True) for name in _LENGTHS}
         if not isinstance(about["add_eos"], bool):
-            raise ValueError(f"add_eos={errors.clipped(about['add_eos'])}")
+            raise ValueError(f"add_eos={errors.clip(about['add_eos'])}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise errors.UserError(
             f"{folder}, the vocabularies of the model, cannot be read "
-            f"({errors.clipped(error, limit=300)}); put its files "
+            f"({errors.clip(error, limit=300)}); put its files "
             "back, or remove the folder and name the vocabulary (--vocabulary=FILE.model)."
         ) from error
     return KeptText(inputs, targets, about["add_eos"], **lengths)
@@ -334,7 +334,7 @@ def _read_vocabulary(about: Mapping[str, Any], file: epath.Path) -> KeptVocabula
         return KeptVocabulary("characters", num_sentinels)
     if kind == "sentencepiece":
         return KeptVocabulary("sentencepiece", num_sentinels, read_model(file))
-    raise ValueError(f"{errors.clipped(kind)} is no kind of vocabulary")
+    raise ValueError(f"{errors.clip(kind)} is no kind of vocabulary")
 
 
 def read_model(file: epath.PathLike) -> bytes:
@@ -345,7 +345,7 @@ def read_model(file: epath.PathLike) -> bytes:
 def _count(value: Any, *, none: bool = False) -> Any:
     if (value is None and none) or (type(value) is int and 0 <= value <= MOST_TOKENS):
         return value
-    raise ValueError(f"{errors.clipped(value)} is no count up to {MOST_TOKENS:,}")
+    raise ValueError(f"{errors.clip(value)} is no count up to {MOST_TOKENS:,}")
 
 
 def _pieces(model: bytes) -> list[str]:

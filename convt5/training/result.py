@@ -63,9 +63,11 @@ def describe(result: Result) -> str:
     for metric, value in figures.items():
         if value is None:
             continue
-        line = f"  {metric_names.words(metric):<15}  {metric_names.shown(metric, value)}"
+        line = (
+            f"  {metric_names.display_name(metric):<15}  {metric_names.format_value(metric, value)}"
+        )
         if metric == result.metric and result.best_value is not None:
-            best = metric_names.shown(metric, result.best_value)
+            best = metric_names.format_value(metric, result.best_value)
             line += f"  best {best} after step {result.best_step}"
         lines.append(line)
     if result.target_unigram_entropy is not None:

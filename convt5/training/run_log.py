@@ -596,7 +596,9 @@ def _facts(record: Record) -> list[str]:
     ):
         parts.append(f"objective {record['objective']:.4f}")
     parts += [
-        f"{metric_names.words(name)} {record[name]:.2f}" for name in _ACCURACIES if name in record
+        f"{metric_names.display_name(name)} {record[name]:.2f}"
+        for name in _ACCURACIES
+        if name in record
     ]
     if "tokens_per_second" in record:
         parts.append(f"{short_number(record['tokens_per_second'])} tokens/s")
@@ -625,7 +627,7 @@ def _brief_evaluation(record: Record, metric: str) -> str:
         ]
         names.sort(key=lambda name, half=half: f"{half}/{name}" != metric)
         shown = [
-            f"{name.replace('_', ' ')} {metric_names.shown(name, metrics[name])}"
+            f"{name.replace('_', ' ')} {metric_names.format_value(name, metrics[name])}"
             for name in names[:_MOST_OF_A_TASK]
         ]
         if shown:

@@ -1,1 +1,1 @@
-"""Vision Transformers whose stem is a patchify layer or early convolutions (arXiv 2106.14881)."""
+"""Vision Transformers with a patchify stem or an early-convolution stem (arXiv 2106.14881)."""

@@ -1,4 +1,4 @@
-"""The Vision Transformers that gin files describe: `ViTConfig`."""
+"""The Vision Transformer as gin files configure it: `ViTConfig`."""
 
 import dataclasses
 
@@ -13,5 +13,5 @@ class ViTConfig(ViTDescription):
     __doc__ = ViTDescription.__doc__
 
     def build(self, key: PRNGKeyArray) -> model.ViT:
-        """Builds the model; under `jax.eval_shape` nothing is allocated."""
+        """Builds the model; under `jax.eval_shape` this allocates nothing."""
         return model.ViT(self, key=key)

@@ -1,4 +1,4 @@
-"""The transformer of ViT: blocks of attention and feed-forward, pre-norm, with biases."""
+"""The transformer of ViT: pre-norm blocks of attention and feed-forward, with biases."""
 
 from typing import Any
 
@@ -13,9 +13,10 @@ from convt5.vision.description import ViTDescription
 
 
 class QueryKeyValue(nnx.Module):
-    """The input projection of attention, to queries, keys and values at once.
+    """The input projection of attention, to queries, keys and values together.
 
-    Its kernel [embed, 3, embed] is Xavier uniform as one matrix [embed, 3 * embed], as in torch.
+    Its kernel [embed, 3, embed] is initialised Xavier uniform as one matrix [embed, 3 * embed], as
+    in torch.
     """
 
     def __init__(self, config: ViTDescription, *, key: PRNGKeyArray):
@@ -28,7 +29,7 @@ class QueryKeyValue(nnx.Module):
             _canon(config, "B", name, emb_dim, key=part)
             for name, part in zip(("query", "key", "value"), jax.random.split(key, 3), strict=True)
         ]
-        # Any: a list of modules has no element type.
+        # Any: nnx.List has no element type.
         self.canon: Any = None if None in canons else nnx.List(canons)
 
     def __call__(
@@ -86,7 +87,7 @@ class Mlp(nnx.Module):
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with Canon layers where there are any."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), with optional Canon layers."""
 
     def __init__(self, config: ViTDescription, *, key: PRNGKeyArray):
         attention_key, mlp_key = jax.random.split(key)
@@ -107,18 +108,18 @@ class Block(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """The blocks, and the norm that ends them."""
+    """The blocks, and the final norm."""
 
     def __init__(self, config: ViTDescription, *, key: PRNGKeyArray):
         keys = jax.random.split(key, config.num_layers)
-        # Any: a list of modules has no element type.
+        # Any: nnx.List has no element type.
         self.layers: Any = nnx.List([Block(config, key=key) for key in keys])
         self.final_norm = norm(config)
 
     def __call__(
         self, x: Float[Array, "batch length embed"], along: Along | None = None
     ) -> Float[Array, "batch length embed"]:
-        """Returns what the tokens become; `along` is their sequence, for Canon layers."""
+        """Returns the encoded tokens; `along` is their sequence, for Canon layers."""
         for layer in self.layers:
             x = layer(x, along)
         return self.final_norm(x)
@@ -130,10 +131,10 @@ def norm(config: ViTDescription) -> Norm:
 
 
 def symmetric_uniform(limit: float) -> jax.nn.initializers.Initializer:
-    """Uniform between -limit and limit."""
+    """Returns the uniform initializer between -limit and limit."""
 
     def init(key, shape, dtype=jnp.float32, out_sharding=None):
-        del out_sharding  # Shardings are decided outside the modules.
+        del out_sharding  # `sharding` decides where parameters live.
         return jax.random.uniform(key, shape, dtype, -limit, limit)
 
     return init
@@ -154,7 +155,7 @@ def _dense(
     key: PRNGKeyArray,
     bias_key: PRNGKeyArray,
 ) -> Dense:
-    """A dense layer of the MLP: Xavier uniform, and biases that are nearly zero."""
+    """Returns a dense layer of the MLP: Xavier uniform kernel, and biases close to zero."""
     init = jax.nn.initializers.glorot_uniform()
     dense = Dense(in_dim, out_dim, key=key, use_bias=True, init=init, canon=canon)
     dense.bias = nnx.Param(1e-6 * jax.random.normal(bias_key, (out_dim,), jnp.float32))

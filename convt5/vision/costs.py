@@ -1,7 +1,7 @@
-"""What a Vision Transformer costs, in closed form: parameters and multiply-adds of its parts.
+"""Costs of a Vision Transformer by formula: parameters and multiply-adds of its parts.
 
-Computed from `ViTConfig` alone, before anything is built. As in arXiv 2106.14881 an addition of a
-bias counts one and norms, softmax and activations count nothing; attention counts both products.
+Computed from `ViTConfig` alone, before anything is built. As in arXiv 2106.14881, adding a bias
+counts one, and norms, softmax and activations count nothing; attention counts both products.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from convt5.vision.description import ViTDescription
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Trained numbers, and multiply-adds of a forward pass over one image."""
+    """Parameters, and multiply-adds of a forward pass over one image."""
 
     parameters: int
     multiply_adds: int
@@ -27,14 +27,14 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ViTCost:
-    """The parts of a model.
+    """Costs of the parts of a model.
 
     Attributes:
-        stem: everything that makes patches of an image.
+        stem: the stem, which turns an image into patches.
         embeddings: the position table and the class token.
-        block: one of the transformer's.
-        num_blocks: how many of those.
-        head: the last norm and the layer that makes logits.
+        block: one transformer block.
+        num_blocks: number of blocks.
+        head: the final norm and the output layer.
     """
 
     stem: Cost
@@ -53,7 +53,7 @@ class ViTCost:
 
 
 def model_cost(config: ViTDescription) -> ViTCost:
-    """Returns what a model costs."""
+    """Returns the costs of a model."""
     rows = config.num_tokens + (config.pooling == "token")
     return ViTCost(
         stem=_patchify(config) if config.stem == "patchify" else _convolutions(config),
@@ -65,18 +65,18 @@ def model_cost(config: ViTDescription) -> ViTCost:
 
 
 def patch_field(config: ViTDescription) -> int:
-    """Returns the height and width of the pixels that one patch is made from."""
+    """Returns the height and width in pixels of the receptive field of one patch."""
     if config.stem == "patchify":
         return config.stride
-    field, distance = 1, 1  # Pixels seen, and pixels between neighbours.
+    field, distance = 1, 1  # Receptive field, and distance between neighbours, in pixels.
     for stride in config.stem_strides[:-1]:
-        field += 2 * distance  # A 3x3 convolution reads one neighbour to each side.
+        field += 2 * distance  # A 3x3 convolution reads one neighbour on each side.
         distance *= stride
     return field
 
 
 def as_json(config: ViTDescription) -> dict[str, Any]:
-    """Returns what a model costs as values for JSON."""
+    """Returns the costs of a model as JSON values."""
     cost = model_cost(config)
     return {
         "tokens": config.num_tokens,
@@ -88,7 +88,7 @@ def as_json(config: ViTDescription) -> dict[str, Any]:
 
 
 def as_text(config: ViTDescription) -> str:
-    """Returns what a model costs as a table for people."""
+    """Returns the costs of a model as a table."""
     cost = model_cost(config)
     rows = [("", "parameters", "multiply-adds")]
     rows += [
@@ -145,7 +145,7 @@ def _block(config: ViTDescription) -> Cost:
 
 
 def _canons(config: ViTDescription) -> Cost:
-    """The Canon layers of a block: what each of their channels is multiplied with."""
+    """Returns the costs of a block's Canon layers."""
     widths = {"A": config.emb_dim, "B": 3 * config.emb_dim, "C": config.emb_dim}
     widths["D"] = config.mlp_dim
     channels = sum(widths[place] for place in config.canon)
@@ -158,6 +158,6 @@ def _norm(dim: int) -> Cost:
 
 
 def _dense(inputs: int, outputs: int, *, positions: int, bias: bool = True) -> Cost:
-    """A product with one matrix at each position; a convolution reads kernel times channels."""
+    """Returns the costs of a product with one matrix at each position, also for a convolution."""
     size = inputs * outputs + outputs * bias
     return Cost(parameters=size, multiply_adds=positions * size)

@@ -1,7 +1,7 @@
-"""What a Vision Transformer is made of: its stem, blocks and head, without arrays.
+"""Description of a Vision Transformer without arrays: its stem, blocks and head.
 
-`vision.model` builds modules from these values, `vision.costs` counts from them, gin files set
-them. Everything is checked here, before anything is allocated.
+Gin files set these values, `vision.model` builds modules from them, and `vision.costs` computes
+costs. All rules are checked here, before anything is allocated.
 """
 
 import dataclasses
@@ -20,34 +20,34 @@ Pooling = Literal["token", "mean"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ViTDescription(CanonConfig):
-    """A Vision Transformer: ViT_P with a patchify stem, ViT_C with a stack of small convolutions.
+    """A Vision Transformer: ViT_P with a patchify stem, ViT_C with an early-convolution stem.
 
     Pre-norm transformer blocks with biases and exact GELU, learned positions, one linear head
     (Xiao et al. 2021, arXiv 2106.14881). ViT_C has one block fewer than ViT_P at equal cost.
 
-    Canon layers (`canon`) convolve along the patches, row by row; the class token is no neighbour
-    of theirs, and reads itself alone.
+    Canon layers (`canon`) convolve along the patches, row by row. The class token is not their
+    neighbour, and reads only itself.
 
     Attributes:
         image_size: height and width of the images in pixels.
-        stem: "patchify" is one convolution of `patch_size` with that stride and a bias; "conv" is
-            3x3 convolutions without bias, padded by 1 on all sides, each followed by batch norm
-            and ReLU, and a last 1x1 convolution with bias and neither.
+        stem: "patchify" is one convolution of `patch_size` with the same stride and a bias. "conv"
+            is a stack of 3x3 convolutions without bias, padded by 1 on all sides, each followed by
+            batch norm and ReLU, and a final 1x1 convolution with bias only.
         patch_size: pixels of a patch along each axis; patchify only.
         stem_channels: output channels of each convolution of a conv stem; the last is `emb_dim`.
-        stem_strides: the stride of each.
+        stem_strides: stride of each convolution of a conv stem.
         num_layers: transformer blocks.
-        emb_dim, mlp_dim: channels of the residual stream and inside the feed-forward layers.
+        emb_dim, mlp_dim: channels of the residual stream, and of the feed-forward layers.
         num_heads: attention heads, each of emb_dim / num_heads channels.
-        num_classes: the length of the logits.
-        pooling: "token" classifies by a learned token in front of the patches, "mean" by the mean
-            of all patches after the last norm.
-        in_channels: of the images: 3 for colour, 1 for grey.
-        dtype: of activations ("bfloat16", "float32"); parameters are float32, and softmax, norms
+        num_classes: number of classes.
+        pooling: "token" classifies by a learned token before the patches, "mean" by the mean of all
+            patches after the final norm.
+        in_channels: channels of the images: 3 for colour, 1 for grey.
+        dtype: dtype of activations, "bfloat16" or "float32". Parameters are float32; softmax, norms
             and logits are computed in at least float32.
-        norm_epsilon: of the layer norms.
-        batch_norm_epsilon: of the batch norms.
-        batch_norm_momentum: the share of the newest batch in the running statistics, in (0, 1].
+        norm_epsilon: epsilon of the layer norms.
+        batch_norm_epsilon: epsilon of the batch norms.
+        batch_norm_momentum: weight of the newest batch in the running statistics, in (0, 1].
     """
 
     image_size: int = ruled(rules.count)
@@ -83,7 +83,7 @@ class ViTDescription(CanonConfig):
 
     @property
     def num_tokens(self) -> int:
-        """The length of the sequence that the blocks see."""
+        """The length of the token sequence of the blocks."""
         return self.grid_size**2 + (self.pooling == "token")
 
     def _faults(self) -> list[str]:

@@ -1,7 +1,7 @@
-"""Batches of labelled images, with a position that can be saved and set exactly.
+"""Batches of labelled images; their position can be saved and restored exactly.
 
-Gin files bind `images.ImageDataConfig` in the scopes `train/` and `eval/`. The order of images and
-everything random about them follow from the seed and from how many were taken.
+Gin files bind `images.ImageDataConfig` in the scopes `train/` and `eval/`. Order and augmentation
+derive from the seed and the number of images read.
 """
 
 import dataclasses
@@ -15,38 +15,38 @@ from convt5 import errors
 from convt5.data.prefetching import rows_per_host
 from convt5.data.row_order import Passes, RowsOfBatch
 from convt5.errors import checks
-from convt5.vision.augmentation import Augmentation, resized
+from convt5.vision.augmentation import Augmentation, resize
 from convt5.vision.description import ViTDescription
 from convt5.vision.sources import CorruptImage, ImageSet, ImageSource, OnCorrupt
 
 ChannelOrder = Literal["rgb", "bgr"]
 
-_MOST_SPARES = 1000  # Images tried in place of one batch that is corrupt throughout.
+_MOST_SPARES = 1000  # Images tried when a whole batch is corrupt.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageDataConfig:
-    """Which images are read, and how they become batches.
+    """The images to read, and how they become batches.
 
     Attributes:
-        source: where they are, such as `sources.Folder`.
-        split: of the source.
+        source: the source of images, such as `sources.Folder`.
+        split: split of the source.
         batch_size: rows over all hosts.
-        image_size: height and width that images are resized to.
-        in_channels: 3 or 1; grey images become colour by repeating.
-        num_classes: labels must be below it.
-        resize_size: the shorter side is brought to it, and the middle of `image_size` cut out;
-            None takes `image_size` itself. An augmentation with `crop_area` cuts out otherwise.
-        mean, stddev: of channels in [0, 1], subtracted and divided by; one value for all, or one
-            for each in the order red, green, blue.
+        image_size: height and width of the resized images.
+        in_channels: 3 or 1; grey images become colour by repetition.
+        num_classes: number of classes; labels must be smaller.
+        resize_size: resizes the shorter side to this before cropping the center of `image_size`;
+            None means `image_size`. Ignored if the augmentation has `crop_area`.
+        mean, stddev: subtracted from and divided out of channels in [0, 1]; one value for all, or
+            one each for red, green, blue.
         channel_order: "bgr" for models of pycls.
-        augmentation: what is done to images at random; None for nothing.
-        on_corrupt: a file that is no image ends the run ("refuse") or is replaced by a row of
-            weight 0, counted and warned about ("skip").
-        shuffle: False keeps the order of the data; None shuffles, as True does.
-        seed: of everything random.
-        num_epochs: passes over the data; None never ends. The last batch of finite data is filled
-            up with rows of weight 0.
+        augmentation: random augmentation, or None.
+        on_corrupt: what to do with an unreadable image: "refuse" ends the run, "skip" replaces it
+            by a row of weight 0, counts it and warns.
+        shuffle: False keeps the order of the data; None and True shuffle.
+        seed: random seed of everything.
+        num_epochs: passes over the data; None never ends. The last batch of finite data is padded
+            with rows of weight 0.
     """
 
     source: ImageSource
@@ -95,7 +95,7 @@ class ImageDataConfig:
     def check_model(self, model: Any) -> None:
         """Raises `UserError` unless a model reads such images and has a logit for every label.
 
-        A source that can be looked at before it is read is: what is not here yet may still come.
+        Also checks the source if it can be checked without reading, and exists already.
         """
         if not isinstance(model, ViTDescription):
             raise errors.UserError(
@@ -142,10 +142,10 @@ class ImageBatches:
     """Host batches: `images` [rows, height, width, channels], `labels` and `weights` [rows].
 
     Attributes:
-        token_bytes: None, as there is no text.
-        num_images: of the split.
-        class_names: of the labels, where they have names.
-        num_skipped: files that were no images so far.
+        token_bytes: None, because there is no text.
+        num_images: number of images of the split.
+        class_names: names of the labels, if they have names.
+        num_skipped: number of unreadable images so far.
     """
 
     token_bytes = None
@@ -168,9 +168,9 @@ class ImageBatches:
         return self
 
     def __next__(self) -> dict[str, np.ndarray]:
-        """Returns the next batch; hosts agree on how many there are."""
+        """Returns the next batch; hosts agree on the number of batches."""
         taken, config = self._passes.batch(), self._config
-        # Rows beyond the end repeat images, so that none is strange to batch statistics.
+        # Padding rows repeat images, which keeps batch statistics realistic.
         batch = self._batch(taken)
         batch["weights"] *= taken.is_row
         self._passes.advance()
@@ -179,7 +179,7 @@ class ImageBatches:
         return batch
 
     def skip(self) -> None:
-        """Leaves out the next batch without reading it."""
+        """Skips the next batch without reading it."""
         self._passes.advance()
 
     def get_state(self) -> bytes:
@@ -187,7 +187,7 @@ class ImageBatches:
         return self._passes.get_state()
 
     def set_state(self, state: bytes) -> None:
-        """Goes to a position.
+        """Moves to a saved position.
 
         Raises:
             UserError: it belongs to other data settings.
@@ -198,7 +198,7 @@ class ImageBatches:
         chosen = zip(taken.rows.tolist(), taken.numbers.tolist(), strict=True)
         read = [self._read(index, number) for index, number in chosen]
         is_image = [found is not None for found in read]
-        # A row without an image repeats another, so that none is strange to batch statistics.
+        # A row without an image repeats another one, which keeps batch statistics realistic.
         spare = next((found for found in read if found is not None), None)
         if spare is None:
             spare = self._spare(int(taken.rows[-1]), int(taken.numbers[-1]))
@@ -210,7 +210,7 @@ class ImageBatches:
         }
 
     def _read(self, index: int, number: int) -> tuple[np.ndarray, int] | None:
-        """Returns an image of the right size in [0, 255] and its label; None for one skipped."""
+        """Returns an image of the right size in [0, 255] and its label; None if skipped."""
         try:
             return self._changed(index, number)
         except CorruptImage as error:
@@ -221,19 +221,19 @@ class ImageBatches:
             return None
 
     def _spare(self, index: int, number: int) -> tuple[np.ndarray, int]:
-        """Returns the next image that can be read, the same one whatever was read before."""
+        """Returns the next readable image, independently of what was read before."""
         tried = min(self.num_images, _MOST_SPARES)
         for further in range(1, tried + 1):
             try:
                 return self._changed((index + further) % self.num_images, number)
             except CorruptImage:
-                continue  # Counted where it is read for itself.
+                continue  # It is counted at its own position.
         raise errors.UserError(
             f"none of the {tried} images that follow one another can be read; check the data."
         )
 
     def _changed(self, index: int, number: int) -> tuple[np.ndarray, int]:
-        """Reads an image and brings it to its size, with what is drawn for this number."""
+        """Reads, augments and resizes an image; `number` seeds the augmentation."""
         config = self._config
         image, label = self._images.read(index)
         if config.augmentation is not None:
@@ -244,7 +244,7 @@ class ImageBatches:
                 shorter_side=config.resize_size,
             )
         else:
-            image = resized(image, size=config.image_size, shorter_side=config.resize_size)
+            image = resize(image, size=config.image_size, shorter_side=config.resize_size)
         return self._with_channels(image), label
 
     def _with_channels(self, image: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a classifier of images minimises: soft cross-entropy, with top-1 and top-5 beside it."""
+"""The loss of an image classifier: soft cross-entropy, with top-1 and top-5 accuracy."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ Labels = Int[Array, " batch"]
 class VisionLoss:
     """Soft cross-entropy of the classes.
 
-    Batch normalisation uses the batch in training, and the running statistics in evaluation.
+    Batch normalisation uses batch statistics in training and running statistics in evaluation.
 
     Attributes:
         label_smoothing: probability spread over all classes, in [0, 1): with n classes the label
@@ -37,7 +37,7 @@ class VisionLoss:
             )
 
     def check_model(self, model: object) -> None:
-        """Raises `UserError` for the description of a model that reads no images."""
+        """Raises `UserError` if the described model does not read images."""
         if not isinstance(model, ViTDescription):
             raise errors.UserError(
                 "configuration: loss=VisionLoss is for image models, but "
@@ -48,16 +48,16 @@ class VisionLoss:
     def __call__(
         self, model: ViT, batch: Mapping[str, jax.Array], *, dropout_key: DropoutKey = None
     ) -> LossSums:
-        """Returns sums over the batch, and the running statistics after it in training.
+        """Returns sums over the batch and, in training, the new running statistics.
 
-        `cross_entropy` (nats) leaves label smoothing out; that of a mixed image is shared between
-        its labels. `accuracy` (top-1) and `top_5_accuracy` are per cent.
+        `cross_entropy` (nats) excludes label smoothing; that of a mixed image is divided between
+        its labels. `accuracy` (top-1) and `top_5_accuracy` are percentages.
 
         Args:
             model: the classifier.
             batch: `images` [batch, height, width, channels], `labels` [batch] and `weights`
-                [batch]: 0 for rows that fill up a batch. `other_labels` and `label_share` [batch]
-                are optional: the probability is then shared between two labels.
+                [batch], 0 for padding rows. With the optional `other_labels` and `label_share`
+                [batch], the probability is divided between two labels.
             dropout_key: None in evaluation.
         """
         train = dropout_key is not None
@@ -83,7 +83,7 @@ class VisionLoss:
 
 
 def one_hot(labels: Labels, logits: Logits) -> Logits:
-    # Labels of 8 bits cannot be compared with the numbers of more classes.
+    # An 8-bit label cannot be compared with a larger number of classes.
     return jax.nn.one_hot(jnp.asarray(labels, jnp.int32), logits.shape[-1], dtype=logits.dtype)
 
 
@@ -96,9 +96,9 @@ def soft_cross_entropy(
 
 
 def label_ranks(logits: Logits, labels: Labels) -> Int[Array, " batch"]:
-    """Returns how many classes come before the label; of equal logits, those of lower index.
+    """Returns the rank of the label among the classes; ties are won by lower indices.
 
-    A row with NaN has the greatest integer, so that it is wrong however many classes count.
+    A row with NaN has the largest integer, so that it is always wrong.
     """
     own = jnp.take_along_axis(logits, labels[:, None], axis=1)
     is_lower = jnp.arange(logits.shape[1])[None] < labels[:, None]

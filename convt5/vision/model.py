@@ -1,7 +1,7 @@
-"""ViT: images in, logits out; batch statistics come out beside them, and nothing is changed.
+"""ViT: from images to logits and batch statistics; a call changes nothing.
 
-`ViTConfig` (in `vision.architecture`) says what is built. The specification is Xiao et al. 2021,
-arXiv 2106.14881, and the code the authors published for it.
+`ViTConfig` (in `vision.architecture`) describes it. The specification is Xiao et al. 2021, arXiv
+2106.14881, and the authors' published code.
 """
 
 from typing import NamedTuple
@@ -25,12 +25,12 @@ Statistics = dict[str, Array]
 
 
 class ViTOutput(NamedTuple):
-    """What a call gives.
+    """The output of a call.
 
     Attributes:
-        logits: of the classes.
-        statistics: the running statistics as they are after this call: new in training, the
-            model's own otherwise. `train_state.with_statistics` puts them into a model.
+        logits: logits of the classes.
+        statistics: running statistics after the call: new in training, otherwise the model's own.
+            `train_state.with_statistics` writes them to a model.
     """
 
     logits: Float[Array, "batch classes"]
@@ -38,7 +38,7 @@ class ViTOutput(NamedTuple):
 
 
 class ViT(nnx.Module):
-    """The model; as a tree it holds parameters and, in a convolution stem, running statistics."""
+    """The model; as a tree it holds parameters and, with a conv stem, running statistics."""
 
     def __init__(self, config: ViTDescription, *, key: PRNGKeyArray):
         check_dtype(config.dtype)
@@ -65,8 +65,8 @@ class ViT(nnx.Module):
         """Returns float32 logits and the running statistics.
 
         Args:
-            images: of the config's size and channels, already normalised.
-            train: normalises by the statistics of this batch rather than by the running ones.
+            images: normalised images of the config's size and channels.
+            train: normalises by the statistics of this batch instead of the running ones.
         """
         patches, statistics = self.stem(self._checked(images), train=train)
         features = self.pool(self.encode(patches))
@@ -81,7 +81,7 @@ class ViT(nnx.Module):
     def encode(
         self, patches: Float[Array, "batch rows columns embed"]
     ) -> Float[Array, "batch length embed"]:
-        """Returns every token after the last norm; patches follow each other row by row."""
+        """Returns all tokens after the final norm; patches are in row-major order."""
         batch, rows, columns, embed = patches.shape
         x = patches.reshape(batch, rows * columns, embed)
         if self.class_token is not None:
@@ -91,14 +91,14 @@ class ViT(nnx.Module):
         return self.encoder(x, self._neighbours(x) if self.config.canon else None)
 
     def _neighbours(self, x: Float[Array, "batch length embed"]) -> StackInputs:
-        """Says what Canon layers read: the class token has no place in the image, as an example of
-        its own has none in another."""
+        """Returns what Canon layers read: the class token is a segment of its own, because it has
+        no position in the image."""
         first_patch = 0 if self.class_token is None else 1
         example = jnp.where(jnp.arange(x.shape[1]) < first_patch, 1, 2)
         return StackInputs(jnp.broadcast_to(example[None], x.shape[:2]))
 
     def pool(self, tokens: Float[Array, "batch length embed"]) -> Float[Array, "batch embed"]:
-        """Returns the features that the head reads."""
+        """Returns the input of the head."""
         return jnp.mean(tokens, axis=1) if self.class_token is None else tokens[:, 0]
 
     def _checked(self, images: Images) -> Float[Array, "batch height width channels"]:

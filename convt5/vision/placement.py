@@ -1,10 +1,10 @@
-"""Where the parameters of a Vision Transformer live: a table of rules for `sharding`."""
+"""Sharding rules of the parameters of a Vision Transformer."""
 
 from convt5.modeling import canon
 from convt5.modeling.sharding import Rule
 
-# As in the text models: "tensor" splits attention heads and the channels inside the feed-forward
-# layers, "fsdp" the other axis. The 3x3 convolutions of a stem are small and stay whole.
+# As in text models, "tensor" splits attention heads and the channels of feed-forward layers, and
+# "fsdp" the other axis. The 3x3 convolutions of a stem are small and are replicated.
 _RULES = (
     Rule(r"stem/(patchify|output)/kernel$", (None, None, None, "fsdp")),
     Rule(r"stem/(patchify|output)/bias$"),
@@ -26,5 +26,5 @@ _RULES = (
 
 
 def rules() -> tuple[Rule, ...]:
-    """Returns the table; gin files bind `trainer.train.sharding_rules` to a call of this."""
+    """Returns the rules; gin files bind `trainer.train.sharding_rules` to a call of this."""
     return _RULES

@@ -1,7 +1,7 @@
-"""Policies of augmentation, AutoAugment and RandAugment, over operators of Pillow.
+"""Augmentation policies, AutoAugment and RandAugment, with operations of Pillow.
 
 Cubuk et al. 2018 (arXiv 1805.09501) and 2019 (arXiv 1909.13719). `augmentation.Augmentation`
-applies a policy to an image that is already cut out and resized.
+applies a policy to an image that is already cropped and resized.
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from convt5 import errors
 
-_FILL = 128  # Where a shifted or turned image shows nothing.
-_MOST_SHEAR, _MOST_TURN = 0.3, 30.0  # In pixels per pixel, and in degrees.
-_MOST_SHIFT = 150 / 331  # Of the width: 150 pixels of the images that the paper searched on.
+_FILL = 128  # Fills areas outside a shifted or rotated image.
+_MOST_SHEAR, _MOST_TURN = 0.3, 30.0  # Pixels per pixel, and degrees.
+_MOST_SHIFT = 150 / 331  # Fraction of the width: 150 pixels of the images used in the paper.
 _MOST_POSTERIZED, _ENHANCED = 4, 0.9
 
 Pixels = np.ndarray
@@ -23,18 +23,18 @@ Pixels = np.ndarray
 
 
 class Policy(Protocol):
-    """Changes an image at random; everything drawn comes from the generator."""
+    """Changes an image at random, with randomness from the generator only."""
 
     def apply(self, image: Pixels, drawn: np.random.Generator) -> Pixels: ...
 
 
 class Step(NamedTuple):
-    """An operation of a learned policy.
+    """One operation of a learned policy.
 
     Attributes:
-        name: of the operation.
-        probability: with which it is done.
-        magnitude: from 0 to 10, where the range of the operation ends.
+        name: name of the operation.
+        probability: probability of applying it.
+        magnitude: from 0 to 10, the end of its range.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandAugment:
-    """A few operations one after the other, each drawn anew from the fourteen of the paper.
+    """Applies a few operations in sequence, each drawn from the fourteen of the paper.
 
     Attributes:
-        num_operations: how many.
-        magnitude: of all of them, from 0 to 10, where the range of AutoAugment ends.
+        num_operations: number of operations.
+        magnitude: magnitude of all of them, from 0 to 10, the end of AutoAugment's range.
     """
 
     num_operations: int = 2
@@ -65,20 +65,20 @@ class RandAugment:
     def apply(self, image: Pixels, drawn: np.random.Generator) -> Pixels:
         """Returns the changed image."""
         names = drawn.choice(RANDOM_OPERATIONS, size=self.num_operations)
-        return _changed(image, [Step(str(name), 1.0, self.magnitude) for name in names], drawn)
+        return _apply_steps(image, [Step(str(name), 1.0, self.magnitude) for name in names], drawn)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AutoAugment:
-    """The policy that was learned on ImageNet: one of 25 pairs of operations (table 9)."""
+    """The policy learned on ImageNet: one of 25 pairs of operations (table 9)."""
 
     def apply(self, image: Pixels, drawn: np.random.Generator) -> Pixels:
         """Returns the changed image."""
         pair = IMAGENET_POLICY[drawn.integers(len(IMAGENET_POLICY))]
-        return _changed(image, pair, drawn)
+        return _apply_steps(image, pair, drawn)
 
 
-def _changed(image: Pixels, steps: Iterable[Step], drawn: np.random.Generator) -> Pixels:
+def _apply_steps(image: Pixels, steps: Iterable[Step], drawn: np.random.Generator) -> Pixels:
     channels = image.shape[-1]
     opened = Image.fromarray(image[..., 0] if channels == 1 else image)
     for step in steps:
@@ -89,11 +89,11 @@ def _changed(image: Pixels, steps: Iterable[Step], drawn: np.random.Generator) -
 
 
 Operation = Callable[[Image.Image, float, int], Image.Image]
-"""Changes an image by a strength in [0, 1], in one of two directions: 1 or -1."""
+"""Changes an image by a strength in [0, 1], in direction 1 or -1."""
 
 
 def _affine(image: Image.Image, *matrix: float) -> Image.Image:
-    """Where pixel (x, y) comes from: (a x + b y + c, d x + e y + f)."""
+    """Transforms so that pixel (x, y) is read at (a x + b y + c, d x + e y + f)."""
     fill = _FILL if image.mode == "L" else (_FILL,) * 3
     return image.transform(image.size, Image.Transform.AFFINE, matrix, fillcolor=fill)
 
@@ -124,12 +124,12 @@ def identity(image: Image.Image, strength: float, sign: int) -> Image.Image:
 
 
 def auto_contrast(image: Image.Image, strength: float, sign: int) -> Image.Image:
-    """Stretches each channel over all values."""
+    """Stretches each channel to the full range of values."""
     return ImageOps.autocontrast(image)
 
 
 def equalize(image: Image.Image, strength: float, sign: int) -> Image.Image:
-    """Makes all values of each channel about equally frequent."""
+    """Equalises the histogram of each channel."""
     return ImageOps.equalize(image)
 
 
@@ -138,7 +138,7 @@ def invert(image: Image.Image, strength: float, sign: int) -> Image.Image:
 
 
 def solarize(image: Image.Image, strength: float, sign: int) -> Image.Image:
-    """Inverts the values from a threshold on, which falls with the strength."""
+    """Inverts values above a threshold that decreases with the strength."""
     return ImageOps.solarize(image, round(256 * (1 - strength)))
 
 

@@ -1,6 +1,6 @@
-"""Where labelled images come from: scikit-learn's digits, arrays in a file, image files, TFDS.
+"""Sources of labelled images: scikit-learn's digits, arrays in a file, image files, TFDS.
 
-A source opens one split as images that can be read in any order. Faults are named by file.
+A source opens a split as images that can be read in any order. Errors name the file.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from convt5.runtime import foreign_files, quiet_imports, tfds_features
 OnCorrupt = Literal["refuse", "skip"]
 
 MOST_PIXELS = 2**26
-"""Of an image in a file: 67 million."""
+"""Most pixels of an image in a file: 67 million."""
 
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 _SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
@@ -31,18 +31,18 @@ _SPLIT = "{split}"
 
 
 class CorruptImage(errors.UserError):
-    """A file that holds no image; the message names it."""
+    """Raised for a file that is not an image; the message names it."""
 
 
 class ImageSet(NamedTuple):
     """The images of one split.
 
     Attributes:
-        size: how many there are.
-        labels: the least and the greatest label.
-        read: returns an image by its index, uint8 [height, width, channels], and its label.
-        fingerprint: changes when the images do.
-        class_names: of the labels, where they have names.
+        size: number of images.
+        labels: smallest and largest label.
+        read: returns an image by index, uint8 [height, width, channels], and its label.
+        fingerprint: changes when the images change.
+        class_names: names of the labels, if they have names.
     """
 
     size: int
@@ -53,17 +53,17 @@ class ImageSet(NamedTuple):
 
 
 class ImageSource(Protocol):
-    """What every source does; raises `UserError` for data that is not there or not of its kind."""
+    """The interface of sources; raises `UserError` for missing data or data of another kind."""
 
     def open(self, split: str) -> ImageSet: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Digits:
-    """The 1,797 handwritten digits inside scikit-learn, 8x8 pixels of grey: no download.
+    """The 1,797 handwritten digits of scikit-learn, 8x8 grey pixels, without download.
 
-    Of every six images the last is in the split "validation", the one before in "test", and the
-    other four are in "train".
+    Of every six images, the last is in "validation", the one before in "test", the others in
+    "train".
     """
 
     def open(self, split: str) -> ImageSet:
@@ -82,7 +82,7 @@ class Digits:
         pixels, labels = map(np.asarray, load_digits(return_X_y=True))
         place = np.arange(len(labels)) % 6
         chosen = {"validation": place == 5, "test": place == 4}.get(split, place < 4)
-        # They count from 0 to 16.
+        # Pixel values range from 0 to 16.
         images = np.round(pixels.reshape(-1, 8, 8, 1) * (255 / 16)).astype(np.uint8)
         return in_memory(images[chosen], labels[chosen])
 
@@ -92,7 +92,7 @@ class Npz:
     """Arrays in a .npz file: `images` uint8 [N, H, W] or [N, H, W, C], and `labels` [N].
 
     Attributes:
-        path: the file; `{split}` in it stands for the split.
+        path: the file; `{split}` in it is replaced by the split.
     """
 
     path: str
@@ -107,7 +107,7 @@ class Npz:
         return in_memory(images.reshape(shape), labels)
 
     def check(self, split: str) -> None:
-        """Raises `UserError` for a file that is here and cannot be opened; reads no array."""
+        """Raises `UserError` for an existing file that is invalid; reads no array."""
         if self._file(split).exists():
             with foreign_files.Npz(self._file(split), remedy=self._REMEDY) as file:
                 self._checked(file)
@@ -116,7 +116,7 @@ class Npz:
         return pathlib.Path(self.path.replace(_SPLIT, split)).expanduser()
 
     def _checked(self, file: foreign_files.Npz) -> tuple[int, ...]:
-        """Returns the shape [N, H, W, C] of the images in a file, by what it says of them."""
+        """Returns the shape [N, H, W, C] of the images in a file, from its headers."""
         images, labels = [file.header(name).stand_in() for name in ("images", "labels")]
         if images.ndim == 3:
             images = images[..., None]
@@ -128,21 +128,20 @@ class Npz:
 class Folder:
     """Image files in one folder for each class; classes are numbered in the order of their names.
 
-    Where `{split}` stands in the path and there is a split "train", its folders number the classes
-    of all splits, so that one which lacks some of them has the labels of training. Without it the
-    splits must have the same folders, of which some can be empty. Names that begin with a dot
-    are no classes and no images.
+    If `{split}` is in the path and there is a split "train", its folders define the numbers of the
+    classes, so that a split without some of them has the same labels. Otherwise all splits must
+    have the same folders, some of which may be empty. Names that begin with a dot are ignored.
 
     Attributes:
-        path: the folder that holds those of the classes; `{split}` in it stands for the split.
-        channels: 3 reads colours, 1 grey.
+        path: the folder of the class folders; `{split}` in it is replaced by the split.
+        channels: 3 reads colour, 1 grey.
     """
 
     path: str
     channels: int = 3
 
     def open(self, split: str) -> ImageSet:
-        """Returns the files; none of them is read yet."""
+        """Lists the files, without reading them."""
         root = self._root(split)
         if not root.is_dir():
             raise errors.UserError(f"path={root} is no folder; name one with a folder per class.")
@@ -194,7 +193,7 @@ class Folder:
                 )
             return known
         for other in self._siblings(root):
-            # What has no class in common is no split of the same images.
+            # Folders without common classes are not splits of the same data.
             if set(found := _class_folders(other)) & set(own) and found != own:
                 raise errors.UserError(
                     f"path={root} and {other} have different folders, so that their classes would "
@@ -204,7 +203,7 @@ class Folder:
         return own
 
     def _siblings(self, root: pathlib.Path) -> list[pathlib.Path]:
-        """Returns the folders that other splits may have."""
+        """Returns the folders of possible other splits."""
         pattern = glob.escape(self.path.replace(_SPLIT, "\0")).replace("\0", "*")
         found = [pathlib.Path(name) for name in sorted(glob.glob(os.path.expanduser(pattern)))]
         return [path for path in found if path.is_dir() and path != root]
@@ -212,14 +211,13 @@ class Folder:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tfds:
-    """A TFDS data set with the features `image` and `label`, such as mnist, cifar10, imagenet2012.
+    """A TFDS data set with features `image` and `label`, such as mnist, cifar10, imagenet2012.
 
-    It is prepared before, in the format that any image can be read from at once; nothing is
-    downloaded by surprise.
+    It must be prepared in a format with random access; nothing is downloaded.
 
     Attributes:
-        name: of the data set, with its version for a run that can be repeated: "mnist:3.0.1".
-        data_dir: where it lies; None is TFDS's own place.
+        name: name of the data set; include its version for reproducible runs: "mnist:3.0.1".
+        data_dir: folder of its data; None means TFDS's default.
     """
 
     name: str
@@ -237,7 +235,7 @@ class Tfds:
             examples = builder.as_data_source(split=split)
         except errors.UserError:
             raise
-        except Exception as error:  # TFDS has many kinds.
+        except Exception as error:  # TFDS raises many kinds.
             raise errors.UserError(
                 f"split={split!r} of name={self.name!r} cannot be read; prepare it with `tfds "
                 f"build {self.name} --file_format=array_record`, or set data_dir to where it is. "
@@ -264,7 +262,7 @@ class Tfds:
 
 
 def _array_faults(images: np.ndarray, labels: np.ndarray) -> list[str]:
-    """Returns what is wrong with arrays that are to be images [N, H, W, C] and labels."""
+    """Returns errors in arrays of images [N, H, W, C] and labels."""
     faults = []
     if images.dtype != np.uint8 or images.ndim != 4:
         faults.append(
@@ -292,7 +290,7 @@ def _class_folders(root: pathlib.Path) -> list[str]:
 
 
 def _image_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the files of a class, also in folders inside; walking asks nothing of each file."""
+    """Returns the files of a class, at any depth; walks without a system call per file."""
     found = []
     for inner, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -313,7 +311,7 @@ def in_memory(images: np.ndarray, labels: np.ndarray) -> ImageSet:
 
 
 def decode(path: pathlib.Path, *, channels: int) -> np.ndarray:
-    """Returns the pixels of a file, uint8 [height, width, channels]; of a film, the first.
+    """Returns the pixels of a file, uint8 [height, width, channels]; of animations, the first.
 
     Raises:
         CorruptImage: it cannot be read.
@@ -321,9 +319,9 @@ def decode(path: pathlib.Path, *, channels: int) -> np.ndarray:
     try:
         content = path.read_bytes()
         _check_size(content)
-        # TensorFlow does not look up the palette of a .bmp, and it unpacks all images of a .gif.
+        # TensorFlow ignores the palette of a .bmp, and unpacks all images of a .gif.
         by_pillow = content.startswith((b"BM", b"GIF"))
-        return (_by_pillow if by_pillow else _decoded)(content, channels)
+        return (_by_pillow if by_pillow else _decode_bytes)(content, channels)
     except (OSError, _NoImageError) as error:
         raise CorruptImage(
             f"{path} cannot be read as an image ({error}); replace or remove it, or set "
@@ -332,11 +330,11 @@ def decode(path: pathlib.Path, *, channels: int) -> np.ndarray:
 
 
 class _NoImageError(Exception):
-    """Bytes that are no image."""
+    """Raised for bytes that are not an image."""
 
 
 def _check_size(content: bytes) -> None:
-    """Raises `_NoImageError` for an image of more pixels than are read, by what it says of itself.
+    """Raises `_NoImageError` for an image with too many pixels, according to its header.
 
     A file of kilobytes may unpack to gigabytes.
     """
@@ -346,7 +344,7 @@ def _check_size(content: bytes) -> None:
         if accept is not None and accept(content[:16]) is True:
             try:
                 width, height = factory(io.BytesIO(content), "").size
-            except Exception as error:  # Pillow has many kinds.
+            except Exception as error:  # Pillow raises many kinds.
                 raise _NoImageError(str(error)) from None
             if width * height > MOST_PIXELS:
                 raise _NoImageError(
@@ -356,13 +354,13 @@ def _check_size(content: bytes) -> None:
     raise _NoImageError(f"it is none of {', '.join(_FORMATS)}")
 
 
-def _decoded(content: bytes, channels: int) -> np.ndarray:
+def _decode_bytes(content: bytes, channels: int) -> np.ndarray:
     tf = _tensorflow()
     try:
         return tf.io.decode_image(content, channels=channels, expand_animations=False).numpy()
     except tf.errors.OpError as error:
         fault = _NoImageError(str(error.message).strip().splitlines()[0])
-    if channels == 1:  # TensorFlow reads some kinds of files in colour only.
+    if channels == 1:  # TensorFlow reads some formats only in colour.
         with contextlib.suppress(_NoImageError):
             return _by_pillow(content, channels)
     raise fault
@@ -372,14 +370,14 @@ def _by_pillow(content: bytes, channels: int) -> np.ndarray:
     try:
         with Image.open(io.BytesIO(content), formats=("BMP", "GIF", "JPEG", "WEBP")) as image:
             pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
-    except Exception as error:  # Pillow has many kinds.
+    except Exception as error:  # Pillow raises many kinds.
         raise _NoImageError(str(error)) from None
     return pixels.reshape(*pixels.shape[:2], channels)
 
 
 @functools.cache
 def _tensorflow() -> Any:
-    """Imports TensorFlow, which only files need, and keeps it off the accelerators."""
+    """Imports TensorFlow, which only files need, and hides accelerators from it."""
     with quiet_imports.without_tensorflow_chatter():
         import tensorflow as tf
 

@@ -1,7 +1,7 @@
-"""Running statistics of batch normalisation measured anew, over many batches of one model.
+"""Re-estimates running statistics of batch normalisation over many batches with one model.
 
-What runs along in training is a mean over models that have changed since; evaluation wants those of
-the model that is evaluated (as in the code of arXiv 2106.14881).
+The statistics of training average over models that have changed since; evaluation needs those of
+the evaluated model (as in the code of arXiv 2106.14881).
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ from convt5.vision.model import Statistics
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reestimate:
-    """The means over batches of their means and unbiased variances.
+    """Averages means and unbiased variances over batches.
 
     Attributes:
-        data: the batches, such as those of training; the same ones each time, on any number of
-            hosts. Images are not mixed (mixup, CutMix): mixtures vary less than what is evaluated.
-        num_batches: how many are taken.
+        data: the batches, such as those of training; always the same ones, on any number of hosts.
+            Without mixup and CutMix, because mixed images vary less than those evaluated.
+        num_batches: number of batches.
     """
 
     data: DataConfig
@@ -47,21 +47,21 @@ class Reestimate:
         return self.on_devices(plan.shardings.model, plan.batch_sharding)
 
     def on_devices(self, model_shardings: nnx.Module, batch_sharding: NamedSharding) -> Estimate:
-        """Returns a function from a model, placed as said, to its statistics."""
+        """Returns a function from a model with these shardings to its statistics."""
         return Measurement(self, model_shardings, batch_sharding)
 
 
 class Measurement:
-    """Measures statistics on the same batches each time; these are opened once.
+    """Measures statistics on the same batches each time; opens the data once.
 
     Raises:
-        UserError: batches that the devices cannot share equally.
+        UserError: the batch is not divisible among the devices.
     """
 
     def __init__(
         self, config: Reestimate, model_shardings: nnx.Module, batch_sharding: NamedSharding
     ):
-        # A patchify stem has none.
+        # A patchify stem has no statistics.
         self._has_any = bool(jax.tree.leaves(nnx.state(model_shardings, nnx.BatchStat)))
         if self._has_any:
             check_rows(
@@ -78,9 +78,9 @@ class Measurement:
         self._start = b""
 
     def __call__(self, model: nnx.Module) -> Statistics:
-        """Returns the statistics by name; none for a model that normalises nothing."""
+        """Returns the statistics by name; empty for a model without batch normalisation."""
         if not self._has_any:
-            return {}  # No image is read.
+            return {}  # Reads no images.
         batches = self._from_the_start()
         found = []
         for _ in range(self._config.num_batches):
@@ -98,8 +98,8 @@ class Measurement:
 
     def _from_the_start(self) -> ShardedBatches:
         if self._batches is None:
-            data = _unmixed(self._config.data)
-            # Batches without end depend on the number of shards: the same for any hosts.
+            data = _without_mixing(self._config.data)
+            # Endless batches depend on the number of shards: the same number for any hosts.
             is_endless = getattr(data, "num_epochs", None) is None
             self._batches = ShardedBatches(
                 data, self._batch_sharding, num_shards=1 if is_endless else None
@@ -110,14 +110,14 @@ class Measurement:
         return self._batches
 
 
-def _unmixed(data: DataConfig) -> DataConfig:
+def _without_mixing(data: DataConfig) -> DataConfig:
     if isinstance(data, ImageDataConfig) and data.augmentation is not None:
         return dataclasses.replace(data, augmentation=data.augmentation.without_mixing())
     return data
 
 
 def batch_statistics(model: Any, images: jax.Array) -> Statistics:
-    """Returns means and unbiased variances of one batch alone, by name, of a `ViT`."""
+    """Returns means and unbiased variances of a `ViT` on a single batch, by name."""
     config = dataclasses.replace(model.config, batch_norm_momentum=1.0)
     abstract = jax.eval_shape(lambda: config.build(jax.random.key(0)))
     forgetful = jax.tree.unflatten(jax.tree.structure(abstract), jax.tree.leaves(model))

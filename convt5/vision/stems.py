@@ -1,7 +1,7 @@
-"""What turns an image into patches: one convolution of a patch, or a stack of small ones.
+"""Stems, which turn an image into patches: a patchify convolution, or a stack of small ones.
 
-Images are [batch, height, width, channels] and kernels [height, width, in, out]. Batch statistics
-come out of a call as values; nothing is changed by it.
+Images are [batch, height, width, channels], kernels [height, width, in, out]. Batch statistics are
+returned by a call, which changes nothing.
 """
 
 import math
@@ -25,11 +25,11 @@ class BatchStatistics(NamedTuple):
 
 
 class StemOutput(NamedTuple):
-    """What a stem gives.
+    """The output of a stem.
 
     Attributes:
-        patches: with the channels of the residual stream.
-        statistics: the running statistics of each batch norm, as they are after this call.
+        patches: patches with the channels of the residual stream.
+        statistics: the running statistics of each batch norm after the call.
     """
 
     patches: Float[Array, "batch rows columns embed"]
@@ -37,10 +37,9 @@ class StemOutput(NamedTuple):
 
 
 class Convolution2D(nnx.Module):
-    """A two-dimensional convolution with the same padding on all four sides.
+    """A two-dimensional convolution with equal padding on all four sides.
 
-    "SAME" of XLA is another function: with stride 2 it pads an even image on the right and at the
-    bottom alone.
+    XLA's "SAME" differs: with stride 2 it pads an even image only on the right and at the bottom.
     """
 
     def __init__(
@@ -77,9 +76,9 @@ class Convolution2D(nnx.Module):
 class BatchNorm(nnx.Module):
     """Batch normalisation (Ioffe and Szegedy 2015, arXiv 1502.03167), with torch's conventions.
 
-    A batch is normalised by its own mean and biased variance; the running variance takes the
-    unbiased one. Under `jax.jit` over a batch that is split among devices the means are those of
-    the whole batch. Running statistics are `nnx.BatchStat` variables: no parameters.
+    Normalises a batch by its mean and biased variance; the running variance uses the unbiased one.
+    Under `jax.jit` with a sharded batch, statistics are those of the whole batch. Running
+    statistics are `nnx.BatchStat` variables, not parameters.
     """
 
     def __init__(self, dim: int, *, epsilon: float, momentum: float):
@@ -93,7 +92,7 @@ class BatchNorm(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch height width channels"], *, train: bool
     ) -> tuple[Float[Array, "batch height width channels"], BatchStatistics]:
-        """Returns the normalised images and the running statistics after this call."""
+        """Returns the normalised images and the running statistics after the call."""
         y = x.astype(at_least_float32(x.dtype))
         running = BatchStatistics(
             self.mean[...].astype(y.dtype), self.variance[...].astype(y.dtype)
@@ -125,7 +124,7 @@ class BatchNorm(nnx.Module):
 
 
 class PatchifyStem(nnx.Module):
-    """One convolution whose kernel and stride are a patch."""
+    """One convolution whose kernel size and stride are the patch size."""
 
     def __init__(self, config: ViTDescription, *, key: PRNGKeyArray):
         size = config.stride
@@ -137,14 +136,14 @@ class PatchifyStem(nnx.Module):
             stride=size,
             padding=0,
             use_bias=True,
-            init=cut_at_two(fan_in**-0.5),
+            init=truncated_at_two(fan_in**-0.5),
             key=key,
         )
 
     def __call__(
         self, images: Float[Array, "batch height width channels"], *, train: bool = False
     ) -> StemOutput:
-        del train  # Nothing is normalised.
+        del train  # There is no normalisation.
         return StemOutput(self.patchify(images))
 
 
@@ -161,7 +160,7 @@ class ConvolutionLayer(nnx.Module):
             stride=stride,
             padding=1,
             use_bias=False,
-            # The original divides by the output channels, not by the area of the kernel.
+            # The original divides by the output channels, without the area of the kernel.
             init=jax.nn.initializers.normal((2 / out_dim) ** 0.5),
             key=key,
         )
@@ -182,7 +181,7 @@ class ConvolutionStem(nnx.Module):
     def __init__(self, config: ViTDescription, *, key: PRNGKeyArray):
         inputs = (config.in_channels, *config.stem_channels[:-1])
         keys = jax.random.split(key, len(inputs))
-        # Any: a list of modules has no element type.
+        # Any: nnx.List has no element type.
         self.layers: Any = nnx.List(
             [
                 ConvolutionLayer(
@@ -211,7 +210,7 @@ class ConvolutionStem(nnx.Module):
     def activations(
         self, images: Float[Array, "batch height width channels"], *, train: bool = False
     ) -> tuple[list[jax.Array], tuple[BatchStatistics, ...]]:
-        """Returns the images and what each layer makes of them, after its ReLU."""
+        """Returns the images and the output of each layer after its ReLU."""
         found, statistics = [images], []
         for layer in self.layers:
             y, after = layer(found[-1], train=train)
@@ -220,11 +219,11 @@ class ConvolutionStem(nnx.Module):
         return found, tuple(statistics)
 
 
-def cut_at_two(stddev: float) -> jax.nn.initializers.Initializer:
-    """Normal of `stddev` cut at -2 and 2 themselves, torch's default: hardly ever cut at all."""
+def truncated_at_two(stddev: float) -> jax.nn.initializers.Initializer:
+    """Returns torch's truncated normal: cut at -2 and 2 absolutely, which hardly ever applies."""
 
     def init(key, shape, dtype=jnp.float32, out_sharding=None):
-        del out_sharding  # Shardings are decided outside the modules.
+        del out_sharding  # `sharding` decides where parameters live.
         limit = 2 / stddev
         return stddev * jax.random.truncated_normal(key, -limit, limit, shape, dtype)
 
