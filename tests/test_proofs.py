@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick import quick
 
 from convt5 import errors, inspect
 from convt5.analysis.proofs import meshes, report, results
@@ -88,14 +89,7 @@ def failing(proofs: list[Proof]) -> dict[str, str | None]:
     return {proof.name: proof.layer for proof in proofs if proof.result == "fails"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        # Each has dilations of its own, and so compiles programs of its own.
-        pytest.param(n, marks=pytest.mark.slow if "wavenet" in n and "tiny" not in n else ())
-        for n in MODELS
-    ],
-)
+@pytest.mark.parametrize("name", quick(MODELS, chosen=[n for n in MODELS if "tiny" in n]))
 def test_every_preset_reads_nothing_that_it_must_not(name):
     config = gin_config.load([f"gin/models/{name}.gin"], roots=["%MODEL"]).macro("MODEL")
     proofs = proven(shrunk(config))
@@ -196,15 +190,11 @@ def test_proofs_that_take_long_say_so_and_what_takes_less(capsys, monkeypatch):
 
 class TestMeshes:
     @pytest.mark.slow
-    def test_an_update_is_the_same_on_a_mesh(self):
-        proofs = prove_on(TEXT, "data=2,tensor=2")
-        assert [proof.result for proof in proofs] == ["holds"]
-        assert proofs[0].name == "the update is the same on data=2, tensor=2"
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "data=2,sequence=4"])
-    def test_an_update_is_the_same_on_more_meshes(self, mesh):
-        assert failing(prove_on(TEXT, mesh)) == {}
+    def test_an_update_is_the_same_on_meshes(self):
+        sizes = ["data=2, tensor=2", "fsdp=2, tensor=2", "data=2, sequence=4"]
+        proofs = prove_on(TEXT, *sizes)
+        assert [proof.result for proof in proofs] == ["holds"] * 3
+        assert [proof.name for proof in proofs] == [f"the update is the same on {s}" for s in sizes]
 
     @pytest.mark.slow
     def test_an_update_of_a_vision_model_is_the_same_on_a_mesh(self):

@@ -207,6 +207,7 @@ def trained(original, tmp_path):
     return shutil.copytree(original / "run", tmp_path / "run")
 
 
+@pytest.mark.usefixtures("shared_steps")
 class TestRuns:
     def test_a_run_is_used_where_its_data_and_vocabulary_are_gone(
         self, trained, data, tmp_path, capsys
@@ -280,6 +281,7 @@ initialization.InitFrom.path = '{trained}'
         expected = vocabularies.sentencepiece(words).encode("the cat")
         assert convt5.load_vocabulary(export).encode("the cat") == expected
 
+    @pytest.mark.slow
     def test_fine_tuning_and_evaluation_take_the_vocabulary_of_the_model(
         self, tmp_path, data, capsys
     ):
