@@ -330,7 +330,7 @@ def new_directory(destination: pathlib.Path) -> Iterator[pathlib.Path]:
 def _read_mesh_tf(conversion: Conversion) -> tuple["Imported", Callable[..., Any], Any]:
     from convt5.interchange import mesh_tf, run_files
     from convt5.interchange.operative_config import OperativeConfig
-    from convt5.interchange.optimizer_state import imported_state
+    from convt5.interchange.optimizer_state import import_state
     from convt5.interchange.tf_checkpoint import Checkpoint
 
     checkpoint = Checkpoint(conversion.checkpoint)
@@ -345,7 +345,7 @@ def _read_mesh_tf(conversion: Conversion) -> tuple["Imported", Callable[..., Any
 
     def make_state(imported):
         optimizer = settings.optimizer.build(settings.schedule)
-        return imported_state(imported, optimizer, moments)
+        return import_state(imported, optimizer, moments)
 
     return imported, make_state, run_files.Training(*settings)
 
@@ -353,7 +353,7 @@ def _read_mesh_tf(conversion: Conversion) -> tuple["Imported", Callable[..., Any
 def _read_t5x(conversion: Conversion) -> tuple["Imported", Callable[..., Any], Any]:
     from convt5.interchange import t5x
     from convt5.interchange.operative_config import OperativeConfig
-    from convt5.interchange.optimizer_state import imported_state
+    from convt5.interchange.optimizer_state import import_state
     from convt5.interchange.t5x_files import Files
 
     files = Files(conversion.checkpoint)
@@ -370,7 +370,7 @@ def _read_t5x(conversion: Conversion) -> tuple["Imported", Callable[..., Any], A
         training = t5x.factoring_as_kept(training, files, imported)
 
     def make_state(imported):
-        return imported_state(imported, training.optimizer.build(training.schedule), moments)
+        return import_state(imported, training.optimizer.build(training.schedule), moments)
 
     return imported, make_state, training
 
@@ -426,9 +426,9 @@ def _kept_text(conversion: Conversion, imported: "Imported") -> vocabulary_files
 
 
 def _new_state(imported: "Imported", training: Any) -> Any:
-    from convt5.interchange.optimizer_state import imported_state
+    from convt5.interchange.optimizer_state import import_state
 
-    return imported_state(imported, training.optimizer.build(training.schedule))
+    return import_state(imported, training.optimizer.build(training.schedule))
 
 
 def _export(folder: pathlib.Path, imported: "Imported", conversion: Conversion) -> None:

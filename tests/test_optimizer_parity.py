@@ -13,7 +13,7 @@ from quick import quick
 from convt5.errors import UserError
 from convt5.interchange.mapping import Imported, Source, take_apart
 from convt5.interchange.operative_config import OperativeConfig
-from convt5.interchange.optimizer_state import imported_state
+from convt5.interchange.optimizer_state import import_state
 from convt5.modeling.placement import TEXT_RULES
 from convt5.modeling.sharding import MeshConfig, batch_sharding
 from convt5.modeling.tree_paths import named_leaves
@@ -98,7 +98,7 @@ def train(imported: Imported, settings, rows, moments=None) -> tuple[TrainState,
     config = dataclasses.replace(imported.config, dtype="float64")
     imported = imported._replace(config=config)
     step, shardings, optimizer = compiled(imported.config, settings)
-    state = jax.tree.map(as_float64, imported_state(imported, optimizer, moments))
+    state = jax.tree.map(as_float64, import_state(imported, optimizer, moments))
     state = jax.device_put(state, shardings)
     losses, rates = [], []
     for batch in rows:
@@ -189,7 +189,7 @@ def test_training_continues_from_the_originals_optimizer_state(golden, family):
 def test_without_the_originals_state_only_the_schedule_goes_on(golden):
     folder = golden / "mesh_tf" / "lconv_tiny"
     _, imported, settings = read(folder, 10)
-    state = imported_state(imported, settings.optimizer.build(settings.schedule))
+    state = import_state(imported, settings.optimizer.build(settings.schedule))
     counts = {
         type(part).__name__: int(part.count) for part in state.opt_state if "count" in part._fields
     }

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 import convt5
 from convt5.errors import UserError
 from convt5.interchange import portable, stablehlo
-from convt5.interchange.optimizer_state import imported_state
+from convt5.interchange.optimizer_state import import_state
 from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.modeling.model import ConvT5
 from convt5.modeling.tree_paths import named_leaves
@@ -164,7 +164,7 @@ def test_the_optimizer_of_an_import_begins_anew_where_the_rate_goes_on(exported)
     """Counted on, Adam would take its empty means for those of many steps: steps too large."""
     rate = InverseSqrt(warmup_steps=1)
     optimizer = AdamWConfig(weight_decay=0.0, max_grad_norm=None).build(rate)
-    state = imported_state(portable.read_model(exported), optimizer)
+    state = import_state(portable.read_model(exported), optimizer)
     gradients = jax.tree.map(jnp.ones_like, parameters(state.model))
     updates, _ = optimizer.update(gradients, state.opt_state, parameters(state.model))
     for update in jax.tree.leaves(updates):

@@ -17,7 +17,7 @@ from convt5.errors import UserError
 from convt5.generation.decoding import Greedy, decode
 from convt5.interchange import t5x, t5x_files
 from convt5.interchange.operative_config import OperativeConfig
-from convt5.interchange.optimizer_state import imported_state
+from convt5.interchange.optimizer_state import import_state
 from convt5.modeling.placement import TEXT_RULES
 from convt5.modeling.sharding import MeshConfig, batch_sharding
 from convt5.modeling.tree_paths import named_leaves
@@ -83,7 +83,7 @@ def test_training_goes_on_as_in_t5x(folder):
     optimizer = training.optimizer.build(training.schedule)
     moments = t5x.read_moments(files, imported)
     imported = imported._replace(params=dict(imported.params))
-    state = imported_state(imported, optimizer, moments)
+    state = import_state(imported, optimizer, moments)
     mesh = MeshConfig().build(jax.devices()[:1])
     shardings = state_shardings(abstract_state(imported.config, optimizer), mesh, TEXT_RULES)
     step_config = StepConfig(
@@ -133,7 +133,7 @@ def test_shapes_alone_say_what_the_optimizer_factors(golden):
     assert t5x.factoring_as_kept(told, files, imported) == told
     found = t5x.factoring_as_kept(t5x.training_settings(None), files, imported)
     assert found.optimizer.min_dim_to_factor <= told.optimizer.min_dim_to_factor + 8
-    imported_state(
+    import_state(
         imported._replace(params=dict(imported.params)),
         found.optimizer.build(found.schedule),
         t5x.read_moments(files, imported),

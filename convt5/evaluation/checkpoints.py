@@ -163,7 +163,7 @@ def load_any(found: Found, mesh: Mesh, *, ema: bool = False, **settings: Any) ->
     if found.step is None:
         model = loading.load_model(found.folder, ema=ema, **settings)
         return jax.device_put(model, shardings(model, mesh))
-    config = loading.changed(loading.run_config(found.folder), settings)
+    config = loading.with_settings(loading.run_config(found.folder), settings)
     abstract = jax.eval_shape(lambda: config.build(jax.random.key(0)))
     placed = jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),

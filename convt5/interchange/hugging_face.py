@@ -1,7 +1,7 @@
-"""T5, mT5, ByT5, Flan-T5 and UL2 as Hugging Face transformers keeps them: config.json, weights.
+"""T5, mT5, ByT5, Flan-T5 and UL2 in the format of Hugging Face transformers: config.json, weights.
 
-Both directions read one table of names. Kernels are [out, in] there and [in, out] here, so values
-are moved and never computed with: a model that goes there and back is the same bit for bit.
+Import and export use the same table of names. Kernels are [out, in] there and [in, out] here.
+Values are only rearranged, so a round trip is exact bit for bit.
 """
 
 import json
@@ -40,7 +40,7 @@ _SIZES = ("vocab_size", "d_model", "d_ff", "d_kv", "num_heads", "num_layers")
 
 
 def is_directory(path: str | pathlib.Path) -> bool:
-    """Returns whether a folder holds a model of transformers."""
+    """Returns whether a folder holds a transformers model."""
     return "model_type" in (foreign_files.find_json(pathlib.Path(path) / CONFIG) or {})
 
 
@@ -61,7 +61,7 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
     if config.tie_output:
         copies["lm_head.weight"] = "a copy of shared.weight: the output is tied"
     found, notes = dict(files.shapes), []
-    stored = {}  # Names of arrays that lie under another.
+    stored = {}  # Arrays that are saved under another name.
     if (tie := _tie(found, copies)) is not None:
         notes.append(f"shared.weight is absent; {tie}, which is tied to it, replaces it.")
         found["shared.weight"], stored["shared.weight"] = found.pop(tie), tie
@@ -95,7 +95,7 @@ def write_model(
     settings = as_settings(config)
     folder = pathlib.Path(path)
     arrays = take_apart(parameter_table(config), params)
-    # transformers refuses files that do not say which library they are for.
+    # transformers refuses files that do not name their framework.
     safetensors_files.write(folder / WEIGHTS, arrays, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
     generation = {
@@ -295,7 +295,7 @@ def _read_settings(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _tie(found: Mapping[str, Shape], copies: Mapping[str, str]) -> str | None:
-    """Returns the name that the token table has where it is not under its own."""
+    """Returns the name under which the token table is saved, if it is not its own."""
     if "shared.weight" in found:
         return None
     ties = (name for name, why in copies.items() if why.startswith("a copy") and name in found)
@@ -305,7 +305,7 @@ def _tie(found: Mapping[str, Shape], copies: Mapping[str, str]) -> str | None:
 def _check_copies(
     read: Callable[[str], np.ndarray], skipped: list[tuple[str, str]], *, where: str
 ) -> None:
-    """Raises if a tensor that should repeat the token table does not."""
+    """Raises `UserError` if a tensor that should equal the token table differs."""
     for name, why in skipped:
         if why.startswith("a copy") and not np.array_equal(read(name), read("shared.weight")):
             raise errors.UserError(

@@ -1,4 +1,4 @@
-"""`convt5.load_model`: a trained model from the folder it lies in, whatever wrote that folder."""
+"""`convt5.load_model`: loads a trained model from its folder, in any supported format."""
 
 import dataclasses
 import os
@@ -18,27 +18,27 @@ from convt5.modeling.tree_paths import named_leaves
 def load_model(
     directory: epath.PathLike, *, step: int | None = None, ema: bool = False, **settings: Any
 ) -> Any:
-    """Returns the model in a folder: a run, an export of convt5, or a T5 of Hugging Face.
+    """Loads the model in a folder: a run, an export of convt5, or a T5 of Hugging Face.
 
     A text model (`ConvT5`), called on encoder_input_tokens [batch, source] and decoder_input_tokens
     [batch, target], returns float32 logits [batch, target, vocab]. A vision model (`vision.ViT`),
-    called on images [batch, height, width, channels], returns `ViTOutput`, whose logits are float32
+    called on images [batch, height, width, channels], returns `ViTOutput` with float32 logits
     [batch, classes].
 
     Args:
-        directory: a run directory, its `checkpoints` folder, one step in there, or a folder that
-            `convt5.convert --to=safetensors` or transformers wrote.
-        step: which checkpoint of a run; None takes the newest.
-        ema: takes the average over the updates, where the run kept one.
-        **settings: of its description, to compute differently than in training, such as
-            dtype="float32" or taps_cross_segments=True. They cannot change any shape.
+        directory: a run directory, its `checkpoints` folder, one step in it, or a folder written by
+            `convt5.convert --to=safetensors` or transformers.
+        step: the checkpoint of a run; None means the newest.
+        ema: loads the average over the updates, if the run kept one.
+        **settings: overrides of the model's description that do not change shapes, such as
+            dtype="float32" or taps_cross_segments=True.
 
     Raises:
-        UserError: nothing there that can be loaded, or a setting that does not exist or does not
-            fit the parameters.
+        UserError: nothing that can be loaded, or a setting that does not exist or does not fit the
+            parameters.
     """
     if not is_exported(directory):
-        config = changed(run_config(directory, step=step), settings)
+        config = with_settings(run_config(directory, step=step), settings)
         abstract = jax.eval_shape(lambda: config.build(jax.random.key(0)))
         return reading.load_params(directory, abstract, step=step, ema=ema)
     if step is not None:
@@ -51,17 +51,17 @@ def load_model(
             "leave out ema."
         )
     imported = read_exported(directory)
-    return build_model(changed(imported.config, settings), imported.params)
+    return build_model(with_settings(imported.config, settings), imported.params)
 
 
 def is_exported(directory: epath.PathLike) -> bool:
-    """Returns whether a folder holds a model without a run around it."""
+    """Returns whether a folder holds a model without a run."""
     path = os.path.expanduser(directory)
     return portable.is_directory(path) or hugging_face.is_directory(path)
 
 
 def read_exported(directory: epath.PathLike, *, allow_unmapped: bool = False) -> Imported:
-    """Reads a folder for which `is_exported` holds."""
+    """Reads a folder for which `is_exported` is true."""
     path = pathlib.Path(os.path.expanduser(directory))
     reader = portable if portable.is_directory(path) else of_transformers(path)
     return reader.read_model(path, allow_unmapped=allow_unmapped)
@@ -90,13 +90,13 @@ def read_run(directory: epath.PathLike, *, step: int | None = None) -> Imported:
 
 
 def run_config(directory: epath.PathLike, *, step: int | None = None) -> Any:
-    """Returns the description of the model that a run trains, `ConvT5Config` or `ViTConfig`."""
+    """Returns the description of a run's model, `ConvT5Config` or `ViTConfig`."""
     folder = reading.find_checkpoint(directory, step=step)
     return portable.revive(reading.read_description(folder))
 
 
-def changed(config: Any, settings: dict[str, Any]) -> Any:
-    """Returns a description with other settings; an unknown one is an error."""
+def with_settings(config: Any, settings: dict[str, Any]) -> Any:
+    """Returns a description with some settings replaced; unknown ones raise `UserError`."""
     known = [field.name for field in dataclasses.fields(config)]
     errors.raise_all(
         [

@@ -1,7 +1,7 @@
-"""How arrays of a foreign checkpoint make up the parameters of a model, and a report about it.
+"""Maps arrays of a foreign checkpoint to the parameters of a model, and reports on the mapping.
 
-A table of `Source` values is the whole description of a format: import, export and the import of
-optimizer state read the same table.
+A table of `Source` values describes a format completely: import, export and the import of optimizer
+state use the same table.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ Arrays = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where one parameter comes from.
+    """The foreign arrays of one parameter.
 
     Attributes:
         path: the parameter, such as `encoder/layers/0/mlp/wi/kernel`.
         names: the foreign array; several are stacked along a new first axis.
-        stacked: whether a first axis is made, which is so even for a single name.
+        stacked: whether to add the first axis even for a single name.
         transposed: whether the foreign arrays are matrices with swapped axes.
     """
 
@@ -37,12 +37,12 @@ class Source:
     transposed: bool = False
 
     def shapes(self, shape: Shape) -> Shape:
-        """Returns the shape each foreign array must have, given the parameter's."""
+        """Returns the required shape of each foreign array for the parameter's shape."""
         one = shape[1:] if self.stacked else shape
         return one[::-1] if self.transposed else one
 
     def assemble(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
-        """Returns the parameter in float32, holding at most one foreign array beside it."""
+        """Returns the parameter in float32, reading one foreign array at a time."""
         if not self.stacked:
             return np.ascontiguousarray(self._turn(read(self.names[0])), dtype=np.float32)
         first = self._turn(read(self.names[0]))
@@ -53,7 +53,7 @@ class Source:
         return whole
 
     def take_apart(self, value: np.ndarray) -> Arrays:
-        """Returns the foreign arrays of a parameter, or of a gradient of it."""
+        """Returns the foreign arrays of a parameter, or of its gradient."""
         if not self.stacked:
             return {self.names[0]: np.ascontiguousarray(self._turn(value))}
         return {name: self._turn(part) for name, part in zip(self.names, value, strict=True)}
@@ -72,10 +72,10 @@ def take_apart(sources: Iterable[Source], values: Mapping[str, np.ndarray]) -> A
 
 
 def build_model(config: ModelConfig, params: Mapping[str, np.ndarray]) -> Any:
-    """Returns the model that holds `params`, given by path; initialises nothing at random.
+    """Builds a model with `params`, given by path, without random initialisation.
 
     Raises:
-        UserError: parameters missing, or of other shapes than the model's.
+        UserError: parameters are missing, or have other shapes than the model's.
     """
     abstract = jax.eval_shape(lambda: config.build(jax.random.key(0)))
     wanted = _shapes(abstract)
@@ -104,14 +104,14 @@ def _shapes(model: Any) -> dict[str, Shape]:
 
 @dataclasses.dataclass
 class Report:
-    """What became of every array of a foreign checkpoint.
+    """What happened to each array of a foreign checkpoint.
 
     Attributes:
-        mapped: (foreign name, parameter path).
-        skipped: (foreign name, reason).
-        unmapped: foreign names nothing is known about.
-        missing: (parameter path, the foreign name expected).
-        notes: assumptions made where the checkpoint says nothing.
+        mapped: pairs of foreign name and parameter path.
+        skipped: pairs of foreign name and reason.
+        unmapped: unknown foreign names.
+        missing: pairs of parameter path and expected foreign name.
+        notes: assumptions where the checkpoint is silent.
     """
 
     mapped: list[tuple[str, str]] = dataclasses.field(default_factory=list)
@@ -140,11 +140,11 @@ class Imported(NamedTuple):
     """A model read from a foreign format.
 
     Attributes:
-        config: the model; Any, as formats of text models go on with its text settings.
-        params: float32 parameters by path, and running statistics of models that have them.
-        sources: the table they were read by.
-        report: what became of every foreign array.
-        step: updates made when it was written.
+        config: the description of the model; Any, because callers use settings of text models.
+        params: float32 parameters by path, and running statistics if the model has them.
+        sources: the table by which they were read.
+        report: what happened to each foreign array.
+        step: number of updates made.
     """
 
     config: Any
@@ -157,14 +157,14 @@ class Imported(NamedTuple):
         return build_model(self.config, self.params)
 
     def take_model(self) -> Any:
-        """Returns the model and empties `params`, so that a large one is never held twice."""
+        """Builds the model and empties `params`, so that a large one is never held twice."""
         abstract = jax.eval_shape(lambda: self.config.build(jax.random.key(0)))
         leaves = [jnp.asarray(self.params.pop(name)) for name, _ in named_leaves(abstract)]
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
 
 def check_layers(config: Any, found: Mapping[str, Shape], *, where: str) -> None:
-    """Raises `UserError` for more layers than arrays, before the shapes of all layers are made."""
+    """Raises `UserError` for more layers than arrays, before computing the shapes of all layers."""
     stacks = [config.encoder, config.decoder] if hasattr(config, "encoder") else [config]
     layers = sum(stack.num_layers for stack in stacks)
     if layers > len(found):
@@ -183,18 +183,18 @@ def check(
     allow_unmapped: bool,
     where: str,
 ) -> Report:
-    """Compares a table with what a checkpoint holds and with what the model wants.
+    """Compares a table with the arrays of a checkpoint and with the parameters of the model.
 
     Args:
         sources: the table of the format for this model.
         config: the model.
         found: shape of every array of the checkpoint.
-        skipped: arrays that are known and left out, with the reason.
-        allow_unmapped: report arrays that nothing is known about rather than fail.
-        where: names the checkpoint in messages.
+        skipped: known arrays to ignore, with the reason.
+        allow_unmapped: whether to report unknown arrays instead of failing.
+        where: name of the checkpoint for messages.
 
     Raises:
-        UserError: listing missing and unmapped arrays and wrong shapes together.
+        UserError: lists missing arrays, unknown arrays and wrong shapes together.
     """
     wanted = parameter_shapes(config)
     report, faults = Report(), []

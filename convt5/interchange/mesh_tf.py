@@ -1,7 +1,7 @@
-"""The T5 of Mesh TensorFlow and the convolutional models built in it, read into convt5.
+"""Imports the T5 of Mesh TensorFlow and the convolutional models built on it.
 
-`read_model` gives parameters, `read_moments` the optimizer's memory, `training_settings` how the
-run was trained. The table of `parameter_table` is the only description of the names.
+`read_model` returns parameters, `read_moments` optimizer state, `training_settings` the training of
+the run. `parameter_table` is the only definition of the names.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _FINAL_NORMS = ("rms_norm", "final_layer_norm", "layer_norm")
 
 
 class TrainingSettings(NamedTuple):
-    """How a checkpoint was trained, as far as its operative config says; T5's ways elsewhere."""
+    """The training of a checkpoint by its operative config, with T5's settings as defaults."""
 
     optimizer: AdafactorConfig
     schedule: Schedule
@@ -42,12 +42,12 @@ def read_model(
     """Reads the parameters of a checkpoint into float32.
 
     Args:
-        checkpoint: opened.
+        checkpoint: an open checkpoint.
         operative: its operative config; see `infer_architecture`.
-        allow_unmapped: leave out variables that belong to no known part.
+        allow_unmapped: whether to ignore unknown variables.
 
     Raises:
-        UserError: an unknown architecture, missing or unmapped variables, damaged files.
+        UserError: an unknown architecture, missing or unknown variables, or damaged files.
     """
     variables = checkpoint.variables()
     architecture = infer_architecture(variables, operative)
@@ -70,12 +70,12 @@ def read_model(
 
 
 def read_moments(checkpoint: Checkpoint, imported: Imported) -> dict[str, Arrays]:
-    """Reads Adafactor's memory: for each parameter what `optimizer.SecondMomentState` keeps.
+    """Reads Adafactor's state: for each parameter the arrays of `optimizer.SecondMomentState`.
 
-    The report of `imported` is brought up to date.
+    Updates the report of `imported`.
 
     Raises:
-        UserError: variables of the optimizer are missing, or of another optimizer.
+        UserError: variables of the optimizer are missing, or belong to another optimizer.
     """
     slots, used, moments, faults = checkpoint.slots(), set(), {}, []
     for source in imported.sources:
@@ -105,7 +105,7 @@ def training_settings(operative: OperativeConfig | None) -> TrainingSettings:
     """Returns optimizer, schedule and loss of the original run.
 
     Raises:
-        UserError: a setting that convt5 does not implement, such as momentum, or that is wrong.
+        UserError: a setting is invalid, or not implemented in convt5, such as momentum.
     """
     operative = operative or OperativeConfig("")
 
@@ -175,17 +175,17 @@ def as_moment(
     names: Mapping[str, tuple[str, ...]],
     read: Callable[[str], np.ndarray],
 ) -> Arrays:
-    """Returns one parameter's moment; averaged axes are kept with length 1.
+    """Returns one parameter's moment, in which averaged axes have length 1.
 
     Args:
         source: the parameter.
-        shape: of each of its variables.
+        shape: shape of each of its variables.
         names: the slots v, or vr and vc, of each of its variables.
         read: returns a slot.
     """
     if "v" in names:
         return {"full": dataclasses.replace(source, names=names["v"]).assemble(read)}
-    # The original averages over its longer axis first, and of equal ones over its first.
+    # The original averages over its longer axis first; of equal ones, over the first.
     longer = 1 if shape[1] > shape[0] else 0
     averaged = {longer: names["vr"], 1 - longer: names["vc"]}
     ours = shape[::-1] if source.transposed else shape
@@ -199,7 +199,7 @@ def as_moment(
 
 
 def parameter_table(config: ConvT5Config, variables: Mapping[str, Shape]) -> list[Source]:
-    """Returns which variables make each parameter; `variables` decides old or new norm names."""
+    """Returns the variables of each parameter; `variables` decides between old and new norms."""
     table = [_same("token_embedder/embedding", "shared/embedding")]
     if config.positions == "learned":
         table.append(_same("position_embedder/embedding", "shared/positional_embedding"))

@@ -1,6 +1,6 @@
-"""Which model a Mesh TensorFlow checkpoint holds, from names, shapes and the operative config.
+"""Infers the model of a Mesh TensorFlow checkpoint from names, shapes and the operative config.
 
-Known are T5 1.0 and 1.1, T5 with absolute positions, and T5 whose self-attention is replaced by
+Supports T5 1.0 and 1.1, T5 with absolute positions, and T5 whose self-attention is replaced by
 lightweight, dynamic or depthwise-separable convolutions, of any size.
 """
 
@@ -23,21 +23,20 @@ TAPS: dict[str, str] = {
     "dyn_conv_depthwise_dense": "dynamic",
     "separable_conv1d/depthwise_conv_hack/depthwise_dense": "depthwise",
 }
-"""The variables of the taps, numbered from 0 at the leftmost."""
+"""Variables of the taps, numbered from 0 at the leftmost."""
 
 _BLOCK = re.compile(r"^(encoder|decoder)/block_(\d+)/layer_(\d+)/([^/]+)(?:/(.+))?$")
 _T5_HEADS = {512: 8, 768: 12, 1024: 16}
-"""Heads of T5 small, base and large by width, which the released convolutional models share."""
+"""Attention heads of T5 small, base and large by width, as in the released models."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What a checkpoint holds.
+    """The model of a checkpoint.
 
     Attributes:
-        config: the model, computing as it was trained: the start token is hidden from the
-            convolutions of the decoder.
-        notes: what was assumed because the checkpoint does not say it.
+        config: the model as it was trained: the decoder's convolutions do not read the start token.
+        notes: assumptions where the checkpoint is silent.
     """
 
     config: ConvT5Config
@@ -46,7 +45,7 @@ class Architecture:
 
 @dataclasses.dataclass(kw_only=True)
 class _Layer:
-    """What the names and shapes of one block say about its mixing."""
+    """The mixing of one block, from its names and shapes."""
 
     kind: str
     owner: str
@@ -57,16 +56,15 @@ class _Layer:
 def infer_architecture(
     variables: Mapping[str, Shape], operative: OperativeConfig | None = None
 ) -> Architecture:
-    """Finds the model a checkpoint belongs to.
+    """Infers the model of a checkpoint.
 
     Args:
-        variables: shapes of its variables, without slots.
-        operative: the operative config; needed for what shapes do not show: where the taps of a
-            convolution lie, and the number of heads where there is no relative bias.
+        variables: shapes of its variables, without optimizer slots.
+        operative: the operative config, needed for what shapes do not show: the padding of
+            convolutions, and the number of heads if there is no relative bias.
 
     Raises:
-        UserError: an architecture that is not one of these, or an operative config that
-            contradicts the shapes.
+        UserError: another architecture, or an operative config that contradicts the shapes.
     """
     operative_config = operative or OperativeConfig("")
     notes: list[str] = []
@@ -277,7 +275,7 @@ def _stack(
 def _padding(
     convolutions: Sequence[_Layer], stack: StackName, operative: OperativeConfig, notes: list[str]
 ):
-    """Returns where the taps lie; None is convt5's default, centered or causal."""
+    """Returns the padding of the taps; None means convt5's default, centered or causal."""
     owner = convolutions[0].owner
     first, last = (
         operative.number(owner, f"{end}_relative_pos", None, scope=stack, whole=True)
@@ -319,7 +317,7 @@ def _contradictions(
     max_positions: int | None,
     layers: Mapping[StackName, Sequence[_Layer]],
 ) -> list[str]:
-    """Returns every setting that shapes refute, or that convt5 does not implement."""
+    """Returns settings that contradict the shapes, or that convt5 does not implement."""
     faults = [
         f"{name}={operative.macro(name)} contradicts the checkpoint, where it is {size}."
         for name, size in sizes.items()
@@ -356,7 +354,7 @@ def _contradictions(
 def _only_shape(
     variables: Mapping[str, Shape], pattern: str, like: tuple[int | None, int | None]
 ) -> tuple[int, int]:
-    """Returns the one shape that all variables of a kind share."""
+    """Returns the common shape of all variables of a kind."""
     shapes = {shape for name, shape in variables.items() if re.search(pattern, name)}
     (shape,) = shapes if len(shapes) == 1 else ((),)
     if len(shape) != 2 or any(a not in (None, b) for a, b in zip(like, shape, strict=True)):

@@ -1,6 +1,6 @@
-"""The README.md of a model that leaves: what it is, its data, its metrics, its licence, its use.
+"""The README.md of an exported model: description, data, metrics, licence, usage.
 
-Data and metrics are what the run directory says; what nobody recorded is said to be unknown.
+Data and metrics come from the run directory; what is not recorded there is called unknown.
 """
 
 import pathlib
@@ -21,12 +21,12 @@ _FIGURES = {
 
 
 def text(imported: Imported, *, origin: str, licence: str | None, needs_code: bool) -> str:
-    """Returns the card.
+    """Returns the model card.
 
     Args:
         imported: the model.
-        origin: the run directory or folder that it was read from.
-        licence: of the weights, an identifier such as "apache-2.0"; None where nobody gave one.
+        origin: the run directory or folder from which it was read.
+        licence: licence of the weights, an identifier such as "apache-2.0"; None if unknown.
         needs_code: whether transformers needs the PyTorch file in the folder.
     """
     trust = ", trust_remote_code=True" if needs_code else ""

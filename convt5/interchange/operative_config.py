@@ -1,7 +1,7 @@
-"""Settings in a gin file of another library, read as plain values.
+"""Reads settings as plain values from a gin file of another library.
 
-The file names functions of Mesh TensorFlow, which cannot be imported any more, so gin itself
-cannot parse it; only literal values, lists and macros are of interest here.
+The file names functions of Mesh TensorFlow, which can no longer be imported, so gin cannot parse
+it. Only literal values, lists and macros matter here.
 """
 
 import ast
@@ -27,11 +27,11 @@ _COMMENT = re.compile(r"""^((?:[^'"#]|'[^']*'|"[^"]*")*)#.*$""")
 
 
 class OperativeConfig:
-    """The bindings of a gin file; ask for them by scope, configurable and parameter.
+    """The bindings of a gin file, by scope, configurable and parameter.
 
     Args:
-        text: the file.
-        where: names the file in messages.
+        text: contents of the file.
+        where: name of the file for messages.
     """
 
     def __init__(self, text: str, *, where: str = "the operative config"):
@@ -54,7 +54,7 @@ class OperativeConfig:
         """Reads a file.
 
         Raises:
-            UserError: it cannot be read, or is no gin file.
+            UserError: the file is unreadable, or not a gin file.
         """
         try:
             text = foreign_files.read_bytes(path, _MOST_BYTES).decode()
@@ -66,9 +66,9 @@ class OperativeConfig:
         return cls(text, where=f"operative_config={path}")
 
     def get(self, configurable: str, parameter: str, *, scope: str = "") -> Any:
-        """Returns a value, the one bound in `scope` before the one bound everywhere, or None.
+        """Returns a value bound in `scope`, or else without scope, or None.
 
-        `configurable` is matched at the end of the full name. References (@f) come as text.
+        `configurable` is matched at the end of the full name. References (@f) are returned as text.
         """
         found: dict[bool, str] = {}
         for (bound_scope, selector, name), value in self._bindings.items():
@@ -89,15 +89,15 @@ class OperativeConfig:
         scope: str = "",
         whole: bool = False,
     ) -> Any:
-        """Returns what `get` does where it is a number, and the default where nothing is bound.
+        """Returns a number as `get` does, or the default if nothing is bound.
 
         Args:
-            configurable, parameter, scope: as of `get`.
-            default: what the original takes, or None.
-            whole: only integers will do.
+            configurable, parameter, scope: as in `get`.
+            default: the original's default, or None.
+            whole: accepts only integers.
 
         Raises:
-            UserError: anything else is bound.
+            UserError: the value is not such a number.
         """
         value = self.get(configurable, parameter, scope=scope)
         if value is None:
@@ -112,10 +112,10 @@ class OperativeConfig:
         )
 
     def switch(self, configurable: str, parameter: str, default: bool) -> bool:
-        """Returns what `get` does where it is True or False, and the default where nothing is.
+        """Returns True or False as `get` does, or the default if nothing is bound.
 
         Raises:
-            UserError: anything else is bound.
+            UserError: the value is neither.
         """
         value = self.get(configurable, parameter)
         if value is None or isinstance(value, bool):
@@ -155,7 +155,7 @@ class OperativeConfig:
 
 
 def _statements(text: str) -> Iterator[str]:
-    """Yields statements: comments removed, continued lines and open brackets joined."""
+    """Yields statements, without comments and with continued lines and open brackets joined."""
     parts: list[str] = []
     depth = 0
     for line in _without_blocks(text):
@@ -173,7 +173,7 @@ def _statements(text: str) -> Iterator[str]:
 
 
 def _without_blocks(text: str) -> Iterator[str]:
-    """Yields lines in which bindings below `name:` carry that name."""
+    """Yields lines in which bindings below `name:` include that name."""
     block = None
     for line in text.splitlines():
         if found := _BLOCK.match(line):

@@ -1,4 +1,4 @@
-"""The optimizer's memory of an imported run, so that training continues instead of starting."""
+"""Optimizer state of an imported run, so that training continues instead of restarting."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,21 +14,21 @@ from convt5.training.optimizer import SecondMomentState
 from convt5.training.train_state import TrainState, parameters
 
 
-def imported_state(
+def import_state(
     imported: Imported,
     optimizer: optax.GradientTransformation,
     moments: Mapping[str, Arrays] | None = None,
 ) -> TrainState:
-    """Returns the state of training at the step of the import.
+    """Returns the training state at the step of the import.
 
     Args:
-        imported: the model; its parameters move into the state and are gone from here.
-        optimizer: from `build` of its description.
-        moments: Adafactor's memory by parameter; without it the optimizer starts anew, though the
-            learning rate goes on from the step of the import.
+        imported: the model; its parameters are moved into the state.
+        optimizer: the result of `build` of its description.
+        moments: Adafactor's moments by parameter. Without them the optimizer starts anew, but the
+            learning rate continues from the step of the import.
 
     Raises:
-        UserError: moments of other shapes than this optimizer keeps.
+        UserError: moments have other shapes than those of this optimizer.
     """
     model = imported.take_model()
     opt_state = tuple(
@@ -41,15 +41,15 @@ def imported_state(
 def _part(abstract: Any, step: int, moments: Mapping[str, Arrays] | None) -> Any:
     """Returns the state of one of the chained transformations."""
     if isinstance(abstract, SecondMomentState) and moments is not None:
-        return SecondMomentState(jnp.asarray(step, jnp.int32), _filled(abstract.moments, moments))
+        return SecondMomentState(jnp.asarray(step, jnp.int32), _fill(abstract.moments, moments))
     empty = jax.tree.map(_zeros, abstract)
     if isinstance(abstract, optax.ScaleByScheduleState):
         return empty._replace(count=jnp.asarray(step, jnp.int32))
-    # An empty memory must count from 0, or the first updates would be divided by almost nothing.
+    # Empty moments must count from 0, or the first updates would be divided by almost zero.
     return empty
 
 
-def _filled(abstract: Any, moments: Mapping[str, Arrays]) -> Any:
+def _fill(abstract: Any, moments: Mapping[str, Arrays]) -> Any:
     given = {
         f"{path}/{kind}": array for path, kinds in moments.items() for kind, array in kinds.items()
     }

@@ -1,8 +1,8 @@
-"""Any convt5 model as two plain files: model.safetensors and a description in JSON.
+"""A convt5 model as two plain files: model.safetensors and a JSON description.
 
-The format needs nothing of this library to read: arrays are named by parameter path, and
-`convt5.json` holds the settings of `ConvT5Config`, or of `ViTConfig` for a vision model. `describe`
-and `revive` are also how a checkpoint says which model it holds.
+Reading the format does not need convt5: arrays are named by parameter path, and `convt5.json` has
+the settings of `ConvT5Config`, or of `ViTConfig` for a vision model. `describe` and `revive` also
+serve to record the model in checkpoints.
 """
 
 import dataclasses
@@ -45,10 +45,10 @@ def write_model(
 
 
 def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imported:
-    """Reads what `write_model` wrote.
+    """Reads the files of `write_model`.
 
     Raises:
-        UserError: files missing or damaged, or arrays that do not fit the description.
+        UserError: files are missing or damaged, or arrays do not fit the description.
     """
     folder = pathlib.Path(path)
     remedy = "pass a folder written by convt5.convert --to=safetensors."
@@ -83,27 +83,27 @@ def describe(config: Description) -> dict[str, Any]:
 
 
 def revive(settings: Any, *, where: str = "the description of the model") -> Any:
-    """Returns the `ConvT5Config` or `ViTConfig` that `describe` described.
+    """Returns the `ConvT5Config` or `ViTConfig` from the result of `describe`.
 
     Args:
-        settings: as it is in a file.
-        where: names the file in messages.
+        settings: the JSON values.
+        where: name of the file for messages.
 
     Raises:
-        UserError: settings that this version does not know, or that are missing or wrong.
+        UserError: settings are unknown to this version, missing or wrong.
     """
     try:
-        return _revived(settings, where)
-    except TypeError as error:  # A setting is missing, or a list is not of what it must be of.
+        return _from_settings(settings, where)
+    except TypeError as error:  # A setting is missing, or a list has a wrong element.
         raise errors.UserError(f"{where}: {error}; copy the model again.") from None
 
 
-def _revived(settings: Any, where: str) -> Description:
+def _from_settings(settings: Any, where: str) -> Description:
     if not isinstance(settings, Mapping):
         raise errors.UserError(
             f"{where}: the model is {errors.clip(settings)}; it must map settings to values."
         )
-    if "image_size" in settings:  # Only images have one.
+    if "image_size" in settings:  # Only vision models have it.
         errors.raise_all(_unknown(settings, ViTConfig), where=where)
         return ViTConfig(**settings)
     stacks = {field.name for field in dataclasses.fields(StackConfig)}

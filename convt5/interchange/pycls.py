@@ -1,8 +1,7 @@
-"""Vision Transformers as pycls keeps them: the names of its state_dict, in any of three containers.
+"""Vision Transformers of pycls: the names of its state_dict, in any of three containers.
 
-pycls is the code of Xiao et al. 2021 (arXiv 2106.14881). Values are moved and never computed with.
-What names and shapes do not say, heads and strides, follows the rules of the published models or is
-given.
+pycls is the code of Xiao et al. 2021 (arXiv 2106.14881). Values are only rearranged. Heads and
+strides, which names and shapes do not show, are given or follow the rules of the published models.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ from convt5.runtime import foreign_files
 from convt5.vision.architecture import ViTConfig
 
 HEAD_DIM = 64
-"""Channels of an attention head in every published model."""
+"""Channels per attention head in all published models."""
 
 _PREFIX = "param."
 _SUFFIXES = (".npz", ".safetensors", ".pth", ".pyth", ".pt")
@@ -31,12 +30,12 @@ _MATRIX = (1, 0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rearranged(Source):
-    """One foreign array whose axes are permuted and then cut or joined.
+    """One foreign array whose axes are permuted and then split or merged.
 
     Attributes:
-        foreign_shape: of the array.
-        axes: the order its axes are taken in.
-        shape: of the parameter.
+        foreign_shape: shape of the array.
+        axes: permutation of its axes.
+        shape: shape of the parameter.
     """
 
     foreign_shape: Shape
@@ -57,13 +56,13 @@ class Rearranged(Source):
 
 
 class Stored(NamedTuple):
-    """Arrays of a file by name, which are read when they are asked for.
+    """Arrays of a file by name, read on request.
 
     Attributes:
-        shapes: of the arrays.
+        shapes: shapes of the arrays.
         read: returns one of them in float32.
-        skipped: what else is in the file, and why it is left out.
-        notes: what the user should know.
+        skipped: other contents of the file, and why they are ignored.
+        notes: notes for the user.
     """
 
     shapes: Mapping[str, Shape]
@@ -85,12 +84,12 @@ def read_model(
     Args:
         path: the file; names may begin with `param.` or `module.`.
         num_heads: attention heads; by default of 64 channels each.
-        image_size: pixels; by default those that the position table is for.
-        stem_strides: of a convolution stem; by default 2 wherever channels increase.
-        allow_unmapped: leaves out arrays that belong to no known part of the model.
+        image_size: image size in pixels; by default that of the position table.
+        stem_strides: strides of a conv stem; by default 2 wherever channels increase.
+        allow_unmapped: whether to ignore unknown arrays.
 
     Raises:
-        UserError: a file that cannot be read, or arrays that make no such model.
+        UserError: the file is unreadable, or its arrays are not those of such a model.
     """
     where = str(path)
     stored = open_arrays(pathlib.Path(path))
@@ -121,10 +120,10 @@ def architecture(
     stem_strides: Sequence[int] | None = None,
     where: str = "the checkpoint",
 ) -> ViTConfig:
-    """Returns the model that arrays of these names and shapes make; arguments as `read_model`.
+    """Returns the model with arrays of these names and shapes; arguments as for `read_model`.
 
     Raises:
-        UserError: arrays missing or of shapes that make no such model.
+        UserError: arrays are missing or have inconsistent shapes.
     """
     faults: list[str] = []
 
@@ -170,16 +169,16 @@ def architecture(
 
 
 def parameter_table(config: ViTConfig) -> list[Source]:
-    """Returns which array makes each parameter and each running statistic."""
+    """Returns the array of each parameter and of each running statistic."""
     shapes = parameter_shapes(config)
     return [_source(path, name, shapes[path]) for path, name in _names(config)]
 
 
 def open_arrays(path: pathlib.Path) -> Stored:
-    """Opens a file whose arrays have their names without their prefix.
+    """Opens a file, and removes the prefix of its array names.
 
     Raises:
-        UserError: not a file of a known kind, damaged, or one that needs torch where it is absent.
+        UserError: the file has an unknown format, is damaged, or needs torch, which is missing.
     """
     if path.suffix not in _SUFFIXES:
         raise errors.UserError(
@@ -222,7 +221,7 @@ def open_arrays(path: pathlib.Path) -> Stored:
 
 
 def _names(config: ViTConfig) -> Iterator[tuple[str, str]]:
-    """Yields every path of the model with the name there."""
+    """Yields every path of the model with its name in pycls."""
     if config.pooling == "token":
         yield "class_token", "class_token"
     yield "position_embedding", "pos_embedding"
@@ -318,7 +317,7 @@ def _stem(
 def published_strides(in_channels: int, channels: Sequence[int]) -> list[int]:
     """Returns the strides of a stem by the rule of the published models.
 
-    All of them halve the image exactly where a 3x3 convolution widens it.
+    They halve the image exactly where a 3x3 convolution increases the channels.
     """
     before = (in_channels, *channels)
     widens = [2 if after > one else 1 for one, after in zip(before, channels, strict=False)]

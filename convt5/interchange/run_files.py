@@ -1,4 +1,4 @@
-"""An imported model as a run directory: checkpoint, gin files, and the report of the import."""
+"""Writes an imported model as a run directory: checkpoint, gin files and import report."""
 
 import dataclasses
 import pathlib
@@ -26,14 +26,14 @@ _LONGEST = {"encoder_length": 512, "decoder_length": 114}
 
 
 class Training(NamedTuple):
-    """How training goes on; by default as T5 was pre-trained."""
+    """How training continues; by default as T5 was pre-trained."""
 
     optimizer: OptimizerConfig = AdafactorConfig()
     schedule: Schedule = InverseSqrt()
     loss: Loss = TextLoss(z_loss=1e-4)
 
 
-# 400 epochs of ImageNet in batches of 2048, as in arXiv 2106.14881.
+# 400 epochs of ImageNet with batch size 2048, as in arXiv 2106.14881.
 _VISION_STEPS = 250_228
 _VISION_TRAINING = Training(
     optimizer=AdamWConfig(weight_decay=0.24, max_grad_norm=None),
@@ -43,7 +43,7 @@ _VISION_TRAINING = Training(
 
 
 def default_training(config: ConvT5Config | ViTConfig) -> Training:
-    """Returns how models of a kind are trained where nothing else is known."""
+    """Returns the default training of a kind of model."""
     return _VISION_TRAINING if isinstance(config, ViTConfig) else Training()
 
 
@@ -61,7 +61,7 @@ def write_run(
         folder / "checkpoints", CheckpointConfig(), model_config=imported.config
     )
     try:
-        # No position in the data: the original's is not known, so it starts at its beginning.
+        # Without a data position, because that of the original is unknown.
         checkpointer.save(imported.step, state, data=DataPositions())
         checkpointer.wait()
     finally:
@@ -73,17 +73,17 @@ def write_run(
 
 
 def train_command(run_dir: pathlib.Path) -> str:
-    """Returns the command that goes on with an imported run, as a shell takes it."""
+    """Returns the shell command that continues training of an imported run."""
     return f"python -m convt5.train {shlex.quote(f'--gin_file={run_dir / RUN_FILE}')}"
 
 
 def _comment(text: str) -> str:
-    """Returns a comment of one line, whatever paths are in the text."""
+    """Formats a one-line comment, even if paths in it contain line breaks."""
     return "# " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def model_gin(config: ConvT5Config | ViTConfig, *, origin: str) -> str:
-    """Returns the model as a gin file, to be given beside any run file."""
+    """Returns a gin file that describes the model, for use with any run file."""
     package, name = "convt5", "architecture.ConvT5Config"
     if isinstance(config, ViTConfig):
         package, name = "convt5.vision", "architecture.ViTConfig"
@@ -125,7 +125,7 @@ _RUN_MODULES = (
 
 
 def run_gin(imported: Imported, training: Training, *, run_dir: pathlib.Path, origin: str) -> str:
-    """Returns a run file that goes on with pre-training where the import ends."""
+    """Returns a run file that continues pre-training where the import ends."""
     limit = imported.config.max_positions or max(_LONGEST.values())
     schedule = type(training.schedule).__name__
     lines = [
@@ -236,7 +236,7 @@ def vision_run_gin(
 
 
 def _vision_bindings(name: str, config: ViTConfig) -> Iterator[str]:
-    """Yields the settings of a vision model; those that images must follow are macros."""
+    """Yields the settings of a vision model; those that images must match are macros."""
     shared = ("image_size", "in_channels", "num_classes")
     for field in shared:
         yield f"{field.upper()} = {getattr(config, field)}"
@@ -246,7 +246,7 @@ def _vision_bindings(name: str, config: ViTConfig) -> Iterator[str]:
 
 
 def _normalisation(in_channels: int) -> list[str]:
-    """Returns how pycls prepares colours."""
+    """Returns the normalisation of colours in pycls."""
     if in_channels != 3:
         return []
     return [
@@ -259,7 +259,7 @@ def _normalisation(in_channels: int) -> list[str]:
 def _bindings(
     name: str, config: ConvT5Config | StackConfig | Any, *, leave_out: tuple[str, ...] = ()
 ) -> Iterator[str]:
-    """Yields the settings of a dataclass that are not its defaults."""
+    """Yields the settings of a dataclass that differ from its defaults."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name not in leave_out and value != field.default:

@@ -21,16 +21,16 @@ class Checkpoint:
     """A TensorFlow 1 checkpoint, read one variable at a time.
 
     Args:
-        path: its prefix (`.../model.ckpt-524288`), one of its files, or the folder it lies in, in
-            which case the newest is taken.
+        path: its prefix (`.../model.ckpt-524288`), one of its files, or its folder, of which the
+            newest checkpoint is opened.
 
     Raises:
-        UserError: nothing there, files missing or truncated, or a type that is not known.
+        UserError: no checkpoint, missing or truncated files, or an unknown dtype.
     """
 
     def __init__(self, path: str):
         tf = _tensorflow()
-        # What the reader raises on damaged files depends on where they are damaged.
+        # Errors of TensorFlow's reader for damaged files.
         self._errors = (tf.errors.OpError, ValueError, RuntimeError, LookupError)
         self.prefix = find_prefix(path)
         self._check_files()
@@ -68,7 +68,7 @@ class Checkpoint:
         return value
 
     def check_unread(self) -> None:
-        """Reads what nobody has read: the end of a truncated file may hold nothing of the model.
+        """Reads the variables that were not read yet, because a truncated end may affect only them.
 
         Raises:
             UserError: a variable is damaged.
@@ -77,7 +77,7 @@ class Checkpoint:
             self.read(name)
 
     def step(self) -> int:
-        """Returns the updates made before it was written; 0 where it does not say."""
+        """Returns the number of updates made; 0 if not recorded."""
         if STEP not in self.shapes:
             return 0
         try:
@@ -86,7 +86,7 @@ class Checkpoint:
             raise self._damaged(error, STEP) from None
 
     def variables(self) -> dict[str, Shape]:
-        """Returns the shapes of all variables but optimizer slots and the step."""
+        """Returns the shapes of all variables except optimizer slots and the step."""
         return {
             name: shape
             for name, shape in self.shapes.items()
@@ -98,7 +98,7 @@ class Checkpoint:
         return {name: shape for name, shape in self.shapes.items() if SLOT.match(name)}
 
     def _check_files(self) -> None:
-        """Names missing shards, which TensorFlow reports only when it comes to read one."""
+        """Reports missing shards, which TensorFlow notices only when it reads them."""
         folder, name = pathlib.PurePath(self.prefix).parent, pathlib.PurePath(self.prefix).name
         if whole_files.is_remote(self.prefix):
             return
@@ -114,7 +114,7 @@ class Checkpoint:
             )
 
     def _check_index(self, tf: Any) -> None:
-        """Raises `UserError` for an index that would end the process, or take memory at will."""
+        """Raises `UserError` for an index that would crash TensorFlow or exhaust memory."""
         from convt5.interchange import tf_index
 
         def shard_bytes(index: int, count: int) -> int | None:
@@ -139,7 +139,7 @@ class Checkpoint:
 
 
 def find_prefix(path: str) -> str:
-    """Returns the prefix of a checkpoint, given it, one of its files, or its folder."""
+    """Returns the prefix of a checkpoint, given that, one of its files, or its folder."""
     tf = _tensorflow()
     prefix = re.sub(r"\.(index|meta|data-\d+-of-\d+)$", "", path.rstrip("/"))
     if tf.io.gfile.exists(f"{prefix}.index"):
@@ -158,7 +158,7 @@ def find_prefix(path: str) -> str:
 
 
 def _tensorflow():
-    """Imports what only this module needs, and only when a checkpoint is read."""
+    """Imports TensorFlow, only when a checkpoint is read."""
     with quiet_imports.without_tensorflow_chatter():
         try:
             import tensorflow as tf

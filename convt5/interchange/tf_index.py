@@ -1,7 +1,7 @@
-"""What the index of a TensorFlow checkpoint says, checked before TensorFlow reads it.
+"""Checks the index of a TensorFlow checkpoint before TensorFlow reads it.
 
-TensorFlow ends the process where a shape in it is negative or too large. The file is a table of
-LevelDB (github.com/google/leveldb, doc/table_format.md) that holds messages of
+TensorFlow aborts the process if a shape in the index is negative or too large. The file is a
+LevelDB table (github.com/google/leveldb, doc/table_format.md) with messages of
 `tensor_bundle.proto`. Needs TensorFlow.
 """
 
@@ -14,23 +14,22 @@ from google.protobuf import message
 from tensorflow.core.protobuf import tensor_bundle_pb2
 
 MOST_BYTES = 2**24
-"""Of an index; that of a model with 10,000 variables takes one."""
+"""Most bytes of an index; that of a model with 10,000 variables has one MiB."""
 
 _MAGIC = 0xDB4775248B80FB57
 _FOOTER_BYTES = 48
-_TRAILER_BYTES = 5  # Of a block: its compression, and a checksum, which TensorFlow compares.
+_TRAILER_BYTES = 5  # Of a block: compression type and checksum, which TensorFlow verifies.
 _MOST_NAME_BYTES = 2**12
 _MOST_SHARDS = 2**17
 _MOST_AXES = 8
 
 
 def check(content: bytes, shard_bytes: Callable[[int, int], int | None]) -> None:
-    """Raises `ValueError` for an index that TensorFlow could not read, or not within its files.
+    """Raises `ValueError` for an index that TensorFlow could not read from its files.
 
     Args:
-        content: the file.
-        shard_bytes: returns the size of a shard, by its index and their number; None where there
-            is none.
+        content: contents of the file.
+        shard_bytes: returns the size of a shard, by its index and their number; None if missing.
     """
     try:
         entries = list(_entries(content))
@@ -79,11 +78,11 @@ def _fault(
 
 
 def _entries(content: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yields names and values of the table, in their order."""
+    """Yields names and values of the table, in order."""
     if len(content) < _FOOTER_BYTES or struct.unpack("<Q", content[-8:])[0] != _MAGIC:
         raise ValueError("it is no table of LevelDB")
     footer = content[-_FOOTER_BYTES:]
-    _, at = _handle(footer, 0)  # Of what no reader needs.
+    _, at = _handle(footer, 0)  # The metaindex, which is not needed.
     index, _ = _handle(footer, at)
     total = 0
     for _, value in _block(content, index):

@@ -1,8 +1,8 @@
-"""Arrays in files of PyTorch, one file or several; read one array at a time.
+"""Reads arrays from PyTorch files, one array at a time.
 
-A file of PyTorch is a pickle with numbers beside it. `torch.load(weights_only=True)` calls nothing
-but what makes tensors, yet a small pickle can still ask it for terabytes or for ever, so the
-pickle is looked through first: it may build text, numbers, containers and tensors, each once.
+A PyTorch file is a pickle with numbers beside it. `torch.load(weights_only=True)` only makes
+tensors, but a small pickle can still request terabytes, or never end. So the pickle is checked
+first: it may only build text, numbers, containers and tensors, each once.
 """
 
 import dataclasses
@@ -27,17 +27,17 @@ WHOLE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
 
 OLDEST = (2, 10)
-"""Of PyTorch: earlier ones could be made to run code by a file, even with `weights_only`."""
+"""Oldest safe version of PyTorch: earlier ones can run code from a file with `weights_only`."""
 
 MOST_PICKLE_BYTES = 2**23
-"""Of names, shapes and settings in a file; 10,000 tensors take a quarter of it."""
+"""Most bytes of names, shapes and settings in a file; 10,000 tensors take a quarter of it."""
 
 _REMEDY = "copy it again, or save the state_dict of the model anew with torch.save."
-_PROTOCOL = 2  # Of pickles, by which torch.save writes.
+_PROTOCOL = 2  # Pickle protocol of torch.save.
 _ZIP = b"PK\x03\x04"
 _LEGACY_PICKLES = 5  # Magic number, version, machine, the state and the keys of its storages.
 _FLOATS = ("float32", "bfloat16", "float16")
-# A tie is one array under several names, but no model repeats all that it holds this often.
+# Tied arrays occur under several names, but no model repeats everything this often.
 _MOST_REPEATS = 8
 _MOST_BUILT = 2**26
 _ALWAYS_ALLOWED = 2**26
@@ -55,7 +55,7 @@ _CHANGE_THE_FIRST = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD"}
 
 @dataclasses.dataclass(eq=False)
 class _Built:
-    """A value of a pickle that is not made: its size written out, and its value if it is simple."""
+    """A pickled value that is not built: its expanded size, and its value if it is simple."""
 
     size: int
     value: Any = None
@@ -66,20 +66,20 @@ class Files:
     """The arrays of some files by name; reading converts to float32.
 
     Attributes:
-        shapes: of the arrays.
-        beside: what else the outermost mapping of the files holds, where the state is in it.
+        shapes: shapes of the arrays.
+        beside: other contents of the outermost mapping, if the state is inside it.
     """
 
     def __init__(self, paths: list[pathlib.Path], *, inside: str | None = None):
-        """Opens the files; numbers are read when they are asked for.
+        """Opens the files; numbers are read on request.
 
         Args:
-            paths: of the files, each of which holds a mapping of names to tensors.
-            inside: the key of that mapping in a larger one, where the file has one.
+            paths: the files, each with a mapping from names to tensors.
+            inside: the key of that mapping in an outer one, if there is one.
 
         Raises:
-            UserError: no PyTorch that can read them, a damaged file, or one that holds anything
-                but arrays.
+            UserError: PyTorch is missing or too old, or a file is damaged or holds something other
+                than arrays.
         """
         self._tensors: dict[str, tuple[Any, pathlib.Path]] = {}
         self.shapes: dict[str, Shape] = {}
@@ -108,17 +108,17 @@ class Files:
                 f"{path}: {errors.clip(name)} is stored as {kind}, which is none of "
                 f"{', '.join(_FLOATS)}."
             )
-        return np.array(tensor.detach().float().numpy())  # The file may change or go away.
+        return np.array(tensor.detach().float().numpy())  # A copy: the file may change.
 
 
 def storages(stream: IO[bytes]) -> dict[str, int]:
-    """Returns the bytes of every storage that a pickle names, by its key, and makes nothing.
+    """Returns the bytes of every storage that a pickle names, by key, without building anything.
 
-    What is built may be named again, as long as the whole, with all that repeats written out, stays
-    small: a few bytes could otherwise make a key that takes years to hash.
+    Values may be referenced repeatedly only while the fully expanded pickle stays small: otherwise
+    a few bytes could make a key that takes years to hash.
 
     Raises:
-        ValueError: it builds anything but text, numbers, containers and tensors.
+        ValueError: it builds something other than text, numbers, containers and tensors.
     """
     stack: list[_Built | None] = []  # None is a mark.
     memo: dict[Any, _Built] = {}
@@ -148,7 +148,7 @@ def _follow(
     opcode: pickletools.OpcodeInfo,
     argument: Any,
 ) -> None:
-    """Does to a stack of descriptions what an opcode does to a stack of values."""
+    """Applies an opcode to a stack of descriptions of values."""
     name = opcode.name
     if name in ("BINPUT", "LONG_BINPUT"):
         memo[argument] = _last(stack)
@@ -173,7 +173,7 @@ def _follow(
 
 
 def _take(stack: list[_Built | None], before: Sequence[Any]) -> list[_Built]:
-    """Takes off what an opcode uses, the last one last; without the mark, where it has one."""
+    """Pops the operands of an opcode, in order, without its mark."""
     taken = []
     if pickletools.markobject in before:
         while (part := stack.pop()) is not None:
@@ -191,7 +191,7 @@ def _last(stack: list[_Built | None], *, take: bool = False) -> _Built:
 
 
 def _storage(built: _Built | None) -> tuple[str, int]:
-    """Returns key and bytes of what a persistent id names."""
+    """Returns the key and the bytes of the storage that a persistent id names."""
     value = built.value if built else None
     if not isinstance(value, tuple) or len(value) not in (5, 6):
         raise ValueError("it names a storage that is none")
@@ -205,7 +205,7 @@ def _storage(built: _Built | None) -> tuple[str, int]:
 
 
 def _load(path: pathlib.Path) -> dict[Any, Any]:
-    """Returns the outermost mapping of a file whose tensors lie in it."""
+    """Returns the outermost mapping of a file with its tensors."""
     torch = _torch(path)
     try:
         foreign_files.check_regular(path)
@@ -215,8 +215,8 @@ def _load(path: pathlib.Path) -> dict[Any, Any]:
             raise ValueError(f"it holds {type(held).__name__}, not arrays by name")
     except errors.UserError:
         raise
-    except Exception as error:  # Pickles, zip files and PyTorch have many kinds.
-        told = str(error).partition("\n")[0]  # PyTorch goes on with advice.
+    except Exception as error:  # Pickle, zipfile and PyTorch raise many kinds.
+        told = str(error).partition("\n")[0]  # PyTorch appends advice.
         why = error if isinstance(error, OSError | ValueError) else f"{_kind(error)}: {told}"
         raise foreign_files.unreadable(path, why, _REMEDY) from None
     return held
@@ -224,7 +224,7 @@ def _load(path: pathlib.Path) -> dict[Any, Any]:
 
 def _torch(path: pathlib.Path) -> Any:
     try:
-        torch = importlib.import_module("torch")  # Not one of convt5's dependencies.
+        torch = importlib.import_module("torch")  # Not a dependency of convt5.
     except ImportError:
         raise errors.UserError(
             f"{path} is a file of PyTorch, which is not installed; install convt5's extra torch "
@@ -240,7 +240,7 @@ def _torch(path: pathlib.Path) -> Any:
 
 
 def _check_container(path: pathlib.Path) -> bool:
-    """Whether a file is a zip file; raises `ValueError` if it asks for more than it holds."""
+    """Returns whether a file is a zip file; raises `ValueError` if its sizes are inconsistent."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         start = file.read(MOST_PICKLE_BYTES)
@@ -257,7 +257,7 @@ def _check_container(path: pathlib.Path) -> bool:
 
 
 def _check_zip(path: pathlib.Path, size: int) -> None:
-    """Raises `ValueError` unless members are stored as they are, and storages of the sizes told."""
+    """Raises `ValueError` unless members are uncompressed and storages have their stated sizes."""
     with zipfile.ZipFile(path) as archive:
         members = {member.filename: member for member in archive.infolist()}
         sizes = {name: member.file_size for name, member in members.items()}
@@ -290,7 +290,7 @@ def _is_tar(start: bytes) -> bool:
 
 
 def _check_state(path: pathlib.Path, state: dict[Any, Any]) -> None:
-    """Raises `UserError` unless a mapping holds arrays by name that the file bears out."""
+    """Raises `UserError` unless a mapping holds named arrays consistent with the file."""
     torch = importlib.import_module("torch")
     told, stored = 0, path.stat().st_size
     for name, value in dict.items(state):

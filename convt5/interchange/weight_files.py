@@ -1,4 +1,4 @@
-"""Which files hold the weights of a model: one, or several that an index in JSON names."""
+"""Finds the files of a model's weights: one, or several listed in a JSON index."""
 
 import pathlib
 
@@ -9,15 +9,15 @@ REMEDY = "it may be truncated: copy it again."
 
 
 def find(folder: pathlib.Path, whole: str, index: str) -> list[pathlib.Path]:
-    """Returns the files of a folder with weights; none where neither of two names is there.
+    """Returns the weight files in a folder; empty if neither name exists.
 
     Args:
-        folder: of the model.
-        whole: the name of a file with all weights, which is taken first.
-        index: the name of a file of JSON whose `weight_map` has the file of each array.
+        folder: folder of the model.
+        whole: name of a file with all weights, which takes precedence.
+        index: name of a JSON file whose `weight_map` has the file of each array.
 
     Raises:
-        UserError: an index that is none, or that names a file elsewhere or one that is missing.
+        UserError: the index is invalid, or names a missing file or one elsewhere.
     """
     if (folder / whole).is_file():
         return [folder / whole]

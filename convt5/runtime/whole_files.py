@@ -1,4 +1,4 @@
-"""Files that appear under their name only when complete, and that are not written through links."""
+"""Files that are written atomically, and never through links."""
 
 import contextlib
 import hashlib
@@ -14,7 +14,7 @@ AnyPath = pathlib.Path | epath.Path
 
 _PARTIAL = ".partial"
 _LONG_NAME = 200
-"""Bytes of a name to which more cannot be added on every file system."""
+"""Longest file name in bytes that still allows a suffix on every file system."""
 
 _KINDS = {
     stat.S_IFREG: "a file",
@@ -26,16 +26,16 @@ _KINDS = {
 
 
 def is_remote(path: epath.PathLike) -> bool:
-    """Whether a path names a file or folder of an object store, such as gs://bucket/folder."""
+    """Returns whether a path is in an object store, such as gs://bucket/folder."""
     return "://" in os.fspath(path)
 
 
 @contextlib.contextmanager
 def replacing(path: AnyPath) -> Iterator[AnyPath]:
-    """Gives a file to write, which takes the place of `path` unless that fails or is killed.
+    """Yields a temporary file, which replaces `path` on success.
 
-    Where `path` is a link, the link is replaced and what it leads to stays. The file lies beside
-    it under a name that nobody can foresee; a kill leaves it behind, for `remove_left_overs`.
+    If `path` is a link, the link is replaced, not its target. The temporary file is in the same
+    folder, with an unpredictable name; after a kill, `remove_left_overs` deletes it.
     """
     partial = path.with_name(f".{secrets.token_hex(8)}{_PARTIAL}")
     if is_remote(path):
@@ -52,15 +52,15 @@ def replacing(path: AnyPath) -> Iterator[AnyPath]:
 
 
 def remove_left_overs(folder: AnyPath) -> None:
-    """Removes what killed processes left behind in a folder that no other process writes."""
+    """Removes temporary files of killed processes from a folder that no other process writes."""
     for path in pathlib.Path(folder).glob(f".{'[0-9a-f]' * 16}{_PARTIAL}"):
         path.unlink(missing_ok=True)
 
 
 def unfinished(folder: pathlib.Path, ending: str) -> pathlib.Path:
-    """Returns where a folder lies beside its place until it is complete: hidden, same each time.
+    """Returns the hidden path, always the same, of a folder until it is complete.
 
-    Its name fits where that of `folder` does; a link in its place is removed, not followed.
+    Shortens its name if needed; a link at this path is removed, not followed.
     """
     name = folder.name
     if len(os.fsencode(name)) > _LONG_NAME:
@@ -72,12 +72,12 @@ def unfinished(folder: pathlib.Path, ending: str) -> pathlib.Path:
 
 
 def not_followed(path: str, flags: int) -> int:
-    """Opens a regular file, and nothing through a link: an `opener` of `open`.
+    """Opens a regular file, never through a link: an `opener` for `open`.
 
     Raises:
-        OSError: a link, a folder, a pipe or a device lies there.
+        OSError: the path is a link, a folder, a pipe or a device.
     """
-    # A pipe would wait for its other end.
+    # Opening a pipe without this flag would block.
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     about = os.fstat(file)
     if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
@@ -87,7 +87,7 @@ def not_followed(path: str, flags: int) -> int:
 
 
 def kind(path: os.PathLike) -> str | None:
-    """Returns what lies at a path, such as "a folder" or "a link"; None where nothing does."""
+    """Returns the kind of a path, such as "a folder" or "a link"; None if it does not exist."""
     try:
         mode = os.lstat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
