@@ -14,7 +14,7 @@ from test_whole_rows import direct_sums, use_small_blocks
 
 from convt5.analysis import costs
 from convt5.generation.search import reordered
-from convt5.interchange import stablehlo
+from convt5.interchange import loading, portable, stablehlo
 from convt5.modeling.architecture import StackConfig
 from convt5.modeling.mixers.base import Reach, StackInputs
 from convt5.modeling.mixers.long import Long
@@ -193,6 +193,16 @@ def test_programs_of_an_export_equal_the_model():
     for i in range(4):
         logits, state = programs["step"].call(params, state, target[:, i])
         np.testing.assert_allclose(logits, expected[:, i], atol=1e-5 * np.abs(expected).max())
+
+
+def test_an_export_gives_the_same_model_back(tmp_path):
+    given = dict(named_leaves(model("hyena")))
+    portable.write_model(tmp_path, model("hyena").config, given)
+    loaded = loading.load_model(tmp_path)
+    assert loaded.config == model("hyena").config
+    for name, leaf in named_leaves(loaded):
+        np.testing.assert_array_equal(leaf, given.pop(name), err_msg=name)
+    assert not given
 
 
 # --- Descriptions ---------------------------------------------------------------------------------
