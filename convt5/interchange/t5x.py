@@ -94,7 +94,7 @@ def read_moments(files: Files, imported: Imported) -> dict[str, Arrays]:
             faults.append(f"{owner}/v is missing.")
         used |= set(names.values())
     errors.raise_all(
-        errors.shortened(faults), where=f"{files.folder} cannot be imported with --optimizer"
+        errors.abbreviate(faults), where=f"{files.folder} cannot be imported with --optimizer"
     )
     report = imported.report
     report.skipped = [(name, why) for name, why in report.skipped if name not in used]
