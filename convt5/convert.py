@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from convt5 import errors
 from convt5.configuration import command_line
-from convt5.runtime import folders, whole_files
+from convt5.runtime import atomic_files, folders
 from convt5.text import task_format, vocabulary_files
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ def convert(conversion: Conversion) -> str:
 
 def check_destination(output_dir: str) -> pathlib.Path:
     """Returns the absolute destination without links; raises `UserError` if it exists."""
-    if whole_files.is_remote(output_dir):
+    if atomic_files.is_remote(output_dir):
         raise errors.UserError(
             f"output_dir={output_dir} must be a local folder; copy it to the bucket afterwards, "
             "with gcloud storage cp --recursive."
@@ -311,7 +311,7 @@ def new_directory(destination: pathlib.Path) -> Iterator[pathlib.Path]:
     """
     from convt5.training import run_directory
 
-    partial = whole_files.unfinished(destination, "incomplete")
+    partial = atomic_files.unfinished(destination, "incomplete")
     with run_directory.hold(partial):
         for left_over in partial.iterdir():
             if left_over.is_dir() and not left_over.is_symlink():

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from convt5 import errors
 from convt5.runtime import foreign_files
-from convt5.runtime.whole_files import is_remote
+from convt5.runtime.atomic_files import is_remote
 
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 """The function that opens files with each suffix."""

@@ -11,7 +11,7 @@ import numpy as np
 import seqio
 
 from convt5 import errors
-from convt5.runtime.whole_files import is_remote
+from convt5.runtime.atomic_files import is_remote
 from convt5.text import sentinels, seqio_vocabularies, vocabulary_files
 
 DEFAULT_NUM_SENTINELS = sentinels.T5_SENTINELS

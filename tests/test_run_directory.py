@@ -8,7 +8,7 @@ import commands
 import pytest
 
 from convt5 import errors
-from convt5.runtime import whole_files
+from convt5.runtime import atomic_files
 from convt5.training import run_directory
 
 HOLD_FOREVER = """
@@ -192,12 +192,12 @@ def test_no_file_is_written_through_a_link(tmp_path, make):
 
 def test_files_that_are_written_have_names_that_nobody_foresees(tmp_path, monkeypatch):
     path = tmp_path / ("x" * 255)
-    with whole_files.replacing(path) as first, whole_files.replacing(path) as second:
+    with atomic_files.replacing(path) as first, atomic_files.replacing(path) as second:
         assert first != second
         assert path.name not in first.name
-    monkeypatch.setattr(whole_files.secrets, "token_hex", lambda count: "0" * 16)
+    monkeypatch.setattr(atomic_files.secrets, "token_hex", lambda count: "0" * 16)
     (tmp_path / f".{'0' * 16}.partial").symlink_to(tmp_path / "mine")
-    with pytest.raises(FileExistsError), whole_files.replacing(path):
+    with pytest.raises(FileExistsError), atomic_files.replacing(path):
         pass
     assert not (tmp_path / "mine").exists()
 
@@ -211,7 +211,7 @@ def test_what_a_kill_leaves_half_written_is_removed_by_the_next_start(tmp_path):
 
 
 def write_half(path):
-    with whole_files.replacing(path) as partial:
+    with atomic_files.replacing(path) as partial:
         partial.write_text("half")
         raise errors.UserError("wrong")
 

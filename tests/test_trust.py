@@ -401,7 +401,7 @@ def test_what_is_listed_exists(name):
         ("loading.load_model", False),
         ("checkpoint.Checkpointer", False),
         ("training.run_log.WeightsAndBiases", False),
-        ("runtime.whole_files.replacing", False),
+        ("runtime.atomic_files.replacing", False),
         ("sweeps.running.run_all", False),
         ("configuration.command_line.run", False),
     ],

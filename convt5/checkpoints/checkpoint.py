@@ -26,7 +26,7 @@ from convt5 import errors
 from convt5.checkpoints import late_errors, named_arrays, read_back, reading, record
 from convt5.checkpoints.checksums import checksums
 from convt5.checkpoints.reading import EMA
-from convt5.runtime import folders, foreign_files, metric_names, whole_files
+from convt5.runtime import atomic_files, folders, foreign_files, metric_names
 
 BestMode = Literal["min", "max"]
 
@@ -320,7 +320,7 @@ class Checkpointer:
 
     def _check_room(self, leaves: Mapping[str, Any]) -> None:
         """Checks free space early: the writer takes minutes to fail, in the background."""
-        if whole_files.is_remote(self.directory):
+        if atomic_files.is_remote(self.directory):
             return
         self.directory.mkdir(parents=True, exist_ok=True)
         needed = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())

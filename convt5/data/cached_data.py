@@ -26,7 +26,7 @@ from convt5.data.counts import Counts
 from convt5.data.prefetching import rows_per_host
 from convt5.data.row_order import Passes
 from convt5.errors import checks
-from convt5.runtime import file_locks, foreign_files, whole_files
+from convt5.runtime import atomic_files, file_locks, foreign_files
 from convt5.text import task_format, vocabulary_files
 
 _ABOUT_FILE = "cache.json"
@@ -307,7 +307,7 @@ class Writer:
                 f"output_dir={folder} exists; remove it, or name another folder."
             )
         self._folder = folder
-        self._unfinished = whole_files.unfinished(folder, "unfinished")
+        self._unfinished = atomic_files.unfinished(folder, "unfinished")
         self._about: dict[str, Any] = {}
         self._token_type = _LONG
         try:
@@ -316,7 +316,7 @@ class Writer:
             self._progress = self._begun(identity)
             if not self._progress["splits"]:
                 for leftover in self._unfinished.iterdir():
-                    is_folder = whole_files.kind(leftover) == "a folder"
+                    is_folder = atomic_files.kind(leftover) == "a folder"
                     shutil.rmtree(leftover) if is_folder else leftover.unlink()
         except OSError as error:
             raise errors.UserError(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from convt5 import errors
 from convt5.configuration import command_line
-from convt5.runtime import whole_files
+from convt5.runtime import atomic_files
 from convt5.runtime.bars import Bar
 
 _HELD_OUT = 100
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     lines = _Lines(_cut(files.documents()))
     model = _train(lines, flags)
     output.parent.mkdir(parents=True, exist_ok=True)
-    with whole_files.replacing(output) as partial:
+    with atomic_files.replacing(output) as partial:
         partial.write_bytes(model)
     measured = lines.held_out or lines.first
     print(describe(measure(model, measured), is_held_out=bool(lines.held_out)))

@@ -15,7 +15,7 @@ from etils import epath
 
 from convt5 import errors
 from convt5.checkpoints.record import differences
-from convt5.runtime import file_locks, foreign_files, whole_files
+from convt5.runtime import atomic_files, file_locks, foreign_files
 from convt5.training.run_directory import replace_text
 from convt5.training.run_log import TensorBoard
 
@@ -98,7 +98,7 @@ class Results:
 
     def _check_writable(self, path: epath.Path) -> None:
         """Checks early that files can be written, because measuring may take hours."""
-        if whole_files.is_remote(path):
+        if atomic_files.is_remote(path):
             return
         folders = [self.folder / "tensorboard", path.parent, path.parent.parent]
         expected_kinds = [(p, "a folder") for p in folders]
@@ -106,7 +106,7 @@ class Results:
         faults = [
             f"{p} is {kind}, where {want} must be"
             for p, want in expected_kinds
-            if (kind := whole_files.kind(p)) not in (None, want)
+            if (kind := atomic_files.kind(p)) not in (None, want)
         ]
         places = [path.parent, *path.parent.parents]
         nearest = next(p for p in places if os.path.lexists(p))

@@ -9,7 +9,7 @@ import numpy as np
 
 from convt5 import errors
 from convt5.interchange.mapping import Shape
-from convt5.runtime import quiet_imports, whole_files
+from convt5.runtime import atomic_files, quiet_imports
 
 STEP = "global_step"
 SLOT = re.compile(r"^(?P<variable>.+)_slot_(?P<kind>\w+)$")
@@ -100,7 +100,7 @@ class Checkpoint:
     def _check_files(self) -> None:
         """Reports missing shards, which TensorFlow notices only when it reads them."""
         folder, name = pathlib.PurePath(self.prefix).parent, pathlib.PurePath(self.prefix).name
-        if whole_files.is_remote(self.prefix):
+        if atomic_files.is_remote(self.prefix):
             return
         present = {p.name for p in pathlib.Path(folder).glob(f"{name}.data-*-of-*")}
         counts = {int(shard.rsplit("-", 1)[1]) for shard in present}

@@ -12,7 +12,7 @@ from etils import epath
 from etils.epath import gpath
 
 from convt5 import errors
-from convt5.runtime.whole_files import is_remote
+from convt5.runtime.atomic_files import is_remote
 
 _STORES = ("gs", "s3", "az", "hf")
 """URL schemes of object stores; epath also accepts local folders such as /gs for them."""

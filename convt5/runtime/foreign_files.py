@@ -20,7 +20,7 @@ import numpy as np
 from etils import epath
 
 from convt5 import errors
-from convt5.runtime import whole_files
+from convt5.runtime import atomic_files
 
 MOST_JSON_BYTES = 2**23
 """Most bytes of a file of settings; Python takes up to 25 times as much memory to hold it."""
@@ -105,7 +105,7 @@ def unreadable(path: epath.PathLike, why: BaseException | str, remedy: str) -> e
 def check_regular(path: epath.PathLike) -> None:
     """Raises `ValueError` if a path is not a regular file, because opening a pipe may hang."""
     local = os.fspath(path)
-    if not whole_files.is_remote(local) and os.path.exists(local) and not os.path.isfile(local):
+    if not atomic_files.is_remote(local) and os.path.exists(local) and not os.path.isfile(local):
         raise ValueError("it is no regular file")
 
 

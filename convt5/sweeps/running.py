@@ -18,7 +18,7 @@ from concurrent import futures
 from typing import Any, BinaryIO, Literal, NamedTuple, TextIO, get_args
 
 from convt5 import errors
-from convt5.runtime import foreign_files, whole_files
+from convt5.runtime import atomic_files, foreign_files
 from convt5.runtime.amounts import duration
 from convt5.runtime.bars import Bar
 from convt5.sweeps.study import Point, Study
@@ -238,7 +238,7 @@ class _Trainers:
         """Returns the exit code of `python -m convt5.train` with these arguments."""
         cores = self._cores.get()
         try:
-            with open(log, "ab", opener=whole_files.not_followed) as file:
+            with open(log, "ab", opener=atomic_files.not_followed) as file:
                 process = self._start(arguments, file)
             with process:
                 if cores:

@@ -10,8 +10,8 @@ import tensorflow as tf
 from google.protobuf import message
 
 from convt5 import errors
+from convt5.runtime.atomic_files import is_remote
 from convt5.runtime.foreign_files import MOST_VOCABULARY_BYTES
-from convt5.runtime.whole_files import is_remote
 from convt5.text import sentinels
 from convt5.text.sentinels import T5_SENTINELS
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from convt5 import errors
-from convt5.runtime import folders, foreign_files, whole_files
+from convt5.runtime import atomic_files, folders, foreign_files
 
 FILE = "task.json"
 
@@ -223,7 +223,7 @@ def of_data(data: Any) -> tuple[TaskFormat, ...]:
 def write(folder: epath.PathLike, formats: Sequence[TaskFormat]) -> None:
     """Writes `task.json` into a folder."""
     text = json.dumps({"tasks": as_json(formats)}, indent=2, ensure_ascii=False) + "\n"
-    with whole_files.replacing(epath.Path(folder) / FILE) as partial:
+    with atomic_files.replacing(epath.Path(folder) / FILE) as partial:
         partial.write_text(text)
 
 

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 from etils import epath
 
 from convt5 import errors
-from convt5.runtime import folders, foreign_files, quiet_imports, whole_files
+from convt5.runtime import atomic_files, folders, foreign_files, quiet_imports
 from convt5.text import sentinels
 
 FOLDER = "vocabulary"
@@ -168,9 +168,9 @@ def write(folder: epath.PathLike, text: KeptText) -> None:
         kept = getattr(text, name)
         about[name] = {kept.kind: kept.num_sentinels}
         if kept.kind == "sentencepiece":
-            with whole_files.replacing(folder / f"{name}.model") as partial:
+            with atomic_files.replacing(folder / f"{name}.model") as partial:
                 partial.write_bytes(kept.model)
-    with whole_files.replacing(folder / _ABOUT_FILE) as partial:
+    with atomic_files.replacing(folder / _ABOUT_FILE) as partial:
         partial.write_text(json.dumps(about, indent=2) + "\n")
 
 

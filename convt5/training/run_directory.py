@@ -25,7 +25,7 @@ import jax
 from etils import epath
 
 from convt5 import errors
-from convt5.runtime import file_locks, folders, whole_files
+from convt5.runtime import atomic_files, file_locks, folders
 from convt5.text import task_format, vocabulary_files
 
 _LOCK_FILE = "lock"
@@ -57,7 +57,7 @@ def hold(run_dir: epath.PathLike) -> Iterator[epath.Path]:
     """
     check(run_dir)
     folder = folders.literal(run_dir)
-    if whole_files.is_remote(folder):
+    if atomic_files.is_remote(folder):
         _check_writable(folder)
         yield folder
         return
@@ -69,7 +69,7 @@ def hold(run_dir: epath.PathLike) -> Iterator[epath.Path]:
     lock = _open_lock(folder)
     try:
         _lock(lock, folder)
-        whole_files.remove_left_overs(folder)
+        atomic_files.remove_left_overs(folder)
         yield folder
     except errors.UserError:
         if is_new:
@@ -84,12 +84,12 @@ def check(run_dir: epath.PathLike) -> None:
     if not str(run_dir):
         raise errors.UserError("run_dir='' must name a folder; `.` is the working directory.")
     folders.check(run_dir, what="run_dir")
-    if whole_files.is_remote(run_dir):
+    if atomic_files.is_remote(run_dir):
         return
     folder = pathlib.Path(folders.literal(run_dir))
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not nearest.is_dir():
-        kind = whole_files.kind(nearest)
+        kind = atomic_files.kind(nearest)
         raise _unwritable(folder, f" {nearest} is {kind}{' to none' * nearest.is_symlink()}")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise _unwritable(folder, f" {nearest} may not be written")
@@ -107,15 +107,15 @@ def _in_the_way(folder: pathlib.Path) -> Iterator[str]:
     steps = [path for name in _OF_STEPS for path in _children(folder / name)]
     files = [*[folder / name for name in _FILES], *folder.glob("config.before_step_*.gin")]
     for path in [*files, *_children(vocabularies)]:
-        if (kind := whole_files.kind(path)) not in (None, "a file"):
+        if (kind := atomic_files.kind(path)) not in (None, "a file"):
             yield f"{path} is {kind} where a file must be"
     for path in [*[folder / name for name in _FOLDERS], *steps]:
-        if (kind := whole_files.kind(path)) not in (None, "a folder"):
+        if (kind := atomic_files.kind(path)) not in (None, "a folder"):
             yield f"{path} is {kind} where a folder must be"
 
 
 def _children(folder: pathlib.Path) -> list[pathlib.Path]:
-    return sorted(folder.iterdir()) if whole_files.kind(folder) == "a folder" else []
+    return sorted(folder.iterdir()) if atomic_files.kind(folder) == "a folder" else []
 
 
 @contextlib.contextmanager
@@ -180,7 +180,7 @@ def write_task(folder: epath.Path, formats: Sequence[task_format.TaskFormat]) ->
 
 def replace_text(path: pathlib.Path | epath.Path, text: str) -> None:
     """Replaces a file atomically: the name always refers to a complete file."""
-    with whole_files.replacing(path) as partial:
+    with atomic_files.replacing(path) as partial:
         partial.write_text(text)
 
 
@@ -195,7 +195,7 @@ def _open_lock(folder: epath.Path) -> int:
     path = folder / _LOCK_FILE
     try:
         # Other users of a shared folder may lock it too, as far as the umask allows.
-        return whole_files.not_followed(os.fspath(path), os.O_RDWR | os.O_CREAT)
+        return atomic_files.not_followed(os.fspath(path), os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise errors.UserError(
             f"{path} must be a file that can be written, but: {error.strerror}; remove it, or "
@@ -206,7 +206,7 @@ def _open_lock(folder: epath.Path) -> int:
 def _check_writable(folder: epath.Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not whole_files.is_remote(folder):
+        if not atomic_files.is_remote(folder):
             with tempfile.TemporaryFile(dir=folder):
                 pass
     except OSError as error:

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TextIO
 from etils import epath
 
 from convt5 import errors
-from convt5.runtime import foreign_files, metric_names, whole_files
+from convt5.runtime import atomic_files, foreign_files, metric_names
 from convt5.runtime.amounts import duration, short_number
 from convt5.runtime.bars import Bar
 from convt5.training import run_directory
@@ -60,11 +60,11 @@ class JsonLines:
         kept_records = [r for r in _read_steps(self._path) if r["step"] <= last_step]
         self._text = "".join(map(_line, kept_records))
         # Object stores cannot append, so each `sync` rewrites the whole file there.
-        self._is_local = not whole_files.is_remote(path)
+        self._is_local = not atomic_files.is_remote(path)
         self._last = _line(kept_records[-1]) if kept_records else ""
         if self._is_local:
             run_directory.replace_text(self._path, self._text)
-            self._file = whole_files.not_followed(str(self._path), os.O_WRONLY | os.O_APPEND)
+            self._file = atomic_files.not_followed(str(self._path), os.O_WRONLY | os.O_APPEND)
 
     def write(self, step: int, record: Record) -> None:
         """Adds a record; merges it with the previous record if both are of the same step."""
@@ -93,7 +93,7 @@ class JsonLines:
             return
         run_directory.replace_text(self._path, self._path.read_text().removesuffix(last) + line)
         os.close(self._file)
-        self._file = whole_files.not_followed(str(self._path), os.O_WRONLY | os.O_APPEND)
+        self._file = atomic_files.not_followed(str(self._path), os.O_WRONLY | os.O_APPEND)
 
     def sync(self) -> None:
         if not self._is_local:
