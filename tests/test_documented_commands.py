@@ -5,7 +5,10 @@ called. So loops, variables and line ends are the shell's own, and nothing is ru
 """
 
 import functools
+import gzip
 import importlib
+import io
+import json
 import os
 import pathlib
 import re
@@ -162,3 +165,97 @@ def test_a_command_that_there_is_not_is_found(tmp_path, sandbox, monkeypatch):
     )
     with pytest.raises(convt5.UserError, match="num_stepz"):
         check_settings("train", arguments)
+
+
+GUIDES = ["README.md"] + [
+    f"docs/guides/{name}.md"
+    for name in ("pretraining", "fine_tuning", "predicting", "images", "tasks")
+]
+SMALL_MODEL = {"emb_dim": 8, "mlp_dim": 16, "num_heads": 2, "head_dim": 4}
+REVIEWS = [
+    {"text": f"a {word} film {i}", "label": label}
+    for i in range(8)
+    for word, label in ({"fine": "positive", "dull": "negative"}).items()
+]
+
+
+def small(name: str, argv: list[str]) -> list[str]:
+    """The arguments of a command that make it end within seconds; the page's own come first."""
+    if name == "train":
+        steps = 4 if "--gin_file=adapt.gin" in argv else 2  # Two are done there already.
+        argv = [*argv, f"--gin.NUM_STEPS={steps}"]
+        if "--gin_file=gin/runs/digits.gin" in argv:
+            return [*argv, "--gin.images.ImageDataConfig.batch_size=8"]
+        argv = [
+            *argv,
+            *(f"--gin.architecture.ConvT5Config.{k}={v}" for k, v in SMALL_MODEL.items()),
+        ]
+        return (
+            argv
+            if "--gin.CACHE=corpus/cache" in argv
+            else [*argv, "--gin.data.DataConfig.batch_size=8"]
+        )
+    if name == "vocabulary":
+        return [*argv, "--size=400"]
+    if name == "cache":
+        return [*argv, "--rows=64"]
+    return argv
+
+
+@pytest.fixture
+def visitor(sandbox, monkeypatch):
+    """The sandbox with the text, the labels and the questions that guides speak of."""
+    texts = [(ROOT / "docs" / f"{name}.md").read_text() for name in ("data", "scale", "vision")]
+    for name in ("corpus", "data/sst2", "data/squad"):
+        (sandbox / name).mkdir(parents=True)
+    shutil.rmtree(sandbox / "runs")
+    with gzip.open(sandbox / "corpus" / "text.txt.gz", "wt") as file:
+        file.write("\n".join(texts))
+    for split in ("train", "dev", "test"):
+        lines = "".join(f"{json.dumps(review)}\n" for review in REVIEWS)
+        (sandbox / "data" / "sst2" / f"{split}.jsonl").write_text(lines)
+    (sandbox / "reviews.jsonl").write_text(json.dumps({"review": "a fine film"}) + "\n")
+    for name in ("reviews", "reviews_dev"):
+        (sandbox / f"{name}.tsv").write_text("a fine film\tgood\na dull film\tbad\n" * 8)
+    monkeypatch.chdir(sandbox)
+    monkeypatch.syspath_prepend(str(sandbox))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a fine film\n")))
+    return sandbox
+
+
+# Commands of guides that need what is not here, or that another test runs.
+ELSEWHERE = {
+    "launch/tpu_vm.sh": "Cloud TPU",
+    "launch/local.py": "two processes: test_launch_local",
+    "--topology=": "the compilers of TPUs and GPUs: test_tpu_compiler, test_gpu_costs",
+    "runs/squad": "a run that no page makes: test_infer asks questions of files",
+}
+
+
+@pytest.mark.slow
+def test_a_visitor_follows_the_guides(visitor, tmp_path, capsys):
+    """Everything that README and guides say, in their order, as small as it goes."""
+    count = 0
+    for name in GUIDES:
+        page = ROOT / name
+        folder = tmp_path / page.stem
+        folder.mkdir()
+        noted = calls(page, folder)
+        write_files(page, visitor)
+        for file in folder.glob("*.gin"):
+            shutil.copy(file, visitor)
+        for call in noted:
+            program, *argv = ours(call)
+            if program in OTHERS or any(word in " ".join(call) for word in ELSEWHERE):
+                continue
+            module = importlib.import_module(convt5.current_name(program))
+            if program == "convt5":
+                continue  # test_main lists the commands.
+            code = module.main(small(program.removeprefix("convt5."), argv))
+            assert not code, (call, capsys.readouterr())
+            count += 1
+    assert count >= 20
+    assert json.loads((visitor / "predictions.jsonl").read_text())["label"] in (
+        "positive",
+        "negative",
+    )
