@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from convt5 import errors
 from convt5.configuration import command_line
+from convt5.interchange.operative_config import OperativeConfig
 from convt5.runtime import atomic_files, folders
 from convt5.text import task_format, vocabulary_files
 
@@ -329,7 +330,6 @@ def new_directory(destination: pathlib.Path) -> Iterator[pathlib.Path]:
 
 def _read_mesh_tf(conversion: Conversion) -> tuple["Imported", Callable[..., Any], Any]:
     from convt5.interchange import mesh_tf, run_files
-    from convt5.interchange.operative_config import OperativeConfig
     from convt5.interchange.optimizer_state import import_state
     from convt5.interchange.tf_checkpoint import Checkpoint
 
@@ -352,7 +352,6 @@ def _read_mesh_tf(conversion: Conversion) -> tuple["Imported", Callable[..., Any
 
 def _read_t5x(conversion: Conversion) -> tuple["Imported", Callable[..., Any], Any]:
     from convt5.interchange import t5x
-    from convt5.interchange.operative_config import OperativeConfig
     from convt5.interchange.optimizer_state import import_state
     from convt5.interchange.t5x_files import Files
 

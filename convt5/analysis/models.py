@@ -8,6 +8,7 @@ from typing import Any
 
 from convt5 import errors
 from convt5.configuration import command_line, gin_files
+from convt5.runtime.amounts import short_number
 
 ENCODER_LENGTH, DECODER_LENGTH = 512, 114
 """Tokens per row in T5's pre-training: 15 % of 512 are corrupted, in spans of 3."""
@@ -88,8 +89,6 @@ def describe(name: str, gin_file: str) -> dict[str, Any]:
 
 
 def _print_table(rows: Iterator[dict[str, Any]], names: Sequence[str]) -> None:
-    from convt5.runtime.amounts import short_number
-
     width = max(map(len, names))
     print(f"{'model':<{width}}  {'layers':>7}  {'width':>5}  {'parameters':>14}  {'FLOPs':>7}")
     for row in rows:

@@ -226,7 +226,7 @@ def _drop_what_cannot_be_written() -> None:
 
 
 def _print_any_text() -> None:
-    """Makes files and pipes UTF-8 whatever the locale, because texts may need it."""
+    """Makes files and pipes UTF-8, because texts may have characters that the locale lacks."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         encoding = sys.stdout.encoding if sys.stdout.isatty() else "utf-8"
         # Line-buffered, for readers of a pipe or log.

@@ -7,7 +7,7 @@ from typing import Any
 
 from convt5 import errors
 from convt5.reports import markdown
-from convt5.sweeps import analysis, profile, running
+from convt5.sweeps import analysis, plots, profile, running
 from convt5.sweeps.analysis import Best, Distribution, Key
 from convt5.sweeps.study import SEED, Study
 
@@ -51,8 +51,6 @@ def write(study: Study) -> str:
             for r in results
         ],
     }
-    from convt5.sweeps import plots
-
     try:
         (folder / REPORT_FILE).write_text(text)
         (folder / RESULTS_FILE).write_text(json.dumps(values, indent=1) + "\n")
