@@ -71,7 +71,7 @@ COMMAND = command_line.Command(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a study as the command line says; returns the exit code."""
+    """Runs a study according to the command line; returns the exit code."""
     arguments = command_line.parse(COMMAND, argv)
     flags = arguments.flags
     for name in ("most_runs", "processes"):
@@ -118,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _exporting(study: "Study", path: pathlib.Path | None) -> Iterator[None]:
-    """Writes the results that there are in the end, however it comes."""
+    """Context that exports the results at its end, also after an error."""
     try:
         yield
     finally:
@@ -144,10 +144,10 @@ def read_study(
     Args:
         files: gin files.
         bindings: `NAME=VALUE` as given to `--gin.NAME=VALUE`.
-        trust: modules that files which came with a model may name, in the study and in its runs.
+        trust: modules that gin files of a model may name, in the study and in its runs.
 
     Raises:
-        UserError: they describe none, or one that cannot be.
+        UserError: they describe no study, or an invalid one.
     """
     from convt5.configuration import gin_config
     from convt5.sweeps.study import Study
@@ -155,12 +155,12 @@ def read_study(
     config = gin_config.load(
         files, bindings, roots=["@convt5.sweeps.Study"], supplied=["trust"], trusted=trust
     )
-    # Whom the user trusts, no file says.
+    # Trust comes from the user only, never from a file.
     return Study(**{**config.arguments(Study), "trust": tuple(trust)})
 
 
 def describe(study: "Study") -> str:
-    """Returns the runs of a study, and which of them are made."""
+    """Lists the runs of a study, and which of them are done."""
     from convt5.sweeps import running
 
     every = running.runs(study)

@@ -1,7 +1,7 @@
 """Entry point of `python -m convt5.train`: reads the settings, then checks them or trains.
 
-Nothing here can be bound by gin: this file runs as `__main__`, and a gin file that imported it
-would bind a second copy. Bind `trainer.train`.
+Gin cannot bind anything here: this file runs as `__main__`, and a gin file that imports it would
+bind a second copy. Bind `trainer.train`.
 """
 
 import os
@@ -71,7 +71,7 @@ def _run(arguments: command_line.Arguments) -> int:
         supplied=["config_text"],
         trusted=arguments.trust,
     )
-    # These import jax, which help and misspelt flags need not wait for.
+    # Deferred: these import jax, for which help and usage errors need not wait.
     from convt5.text import vocabulary_files
     from convt5.training import moved_runs, trainer
 
@@ -100,10 +100,10 @@ def _run(arguments: command_line.Arguments) -> int:
 
 
 def dry_run(run: "TrainRun") -> str:
-    """Checks everything that can be checked before compiling; returns what would be trained.
+    """Checks everything that can be checked before compiling; describes what would be trained.
 
     Raises:
-        UserError: sizes that do not fit each other or the devices.
+        UserError: sizes do not fit each other or the devices.
     """
     import jax
 
@@ -112,7 +112,7 @@ def dry_run(run: "TrainRun") -> str:
     plan = run.plan()
     if run.statistics is not None:
         run.statistics.build(plan)
-    # A run that goes on has its own parameters, and needs no others.
+    # A resumed run has its own parameters.
     if run.init_from is not None and not _steps(run.run_dir):
         run.init_from.check(plan.abstract.model)
         run.init_from.check_num_steps(run.num_steps)
@@ -133,7 +133,7 @@ def dry_run(run: "TrainRun") -> str:
 
 
 def _steps(run_dir: str) -> list[int]:
-    """Returns the steps of which a run has checkpoints."""
+    """Returns the steps of a run's checkpoints."""
     from etils import epath
 
     from convt5.checkpoints.reading import steps_in

@@ -320,7 +320,7 @@ def test_a_report_alone_refuses_what_is_about_runs_to_be_made(flag):
 
 def test_results_that_cannot_be_taken_over_are_named(tmp_path):
     here, file = study(tmp_path / "here"), tmp_path / "study.jsonl"
-    with pytest.raises(UserError, match="is no file"):
+    with pytest.raises(UserError, match="is not a file"):
         archive.read(here, file)
     running.run_all(here, launch=Trainer(), most_runs=1)
     archive.write(here, file)

@@ -1,7 +1,8 @@
-"""Entry point of `convt5 vocabulary`: trains a SentencePiece vocabulary on text.
+"""The command `convt5 vocabulary`: trains a SentencePiece vocabulary on text.
 
-The model follows T5: id 0 pads, 1 ends, 2 is unknown, nothing begins; letters that are in no piece
-are written as bytes. Sentinels are no pieces of it: convt5 puts them after its last id.
+The model follows T5: id 0 is padding, 1 the end token, 2 unknown, and there is no start token.
+Letters outside all pieces are encoded as bytes. Sentinels are not pieces of the model: convt5
+appends them after its last id.
 """
 
 import argparse
@@ -18,10 +19,10 @@ from convt5.runtime import atomic_files
 from convt5.runtime.bars import Bar
 
 _HELD_OUT = 100
-"""One line in so many is measured and not trained on."""
+"""One of this many lines is held out for measuring."""
 _MOST_MEASURED = 20_000
 _LINE_BYTES = 4_000
-"""SentencePiece leaves out longer lines, so they are cut at blanks."""
+"""Longest line; SentencePiece ignores longer ones, so they are split at spaces."""
 _BYTE_PIECES = 256
 
 COMMAND = command_line.Command(
@@ -119,10 +120,10 @@ def _check(flags: argparse.Namespace, output: pathlib.Path) -> None:
 
 
 class _Lines:
-    """The lines to train on, one in `_HELD_OUT` set aside.
+    """The lines to train on, with one in `_HELD_OUT` held out.
 
     Args:
-        lines: all of the text.
+        lines: all lines of the text.
     """
 
     def __init__(self, lines: Iterable[str]):
@@ -162,7 +163,7 @@ def _cut(documents: Iterable[bytes]) -> Iterator[str]:
 
 
 def _train(lines: _Lines, flags: argparse.Namespace) -> bytes:
-    """Returns the trained model as its file has it."""
+    """Returns the trained model as the contents of its file."""
     import sentencepiece
 
     sentencepiece.set_random_generator_seed(0)
@@ -185,7 +186,7 @@ def _train(lines: _Lines, flags: argparse.Namespace) -> bytes:
             minloglevel=2,
         )
     except RuntimeError as error:
-        if lines.error is not None:  # Of reading the text, which SentencePiece wraps.
+        if lines.error is not None:  # An error of reading the text, which SentencePiece wraps.
             raise lines.error from None
         reason = str(error).rpartition("] ")[2].strip().rstrip(".") or "there is no text"
         raise errors.UserError(
@@ -195,15 +196,15 @@ def _train(lines: _Lines, flags: argparse.Namespace) -> bytes:
 
 
 class Measured(NamedTuple):
-    """How a vocabulary writes text.
+    """How a vocabulary encodes text.
 
     Attributes:
-        pieces: of the vocabulary, sentinels left out.
-        lines: measured.
-        words: what stands between blanks.
-        tokens: ids that the text becomes.
-        num_bytes: of the text in UTF-8, line ends left out.
-        byte_tokens: ids that stand for one byte, of letters that are in no piece.
+        pieces: number of pieces, without sentinels.
+        lines: number of measured lines.
+        words: number of words separated by spaces.
+        tokens: number of token ids of the text.
+        num_bytes: bytes of the text in UTF-8, without line ends.
+        byte_tokens: number of token ids that encode a single byte, for letters outside all pieces.
         example: the pieces of the first words.
     """
 
@@ -217,7 +218,7 @@ class Measured(NamedTuple):
 
 
 def measure(model: bytes, lines: Sequence[str]) -> Measured:
-    """Returns how the vocabulary in a model file writes some lines."""
+    """Measures how the vocabulary in a model file encodes lines."""
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)

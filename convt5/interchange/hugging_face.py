@@ -27,7 +27,7 @@ _MLP: dict[str, MlpKind] = {
     "gated-silu": "gated_silu",
 }
 _KINDS = {"t5": "relu", "mt5": "gated-gelu"}
-"""Model types that can be read, and their feed-forward layers where the config names none."""
+"""Supported model types, and the default kind of their feed-forward layers."""
 
 _COPIES = {
     "encoder.embed_tokens.weight": "a copy of shared.weight",
@@ -50,7 +50,7 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
     Weights are `model.safetensors`, or else `pytorch_model.bin`, for which PyTorch is needed.
 
     Raises:
-        UserError: another architecture, other shapes than the config's, or damaged files.
+        UserError: another architecture, shapes that contradict the config, or damaged files.
     """
     folder = pathlib.Path(path)
     settings = _read_settings(folder)
@@ -66,7 +66,7 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
         notes.append(f"shared.weight is absent; {tie}, which is tied to it, replaces it.")
         found["shared.weight"], stored["shared.weight"] = found.pop(tie), tie
     if not config.tie_output and "lm_head.weight" not in found and "shared.weight" in found:
-        # transformers 5 ties them without the factor of T5 1.0, and keeps one of the two.
+        # transformers 5 ties them without the factor of T5 1.0, and saves one of the two.
         notes.append("lm_head.weight is absent; shared.weight, which is tied to it, replaces it.")
         found["lm_head.weight"] = found["shared.weight"]
         stored["lm_head.weight"] = stored.get("shared.weight", "shared.weight")
@@ -90,7 +90,7 @@ def write_model(
     """Writes config.json and model.safetensors into an existing folder.
 
     Raises:
-        UserError: the model is no T5 1.0 or 1.1; every setting that differs is named.
+        UserError: the model is not T5 1.0 or 1.1; names every setting that differs.
     """
     settings = as_settings(config)
     folder = pathlib.Path(path)
@@ -108,7 +108,7 @@ def architecture(settings: Mapping[str, Any], *, where: str = CONFIG) -> ConvT5C
     """Returns the model that a config.json describes.
 
     Raises:
-        UserError: settings missing, or of a model that is no T5 1.0 or 1.1.
+        UserError: settings are missing, or the model is not T5 1.0 or 1.1.
     """
     faults = [f"{name} is missing." for name in _SIZES if name not in settings]
     kind = settings.get("model_type")
@@ -151,7 +151,7 @@ def architecture(settings: Mapping[str, Any], *, where: str = CONFIG) -> ConvT5C
         ),
         norm_epsilon=settings.get("layer_norm_epsilon", 1e-6),
         mlp=_MLP[mlp],
-        # transformers 5 always writes that the output is tied, and false here if it is not.
+        # transformers 5 always writes that the output is tied, and False in this key if it is not.
         tie_output=kind == "t5"
         and settings.get("tie_word_embeddings", True)
         and settings.get("scale_decoder_outputs", True),
@@ -164,7 +164,7 @@ def architecture(settings: Mapping[str, Any], *, where: str = CONFIG) -> ConvT5C
 
 
 def is_t5(config: ConvT5Config) -> bool:
-    """Whether transformers' own T5 computes a model."""
+    """Returns whether transformers' own T5 can represent a model."""
     try:
         as_settings(config)
     except errors.UserError:
@@ -173,7 +173,7 @@ def is_t5(config: ConvT5Config) -> bool:
 
 
 def as_settings(config: ConvT5Config) -> dict[str, Any]:
-    """Returns the config.json of a model; raises `UserError` if transformers' T5 is another."""
+    """Returns the config.json of a model; raises `UserError` if transformers' T5 differs."""
     layers = (*config.encoder_layers, *config.decoder_layers)
     kinds = {layer.kind for layer in layers}
     wanted = {
@@ -231,7 +231,7 @@ def as_settings(config: ConvT5Config) -> dict[str, Any]:
 
 
 def parameter_table(config: ConvT5Config) -> list[Source]:
-    """Returns which tensors make each parameter."""
+    """Returns the tensors of each parameter."""
     return list(_rows(config))
 
 
@@ -275,7 +275,7 @@ def _scale(path: str, name: str) -> Source:
 
 
 def open_weights(folder: pathlib.Path) -> safetensors_files.Files | torch_files.Files:
-    """Opens the weights of a folder; raises `UserError` if there are none, or damaged ones."""
+    """Opens the weights of a folder; raises `UserError` if they are missing or damaged."""
     known = (safetensors_files, torch_files)
     for reader in known:
         if paths := weight_files.find(folder, reader.WHOLE, reader.INDEX):

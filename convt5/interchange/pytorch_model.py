@@ -1,9 +1,9 @@
-"""Any text model for Hugging Face transformers: a folder with weights and a PyTorch file.
+"""Exports any text model to Hugging Face transformers: a folder with weights and a PyTorch file.
 
 `modeling_convt5.py`, a file of this package that is copied into the folder, computes the model with
 torch and transformers alone. Arrays are those of a checkpoint, with dots for slashes in their
-names, so a model that goes there and back is the same bit for bit. Folders are read as data: the
-PyTorch file in one is never looked at.
+names, so a round trip is exact bit for bit. On import folders are data: their PyTorch file is never
+read.
 """
 
 import json
@@ -21,7 +21,7 @@ from convt5.modeling.architecture import ConvT5Config
 from convt5.runtime import foreign_files
 
 KIND = "convt5"
-"""What config.json calls such a model."""
+"""The model type in config.json."""
 
 CODE = "modeling_convt5.py"
 _MODEL = "ConvT5ForConditionalGeneration"
@@ -30,7 +30,7 @@ _SPECIAL_IDS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 
 
 
 def is_directory(path: epath.PathLike) -> bool:
-    """Whether a folder holds such a model."""
+    """Returns whether a folder holds such a model."""
     settings = foreign_files.find_json(pathlib.Path(path) / hugging_face.CONFIG) or {}
     return settings.get("model_type") == KIND
 
@@ -56,7 +56,7 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
     """Reads what `write_model` or `save_pretrained` wrote, weights whole or in shards.
 
     Raises:
-        UserError: files missing or damaged, or arrays that do not fit the description.
+        UserError: files are missing or damaged, or arrays do not fit the description.
     """
     folder = pathlib.Path(path)
     settings = foreign_files.read_json(folder / hugging_face.CONFIG, remedy=_REMEDY)
@@ -86,7 +86,7 @@ def as_settings(config: ConvT5Config, *, step: int = 0) -> dict[str, Any]:
             "AutoModelForSeq2SeqLM": f"{module}.{_MODEL}",
         },
         "is_encoder_decoder": True,
-        # A tied output reads the token table itself: there are no two tensors to tie.
+        # A tied output uses the token table itself, so there are no two tensors to tie.
         "tie_word_embeddings": False,
         **_SPECIAL_IDS,
         "vocab_size": config.vocab_size,
@@ -99,7 +99,7 @@ def as_settings(config: ConvT5Config, *, step: int = 0) -> dict[str, Any]:
 
 
 def _name(path: str) -> str:
-    """Returns the name in PyTorch of a parameter of ours."""
+    """Returns the PyTorch name of a parameter."""
     return path.replace("/", ".")
 
 

@@ -1,4 +1,4 @@
-"""Arrays in safetensors files, one file or shards with an index; read one array at a time."""
+"""Reads arrays from safetensors files, one file or indexed shards, one array at a time."""
 
 import pathlib
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ def open_all(folder: pathlib.Path) -> Files:
     """Opens the safetensors files of a folder.
 
     Raises:
-        UserError: none there, one missing, or damaged.
+        UserError: there are none, one is missing, or one is damaged.
     """
     if paths := weight_files.find(folder, WHOLE, INDEX):
         return Files(paths)

@@ -1,16 +1,16 @@
-"""A model as StableHLO programs (`jax.export`), which run without any code of convt5.
+"""Exports a model as StableHLO programs (`jax.export`), which run without convt5.
 
-A folder holds `encode.bin`, `start.bin` and `step.bin`, each one serialized program, the
-parameters as `model.safetensors`, and `programs.json`, which names inputs and outputs. The first
-input of every program is the dictionary of parameters. Reload them with:
+A folder has `encode.bin`, `start.bin` and `step.bin`, each one serialized program, the parameters
+as `model.safetensors`, and `programs.json`, which names inputs and outputs. The first input of
+every program is the dictionary of parameters. Load them with:
 
     program = jax.export.deserialize(bytearray(path.read_bytes()))
     parameters = safetensors.numpy.load_file(folder / "model.safetensors")
     encoded = program.call(parameters, encoder_input_tokens)
 
 `start` takes (parameters, encoded, encoder_input_tokens) and returns the state before the first
-step; `step` takes (parameters, state, tokens) and returns logits [batch, vocab] and the next
-state, a flat dictionary of arrays. The batch size is free; the lengths are fixed.
+step. `step` takes (parameters, state, tokens) and returns logits [batch, vocab] and the next state,
+a flat dictionary of arrays. The batch size is symbolic; the lengths are fixed.
 """
 
 import json
@@ -41,8 +41,8 @@ def write_programs(
     Args:
         path: the folder.
         model: the model.
-        encoder_length: tokens of every source, padded with 0.
-        decoder_length: the most steps that can be made.
+        encoder_length: tokens per source, padded with 0.
+        decoder_length: maximum number of decoding steps.
 
     Raises:
         UserError: a length that is not positive.
@@ -126,7 +126,7 @@ def _export(function, *arguments) -> jax.export.Exported:
 
 
 def _flat(tree: Any) -> dict[str, Any]:
-    """Returns leaves by name in a plain dictionary, which needs no class of ours to be read."""
+    """Returns leaves by name in a plain dictionary, which can be read without convt5."""
     return dict(named_leaves(tree))
 
 

@@ -1,6 +1,6 @@
-"""T5 1.0 and 1.1 as T5X trains them (`t5x/examples/t5`), read into convt5.
+"""Imports T5 1.0 and 1.1 as trained by T5X (`t5x/examples/t5`).
 
-Names and shapes give the architecture; `model.gin` beside the checkpoint says how it was trained.
+Names and shapes give the architecture; `model.gin` beside the checkpoint has the training settings.
 """
 
 import dataclasses
@@ -49,12 +49,12 @@ def read_model(
     """Reads the parameters of a checkpoint into float32.
 
     Args:
-        files: the checkpoint, opened.
+        files: the open checkpoint.
         settings: its `model.gin`, which must not contradict the shapes.
-        allow_unmapped: leave out arrays that belong to no known part.
+        allow_unmapped: whether to ignore unknown arrays.
 
     Raises:
-        UserError: another architecture, missing or unmapped arrays, damaged files.
+        UserError: another architecture, missing or unknown arrays, or damaged files.
     """
     where = str(files.folder)
     config = architecture(files.shapes, settings or OperativeConfig(""), where=where)
@@ -72,7 +72,7 @@ def read_model(
 
 
 def read_moments(files: Files, imported: Imported) -> dict[str, Arrays]:
-    """Reads Adafactor's memory: for each parameter what `optimizer.SecondMomentState` keeps.
+    """Reads Adafactor's state: for each parameter the arrays of `optimizer.SecondMomentState`.
 
     Raises:
         UserError: arrays of the optimizer are missing, or it has momentum.
@@ -108,7 +108,7 @@ def architecture(
     """Returns the model that names and shapes describe.
 
     Raises:
-        UserError: they are of no T5, or contradict the settings.
+        UserError: they are not those of a T5, or contradict the settings.
     """
     found = {
         name.removeprefix(_TARGET): s for name, s in shapes.items() if name.startswith(_TARGET)
@@ -160,7 +160,7 @@ def architecture(
 
 
 def training_settings(settings: OperativeConfig | None) -> Training:
-    """Returns optimizer, schedule and loss of the original run, as far as its settings say.
+    """Returns optimizer, schedule and loss of the original run, as far as its settings tell.
 
     Raises:
         UserError: a setting that convt5 does not implement, such as momentum.
@@ -195,7 +195,7 @@ def training_settings(settings: OperativeConfig | None) -> Training:
 
 
 def factoring_as_kept(training: Training, files: Files, imported: Imported) -> Training:
-    """Returns settings whose Adafactor factors what the checkpoint's has, where one size tells."""
+    """Sets `min_dim_to_factor` so that Adafactor factors the same parameters, if one value can."""
     optimizer = training.optimizer
     assert isinstance(optimizer, AdafactorConfig)
     factored, whole = [], [1]
@@ -226,7 +226,7 @@ def _schedule(settings: OperativeConfig) -> Schedule:
 
 
 def _rows(config: ConvT5Config) -> Iterator[Source]:
-    """Yields which arrays make each parameter."""
+    """Yields the arrays of each parameter."""
     yield _same("token_embedder/embedding", "token_embedder/embedding")
     if not config.tie_output:
         yield _same("output_head/kernel", "decoder/logits_dense/kernel")
@@ -254,7 +254,7 @@ def _same(path: str, name: str) -> Source:
 
 
 def _count(found: Mapping[str, Shape], stack: str) -> int:
-    """Returns how many layers a stack has, numbered from 0."""
+    """Returns the number of layers of a stack, numbered from 0."""
     parts = (name.split("/") for name in found)
     layers = {p[1] for p in parts if len(p) > 2 and p[0] == stack and p[1].startswith("layers_")}
     return len(layers)
@@ -265,9 +265,9 @@ def _turned(source: Source, array: np.ndarray) -> np.ndarray:
 
 
 def _factored(source: Source, shape: Shape, rows: np.ndarray, columns: np.ndarray) -> Arrays:
-    """Returns the means of a moment with the averaged axes kept, as ours are.
+    """Returns the means of a moment, in which averaged axes have length 1.
 
-    Theirs: `v_row` keeps the shorter axis, `v_col` the longer; of equal ones, the first and second.
+    T5X's `v_row` keeps the shorter axis, `v_col` the longer; of equal ones, the first and second.
     """
     axes = factored_axes(shape, 1)
     if len(shape) != 2 or axes is None:

@@ -1,8 +1,8 @@
-"""Arrays in checkpoints of T5X: its own (msgpack and zarr) and those of Orbax, one at a time.
+"""Reads arrays from T5X checkpoints, native (msgpack and zarr) or Orbax, one array at a time.
 
-A native checkpoint is a folder with a file `checkpoint`, a tree in msgpack, whose large arrays are
-folders of zarr beside it; TensorStore reads those. What a file says of shapes is compared with its
-size before memory is taken, and pieces that are missing are an error: TensorStore reads zeros.
+A native checkpoint is a folder with a file `checkpoint`, a msgpack tree, whose large arrays are
+zarr folders beside it, read by TensorStore. Shapes in files are compared with file sizes before
+memory is allocated. Missing chunks raise an error, because TensorStore would read them as zeros.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from convt5.interchange.mapping import Shape
 from convt5.runtime import foreign_files
 
 MOST_TREE_BYTES = 2**27
-"""Of the file `checkpoint`; that of an 11B model, with its small arrays, has 30 MB."""
+"""Most bytes of the file `checkpoint`; that of an 11B model, with its small arrays, has 30 MB."""
 
 _MOST_ENTRIES = 2**20
 _MOST_DEPTH = 64
@@ -34,15 +34,15 @@ class Files:
     """The arrays of one checkpoint by name, such as `target/decoder/layers_0/mlp/wi/kernel`.
 
     Attributes:
-        folder: of the checkpoint.
-        shapes: of all arrays.
+        folder: folder of the checkpoint.
+        shapes: shapes of all arrays.
     """
 
     def __init__(self, path: str | pathlib.Path):
         """Opens a checkpoint, or the newest in a folder of `checkpoint_<step>`.
 
         Raises:
-            UserError: none there, or a damaged one.
+            UserError: there is none, or it is damaged.
         """
         self.folder = find(pathlib.Path(path))
         is_native = (self.folder / "checkpoint").is_file()
@@ -51,12 +51,12 @@ class Files:
             self._reader = reader(self.folder)
         except errors.UserError:
             raise
-        except Exception as error:  # Damaged files have many kinds.
+        except Exception as error:  # Damaged files raise many kinds.
             raise foreign_files.unreadable(self.folder, _told(error), _REMEDY) from None
         self.shapes: dict[str, Shape] = self._reader.shapes
 
     def read(self, name: str) -> np.ndarray:
-        """Returns an array in float32; raises `UserError` for one that cannot be read."""
+        """Returns an array in float32; raises `UserError` if it cannot be read."""
         try:
             array = self._reader.read(name)
             if not np.issubdtype(np.asarray(array, np.float32).dtype, np.floating):
@@ -69,7 +69,7 @@ class Files:
             raise foreign_files.unreadable(self.folder, why, _REMEDY) from None
 
     def step(self) -> int:
-        """Returns how many updates were made; 0 where the checkpoint does not say."""
+        """Returns the number of updates made; 0 if not recorded."""
         if "state/step" not in self.shapes:
             return 0
         value = float(self.read("state/step").reshape(-1)[0])
@@ -79,10 +79,10 @@ class Files:
 
 
 def find(path: pathlib.Path) -> pathlib.Path:
-    """Returns the folder of a checkpoint, given it or a folder that holds several.
+    """Returns the folder of a checkpoint, given that or a folder with several.
 
     Raises:
-        UserError: neither.
+        UserError: it is neither.
     """
     if _is_checkpoint(path):
         return path
@@ -106,7 +106,7 @@ def _is_checkpoint(path: pathlib.Path) -> bool:
 
 
 class _Native:
-    """Msgpack, and zarr for what is large."""
+    """A native checkpoint: msgpack, and zarr for large arrays."""
 
     def __init__(self, folder: pathlib.Path):
         tree = _unpack(foreign_files.read_bytes(folder / "checkpoint", MOST_TREE_BYTES))
@@ -137,7 +137,7 @@ class _Native:
         )
 
     def _zarr(self, name: str) -> pathlib.Path:
-        """Returns the folder of an array, which is one inside of the checkpoint."""
+        """Returns the zarr folder of an array, which must be inside the checkpoint."""
         path = str(self._leaves[name]["kvstore"]["path"]).rstrip("/").rpartition("/")[2]
         if path in ("", ".", "..") or "\0" in path or len(path) > 255:
             raise ValueError(f"an array lies in {errors.clip(path)}")
@@ -145,7 +145,7 @@ class _Native:
 
 
 class _Orbax:
-    """What T5X saves by Orbax: read by Orbax, which knows its own files."""
+    """A checkpoint that T5X saved with Orbax, and that Orbax reads."""
 
     def __init__(self, folder: pathlib.Path):
         import orbax.checkpoint as ocp
@@ -187,7 +187,7 @@ def _epath(path: pathlib.Path) -> Any:
 
 
 def _flat(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of nested mappings by name; a place of TensorStore is a leaf."""
+    """Yields the leaves of nested mappings by name; a TensorStore spec is a leaf."""
     if isinstance(tree, Mapping) and not ("driver" in tree and "kvstore" in tree):
         for key, value in tree.items():
             yield from _flat(value, f"{prefix}/{key}" if prefix else str(key))
@@ -196,7 +196,7 @@ def _flat(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _unpack(content: bytes) -> Any:
-    """Returns a tree of msgpack as Flax writes it, in memory bounded by the number of entries."""
+    """Returns a msgpack tree written by Flax; its memory is bounded by the number of entries."""
     entries = itertools.count()
 
     def pairs(found: list[tuple[Any, Any]]) -> dict[Any, Any]:
@@ -247,7 +247,7 @@ def _zarr_shape(folder: pathlib.Path) -> Shape:
 
 
 def _check_chunks(folder: pathlib.Path) -> None:
-    """Raises `ValueError` for a piece that is missing, or far too small for what it unpacks to."""
+    """Raises `ValueError` for a chunk that is missing, or too small for its unpacked size."""
     about = _zarr_about(folder)
     counts = [-(-n // c) for n, c in zip(about["shape"], about["chunks"], strict=True)]
     if math.prod(counts) > _MOST_ENTRIES:
@@ -264,7 +264,7 @@ def _check_chunks(folder: pathlib.Path) -> None:
 
 
 def _told(error: Exception) -> str:
-    """Returns what an error says, in one line."""
+    """Returns the message of an error in one line."""
     text = str(error).strip().partition("\n")[0]
     return (
         text

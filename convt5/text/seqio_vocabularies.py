@@ -1,6 +1,6 @@
-"""Vocabularies of seqio with T5's sentinels, made of a SentencePiece file or of bytes.
+"""seqio vocabularies with T5's sentinels, from a SentencePiece file or of bytes.
 
-Padding is id 0; `sentinels` knows which ids are sentinels.
+Padding is id 0; `sentinels` knows the sentinel ids.
 """
 
 import os
@@ -17,7 +17,7 @@ from convt5.text.sentinels import T5_SENTINELS
 
 
 class _OwnSentinels(seqio.SentencePieceVocabulary):
-    """A SentencePiece model that holds its sentinels as pieces."""
+    """A SentencePiece model whose sentinels are its own pieces."""
 
     def __init__(self, path: str, num_sentinels: int):
         super().__init__(path, extra_ids=0)
@@ -31,12 +31,12 @@ class _OwnSentinels(seqio.SentencePieceVocabulary):
 def from_file(path: str, num_sentinels: int = T5_SENTINELS) -> seqio.SentencePieceVocabulary:
     """Returns the SentencePiece model at `path` with sentinels after its last piece.
 
-    A model that holds `extra_id` pieces keeps those as its sentinels, wherever they stand.
+    If the model has `extra_id` pieces, these are its sentinels, wherever they are.
 
     Raises:
-        UserError: no file at `path`, no SentencePiece model in it, one that does not keep id 0 for
-            padding or has no end piece, or one that brings fewer sentinels than asked for, which
-            must be at least 0.
+        UserError: the file is missing or not a SentencePiece model, id 0 is not padding, there is
+            no end piece, or the model has fewer sentinels than num_sentinels, which must be at
+            least 0.
     """
     _check_count(num_sentinels)
     path = os.path.expanduser(path)
@@ -66,10 +66,10 @@ def byte_level(num_sentinels: int = T5_SENTINELS) -> seqio.ByteVocabulary:
     """Returns the vocabulary of the 256 bytes of UTF-8, which needs no file.
 
     With `num_sentinels=0` it is that of published byte-level T5s, whose sentinels are the last 100
-    bytes, from id 258 down.
+    ids, from 258 down.
 
     Raises:
-        UserError: fewer sentinels than none.
+        UserError: num_sentinels is negative.
     """
     _check_count(num_sentinels)
     return seqio.ByteVocabulary(extra_ids=num_sentinels)

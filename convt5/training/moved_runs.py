@@ -1,4 +1,4 @@
-"""Where a run lies whose settings come from its own folder: there, wherever that was moved to."""
+"""The run directory of a run whose settings come from its own folder, even if it was moved."""
 
 import os
 import sys
@@ -11,11 +11,11 @@ from convt5.training.run_directory import CONFIG_FILE
 
 TRAIN = "@convt5.training.trainer.train"
 DATA_ARGUMENTS = ("train_data", "eval_data", "task_evals", "statistics")
-"""Arguments of `trainer.train` for which data must be there when they are built."""
+"""Arguments of `trainer.train` whose data must exist when they are built."""
 
 
 def folder_of(files: Sequence[str]) -> str | None:
-    """Returns the run directory whose config.gin is among the gin files, if one is."""
+    """Returns the run directory whose config.gin is among the gin files, or None."""
     for file in files:
         folder, name = os.path.split(os.path.abspath(os.path.expanduser(file)))
         if name == CONFIG_FILE and os.path.isdir(os.path.join(folder, "checkpoints")):
@@ -30,17 +30,17 @@ def run_dir(
     bindings: Sequence[str],
     trusted: Sequence[str] = (),
 ) -> str | None:
-    """Returns the run directory that the settings name; None where none is named.
+    """Returns the run directory that the settings name, or None.
 
-    A run that was moved, or is continued from another working directory, is at the config.gin that
-    is given, unless other settings than those in it name a folder.
+    A run that was moved, or is resumed from another working directory, is in the folder of the
+    given config.gin, unless other settings name a folder.
 
     Args:
         train: `trainer.train`.
-        config: of all files and bindings.
+        config: the configuration of all files and bindings.
         files: gin files, in order.
-        bindings: of the command line.
-        trusted: as of `gin_config.load`.
+        bindings: bindings of the command line.
+        trusted: as in `gin_config.load`.
     """
     named = config.arguments(train, only=("run_dir",)).get("run_dir")
     folder = folder_of(files)
@@ -63,7 +63,7 @@ def run_dir(
 
 
 def data_is_gone(error: errors.UserError, folder: str) -> errors.UserError:
-    """Returns what to tell where a run is whole but for the data that it was made with."""
+    """Returns the error for a complete run whose data is missing."""
     return errors.UserError(
         f"the data of the run {folder} cannot be read: {error} Give its new location, such as "
         "--gin.DATA=FOLDER, or other data."
@@ -71,7 +71,7 @@ def data_is_gone(error: errors.UserError, folder: str) -> errors.UserError:
 
 
 def _is_set(files: Sequence[str], bindings: Sequence[str]) -> bool:
-    """Whether the command line, or a gin file beside the config.gin, names a run directory."""
+    """Returns whether the command line, or another gin file, names a run directory."""
     names = [binding.partition("=")[0].strip() for binding in bindings]
     others = [file for file in files if folder_of([file]) is None]
     for statement in gin_files.read_all(others):
