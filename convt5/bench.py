@@ -13,6 +13,7 @@ from typing import Any
 
 from convt5 import errors
 from convt5.configuration import command_line, gin_config
+from convt5.reports import figures
 from convt5.runtime.bars import Bar
 
 SUITES = ("ops", "train_step", "decode", "data", "formulations")
@@ -85,6 +86,7 @@ COMMAND = command_line.Command(
             "folder of the results (default: bench).",
             {"type": command_line.path, "default": "bench"},
         ),
+        figures.SUFFIX_FLAG,
     ],
     needs_gin_file=False,
 )
@@ -122,7 +124,7 @@ def main(argv: Sequence[str]) -> None:
     print(table)
     written = [folder / "records.jsonl", folder / "bench.md"]
     try:
-        written += report.plot(records, folder)
+        written += report.plot(records, folder, suffix=flags.plot_suffix)
     except errors.UserError as error:  # Keep the measurements, which took long.
         print(error, file=sys.stderr)
     print(f"wrote {', '.join(map(str, written))}")
@@ -219,6 +221,8 @@ def _check_flags(flags: argparse.Namespace) -> None:
     if not flags.longest_seconds > 0:
         faults.append(f"--longest_seconds={flags.longest_seconds} must be a positive number.")
     errors.raise_all(faults, where="flags")
+    if flags.plot_suffix != figures.SUFFIX:  # Measuring needs no package that draws.
+        figures.check_suffix(flags.plot_suffix)
 
 
 def _check_served(suites: Sequence[str], arguments: command_line.Arguments) -> None:

@@ -1,7 +1,7 @@
-"""Compares finished or running runs: a table and a plot of their losses over steps and seconds.
+"""Compares finished or running runs: a table, a page and a plot of a metric over steps and time.
 
 `python -m convt5.compare RUN_DIR ... --output=DIR` reads the metrics.jsonl of each run directory
-and writes `comparison.md` and `comparison.png`.
+and writes `comparison.md`, `comparison.html` and `comparison.png`.
 """
 
 import argparse
@@ -9,27 +9,34 @@ import dataclasses
 import math
 import pathlib
 import statistics
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from convt5 import errors
 from convt5.configuration import command_line
-from convt5.reports import figures, markdown
+from convt5.reports import figures, markdown, page
 from convt5.runtime import foreign_files, metric_names
 from convt5.runtime.amounts import duration
+from convt5.text import vocabulary_files
+from convt5.training import run_overview
+from convt5.training.run_directory import SUMMARY_FILE
 from convt5.training.run_log import METRICS_FILE, read_metrics
+from convt5.training.run_overview import CLOCKS
 
-SUMMARY_FILE = "summary.json"
 DEFAULT_METRIC = "validation/loss"
-CLOCKS = {"wall": "train_seconds", "processor": "train_cpu_seconds"}
-"""Clocks of training time; CPU seconds suit a shared machine."""
 
-_LINE_STYLES = ("-", "--", ":", "-.")
+_PER_TOKEN = ("loss", "objective", "perplexity", "token_accuracy")
+"""Metrics per token, which compare models of one vocabulary only."""
+
 _MOST_SHOWN = 120  # Characters of names side by side in a legend.
 
 _DESCRIPTION = """\
 Compares one metric of several runs against training steps and training seconds. Writes a table
-(comparison.md, also printed) and a plot (comparison.png, needs the extra 'plot')."""
+(comparison.md, also printed), a page for the browser (comparison.html, one file that needs no
+network: curves to zoom and read off, settings that differ, costs, samples) and a plot
+(comparison.png, needs the extra 'plot'). Runs of different vocabularies are ranked by bits per
+byte, with a warning."""
 
 _EXAMPLES = """\
 examples:
@@ -68,6 +75,8 @@ class Run:
         tokens_per_second: median over the run by wall clock; None if not recorded.
         bits_per_byte: last validation value; None if not recorded.
         diverged: whether the last recorded value is not finite; `points` are those before.
+        rank: value that ranks the run where the metric does not compare runs, lower is better;
+            None: the last value of the metric.
     """
 
     name: str
@@ -75,6 +84,7 @@ class Run:
     tokens_per_second: float | None
     bits_per_byte: float | None
     diverged: bool = False
+    rank: float | None = None
 
     @property
     def last(self) -> Point | None:
@@ -97,21 +107,81 @@ class Run:
 
 def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse_args(argv)
+    if arguments.plot_suffix != figures.SUFFIX:
+        figures.check_suffix(arguments.plot_suffix)
+    clock = arguments.clock
     metric = arguments.metric or common_metric(arguments.runs)
-    runs = read_runs(arguments.runs, metric=metric, clock=arguments.clock)
-    table = markdown_table(runs, metric=metric, clock=arguments.clock)
+    metric, rank, warning = _comparable(arguments.runs, metric, is_asked=bool(arguments.metric))
+    runs = read_runs(arguments.runs, metric=metric, clock=clock)
+    if rank is not None:
+        ranks = read_runs(arguments.runs, metric=rank)
+        runs = [
+            dataclasses.replace(run, rank=ranked.last.value if ranked.last else math.inf)
+            for run, ranked in zip(runs, ranks, strict=True)
+        ]
+    table = markdown_table(runs, metric=metric, clock=clock)
+    if warning:
+        print(f"warning: {warning}", file=sys.stderr)
+        table = f"{warning}\n\n{table}"
     print(table, end="")
     output = arguments.output
+    written = [output / "comparison.md", output / "comparison.html"]
+    written.append(output / f"comparison{arguments.plot_suffix}")
     try:
         output.mkdir(parents=True, exist_ok=True)
-        (output / "comparison.md").write_text(table)
-        plot(runs, output / "comparison.png", metric=metric, clock=arguments.clock)
+        written[0].write_text(table)
+        page.write(written[1], _page(arguments.runs, table, metric, clock, warning))
+        plot(runs, written[2], metric=metric, clock=clock)
     except OSError as error:
         raise errors.UserError(
             f"output={arguments.output} cannot be written ({error.strerror}); give a folder that "
             "can, with --output=DIR."
         ) from error
-    print(f"\nwrote {output / 'comparison.md'} and {output / 'comparison.png'}")
+    print(f"\nwrote {', '.join(map(str, written))}")
+
+
+def _page(names: Sequence[str], table: str, metric: str, clock: str, warning: str) -> page.Page:
+    """Returns the page of runs, the table of the comparison above the others."""
+    overviews = {name: run_overview.read(folder) for name, folder in _name_runs(names)}
+    runs = [run_overview.page_run(name, found, clock=clock) for name, found in overviews.items()]
+    axes = run_overview.axes(runs)
+    (compared,) = [found for found in page.of_markdown(table) if found.columns]
+    return page.Page(
+        title=f"{len(runs)} run{'s' * (len(runs) > 1)}: {metric_names.display_name(metric)}",
+        runs=runs,
+        tables=[
+            compared._replace(title="Comparison", notes=[]),
+            page.differing({name: found.settings for name, found in overviews.items()}),
+            run_overview.costs(overviews),
+            run_overview.machines(overviews),
+        ],
+        metric=metric,
+        axes=axes,
+        falling=[name for name in axes if metric_names.lower_is_better(name)],
+        clock=_time_name(clock),
+        warnings=[warning] if warning else [],
+    )
+
+
+def _comparable(
+    names: Sequence[str], metric: str, *, is_asked: bool
+) -> tuple[str, str | None, str]:
+    """Returns the metric to show, by which other one runs are ranked, and what to warn of.
+
+    Nothing changes where all runs have one vocabulary, or the metric counts no tokens.
+    """
+    folders = [folder for _, folder in _name_runs(names)]
+    kept = [vocabulary_files.load(folder) if folder.is_dir() else None for folder in folders]
+    differ = len({text.targets.fingerprint for text in kept if text is not None}) > 1
+    place, _, last = metric.rpartition("/")
+    if not differ or last not in _PER_TOKEN:
+        return metric, None, ""
+    bits = f"{place or 'validation'}/bits_per_byte"
+    warning = f"The runs have different vocabularies, so that {metric}, of tokens, compares nothing"
+    if not all(bits in _recorded_names(folder) for folder in folders):
+        return metric, None, f"{warning}; not all of them recorded {bits}, which would."
+    warning = f"{warning}: they are ranked by {bits}."
+    return (metric, bits, warning) if is_asked else (bits, None, warning)
 
 
 def common_metric(names: Sequence[str]) -> str:
@@ -224,19 +294,16 @@ def plot(
     ordered = _best_first(runs, metric)
     for number, run in enumerate(ordered):
         values = [point.value for point in run.points]
-        style: dict[str, Any] = {"linewidth": 1.6, "marker": ".", "markersize": 4}
-        # Colours repeat after ten.
-        style |= {"color": f"C{number}", "linestyle": _LINE_STYLES[number // 10 % 4]}
+        style = figures.style(number, points=len(values))
         by_step.plot([point.step for point in run.points], values, **style)
         by_time.plot([point.seconds / unit_seconds for point in run.points], values, **style)
     for axes, name in ((by_step, "training steps"), (by_time, f"{_time_name(clock)} in {unit}")):
         axes.set_xlabel(name)
         axes.set_xlim(left=0)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+        figures.tidy(axes)
     if all(run.seconds is None for run in runs):
         by_time.text(0.5, 0.5, "not recorded", ha="center", transform=by_time.transAxes)
-    by_step.set_ylabel(metric_names.display_name(metric))
+    by_step.set_ylabel(metric_names.axis(metric))
     _leave_out_the_start(by_step, runs, metric)
     figure.legend(
         by_time.get_lines(),
@@ -247,7 +314,7 @@ def plot(
         frameon=False,
         title="run (last value)",
     )
-    figure.savefig(path, dpi=150)
+    figures.save(figure, path)
 
 
 def _label(run: Run, metric: str) -> str:
@@ -255,18 +322,20 @@ def _label(run: Run, metric: str) -> str:
     name = run.name
     if len(name) > _MOST_SHOWN:
         name = f"{name[: _MOST_SHOWN // 2]}...{name[-_MOST_SHOWN // 2 :]}"
-    # Matplotlib reads a dollar as the start of a formula, and hides lines with a first underscore.
-    name = name.replace("$", r"\$")
-    return f"{' ' if name.startswith('_') else ''}{name} ({_last_value(run, metric)})"
+    return f"{figures.text(name)} ({_last_value(run, metric)})"
 
 
 def _best_first(runs: Sequence[Run], metric: str) -> list[Run]:
     """Returns the runs sorted by their last values; diverged runs come last."""
     sign = 1 if metric_names.lower_is_better(metric) else -1
     worst = math.inf  # For runs that were never finite, after those that once were.
-    return sorted(
-        runs, key=lambda run: (run.diverged, sign * run.last.value if run.last else worst)
-    )
+
+    def rank(run: Run) -> float:
+        if run.rank is not None:
+            return run.rank
+        return sign * run.last.value if run.last else worst
+
+    return sorted(runs, key=lambda run: (run.diverged, rank(run)))
 
 
 def _last_value(run: Run, metric: str) -> str:
@@ -406,6 +475,11 @@ def _parser() -> argparse.ArgumentParser:
         choices=sorted(CLOCKS),
         default="wall",
         help="wall-clock seconds of training, or processor seconds (default: wall)",
+    )
+    parser.add_argument(
+        f"--{figures.SUFFIX_FLAG.name}",
+        help=figures.SUFFIX_FLAG.help,
+        **figures.SUFFIX_FLAG.options,
     )
     return parser
 

@@ -117,7 +117,7 @@ COMMAND = command_line.Command(
         ),
         command_line.Flag(
             "plot",
-            "with --measure: plots the receptive field to this file, such as field.png.",
+            "with --measure: plots the receptive field to this file: field.png, .svg or .pdf.",
             {"type": command_line.path},
         ),
         command_line.Flag(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from convt5 import errors
 from convt5.configuration import command_line
+from convt5.reports import figures
 
 if TYPE_CHECKING:
     from convt5.sweeps.study import Study
@@ -16,8 +17,9 @@ COMMAND = command_line.Command(
     name="sweep",
     summary="Trains the runs of a study: a grid over settings and seeds. The same command "
     "resumes an interrupted study. At its end, or at any time with --report_only, it "
-    "writes report.md, plots and results.json: error distributions over the grid, the "
-    "best settings, differences, and the steps needed to reach a given error.",
+    "writes report.md, report.html (a page for the browser that needs no network), plots and "
+    "results.json: error distributions over the grid, the best settings, differences, and the "
+    "steps needed to reach a given error.",
     examples=[
         (
             "compare ViT_P and ViT_C with AdamW and SGD over learning rates and weight decays",
@@ -66,6 +68,7 @@ COMMAND = command_line.Command(
             "is interrupted: one JSON line per run, without checkpoints.",
             {"type": command_line.path, "metavar": "FILE"},
         ),
+        figures.SUFFIX_FLAG,
     ],
 )
 
@@ -99,6 +102,8 @@ def main(argv: Sequence[str]) -> int:
                 f"--report_only and {flag}: a report starts and checks no run; leave out one of "
                 "the two."
             )
+    if flags.plot_suffix != figures.SUFFIX:
+        figures.check_suffix(flags.plot_suffix)
     study = read_study(arguments.gin_files, arguments.gin_bindings, arguments.trust)
     from convt5.sweeps import report, running
 
@@ -112,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
         if not flags.report_only:
             running.check(study)
             running.run_all(study, most_runs=flags.most_runs, processes=flags.processes)
-        print(report.write(study))
+        print(report.write(study, suffix=flags.plot_suffix))
     return 0
 
 

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from convt5 import compare
 from convt5.errors import UserError
+from convt5.text import vocabulary_files
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -205,12 +206,115 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     assert (tmp_path / "out" / "comparison.png").exists()
 
 
-def test_command_writes_table_and_plot(two_runs, tmp_path, capsys):
+def test_command_writes_table_page_and_plot(two_runs, tmp_path, capsys):
     output = tmp_path / "out" / "deep"
     compare.main([*two_runs, f"--output={output}"])
     table = (output / "comparison.md").read_text()
     assert capsys.readouterr().out.startswith(table)
     assert (output / "comparison.png").read_bytes().startswith(PNG_SIGNATURE)
+    assert "<title>2 runs: validation loss</title>" in (output / "comparison.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("suffix", "start"), [(".svg", b"<?xml"), (".pdf", b"%PDF"), (".png", PNG_SIGNATURE)]
+)
+def test_the_suffix_chooses_the_format(two_runs, tmp_path, suffix, start):
+    compare.main([*two_runs, f"--output={tmp_path}", f"--plot_suffix={suffix}"])
+    drawn = (tmp_path / f"comparison{suffix}").read_bytes()
+    assert drawn.startswith(start)
+    compare.main([*two_runs, f"--output={tmp_path}", f"--plot_suffix={suffix}"])
+    assert (tmp_path / f"comparison{suffix}").read_bytes() == drawn
+
+
+def test_a_suffix_of_no_format_is_refused_before_anything_is_written(two_runs, tmp_path):
+    with pytest.raises(UserError, match=r"--plot_suffix=svg must end in one of .*\.svg"):
+        compare.main([*two_runs, f"--output={tmp_path / 'out'}", "--plot_suffix=svg"])
+    assert not (tmp_path / "out").exists()
+
+
+def page_data(path: pathlib.Path) -> dict[str, Any]:
+    text = (path / "comparison.html").read_text()
+    return json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+
+
+def test_the_page_tells_settings_costs_samples_and_machines(tmp_path):
+    folders = [write_run(tmp_path / name, [3.0, 2.0]) for name in ("<b>a", "c")]
+    about = {"convt5": "0.1.0", "jax": "0.10", "device": "cpu", "flops_per_token": 1.5e6}
+    for folder, mixing in zip(folders, ("dynamic", "<i>"), strict=True):
+        lines = f"a.B.same = 1\na.B.mixing = {mixing!r}\nRUN_DIR = {str(folder)!r}\n"
+        (folder / "config.gin").write_text(lines)
+        (folder / "machines.jsonl").write_text(json.dumps({"step": 0, **about}) + "\n")
+        (folder / "samples.jsonl").write_text('{"step": 20, "text": "<u>x</u>"}\n')
+        (folder / "summary.json").write_text('{"num_parameters": 1770000}')
+    compare.main([*map(str, folders), f"--output={tmp_path}"])
+    found = page_data(tmp_path)
+    tables = {table["title"]: table for table in found["tables"]}
+    assert tables["Settings that differ"]["columns"] == ["run", "a.B.mixing"]
+    assert tables["Settings that differ"]["rows"][1] == ["c", "'<i>'"]
+    costs = dict(zip(tables["Costs"]["columns"], tables["Costs"]["rows"][0], strict=True))
+    assert (costs["parameters"], costs["FLOPs per token"]) == ("1.77M", "1.5M")
+    assert costs["training time"] == "40s"
+    assert tables["Versions and machine"]["rows"][0][:3] == ["<b>a", "0.1.0", "0.10"]
+    assert found["runs"][0]["samples"] == [[20, "<u>x</u>"]]
+    assert found["runs"][0]["curves"]["validation/loss"] == [[20, 20.0, 3.0], [40, 40.0, 2.0]]
+    assert "<b>a" not in (tmp_path / "comparison.html").read_text()
+
+
+@pytest.fixture
+def two_vocabularies(tmp_path) -> list[str]:
+    """The run of the lower loss has the more bits per byte, as its vocabulary is smaller."""
+    found = []
+    for name, loss, bits, sentinels in (("bytes", 1.0, 1.5, 0), ("pieces", 4.0, 1.0, 100)):
+        folder = write_run(tmp_path / name, [loss])
+        path = folder / "metrics.jsonl"
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        records[-1]["validation/bits_per_byte"] = bits
+        records[-1]["task/accuracy"] = bits
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        vocabulary = vocabulary_files.KeptVocabulary("characters", sentinels)
+        text = vocabulary_files.KeptText(vocabulary, vocabulary)
+        vocabulary_files.write(folder / vocabulary_files.FOLDER, text)
+        found.append(str(folder))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("asked", "shown", "first"),
+    [
+        (["--metric=validation/loss"], "validation/loss", "pieces"),
+        (["--metric=task/accuracy"], "task/accuracy", "bytes"),
+    ],
+)
+def test_runs_of_different_vocabularies_are_ranked_by_bits_per_byte_with_a_warning(
+    two_vocabularies, tmp_path, capsys, asked, shown, first
+):
+    compare.main([*two_vocabularies, *asked, f"--output={tmp_path}"])
+    captured = capsys.readouterr()
+    is_of_tokens = shown == "validation/loss"
+    assert ("warning: The runs have different vocabularies" in captured.err) == is_of_tokens
+    table = captured.out[captured.out.index("|") :].partition("\n\n")[0]
+    best = cells(table)[0]
+    assert best["run"] == first
+    assert f"last {shown}" in best
+    warnings = page_data(tmp_path)["warnings"]
+    assert len(warnings) == is_of_tokens
+    if is_of_tokens:
+        assert "ranked by validation/bits_per_byte" in (tmp_path / "comparison.md").read_text()
+
+
+def test_where_nothing_is_asked_for_different_vocabularies_are_compared_by_bits_per_byte(
+    two_vocabularies, tmp_path, capsys
+):
+    for folder in two_vocabularies:
+        path = pathlib.Path(folder) / "metrics.jsonl"
+        path.write_text(path.read_text().replace("task/accuracy", "other"))
+    compare.main([*two_vocabularies, f"--output={tmp_path}"])
+    assert "last validation/bits_per_byte" in capsys.readouterr().out
+    # One that did not record them is told of, and nothing is hidden.
+    path = pathlib.Path(two_vocabularies[0]) / "metrics.jsonl"
+    path.write_text(path.read_text().replace("validation/bits_per_byte", "other_bits"))
+    compare.main([*two_vocabularies, f"--output={tmp_path}"])
+    assert "not all of them recorded validation/bits_per_byte" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -244,7 +348,9 @@ def test_a_plot_of_many_runs_with_long_names_can_be_read(tmp_path, drawn):
     for axes in (by_step, by_time):
         assert axes.get_position().width > 0.4
         assert not axes.get_window_extent().overlaps(box)
-        looks = {(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}
+        looks = {
+            (line.get_color(), line.get_linestyle(), line.get_marker()) for line in axes.get_lines()
+        }
         assert len(looks) == len(names)
     # The legend names the lines of both.
     assert [line.get_color() for line in legend.get_lines()] == [

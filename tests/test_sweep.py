@@ -5,13 +5,16 @@ import math
 import os
 import pathlib
 import signal
+import statistics
 import subprocess
 import sys
 import threading
 import time
 import types
+from typing import ClassVar
 
 import commands
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -614,10 +617,16 @@ def test_a_report_holds_distributions_best_settings_differences_and_steps(tmp_pa
     adamw, sgd = (next(x for x in text.splitlines() if f"{n}.gin" in x) for n in ("adamw", "sgd"))
     assert [cell.strip() for cell in adamw.split("|")[3:-1]] == [
         *("4", "0"),  # Two rates and two seeds.
-        *("0.0500", "0.0500", "0.0500", "0.2000", "0.2000"),
+        *("0.0500", "0.0500", "0.1250", "0.2000", "0.2000"),
     ]
     assert [cell.strip() for cell in sgd.split("|")[3:5]] == ["4", "4"]
-    for name in ("report.md", "results.json", "distributions.png", "convergence.png"):
+    for name in (
+        "report.md",
+        "report.html",
+        "results.json",
+        "distributions.png",
+        "convergence.png",
+    ):
         assert (tmp_path / name).stat().st_size > 100
     saved = json.loads((tmp_path / "results.json").read_text())
     assert len(saved["runs"]) == 8
@@ -643,6 +652,8 @@ def test_a_line_that_diverged_is_compared_with_nothing(tmp_path):
 class TestPlots:
     """What is drawn, without looking at it."""
 
+    STUDY = study("unused")
+
     def axes(self):
         pytest.importorskip("matplotlib")
         from matplotlib.figure import Figure
@@ -658,7 +669,9 @@ class TestPlots:
         from convt5.sweeps import plots
 
         axes = self.axes()
-        plots._convergence(axes, {"P": self.best(0.5, 0.01, 0.0), "C": self.best(0.9, 0.2)})
+        plots._convergence(
+            self.STUDY, axes, {"P": self.best(0.5, 0.01, 0.0), "C": self.best(0.9, 0.2)}
+        )
         heights = axes.transData.transform([(1, y) for y in (0.0, 0.01, 0.2)])[:, 1]
         assert 0 < heights[0] < heights[1] < heights[2]
         assert heights[1] - heights[0] < heights[2] - heights[1]
@@ -667,7 +680,7 @@ class TestPlots:
         from convt5.sweeps import plots
 
         axes = self.axes()
-        plots._convergence(axes, {"P": self.best(0.5, 0.01)})
+        plots._convergence(self.STUDY, axes, {"P": self.best(0.5, 0.01)})
         assert axes.get_yscale() == "log"
 
     def test_what_diverged_is_named(self):
@@ -675,7 +688,7 @@ class TestPlots:
 
         axes, inf = self.axes(), math.inf
         lines = {"P": self.best(0.5), "C": self.best(inf), "D": self.best(inf, errors=(inf, 0.1))}
-        plots._convergence(axes, lines)
+        plots._convergence(self.STUDY, axes, lines)
         assert axes.get_legend_handles_labels()[1] == ["P", "C (diverged)", "D (1 of 2 diverged)"]
 
     @pytest.mark.parametrize("errors_found", [[-3.0, -1.0], [0.0], [2.0, 4.0], [-2.0]])
@@ -683,7 +696,7 @@ class TestPlots:
         from convt5.sweeps import plots
 
         axes = self.axes()
-        plots._distributions(axes, {"P": [result(error) for error in errors_found]})
+        plots._distributions(self.STUDY, axes, {"P": [result(error) for error in errors_found]})
         assert max(axes.get_lines()[0].get_xdata()) > max(errors_found)
 
 
@@ -693,13 +706,90 @@ def result(error: float, *, seed: int = 0, **labels: str) -> analysis.Result:
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=20), st.floats(0, 1))
-def test_quantiles_are_those_of_the_definition(errors_found, share):
+def test_quantiles_are_those_of_numpy(errors_found, share):
     found = analysis.distribution([result(error) for error in errors_found])
-    limit = found.quantile(share)
-    assert sum(error <= limit for error in errors_found) >= share * len(errors_found)
-    assert limit in errors_found
-    below = sum(error < limit for error in errors_found)
-    assert below < share * len(errors_found) or limit == min(errors_found)
+    assert found.quantile(share) == pytest.approx(np.quantile(errors_found, share), abs=1e-12)
+    assert found.quantile(0.5) == pytest.approx(statistics.median(errors_found))
+
+
+@pytest.mark.parametrize(
+    ("errors_found", "quartiles"),
+    [
+        ([1.0, math.inf], [math.inf, math.inf, math.inf]),
+        ([1.0, 2.0, math.inf], [1.5, 2.0, math.inf]),
+        ([1.0, 1.0, 1.0, math.inf, math.inf], [1.0, 1.0, math.inf]),
+        ([math.inf] * 2, [math.inf] * 3),
+    ],
+)
+def test_quantiles_beside_runs_that_diverged_are_infinite(errors_found, quartiles):
+    found = analysis.distribution([result(error) for error in errors_found])
+    assert [found.quantile(share) for share in (0.25, 0.5, 0.75)] == quartiles
+
+
+def test_differences_are_paired_by_seed_with_students_intervals():
+    def best(errors, seeds):
+        return analysis.Best({}, statistics.fmean(errors), errors, (), seeds)
+
+    first = best((10.0, 20.0, math.inf, 5.0), ("0", "1", "2", "3"))
+    gains = analysis.paired(first, best((23.0, 11.0, 1.0), ("1", "0", "2")))
+    assert gains == [3.0, 1.0]
+    # Student's t of one degree of freedom: 12.706 times the standard error of 1.
+    assert analysis.half_interval(gains) == pytest.approx(12.706, rel=1e-4)
+    assert analysis.half_interval([4.0]) is None
+
+
+class TestDifferences:
+    """What one value of an axis adds over the other, in one panel."""
+
+    GAINS: ClassVar = {"a": (1.0, 2.0, 3.0), "b": (-2.0, -2.0, -2.0)}
+
+    def study(self, folder) -> Study:
+        axes = {"task": ["a", "b"], "model": ["m.gin", "trec6"], "start": ["scratch", "new"]}
+        return study(
+            folder,
+            grids=[Grid(axes=axes)],
+            seeds=[0, 1, 2],
+            metric="task/accuracy",
+            perfect=100.0,
+            rows=["model", "start"],
+            versus="start",
+            over="task",
+        )
+
+    def profiles(self, asked) -> dict:
+        found = [
+            analysis.Result(
+                {"task": task, "model": model, "start": start, "seed": str(seed)}, (), error
+            )
+            for task, gains in self.GAINS.items()
+            for model in ("m.gin", "trec6")
+            for seed, gain in enumerate(gains)
+            for start, error in (("scratch", 50.0 + seed), ("new", 50.0 + seed - gain))
+        ]
+        return profile.lines(asked, found)
+
+    def test_gains_of_the_metric_are_positive_where_errors_fall(self, tmp_path):
+        asked = self.study(tmp_path)
+        found = profile.differences(asked, self.profiles(asked))
+        assert found == {(m,): {t: [*g] for t, g in self.GAINS.items()} for m in ("m.gin", "trec6")}
+        text = profile._difference_table(asked, self.profiles(asked))
+        assert text[0] == "## task/accuracy: new minus scratch"
+        assert "+2.0 ± 2.5" in text[1]
+        assert "-2.0 ± 0.0" in text[1]
+
+    def test_one_panel_shows_zero_means_and_intervals(self, tmp_path):
+        pytest.importorskip("matplotlib")
+        from matplotlib.figure import Figure
+
+        asked, axes = self.study(tmp_path), Figure().subplots()
+        profile.draw_differences(asked, axes, self.profiles(asked))
+        assert axes.get_ylabel() == "accuracy, percentage points\nnew minus scratch"
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b"]
+        assert axes.get_legend_handles_labels()[1] == ["m", "TREC-6"]
+        assert any(set(line.get_ydata()) == {0} for line in axes.get_lines())
+        low, high = axes.get_ylim()
+        assert low < -2
+        assert high > 4.4  # 2 and its interval.
 
 
 def test_the_best_setting_is_by_the_mean_over_all_seeds(tmp_path):

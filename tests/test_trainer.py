@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from quick import quick
 
+import convt5
 from convt5 import errors
 from convt5.analysis.cost_report import Subject
 from convt5.checkpoints import checkpoint, reading, record
@@ -255,6 +256,19 @@ def test_samples_are_shown_and_kept_during_training_where_asked_for(run, tmp_pat
     log.sample(9, "again")
     log.close()
     assert run_log.read_samples(tmp_path / "3") == {3: seen[3][3], 6: seen[3][6], 9: "again"}
+
+
+def test_a_run_keeps_where_its_steps_were_made_and_what_they_took(run, tmp_path):
+    run(num_steps=4)
+    run(num_steps=10)
+    found = run_log.read_notes(tmp_path / "run" / "machines.jsonl")
+    assert list(found) == [0, 4]
+    for about in found.values():
+        assert about["convt5"] == convt5.__version__
+        assert about["device"] == jax.devices()[0].device_kind
+        assert about["parameters"] == WIDTH * WIDTH
+        # Of a batch there are 32 source tokens and up to as many targets, as 0 is padding.
+        assert 32 <= about["flops_per_step"] / about["flops_per_token"] <= 64
 
 
 def test_reports_that_nothing_makes_are_refused(run):

@@ -1,7 +1,6 @@
 """The command `python -m convt5.inspect`: reports a model, its costs, its proofs and its data."""
 
 import json
-import os
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -102,7 +101,7 @@ def _of_text(
     trust: Sequence[str],
 ) -> _Report:
     if flags.plot:
-        _check_plot(flags.plot)
+        figures.check_path(flags.plot, flag="plot")
     target = topology.load(flags.topology) if flags.topology else None
     if target is not None:
         flags.devices = len(target.devices)
@@ -273,17 +272,6 @@ def _measure(
     title = f"Receptive field measured by gradients, {name}, on random tokens"
     text = f"{title}\n{receptive_field.table(all_fields)}"
     return (f"{text}\n  drawn to {plot}" if plot else text), [f.as_json() for f in all_fields]
-
-
-def _check_plot(plot: pathlib.Path) -> None:
-    """Checks early that a plot can be written, because measuring takes long."""
-    known = figures.figure_class("the plot")().canvas.get_supported_filetypes()
-    faults = []
-    if plot.suffix.removeprefix(".").lower() not in known:
-        faults.append(f"--plot={plot} must end in one of {', '.join(f'.{n}' for n in known)}.")
-    if not os.access(plot.parent, os.W_OK) or plot.is_dir():
-        faults.append(f"--plot={plot} cannot be written; name a file in a folder that can.")
-    errors.raise_all(faults, where="flags")
 
 
 def _pair(

@@ -174,45 +174,48 @@ def draw(fields: Mapping[str, Sequence[Field]], path: pathlib.Path) -> None:
     Raises:
         UserError: matplotlib is not installed.
     """
-    figure = figures.figure_class("the plot")(figsize=(11, 4.2), layout="constrained")
+    figure = figures.figure_class("the plot")(figsize=(13, 4.2), layout="constrained")
     by_distance, by_depth = figure.subplots(1, 2)
-    for color, (name, layer_fields) in enumerate(fields.items()):
-        top = layer_fields[-1]
+    distances = []
+    for number, (name, own) in enumerate(fields.items()):
+        color, name = f"C{number}", figures.text(name)
+        top = own[-1]
         offsets = np.arange(len(top.mass)) - top.position
         shown = top.mass > 0
-        by_distance.plot(
-            offsets[shown], top.mass[shown], color=f"C{color}", linewidth=1.2, label=name
-        )
-        depth = [field.index + 1 for field in layer_fields]
-        for share, style in zip(SHARES, (":", "--", "-"), strict=True):
-            by_depth.plot(
-                depth,
-                [max(1, field.distance(share)) for field in layer_fields],
-                style,
-                color=f"C{color}",
-                label=f"{share:.0%} of the gradient, {name}",
-            )
+        style = figures.style(number) | {"markersize": 4}
+        every = figures.style(number, points=int(shown.sum()))["markevery"]
+        line = style | {"linewidth": 1.2, "markevery": every}
+        by_distance.plot(offsets[shown], top.mass[shown], label=f"{name} {top.index}", **line)
+        depth = [field.index for field in own]
+        for share, dashes in zip(SHARES, (":", "--", "-"), strict=True):
+            found = [field.distance(share) for field in own]
+            line = style | {"linestyle": dashes, "label": f"{share:.0%} of the gradient, {name}"}
+            by_depth.plot(depth, found, **line)
+            distances += found
         reach = [
-            max(f.reach.left or 0, f.reach.right or 0)
-            for f in layer_fields
-            if f.reach.size is not None
+            max(f.reach.left or 0, f.reach.right or 0) for f in own if f.reach.size is not None
         ]
         if reach:
             by_depth.plot(
                 depth[: len(reach)],
-                [max(1, r) for r in reach],
-                color=f"C{color}",
+                reach,
+                color=color,
                 linewidth=4,
                 alpha=0.25,
                 label=f"receptive field, {name}",
             )
-    by_distance.set(
-        xlabel="input position relative to the output", ylabel="share of the gradient", yscale="log"
-    )
-    by_depth.set(xlabel="layers", ylabel="distance in tokens", yscale="log")
+            distances += reach
+    by_distance.set(xlabel="input position relative to the output", ylabel="share of the gradient")
+    tops = [own[-1].mass for own in fields.values()]
+    figures.log_values(by_distance, [float(mass) for top in tops for mass in top[top > 0]])
+    by_distance.set_title("top layers", fontsize=10)
+    by_depth.set(xlabel="layer", ylabel="distance, tokens")
+    figures.log_values(by_depth, [*distances, 0])
+    by_depth.set_ylim(bottom=-0.15)
     by_depth.xaxis.get_major_locator().set_params(integer=True)
     for axes in (by_distance, by_depth):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=7)
-    figure.savefig(path, dpi=150)
+        figures.tidy(axes)
+    by_distance.legend(frameon=False, fontsize=8)
+    # Beside the lines, which may be anywhere.
+    by_depth.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figures.save(figure, path)

@@ -1,13 +1,13 @@
 """The machine of the measurements, and its peak rates of copying and multiplying."""
 
-import os
-import platform
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from convt5.runtime import machine
 
 _COPY_ELEMENTS = 2**25
 _MATRIX = 2048
@@ -21,19 +21,12 @@ def describe() -> dict[str, Any]:
 
     `copy_bytes_per_second` counts bytes read and bytes written.
     """
-    device = jax.devices()[0]
     x = jnp.ones(_COPY_ELEMENTS, jnp.float32)
     matrix = jnp.ones((_MATRIX, _MATRIX), jnp.float32)
     copy, multiply = jax.jit(lambda x: -x), jax.jit(lambda a: a @ a)
     return {
         "suite": "machine",
-        "platform": device.platform,
-        "device": device.device_kind,
-        "devices": jax.device_count(),
-        "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
-        "processor": _processor(),
-        "jax": jax.__version__,
-        "python": platform.python_version(),
+        **machine.describe(),
         "copy_bytes_per_second": 2 * x.nbytes / _fastest(lambda: copy(x)),
         "matmul_flops": 2 * _MATRIX**3 / _fastest(lambda: multiply(matrix)),
     }
@@ -47,12 +40,3 @@ def _fastest(call: Callable[[], Any]) -> float:
         jax.block_until_ready(call())
         taken.append(time.perf_counter() - began)
     return min(taken[1:])
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            names = [line.partition(":")[2].strip() for line in lines if line.startswith("model n")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor()

@@ -58,16 +58,23 @@ def text(records: Sequence[Record]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(records: Sequence[Record], folder: pathlib.Path) -> list[pathlib.Path]:
+def plot(
+    records: Sequence[Record], folder: pathlib.Path, *, suffix: str = figures.SUFFIX
+) -> list[pathlib.Path]:
     """Writes an image for each suite with several lengths; returns the paths.
+
+    Args:
+        records: of a benchmark.
+        folder: of the pictures.
+        suffix: of their names, which chooses their format.
 
     Raises:
         UserError: matplotlib is not installed.
     """
     wanted = [s for s in _PLOTS if len({r["length"] for r in records if r["suite"] == s}) > 1]
-    written = [_picture(suite, records, folder / f"{suite}.png") for suite in wanted]
+    written = [_picture(suite, records, folder / f"{suite}{suffix}") for suite in wanted]
     if any(r["suite"] == "ops" for r in records):
-        written.append(_roofline(records, folder / "roofline.png"))
+        written.append(_roofline(records, folder / f"roofline{suffix}"))
     return written
 
 
@@ -116,17 +123,18 @@ def _picture(suite: str, records: Sequence[Record], path: pathlib.Path) -> pathl
     figure = figure_class(figsize=(5 * len(columns), 4), layout="constrained")
     axes = figure.subplots(1, len(columns), squeeze=False)[0]
     for axis, column in zip(axes, columns, strict=True):
-        for case in dict.fromkeys(r["case"] for r in records if r["suite"] == suite):
-            own = [r for r in records if r["suite"] == suite and r["case"] == case and column in r]
-            if not own:
-                continue
-            axis.plot([r["length"] for r in own], [r[column] for r in own], "o-", label=case)
-        axis.set(xlabel="length", title=_TITLES[column])
+        measured = [r for r in records if r["suite"] == suite and column in r]
+        for number, case in enumerate(dict.fromkeys(r["case"] for r in measured)):
+            own = [r for r in measured if r["case"] == case]
+            x, y = [r["length"] for r in own], [r[column] for r in own]
+            axis.plot(x, y, label=figures.text(case), **figures.style(number))
+        axis.set(xlabel="length, tokens", ylabel=_TITLES[column])
         axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.grid(alpha=0.3)
-    axes[0].legend()
-    figure.savefig(path, dpi=120)
+        figures.name_values(axis.xaxis, (r["length"] for r in measured))
+        figures.log_values(axis, [r[column] for r in measured])
+        figures.tidy(axis)
+    axes[0].legend(frameon=False, fontsize=8)
+    figures.save(figure, path)
     return path
 
 
@@ -145,18 +153,19 @@ def _roofline(records: Sequence[Record], path: pathlib.Path) -> pathlib.Path:
     for number, kind in enumerate(dict.fromkeys(r["kind"] for r in found)):
         own = [r for r in found if r["kind"] == kind and r["length"] == length]
         x = [r["flops"] / r["least_bytes"] for r in own]
-        style = {"color": f"C{number}", "marker": "o"}
+        style = figures.style(number)
         axes.plot(x, [r["flops"] / r["seconds"] for r in own], label=kind, **style)
         naive = [r["flops"] / r["naive_seconds"] for r in own]
-        axes.plot(x, naive, label=f"{kind}, naive sum", markerfacecolor="none", ls=":", **style)
+        axes.plot(x, naive, label=f"{kind}, naive sum", **style, alpha=0.4)
     axes.set(
-        xscale="log",
-        yscale="log",
         xlabel="operations per byte that must be read or written",
         ylabel="operations per second",
         title=f"forward and backward, length {length:,}, by number of taps",
     )
-    axes.grid(alpha=0.3)
-    figure.legend(fontsize=8, loc="outside right center")
-    figure.savefig(path, dpi=120)
+    reached = [r["flops"] / r[name] for r in found for name in ("seconds", "naive_seconds")]
+    figures.log_values(axes, [*reached, peak])
+    figures.log_values(axes, roof, which="x")
+    figures.tidy(axes)
+    figure.legend(fontsize=8, loc="outside right center", frameon=False)
+    figures.save(figure, path)
     return path

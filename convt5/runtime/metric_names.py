@@ -22,6 +22,26 @@ PERCENT = "percent"
 """Key beside a saved metric value, present since accuracies are percentages."""
 
 
+_PERCENTAGES = ("accuracy", "em", "f1", "match")
+"""Words in names of metrics that are percentages."""
+
+TASKS = {
+    "ag_news": "AG News",
+    "civil_comments": "Civil Comments",
+    "cogs": "COGS",
+    "imdb": "IMDb",
+    "mnli": "MultiNLI",
+    "mrpc": "MRPC",
+    "rte": "RTE",
+    "sentiment140": "Sentiment140",
+    "squad": "SQuAD",
+    "sst2": "SST-2",
+    "trec6": "TREC-6",
+    "wiki_toxic": "Wikipedia toxicity",
+}
+"""Tasks as papers call them."""
+
+
 def lower_is_better(metric: str) -> bool:
     """Returns whether lower is better, judged by the last part of the metric's name."""
     name = metric.rsplit("/", 1)[-1]
@@ -36,6 +56,28 @@ def format_value(metric: str, value: float) -> str:
 def display_name(metric: str) -> str:
     """Formats a name for display: `validation/token_accuracy` is "validation token accuracy"."""
     return metric.replace("/", " ").replace("_", " ")
+
+
+def axis(metric: str, *, perfect: float | None = None) -> str:
+    """Returns a name with its unit for the axis of a figure: "accuracy on TREC-6, %".
+
+    Args:
+        metric: such as "trec6/accuracy".
+        perfect: names the error, which is this value minus the metric; None names the metric.
+    """
+    *places, last = metric.split("/")
+    name = display_name(last)
+    is_share = any(part in _PERCENTAGES for part in last.split("_"))
+    if perfect is not None:
+        name = name.replace("accuracy", "error") if "accuracy" in last else f"{perfect:g} - {name}"
+    places = [place for place in places if place != "task"]
+    before = [place for place in places if place in ("ema", "validation")]
+    tasks = [TASKS.get(place, display_name(place)) for place in places if place not in before]
+    said = " ".join(["averaged" if place == "ema" else place for place in before] + [name])
+    said += f" on {', '.join(tasks)}" if tasks else ""
+    if is_share and perfect in (None, 100.0):
+        return f"{said}, %"
+    return f"{said}, nats" if last in ("loss", "objective") else said
 
 
 def current(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,10 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from scipy import special
+
 from convt5.sweeps.running import StudyRun, check_metric, states, values_of
-from convt5.sweeps.study import Study
+from convt5.sweeps.study import SEED, Study
 from convt5.training.run_log import read_metrics
 
 Labels = Mapping[str, str]
@@ -43,8 +45,17 @@ class Distribution(NamedTuple):
     num_diverged: int
 
     def quantile(self, share: float) -> float:
-        """Returns the quantile of the error by nearest rank: a fraction of runs is not above it."""
-        return self.errors[max(0, math.ceil(share * len(self.errors)) - 1)]
+        """Returns a quantile, linear between neighbours, as NumPy does and of two their mean.
+
+        It is infinite where a neighbour that counts is.
+        """
+        place = share * (len(self.errors) - 1)
+        below = math.floor(place)
+        rest = place - below
+        value = self.errors[below]
+        if not rest or value == (above := self.errors[below + 1]):
+            return value
+        return above if math.isinf(above) else value + rest * (above - value)
 
 
 class Best(NamedTuple):
@@ -55,12 +66,14 @@ class Best(NamedTuple):
         mean: mean error.
         errors: error of each seed.
         curve: steps and mean errors over the seeds.
+        seeds: seeds in the order of `errors`.
     """
 
     labels: Labels
     mean: float
     errors: tuple[float, ...]
     curve: tuple[tuple[int, float], ...]
+    seeds: tuple[str, ...] = ()
 
     @property
     def finite_errors(self) -> tuple[float, ...]:
@@ -119,6 +132,7 @@ def best(study: Study, results: Sequence[Result]) -> Best:
         statistics.fmean(run.error for run in runs),
         tuple(run.error for run in runs),
         _mean_curve(runs),
+        tuple(run.labels[SEED] for run in runs),
     )
 
 
@@ -135,6 +149,30 @@ def differences(study: Study, bests: Mapping[Key, Best]) -> Iterator[tuple[Key, 
         pair = [bests.get((*key[:place], label, *key[place:])) for label in labels]
         if len(pair) == 2 and pair[0] and pair[1]:
             yield key, pair[0].mean, pair[1].mean
+
+
+def paired(first: Best, second: Best) -> list[float]:
+    """Returns what the errors of the second are above those of the first, seed by seed.
+
+    Seeds that only one of them has, or of which a run diverged, are left out.
+    """
+    others = dict(zip(first.seeds, first.errors, strict=True))
+    return [
+        error - others[seed]
+        for seed, error in zip(second.seeds, second.errors, strict=True)
+        if seed in others and math.isfinite(error) and math.isfinite(others[seed])
+    ]
+
+
+def half_interval(values: Sequence[float], *, confidence: float = 0.95) -> float | None:
+    """Returns half the width of the confidence interval of a mean, by Student's t distribution.
+
+    None for fewer than two values, which say nothing of how far they scatter.
+    """
+    if len(values) < 2:
+        return None
+    quantile = float(special.stdtrit(len(values) - 1, 0.5 + confidence / 2))
+    return quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def steps_to(curve: Sequence[tuple[int, float]], error: float) -> float | None:

@@ -1,9 +1,9 @@
-"""Plots of a study: distributions of the error, errors by setting, and convergence."""
+"""Plots of a study: distributions of the error, errors by setting, convergence, differences."""
 
 import functools
 import math
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from convt5.reports import figures
@@ -11,47 +11,61 @@ from convt5.sweeps import profile
 from convt5.sweeps.analysis import Best, Key, Result
 from convt5.sweeps.study import Study
 
-DISTRIBUTIONS, SETTINGS, CONVERGENCE = "distributions.png", "settings.png", "convergence.png"
-PROFILES = "profiles.png"
-
-_NAMED = (2, 3, 5)  # Labelled multiples of powers of ten on logarithmic axes.
+DISTRIBUTIONS, SETTINGS, CONVERGENCE = "distributions", "settings", "convergence"
+PROFILES, DIFFERENCES = "profiles", "differences"
 
 Groups = Mapping[Key, Sequence[Result]]
 
 
 def draw(
-    study: Study, groups: Groups, bests: Mapping[Key, Best], folder: pathlib.Path
+    study: Study,
+    groups: Groups,
+    bests: Mapping[Key, Best],
+    folder: pathlib.Path,
+    *,
+    suffix: str = figures.SUFFIX,
 ) -> list[str]:
     """Draws all plots into a folder; returns their names.
 
     Raises:
         UserError: matplotlib is not installed.
     """
-    title = study.rows[-1]
-    _draw_panels(_by_panel(groups), _distributions, folder / DISTRIBUTIONS, title=title)
-    _draw_panels(_by_panel(bests), _convergence, folder / CONVERGENCE, title=title)
+    draw_panels = functools.partial(_draw_panels, study)
+    draw_panels(_by_panel(groups), _distributions, folder / f"{DISTRIBUTIONS}{suffix}")
+    draw_panels(_by_panel(bests), _convergence, folder / f"{CONVERGENCE}{suffix}")
+    names = [DISTRIBUTIONS, CONVERGENCE]
     numeric = [
         axis
         for axis in study.axes
         if axis not in study.rows and study.is_numeric(axis) and len(study.labels(axis)) > 1
     ]
-    if not numeric:
-        return [DISTRIBUTIONS, CONVERGENCE]
-    _draw_settings(_by_panel(groups), numeric, folder / SETTINGS, title=title)
-    return [DISTRIBUTIONS, CONVERGENCE, SETTINGS]
+    if numeric:
+        _draw_settings(study, _by_panel(groups), numeric, folder / f"{SETTINGS}{suffix}")
+        names.append(SETTINGS)
+    return [f"{name}{suffix}" for name in names]
 
 
 def draw_profiles(
-    study: Study, profiles: Mapping[Key, profile.Line], folder: pathlib.Path
+    study: Study,
+    profiles: Mapping[Key, profile.Line],
+    folder: pathlib.Path,
+    *,
+    suffix: str = figures.SUFFIX,
 ) -> list[str]:
-    """Plots the metric against `Study.over` into a folder; returns the name of the plot."""
+    """Plots the metric against `Study.over`, and differences, into a folder; returns their names.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
     _draw_panels(
-        _by_panel(profiles),
-        functools.partial(profile.draw_on, study),
-        folder / PROFILES,
-        title=study.rows[-1],
+        study, _by_panel(profiles), profile.draw_on, folder / f"{PROFILES}{suffix}", sharey=True
     )
-    return [PROFILES]
+    if not profile.differences(study, profiles):
+        return [f"{PROFILES}{suffix}"]
+    figure = _figure((8.0, 4.2))
+    profile.draw_differences(study, figure.subplots(), profiles)
+    figures.save(figure, folder / f"{DIFFERENCES}{suffix}")
+    return [f"{PROFILES}{suffix}", f"{DIFFERENCES}{suffix}"]
 
 
 def _by_panel(values: Mapping[Key, Any]) -> dict[Key, dict[str, Any]]:
@@ -63,35 +77,38 @@ def _by_panel(values: Mapping[Key, Any]) -> dict[Key, dict[str, Any]]:
 
 
 def _draw_panels(
+    study: Study,
     panels: Mapping[Key, Mapping[str, Any]],
-    draw_on: Callable[[Any, Mapping[str, Any]], None],
+    draw_on: Callable[[Study, Any, Mapping[str, Any]], None],
     path: pathlib.Path,
     *,
-    title: str,
+    sharey: Any = "row",
 ) -> None:
     """Draws a panel for each value of the rows before the last: first down, second across."""
     down = list(dict.fromkeys(panel[:1] for panel in panels))
     across = list(dict.fromkeys(panel[1:] for panel in panels))
-    figure = _figure((5.6 * len(across) + 0.6, 3.4 * len(down) + 0.3))
-    axes = figure.subplots(len(down), len(across), squeeze=False)
+    figure = _figure((5.0 * len(across) + 1.4, 3.4 * len(down) + 0.3))
+    axes = figure.subplots(len(down), len(across), squeeze=False, sharey=sharey)
     for i, first in enumerate(down):
         for j, second in enumerate(across):
             lines = panels.get((*first, *second))
             if lines is None:
                 axes[i][j].set_visible(False)
                 continue
-            draw_on(axes[i][j], lines)
-            _tidy(axes[i][j], (*first, *second), title=title)
-    figure.savefig(path, dpi=130)
+            draw_on(study, axes[i][j], lines)
+            axes[i][j].set_title(_title(study, (*first, *second)), fontsize=10)
+            figures.tidy(axes[i][j])
+    _legend(study, figure)
+    figures.save(figure, path)
 
 
-def _distributions(axes: Any, lines: Mapping[str, Sequence[Result]]) -> None:
+def _distributions(study: Study, axes: Any, lines: Mapping[str, Sequence[Result]]) -> None:
     """Plots the empirical distribution: the fraction of runs with an error up to each limit."""
     finite = [r.error for runs in lines.values() for r in runs if math.isfinite(r.error)]
     least, greatest = min(finite, default=0.0), max(finite, default=1.0)
     # For a single error, a fraction of it.
     last = greatest + 0.05 * (max(greatest, greatest - least) or abs(greatest) or 1.0)
-    for number, (label, runs) in enumerate(lines.items()):
+    for number, label, runs in _numbered(study, lines):
         ordered = sorted(r.error for r in runs if math.isfinite(r.error))
         shares = [i / len(runs) for i in range(len(ordered) + 1)]
         # Starts at zero at the lowest error, and continues to the right edge.
@@ -99,86 +116,94 @@ def _distributions(axes: Any, lines: Mapping[str, Sequence[Result]]) -> None:
         y = [*([0.0] if ordered else []), *shares[1:], shares[-1]]
         count = len(runs) - len(ordered)
         legend = f"{len(runs)} runs, {count} diverged" if count else f"{len(runs)} runs"
-        axes.step(x, y, where="post", label=f"{label} ({legend})", color=f"C{number}")
+        style = figures.style(number) | {"marker": ""}
+        axes.step(x, y, where="post", label=f"{_shown(study, label)} ({legend})", **style)
     axes.set_ylim(0, 1.02)
-    axes.set_xlabel("error")
+    axes.set_xlabel(study.metric_axis())
     axes.set_ylabel("share of runs with at most this error")
 
 
-def _convergence(axes: Any, lines: Mapping[str, Best]) -> None:
+def _convergence(study: Study, axes: Any, lines: Mapping[str, Best]) -> None:
     """Plots the error of the best setting over training steps, from the first evaluation."""
-    for number, (label, best) in enumerate(lines.items()):
-        steps = [step for step, _ in best.curve]
+    steps = []
+    for number, label, best in _numbered(study, lines):
+        x = [step for step, _ in best.curve]
         values = [error for _, error in best.curve]
+        label = _shown(study, label)
         if best.diverged:
             label = f"{label} ({best.diverged})"
-        axes.plot(steps, values, label=label, color=f"C{number}", marker=".")
-    _scale(axes, [error for best in lines.values() for _, error in best.curve])
-    for write in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        write(lambda value, _: f"{value:.2g}")
-    axes.tick_params(axis="y", which="minor", labelsize=7)
+        axes.plot(x, values, label=label, **figures.style(number, points=len(x)))
+        steps += x
+    figures.log_values(axes, [error for best in lines.values() for _, error in best.curve])
+    if len(set(steps)) <= 2:
+        figures.name_values(axes.xaxis, steps)
     axes.set_xlabel("training steps")
-    axes.set_ylabel("error at the best setting")
-
-
-def _scale(axes: Any, values: Sequence[float]) -> None:
-    """Sets a logarithmic axis, with a linear part if some values are not above 0."""
-    finite = [value for value in values if math.isfinite(value)]
-    if min(finite, default=1.0) > 0:
-        axes.set_yscale("log", subs=_NAMED)
-        return
-    threshold = min((abs(value) for value in finite if value), default=1.0)
-    axes.set_yscale("symlog", linthresh=threshold, linscale=0.5, subs=_NAMED)
+    axes.set_ylabel(f"{study.metric_axis()}\n(best setting)")
 
 
 def _draw_settings(
+    study: Study,
     panels: Mapping[Key, Mapping[str, Sequence[Result]]],
     numeric: Sequence[str],
     path: pathlib.Path,
-    *,
-    title: str,
 ) -> None:
     """Plots errors of single runs against each numeric setting."""
-    figure = _figure((5.6 * len(numeric) + 0.6, 3.0 * len(panels) + 0.3))
+    figure = _figure((5.0 * len(numeric) + 1.4, 3.0 * len(panels) + 0.3))
     axes = figure.subplots(len(panels), len(numeric), squeeze=False)
     for i, (panel, lines) in enumerate(panels.items()):
         for j, axis in enumerate(numeric):
-            for number, (label, runs) in enumerate(lines.items()):
-                _scatter(axes[i][j], axis, label, runs, number, of=len(lines))
-            values = sorted({float(run.labels[axis]) for runs in lines.values() for run in runs})
+            for place, (number, label, runs) in enumerate(_numbered(study, lines)):
+                beside = place - (len(lines) - 1) / 2
+                style = figures.style(number, joined=False) | {"label": _shown(study, label)}
+                _scatter(axes[i][j], axis, runs, style, beside=beside)
+            values = {float(run.labels[axis]) for runs in lines.values() for run in runs}
             axes[i][j].set_xscale("log")
-            axes[i][j].set_xlim(values[0] / 1.3, values[-1] * 1.3)
-            axes[i][j].set_xticks(values, [f"{value:g}" for value in values])
-            axes[i][j].minorticks_off()
-            axes[i][j].set_xlabel(axis)
-            axes[i][j].set_ylabel("error")
-            _tidy(axes[i][j], panel, title=title)
-    figure.savefig(path, dpi=130)
+            axes[i][j].set_xlim(min(values) / 1.3, max(values) * 1.3)
+            figures.name_values(axes[i][j].xaxis, values)
+            axes[i][j].set_xlabel(figures.text(study.word(axis)))
+            axes[i][j].set_ylabel(study.metric_axis())
+            axes[i][j].set_title(_title(study, panel), fontsize=10)
+            figures.tidy(axes[i][j])
+    _legend(study, figure)
+    figures.save(figure, path)
 
 
 def _scatter(
-    axes: Any, axis: str, label: str, runs: Sequence[Result], number: int, *, of: int
+    axes: Any, axis: str, runs: Sequence[Result], style: Mapping[str, Any], *, beside: float
 ) -> None:
     shown = [run for run in runs if math.isfinite(run.error)]
-    shift = 1.06 ** (number - (of - 1) / 2)  # Separates lines at equal values.
-    axes.plot(
-        [float(run.labels[axis]) * shift for run in shown],
-        [run.error for run in shown],
-        linestyle="none",
-        marker="o",
-        markersize=4,
-        alpha=0.7,
-        label=label,
-        color=f"C{number}",
-    )
+    shift = 1.06**beside  # Lines stand side by side where values agree.
+    x = [float(run.labels[axis]) * shift for run in shown]
+    axes.plot(x, [run.error for run in shown], **style)
 
 
-def _tidy(axes: Any, panel: Key, *, title: str) -> None:
-    axes.set_title(", ".join(panel), fontsize=10)
-    # Outside the axes, because points may be anywhere inside.
-    axes.legend(frameon=False, title=title, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+def _numbered(study: Study, lines: Mapping[str, Any]) -> Iterator[tuple[int, str, Any]]:
+    """Yields numbered lines: a label has one look in all panels, whatever each of them lacks."""
+    names = study.labels(study.rows[-1])
+    for number, (label, line) in enumerate(lines.items()):
+        yield names.index(label) if label in names else number, label, line
+
+
+def _title(study: Study, panel: Key) -> str:
+    return figures.text(", ".join(study.word(value) for value in panel))
+
+
+def _shown(study: Study, label: str) -> str:
+    return figures.text(study.word(label))
+
+
+def _legend(study: Study, figure: Any) -> None:
+    """Names the lines: once for all panels where they agree, else beside each."""
+    panels = [axes for axes in figure.axes if axes.get_visible()]
+    title = figures.text(study.word(study.rows[-1]))
+    named = {tuple(axes.get_legend_handles_labels()[1]) for axes in panels}
+    style = {"frameon": False, "title": title, "fontsize": 8}
+    if len(named) == 1:
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", **style)
+        return
+    for axes in panels:
+        # Beside the lines: there may be points anywhere between them.
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), **style)
 
 
 def _figure(size: tuple[float, float]) -> Any:

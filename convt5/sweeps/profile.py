@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from convt5 import errors
-from convt5.reports import markdown
+from convt5.reports import figures, markdown
 from convt5.sweeps import analysis
 from convt5.sweeps.analysis import Best, Key, Result
 from convt5.sweeps.equal_cost import describe, lengths
@@ -17,8 +17,6 @@ from convt5.vision.architecture import ViTConfig
 if TYPE_CHECKING:
     from convt5.training.trainer import TrainRun
 
-_MARKERS = "os^DvPX"
-"""Sizes of markers on consecutive lines, so that equal values do not hide each other."""
 
 Line = dict[str, Best]
 """The best setting at each value of the axis, in the order of `Study.labels`."""
@@ -106,6 +104,7 @@ def tables(study: Study, profiles: Mapping[Key, Line], costs: Mapping[Any, Cost]
         [
             f"## {study.metric} against {study.over}",
             markdown.table(shown),
+            *_difference_table(study, profiles),
             "## Costs",
             markdown.table(spent),
             "forward MFLOP: FLOPs of one example; update MB: closed-form memory of an update; "
@@ -116,6 +115,39 @@ def tables(study: Study, profiles: Mapping[Key, Line], costs: Mapping[Any, Cost]
     )
 
 
+def _difference_table(study: Study, profiles: Mapping[Key, Line]) -> list[str]:
+    """Returns the section of `differences`; none where there are none."""
+    found = differences(study, profiles)
+    if not found:
+        return []
+    assert study.over is not None
+    first, second = analysis.versus_labels(study)
+    others = [axis for axis in study.rows if axis != study.versus]
+    labels = _reached(study.labels(study.over), profiles.values())
+    rows = [
+        {**dict(zip(others, key, strict=True))}
+        | {label: _gain(study, gains.get(label, [])) for label in labels}
+        for key, gains in found.items()
+    ]
+    return [
+        f"## {study.metric}: {second} minus {first}",
+        markdown.table(rows),
+        "Means over seeds, paired, and half the width of their 95 % interval (Student's t).",
+    ]
+
+
+def _gain(study: Study, values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    half, decimals = analysis.half_interval(values), _decimals(study)
+    spread = "" if half is None else f" ± {half:.{decimals}f}"
+    return f"{statistics.fmean(values):+.{decimals}f}{spread}"
+
+
+def _decimals(study: Study) -> int:
+    return 1 if study.perfect is not None and study.perfect > 1 else 3  # Of percentages, one.
+
+
 def draw_on(study: Study, axes: Any, panel: Mapping[str, Line]) -> None:
     """Draws the lines of one panel; non-numeric values are placed side by side, unconnected."""
     assert study.over is not None
@@ -123,39 +155,110 @@ def draw_on(study: Study, axes: Any, panel: Mapping[str, Line]) -> None:
     labels = study.labels(study.over)
     if numeric:
         labels = _reached(labels, panel.values())
-    places = {label: float(label) if numeric else i for i, label in enumerate(labels)}
+    places = {label: float(label) if numeric else float(i) for i, label in enumerate(labels)}
     marks: list[tuple[list[float], str]] = []
     # A value has the same colour in all panels, even if values are missing in some.
     names = study.labels(study.rows[-1])
     for index, (name, line) in enumerate(panel.items()):
-        number = names.index(name)
-        beside = 0.0 if numeric else 0.12 * (index - (len(panel) - 1) / 2)
-        x = [places[label] + beside for label in line]
+        beside = index - (len(panel) - 1) / 2
+        x = [_beside(places[label], beside, list(places.values()), numeric) for label in line]
         means = [_value(study, best.mean) for best in line.values()]
-        joined = "-" if numeric else ""
-        marker = _MARKERS[number % len(_MARKERS)]
-        style = {"color": f"C{number}", "marker": marker, "markersize": 5, "linestyle": joined}
-        style["fillstyle"] = "none"
-        axes.plot(x, means, label=name, **style)
+        style = figures.style(names.index(name), joined=numeric)
+        axes.plot(x, means, label=figures.text(study.word(name)), **style)
         for place, best in zip(x, line.values(), strict=True):
             seeds = [_value(study, error) for error in best.finite_errors]
             # Points of which some seeds diverged are not connected.
             alone = {"marker": ".", "linestyle": "none"} if best.diverged else {}
-            style = {"color": f"C{number}", "linewidth": 1, "alpha": 0.5, **alone}
+            style = {"color": style["color"], "linewidth": 1, "alpha": 0.5, **alone}
             axes.plot([place] * len(seeds), seeds, **style)
         diverged = [place for place, best in zip(x, line.values(), strict=True) if best.diverged]
         if diverged:
-            marks.append((diverged, f"C{number}"))
+            marks.append((diverged, style["color"]))
     _mark_diverged(axes, marks, from_above=study.perfect is None)
     if numeric:
         axes.set_xscale("log", base=2)
+        figures.name_values(axes.xaxis, places.values())
     else:
         axes.set_xlim(-0.5, len(labels) - 0.5)
-    axes.set_xticks(list(places.values()), labels)
-    axes.set_xlabel(study.over)
-    axes.set_ylabel(study.metric)
-    if study.perfect is not None:
+        axes.set_xticks(list(places.values()), [figures.text(study.word(name)) for name in labels])
+    axes.set_xlabel(figures.text(study.word(study.over)))
+    axes.set_ylabel(study.metric_axis(is_error=False))
+    if study.perfect is not None and numeric:
         axes.set_ylim(0, study.perfect * 1.03)
+
+
+def _beside(place: float, lines_away: float, places: Sequence[float], numeric: bool) -> float:
+    """Returns where a line has its point, so that those of equal values can be seen."""
+    if not numeric:
+        return place + 0.12 * lines_away
+    return place * (max(places) / min(places)) ** (0.008 * lines_away)
+
+
+def differences(
+    study: Study, profiles: Mapping[Key, Line]
+) -> dict[tuple[str, ...], dict[str, list[float]]]:
+    """Returns what the metric gains from the first to the second value of `Study.versus`.
+
+    By the other rows, and the value of `Study.over`, for every seed that both have.
+    """
+    if study.versus is None:
+        return {}
+    place = list(study.rows).index(study.versus)
+    first, second = analysis.versus_labels(study)
+    found: dict[tuple[str, ...], dict[str, list[float]]] = {}
+    for key, line in profiles.items():
+        other = profiles.get((*key[:place], second, *key[place + 1 :]), {})
+        if key[place] != first:
+            continue
+        sign = 1 if study.perfect is None else -1
+        gains = {
+            label: [sign * gain for gain in analysis.paired(best, other[label])]
+            for label, best in line.items()
+            if label in other
+        }
+        if gains := {label: values for label, values in gains.items() if values}:
+            found[(*key[:place], *key[place + 1 :])] = gains
+    return found
+
+
+def draw_differences(study: Study, axes: Any, profiles: Mapping[Key, Line]) -> None:
+    """Draws `differences` in one panel: means with intervals, single seeds, and a line at zero."""
+    assert study.over is not None
+    found = differences(study, profiles)
+    labels = [
+        label for label in study.labels(study.over) if any(label in g for g in found.values())
+    ]
+    for number, (key, gains) in enumerate(found.items()):
+        beside = 0.8 / len(found) * (number - (len(found) - 1) / 2)
+        style = figures.style(number, joined=False)
+        for i, label in enumerate(labels):
+            values = gains.get(label, [])
+            x = [i + beside + 0.04] * len(values)
+            axes.plot(x, values, ".", color=style["color"], alpha=0.5, markersize=5)
+        shown = [(i, gains[label]) for i, label in enumerate(labels) if label in gains]
+        axes.errorbar(
+            [i + beside for i, _ in shown],
+            [statistics.fmean(values) for _, values in shown],
+            yerr=[analysis.half_interval(values) or 0.0 for _, values in shown],
+            capsize=3,
+            elinewidth=1.4,
+            label=figures.text(", ".join(map(study.word, key)) or study.metric),
+            **style,
+        )
+    axes.axhline(0, color="0.3", linewidth=1, zorder=1)
+    for i in range(1, len(labels)):
+        axes.axvline(i - 0.5, color="0.9", linewidth=1, zorder=0)
+    axes.set_xlim(-0.5, len(labels) - 0.5)
+    axes.set_xticks(range(len(labels)), [figures.text(study.word(label)) for label in labels])
+    first, second = map(study.word, analysis.versus_labels(study))
+    metric = study.metric_axis(is_error=False).replace(", %", ", percentage points")
+    axes.set_ylabel(figures.text(f"{metric}\n{second} minus {first}"))
+    axes.set_title(
+        "mean over seeds with its 95 % interval; dots are single seeds", fontsize=9, color="0.3"
+    )
+    figures.tidy(axes)
+    axes.grid(visible=False, axis="x")
+    axes.legend(frameon=False, fontsize=8, loc="best")
 
 
 def _mark_diverged(
@@ -232,7 +335,7 @@ def _metric(study: Study, best: Best | None) -> str:
     seeds = [_value(study, error) for error in best.finite_errors]
     if not seeds:
         return best.diverged
-    decimals = 1 if study.perfect is not None and study.perfect > 1 else 3  # Percentages get one.
+    decimals = _decimals(study)
     least, greatest, mean = (
         f"{value:.{decimals}f}" for value in (min(seeds), max(seeds), _value(study, best.mean))
     )

@@ -1,4 +1,4 @@
-"""The report of a study: tables as Markdown, values as JSON, and plots."""
+"""The report of a study: tables as Markdown, a page for the browser, values as JSON, and plots."""
 
 import json
 import math
@@ -6,17 +6,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from convt5 import errors
-from convt5.reports import markdown
+from convt5.reports import figures, markdown, page
+from convt5.runtime import metric_names
 from convt5.sweeps import analysis, plots, profile, running
 from convt5.sweeps.analysis import Best, Distribution, Key
+from convt5.sweeps.running import StudyRun
 from convt5.sweeps.study import SEED, Study
+from convt5.training import run_overview
+from convt5.training.run_overview import Overview
 
 REPORT_FILE = "report.md"
+PAGE_FILE = "report.html"
 RESULTS_FILE = "results.json"
 
 
-def write(study: Study) -> str:
-    """Writes report.md, results.json and the plots; returns the tables.
+def write(study: Study, *, suffix: str = figures.SUFFIX) -> str:
+    """Writes report.md, report.html, results.json and the plots; returns the tables.
+
+    Args:
+        study: whose runs are told.
+        suffix: of the plots, which chooses their format.
 
     Raises:
         UserError: no run is finished, or the folder is not writable.
@@ -39,6 +48,7 @@ def write(study: Study) -> str:
         distributions = {key: analysis.distribution(runs) for key, runs in groups.items()}
         text = tables(study, distributions, bests, num_done=num_done, num_runs=len(every))
     folder = study.folder
+    overviews = {m.point.name: run_overview.read(m.folder) for m in every if m.is_done}
     values = {
         "metric": study.metric,
         "perfect": study.perfect,
@@ -53,16 +63,40 @@ def write(study: Study) -> str:
     }
     try:
         (folder / REPORT_FILE).write_text(text)
+        page.write(folder / PAGE_FILE, _page(study, text, every, overviews))
         (folder / RESULTS_FILE).write_text(json.dumps(values, indent=1) + "\n")
         if study.over:
-            drawn = plots.draw_profiles(study, profiles, folder)
+            drawn = plots.draw_profiles(study, profiles, folder, suffix=suffix)
         else:
-            drawn = plots.draw(study, groups, bests, folder)
+            drawn = plots.draw(study, groups, bests, folder, suffix=suffix)
     except OSError as error:
         raise errors.UserError(
             f"output_dir={study.output_dir!r} cannot be written ({error.strerror}); choose another."
         ) from error
-    return f"{text}\nwrote {', '.join(str(folder / name) for name in (REPORT_FILE, *drawn))}"
+    names = (REPORT_FILE, PAGE_FILE, *drawn)
+    return f"{text}\nwrote {', '.join(str(folder / name) for name in names)}"
+
+
+def _page(
+    study: Study, text: str, every: Sequence[StudyRun], overviews: Mapping[str, Overview]
+) -> page.Page:
+    """Returns the page of a study: its report, and every run that is done."""
+    runs = [run_overview.page_run(name, found) for name, found in overviews.items()]
+    axes = run_overview.axes(runs)
+    settings = {m.point.name: m.point.labels for m in every if m.is_done}
+    return page.Page(
+        title=f"Study in {study.output_dir}: {metric_names.display_name(study.metric)}",
+        runs=runs,
+        tables=[
+            *page.of_markdown(text),
+            page.differing(settings)._replace(title="Settings of the runs"),
+            run_overview.costs(overviews)._replace(title="Costs of the runs"),
+            run_overview.machines(overviews),
+        ],
+        metric=study.metric,
+        axes=axes,
+        falling=[name for name in axes if metric_names.lower_is_better(name)],
+    )
 
 
 def tables(
@@ -95,9 +129,9 @@ def _errors(study: Study, distributions: Mapping[Key, Distribution]) -> str:
     """Returns a table of error quantiles."""
     quantiles = {
         "least": 0.0,
-        "first quarter": 0.25,
+        "first quartile": 0.25,
         "median": 0.5,
-        "third quarter": 0.75,
+        "third quartile": 0.75,
         "greatest": 1.0,
     }
     return markdown.table(

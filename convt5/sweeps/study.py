@@ -14,6 +14,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from convt5 import errors
+from convt5.runtime import metric_names
 from convt5.sweeps.equal_cost import Pairing
 
 Values = Mapping[str, Any]
@@ -123,6 +124,8 @@ class Study:
         pairing: equalises the costs of models on an axis; None leaves models unchanged.
         first_stage: settings of a run before each run, from whose last parameters it starts; other
             settings are those of the run. Runs with equal first stages share one. Empty for none.
+        names: names of axes, values and the metric in figures; others are named by the last words
+            of what they are called.
         trust: modules that gin files of a model may name, as with `--trust`, whatever a gin file
             says.
     """
@@ -140,6 +143,7 @@ class Study:
     over: str | None = None
     pairing: Pairing | None = None
     first_stage: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     trust: Sequence[str] = ()
 
     def __post_init__(self):
@@ -207,6 +211,25 @@ class Study:
             return all(float(label) > 0 for grid in self.grids for label in grid.values(axis))
         except ValueError:
             return False
+
+    def word(self, name: str) -> str:
+        """Returns an axis or a value as figures name it: by `names`, or its last words."""
+        if name in self.names:
+            return self.names[name]
+        last = name.rsplit("/", 1)[-1].removesuffix(".gin")
+        if name not in self.axes:
+            return metric_names.TASKS.get(last, last)
+        last = last.rsplit(".", 1)[-1].replace("_", " ")
+        return last.lower() if last.isupper() else last
+
+    def metric_axis(self, *, is_error: bool = True) -> str:
+        """Returns the metric with its unit, for an axis of a figure; as the error, if there is one.
+
+        Args:
+            is_error: False: the metric itself.
+        """
+        perfect = self.perfect if is_error else None
+        return self.names.get(self.metric) or metric_names.axis(self.metric, perfect=perfect)
 
     def points(self) -> Iterator[Point]:
         """Yields every run, all points of the first seed before those of the second."""

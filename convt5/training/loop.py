@@ -13,10 +13,11 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from flax import nnx
 
+import convt5
 from convt5 import errors
 from convt5.checkpoints.checkpoint import Checkpointer, DataPositions, Restored
 from convt5.errors import checks
-from convt5.runtime import amounts
+from convt5.runtime import amounts, machine
 from convt5.text.vocabulary_files import KeptText
 from convt5.training import compilation, run_log
 from convt5.training.interruption import Interruption
@@ -310,7 +311,18 @@ class Loop:
             memory = amounts.short_number(compiled.temporary_bytes, "B")
             facts.append(f"{memory} of temporary memory per device")
         self._log.message(", ".join(facts))
+        self._log.machine(self.step, self._costs(compiled, batch))
         return compiled
+
+    def _costs(self, compiled: compilation.CompiledStep, batch: PlacedBatch) -> dict[str, Any]:
+        """Returns where the steps are made, and what one takes."""
+        flops, tokens = compiled.flops, batch.num_tokens
+        return machine.describe() | {
+            "convt5": convt5.__version__,
+            "parameters": self._plan.num_parameters(),
+            "flops_per_step": flops,
+            "flops_per_token": flops / tokens if flops and tokens else None,
+        }
 
     def _read_pending(self, *, is_last: bool = False) -> None:
         """Waits for the pending step and collects its metrics; `_end` writes those of the last."""

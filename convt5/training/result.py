@@ -86,7 +86,7 @@ def write(
     checkpoint: CheckpointConfig,
 ) -> Result:
     """Returns the result of the run in `folder`, from its records; writes `summary.json`."""
-    path = folder / "summary.json"
+    path = folder / run_directory.SUMMARY_FILE
     records = _records(folder)
     # An evaluation after the end of the data is logged at the same step as the last losses.
     record = (records[-1] if records else {}) | (loop.last_record or {})

@@ -4,6 +4,7 @@ checkpoints/<step>/  parameters, optimizer state, data position
 damaged/<step>/      checkpoints that could not be read
 replaced/<step>/     a checkpoint while it is saved again; restored after a kill
 config.gin           the settings, which reproduce the run
+machines.jsonl       versions, devices and the cost of a step, for each start of the run
 metrics.jsonl        one line for each logged step
 samples.jsonl        what the model put out, by step, where the run shows samples
 summary.json         the result, once the run has ended
@@ -30,13 +31,15 @@ from convt5.text import task_format, vocabulary_files
 
 _LOCK_FILE = "lock"
 CONFIG_FILE = "config.gin"
+SUMMARY_FILE = "summary.json"
 
 _FILES = (
     _LOCK_FILE,
     CONFIG_FILE,
+    "machines.jsonl",
     "metrics.jsonl",
     "samples.jsonl",
-    "summary.json",
+    SUMMARY_FILE,
     "task.json",
     "wandb_id",
 )

@@ -28,6 +28,7 @@ Record = Mapping[str, float]
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+MACHINES_FILE = "machines.jsonl"
 _AS_LAST = ("learning_rate", "skipped_updates")
 _JUDGED = ("objective", "loss", "grad_norm")
 _ACCURACIES = ("token_accuracy", "accuracy")
@@ -175,42 +176,52 @@ def _record(line: bytes, need: Sequence[str], path: epath.Path, number: int) -> 
     return record
 
 
-class Samples:
-    """What a run shows of its outputs, by step, in one file of JSON lines.
+class Notes:
+    """What a run tells now and then, by step, in one file of JSON lines.
 
     Args:
-        run_dir: which has the file.
-        last_step: samples of later steps, which the run is about to repeat, are dropped.
+        path: of the file; continued if it exists.
+        last_step: notes of later steps, which the run is about to repeat, are dropped.
     """
 
-    def __init__(self, run_dir: epath.PathLike, *, last_step: int):
-        self._path = epath.Path(run_dir) / SAMPLES_FILE
-        found = read_samples(run_dir)
-        self._texts = {step: text for step, text in found.items() if step <= last_step}
+    def __init__(self, path: epath.PathLike, *, last_step: int):
+        self._path = epath.Path(path)
+        found = read_notes(self._path)
+        self._notes = {step: note for step, note in found.items() if step <= last_step}
 
-    def add(self, step: int, text: str) -> None:
-        """Writes the sample of a step, instead of one that there was."""
-        self._texts[step] = text
-        lines = (_line({"step": step, "text": text}) for step, text in self._texts.items())
+    def add(self, step: int, note: Mapping[str, Any]) -> None:
+        """Writes the note of a step, instead of one that there was."""
+        self._notes[step] = dict(note)
+        lines = (_line({"step": step} | note) for step, note in self._notes.items())
         run_directory.replace_text(self._path, "".join(lines))
+
+
+def read_notes(path: epath.PathLike) -> dict[int, dict[str, Any]]:
+    """Returns what `Notes` has written, by step; nothing where there is no file.
+
+    Raises:
+        UserError: naming a line that has no step.
+    """
+    found = {}
+    for number, record in enumerate(read_records(path, need=["step"]), start=1):
+        step = record.pop("step")
+        if not isinstance(step, int):
+            raise errors.UserError(
+                f"{path}, line {number} is damaged (step={step!r} is no number); remove the line, "
+                "or put back a good copy of the file."
+            )
+        found[step] = record
+    return found
 
 
 def read_samples(run_dir: epath.PathLike) -> dict[int, str]:
     """Returns by step what a run has shown of its outputs; nothing where it has no samples.jsonl.
 
     Raises:
-        UserError: naming a line that is no sample of a step.
+        UserError: as `read_notes`.
     """
-    path = epath.Path(run_dir) / SAMPLES_FILE
-    found = {}
-    for number, record in enumerate(read_records(path, need=["step", "text"]), start=1):
-        if not (isinstance(record["step"], int) and isinstance(record["text"], str)):
-            raise errors.UserError(
-                f"{path}, line {number} is damaged: it must hold a step and a text; remove the "
-                "line, or put back a good copy of the file."
-            )
-        found[record["step"]] = record["text"]
-    return found
+    notes = read_notes(epath.Path(run_dir) / SAMPLES_FILE)
+    return {step: str(note.get("text", "")) for step, note in notes.items()}
 
 
 class TensorBoard:
@@ -394,7 +405,8 @@ class RunLog:
         self._writers = writers
         self._progress = progress
         self._run_dir = run_dir
-        self._samples: Samples | None = None
+        self._samples: Notes | None = None
+        self._machines: Notes | None = None
 
     def open_files(
         self, *, last_step: int, wandb_project: str | None, config: Mapping[str, Any]
@@ -408,7 +420,8 @@ class RunLog:
                 JsonLines(folder / METRICS_FILE, last_step=last_step),
                 TensorBoard(folder / "tensorboard", last_step=last_step),
             ]
-            self._samples = Samples(folder, last_step=last_step)
+            self._samples = Notes(folder / SAMPLES_FILE, last_step=last_step)
+            self._machines = Notes(folder / MACHINES_FILE, last_step=last_step)
             if wandb_project:
                 self._writers += [WeightsAndBiases(folder, project=wandb_project, config=config)]
 
@@ -440,7 +453,13 @@ class RunLog:
         self.message(f"\n{text}")
         if self._samples:
             with run_directory.writing(self._run_dir):
-                self._samples.add(step, text)
+                self._samples.add(step, {"text": text})
+
+    def machine(self, step: int, about: Mapping[str, Any]) -> None:
+        """Keeps with what versions, where and at what cost the run computes after a step."""
+        if self._machines:
+            with run_directory.writing(self._run_dir):
+                self._machines.add(step, about)
 
     def end_progress(self) -> None:
         """Clears the bar: no step is to come."""

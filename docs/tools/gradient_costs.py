@@ -171,7 +171,7 @@ def draw(reports: Mapping[Program, Report], path: pathlib.Path) -> None:
         lengths = [length for length, _ in own]
         found = [r["flops"] / r["bytes_accessed"] for _, r in own]
         attained = [min(peak, intensity * bandwidth) / 1e12 for intensity in found]
-        (line,) = roof.plot(found, attained, "o", label=model)
+        (line,) = roof.plot(found, attained, **figures.style(number, joined=False))
         for length, x, y in zip(lengths, found, attained, strict=True):
             roof.annotate(
                 f"{length}",
@@ -183,7 +183,7 @@ def draw(reports: Mapping[Program, Report], path: pathlib.Path) -> None:
                 color=line.get_color(),
             )
         seconds = [max(r["compute_seconds"], r["memory_seconds"]) for _, r in own]
-        times.plot(lengths, [1e3 * s for s in seconds], "o-", label=model)
+        times.plot(lengths, [1e3 * s for s in seconds], label=model, **figures.style(number))
     roof.set(
         xlabel="operations per byte accessed",
         ylabel="TFLOP/s at most",
@@ -194,14 +194,17 @@ def draw(reports: Mapping[Program, Report], path: pathlib.Path) -> None:
         ylabel="ms",
         title=f"no step of {TOKENS:,} + {TOKENS // TARGETS:,} tokens is faster than",
     )
+    figures.log_values(roof, intensities, which="x")
+    figures.log_values(roof, [min(peak, x * bandwidth) / 1e12 for x in intensities])
+    times.set_xscale("log", base=2)
+    figures.name_values(times.xaxis, (program.length for program in reports))
+    figures.log_values(
+        times, [1e3 * max(r["compute_seconds"], r["memory_seconds"]) for r in reports.values()]
+    )
     for axes in (roof, times):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:,g}")
-        axes.yaxis.set_major_formatter("{x:,g}")
-        axes.grid(alpha=0.3)
-    times.legend()
-    figure.savefig(path, dpi=120)
+        figures.tidy(axes)
+    times.legend(frameon=False)
+    figures.save(figure, path)
 
 
 def main(argv: Sequence[str]) -> None:
