@@ -27,45 +27,44 @@ from convt5.modeling.tree_paths import named_leaves
 INTRODUCTION = """\
 # Parity
 
-What convt5 computes, compared with numbers that other code recorded. Written by
+This page compares results of convt5 with those recorded from other code. It is written by
 
     python tests/parity.py ../shared/golden > docs/parity.md
 
-on a CPU. Each number is the largest absolute difference over all elements, at real (not padded)
-positions where padding is undefined; *equal* means the same token ids throughout. Below 1e-5 the
-last digit depends on the CPU. The tests named under each heading hold every difference below its
-tolerance.
+on a CPU. Each number is the largest absolute difference over all elements; padded positions are
+left out where their values are undefined. *equal* means identical token ids. Below 1e-5 the last
+digit depends on the CPU. The tests named under each heading check that every difference is below
+its tolerance.
 """
 
 MESH = """
 ## Mesh TensorFlow
 
-The original of the released checkpoints, version 0.1.21, float32 on both sides
-(`tests/test_mesh_tf.py`). Columns: lightweight, dynamic and depthwise-separable convolutions; T5
-with absolute positions; T5 1.0. Models are read from the original's checkpoints. For packed rows
-convt5 runs with `taps_cross_segments=True`, and for decoding with `hide_start_token=False`: both
-repeat what the original does and convt5 by default does not. Beam search is
-`decoding.MeshTFBeamSearch`. `tests/test_mesh_tf_architecture.py` goes on to other sizes, filters
-and layer counts, of which the original recorded nothing, with a NumPy model written from the
-original's description.
+Mesh TensorFlow 0.1.21 is the original code of the released checkpoints; both sides compute in
+float32 (`tests/test_mesh_tf.py`). Columns: lightweight, dynamic and depthwise-separable
+convolutions; T5 with absolute positions; T5 1.0. Models are read from checkpoints of the original.
+Two settings reproduce behaviour of the original that convt5 does not have by default:
+`taps_cross_segments=True` for packed rows, and `hide_start_token=False` for decoding. Beam search is
+`decoding.MeshTFBeamSearch`. `tests/test_mesh_tf_architecture.py` covers other sizes, filters and
+layer counts, without recordings, by a NumPy model written from the original's description.
 """
 
 TRAINING = """
 ## Mesh TensorFlow, training
 
-Adafactor, learning rate, loss and gradients together (`tests/test_optimizer_parity.py`): ten steps
-from the original's initial values, and two from its checkpoint of step 10 with its optimizer state.
-The original computed in float32; convt5 computes these in float64, because a hidden unit within
-rounding of ReLU's kink may fall on either side of it in float32: with AVX-512 instructions that
-moves the losses of dconv by 1.3e-5, without them by 2.4e-7.
+Training combines Adafactor, learning rate, loss and gradients (`tests/test_optimizer_parity.py`):
+ten steps from the original's initial values, and two from its checkpoint of step 10 with its
+optimizer state. The original computed in float32, convt5 computes in float64. In float32 a hidden
+unit close to zero may fall on either side of ReLU's kink: this changes the losses of dconv by 1.3e-5
+with AVX-512 instructions, and by 2.4e-7 without them.
 """
 
 HUGGING_FACE = """
 ## Hugging Face T5
 
-transformers 4.57.6, float32 on both sides (`tests/test_hugging_face.py`). Weights that go to convt5
-and back are the same bit for bit; a folder that convt5 writes loads in transformers 5.23 (torch
-2.13) with logits within the same tolerance.
+transformers 4.57.6, float32 on both sides (`tests/test_hugging_face.py`). Weights imported into
+convt5 and exported again are bit-identical. transformers 5.23 (torch 2.13) loads an exported folder
+with logits within the same tolerance.
 """
 
 OPERATORS = """
@@ -77,30 +76,29 @@ stored in float32.
 """
 
 REMARKS = """
-## Where convt5 differs on purpose
+## Deliberate differences
 
-- Taps of packed rows stop at the boundary of a segment, so that packed rows give what separate ones
-  give; those of the original read on.
-- Decoding computes the function that was trained. The original shows the start token to the
-  decoder's convolutions while decoding, though it hides it in training.
-- `BeamSearch` follows the conventions of transformers. That of Mesh TensorFlow looks at two
-  continuations of each beam only, lets all rows of a batch stop together, and more
-  (`MeshTFBeamSearch` says what).
+- In packed rows, taps stop at the boundary of a segment, so packed and separate rows give the same
+  results. In the original, taps read across the boundary.
+- Decoding computes the trained function. The original shows the start token to the decoder's
+  convolutions in decoding, but hides it in training.
+- `BeamSearch` follows the conventions of transformers. Beam search of Mesh TensorFlow considers only
+  two continuations of each beam and stops all rows of a batch together; `MeshTFBeamSearch` lists
+  all differences.
 
 ## Memory of an import
 
-A checkpoint of the size of dconv large, 1,191,864,320 parameters in bfloat16 with its optimizer
-state (random values), is imported by `python -m convt5.convert --from=mesh_tf --optimizer` with a
-peak of 7.9 GiB (maximum resident set size by `/usr/bin/time -v`) in 82 s on two CPU cores.
+`python -m convt5.convert --from=mesh_tf --optimizer` imports a checkpoint of the size of dconv large
+(1,191,864,320 parameters in bfloat16 with optimizer state, random values) in 82 s on two CPU cores.
+The peak memory is 7.9 GiB (maximum resident set size by `/usr/bin/time -v`).
 
-## What could not be verified
+## Not verified
 
-The released checkpoints themselves were not available. The original's code, built at the sizes of
-the release, agrees with the stated sizes of the large models to 0.3 % (lconv 738.9M, stated 741M)
-and to the digits given (dconv 1.19B, stated 1.2B), but not with those of the smaller ones: lconv
-small 60.9M (stated 67M), lconv base 223.6M (210M), dconv base 351.0M (324M). So the released small
-and base models may hold other layers than these. The import refuses variables it does not know and
-names every one that is missing.
+The released checkpoints themselves were not available. The original code, built at the sizes of the
+release, matches the stated sizes of the large models: lconv within 0.3 % (738.9M, stated 741M), dconv
+in all given digits (1.19B, stated 1.2B). It does not match the others: lconv small 60.9M (stated
+67M), lconv base 223.6M (210M), dconv base 351.0M (324M). The released small and base models may
+therefore hold other layers. The import refuses unknown variables and names every missing one.
 """
 
 
