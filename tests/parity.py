@@ -44,8 +44,8 @@ Mesh TensorFlow 0.1.21 is the original code of the released checkpoints; both si
 float32 (`tests/test_mesh_tf.py`). Columns: lightweight, dynamic and depthwise-separable
 convolutions; T5 with absolute positions; T5 1.0. Models are read from checkpoints of the original.
 Two settings reproduce behaviour of the original that convt5 does not have by default:
-`taps_cross_segments=True` for packed rows, and `hide_start_token=False` for decoding. Beam search is
-`decoding.MeshTFBeamSearch`. `tests/test_mesh_tf_architecture.py` covers other sizes, filters and
+`taps_cross_segments=True` for packed rows, and `hide_start_token=False` for decoding. Beam search
+is `decoding.MeshTFBeamSearch`. `tests/test_mesh_tf_architecture.py` covers other sizes, filters and
 layer counts, without recordings, by a NumPy model written from the original's description.
 """
 
@@ -55,8 +55,8 @@ TRAINING = """
 Training combines Adafactor, learning rate, loss and gradients (`tests/test_optimizer_parity.py`):
 ten steps from the original's initial values, and two from its checkpoint of step 10 with its
 optimizer state. The original computed in float32, convt5 computes in float64. In float32 a hidden
-unit close to zero may fall on either side of ReLU's kink: this changes the losses of dconv by 1.3e-5
-with AVX-512 instructions, and by 2.4e-7 without them.
+unit close to zero may fall on either side of ReLU's kink: this changes the losses of dconv by
+1.3e-5 with AVX-512 instructions, and by 2.4e-7 without them.
 """
 
 HUGGING_FACE = """
@@ -78,27 +78,28 @@ stored in float32.
 REMARKS = """
 ## Deliberate differences
 
-- In packed rows, taps stop at the boundary of a segment, so packed and separate rows give the same
-  results. In the original, taps read across the boundary.
+- In packed rows, taps stop at the boundary of a segment, so packed and separate rows give the
+  same results. In the original, taps read across the boundary.
 - Decoding computes the trained function. The original shows the start token to the decoder's
   convolutions in decoding, but hides it in training.
-- `BeamSearch` follows the conventions of transformers. Beam search of Mesh TensorFlow considers only
-  two continuations of each beam and stops all rows of a batch together; `MeshTFBeamSearch` lists
-  all differences.
+- `BeamSearch` follows the conventions of transformers. Beam search of Mesh TensorFlow considers
+  only two continuations of each beam and stops all rows of a batch together; `MeshTFBeamSearch`
+  lists all differences.
 
 ## Memory of an import
 
-`python -m convt5.convert --from=mesh_tf --optimizer` imports a checkpoint of the size of dconv large
-(1,191,864,320 parameters in bfloat16 with optimizer state, random values) in 82 s on two CPU cores.
-The peak memory is 7.9 GiB (maximum resident set size by `/usr/bin/time -v`).
+`python -m convt5.convert --from=mesh_tf --optimizer` imports a checkpoint of the size of dconv
+large (1,191,864,320 parameters in bfloat16 with optimizer state, random values) in 82 s on two
+CPU cores. The peak memory is 7.9 GiB (maximum resident set size by `/usr/bin/time -v`).
 
 ## Not verified
 
-The released checkpoints themselves were not available. The original code, built at the sizes of the
-release, matches the stated sizes of the large models: lconv within 0.3 % (738.9M, stated 741M), dconv
-in all given digits (1.19B, stated 1.2B). It does not match the others: lconv small 60.9M (stated
-67M), lconv base 223.6M (210M), dconv base 351.0M (324M). The released small and base models may
-therefore hold other layers. The import refuses unknown variables and names every missing one.
+The released checkpoints themselves were not available. The original code, built at the sizes of
+the release, matches the stated sizes of the large models: lconv within 0.3 % (738.9M, stated
+741M), dconv in all given digits (1.19B, stated 1.2B). It does not match the others: lconv small
+60.9M (stated 67M), lconv base 223.6M (210M), dconv base 351.0M (324M). The released small and
+base models may therefore hold other layers. The import refuses unknown variables and names every
+missing one.
 """
 
 

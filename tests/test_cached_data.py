@@ -120,7 +120,7 @@ def test_packed_rows_are_known_as_such_and_refused_where_a_stem_would_mix_them(f
     step, name = inspect_command.read_step(["gin/models/stem_dynamic_tiny.gin"], [])
     alone, packed = config(folder), config(tmp_path / "packed")
     alone.check_model(step.model)
-    with pytest.raises(errors.UserError, match=r"packed has several .* stride of 4.*make it anew"):
+    with pytest.raises(errors.UserError, match=r"packed has several .* stride of 4.*rebuild it"):
         packed.check_model(step.model)
     for data_config in (alone, packed):
         settings = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
@@ -348,7 +348,7 @@ def test_the_command_keeps_what_the_pipeline_gives(tmp_path, capsys):
 @pytest.mark.parametrize("about", ["[]", "null", "3"])
 def test_a_description_that_is_none_is_named(folder, about):
     (folder / "cache.json").write_text(about)
-    with pytest.raises(errors.UserError, match=r"cache\.json does not describe a cache.* anew"):
+    with pytest.raises(errors.UserError, match=r"cache\.json does not describe a cache.*rebuild"):
         built(folder)
 
 
@@ -370,10 +370,10 @@ def test_a_description_that_is_none_is_named(folder, about):
 def test_a_description_that_lacks_something_is_named(folder, changes):
     about = json.loads((folder / "cache.json").read_text())
     (folder / "cache.json").write_text(json.dumps(about | changes))
-    with pytest.raises(errors.UserError, match=r"cache\.json does not describe a cache.* anew"):
+    with pytest.raises(errors.UserError, match=r"cache\.json does not describe a cache.*rebuild"):
         built(folder)
     (folder / "cache.json").write_text('{"version": 1}')
-    with pytest.raises(errors.UserError, match=r"cache\.json does not describe a cache.* anew"):
+    with pytest.raises(errors.UserError, match=r"cache\.json does not describe a cache.*rebuild"):
         built(folder)
 
 

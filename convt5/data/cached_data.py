@@ -104,7 +104,7 @@ class CachedDataConfig:
             try:
                 model = vocabulary_files.read_model(file)
             except (OSError, ValueError) as error:
-                raise foreign_files.unreadable(file, error, "make the cache anew.") from None
+                raise foreign_files.unreadable(file, error, "rebuild the cache.") from None
         kept = vocabulary_files.KeptVocabulary(kind, num_sentinels, model)
         return vocabulary_files.KeptText(
             kept, kept, encoder_length=self.encoder_length, decoder_length=self.decoder_length
@@ -145,7 +145,7 @@ class CachedDataConfig:
         """Raises `UserError` if the model reads no text, or its stem would mix packed rows."""
         checks.check_reads_text(model)
         if self.pack:
-            remedy = "make it anew with data.DataConfig.pack = False"
+            remedy = "rebuild it with data.DataConfig.pack = False"
             checks.check_reads_packed(model, f"the cache {self.path} has", remedy)
         _token_bytes(_folder(self.path))
         self._rows()
@@ -257,19 +257,19 @@ def read_about(path: str) -> Mapping[str, Any]:
             foreign_files.read_bytes(file, foreign_files.MOST_JSON_BYTES)
         )
     except (OSError, ValueError) as error:
-        raise foreign_files.unreadable(file, error, "make the cache anew.") from None
+        raise foreign_files.unreadable(file, error, "rebuild the cache.") from None
     version = about.get("version") if isinstance(about, dict) else None
     if version not in (None, _VERSION):
         raise errors.UserError(
-            f"{file} is of version {errors.clip(version)}, and this is version {_VERSION}; make "
-            "the cache anew."
+            f"{file} is of version {errors.clip(version)}, and this is version {_VERSION}; "
+            "rebuild the cache."
         )
     try:
         _check_about(about)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise errors.UserError(
-            f"{file} does not describe a cache ({errors.clip(error, limit=200)}); make the "
-            "cache anew."
+            f"{file} does not describe a cache ({errors.clip(error, limit=200)}); rebuild "
+            "the cache."
         ) from None
     return about
 
@@ -524,8 +524,8 @@ class _Rows:
         if size != expected:
             has = "is not there" if size is None else f"has {size} bytes"
             raise errors.UserError(
-                f"{path} {has}, and {_ABOUT_FILE} says {expected}; the cache is damaged: make it "
-                "anew."
+                f"{path} {has}, and {_ABOUT_FILE} says {expected}; the cache is damaged: "
+                "rebuild it."
             )
         self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
@@ -550,14 +550,14 @@ class _Rows:
             row = rows[wrong.any(axis=1).argmax()]
             raise errors.UserError(
                 f"{self._path} has {stored[wrong][0]} in row {row}, where {_ABOUT_FILE} allows "
-                f"numbers from 0 to {self._limit - 1}; the cache is damaged: make it anew."
+                f"numbers from 0 to {self._limit - 1}; the cache is damaged: rebuild it."
             )
         return stored.astype(np.int32)
 
     def _fault(self, what: str) -> errors.TrainingError:
         return errors.TrainingError(
-            f"{self._path} {what}; put the cache back as it was, or make it anew, and start "
-            "again: the run resumes from its last checkpoint."
+            f"{self._path} {what}; restore the cache or rebuild it, and start again: the run "
+            "resumes from its last checkpoint."
         )
 
 
@@ -613,7 +613,7 @@ def _token_bytes(folder: pathlib.Path) -> np.ndarray | None:
     file = folder / _SIZES_FILE
     if not file.exists():
         return None
-    remedy = "make the cache anew."
+    remedy = "rebuild the cache."
     sizes = foreign_files.read_npy(file, remedy=remedy)
     if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or (len(sizes) and sizes.min() < 0):
         raise foreign_files.unreadable(file, f"it holds {sizes.dtype} {sizes.shape}", remedy)

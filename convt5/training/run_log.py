@@ -128,7 +128,7 @@ def _read_steps(path: epath.Path) -> list[dict[str, Any]]:
             if not isinstance(value, int) if name == "step" else not _is_number(value):
                 raise errors.UserError(
                     f"{path}, line {number} is damaged ({name}={value!r} is no number); remove the "
-                    "line, or put back a good copy of the file."
+                    "line, or restore a good copy of the file."
                 )
     return records
 
@@ -159,7 +159,7 @@ def read_records(path: epath.PathLike, *, need: Sequence[str] = ()) -> list[dict
                 if line.endswith(b"\n")  # Otherwise the line is incomplete.
             ]
     except (OSError, foreign_files.TooLargeError) as error:
-        remedy = "put back a good copy of the file."
+        remedy = "restore a good copy of the file."
         raise foreign_files.unreadable(path, error, remedy) from error
 
 
@@ -171,7 +171,7 @@ def _record(line: bytes, need: Sequence[str], path: epath.Path, number: int) -> 
     except (ValueError, KeyError) as error:
         raise errors.UserError(
             f"{path}, line {number} is damaged ({error}); it must be a record as JSON: remove the "
-            "line, or put back a good copy of the file."
+            "line, or restore a good copy of the file."
         ) from error
     return record
 
@@ -208,7 +208,7 @@ def read_notes(path: epath.PathLike) -> dict[int, dict[str, Any]]:
         if not isinstance(step, int):
             raise errors.UserError(
                 f"{path}, line {number} is damaged (step={step!r} is no number); remove the line, "
-                "or put back a good copy of the file."
+                "or restore a good copy of the file."
             )
         found[step] = record
     return found
