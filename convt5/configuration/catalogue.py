@@ -27,8 +27,10 @@ BUILT = (
 )
 """What commands build from gin files; all else is part of these."""
 
-_ROOMS = ("checkpoints", "data", "evaluation", "generation", "interchange", "modeling")
+_ROOMS = ("checkpoints", "data", "evaluation", "generation", "modeling")
 _ROOMS += ("sweeps", "tasks", "training", "vision")
+# Of its room, whose other files need PyTorch or set nothing.
+_MODULES = ("interchange.initialization",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,17 +97,23 @@ def _load(name: str) -> Any:
 
 
 def _candidates() -> Iterator[Any]:
+    for name in _modules():
+        module = importlib.import_module(name)
+        for value in list(vars(module).values()):
+            is_defined_here = getattr(value, "__module__", None) == module.__name__
+            is_public = not getattr(value, "__name__", "_").startswith("_")
+            # Named tuples are results of functions, not settings.
+            is_result = isinstance(value, type) and issubclass(value, tuple)
+            if is_defined_here and is_public and not is_result and trust.is_setting(value):
+                yield value
+
+
+def _modules() -> Iterator[str]:
     for room in _ROOMS:
         package = importlib.import_module(f"convt5.{room}")
         for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            module = importlib.import_module(info.name)
-            for value in list(vars(module).values()):
-                is_defined_here = getattr(value, "__module__", None) == module.__name__
-                is_public = not getattr(value, "__name__", "_").startswith("_")
-                # Named tuples are results of functions, not settings.
-                is_result = isinstance(value, type) and issubclass(value, tuple)
-                if is_defined_here and is_public and not is_result and trust.is_setting(value):
-                    yield value
+            yield info.name
+    yield from (f"convt5.{module}" for module in _MODULES)
 
 
 def _homes() -> dict[Any, str]:
