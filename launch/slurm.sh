@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Submits a training run to SLURM: one process for each device, on any number of nodes. The job saves
-# and requeues itself before its time is over, and when it is preempted.
+# Submits a training run to SLURM: one process per device, on any number of nodes. The job saves and
+# requeues itself before its time limit and when it is preempted.
 #
 #   launch/slurm.sh [--dry_run] --nodes=N --gpus_per_node=M [OPTIONS] [-- FLAGS_OF_CONVT5_TRAIN...]
 #
-#   --partition=P      where it runs
-#   --time=T           how long one piece may take, 24:00:00
-#   --name=NAME        of the job, convt5
-#   --save_secs=S      before its time is over the job is asked to save, 120
-#   --gpus_per_node=0  one process for each node, on its processors
+#   --partition=P      SLURM partition
+#   --time=T           time limit of one job (default: 24:00:00)
+#   --name=NAME        name of the job (default: convt5)
+#   --save_secs=S      seconds before the time limit at which the job must save (default: 120)
+#   --gpus_per_node=0  one process per node, on its CPUs
 #
 # Example:
 #   launch/slurm.sh --nodes=4 --gpus_per_node=8 -- --gin_file=gin/runs/pretrain_c4.gin \
@@ -16,7 +16,7 @@
 #
 # The working directory must be this checkout, installed (uv sync --extra gpu), and the run directory
 # one that all nodes see. The output of all processes goes to logs/NAME_JOB.log. --dry_run prints the
-# commands of submission and of the job. docs/launch.md says more.
+# commands of submission and of the job. See docs/launch.md.
 set -euo pipefail
 
 usage() {

@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# Trains on a Cloud TPU slice of any size: asks for it, starts every worker, collects the logs, and
-# goes on after a preemption.
+# Trains on a Cloud TPU slice of any size: requests the slice, starts every worker, collects the logs,
+# and resumes after a preemption.
 #
 #   launch/tpu_vm.sh [--dry_run] ACTION NAME ZONE [OPTIONS] [-- FLAGS_OF_CONVT5_TRAIN...]
 #
-#   keep     all of the below, again after each preemption, until the training has ended
-#   create   asks for the slice (a queued resource) and waits until it is there
-#   install  copies this checkout to all workers, and installs it there
-#   start    starts training on all workers; it goes on when this connection ends
-#   wait     waits until the training or the slice has ended; exit code 3: the slice is gone, 1: the
-#            training vanished without an exit code, as when its worker rebooted
+#   keep     creates, installs, starts and waits, again after each preemption, until training ends
+#   create   requests the slice (a queued resource) and waits until it is active
+#   install  copies this checkout to all workers and installs it
+#   start    starts training on all workers; training continues when this connection ends
+#   wait     waits until training or the slice ends; exit code 3: the slice is gone, 1: training ended
+#            without an exit code, for example because its worker rebooted
 #   logs     copies the output of all workers to logs/NAME/WORKER.log
-#   stop     asks all workers to save at the next step and stop; keep ends with it
-#   delete   gives the slice back
+#   stop     asks all workers to save at the next step and stop; also ends keep
+#   delete   deletes the slice
 #
-#   --accelerator_type=T  what to ask for, such as v5litepod-16
-#   --runtime_version=V   software of the workers; by default what suits the type
+#   --accelerator_type=T  TPU type, such as v5litepod-16
+#   --runtime_version=V   software version of the workers (default: depends on the type)
 #   --spot                preemptible, at a lower price
-#   --env=NAME=VALUE      environment variable of the training; may be repeated
-#   --poll_secs=N         seconds between looks, 60
+#   --env=NAME=VALUE      environment variable of training; may be repeated
+#   --poll_secs=N         seconds between checks (default: 60)
 #
 # Example:
 #   launch/tpu_vm.sh keep conv us-west4-a --accelerator_type=v5litepod-16 --spot -- \
@@ -26,7 +26,7 @@
 #     --gin.RUN_DIR=gs://bucket/dynamic_base
 #
 # Needs gcloud, logged in, and this checkout as the working directory. --dry_run prints every command
-# and runs none. docs/launch.md walks through it.
+# and runs none. docs/launch.md is a walk-through.
 set -euo pipefail
 
 usage() {
