@@ -102,8 +102,8 @@ def main(argv: Sequence[str]) -> None:
         made_from=made_from, tasks=task_format.of_data(configs["train"]), described=described
     )
     for name, split in about["splits"].items():
-        found = {task: counts.Counts(*numbers) for task, numbers in split["counts"].items()}
-        print(counts.describe(f"read of {name}", found))
+        by_task = {task: counts.Counts(*numbers) for task, numbers in split["counts"].items()}
+        print(counts.describe(f"read of {name}", by_task))
     rows = ", ".join(f"{split['rows']:,} of {name}" for name, split in about["splits"].items())
     seconds = time.perf_counter() - started
     print(
@@ -161,10 +161,10 @@ def _write(
         )
         tell = _Estimate(progress, wanted, batches)
         rows = _first_rows(batches, left, tell)
-        for found in writer.write(
+        for num_tokens in writer.write(
             split, rows, get_state=batches.get_state, get_counts=batches.counts
         ):
-            tokens += found
+            tokens += num_tokens
     return tokens
 
 

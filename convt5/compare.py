@@ -225,11 +225,11 @@ def read_runs(
     """
     runs, faults = [], []
     for name, folder in _name_runs(names):
-        found = _read_run(name, folder, metric, CLOCKS[clock])
-        if isinstance(found, Run):
-            runs.append(found)
+        run_or_fault = _read_run(name, folder, metric, CLOCKS[clock])
+        if isinstance(run_or_fault, Run):
+            runs.append(run_or_fault)
         else:
-            faults.append(found)
+            faults.append(run_or_fault)
     errors.raise_all(faults, where="compare")
     if clock != "wall" and all(run.seconds is None for run in runs):
         raise errors.UserError(

@@ -50,11 +50,11 @@ def text(records: Sequence[Record]) -> str:
         f"{short_number(machine['matmul_flops'])}FLOP/s.",
     ]
     for suite, columns in _COLUMNS.items():
-        found = [r for r in records if r["suite"] == suite]
-        if found:
-            lines += ["", f"### {suite}", "", _table(found, columns)]
+        of_suite = [r for r in records if r["suite"] == suite]
+        if of_suite:
+            lines += ["", f"### {suite}", "", _table(of_suite, columns)]
         if suite in _COMPARED:
-            lines += ["", *_compare(found, _COMPARED[suite])]
+            lines += ["", *_compare(of_suite, _COMPARED[suite])]
     return "\n".join(lines) + "\n"
 
 
@@ -141,17 +141,17 @@ def _picture(suite: str, records: Sequence[Record], path: pathlib.Path) -> pathl
 def _roofline(records: Sequence[Record], path: pathlib.Path) -> pathlib.Path:
     """Plots the speed of operators below the machine's peak rates of copying and multiplying."""
     machine = next(r for r in records if r["suite"] == "machine")
-    found = [r for r in records if r["suite"] == "ops"]
-    length = max(r["length"] for r in found)
+    of_suite = [r for r in records if r["suite"] == "ops"]
+    length = max(r["length"] for r in of_suite)
     figure = figures.figure_class("the plots")(figsize=(8, 4.4), layout="constrained")
     axes = figure.subplots()
     bandwidth, peak = machine["copy_bytes_per_second"], machine["matmul_flops"]
-    least = [r["flops"] / r["least_bytes"] for r in found]
+    least = [r["flops"] / r["least_bytes"] for r in of_suite]
     ends = [min(least) / 2, max(*least, peak / bandwidth) * 2]
     roof = [ends[0], peak / bandwidth, ends[1]]
     axes.plot(roof, [min(peak, x * bandwidth) for x in roof], color="0.4", label="the machine")
-    for number, kind in enumerate(dict.fromkeys(r["kind"] for r in found)):
-        own = [r for r in found if r["kind"] == kind and r["length"] == length]
+    for number, kind in enumerate(dict.fromkeys(r["kind"] for r in of_suite)):
+        own = [r for r in of_suite if r["kind"] == kind and r["length"] == length]
         x = [r["flops"] / r["least_bytes"] for r in own]
         style = figures.style(number)
         axes.plot(x, [r["flops"] / r["seconds"] for r in own], label=kind, **style)
@@ -162,7 +162,7 @@ def _roofline(records: Sequence[Record], path: pathlib.Path) -> pathlib.Path:
         ylabel="operations per second",
         title=f"forward and backward, length {length:,}, by number of taps",
     )
-    reached = [r["flops"] / r[name] for r in found for name in ("seconds", "naive_seconds")]
+    reached = [r["flops"] / r[name] for r in of_suite for name in ("seconds", "naive_seconds")]
     figures.log_values(axes, [*reached, peak])
     figures.log_values(axes, roof, which="x")
     figures.tidy(axes)

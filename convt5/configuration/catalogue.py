@@ -87,8 +87,8 @@ def every_setting() -> list[Configurable]:
             if id(value) not in reached and any(_fits(value, hint) for hint in hints):
                 reached[id(value)] = value
                 waiting.append(value)
-    found = [_configurable(value, homes) for value in reached.values()]
-    return sorted(found, key=lambda each: (each.module, each.name))
+    listed = [_configurable(value, homes) for value in reached.values()]
+    return sorted(listed, key=lambda each: (each.module, each.name))
 
 
 def _load(name: str) -> Any:
@@ -156,12 +156,12 @@ def _is_called_with(value: Any, arguments: Any) -> bool:
 
 def _does(value: type, protocol: type, name: str) -> bool:
     """Returns whether a class has a protocol's member, with compatible arguments."""
-    asked, found = getattr(protocol, name, None), getattr(value, name, None)
-    if not inspect.isfunction(asked):
+    expected, actual = getattr(protocol, name, None), getattr(value, name, None)
+    if not inspect.isfunction(expected):
         return name in vars(value) or name in getattr(value, "__dataclass_fields__", {})
-    if not inspect.isfunction(found):
+    if not inspect.isfunction(actual):
         return False
-    given, taken = inspect.signature(asked).parameters, inspect.signature(found).parameters
+    given, taken = inspect.signature(expected).parameters, inspect.signature(actual).parameters
     needed = {p.name for p in taken.values() if p.default is p.empty and p.kind != p.VAR_KEYWORD}
     return needed <= given.keys() <= taken.keys()
 
@@ -203,12 +203,12 @@ def _type_text(annotation: Any) -> str:
 
 def _meanings(value: Any) -> Mapping[str, str]:
     """Returns the first sentence about each parameter, from docstrings of a class and its bases."""
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     value = inspect.unwrap(value)
     for each in value.__mro__ if isinstance(value, type) else [value]:
         for name, text in _described_names(inspect.cleandoc(each.__doc__ or "").split("\n")):
-            found.setdefault(name, text)
-    return found
+            meanings.setdefault(name, text)
+    return meanings
 
 
 def _described_names(lines: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -222,12 +222,14 @@ def _is_configurable(name: str, value: Any) -> bool:
 def parameters(target: Target) -> dict[str, inspect.Parameter] | None:
     """Returns the parameters that gin can bind; None if any name is accepted."""
     try:
-        found = inspect.signature(target.load()).parameters
+        signature = inspect.signature(target.load()).parameters
     except (TypeError, ValueError):
         return None
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.values()):
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()):
         return None
-    return {name: p for name, p in found.items() if p.kind is not inspect.Parameter.VAR_POSITIONAL}
+    return {
+        name: p for name, p in signature.items() if p.kind is not inspect.Parameter.VAR_POSITIONAL
+    }
 
 
 def scope_faults(settings: Iterable[Setting], every: Sequence[Setting]) -> Iterator[str]:
@@ -298,13 +300,13 @@ class Walk:
 
     def bound(self, target: Target, scope: tuple[str, ...]) -> dict[str, Setting]:
         """Returns the effective settings of `target` in `scope`; inner scopes win, as in gin."""
-        found = {}
+        settings = {}
         for depth in range(len(scope) + 1):
             prefix = "/".join(scope[:depth])
             for setting in self._final.values():
                 if setting.target == target and setting.scope == prefix:
-                    found[setting.parameter] = setting
-        return found
+                    settings[setting.parameter] = setting
+        return settings
 
     def defaults(self) -> Iterator[Setting]:
         """Yields effective defaults that a gin file can express, as settings without scope."""

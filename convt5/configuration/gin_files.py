@@ -258,17 +258,17 @@ class _Reader:
     def read(
         self, name: str, where: Location | None, inside: GinFile | None = None
     ) -> GinFile | None:
-        found = _find(name, inside.path.parent if inside else None)
+        path = _find(name, inside.path.parent if inside else None)
         prefix = f"{where}: " if where else ""
-        if found is None:
+        if path is None:
             self.faults.append(f"{prefix}gin file {name!r} {_missing(name)}")
             return None
         self._num_files += 1
         if self._num_files > _MOST_FILES:
             raise _too_many(where or name, f"{_MOST_FILES} files")
-        is_own = (inside is None or inside.is_own) and not came_with_model(found)
+        is_own = (inside is None or inside.is_own) and not came_with_model(path)
         try:
-            parsed = _parse_text(_text(found), name=name, is_own=is_own)
+            parsed = _parse_text(_text(path), name=name, is_own=is_own)
             statements = tuple(itertools.islice(parsed, MOST_STATEMENTS + 1))
         except (SyntaxError, tokenize.TokenError, ValueError, RecursionError, MemoryError) as error:
             self.faults.append(f"{Location(name, _line(error))}: {_reason(error)}")
@@ -279,7 +279,7 @@ class _Reader:
         self._num_statements += len(statements)
         if self._num_statements > MOST_STATEMENTS:
             raise _too_many(where or name, f"{MOST_STATEMENTS:,} statements")
-        return GinFile(name, found.resolve(), statements, is_own)
+        return GinFile(name, path.resolve(), statements, is_own)
 
 
 def _too_many(where: Location | str, what: str) -> errors.UserError:
@@ -360,10 +360,10 @@ def _missing(name: str) -> str:
     else:
         existing = sorted(
             {
-                str(found.relative_to(root))
+                str(match.relative_to(root))
                 for root in roots()
                 for pattern in (path.parent / "*.gin", pathlib.Path("gin/**/*.gin"))
-                for found in _glob(root, str(pattern))
+                for match in _glob(root, str(pattern))
             }
         )
         places = f"below the working directory or below {roots()[1]}"
@@ -378,7 +378,7 @@ def _missing(name: str) -> str:
 
 def _glob(root: pathlib.Path, pattern: str) -> list[pathlib.Path]:
     try:
-        return [found for found in root.glob(pattern) if found.is_file()]
+        return [path for path in root.glob(pattern) if path.is_file()]
     except (ValueError, NotImplementedError, OSError):
         return []  # Patterns such as "../x/*.gin" in a folder that cannot be listed.
 
@@ -398,24 +398,24 @@ def _parse_text(text: str, *, name: str, is_own: bool = True) -> Iterator[Statem
     for statement in config_parser.ConfigParser(text, _Values()):
         location = Location(name, statement.location.line_num, is_own)
         if isinstance(statement, config_parser.ImportStatement):
-            found: Statement = Import(
+            parsed: Statement = Import(
                 statement.format(), statement.module, statement.bound_name(), location
             )
-            _check_names([found.module, found.name], location.line)
+            _check_names([parsed.module, parsed.name], location.line)
         elif isinstance(statement, config_parser.IncludeStatement):
-            found = Include(statement.filename, location)
+            parsed = Include(statement.filename, location)
         elif isinstance(statement, config_parser.BindingStatement):
-            found = Binding(
+            parsed = Binding(
                 statement.scope,
                 statement.selector,
                 statement.arg_name or "",
                 statement.value,
                 location,
             )
-            _check_names([found.name, *_names(found.value, location.line)], location.line)
+            _check_names([parsed.name, *_names(parsed.value, location.line)], location.line)
         else:
             continue  # The head of a block, whose bindings follow one by one.
-        yield found
+        yield parsed
 
 
 def _names(value: Any, line: int, depth: int = 0) -> Iterator[str]:

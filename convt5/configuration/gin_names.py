@@ -130,12 +130,12 @@ class Resolver:
         if names in own_modules():
             self.faults.append(f"{location}: {_INCOMPLETE.format(names)}")
             return Target(first, rest)
-        found = _own(first, rest) if rest else []
-        if len(found) == 1:
-            return Target(found[0], rest)
+        modules = _own(first, rest) if rest else []
+        if len(modules) == 1:
+            return Target(modules[0], rest)
         reason = (
-            f"may be one of {', '.join(found)}. Import the one you mean in a gin file."
-            if found
+            f"may be one of {', '.join(modules)}. Import the one you mean in a gin file."
+            if modules
             else "is not a module.Name of convt5 or of a module that the gin files "
             f"import.{self._qualified(selector)}"
         )
@@ -170,18 +170,20 @@ def _own(module: str, attributes: str) -> list[str]:
     top = convt5.current_name(f"convt5.{module}")
     if importlib.util.find_spec(top) is not None:
         return [top]
-    found = {}
+    candidates = {}
     # In a checkout, the tasks are in another folder.
     for package in sorted({*(path.name for path in gin_files.PACKAGE.iterdir()), "tasks"}):
         spec = importlib.util.find_spec(f"convt5.{package}") if package.isidentifier() else None
         for folder in (spec and spec.submodule_search_locations) or ():
             path = pathlib.Path(folder, f"{module}.py")
             if path.is_file():
-                found[f"convt5.{package}.{module}"] = path
+                candidates[f"convt5.{package}.{module}"] = path
     name = re.escape(attributes.partition(".")[0])
     definition = re.compile(rf"^(?:class|def) {name}\b", re.MULTILINE)
-    defining = [module for module, path in found.items() if definition.search(path.read_text())]
-    return defining or list(found)
+    defining = [
+        module for module, path in candidates.items() if definition.search(path.read_text())
+    ]
+    return defining or list(candidates)
 
 
 def _import_hint(module: str, attributes: str) -> str:

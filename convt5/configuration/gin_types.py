@@ -127,11 +127,13 @@ def _is_meant(target: type, protocol: type, name: str) -> bool:
 
     Our own methods are compared by their arguments; others may name these differently.
     """
-    asked, found = getattr(protocol, name, None), getattr(target, name, None)
+    expected, actual = getattr(protocol, name, None), getattr(target, name, None)
     is_ours = target.__module__.startswith("convt5.")
-    if not (is_ours and inspect.isfunction(asked) and inspect.isfunction(found)):
+    if not (is_ours and inspect.isfunction(expected) and inspect.isfunction(actual)):
         return True
-    return inspect.signature(asked).parameters.keys() <= inspect.signature(found).parameters.keys()
+    return (
+        inspect.signature(expected).parameters.keys() <= inspect.signature(actual).parameters.keys()
+    )
 
 
 def asked(protocol: type) -> set[str]:

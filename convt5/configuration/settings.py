@@ -55,27 +55,27 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _find_named(every: Sequence["Configurable"], name: str) -> list["Configurable"]:
-    found = [c for c in every if f".{c.module}.{c.name}".lower().endswith(f".{name}".lower())]
-    if not found:
+    matches = [c for c in every if f".{c.module}.{c.name}".lower().endswith(f".{name}".lower())]
+    if not matches:
         names = {text for c in every for text in (c.name, c.name.partition(".")[2])}
         raise errors.UserError(
             f"name={name!r} is no class or function with settings.{errors.suggest(name, names)} "
             "convt5 settings lists them."
         )
-    return found
+    return matches
 
 
 def _search(every: Sequence["Configurable"], word: str) -> list["Configurable"]:
     """Returns the settings that contain a word, each with its class."""
     word = word.lower()
-    found = []
+    matches = []
     for each in every:
         hits = tuple(p for p in each.parameters if word in f"{p.name} {p.meaning}".lower())
         if hits or word in each.meaning.lower():
-            found.append(dataclasses.replace(each, parameters=hits))
-    if not found:
+            matches.append(dataclasses.replace(each, parameters=hits))
+    if not matches:
         raise errors.UserError(f"search={word!r} is in no setting; try a shorter word.")
-    return found
+    return matches
 
 
 def _overview(every: Sequence["Configurable"]) -> str:

@@ -125,8 +125,8 @@ class Trust:
                 yield self._fault(value.target, setting.location)
 
     def _fault(self, target: Target, location: Location) -> str:
-        found = _found(target)
-        module = getattr(found, "__module__", None) if isinstance(found, _DEFINED) else None
+        value = _found(target)
+        module = getattr(value, "__module__", None) if isinstance(value, _DEFINED) else None
         module = module or target.module
         name = f"{target} ({module})" if module != target.module else str(target)
         return (
@@ -141,10 +141,10 @@ class Trust:
     def _may_call(self, target: Target) -> bool:
         if is_convt5(target.module) and not self._trusts(target.module):
             return is_setting(_found(target))
-        found = _found(target, within={name.partition(".")[0] for name in self._modules})
-        if found is None or not isinstance(found, _DEFINED):
-            return found is not None
-        return is_setting(found) or self._trusts(found.__module__ or "", whole_package=True)
+        value = _found(target, within={name.partition(".")[0] for name in self._modules})
+        if value is None or not isinstance(value, _DEFINED):
+            return value is not None
+        return is_setting(value) or self._trusts(value.__module__ or "", whole_package=True)
 
     def _trusts(self, module: str, *, whole_package: bool = False) -> bool:
         """Returns whether a module is a trusted one or inside one.
@@ -189,8 +189,8 @@ def _places(module: str) -> list[str] | None:
         return []
     if spec is None:
         return None
-    found = [*(spec.submodule_search_locations or ()), spec.origin]
-    return [place for place in found if place]
+    paths = [*(spec.submodule_search_locations or ()), spec.origin]
+    return [place for place in paths if place]
 
 
 def is_setting(value: Any) -> bool:

@@ -148,7 +148,7 @@ class DataConfig:
                 data_report.check_reads(task, self)
 
     def is_at_hand(self) -> bool:
-        """Whether the first examples are available at once, without reading much text first."""
+        """Returns whether first examples are available without reading much text first."""
         tasks = seqio.get_subtasks(self.provider())
         return all(getattr(task.source, "is_at_hand", True) for task in tasks)
 

@@ -205,11 +205,13 @@ class ImageEvaluator:
         names = self._batches.class_names
         for first, batch in self._own_batches():
             rows = min(len(batch["labels"]), self._count - first)
-            found = jax.device_get(self._compute(model, _place(batch, mesh)))
+            outputs = jax.device_get(self._compute(model, _place(batch, mesh)))
             for row in range(rows):
                 numbers.append(first + row)
                 is_image = batch["weights"][row] > 0
-                records.append(_record(first + row, row, batch, found, names) if is_image else None)
+                records.append(
+                    _record(first + row, row, batch, outputs, names) if is_image else None
+                )
             if progress is not None:
                 progress(rows)
         return numbers, records
@@ -265,20 +267,20 @@ def _record(
     number: int,
     row: int,
     batch: Mapping[str, np.ndarray],
-    found: Mapping[str, np.ndarray],
+    outputs: Mapping[str, np.ndarray],
     names: Sequence[str],
 ) -> dict[str, Any]:
     label = int(batch["labels"][row])
-    predicted = found["predictions"][row].tolist()
+    predicted = outputs["predictions"][row].tolist()
     record = {
         "index": number,
         "label": label,
         "predictions": predicted,
-        "scores": found["scores"][row].tolist(),
-        "target_score": float(found["target_score"][row]),
-        "rank": int(found["rank"][row]),
-        "loss": float(found["loss"][row]),
-        "objective": float(found["objective"][row]),
+        "scores": outputs["scores"][row].tolist(),
+        "target_score": float(outputs["target_score"][row]),
+        "rank": int(outputs["rank"][row]),
+        "loss": float(outputs["loss"][row]),
+        "objective": float(outputs["objective"][row]),
     }
     if names:
         # A model may have more logits than there are classes.

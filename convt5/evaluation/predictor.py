@@ -567,7 +567,7 @@ def _decode_pieces(vocabulary: TextVocabulary, ids: Sequence[int], gap: str) -> 
 
 
 def _reads_sentinels_as_letters(vocabulary: TextVocabulary) -> bool:
-    """Whether <extra_id_0> is letters to it; to a SentencePiece model with sentinels it is one."""
+    """Returns whether <extra_id_0> is encoded as letters rather than as a sentinel piece."""
     return len(vocabulary.encode("<extra_id_0>")) > 2
 
 

@@ -134,8 +134,8 @@ def _positions(variables: Mapping[str, Shape]) -> tuple[Any, int | None]:
 
 
 def _buckets(variables: Mapping[str, Shape]) -> int:
-    found = [s for name, s in variables.items() if name.endswith("/relative_attention_bias")]
-    return found[0][-1] if found else 32
+    shapes = [s for name, s in variables.items() if name.endswith("/relative_attention_bias")]
+    return shapes[0][-1] if shapes else 32
 
 
 def _heads(
@@ -189,9 +189,9 @@ def _layers(variables: Mapping[str, Shape], stack: StackName) -> list[_Layer]:
             "do not run from 0 without gaps."
         )
     for index, sublayers in sorted(blocks.items()):
-        found = [sublayers[i] for i in sorted(sublayers)]
-        if found[1:] != expected or len(found[0]) != 1:
-            text = " | ".join("+".join(sorted(part)) for part in found)
+        layers = [sublayers[i] for i in sorted(sublayers)]
+        if layers[1:] != expected or len(layers[0]) != 1:
+            text = " | ".join("+".join(sorted(part)) for part in layers)
             raise errors.UserError(
                 f"the checkpoint is of an unknown architecture: {stack}/block_{index:03d} is made "
                 f"of {text}; known are a convolution or SelfAttention"

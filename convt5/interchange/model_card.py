@@ -98,8 +98,8 @@ def _data(origin: pathlib.Path) -> list[str]:
 
 
 def _metrics(origin: pathlib.Path) -> list[str]:
-    found: dict[str, Any] = foreign_files.find_json(origin / "summary.json") or {}
-    rows = [(words, found.get(name)) for name, words in _FIGURES.items()]
-    rows.append((str(found.get("metric")), found.get("metric_value")))
+    summary: dict[str, Any] = foreign_files.find_json(origin / "summary.json") or {}
+    rows = [(words, summary.get(name)) for name, words in _FIGURES.items()]
+    rows.append((str(summary.get("metric")), summary.get("metric_value")))
     rows = [f"| {words} | {value:.4f} |" for words, value in rows if isinstance(value, float)]
     return ["| metric | value |", "| --- | ---: |", *rows] if rows else ["Not recorded."]

@@ -70,14 +70,14 @@ class OperativeConfig:
 
         `configurable` is matched at the end of the full name. References (@f) are returned as text.
         """
-        found: dict[bool, str] = {}
+        matches: dict[bool, str] = {}
         for (bound_scope, selector, name), value in self._bindings.items():
             if name != parameter or not f".{selector}".endswith(f".{configurable}"):
                 continue
             scopes = bound_scope.split("/") if bound_scope else []
             if not scopes or scope in scopes:
-                found[bool(scopes)] = value
-        value = found.get(True, found.get(False))
+                matches[bool(scopes)] = value
+        value = matches.get(True, matches.get(False))
         return None if value is None else self._value(value)
 
     def number(
@@ -176,8 +176,8 @@ def _without_blocks(text: str) -> Iterator[str]:
     """Yields lines in which bindings below `name:` include that name."""
     block = None
     for line in text.splitlines():
-        if found := _BLOCK.match(line):
-            block = found["name"]
+        if match := _BLOCK.match(line):
+            block = match["name"]
             continue
         if line.strip() and not line[0].isspace() and not line.startswith("#"):
             block = None

@@ -93,18 +93,18 @@ def read_model(
     """
     where = str(path)
     stored = open_arrays(pathlib.Path(path))
-    found = stored.shapes
+    shapes = stored.shapes
     config = architecture(
-        found, num_heads=num_heads, image_size=image_size, stem_strides=stem_strides, where=where
+        shapes, num_heads=num_heads, image_size=image_size, stem_strides=stem_strides, where=where
     )
     table = parameter_table(config)
     skipped = stored.skipped | {
         name: "a counter of PyTorch, which is not used"
-        for name in found
+        for name in shapes
         if name.endswith(".num_batches_tracked")
     }
     report = check(
-        table, config, found, skipped=skipped, allow_unmapped=allow_unmapped, where=where
+        table, config, shapes, skipped=skipped, allow_unmapped=allow_unmapped, where=where
     )
     report.skipped = list(skipped.items())
     report.notes = [*stored.notes, *_notes(config, num_heads, stem_strides)]
@@ -113,7 +113,7 @@ def read_model(
 
 
 def architecture(
-    found: Mapping[str, Shape],
+    shapes: Mapping[str, Shape],
     *,
     num_heads: int | None = None,
     image_size: int | None = None,
@@ -128,22 +128,22 @@ def architecture(
     faults: list[str] = []
 
     def sizes(name: str, rank: int) -> Shape:
-        shape = tuple(found.get(name, ()))
+        shape = tuple(shapes.get(name, ()))
         if len(shape) != rank:
-            held = f"has shape {shape}" if name in found else "is missing"
+            held = f"has shape {shape}" if name in shapes else "is missing"
             faults.append(f"variable {name} {held}, but a ViT of pycls has it, with {rank} axes.")
         return shape if len(shape) == rank else (0,) * rank
 
     tokens, _, emb_dim = sizes("pos_embedding", 3)
     num_classes, _ = sizes("head.head_fc.weight", 2)
     mlp_dim, _ = sizes("encoder.block_0.mlp_block.linear_1.weight", 2)
-    stem = _stem(found, sizes, stem_strides, faults)
+    stem = _stem(shapes, sizes, stem_strides, faults)
     if num_heads is None and emb_dim % HEAD_DIM:
         faults.append(
             f"the number of heads is not stored, and {emb_dim} channels make no heads of "
             f"{HEAD_DIM}; pass --num_heads."
         )
-    patches = tokens - ("class_token" in found)
+    patches = tokens - ("class_token" in shapes)
     side = math.isqrt(max(patches, 0))
     if side**2 != patches:
         faults.append(f"pos_embedding is for {patches} patches, which do not form a square.")
@@ -158,12 +158,12 @@ def architecture(
     return ViTConfig(
         image_size=image_size or side * stride,
         **stem,
-        num_layers=1 + max(_indices(found, r"encoder\.block_(\d+)\.")),
+        num_layers=1 + max(_indices(shapes, r"encoder\.block_(\d+)\.")),
         emb_dim=emb_dim,
         mlp_dim=mlp_dim,
         num_heads=num_heads or emb_dim // HEAD_DIM,
         num_classes=num_classes,
-        pooling="token" if "class_token" in found else "mean",
+        pooling="token" if "class_token" in shapes else "mean",
         dtype="float32",
     )
 
@@ -280,13 +280,13 @@ def _source(path: str, name: str, shape: Shape) -> Rearranged:
 
 
 def _stem(
-    found: Mapping[str, Shape],
+    shapes: Mapping[str, Shape],
     sizes: Callable[[str, int], Shape],
     strides: Sequence[int] | None,
     faults: list[str],
 ) -> dict[str, Any]:
     """Returns the settings of the stem."""
-    if "stem.patchify.weight" in found:
+    if "stem.patchify.weight" in shapes:
         shape = sizes("stem.patchify.weight", 4)
         _, in_channels, size, width = shape
         if not faults and (size != width or size < 1):
@@ -294,7 +294,7 @@ def _stem(
         if strides:
             faults.append("--stem_strides is for a convolution stem, but this one is patchify.")
         return {"stem": "patchify", "patch_size": size, "in_channels": in_channels}
-    count = 1 + max(_indices(found, r"stem\.cstem(\d+)_conv\."), default=-1)
+    count = 1 + max(_indices(shapes, r"stem\.cstem(\d+)_conv\."), default=-1)
     layers = [sizes(f"stem.cstem{index}_conv.weight", 4) for index in range(count)]
     layers.append(sizes("stem.cstem_last_conv.weight", 4))
     channels = [shape[0] for shape in layers]
@@ -324,8 +324,8 @@ def published_strides(in_channels: int, channels: Sequence[int]) -> list[int]:
     return [*widens[:-1], 1]
 
 
-def _indices(found: Mapping[str, Shape], pattern: str) -> list[int]:
-    matches = (re.match(pattern, name) for name in found)
+def _indices(shapes: Mapping[str, Shape], pattern: str) -> list[int]:
+    matches = (re.match(pattern, name) for name in shapes)
     return [int(match[1]) for match in matches if match]
 
 

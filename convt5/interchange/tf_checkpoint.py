@@ -148,9 +148,9 @@ def find_prefix(path: str) -> str:
         latest = tf.train.latest_checkpoint(prefix)
         if latest:
             return latest
-        found = sorted(name[: -len(".index")] for name in tf.io.gfile.glob(f"{prefix}/*.index"))
-        if found:
-            return max(found, key=lambda name: int((re.findall(r"\d+$", name) or ["0"])[0]))
+        prefixes = sorted(name[: -len(".index")] for name in tf.io.gfile.glob(f"{prefix}/*.index"))
+        if prefixes:
+            return max(prefixes, key=lambda name: int((re.findall(r"\d+$", name) or ["0"])[0]))
     raise errors.UserError(
         f"checkpoint={path} does not exist: expected the files {path}.index and "
         f"{path}.data-00000-of-.... Pass the prefix, such as model.ckpt-524288, without endings."

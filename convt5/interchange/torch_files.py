@@ -122,7 +122,7 @@ def storages(stream: IO[bytes]) -> dict[str, int]:
     """
     stack: list[_Built | None] = []  # None is a mark.
     memo: dict[Any, _Built] = {}
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for opcode, argument, _ in pickletools.genops(stream):
         name = opcode.name
         if name == "PROTO" and argument != _PROTOCOL:
@@ -132,14 +132,14 @@ def storages(stream: IO[bytes]) -> dict[str, int]:
         try:
             if name == "BINPERSID":
                 key, size = _storage(stack[-1])
-                if found.setdefault(key, size) != size:
+                if sizes.setdefault(key, size) != size:
                     raise ValueError(f"storage {key} has two sizes")
             _follow(stack, memo, opcode, argument)
         except LookupError:
             raise ValueError("its pickle is damaged") from None
         if stack and stack[-1] is not None and stack[-1].size > _MOST_BUILT:
             raise ValueError("what it holds repeats itself without end")
-    return found
+    return sizes
 
 
 def _follow(

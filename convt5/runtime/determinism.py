@@ -38,10 +38,10 @@ def require(environ: MutableMapping[str, str] = os.environ) -> None:
         )
     given = _parse(environ)
     for name, value in _WANTED.items():
-        found = given.get(name, value)
-        if found != value and not (name == _OPS and found in _NAMES_OF_TRUE):
+        current = given.get(name, value)
+        if current != value and not (name == _OPS and current in _NAMES_OF_TRUE):
             raise errors.UserError(
-                f"--deterministic needs {name}={value}, but XLA_FLAGS has {name}={found}; remove "
+                f"--deterministic needs {name}={value}, but XLA_FLAGS has {name}={current}; remove "
                 "one of the two."
             )
     missing = [f"{name}={value}" for name, value in _WANTED.items() if name not in given]

@@ -50,12 +50,12 @@ def parse_json(text: str | bytes, *, kind: type = object) -> Any:
     Also refuses nesting too deep for Python, numbers with thousands of digits and repeated keys.
     """
     try:
-        found = json.loads(text, object_pairs_hook=_object)
+        value = json.loads(text, object_pairs_hook=_object)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not isinstance(found, kind):
-        raise ValueError(f"it holds {type(found).__name__}, not {kind.__name__}")
-    return found
+    if not isinstance(value, kind):
+        raise ValueError(f"it holds {type(value).__name__}, not {kind.__name__}")
+    return value
 
 
 def read_json(path: epath.PathLike, *, remedy: str, most_bytes: int = MOST_JSON_BYTES) -> Any:
@@ -301,24 +301,24 @@ def check_tfds(name: str, data_dir: str | None, *, setting: str) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"{twice!r} is there twice")
-    return found
+    return result
 
 
 def _members(archive: zipfile.ZipFile, stored: int) -> dict[str, zipfile.ZipInfo]:
-    found: dict[str, zipfile.ZipInfo] = {}
+    members: dict[str, zipfile.ZipInfo] = {}
     for member in archive.infolist():
-        if member.filename in found:
+        if member.filename in members:
             raise ValueError(f"{member.filename!r} is there twice")
         if member.flag_bits & 1:
             raise ValueError(f"{member.filename!r} is encrypted")
-        found[member.filename] = member
-    check_expansion(sum(member.file_size for member in found.values()), stored)
-    return found
+        members[member.filename] = member
+    check_expansion(sum(member.file_size for member in members.values()), stored)
+    return members
 
 
 def _read_header(stream: IO[bytes], size: int) -> Header:
@@ -366,12 +366,12 @@ def _read_numbers(stream: IO[bytes], header: Header) -> np.ndarray:
 
 
 def _feature_classes(file: pathlib.Path) -> list[str]:
-    found: list[str] = []
+    classes: list[str] = []
 
     def note(value: dict[str, Any]) -> dict[str, Any]:
-        found.extend(v for k, v in value.items() if k in _TFDS_CLASS and isinstance(v, str))
+        classes.extend(v for k, v in value.items() if k in _TFDS_CLASS and isinstance(v, str))
         return value
 
     with contextlib.suppress(ValueError, RecursionError):  # TFDS reports these itself.
         json.loads(file.read_bytes(), object_hook=note)
-    return found
+    return classes

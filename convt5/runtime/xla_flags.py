@@ -36,9 +36,9 @@ def check(environ: Mapping[str, str] = os.environ) -> None:
         text=True,
         errors="replace",
     )
-    found = _COMPLAINT.search(tried.stderr)
-    if tried.returncode and found:
+    complaint = _COMPLAINT.search(tried.stderr)
+    if tried.returncode and complaint:
         raise errors.UserError(
-            f"XLA_FLAGS={text!r} cannot be read: {found.group(1).rstrip('.')}. Correct the "
+            f"XLA_FLAGS={text!r} cannot be read: {complaint.group(1).rstrip('.')}. Correct the "
             "environment variable, or unset it."
         )

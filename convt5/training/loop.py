@@ -100,7 +100,7 @@ class Intervals:
         )
 
     def reports(self, step: int) -> bool:
-        """Whether a report is due while the run trains; that of the last step comes at the end."""
+        """Returns whether a report is due; the report of the last step comes at the end."""
         every = self.report_every_steps
         return every is not None and step % every == 0 and step < self.num_steps
 
@@ -346,7 +346,7 @@ class Loop:
             self._write(pending.step, self._meter.take())
 
     def _pauses(self) -> bool:
-        """Whether something is due after this step for which the clock of training stands."""
+        """Returns whether something is due after this step that does not count as training."""
         return (
             self._intervals.evaluates(self.step)
             or self._checkpointer.is_due(self.step)

@@ -87,70 +87,70 @@ class ViTDescription(CanonConfig):
         return self.grid_size**2 + (self.pooling == "token")
 
     def _faults(self) -> list[str]:
-        found = rules.faults(self)
+        faults = rules.faults(self)
         if not rules.count(self.num_layers):
-            found += checks.layer_faults(self.num_layers)
+            faults += checks.layer_faults(self.num_layers)
         momentum = self.batch_norm_momentum
         if not (isinstance(momentum, int | float) and 0 < momentum <= 1):
-            found.append(f"batch_norm_momentum={momentum!r} must be in (0, 1].")
-        found += [
+            faults.append(f"batch_norm_momentum={momentum!r} must be in (0, 1].")
+        faults += [
             f"{name}={getattr(self, name)!r} must list one integer for each convolution."
             for name in ("stem_channels", "stem_strides")
             if not isinstance(getattr(self, name), tuple)
         ]
-        if found:
-            return found
-        found = self._patchify_faults() if self.stem == "patchify" else self._conv_faults()
+        if faults:
+            return faults
+        faults = self._patchify_faults() if self.stem == "patchify" else self._conv_faults()
         if self.emb_dim % self.num_heads:
-            found.append(
+            faults.append(
                 f"num_heads={self.num_heads} must divide emb_dim={self.emb_dim}: all heads have "
                 "equally many channels."
             )
-        if not found and self.image_size % self.stride:
+        if not faults and self.image_size % self.stride:
             nearest = max(1, round(self.image_size / self.stride)) * self.stride
-            found.append(
+            faults.append(
                 f"image_size={self.image_size} must be a multiple of the stem's stride of "
                 f"{self.stride} pixels; resize the images to {nearest}, or choose another stem."
             )
-        return found
+        return faults
 
     def _patchify_faults(self) -> list[str]:
-        found = [
+        faults = [
             f"{name}={getattr(self, name)} is for stem='conv'; remove it, or choose that stem."
             for name in ("stem_channels", "stem_strides")
             if getattr(self, name)
         ]
         if rules.count(self.patch_size):
-            found.append(
+            faults.append(
                 f"patch_size={self.patch_size!r} must be the pixels of a patch, at least 1, when "
                 "stem='patchify'."
             )
-        return found
+        return faults
 
     def _conv_faults(self) -> list[str]:
-        found = []
+        faults = []
         if self.patch_size is not None:
-            found.append(
+            faults.append(
                 f"patch_size={self.patch_size} is for stem='patchify'; remove it: the stride of a "
                 "convolution stem is the product of stem_strides."
             )
         for name in ("stem_channels", "stem_strides"):
             values = getattr(self, name)
             if not values or any(map(rules.count, values)):
-                found.append(
+                faults.append(
                     f"{name}={values} must be integers of at least 1, one for each convolution of "
                     "the stem."
                 )
-        if found:
-            return found
+        if faults:
+            return faults
         if len(self.stem_channels) != len(self.stem_strides):
-            found.append(
+            faults.append(
                 f"stem_channels names {len(self.stem_channels)} convolutions and stem_strides "
                 f"{len(self.stem_strides)}; give both one value for each."
             )
         if self.stem_channels[-1] != self.emb_dim:
-            found.append(
+            faults.append(
                 f"stem_channels ends with {self.stem_channels[-1]}, but must end with emb_dim="
                 f"{self.emb_dim}, the width that the blocks read."
             )
-        return found
+        return faults

@@ -197,12 +197,12 @@ class ImageBatches:
     def _batch(self, taken: RowsOfBatch) -> dict[str, np.ndarray]:
         chosen = zip(taken.rows.tolist(), taken.numbers.tolist(), strict=True)
         read = [self._read(index, number) for index, number in chosen]
-        is_image = [found is not None for found in read]
+        is_image = [image is not None for image in read]
         # A row without an image repeats another one, which keeps batch statistics realistic.
-        spare = next((found for found in read if found is not None), None)
+        spare = next((image for image in read if image is not None), None)
         if spare is None:
             spare = self._spare(int(taken.rows[-1]), int(taken.numbers[-1]))
-        images, labels = zip(*(found or spare for found in read), strict=True)
+        images, labels = zip(*(image or spare for image in read), strict=True)
         return {
             "images": self._normalised(np.stack(images)),
             "labels": np.asarray(labels, np.int32),

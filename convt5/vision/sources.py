@@ -194,7 +194,7 @@ class Folder:
             return known
         for other in self._siblings(root):
             # Folders without common classes are not splits of the same data.
-            if set(found := _class_folders(other)) & set(own) and found != own:
+            if set(folders := _class_folders(other)) & set(own) and folders != own:
                 raise errors.UserError(
                     f"path={root} and {other} have different folders, so that their classes would "
                     "be numbered differently; call the folder of the training images train, or "
@@ -205,8 +205,8 @@ class Folder:
     def _siblings(self, root: pathlib.Path) -> list[pathlib.Path]:
         """Returns the folders of possible other splits."""
         pattern = glob.escape(self.path.replace(_SPLIT, "\0")).replace("\0", "*")
-        found = [pathlib.Path(name) for name in sorted(glob.glob(os.path.expanduser(pattern)))]
-        return [path for path in found if path.is_dir() and path != root]
+        folders = [pathlib.Path(name) for name in sorted(glob.glob(os.path.expanduser(pattern)))]
+        return [path for path in folders if path.is_dir() and path != root]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -291,11 +291,11 @@ def _class_folders(root: pathlib.Path) -> list[str]:
 
 def _image_files(folder: pathlib.Path) -> list[pathlib.Path]:
     """Returns the files of a class, at any depth; walks without a system call per file."""
-    found = []
+    paths = []
     for inner, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [pathlib.Path(inner, name) for name in files if not name.startswith(".")]
-    return sorted(path for path in found if path.suffix.lower() in _SUFFIXES)
+        paths += [pathlib.Path(inner, name) for name in files if not name.startswith(".")]
+    return sorted(path for path in paths if path.suffix.lower() in _SUFFIXES)
 
 
 def in_memory(images: np.ndarray, labels: np.ndarray) -> ImageSet:

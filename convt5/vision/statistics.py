@@ -82,19 +82,19 @@ class Measurement:
         if not self._has_any:
             return {}  # Reads no images.
         batches = self._from_the_start()
-        found = []
+        per_batch = []
         for _ in range(self._config.num_batches):
             try:
                 batch = next(batches)
             except StopIteration:
                 raise errors.UserError(
-                    f"Reestimate: data ends after {len(found)} of num_batches="
+                    f"Reestimate: data ends after {len(per_batch)} of num_batches="
                     f"{self._config.num_batches}; set num_batches lower, or num_epochs=None of "
                     "data."
                 ) from None
             placed = place_batch(batch, self._batch_sharding, rows=batches.rows)
-            found.append(self._measure(model, placed.arrays["images"]))
-        return jax.tree.map(lambda *values: jnp.mean(jnp.stack(values), axis=0), *found)
+            per_batch.append(self._measure(model, placed.arrays["images"]))
+        return jax.tree.map(lambda *values: jnp.mean(jnp.stack(values), axis=0), *per_batch)
 
     def _from_the_start(self) -> ShardedBatches:
         if self._batches is None:

@@ -211,12 +211,12 @@ class ConvolutionStem(nnx.Module):
         self, images: Float[Array, "batch height width channels"], *, train: bool = False
     ) -> tuple[list[jax.Array], tuple[BatchStatistics, ...]]:
         """Returns the images and the output of each layer after its ReLU."""
-        found, statistics = [images], []
+        outputs, statistics = [images], []
         for layer in self.layers:
-            y, after = layer(found[-1], train=train)
-            found.append(y)
+            y, after = layer(outputs[-1], train=train)
+            outputs.append(y)
             statistics.append(after)
-        return found, tuple(statistics)
+        return outputs, tuple(statistics)
 
 
 def truncated_at_two(stddev: float) -> jax.nn.initializers.Initializer:
