@@ -247,7 +247,7 @@ def test_flags_win_over_settings():
 
 
 def test_a_flag_of_another_strategy_names_the_one_it_needs():
-    with pytest.raises(UserError, match=r"--beam_size=4 is no setting of Greedy.*--strategy=beam"):
+    with pytest.raises(UserError, match=r"--beam_size=4 does not apply to Greedy.*--strategy=beam"):
         from_flags(PredictConfig(), flags(beam_size=4))
 
 
