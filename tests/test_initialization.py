@@ -130,7 +130,7 @@ def test_patterns_that_are_no_list_or_take_over_nothing_are_refused(settings, me
 def test_a_step_of_a_path_that_has_none_is_refused(trained, monkeypatch):
     path = trained() + "/checkpoints/7"
     assert start(path, step=7)[1].restored
-    with pytest.raises(errors.UserError, match="step=5 chooses among the checkpoints of a run"):
+    with pytest.raises(errors.UserError, match="step=5 selects a checkpoint of a run"):
         start(path, step=5)
     monkeypatch.setattr(initialization.loading, "is_exported", lambda _: True)
     with pytest.raises(errors.UserError, match=r"step=5 .* is an exported model; leave out step"):

@@ -209,7 +209,7 @@ def _open(path: str, step: int | None) -> _Source:
     if loading.is_exported(path):
         if step is not None:
             raise errors.UserError(
-                f"InitFrom: step={step} chooses among the checkpoints of a run, but {path} is an "
+                f"InitFrom: step={step} selects a checkpoint of a run, but {path} is an "
                 "exported model; leave out step, or give the run directory."
             )
         params = loading.read_exported(path).params
