@@ -109,7 +109,7 @@ def test_settings_have_type_default_and_meaning(every):
     assert (decay.type, decay.default) == ("float", "0.8")
     assert decay.meaning == "larger forgets more slowly; T5: 0.8."
     kernel = by_name["architecture.StackConfig.kernel_size"]
-    assert (kernel.default, kernel.meaning) == ("7", "taps K.")
+    assert (kernel.default, kernel.meaning) == ("7", "number of taps K.")
     assert by_name["architecture.ConvT5Config.vocab_size"].default is None
     assert not any(" at 0x" in (p.default or "") for p in by_name.values())
     undocumented = [name for name, p in by_name.items() if not p.meaning]
