@@ -102,7 +102,7 @@ def test_a_split_that_is_not_there_and_answers_in_words_are_told(tmp_path):
 
 def test_text_that_is_cut_to_lengths_is_told():
     pydoc = pretraining.pydoc_span_corruption()
-    with pytest.raises(errors.UserError, match=r"task=pydoc_span_corruption cuts text to given"):
+    with pytest.raises(errors.UserError, match=r"task=pydoc_span_corruption cuts text to fixed"):
         baselines.table([pydoc], "validation")
 
 

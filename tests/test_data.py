@@ -466,7 +466,7 @@ class TestMistakes:
             build("pydoc_span_coruption")
 
     def test_something_that_is_no_mixture_is_an_error(self):
-        with pytest.raises(errors.UserError, match="mixture=3 is no seqio task or mixture"):
+        with pytest.raises(errors.UserError, match="mixture=3 is not a seqio task or mixture"):
             build(3)
 
     def test_an_unknown_split_is_answered_with_the_splits(self, task):

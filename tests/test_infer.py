@@ -300,7 +300,7 @@ def test_a_line_of_an_output_that_is_no_record_is_named(tmp_path, line):
     path = tmp_path / "out.jsonl"
     write_all(path, TEXTS)
     path.write_text(f"{line}\n{path.read_text()}")
-    with pytest.raises(UserError, match=r"out\.jsonl: line 1 is no JSON object"):
+    with pytest.raises(UserError, match=r"out\.jsonl: line 1 is not a JSON object"):
         write_all(path, TEXTS)
 
 
