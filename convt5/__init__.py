@@ -107,7 +107,10 @@ class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname: str, path=None, target=None) -> ModuleSpec | None:
         if current_name(fullname) == fullname:
             return None
-        return importlib.util.spec_from_loader(fullname, self)
+        found = importlib.util.find_spec(current_name(fullname))
+        # `python -m` takes it for the name of the program.
+        origin = None if found is None else found.origin
+        return importlib.util.spec_from_loader(fullname, self, origin=origin)
 
     def get_code(self, fullname: str) -> CodeType | None:
         """Returns the code that `python -m` runs."""

@@ -14,6 +14,7 @@ from typing import Any
 from convt5 import errors
 from convt5.configuration import command_line, gin_config
 from convt5.reports import figures
+from convt5.runtime import atomic_files
 from convt5.runtime.bars import Bar
 
 SUITES = ("ops", "train_step", "decode", "data", "formulations")
@@ -109,7 +110,7 @@ def main(argv: Sequence[str]) -> None:
     repeats = flags.repeats or (2 if flags.quick else 5)
     records = [machine.describe()]
     with (
-        open(folder / "records.jsonl", "w") as file,
+        open(folder / "records.jsonl", "w", opener=atomic_files.not_followed) as file,
         Bar(sys.stderr, unit="measurement") as progress,
     ):
         print(json.dumps(records[0]), file=file, flush=True)
@@ -120,7 +121,7 @@ def main(argv: Sequence[str]) -> None:
                 records.append(record)
                 progress.update()
     table = report.text(records)
-    (folder / "bench.md").write_text(table)
+    atomic_files.replace_text(folder / "bench.md", table)
     print(table)
     written = [folder / "records.jsonl", folder / "bench.md"]
     try:

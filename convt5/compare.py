@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from convt5 import errors
 from convt5.configuration import command_line
 from convt5.reports import figures, markdown, page
-from convt5.runtime import foreign_files, metric_names
+from convt5.runtime import atomic_files, foreign_files, metric_names
 from convt5.runtime.amounts import duration
 from convt5.text import vocabulary_files
 from convt5.training import run_overview
@@ -129,7 +129,7 @@ def main(argv: Sequence[str]) -> None:
     written.append(output / f"comparison{arguments.plot_suffix}")
     try:
         output.mkdir(parents=True, exist_ok=True)
-        written[0].write_text(table)
+        atomic_files.replace_text(written[0], table)
         page.write(written[1], _page(arguments.runs, table, metric, clock, warning))
         plot(runs, written[2], metric=metric, clock=clock)
     except OSError as error:

@@ -2,6 +2,7 @@
 
 import ast
 import gzip
+import importlib.util
 import json
 import pathlib
 import sys
@@ -45,6 +46,13 @@ def test_a_command_runs_by_its_name(arguments, code, shown):
     assert done.returncode == code
     assert shown in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_command_that_lies_in_a_room_has_its_file_as_name_of_the_program():
+    """TensorFlow, for one, looks through all of `sys.argv`."""
+    spec = importlib.util.find_spec("convt5.vocabulary")
+    assert spec is not None
+    assert spec.origin == vocabulary.__file__
 
 
 def test_a_command_that_lies_in_a_room_runs_as_a_module_of_its_name():

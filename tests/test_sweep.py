@@ -24,6 +24,7 @@ from convt5 import cache, sweep
 from convt5.analysis import costs
 from convt5.configuration import command_line
 from convt5.errors import TrainingError, UserError
+from convt5.runtime import atomic_files
 from convt5.sweeps import (
     Grid,
     Pairing,
@@ -224,6 +225,26 @@ def test_the_run_of_a_study_that_is_gone_stops(tmp_path):
     done = commands.run([sys.executable, "-m", "convt5.sweeps.train_run", *settings], cwd=ROOT)
     assert done.returncode in (-signal.SIGTERM, 143), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_report_is_written_through_no_link_and_waits_for_no_pipe(tmp_path):
+    chosen, mine = study(tmp_path / "study"), tmp_path / "mine"
+    running.run_all(chosen, launch=Trainer())
+    written = [report.REPORT_FILE, report.RESULTS_FILE, "distributions.png"]
+    mine.write_text("mine")
+    for name in written:
+        (chosen.folder / name).symlink_to(mine)
+    os.mkfifo(chosen.folder / "convergence.png")
+    report.write(chosen)
+    assert mine.read_text() == "mine"
+    for name in [*written, "convergence.png"]:
+        assert atomic_files.kind(chosen.folder / name) == "a file"
+    (made, *_) = running.runs(chosen)
+    metrics = made.folder / "metrics.jsonl"
+    metrics.unlink()
+    os.mkfifo(metrics)
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read \(it is no regular file"):
+        report.write(chosen)
 
 
 def test_a_folder_of_other_settings_is_refused(tmp_path):

@@ -59,9 +59,9 @@ TRAPS = {
     "what a module of ours took in": "from convt5 import inspect\n"
     "data.DataConfig.split = @inspect.json.dump()\n",
     "method of a class": "from convt5.text.vocabulary_files import os\n",
-    "function that writes": "from convt5.training import run_directory\n"
-    "data.DataConfig.split = @run_directory.replace_text()\n"
-    "run_directory.replace_text.path = '{sprung}'\nrun_directory.replace_text.text = ''\n",
+    "function that writes": "from convt5.runtime import atomic_files\n"
+    "data.DataConfig.split = @atomic_files.replace_text()\n"
+    "atomic_files.replace_text.path = '{sprung}'\nwhole_files.replace_text.text = ''\n",
     "function that loads by name": "from convt5.configuration import gin_names\n"
     "data.DataConfig.split = @gin_names.importlib.import_module()\n",
     "loading of another module": "from convt5.configuration import gin_names\n"

@@ -16,7 +16,7 @@ import shutil
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -390,7 +390,7 @@ class Writer:
                 counts = _SHORT if length <= 2**16 else _LONG
                 dtype = self._token_type if name.endswith("tokens") else counts
                 progress["features"][name] = {"dtype": dtype, "length": length}
-                files[name] = (folder / f"{name}.bin").open("wb")
+                files[name] = _open(folder / f"{name}.bin", "wb")
             stored = kept_rows.astype(progress["features"][name]["dtype"]).tobytes()
             digest.update(stored)
             files[name].write(stored)
@@ -408,9 +408,7 @@ class Writer:
             file.flush()
             os.fsync(file.fileno())
         self._progress["splits"][split] = dict(progress)
-        note = self._unfinished / f".{_PROGRESS_FILE}"
-        note.write_text(json.dumps(self._progress))
-        note.replace(self._unfinished / _PROGRESS_FILE)
+        atomic_files.replace_text(self._unfinished / _PROGRESS_FILE, json.dumps(self._progress))
 
     def _begun(self, identity: str | None) -> dict[str, Any]:
         """Returns what an unfinished cache of the same data has recorded."""
@@ -434,14 +432,19 @@ class Writer:
         self._token_type = _SHORT if vocab_size <= 2**16 else _LONG
         self._about = {"vocab_size": int(vocab_size), "vocabulary": None}
         if token_bytes is not None:
-            np.save(self._unfinished / _SIZES_FILE, token_bytes)
+            with (
+                atomic_files.replacing(self._unfinished / _SIZES_FILE) as partial,
+                partial.open("wb") as file,
+            ):
+                np.save(file, token_bytes)
         if of_inputs != vocabulary:
             return
         kept = vocabulary_files.of(vocabulary)
         if kept is None:
             return
         if kept.kind == "sentencepiece":
-            (self._unfinished / _VOCABULARY_FILE).write_bytes(kept.model)
+            with atomic_files.replacing(self._unfinished / _VOCABULARY_FILE) as partial:
+                partial.write_bytes(kept.model)
         self._about["vocabulary"] = {kept.kind: kept.num_sentinels}
 
     def finish(
@@ -477,7 +480,7 @@ class Writer:
             "made_from": dict(made_from),
         }
         text = json.dumps(about, indent=2, default=str) + "\n"
-        (self._unfinished / _ABOUT_FILE).write_text(text)
+        atomic_files.replace_text(self._unfinished / _ABOUT_FILE, text)
         (self._unfinished / _PROGRESS_FILE).unlink(missing_ok=True)
         try:
             self._unfinished.rename(self._folder)
@@ -499,10 +502,14 @@ class Writer:
             )
 
 
+def _open(path: pathlib.Path, mode: str) -> IO[Any]:
+    return open(path, mode, opener=atomic_files.not_followed)
+
+
 def _open_to_append(folder: pathlib.Path, name: str, progress: Mapping[str, Any]) -> Any:
     """Opens a file for appending; cuts off what a killed process wrote after its last record."""
     feature = progress["features"][name]
-    file = (folder / f"{name}.bin").open("r+b")
+    file = _open(folder / f"{name}.bin", "r+b")
     file.truncate(progress["rows"] * feature["length"] * np.dtype(feature["dtype"]).itemsize)
     file.seek(0, os.SEEK_END)
     return file

@@ -16,7 +16,6 @@ from etils import epath
 from convt5 import errors
 from convt5.checkpoints.record import differences
 from convt5.runtime import atomic_files, file_locks, foreign_files
-from convt5.training.run_directory import replace_text
 from convt5.training.run_log import TensorBoard
 
 
@@ -84,9 +83,11 @@ class Results:
         }
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(path.with_suffix(".jsonl"), "".join(map(json_line, outcome.records)))
+            atomic_files.replace_text(
+                path.with_suffix(".jsonl"), "".join(map(json_line, outcome.records))
+            )
             # Written last, so that its presence means that all files are complete.
-            replace_text(path, json.dumps(_plain(summary), indent=2) + "\n")
+            atomic_files.replace_text(path, json.dumps(_plain(summary), indent=2) + "\n")
         except OSError as error:
             raise errors.UserError(
                 f"output_dir={str(self.folder)!r} must be a folder that can be written, but: "
@@ -201,7 +202,7 @@ class ResumableLines:
         beside = epath.Path(f"{self.path}.settings.json")
         has_lines = os.path.getsize(self.path) > 0
         if not has_lines:
-            replace_text(beside, json.dumps(settings, indent=2) + "\n")
+            atomic_files.replace_text(beside, json.dumps(settings, indent=2) + "\n")
             return
         before = read_object(beside)
         if before is None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from convt5 import errors
 from convt5.configuration.command_line import Flag
+from convt5.runtime import atomic_files
 from convt5.runtime.amounts import short_number
 
 SUFFIX = ".png"
@@ -79,8 +80,14 @@ def save(figure: Any, path: pathlib.Path) -> None:
 
     dated = {".svg": "Date", ".pdf": "CreationDate", ".ps": "CreationDate"}.get(path.suffix.lower())
     # Type 42: journals refuse the fonts that are the default.
-    with matplotlib.rc_context({"pdf.fonttype": 42, "ps.fonttype": 42, "svg.hashsalt": "convt5"}):
-        figure.savefig(path, dpi=_DOTS_PER_INCH, metadata={dated: None} if dated else None)
+    fonts = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.hashsalt": "convt5"}
+    with matplotlib.rc_context(fonts), atomic_files.replacing(path) as partial:
+        figure.savefig(
+            partial,
+            dpi=_DOTS_PER_INCH,
+            format=path.suffix[1:],
+            metadata={dated: None} if dated else None,
+        )
 
 
 def style(number: int, *, points: int = 1, joined: bool = True) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from convt5.errors import printable
+from convt5.runtime import atomic_files
 
 _MOST_POINTS = 200_000  # Of a page: some megabytes.
 _LEAST_OF_A_CURVE, _MOST_OF_A_CURVE = 50, 500
@@ -93,7 +94,7 @@ def write(path: pathlib.Path, page: Page) -> None:
         "data": json.dumps(_data(page), allow_nan=False).replace("<", "\\u003c"),
     }
     text = re.sub(r"\{\{(\w+)\}\}", lambda found: fields[found[1]], template)
-    path.write_text(text, encoding="utf-8")
+    atomic_files.replace_text(path, text)
 
 
 def of_markdown(text: str) -> list[Table]:

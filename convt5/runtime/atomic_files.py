@@ -51,6 +51,12 @@ def replacing(path: AnyPath) -> Iterator[AnyPath]:
         raise
 
 
+def replace_text(path: AnyPath, text: str) -> None:
+    """Replaces a file atomically: the name always refers to a complete file."""
+    with replacing(path) as partial:
+        partial.write_bytes(text.encode())
+
+
 def remove_left_overs(folder: AnyPath) -> None:
     """Removes temporary files of killed processes from a folder that no other process writes."""
     for path in pathlib.Path(folder).glob(f".{'[0-9a-f]' * 16}{_PARTIAL}"):

@@ -9,10 +9,9 @@ import pathlib
 from typing import Any
 
 from convt5 import errors
-from convt5.runtime import metric_names
+from convt5.runtime import atomic_files, metric_names
 from convt5.sweeps import running
 from convt5.sweeps.study import Study
-from convt5.training.run_directory import replace_text
 from convt5.training.run_log import METRICS_FILE, read_metrics, read_records
 
 _KEYS = ("run", "about", "records")
@@ -27,7 +26,7 @@ def write(study: Study, path: pathlib.Path) -> int:
     lines = [_line(study, made) for made in running.runs(study) if made.is_done]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, "".join(lines))
+        atomic_files.replace_text(path, "".join(lines))
     except OSError as error:
         raise errors.UserError(
             f"--export_results={path} cannot be written ({error.strerror}); name another file."
@@ -65,7 +64,9 @@ def read(study: Study, path: pathlib.Path) -> int:
         taken.append((made.folder, about, records))
     for folder, about, records in taken:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / METRICS_FILE).write_text("".join(json.dumps(r) + "\n" for r in records))
+        atomic_files.replace_text(
+            folder / METRICS_FILE, "".join(json.dumps(r) + "\n" for r in records)
+        )
         running.write_about(folder, about)
     return len(taken)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from convt5 import errors
 from convt5.reports import figures, markdown, page
-from convt5.runtime import metric_names
+from convt5.runtime import atomic_files, metric_names
 from convt5.sweeps import analysis, plots, profile, running
 from convt5.sweeps.analysis import Best, Distribution, Key
 from convt5.sweeps.running import StudyRun
@@ -62,9 +62,9 @@ def write(study: Study, *, suffix: str = figures.SUFFIX) -> str:
         ],
     }
     try:
-        (folder / REPORT_FILE).write_text(text)
+        atomic_files.replace_text(folder / REPORT_FILE, text)
         page.write(folder / PAGE_FILE, _page(study, text, every, overviews))
-        (folder / RESULTS_FILE).write_text(json.dumps(values, indent=1) + "\n")
+        atomic_files.replace_text(folder / RESULTS_FILE, json.dumps(values, indent=1) + "\n")
         if study.over:
             drawn = plots.draw_profiles(study, profiles, folder, suffix=suffix)
         else:

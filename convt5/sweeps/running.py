@@ -23,7 +23,6 @@ from convt5.runtime.amounts import duration
 from convt5.runtime.bars import Bar
 from convt5.sweeps.study import Point, Study
 from convt5.training import interruption
-from convt5.training.run_directory import replace_text
 from convt5.training.run_log import METRICS_FILE, read_metrics, show_line
 
 RUNS_FOLDER = "runs"
@@ -413,7 +412,7 @@ def about_fault(about: Any) -> str | None:
 
 def write_about(folder: pathlib.Path, about: Mapping[str, Any]) -> None:
     """Writes the values for `read_about`, atomically."""
-    replace_text(folder / STATUS_FILE, json.dumps(about, indent=2) + "\n")
+    atomic_files.replace_text(folder / STATUS_FILE, json.dumps(about, indent=2) + "\n")
 
 
 def _write(made: StudyRun, status: Status, message: str = "") -> StudyRun:

@@ -8,7 +8,7 @@ import jax
 from etils import epath
 
 from convt5.checkpoints.checkpoint import CheckpointConfig
-from convt5.runtime import amounts, foreign_files, metric_names
+from convt5.runtime import amounts, atomic_files, foreign_files, metric_names
 from convt5.training import run_directory, run_log
 from convt5.training.loop import Loop
 from convt5.training.plan import Plan
@@ -116,7 +116,7 @@ def write(
                 name: run_log.json_number(value) if isinstance(value, float) else value
                 for name, value in dataclasses.asdict(result).items()
             }
-            run_directory.replace_text(path, json.dumps(values, indent=2) + "\n")
+            atomic_files.replace_text(path, json.dumps(values, indent=2) + "\n")
     return result
 
 

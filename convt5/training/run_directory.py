@@ -157,8 +157,8 @@ def write_config(folder: epath.Path, text: str | None, *, step: int) -> str | No
         earlier = [p for p in (saved_before, path) if step and p.exists()]
         before = earlier[0].read_bytes().decode(errors="replace") if earlier else text
         if before != text:
-            replace_text(saved_before, before)
-        replace_text(path, text)
+            atomic_files.replace_text(saved_before, before)
+        atomic_files.replace_text(path, text)
         if before == text:
             return None
     return (
@@ -179,12 +179,6 @@ def write_task(folder: epath.Path, formats: Sequence[task_format.TaskFormat]) ->
     if not jax.process_index():
         with writing(folder):
             task_format.write(folder, formats)
-
-
-def replace_text(path: pathlib.Path | epath.Path, text: str) -> None:
-    """Replaces a file atomically: the name always refers to a complete file."""
-    with atomic_files.replacing(path) as partial:
-        partial.write_text(text)
 
 
 def _remove_if_empty(folder: epath.Path) -> None:

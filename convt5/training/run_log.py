@@ -64,7 +64,7 @@ class JsonLines:
         self._is_local = not atomic_files.is_remote(path)
         self._last = _line(kept_records[-1]) if kept_records else ""
         if self._is_local:
-            run_directory.replace_text(self._path, self._text)
+            atomic_files.replace_text(self._path, self._text)
             self._file = atomic_files.not_followed(str(self._path), os.O_WRONLY | os.O_APPEND)
 
     def write(self, step: int, record: Record) -> None:
@@ -92,7 +92,7 @@ class JsonLines:
         if not self._is_local:
             self._text = self._text.removesuffix(last) + line
             return
-        run_directory.replace_text(self._path, self._path.read_text().removesuffix(last) + line)
+        atomic_files.replace_text(self._path, self._path.read_text().removesuffix(last) + line)
         os.close(self._file)
         self._file = atomic_files.not_followed(str(self._path), os.O_WRONLY | os.O_APPEND)
 
@@ -151,6 +151,11 @@ def read_records(path: epath.PathLike, *, need: Sequence[str] = ()) -> list[dict
     path = epath.Path(path)
     if not path.exists():
         return []
+    remedy = "restore a good copy of the file."
+    try:
+        foreign_files.check_regular(path)
+    except ValueError as error:  # To open a pipe waits for ever.
+        raise foreign_files.unreadable(path, error, remedy) from error
     try:
         with path.open("rb") as file:
             return [
@@ -159,7 +164,6 @@ def read_records(path: epath.PathLike, *, need: Sequence[str] = ()) -> list[dict
                 if line.endswith(b"\n")  # Otherwise the line is incomplete.
             ]
     except (OSError, foreign_files.TooLargeError) as error:
-        remedy = "restore a good copy of the file."
         raise foreign_files.unreadable(path, error, remedy) from error
 
 
@@ -193,7 +197,7 @@ class Notes:
         """Writes the note of a step, instead of one that there was."""
         self._notes[step] = dict(note)
         lines = (_line({"step": step} | note) for step, note in self._notes.items())
-        run_directory.replace_text(self._path, "".join(lines))
+        atomic_files.replace_text(self._path, "".join(lines))
 
 
 def read_notes(path: epath.PathLike) -> dict[int, dict[str, Any]]:
@@ -284,7 +288,7 @@ class WeightsAndBiases:
             ) from error
         id_file = epath.Path(run_dir) / "wandb_id"
         if not id_file.exists():
-            run_directory.replace_text(id_file, uuid.uuid4().hex)
+            atomic_files.replace_text(id_file, uuid.uuid4().hex)
         self._run = wandb.init(
             project=project,
             id=id_file.read_text(),
