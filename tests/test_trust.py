@@ -61,7 +61,7 @@ TRAPS = {
     "method of a class": "from convt5.text.vocabulary_files import os\n",
     "function that writes": "from convt5.runtime import atomic_files\n"
     "data.DataConfig.split = @atomic_files.replace_text()\n"
-    "atomic_files.replace_text.path = '{sprung}'\nwhole_files.replace_text.text = ''\n",
+    "atomic_files.replace_text.path = '{sprung}'\natomic_files.replace_text.text = ''\n",
     "function that loads by name": "from convt5.configuration import gin_names\n"
     "data.DataConfig.split = @gin_names.importlib.import_module()\n",
     "loading of another module": "from convt5.configuration import gin_names\n"
