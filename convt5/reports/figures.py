@@ -80,7 +80,7 @@ def save(figure: Any, path: pathlib.Path) -> None:
 
     dated = {".svg": "Date", ".pdf": "CreationDate", ".ps": "CreationDate"}.get(path.suffix.lower())
     # Type 42: journals refuse the fonts that are the default.
-    fonts = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.hashsalt": "convt5"}
+    fonts: Any = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.hashsalt": "convt5"}
     with matplotlib.rc_context(fonts), atomic_files.replacing(path) as partial:
         figure.savefig(
             partial,
