@@ -234,7 +234,7 @@ def test_every_formulation_of_a_gradient_gives_the_same(kind, size, length, embe
     ids = jnp.asarray(np.repeat([[1, 2, 0]], 2, axis=0).repeat(parts, axis=1))
     served, given = {
         "static": (formulations._STATIC, {}),
-        "dynamic": (formulations._DYNAMIC, {"heads": 2}),
+        "dynamic": (formulations._DYNAMIC, {"num_kernels": 2}),
     }[kind]
     found = {
         name: jax.jit(functools.partial(gradient, taps, segment_ids=ids, **given))(x, y)
@@ -247,7 +247,7 @@ def test_every_formulation_of_a_gradient_gives_the_same(kind, size, length, embe
 
 
 def test_the_chosen_formulation_is_measured_beside_the_others(monkeypatch):
-    for name, value in {"KERNEL_SIZES": (3,), "HEADS": (2,), "DILATIONS": (1,)}.items():
+    for name, value in {"KERNEL_SIZES": (3,), "NUM_KERNELS": (2,), "DILATIONS": (1,)}.items():
         monkeypatch.setattr(formulations, name, value)
     static, dynamic = formulations.suite([16], repeats=1)
     assert (static["case"], dynamic["case"]) == ("static K=3 d=1", "dynamic K=3 d=1 H=2")
