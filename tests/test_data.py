@@ -505,7 +505,7 @@ class TestMistakes:
                 next(build(empty, num_epochs=epochs))
 
     def test_a_batch_that_hosts_cannot_share_is_an_error(self, task):
-        with pytest.raises(errors.UserError, match=r"batch_size=4 .* 3 hosts .* multiple of 3"):
+        with pytest.raises(errors.UserError, match=r"batch_size=4 .* 3 hosts; .* multiple of 3"):
             build(task, process_count=3)
 
     @pytest.mark.parametrize("name", ["batch_size", "encoder_length", "num_epochs"])

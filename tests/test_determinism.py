@@ -63,7 +63,7 @@ def test_the_flag_reaches_xla_before_any_host_is_joined(monkeypatch):
         assert os.environ["XLA_FLAGS"] == BOTH
         raise errors.UserError("far enough")
 
-    monkeypatch.setattr(train.multi_host, "joined", joined)
+    monkeypatch.setattr(train.multi_host, "join", joined)
     with pytest.raises(errors.UserError, match="far enough"):
         train.main(["--deterministic", "--gin_file=gin/runs/quickstart.gin"])
 

@@ -185,7 +185,11 @@ def small(name: str, argv: list[str]) -> list[str]:
         steps = 4 if "--gin_file=adapt.gin" in argv else 2  # Two are done there already.
         argv = [*argv, f"--gin.NUM_STEPS={steps}"]
         if "--gin_file=gin/runs/digits.gin" in argv:
-            return [*argv, "--gin.images.ImageDataConfig.batch_size=8"]
+            return [
+                *argv,
+                "--gin.images.ImageDataConfig.batch_size=8",
+                "--gin.schedule.Cosine.warmup_steps=1",
+            ]
         argv = [
             *argv,
             *(f"--gin.architecture.ConvT5Config.{k}={v}" for k, v in SMALL_MODEL.items()),

@@ -5,8 +5,8 @@ import json
 import math
 import re
 import shutil
-import subprocess
 
+import commands
 import pytest
 
 from convt5.reports import markdown, page
@@ -132,7 +132,7 @@ def test_a_browser_draws_zooms_switches_and_sorts(tmp_path):
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000"]
     flags.append(f"--user-data-dir={tmp_path / 'profile'}")
     command = [chromium, *flags, "--dump-dom", path.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = commands.run(command, timeout=120, check=True)
     shown = done.stdout
     told = json.loads(html.unescape(re.search(r"<body>(.*?)</body>", shown, re.DOTALL)[1]))
     assert told["title"] == "a < b"

@@ -23,8 +23,7 @@ def code_block(first_line: str) -> str:
 
 def test_ci_runs_the_test_command_of_the_readme():
     assert f"pip install uv && {TEST_COMMAND}\n" in README
-    lines = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert f'{TEST_COMMAND} -m ""' in lines  # With the slow ones.
+    assert TEST_COMMAND in (ROOT / ".ci" / "run").read_text().splitlines()
 
 
 def test_what_is_promised_about_data_names_tests_that_exist():
