@@ -287,7 +287,14 @@ def check_destination(output_dir: str) -> pathlib.Path:
             "with gcloud storage cp --recursive."
         )
     folders.check(output_dir, what="output_dir")
-    destination = pathlib.Path(os.path.realpath(os.path.expanduser(output_dir)))
+    given = pathlib.Path(os.path.abspath(os.path.expanduser(output_dir)))
+    for path in (given, *given.parents):
+        if path.is_symlink() and not path.exists():
+            raise errors.UserError(
+                f"output_dir={output_dir} cannot be made: {path} is a link to itself or to nothing;"
+                " remove it, or name another folder."
+            )
+    destination = pathlib.Path(os.path.realpath(given))
     if destination.exists() and not destination.is_dir():
         raise errors.UserError(f"output_dir={output_dir} is a file; name a folder to create.")
     parent = next(folder for folder in destination.parents if folder.exists())
@@ -471,7 +478,7 @@ def _strides(text: str | None) -> list[int] | None:
     """Returns the numbers of --stem_strides."""
     if text is None:
         return None
-    if not all(part.strip().isdigit() for part in text.split(",")):
+    if not all(part.strip().isdecimal() for part in text.split(",")):
         raise errors.UserError(
             f"--stem_strides={text} must be numbers with commas between them, such as 2,2,2,2,1."
         )

@@ -41,7 +41,7 @@ ROWS = [
     Row(
         "Index entries that point outside their folder, and invalid data positions",
         "test_untrusted_files",
-        lambda m: len(m.OUTSIDE) + len(m.POSITIONS),
+        lambda m: len(m.OUTSIDE) + len(m.POSITIONS) + len(m.ROW_POSITIONS),
     ),
     Row(
         "PyTorch files: code, overlapping views, storages of 10^12, programs, flipped bytes",

@@ -208,6 +208,18 @@ def test_an_output_directory_in_a_bucket_or_a_file_is_refused(tmp_path):
         convert.check_destination(str(tmp_path / "file"))
 
 
+@pytest.mark.parametrize("target", ["run", "absent"])
+@pytest.mark.parametrize("below", ["", "inner/run"])
+def test_a_link_to_itself_or_to_nothing_is_refused_before_the_model_is_read(
+    capsys, target, below, tmp_path
+):
+    (tmp_path / "run").symlink_to(tmp_path / target)
+    out = tmp_path / "run" / below
+    with pytest.raises(UserError, match=r"output_dir=.*/run is a link to itself or to nothing"):
+        run(capsys, "--from=mesh_tf", "--checkpoint=no_model", f"--output_dir={out}")
+    assert entries(tmp_path) == {"run"}
+
+
 def test_an_output_directory_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"output_dir=.*run cannot be made: .*file is no folder"):

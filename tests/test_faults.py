@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import logging
+import math
 import random
 import re
 import resource
@@ -357,6 +358,11 @@ def test_clocks_that_go_back_change_no_number_and_no_time_is_negative(run, tmp_p
 
 def test_times_for_people_are_never_negative():
     assert amounts.duration(-5) == "0s"
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf])
+def test_times_that_are_no_number_are_shown_as_such(seconds):
+    assert amounts.duration(seconds) == str(seconds)
 
 
 # The watchdog.

@@ -23,6 +23,7 @@ import word_pieces
 from convt5.tasks import local_files, tables, text_files, vocabularies
 
 from convt5 import errors
+from convt5.checkpoints import checkpoint, reading, record
 from convt5.data import cached_data
 from convt5.evaluation import inputs
 from convt5.interchange import (
@@ -93,6 +94,21 @@ def test_a_small_file_of_json_is_one(name, content, tmp_path):
     refused(JSON_FILES[name], tmp_path)
 
 
+OVERWHELMING = {
+    "names": ("{" + "".join(f'"{i}": 0, ' for i in range(200_000)) + '"199999": 1}', "twice"),
+    "depth": ("[" * 200 + "]" * 200, "too deeply"),
+    "objects": ('{"a": [' * 60 + "0" + "]}" * 60, "too deeply"),
+    "digits": ("9" * 41, "41 digits"),
+    "negative": (f"[-{'9' * 309}]", "310 digits"),
+}
+
+
+@pytest.mark.parametrize(("text", "reason"), OVERWHELMING.values(), ids=OVERWHELMING)
+def test_json_that_code_after_its_parser_cannot_take_is_refused_at_once(text, reason):
+    with fuzzing.limited(fuzzing.LIMIT_SECS), pytest.raises(ValueError, match=reason):
+        foreign_files.parse_json(text)
+
+
 # Of the others only a regular file makes a folder such a model.
 OPENED = [name for name in JSON_FILES if name not in ("convt5.json", _INDEX)]
 THINGS = ["folder", "pipe"]
@@ -105,6 +121,15 @@ def test_what_is_no_regular_file_is_not_opened(name, thing, tmp_path):
     file.parent.mkdir(exist_ok=True)
     file.mkdir() if thing == "folder" else os.mkfifo(file)
     refused(JSON_FILES[name], tmp_path)
+
+
+@pytest.mark.parametrize("thing", [*THINGS, "link"])
+def test_features_of_tfds_that_are_no_regular_file_are_not_opened(thing, tmp_path):
+    file = tmp_path / "mnist" / "3.0.1" / "features.json"
+    file.parent.mkdir(parents=True)
+    makers = {"folder": file.mkdir, "pipe": lambda: os.mkfifo(file)}
+    makers.get(thing, lambda: file.symlink_to("absent"))()
+    refused(lambda _: foreign_files.check_tfds("mnist", str(tmp_path), setting="name"), file)
 
 
 LINES = [b"null", b"[]", b"{", b"[" * DEEP, b'{"step": 1, "step": 1}', b"\xff", b'{"loss": 1}']
@@ -191,8 +216,12 @@ DESCRIBED = [
 def test_a_description_of_a_model_is_valid_or_one_message(name, value):
     side, _, inner = name.rpartition(".")
     change = {side: DESCRIPTION[side] | {inner: value}} if side else {name: value}
-    with contextlib.suppress(errors.UserError):
-        portable.revive(DESCRIPTION | change)
+    message = "convt5.json"
+    try:
+        portable.revive(DESCRIPTION | change, where="convt5.json")
+    except errors.UserError as error:
+        message = str(error)
+    assert message.startswith("convt5.json")
 
 
 ABOUT = {
@@ -248,6 +277,50 @@ def test_what_a_cache_says_of_itself_is_checked(path, value, tmp_path):
     cached_data.read_about(str(tmp_path))
     file.write_text(json.dumps(changed(ABOUT, path, value)))
     refused(lambda folder: cached_data.read_about(str(folder)), tmp_path)
+
+
+RECORD = {
+    "format": 1,
+    "model": DESCRIPTION,
+    "params": {str(i): "float32[32,8]" for i in range(9)},
+    "optimizer": {"step": "int32[]"},
+}
+SHAPES = ["float32", "float32[", "float32[-1]", "float32[a]", "no_type[2]", "float32[1]\n", 7]
+RECORDS = [
+    *[((part,), value) for part in ("params", "optimizer", "checksums") for value in WRONG],
+    *[(("params", "3"), value) for value in [*WRONG, *SHAPES]],
+    *[(("format",), value) for value in [*WRONG, 2]],
+    *[(("model",), value) for value in WRONG],
+    *[(("model", "encoder", "num_layers"), value) for value in (10**9, HUGE, 10**30)],
+    *[(("best",), value) for value in [*WRONG, {"value": "1"}, {"value": [1]}]],
+]
+
+
+def write_record(folder, about):
+    (folder / "about").mkdir(parents=True)
+    (folder / "about" / "metadata").write_text(json.dumps(record.seal(about)))
+
+
+def read_record(folder):
+    return reading.saved_params(folder).keys(), loading.run_config(folder)
+
+
+@pytest.mark.parametrize(("path", "value"), RECORDS, ids=str)
+def test_what_a_checkpoint_says_of_itself_is_checked(path, value, tmp_path):
+    write_record(tmp_path / "2", RECORD)
+    assert read_record(tmp_path / "2") == (RECORD["params"].keys(), portable.revive(DESCRIPTION))
+    write_record(tmp_path / "1", changed(RECORD, path, value))
+    if path == ("best",):
+        assert checkpoint.best_step(tmp_path) is None
+    elif (*path, value) != ("format", True):
+        refused(read_record, tmp_path / "1")
+
+
+def test_folders_whose_names_only_look_like_steps_are_no_checkpoints(tmp_path):
+    write_record(tmp_path / "1", RECORD)
+    for name in ("\u00b2", "\u0663", "1_0", "-2", " 3"):
+        (tmp_path / name).mkdir()
+    assert reading.steps_in(tmp_path) == [1]
 
 
 ROWS = [("rows", HUGE), ("rows", 3), ("length", 2**24), ("length", 5)]
@@ -520,6 +593,8 @@ INDICES = {
     "zero byte": {"weight_map": {"a": "a\0"}},
     "nested": {"weight_map": {"a": {"b": "c"}}},
     "long": {"weight_map": {"a": "x" * 100_000}},
+    "long in bytes": {"weight_map": {"a": "\u00e9" * 200}},
+    "surrogate": {"weight_map": {"a": "\ud800"}},
 }
 
 
@@ -789,15 +864,20 @@ def test_a_file_that_may_not_be_read_is_named(name, tmp_path):
 
 
 ATTACKS = {
-    "Invalid JSON: truncated, nested 100,000 deep, 8 MB, repeated keys, pipes": (
-        len(JSON) * len(JSON_FILES) + len(THINGS) * len(OPENED) + len(LINES) + 1
+    "Invalid JSON: truncated, nested deep, 8 MB, repeated keys, long numbers, pipes": (
+        len(JSON) * len(JSON_FILES)
+        + len(THINGS) * (len(OPENED) + 1)
+        + len(LINES)
+        + len(OVERWHELMING)
+        + 2
     ),
-    "Settings of models, caches and vocabularies that are missing, mistyped or absurd": (
+    "Settings of models, caches, checkpoints and vocabularies: missing, mistyped or absurd": (
         len(CONFIGS)
         + len(MISSING)
         + len(ABSURD)
         + len(DESCRIBED)
         + len(CACHES)
+        + len(RECORDS)
         + len(ROWS)
         + len(VOCABULARIES)
     ),

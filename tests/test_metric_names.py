@@ -6,6 +6,7 @@ from convt5.runtime import metric_names
 
 TEXT = {"loss": 3.5, "cross_entropy": 3.0, "accuracy": 0.25, "z_loss": 0.5}
 IMAGES = {"loss": 1.5, "accuracy": 0.75, "top_5_accuracy": "nan"}
+PARTIAL = {"loss": 1.5, "top_5_accuracy": 0.5}
 
 
 def renamed(half, record):
@@ -18,6 +19,7 @@ def renamed(half, record):
     [
         (TEXT, {"objective": 3.5, "loss": 3.0, "cross_entropy": 3.0, "token_accuracy": 25.0}),
         (IMAGES, {"objective": 1.5, "loss": 1.5, "accuracy": 75.0, "top_5_accuracy": "nan"}),
+        (PARTIAL, {"objective": 1.5, "loss": 1.5, "top_5_accuracy": 50.0}),
         ({"loss": 1.0, "accuracy": 0.5}, {"loss": 1.0, "accuracy": 0.5}),
     ],
     ids=["text", "images", "a loss of one's own"],

@@ -304,6 +304,13 @@ def test_results_under_earlier_names_of_metrics_are_taken_over(tmp_path):
         ({"records": 3}, "its records are no list"),
         ({"records": []}, r"the run schedule.* recorded no validation/accuracy.*nothing"),
         ({"run": ["a"]}, "is no name"),
+        ({"records": [{"step": "1"}]}, "step='1' is no number"),
+        ({"records": [{"loss": 1.0}]}, "is no record of a step"),
+        ({"records": [{"step": 1, "validation/accuracy": [0.5]}]}, "is no number"),
+        (
+            {"about": {"settings": {}, "status": "diverged", "message": ["a"]}},
+            r"message=\['a'\] is no text",
+        ),
     ],
 )
 def test_a_line_that_is_no_result_is_named_and_nothing_taken_over(change, message, tmp_path):

@@ -7,6 +7,7 @@ import shutil
 
 import jax
 import jax.numpy as jnp
+import msgpack
 import numpy as np
 import pytest
 from quick import quick
@@ -180,6 +181,29 @@ def test_arrays_that_msgpack_only_counts_are_not_made():
         t5x_files._unpack(b"\xdd\xff\xff\xff\xff")
     with pytest.raises(ValueError, match="no array"):
         t5x_files._unpack(b"\xc7\x01\x07a")
+
+
+# Each is many times larger in memory than in the file.
+MANY = [
+    {str(i): {} for i in range(200)},
+    {str(i): {str(j): 0 for j in range(20)} for i in range(10)},
+    [[[] for _ in range(60)] for _ in range(4)],
+    msgpack.ExtType(1, msgpack.packb([[[[]] * 60] * 4, "float32", b""])),
+]
+
+
+@pytest.mark.parametrize("tree", MANY, ids=range(len(MANY)))
+def test_entries_of_a_tree_are_counted_wherever_they_are(tree, monkeypatch):
+    monkeypatch.setattr(t5x_files, "_MOST_ENTRIES", 150)
+    with pytest.raises(ValueError, match="too many entries"):
+        t5x_files._unpack(msgpack.packb(tree))
+
+
+@pytest.mark.parametrize("key", ["../target", "/etc", "..", "a/b", "", 7, None, "a\0b"])
+def test_no_name_of_an_array_of_orbax_leads_out_of_its_folder(key):
+    path = [{"key": "target", "key_type": 2}, {"key": key, "key_type": 2}]
+    with pytest.raises(ValueError, match="in its name"):
+        t5x_files._check_names({"tree_metadata": {"x": {"key_metadata": path}}})
 
 
 @pytest.mark.parametrize(

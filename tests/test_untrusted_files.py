@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from convt5 import errors
-from convt5.data import cached_data
+from convt5.data import cached_data, row_order
 from convt5.data.prefetching import position
 from convt5.interchange import pycls, safetensors_files
 from convt5.vision import sources
@@ -131,6 +131,27 @@ POSITIONS = [
     archived(settings="3"),
     archived(settings=" " * 2**21 + "{}"),
 ]
+
+
+ROW_POSITIONS = [
+    b"",
+    b"[]",
+    b"[" * 100_000,
+    b"{}",
+    b'{"settings": {}}',
+    b'{"settings": 3, "count": 0}',
+    *(b'{"settings": {}, "count": %s}' % c for c in (b"-1", b"1.5", b'"1"', b"null", b"9" * 30)),
+]
+
+
+@pytest.mark.parametrize("snapshot", ROW_POSITIONS, ids=range(len(ROW_POSITIONS)))
+def test_a_position_in_rows_that_is_none_is_named(snapshot):
+    config = cached_data.CachedDataConfig(path="cache", batch_size=2)
+    passes = row_order.Passes(4, config=config, row_slice=slice(0, 2), settings={}, item="row")
+    with pytest.raises(errors.UserError, match="position in the checkpoint is damaged"):
+        passes.set_state(position(snapshot))
+    passes.set_state(position(b'{"settings": {}, "count": 1}', 2))
+    assert passes.batch().numbers.tolist() == [6, 7]
 
 
 @pytest.mark.parametrize("snapshot", POSITIONS)

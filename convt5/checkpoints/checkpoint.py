@@ -533,12 +533,15 @@ def _check_positions(folder: epath.Path, saved: DataPositions) -> None:
 
 
 def _read_position(path: epath.Path) -> bytes:
-    record = foreign_files.parse_json(path.read_bytes(), kind=dict)
+    stored = foreign_files.read_bytes(path, _MOST_POSITION_BYTES)
+    record = foreign_files.parse_json(stored, kind=dict)
     content = base64.b64decode(record["base64"])
     if hashlib.sha256(content).hexdigest() != record["sha256"]:
         raise ValueError(f"{path} does not match its checksum")
     return content
 
+
+_MOST_POSITION_BYTES = 2**26
 
 T = TypeVar("T")
 
@@ -581,7 +584,7 @@ def _check_ema(saved: Mapping[str, str], expected: Mapping[str, Any], *, where: 
 def _read_measured(directory: epath.Path) -> dict[int, dict[str, Any]]:
     """Returns metric, mode and value of each measured checkpoint."""
     by_step = {step: _best(directory / str(step)) for step in reading.steps_in(directory)}
-    return {step: best for step, best in by_step.items() if best.get("value") is not None}
+    return {step: best for step, best in by_step.items() if best}
 
 
 def _values(measured: Mapping[int, Mapping[str, Any]], metric: str) -> dict[int, float]:
@@ -592,8 +595,10 @@ def _values(measured: Mapping[int, Mapping[str, Any]], metric: str) -> dict[int,
 
 
 def _best(folder: epath.Path) -> dict[str, Any]:
-    """Returns what a checkpoint records of its metric; empty if it is damaged."""
+    """Returns what a checkpoint records of its metric; empty if not measured, or damaged."""
     try:
-        return record.read(folder).get("best", {})
+        best = record.read(folder).get("best")
     except (OSError, ValueError, KeyError):
         return {}
+    is_measured = isinstance(best, dict) and isinstance(best.get("value"), int | float)
+    return best if is_measured else {}

@@ -58,12 +58,17 @@ def steps_in(folder: epath.PathLike) -> list[int]:
     folder = epath.Path(folder)
     if not folder.is_dir():
         return []
-    return sorted(int(child.name) for child in folder.iterdir() if child.name.isdigit())
+    return sorted(int(child.name) for child in folder.iterdir() if _is_step(child.name))
+
+
+def _is_step(name: str) -> bool:
+    return name.isascii() and name.isdigit()  # Digits of other scripts name no step.
 
 
 def read_description(folder: epath.PathLike) -> Any:
     """Returns the `describe_config` of the model in one checkpoint from `find_checkpoint`."""
-    return _about(folder)["model"]
+    with _naming_read_errors(folder):
+        return record.read(folder)["model"]
 
 
 def load_params(
@@ -104,7 +109,7 @@ def load_params(
 def step_of(folder: epath.PathLike) -> int:
     """Returns the step of a checkpoint, even if its folder was renamed or copied."""
     name = epath.Path(folder).name
-    if name.isdigit():
+    if _is_step(name):
         return int(name)
     shapes = {"step": record.parse_shape("int32[]")}
     return int(load_named(folder, shapes, part="optimizer")["step"])
@@ -153,8 +158,9 @@ def load_everything(folder: epath.PathLike) -> dict[str, dict[str, jax.Array]]:
 
 def saved_params(folder: epath.PathLike) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes and dtypes of the parameters in one checkpoint from `find_checkpoint`."""
-    about = _about(folder)
-    return {name: record.parse_shape(text) for name, text in about["params"].items()}
+    with _naming_read_errors(folder):
+        params = record.read(folder)["params"]
+        return {name: record.parse_shape(text) for name, text in params.items()}
 
 
 def read_arrays(

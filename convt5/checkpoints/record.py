@@ -6,6 +6,7 @@ Arrays are named by their path in the tree, such as `encoder/layers/0/mlp/wi/ker
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from convt5.runtime import foreign_files
 
 FORMAT = 1
 _MOST_BYTES = 2**26
+_SHAPE = re.compile(r"[^\[\]]{1,40}\[(\d{1,15}(,\d{1,15})*)?\]")
 _SEAL = "sha256"  # Checksum of all else in the file.
 
 
@@ -43,6 +45,8 @@ def read(folder: epath.PathLike) -> dict[str, Any]:
             f"{folder} has checkpoint format {about['format']}; this version reads format "
             f"{FORMAT}: use the version of convt5 that wrote it."
         )
+    if fault := _fault(about):
+        raise ValueError(f"{path} is invalid: {fault}")
     return about
 
 
@@ -100,6 +104,21 @@ def differences(old: Any, new: Any, *, name: str = "") -> list[str]:
             )
         ]
     return [] if old == new else [f"{name}: {old} -> {new}"]
+
+
+def _fault(about: Mapping[str, Any]) -> str | None:
+    """Returns why the arrays of a record are not described as by `shapes`, or None."""
+    for part in ("params", "optimizer"):
+        arrays = about.get(part)
+        if not isinstance(arrays, dict):
+            return f"{part}={errors.clip(arrays)} does not map names to shapes"
+        for shape in arrays.values():
+            if not (isinstance(shape, str) and _SHAPE.fullmatch(shape)):
+                return f"{part} has the shape {errors.clip(shape)}"
+    checksums = about.get("checksums", {})
+    if not isinstance(checksums, dict) or not all(isinstance(c, dict) for c in checksums.values()):
+        return f"checksums={errors.clip(checksums)} does not map parts to checksums"
+    return None
 
 
 def _seal(about: Mapping[str, Any]) -> str:

@@ -5,12 +5,14 @@ TensorFlow.
 """
 
 import collections
+import contextlib
 import queue
 import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from convt5 import errors
@@ -79,6 +81,18 @@ def _without_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in settings.items()
         if name not in _PLACES
     }
+
+
+@contextlib.contextmanager
+def naming_damage() -> Iterator[None]:
+    """Converts the errors of a damaged position into one `UserError`."""
+    try:
+        yield
+    except (zipfile.BadZipFile, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise errors.UserError(
+            f"the data position in the checkpoint is damaged ({type(error).__name__}: {error}); "
+            "start a new run_dir."
+        ) from None
 
 
 def split_position(state: bytes) -> tuple[bytes, int]:

@@ -7,7 +7,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from convt5.data.prefetching import check_settings, position, split_position
+from convt5 import errors
+from convt5.data.prefetching import check_settings, naming_damage, position, split_position
+from convt5.runtime import foreign_files
+
+_MOST_BATCHES = 2**40
 
 
 @dataclasses.dataclass
@@ -123,9 +127,13 @@ class Passes:
         """Moves to a saved position.
 
         Raises:
-            UserError: it belongs to other data settings.
+            UserError: it belongs to other data settings, or is damaged.
         """
         snapshot, skip = split_position(state)
-        saved = json.loads(snapshot)
-        check_settings(self._settings, saved["settings"], item=self._item)
-        self._count = saved["count"] + skip
+        with naming_damage():
+            saved = foreign_files.parse_json(snapshot, kind=dict)
+            settings, count = dict(saved["settings"]), saved["count"]
+            if type(count) is not int or not 0 <= count + skip < _MOST_BATCHES:
+                raise ValueError(f"count={errors.clip(count)}, and {skip} more batches")
+        check_settings(self._settings, settings, item=self._item)
+        self._count = count + skip

@@ -5,7 +5,6 @@ but hides accelerators from it.
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import io
@@ -25,6 +24,7 @@ from convt5.data.mixing import MakeBlock, MixedStream, TaskStream
 from convt5.data.prefetching import (
     Prefetcher,
     check_settings,
+    naming_damage,
     position,
     rows_per_host,
     split_position,
@@ -32,6 +32,7 @@ from convt5.data.prefetching import (
 from convt5.data.rows import Batch, RowLayout
 from convt5.data.task_blocks import TaskBlocks
 from convt5.errors import checks
+from convt5.runtime import foreign_files
 from convt5.tasks import (
     classification,
     formats,
@@ -389,11 +390,11 @@ class BatchIterator:
         snapshot, skip = split_position(state)
         if snapshot.startswith(_ARCHIVE):
             return self._go_on_from_archive(snapshot)
-        with _naming_damage():
-            saved = json.loads(snapshot)
-            settings, examples = saved["settings"], saved["examples"]
+        with naming_damage():
+            saved = foreign_files.parse_json(snapshot, kind=dict)
+            settings, examples = dict(saved["settings"]), saved["examples"]
         check_settings(self._settings, settings, item="example")
-        with _naming_damage():
+        with naming_damage():
             self._examples.set_state(examples)
         self._at_the_start = False
         for _ in range(skip):
@@ -405,11 +406,11 @@ class BatchIterator:
         Raises:
             UserError: the settings differ, or the number of epochs would.
         """
-        with _naming_damage(), zipfile.ZipFile(io.BytesIO(snapshot)) as archive:
+        with naming_damage(), zipfile.ZipFile(io.BytesIO(snapshot)) as archive:
             member = archive.getinfo("settings.json")
             if member.file_size > _MOST_SETTINGS_BYTES:
                 raise ValueError(f"{member.file_size} bytes of settings")
-            saved = dict(json.loads(archive.read(member)))
+            saved = foreign_files.parse_json(archive.read(member), kind=dict)
             saved.pop("text", None)  # Paths and dates of files, which differ between machines.
             if "content" in saved:
                 saved["content"] = list(dict.fromkeys(saved["content"]))
@@ -446,17 +447,6 @@ class BatchIterator:
         # A packed row is complete only when the next example does not fit.
         self._examples_per_batch = taken + taken // 8 + 1 if self._layout.pack else num_wanted
         return self._layout.batch(examples.part(0, taken), ends, self._batch_size)
-
-
-@contextlib.contextmanager
-def _naming_damage() -> Iterator[None]:
-    try:
-        yield
-    except (zipfile.BadZipFile, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise errors.UserError(
-            f"the data position in the checkpoint is damaged ({type(error).__name__}: {error}); "
-            "start a new run_dir."
-        ) from None
 
 
 def _rates(provider: seqio.Task | seqio.Mixture, tasks: Sequence[seqio.Task]) -> list[float]:

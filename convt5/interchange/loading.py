@@ -92,7 +92,7 @@ def read_run(directory: epath.PathLike, *, step: int | None = None) -> Imported:
 def run_config(directory: epath.PathLike, *, step: int | None = None) -> Any:
     """Returns the description of a run's model, `ConvT5Config` or `ViTConfig`."""
     folder = reading.find_checkpoint(directory, step=step)
-    return portable.revive(reading.read_description(folder))
+    return portable.revive(reading.read_description(folder), where=str(folder))
 
 
 def with_settings(config: Any, settings: dict[str, Any]) -> Any:

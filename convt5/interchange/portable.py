@@ -96,6 +96,10 @@ def revive(settings: Any, *, where: str = "the description of the model") -> Any
         return _from_settings(settings, where)
     except TypeError as error:  # A setting is missing, or a list has a wrong element.
         raise errors.UserError(f"{where}: {error}; copy the model again.") from None
+    except errors.UserError as error:
+        if str(error).startswith(errors.printable(where)):
+            raise
+        raise errors.UserError(f"{where}: {error}") from None  # Rules name settings only.
 
 
 def _from_settings(settings: Any, where: str) -> Description:

@@ -9,7 +9,7 @@ import itertools
 import math
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -139,7 +139,7 @@ class _Native:
     def _zarr(self, name: str) -> pathlib.Path:
         """Returns the zarr folder of an array, which must be inside the checkpoint."""
         path = str(self._leaves[name]["kvstore"]["path"]).rstrip("/").rpartition("/")[2]
-        if path in ("", ".", "..") or "\0" in path or len(path) > 255:
+        if not foreign_files.is_file_name(path):
             raise ValueError(f"an array lies in {errors.clip(path)}")
         return self._folder / path
 
@@ -152,7 +152,9 @@ class _Orbax:
 
         self._folder = folder / "state" if (folder / "state" / "_METADATA").is_file() else folder
         self._handler = ocp.PyTreeCheckpointHandler()
-        foreign_files.read_json(self._folder / "_METADATA", remedy=_REMEDY, most_bytes=2**27)
+        _check_names(
+            foreign_files.read_json(self._folder / "_METADATA", remedy=_REMEDY, most_bytes=2**27)
+        )
         metadata = self._handler.metadata(_epath(self._folder))
         tree = getattr(metadata, "tree", metadata)
         leaves = dict(_flat(tree.get("optimizer", tree), ""))
@@ -180,6 +182,14 @@ class _Orbax:
         return found
 
 
+def _check_names(metadata: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for names of arrays from which Orbax would make paths elsewhere."""
+    for entry in metadata["tree_metadata"].values():
+        for key in entry["key_metadata"]:
+            if not foreign_files.is_file_name(key["key"]):
+                raise ValueError(f"an array has {errors.clip(key['key'])} in its name")
+
+
 def _epath(path: pathlib.Path) -> Any:
     from etils import epath
 
@@ -197,28 +207,36 @@ def _flat(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _unpack(content: bytes) -> Any:
     """Returns a msgpack tree written by Flax; its memory is bounded by the number of entries."""
-    entries = itertools.count()
+    count = 0
 
-    def pairs(found: list[tuple[Any, Any]]) -> dict[Any, Any]:
-        if next(entries) + len(found) > _MOST_ENTRIES:
+    def counted(found: list[Any]) -> list[Any]:
+        nonlocal count
+        count += 1 + len(found)
+        if count > _MOST_ENTRIES:
             raise ValueError("it has too many entries")
-        return dict(found)
+        return found
 
-    limits = {"max_array_len": _MOST_DEPTH, "max_map_len": 2**16}
-    return msgpack.unpackb(
-        content,
-        object_pairs_hook=pairs,
-        ext_hook=_extension,
-        raw=False,
-        strict_map_key=False,
-        **limits,
-    )
+    def unpack(content: bytes, **hooks: Any) -> Any:
+        return msgpack.unpackb(
+            content,
+            list_hook=counted,
+            object_pairs_hook=lambda found: dict(counted(found)),
+            raw=False,
+            strict_map_key=False,
+            max_array_len=_MOST_DEPTH,
+            max_map_len=2**16,
+            **hooks,
+        )
+
+    def extension(code: int, data: bytes) -> np.ndarray:
+        if code not in (_NDARRAY, _SCALAR):
+            raise ValueError(f"it holds something of type {code}, which is no array")
+        return _array(*unpack(data))
+
+    return unpack(content, ext_hook=extension)
 
 
-def _extension(code: int, data: bytes) -> np.ndarray:
-    if code not in (_NDARRAY, _SCALAR):
-        raise ValueError(f"it holds something of type {code}, which is no array")
-    shape, dtype, buffer = msgpack.unpackb(data, raw=False, max_array_len=_MOST_DEPTH)
+def _array(shape: Sequence[Any], dtype: Any, buffer: bytes) -> np.ndarray:
     if dtype not in _DTYPES:
         raise ValueError(f"an array is stored as {errors.clip(dtype)}")
     import ml_dtypes

@@ -30,7 +30,7 @@ def find(folder: pathlib.Path, whole: str, index: str) -> list[pathlib.Path]:
             f"{errors.clip(by_name)}; copy it again."
         )
     for shard in by_name.values():
-        if not isinstance(shard, str) or not _is_plain_name(shard):
+        if not foreign_files.is_file_name(shard):
             raise errors.UserError(
                 f"{folder / index} names the file {errors.clip(shard)}; it must be one in the "
                 "same folder."
@@ -41,7 +41,3 @@ def find(folder: pathlib.Path, whole: str, index: str) -> list[pathlib.Path]:
             f"{folder} lacks {', '.join(errors.abbreviate(absent))}, which {index} names."
         )
     return [folder / shard for shard in shards]
-
-
-def _is_plain_name(name: str) -> bool:
-    return pathlib.PurePath(name).name == name and "\0" not in name and len(name) < 256

@@ -1,8 +1,12 @@
 """Formats times and counts for display: 3m 05s, 12.3k, 7.89 GB."""
 
+import math
+
 
 def duration(seconds: float) -> str:
-    """Formats a time: 8s, 3m 05s, 2h 07m, 4d 03h."""
+    """Formats a time: 8s, 3m 05s, 2h 07m, 4d 03h; a value that is not finite as such."""
+    if not math.isfinite(seconds):
+        return str(seconds)
     seconds = max(0, round(seconds))
     if seconds < 60:
         return f"{seconds}s"

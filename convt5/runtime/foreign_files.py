@@ -4,6 +4,7 @@ What a file states about itself is compared with its size before memory is alloc
 `ValueError` that says why, or a `UserError` that also names the file.
 """
 
+import collections
 import contextlib
 import io
 import itertools
@@ -38,6 +39,9 @@ _NUMBERS = "biuf"
 _TFDS_CLASS = ("type", "pythonClassName", "python_class_name")
 _PIECE = 2**20
 _SHOWN = 300
+_LONGEST_NAME = 255
+_MOST_DEPTH = 100
+_MOST_DIGITS = 40  # An integer of 128 bits has 39; one of 309 does not convert to a float.
 
 
 class TooLargeError(ValueError):
@@ -47,12 +51,13 @@ class TooLargeError(ValueError):
 def parse_json(text: str | bytes, *, kind: type = object) -> Any:
     """Parses JSON; raises `ValueError` for invalid text or another kind of value.
 
-    Also refuses nesting too deep for Python, numbers with thousands of digits and repeated keys.
+    Also refuses nesting deeper than 100, integers of more than 40 digits and repeated keys.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_object)
+        value = json.loads(text, object_pairs_hook=_object, parse_int=_integer)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    _check_depth(value)
     if not isinstance(value, kind):
         raise ValueError(f"it holds {type(value).__name__}, not {kind.__name__}")
     return value
@@ -91,6 +96,13 @@ def read_bytes(path: epath.PathLike, most: int) -> bytes:
     if len(content) > most:
         raise TooLargeError(f"it has more than {most:,} bytes")
     return content
+
+
+def is_file_name(name: object) -> bool:
+    """Returns whether a value names a file in a folder, and cannot lead out of the folder."""
+    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+        return False
+    return len(name.encode(errors="surrogatepass")) <= _LONGEST_NAME
 
 
 def unreadable(path: epath.PathLike, why: BaseException | str, remedy: str) -> errors.UserError:
@@ -303,10 +315,27 @@ def check_tfds(name: str, data_dir: str | None, *, setting: str) -> None:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} is there twice")
+        counts = collections.Counter(name for name, _ in pairs)
+        raise ValueError(f"{counts.most_common(1)[0][0]!r} is there twice")
     return result
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number has {len(digits):,} digits")
+    return int(digits)
+
+
+def _check_depth(value: Any) -> None:
+    """Raises `ValueError` for values that a recursive function could not traverse."""
+    level = [value]
+    for _ in range(_MOST_DEPTH):
+        lists = [each for each in level if isinstance(each, list)]
+        lists += [each.values() for each in level if isinstance(each, dict)]
+        level = [item for items in lists for item in items]
+        if not level:
+            return
+    raise ValueError("it is nested too deeply")
 
 
 def _members(archive: zipfile.ZipFile, stored: int) -> dict[str, zipfile.ZipInfo]:
@@ -372,6 +401,10 @@ def _feature_classes(file: pathlib.Path) -> list[str]:
         classes.extend(v for k, v in value.items() if k in _TFDS_CLASS and isinstance(v, str))
         return value
 
+    try:
+        content = read_bytes(file, MOST_JSON_BYTES)
+    except (OSError, ValueError) as error:
+        raise unreadable(file, error, "prepare the data set again.") from error
     with contextlib.suppress(ValueError, RecursionError):  # TFDS reports these itself.
-        json.loads(file.read_bytes(), object_hook=note)
+        json.loads(content, object_hook=note)
     return classes

@@ -99,7 +99,8 @@ def current(record: Mapping[str, Any]) -> dict[str, Any]:
         elif f"{half}top_5_accuracy" in record:  # Of images.
             converted |= objective
             for name in _SHARES:
-                converted[f"{half}{name}"] = _percent(record[f"{half}{name}"])
+                if f"{half}{name}" in record:
+                    converted[f"{half}{name}"] = _percent(record[f"{half}{name}"])
     return converted
 
 

@@ -12,7 +12,7 @@ from convt5 import errors
 from convt5.runtime import atomic_files, metric_names
 from convt5.sweeps import running
 from convt5.sweeps.study import Study
-from convt5.training.run_log import METRICS_FILE, read_metrics, read_records
+from convt5.training.run_log import METRICS_FILE, read_metrics, read_records, record_fault
 
 _KEYS = ("run", "about", "records")
 
@@ -89,11 +89,12 @@ def _check(result: dict[str, Any], where: str) -> dict[str, Any]:
     fault = running.about_fault(about)
     if fault is None and about["status"] == "started":
         fault = "the run is not done"
-    is_list = isinstance(records, list)
-    if not (is_list and all(isinstance(r, dict) and "step" in r for r in records)):
+    if not isinstance(records, list):
         fault = fault or "its records are no list of records of steps"
+    else:
+        fault = fault or next(filter(None, map(record_fault, records)), None)
     if not isinstance(result["run"], str):
-        fault = fault or f"run={result['run']!r} is no name"
+        fault = fault or f"run={errors.clip(result['run'])} is no name"
     if fault:
         raise errors.UserError(
             f"{where} is not the result of a run ({fault}); give a file written by "

@@ -370,8 +370,8 @@ def check_settings(point: Point, recorded: Any, *, where: str) -> None:
     """
     if recorded != _settings(point):
         raise errors.UserError(
-            f"{where} holds a run of other settings ({recorded}, now {_settings(point)}); restore "
-            "the study's settings, or choose another output_dir."
+            f"{where} holds a run of other settings ({errors.clip(recorded, limit=2000)}, now "
+            f"{_settings(point)}); restore the study's settings, or choose another output_dir."
         )
 
 
@@ -401,12 +401,15 @@ def read_about(folder: pathlib.Path) -> dict[str, Any] | None:
 def about_fault(about: Any) -> str | None:
     """Returns why a value is not a result of `read_about`, or None if it is."""
     if not isinstance(about, dict):
-        return f"it holds {about!r}"
+        return f"it holds {errors.clip(about)}"
     missing = [name for name in ("settings", "status", "message") if name not in about]
     if missing:
         return f"it lacks {', '.join(missing)}"
     if about["status"] not in get_args(Status):
-        return f"status={about['status']!r} must be one of {', '.join(get_args(Status))}"
+        named = errors.clip(about["status"])
+        return f"status={named} must be one of {', '.join(get_args(Status))}"
+    if not isinstance(about["message"], str):
+        return f"message={errors.clip(about['message'])} is no text"
     return None
 
 

@@ -26,7 +26,7 @@ import jax
 from etils import epath
 
 from convt5 import errors
-from convt5.runtime import atomic_files, file_locks, folders
+from convt5.runtime import atomic_files, file_locks, folders, foreign_files
 from convt5.text import task_format, vocabulary_files
 
 _LOCK_FILE = "lock"
@@ -230,7 +230,7 @@ def _lock(lock: int, folder: epath.Path) -> None:
 
 def _holder(lock: int) -> str:
     try:
-        about = json.loads(os.pread(lock, 1000, 0))
+        about = foreign_files.parse_json(os.pread(lock, 1000, 0), kind=dict)
         return f"process {about['pid']} on {about['host']}"
     except (ValueError, KeyError):
         return "another process"

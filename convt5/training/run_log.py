@@ -124,18 +124,27 @@ def read_metrics(run_dir: epath.PathLike) -> list[dict[str, Any]]:
 def _read_steps(path: epath.Path) -> list[dict[str, Any]]:
     records = [metric_names.current(record) for record in read_records(path, need=["step"])]
     for number, record in enumerate(records, start=1):
-        for name, value in record.items():
-            if not isinstance(value, int) if name == "step" else not _is_number(value):
-                raise errors.UserError(
-                    f"{path}, line {number} is damaged ({name}={value!r} is no number); remove the "
-                    "line, or restore a good copy of the file."
-                )
+        if fault := record_fault(record):
+            raise errors.UserError(
+                f"{path}, line {number} is damaged ({fault}); remove the line, or restore a good "
+                "copy of the file."
+            )
     return records
+
+
+def record_fault(record: Any) -> str | None:
+    """Returns why a value is not the record of a step, or None if it is."""
+    if not isinstance(record, dict) or "step" not in record:
+        return f"{errors.clip(record)} is no record of a step"
+    for name, value in record.items():
+        if not isinstance(value, int) if name == "step" else not _is_number(value):
+            return f"{name[:60]}={errors.clip(value)} is no number"
+    return None
 
 
 def _is_number(value: Any) -> bool:
     """Returns whether this is a number as written by `json_number`."""
-    return isinstance(value, int | float) or str(value) in ("nan", "inf", "-inf")
+    return isinstance(value, int | float) or value in ("nan", "inf", "-inf")
 
 
 def read_records(path: epath.PathLike, *, need: Sequence[str] = ()) -> list[dict[str, Any]]:
