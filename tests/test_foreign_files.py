@@ -35,7 +35,7 @@ from convt5.interchange import (
     safetensors_files,
 )
 from convt5.interchange.tf_checkpoint import Checkpoint
-from convt5.runtime import foreign_files
+from convt5.runtime import atomic_files, foreign_files
 from convt5.sweeps import running
 from convt5.text import vocabulary_files
 from convt5.training import run_log
@@ -123,12 +123,11 @@ def test_what_is_no_regular_file_is_not_opened(name, thing, tmp_path):
     refused(JSON_FILES[name], tmp_path)
 
 
-@pytest.mark.parametrize("thing", [*THINGS, "link"])
+@pytest.mark.parametrize("thing", THINGS)
 def test_features_of_tfds_that_are_no_regular_file_are_not_opened(thing, tmp_path):
     file = tmp_path / "mnist" / "3.0.1" / "features.json"
     file.parent.mkdir(parents=True)
-    makers = {"folder": file.mkdir, "pipe": lambda: os.mkfifo(file)}
-    makers.get(thing, lambda: file.symlink_to("absent"))()
+    file.mkdir() if thing == "folder" else os.mkfifo(file)
     refused(lambda _: foreign_files.check_tfds("mnist", str(tmp_path), setting="name"), file)
 
 
@@ -240,6 +239,7 @@ ABOUT = {
     },
     "made_from": {},
 }
+FEATURE = {"dtype": "<u2", "length": 4}
 _TRAIN = ("splits", "train")
 _TOKENS = (*_TRAIN, "features", "encoder_input_tokens")
 WRONG = [None, "8", 8.5, -1, True, [], [[]], float("nan"), {"a": [1]}]
@@ -321,6 +321,32 @@ def test_folders_whose_names_only_look_like_steps_are_no_checkpoints(tmp_path):
     for name in ("\u00b2", "\u0663", "1_0", "-2", " 3"):
         (tmp_path / name).mkdir()
     assert reading.steps_in(tmp_path) == [1]
+
+
+PROGRESS = {
+    **{"rows": 2, "num_read": 3, "digest": "x", "state": "YQ==", "is_complete": False},
+    **{"features": {"encoder_input_tokens": {"dtype": "<u2", "length": 4}}, "tokens": {}},
+    "counts": {},
+}
+UNFINISHED = [
+    *[((), value) for value in [*WRONG, {"train": {}}]],
+    *[(("train", name), value) for name in PROGRESS for value in ([1], -1)],
+    *[(("train", "features", name), FEATURE) for name in ("../tokens", "/tmp/a", "")],
+]
+
+
+@pytest.mark.parametrize(("path", "value"), UNFINISHED, ids=str)
+def test_progress_of_a_cache_that_none_wrote_is_not_continued(path, value, tmp_path):
+    unfinished = atomic_files.unfinished(tmp_path / "cache", "unfinished")
+    unfinished.mkdir()
+    file = unfinished / cached_data._PROGRESS_FILE
+    whole = {"identity": "x", "splits": {"train": PROGRESS}}
+    file.write_text(json.dumps(whole))
+    writer = cached_data.Writer(tmp_path / "cache", identity="x")
+    assert writer.written("train") == cached_data.Written(3, b"a", False)
+    del writer
+    file.write_text(json.dumps(changed(whole, ("splits", *path), value)))
+    assert cached_data.Writer(tmp_path / "cache", identity="x").written("train").state is None
 
 
 ROWS = [("rows", HUGE), ("rows", 3), ("length", 2**24), ("length", 5)]
@@ -869,7 +895,7 @@ ATTACKS = {
         + len(THINGS) * (len(OPENED) + 1)
         + len(LINES)
         + len(OVERWHELMING)
-        + 2
+        + 1
     ),
     "Settings of models, caches, checkpoints and vocabularies: missing, mistyped or absurd": (
         len(CONFIGS)
@@ -878,6 +904,7 @@ ATTACKS = {
         + len(DESCRIBED)
         + len(CACHES)
         + len(RECORDS)
+        + len(UNFINISHED)
         + len(ROWS)
         + len(VOCABULARIES)
     ),

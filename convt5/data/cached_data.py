@@ -414,7 +414,13 @@ class Writer:
         """Returns what an unfinished cache of the same data has recorded."""
         new = {"identity": identity, "splits": {}}
         recorded = foreign_files.find_json(self._unfinished / _PROGRESS_FILE) or {}
-        return recorded if identity is not None and recorded.get("identity") == identity else new
+        if identity is None or recorded.get("identity") != identity:
+            return new
+        try:
+            _check_progress(recorded["splits"])
+        except (LookupError, TypeError, AttributeError, ValueError):
+            return new
+        return recorded
 
     def vocabulary(
         self, vocabulary: Any, token_bytes: np.ndarray | None, *, of_inputs: Any = None
@@ -604,13 +610,34 @@ def _check_about(about: Any) -> None:
         for numbers in split.get("counts", {}).values():
             counts += Counts(*numbers)
         for feature_name, feature in split["features"].items():
-            if not _FEATURE.fullmatch(feature_name):  # It is used as a file name.
-                raise ValueError(f"{feature_name!r} is no name of a feature")
-            counts.append(feature["length"])
-            if feature["dtype"] not in _DTYPES:
-                raise ValueError(f"{feature['dtype']!r} is none of {_DTYPES}")
-            if not 0 < feature["length"] <= vocabulary_files.MOST_TOKENS:
-                raise ValueError(f"{feature_name!r} has {feature['length']} tokens in a row")
+            _check_feature(feature_name, feature)
+    _check_counts(counts)
+
+
+def _check_progress(splits: Any) -> None:
+    """Raises errors, as `_check_about`, for progress that `Writer` did not write."""
+    for progress in splits.values():
+        for name, feature in progress["features"].items():
+            _check_feature(name, feature)
+        _check_counts([progress["rows"], progress["num_read"], *progress["tokens"].values()])
+        for numbers in progress["counts"].values():
+            _check_counts(Counts(*numbers))
+        base64.b64decode(progress["state"] or "", validate=True)
+        if not isinstance(progress["digest"], str) or type(progress["is_complete"]) is not bool:
+            raise ValueError("it has no digest of its rows, or does not say whether it is complete")
+
+
+def _check_feature(name: str, feature: Mapping[str, Any]) -> None:
+    if not _FEATURE.fullmatch(name):  # It is used as a file name.
+        raise ValueError(f"{name!r} is no name of a feature")
+    if feature["dtype"] not in _DTYPES:
+        raise ValueError(f"{feature['dtype']!r} is none of {_DTYPES}")
+    _check_counts([feature["length"]])
+    if not 0 < feature["length"] <= vocabulary_files.MOST_TOKENS:
+        raise ValueError(f"{name!r} has {feature['length']} tokens in a row")
+
+
+def _check_counts(counts: Iterable[Any]) -> None:
     for count in counts:
         if type(count) is not int or count < 0:
             raise ValueError(f"{count!r} is no count")
