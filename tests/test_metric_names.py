@@ -22,7 +22,7 @@ def renamed(half, record):
         (PARTIAL, {"objective": 1.5, "loss": 1.5, "top_5_accuracy": 50.0}),
         ({"loss": 1.0, "accuracy": 0.5}, {"loss": 1.0, "accuracy": 0.5}),
     ],
-    ids=["text", "images", "a loss of one's own"],
+    ids=["text", "images", "some of images", "a loss of one's own"],
 )
 def test_earlier_records_are_read_under_todays_names(half, before, now):
     other = {"step": 4, "trec6/accuracy": 57.4, "trec6/loss": 0.1}

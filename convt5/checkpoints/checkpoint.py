@@ -600,5 +600,6 @@ def _best(folder: epath.Path) -> dict[str, Any]:
         best = record.read(folder).get("best")
     except (OSError, ValueError, KeyError):
         return {}
-    is_measured = isinstance(best, dict) and isinstance(best.get("value"), int | float)
-    return best if is_measured else {}
+    if isinstance(best, dict) and isinstance(best.get("value"), int | float):
+        return best
+    return {}
