@@ -14,6 +14,7 @@ import pathlib
 import re
 import shlex
 import shutil
+import sys
 
 import commands
 import pytest
@@ -97,11 +98,14 @@ def sandbox(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def forgotten_tasks():
-    """Tasks that pages define are registered for one test alone."""
-    before = set(seqio.TaskRegistry.names())
+    """Tasks and modules that pages define are there for one test alone."""
+    tasks, modules = set(seqio.TaskRegistry.names()), set(sys.modules)
     yield
-    for name in seqio.TaskRegistry.names() - before:
+    for name in seqio.TaskRegistry.names() - tasks:
         seqio.TaskRegistry.remove(name)
+    for name in set(sys.modules) - modules:
+        if name.startswith("my_"):
+            del sys.modules[name]
 
 
 def check_settings(name: str, arguments: command_line.Arguments) -> None:

@@ -34,9 +34,9 @@ def predict_after_masking(monkeypatch, mask) -> None:
     Ours reads zero at padding and returns zero there, so real positions agree either way. But
     recorded cotangents are not zero at padding, and reach parameters from there.
     """
-    gated = Convolution._gated
+    gated = Convolution._gate_input
     seen = jnp.asarray(mask)[..., None]
-    monkeypatch.setattr(Convolution, "_gated", lambda self, *given: gated(self, *given) * seen)
+    monkeypatch.setattr(Convolution, "_gate_input", lambda self, *given: gated(self, *given) * seen)
 
 
 class Block:
