@@ -12,8 +12,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import msgpack
 import numpy as np
+from etils import epath
 
 from convt5 import errors
 from convt5.interchange.mapping import Shape
@@ -155,7 +157,7 @@ class _Orbax:
         _check_names(
             foreign_files.read_json(self._folder / "_METADATA", remedy=_REMEDY, most_bytes=2**27)
         )
-        metadata = self._handler.metadata(_epath(self._folder))
+        metadata = self._handler.metadata(epath.Path(self._folder))
         tree = getattr(metadata, "tree", metadata)
         leaves = dict(_flat(tree.get("optimizer", tree), ""))
         self._inside = ("optimizer",) if "optimizer" in tree else ()
@@ -176,7 +178,7 @@ class _Orbax:
                 key: ocp.RestoreArgs(restore_type=np.ndarray) if restore is None else restore
             }
         arguments = ocp.args.PyTreeRestore(item, restore_args=restore, partial_restore=True)
-        found = self._handler.restore(_epath(self._folder), args=arguments)
+        found = self._handler.restore(epath.Path(self._folder), args=arguments)
         for key in path:
             found = found[key]
         return found
@@ -188,12 +190,6 @@ def _check_names(metadata: Mapping[str, Any]) -> None:
         for key in entry["key_metadata"]:
             if not foreign_files.is_file_name(key["key"]):
                 raise ValueError(f"an array has {errors.clip(key['key'])} in its name")
-
-
-def _epath(path: pathlib.Path) -> Any:
-    from etils import epath
-
-    return epath.Path(path)
 
 
 def _flat(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -239,8 +235,6 @@ def _unpack(content: bytes) -> Any:
 def _array(shape: Sequence[Any], dtype: Any, buffer: bytes) -> np.ndarray:
     if dtype not in _DTYPES:
         raise ValueError(f"an array is stored as {errors.clip(dtype)}")
-    import ml_dtypes
-
     kind = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
     return np.frombuffer(buffer, kind).reshape([int(length) for length in shape])
 
