@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 
 from convt5 import errors
 from convt5.configuration import command_line
-from convt5.reports import figures, markdown, page
+from convt5.reports import figures, markdown, page, tables
+from convt5.reports.tables import Table
 from convt5.runtime import atomic_files, foreign_files, metric_names
 from convt5.runtime.amounts import duration
 from convt5.text import vocabulary_files
@@ -119,17 +120,17 @@ def main(argv: Sequence[str]) -> None:
             dataclasses.replace(run, rank=ranked.last.value if ranked.last else math.inf)
             for run, ranked in zip(runs, ranks, strict=True)
         ]
-    table = markdown_table(runs, metric=metric, clock=clock)
+    table = comparison(runs, metric=metric, clock=clock)
     if warning:
         print(f"warning: {warning}", file=sys.stderr)
-        table = f"{warning}\n\n{table}"
-    print(table, end="")
+    text = markdown.sections([*([Table("", notes=[warning])] if warning else []), table])
+    print(text, end="")
     output = arguments.output
     written = [output / "comparison.md", output / "comparison.html"]
     written.append(output / f"comparison{arguments.plot_suffix}")
     try:
         output.mkdir(parents=True, exist_ok=True)
-        atomic_files.replace_text(written[0], table)
+        atomic_files.replace_text(written[0], text)
         page.write(written[1], _page(arguments.runs, table, metric, clock, warning))
         plot(runs, written[2], metric=metric, clock=clock)
     except OSError as error:
@@ -140,17 +141,16 @@ def main(argv: Sequence[str]) -> None:
     print(f"\nwrote {', '.join(map(str, written))}")
 
 
-def _page(names: Sequence[str], table: str, metric: str, clock: str, warning: str) -> page.Page:
+def _page(names: Sequence[str], table: Table, metric: str, clock: str, warning: str) -> page.Page:
     """Returns the page of runs, the table of the comparison above the others."""
     overviews = {name: run_overview.read(folder) for name, folder in _name_runs(names)}
     runs = [run_overview.page_run(name, found, clock=clock) for name, found in overviews.items()]
     axes = run_overview.axes(runs)
-    (compared,) = [found for found in page.of_markdown(table) if found.columns]
     return page.Page(
         title=f"{len(runs)} run{'s' * (len(runs) > 1)}: {metric_names.display_name(metric)}",
         runs=runs,
         tables=[
-            compared._replace(title="Comparison", notes=[]),
+            table._replace(title="Comparison"),
             page.differing({name: found.settings for name, found in overviews.items()}),
             run_overview.costs(overviews),
             run_overview.machines(overviews),
@@ -238,9 +238,7 @@ def read_runs(
     return runs
 
 
-def markdown_table(
-    runs: Sequence[Run], *, metric: str = DEFAULT_METRIC, clock: str = "wall"
-) -> str:
+def comparison(runs: Sequence[Run], *, metric: str = DEFAULT_METRIC, clock: str = "wall") -> Table:
     """Returns a table of the runs, best last value first, with values at equal steps and time.
 
     Equal steps and equal time are the maxima that all runs with values have reached.
@@ -269,7 +267,7 @@ def markdown_table(
             row["tokens/s"] = "" if speed is None else f"{speed:,.0f}"
         rows.append(row)
     filled = [name for name in rows[0] if any(row[name] for row in rows)]
-    return markdown.table([{name: row[name] for name in filled} for row in rows]) + "\n"
+    return tables.of_rows("", [{name: row[name] for name in filled} for row in rows])
 
 
 def plot(

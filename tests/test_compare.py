@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from convt5 import compare
 from convt5.errors import UserError
+from convt5.reports import markdown
 from convt5.text import vocabulary_files
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -50,8 +51,12 @@ def cells(table: str) -> list[dict[str, str]]:
     return [dict(zip(head, row, strict=True)) for row in rows]
 
 
+def compared(runs, **how) -> list[dict[str, str]]:
+    return cells(markdown.sections([compare.comparison(runs, **how)]))
+
+
 def test_table_orders_by_last_value_and_compares_at_equal_steps_and_time(two_runs):
-    rows = cells(compare.markdown_table(compare.read_runs(two_runs)))
+    rows = compared(compare.read_runs(two_runs))
     assert [row["run"] for row in rows] == ["slow", "fast"]
     # Both reached step 40; the fast run ended after 60 s, when the slow one had made 15 steps.
     assert [row["at step 40"] for row in rows] == ["3.0000", "4.0000"]
@@ -62,7 +67,7 @@ def test_table_orders_by_last_value_and_compares_at_equal_steps_and_time(two_run
 
 def test_time_can_be_that_of_the_processor(two_runs):
     runs = compare.read_runs(two_runs, clock="processor")
-    rows = cells(compare.markdown_table(runs, clock="processor"))
+    rows = compared(runs, clock="processor")
     assert [row["processor time"] for row in rows] == ["5m 20s", "2m 00s"]
     assert [row["s/step"] for row in rows] == ["8.00", "2.00"]
     # Tokens per second of the wall clock would not belong beside them.
@@ -70,7 +75,7 @@ def test_time_can_be_that_of_the_processor(two_runs):
 
 
 def test_table_is_aligned_as_plain_text(two_runs):
-    lines = compare.markdown_table(compare.read_runs(two_runs)).splitlines()
+    lines = markdown.sections([compare.comparison(compare.read_runs(two_runs))]).splitlines()
     assert len({len(line) for line in lines}) == 1
 
 
@@ -82,7 +87,7 @@ def test_higher_accuracy_is_better(tmp_path):
         (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     metric = "validation/accuracy"
     runs = compare.read_runs([str(tmp_path / "low"), str(tmp_path / "high")], metric=metric)
-    assert [r["run"] for r in cells(compare.markdown_table(runs, metric=metric))] == ["high", "low"]
+    assert [r["run"] for r in compared(runs, metric=metric)] == ["high", "low"]
 
 
 def test_runs_are_compared_by_the_metric_of_their_task(tmp_path):
@@ -120,7 +125,7 @@ def test_the_last_part_of_a_metric_says_what_is_better(tmp_path, metric, lower):
         record = {"step": 1, metric: value, "train_seconds": 1.0}
         (tmp_path / name / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     runs = compare.read_runs([str(tmp_path / name) for name in ("low", "high")], metric=metric)
-    rows = cells(compare.markdown_table(runs, metric=metric))
+    rows = compared(runs, metric=metric)
     assert [row["run"] for row in rows] == (["low", "high"] if lower else ["high", "low"])
 
 
@@ -151,7 +156,7 @@ def test_a_run_of_a_study_can_be_given_a_name(tmp_path, monkeypatch):
 
 def test_a_bar_in_a_name_begins_no_other_cell(tmp_path):
     (run,) = compare.read_runs([f"a|b={write_run(tmp_path / 'run', [1.0])}"])
-    assert r"| a\|b |" in compare.markdown_table([run])
+    assert r"| a\|b |" in markdown.sections([compare.comparison([run])])
 
 
 @pytest.fixture
@@ -168,7 +173,7 @@ def timeless(tmp_path) -> str:
 @pytest.mark.parametrize("clock", ["wall", "processor"])
 def test_time_that_was_not_recorded_is_left_empty(two_runs, timeless, clock, tmp_path):
     runs = compare.read_runs([*two_runs, timeless], clock=clock)
-    rows = {row["run"]: row for row in cells(compare.markdown_table(runs, clock=clock))}
+    rows = {row["run"]: row for row in compared(runs, clock=clock)}
     name = "training time" if clock == "wall" else "processor time"
     equal = "at 1m 00s" if clock == "wall" else "at 2m 00s"
     shown = [rows["timeless"][cell] for cell in (name, "s/step", equal, "at step 40")]
@@ -194,7 +199,7 @@ def test_not_a_number_is_left_out_of_the_curve(tmp_path):
         )
     (run,) = compare.read_runs([str(folder)])
     assert (run.bits_per_byte, run.tokens_per_second) == (1.0, 100.0)
-    assert cells(compare.markdown_table([run]))[0]["bits per byte"] == "1.0000"
+    assert compared([run])[0]["bits per byte"] == "1.0000"
     assert run.last.step == 20
     assert math.isfinite(run.last.value)
 
@@ -379,7 +384,7 @@ def test_a_run_that_diverged_comes_last_and_says_so(tmp_path):
     with (better / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 50, "validation/loss": "nan", "train_seconds": 50}\n')
     worse = write_run(tmp_path / "worse", [2.0, 1.5])
-    first, last = cells(compare.markdown_table(compare.read_runs([str(better), str(worse)])))
+    first, last = compared(compare.read_runs([str(better), str(worse)]))
     assert (first["run"], last["run"]) == ("worse", "better")
     assert (last["last validation/loss"], last["best validation/loss"]) == ("not finite", "1.0000")
 
@@ -396,7 +401,7 @@ def test_a_run_that_was_never_finite_is_listed(two_runs, tmp_path, others):
 
 def test_a_record_before_the_first_step_can_be_compared(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "validation/loss": 3.0}\n')
-    (row,) = cells(compare.markdown_table(compare.read_runs([str(tmp_path)])))
+    (row,) = compared(compare.read_runs([str(tmp_path)]))
     assert (row["steps"], row["s/step"]) == ("0", "0.00")
 
 

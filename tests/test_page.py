@@ -9,7 +9,8 @@ import shutil
 import commands
 import pytest
 
-from convt5.reports import markdown, page
+from convt5.reports import page
+from convt5.reports.tables import Table
 
 OWN = "document.title='owned'"
 EVIL = f'</script><script>{OWN}</script><img src=x onerror="{OWN}">'
@@ -39,7 +40,7 @@ def test_a_page_asks_for_nothing_from_elsewhere(tmp_path):
 
 
 def test_text_of_runs_never_ends_the_data(tmp_path):
-    table = page.Table(EVIL, [EVIL], [[EVIL]], [EVIL])
+    table = Table(EVIL, [EVIL], [[EVIL]], [EVIL])
     text = made(
         tmp_path / "a.html",
         [run(EVIL, samples={3: EVIL})],
@@ -70,15 +71,6 @@ def test_many_long_runs_make_a_page_of_few_megabytes(tmp_path, count):
     points = data_of(text)["runs"][-1]["curves"]["loss"]
     assert points[-1][0] == 30_000
     assert 300 <= len(points) <= 500
-
-
-def test_tables_of_a_report_are_those_of_its_markdown():
-    rows = [{"a|b": "1|2", "c": ""}, {"a|b": "x", "c": "-3"}]
-    text = f"first\n\n{markdown.table(rows)}\n\n## Next\n\nnote\n\n{markdown.table([{'d': '1'}])}\n"
-    assert page.of_markdown(text) == [
-        page.Table("", ["a|b", "c"], [["1|2", ""], ["x", "-3"]], ["first"]),
-        page.Table("Next", ["d"], [["1"]], ["note"]),
-    ]
 
 
 def test_settings_that_differ_are_named_and_no_others():
@@ -120,7 +112,7 @@ def test_a_browser_draws_zooms_switches_and_sorts(tmp_path):
     if chromium is None:
         pytest.skip("there is no Chromium here to open a page in")
     path = tmp_path / "page.html"
-    table = page.Table("sorted", ["n"], [["9"], ["1,000"], [""], ["12.3k"], ["2m 00s"], ["-"]])
+    table = Table("sorted", ["n"], [["9"], ["1,000"], [""], ["12.3k"], ["2m 00s"], ["-"]])
     runs = [run(EVIL, samples={3: EVIL}), run("second", (3.0, 2.5, 2.25))]
     text = made(path, runs, [table], title="a < b")
     # Another script than that of the page may run in this test alone.

@@ -178,9 +178,10 @@ def test_a_study_of_models_of_images_over_an_axis_shows_what_they_cost(tmp_path)
     total = vision_costs.model_cost(equal_cost.describe(files, []).model).total
     assert (found.parameters, found.flops) == (total.parameters, 2 * total.multiply_adds)
     assert (found.memory, found.seconds) == (None, 7.0)
-    text = profile.tables(asked, profile.lines(asked, analysis.results(asked)), table)
-    rows = [line.split("|") for line in text.splitlines() if f" {total.parameters:,} " in line]
-    assert [[cell.strip() for cell in row[-4:-1]] for row in rows] == [["-", "7", "-"]] * 2
+    lines = profile.lines(asked, analysis.results(asked))
+    costs = profile.sections(asked, lines, table)[-1]
+    rows = [row for row in costs.rows if f"{total.parameters:,}" in row]
+    assert [row[-3:] for row in rows] == [["-", "7", "-"]] * 2
 
 
 def test_a_study_is_reported_where_the_data_of_its_runs_is_not(tmp_path):
@@ -200,16 +201,11 @@ def test_a_study_is_reported_where_the_data_of_its_runs_is_not(tmp_path):
         return 0
 
     assert running.run_all(asked, launch=launch) == 2
-    text = profile.tables(
-        asked, profile.lines(asked, analysis.results(asked)), profile.cost_table(asked)
-    )
-    assert [cell.strip() for cell in text.splitlines()[-6].split("|")[2:-1]] == [
-        "5",
-        *["-"] * 5,
-        "7",
-    ]
-    assert text.count("Not known here: ") == 1
-    assert "gone.model' names no file" in text
+    lines = profile.lines(asked, analysis.results(asked))
+    costs = profile.sections(asked, lines, profile.cost_table(asked))[-1]
+    assert costs.rows[0][1:] == ["5", *["-"] * 5, "7"]
+    (fault,) = [note for note in costs.notes if note.startswith("Not known here: ")]
+    assert "gone.model' names no file" in fault
 
 
 def test_a_study_does_not_pair_models_of_images(tmp_path):

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from convt5.evaluation.progress import elapsed
+from convt5.runtime.progress import elapsed
 
 
 class Terminal(io.StringIO):

@@ -13,9 +13,9 @@ import pytest
 import tiny_run
 
 from convt5 import compare, errors, infer, inspect, sweep, train
-from convt5.evaluation import infer_command, progress
+from convt5.evaluation import infer_command
 from convt5.reports import markdown
-from convt5.runtime import terminal
+from convt5.runtime import progress, terminal
 from convt5.training import run_log
 
 # A title, colours, the cursor, a bell, C1, turned text, and a byte that is no text.

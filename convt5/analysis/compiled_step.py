@@ -19,11 +19,11 @@ from convt5 import errors
 from convt5.analysis import collectives, costs, gpu_target
 from convt5.analysis.cost_report import Subject, align, device_bytes, short_bytes
 from convt5.analysis.topology import Topology
-from convt5.evaluation.progress import elapsed
 from convt5.modeling import sharding
 from convt5.modeling.tree_paths import matches
 from convt5.ops import dispatch
 from convt5.runtime.amounts import short_number
+from convt5.runtime.progress import elapsed
 from convt5.training import compilation
 from convt5.training.plan import Plan
 from convt5.training.train_step import StepConfig, differentiate

@@ -19,12 +19,12 @@ from convt5.evaluation import checkpoints, images, run_settings
 from convt5.evaluation.flags import PREDICT_FLAGS, TASK_FLAGS
 from convt5.evaluation.hosts import first_hosts
 from convt5.evaluation.images import ImagePlan
-from convt5.evaluation.progress import Progress
 from convt5.evaluation.results import Outcome, Results, closing_results
 from convt5.evaluation.run_settings import RunSettings
 from convt5.evaluation.settings import PredictConfig, from_flags
 from convt5.modeling import sharding
 from convt5.runtime import metric_names
+from convt5.runtime.progress import Progress
 from convt5.training.compilation import enable_persistent_cache
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from jax.sharding import Mesh
 
 from convt5 import errors
 from convt5.evaluation import checkpoints, hosts
-from convt5.evaluation.progress import Progress
 from convt5.evaluation.results import Outcome
 from convt5.modeling import sharding
 from convt5.runtime import metric_names
+from convt5.runtime.progress import Progress
 from convt5.training.train_state import with_statistics
 from convt5.vision.images import ImageBatches, ImageDataConfig
 from convt5.vision.losses import VisionLoss, label_ranks, one_hot, soft_cross_entropy

@@ -15,12 +15,12 @@ from convt5.configuration import command_line
 from convt5.evaluation import checkpoints, inputs, run_settings, stream, task_data
 from convt5.evaluation.inputs import Inputs
 from convt5.evaluation.predictor import Predictor, check_vocabulary_size, decode_text
-from convt5.evaluation.progress import Progress
 from convt5.evaluation.results import ResumableLines, json_line
 from convt5.evaluation.run_settings import RunSettings
 from convt5.evaluation.settings import PredictConfig, from_flags
 from convt5.modeling import sharding
 from convt5.runtime import foreign_files, terminal
+from convt5.runtime.progress import Progress
 from convt5.text import task_format
 from convt5.text.task_format import TaskFormat
 from convt5.text.vocabulary_files import TextFeatures

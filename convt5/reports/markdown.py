@@ -1,32 +1,56 @@
-"""Markdown tables that are also aligned as plain text."""
+"""Reports as Markdown, with tables that are also aligned as plain text."""
 
 import re
 from collections.abc import Mapping, Sequence
 
 from convt5.errors import printable
+from convt5.reports.tables import Table
 
 _NUMBER = re.compile(r"[-+]?\.?\d")
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> str:
     """Returns a table with a header from rows with equal keys; numbers are right-aligned."""
-    rows = [{_cell(name): _cell(value) for name, value in row.items()} for row in rows]
-    names = list(rows[0])
-    widths = {name: max(len(name), 3, *(len(row[name]) for row in rows)) for name in names}
-    # The majority of a column decides, because a number may be missing or not finite.
-    right = {n for n in names if sum(bool(_NUMBER.match(row[n])) for row in rows) * 2 > len(rows)}
+    return _table(list(rows[0]), [list(row.values()) for row in rows])
 
-    def line(cells: Mapping[str, str]) -> str:
+
+def sections(tables: Sequence[Table]) -> str:
+    """Returns a report: the heading, table and notes of each section."""
+    parts: list[str] = []
+    for section in tables:
+        parts += [f"## {_line(section.title)}"] if section.title else []
+        parts += [_table(section.columns, section.rows)] if section.columns else []
+        parts += map(_line, section.notes)
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    header, *cells = [[_cell(text) for text in row] for row in (columns, *rows)]
+    widths = [max(3, *map(len, column)) for column in zip(header, *cells, strict=True)]
+    # The majority of a column decides, because a number may be missing or not finite.
+    is_right = [
+        sum(bool(_NUMBER.match(row[i])) for row in cells) * 2 > len(cells)
+        for i in range(len(header))
+    ]
+
+    def line(row: Sequence[str]) -> str:
         aligned = (
-            cells[name].rjust(widths[name]) if name in right else cells[name].ljust(widths[name])
-            for name in names
+            text.rjust(width) if right else text.ljust(width)
+            for text, width, right in zip(row, widths, is_right, strict=True)
         )
         return f"| {' | '.join(aligned)} |"
 
-    rule = {name: "-" * (widths[name] - 1) + (":" if name in right else "-") for name in names}
-    return "\n".join([line({name: name for name in names}), line(rule), *map(line, rows)])
+    rule = [
+        "-" * (width - 1) + (":" if right else "-")
+        for width, right in zip(widths, is_right, strict=True)
+    ]
+    return "\n".join(map(line, [header, rule, *cells]))
+
+
+def _line(text: str) -> str:
+    return printable(text).replace("\n", r"\n")
 
 
 def _cell(text: str) -> str:
     """Escapes a text for a cell: a bar would begin a new cell, a line break a new row."""
-    return printable(text).replace("|", r"\|").replace("\n", r"\n")
+    return _line(text).replace("|", r"\|")

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from convt5.errors import printable
+from convt5.reports.tables import Table
 from convt5.runtime import atomic_files
 
 _MOST_POINTS = 200_000  # Of a page: some megabytes.
@@ -48,15 +49,6 @@ class Run(NamedTuple):
     name: str
     curves: Mapping[str, Curve]
     samples: Mapping[int, str] = {}
-
-
-class Table(NamedTuple):
-    """A table of texts; without columns, its title and notes alone."""
-
-    title: str
-    columns: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
-    notes: Sequence[str] = ()
 
 
 class Page(NamedTuple):
@@ -95,24 +87,6 @@ def write(path: pathlib.Path, page: Page) -> None:
     }
     text = re.sub(r"\{\{(\w+)\}\}", lambda found: fields[found[1]], template)
     atomic_files.replace_text(path, text)
-
-
-def of_markdown(text: str) -> list[Table]:
-    """Returns the sections of a report of ours, whose tables `markdown.table` has written."""
-    sections: list[dict[str, Any]] = [{"title": "", "columns": [], "rows": [], "notes": []}]
-    for line in text.splitlines():
-        if line.startswith("## "):
-            sections.append({"title": line[3:], "columns": [], "rows": [], "notes": []})
-        elif line.startswith("|"):
-            found = re.split(r"(?<!\\)\|", line)[1:-1]
-            cells = [cell.strip().replace(r"\|", "|") for cell in found]
-            if not sections[-1]["columns"]:
-                sections[-1]["columns"] = cells
-            elif not all(re.fullmatch(r"-+:?", cell) for cell in cells):
-                sections[-1]["rows"].append(cells)
-        elif line.strip():
-            sections[-1]["notes"].append(line.strip())
-    return [Table(**section) for section in sections if any(section.values())]
 
 
 def differing(settings: Mapping[str, Mapping[str, str]]) -> Table:

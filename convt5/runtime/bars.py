@@ -4,11 +4,11 @@ Facts that do not fit are dropped, the least important first; nothing is truncat
 """
 
 import collections
+import contextlib
 import os
 import time
 import unicodedata
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TextIO
 
 from convt5.errors import printable
@@ -92,7 +92,7 @@ def _speed(rate: float, unit: str) -> str:
     return f"{short_number(rate)} {unit}s/s"
 
 
-class Bar:
+class Bar(contextlib.AbstractContextManager):
     """The last line of a terminal, cleared when closed.
 
     Nothing is drawn before the first update, nor if `out` is not a terminal.
@@ -144,7 +144,7 @@ class Bar:
         self._draw()
 
     def write(self, text: str) -> None:
-        """Writes a line above the bar."""
+        """Writes a line, above the bar where it is drawn."""
         was_drawn = self._width > 0
         self._clear()
         print(printable(text), file=self._out, flush=True)
@@ -156,15 +156,7 @@ class Bar:
         self._clear()
         self.is_shown = False
 
-    def __enter__(self) -> "Bar":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

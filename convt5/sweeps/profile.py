@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from convt5 import errors
-from convt5.reports import figures, markdown
+from convt5.reports import figures, tables
+from convt5.reports.tables import Table
 from convt5.sweeps import analysis
 from convt5.sweeps.analysis import Best, Key, Result
 from convt5.sweeps.equal_cost import describe, lengths
@@ -74,8 +75,8 @@ def cost_table(study: Study) -> dict[tuple[Key, str], Cost]:
     return {key: _cost(runs) for key, runs in groups.items()}
 
 
-def tables(study: Study, profiles: Mapping[Key, Line], costs: Mapping[Any, Cost]) -> str:
-    """Returns Markdown tables: the metric at each value of the axis, and the costs."""
+def sections(study: Study, profiles: Mapping[Key, Line], costs: Mapping[Any, Cost]) -> list[Table]:
+    """Returns tables: the metric at each value of the axis, its differences, and the costs."""
     assert study.over is not None
     labels = _reached(study.labels(study.over), profiles.values())
     shown = [
@@ -100,22 +101,23 @@ def tables(study: Study, profiles: Mapping[Key, Line], costs: Mapping[Any, Cost]
         for label in line
         for cost in [costs[key, label]]
     ]
-    return "\n\n".join(
-        [
-            f"## {study.metric} against {study.over}",
-            markdown.table(shown),
-            *_difference_table(study, profiles),
-            "## Costs",
-            markdown.table(spent),
-            "forward MFLOP: FLOPs of one example; update MB: closed-form memory of an update; "
-            "seconds: training time without compilation and evaluation, on the machine of the "
-            "run.",
-            *sorted({f"Not known here: {cost.fault}" for cost in costs.values() if cost.fault}),
-        ]
-    )
+    return [
+        tables.of_rows(f"{study.metric} against {study.over}", shown),
+        *_difference_table(study, profiles),
+        tables.of_rows(
+            "Costs",
+            spent,
+            notes=[
+                "forward MFLOP: FLOPs of one example; update MB: closed-form memory of an update; "
+                "seconds: training time without compilation and evaluation, on the machine of the "
+                "run.",
+                *sorted({f"Not known here: {cost.fault}" for cost in costs.values() if cost.fault}),
+            ],
+        ),
+    ]
 
 
-def _difference_table(study: Study, profiles: Mapping[Key, Line]) -> list[str]:
+def _difference_table(study: Study, profiles: Mapping[Key, Line]) -> list[Table]:
     """Returns the section of `differences`; none where there are none."""
     found = differences(study, profiles)
     if not found:
@@ -129,11 +131,8 @@ def _difference_table(study: Study, profiles: Mapping[Key, Line]) -> list[str]:
         | {label: _gain(study, gains.get(label, [])) for label in labels}
         for key, gains in found.items()
     ]
-    return [
-        f"## {study.metric}: {second} minus {first}",
-        markdown.table(rows),
-        "Means over seeds, paired, and half the width of their 95 % interval (Student's t).",
-    ]
+    note = "Means over seeds, paired, and half the width of their 95 % interval (Student's t)."
+    return [tables.of_rows(f"{study.metric}: {second} minus {first}", rows, notes=[note])]
 
 
 def _gain(study: Study, values: Sequence[float]) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from convt5 import errors
-from convt5.reports import figures, markdown, page
+from convt5.reports import figures, markdown, page, tables
+from convt5.reports.tables import Table
 from convt5.runtime import atomic_files, metric_names
 from convt5.sweeps import analysis, plots, profile, running
 from convt5.sweeps.analysis import Best, Distribution, Key
@@ -41,12 +42,18 @@ def write(study: Study, *, suffix: str = figures.SUFFIX) -> str:
     groups = analysis.by_row(study, results)
     bests = {key: analysis.best(study, runs) for key, runs in groups.items()}
     profiles = profile.lines(study, results) if study.over else {}
+    state = f"{num_done} of {len(every)} runs are done."
     if study.over:
-        text = profile.tables(study, profiles, profile.cost_table(study))
-        text = f"{num_done} of {len(every)} runs are done.\n\n{text}\n"
+        sections = profile.sections(study, profiles, profile.cost_table(study))
     else:
         distributions = {key: analysis.distribution(runs) for key, runs in groups.items()}
-        text = tables(study, distributions, bests, num_done=num_done, num_runs=len(every))
+        sections = _sections(study, distributions, bests)
+        error = study.metric if study.perfect is None else f"{study.perfect:g} - {study.metric}"
+        state = (
+            f"{num_done} of {len(every)} runs are done. The error is {error} after the last step."
+        )
+    sections = [Table("", notes=[state]), *sections]
+    text = markdown.sections(sections)
     folder = study.folder
     overviews = {m.point.name: run_overview.read(m.folder) for m in every if m.is_done}
     values = {
@@ -63,7 +70,7 @@ def write(study: Study, *, suffix: str = figures.SUFFIX) -> str:
     }
     try:
         atomic_files.replace_text(folder / REPORT_FILE, text)
-        page.write(folder / PAGE_FILE, _page(study, text, every, overviews))
+        page.write(folder / PAGE_FILE, _page(study, sections, every, overviews))
         atomic_files.replace_text(folder / RESULTS_FILE, json.dumps(values, indent=1) + "\n")
         if study.over:
             drawn = plots.draw_profiles(study, profiles, folder, suffix=suffix)
@@ -78,7 +85,10 @@ def write(study: Study, *, suffix: str = figures.SUFFIX) -> str:
 
 
 def _page(
-    study: Study, text: str, every: Sequence[StudyRun], overviews: Mapping[str, Overview]
+    study: Study,
+    sections: Sequence[Table],
+    every: Sequence[StudyRun],
+    overviews: Mapping[str, Overview],
 ) -> page.Page:
     """Returns the page of a study: its report, and every run that is done."""
     runs = [run_overview.page_run(name, found) for name, found in overviews.items()]
@@ -88,7 +98,7 @@ def _page(
         title=f"Study in {study.output_dir}: {metric_names.display_name(study.metric)}",
         runs=runs,
         tables=[
-            *page.of_markdown(text),
+            *sections,
             page.differing(settings)._replace(title="Settings of the runs"),
             run_overview.costs(overviews)._replace(title="Costs of the runs"),
             run_overview.machines(overviews),
@@ -99,33 +109,17 @@ def _page(
     )
 
 
-def tables(
-    study: Study,
-    distributions: Mapping[Key, Distribution],
-    bests: Mapping[Key, Best],
-    *,
-    num_done: int,
-    num_runs: int,
-) -> str:
-    """Returns the tables as Markdown; their rows are the values of `Study.rows`."""
-    error = study.metric if study.perfect is None else f"{study.perfect:g} - {study.metric}"
-    parts = [
-        f"{num_done} of {num_runs} runs are done. The error is {error} after the last step.",
-        "## Errors over the grid",
-        _errors(study, distributions),
-        "## Best settings",
-        _best(study, bests),
-    ]
+def _sections(
+    study: Study, distributions: Mapping[Key, Distribution], bests: Mapping[Key, Best]
+) -> list[Table]:
+    """Returns the tables of a study; their rows are the values of `Study.rows`."""
+    sections = [_errors(study, distributions), _best(study, bests)]
     if gaps := list(analysis.differences(study, bests)):
-        first, second = analysis.versus_labels(study)[:2]
-        parts += [f"## {second} minus {first}, each at its best setting", _gaps(study, gaps)]
-    but = ", but for those that diverged" if any(b.diverged for b in bests.values()) else ""
-    parts += [f"## Steps of the best settings to an error that all reach{but}"]
-    parts += [_steps(study, bests)]
-    return "\n\n".join(parts) + "\n"
+        sections.append(_gaps(study, gaps))
+    return [*sections, _steps(study, bests)]
 
 
-def _errors(study: Study, distributions: Mapping[Key, Distribution]) -> str:
+def _errors(study: Study, distributions: Mapping[Key, Distribution]) -> Table:
     """Returns a table of error quantiles."""
     quantiles = {
         "least": 0.0,
@@ -134,7 +128,8 @@ def _errors(study: Study, distributions: Mapping[Key, Distribution]) -> str:
         "third quartile": 0.75,
         "greatest": 1.0,
     }
-    return markdown.table(
+    return tables.of_rows(
+        "Errors over the grid",
         [
             {
                 **_named(study.rows, key),
@@ -143,13 +138,14 @@ def _errors(study: Study, distributions: Mapping[Key, Distribution]) -> str:
                 **{name: _number(d.quantile(share)) for name, share in quantiles.items()},
             }
             for key, d in distributions.items()
-        ]
+        ],
     )
 
 
-def _best(study: Study, bests: Mapping[Key, Best]) -> str:
+def _best(study: Study, bests: Mapping[Key, Best]) -> Table:
     """Returns a table of the best settings and their errors."""
-    return markdown.table(
+    return tables.of_rows(
+        "Best settings",
         [
             {
                 **_named(study.rows, key),
@@ -160,15 +156,16 @@ def _best(study: Study, bests: Mapping[Key, Best]) -> str:
                 "greatest": _number(max(b.errors)),
             }
             for key, b in bests.items()
-        ]
+        ],
     )
 
 
-def _gaps(study: Study, gaps: Sequence[tuple[Key, float, float]]) -> str:
+def _gaps(study: Study, gaps: Sequence[tuple[Key, float, float]]) -> Table:
     """Returns a table of both values of `Study.versus` and their difference."""
     first, second = analysis.versus_labels(study)[:2]
     other_rows = [axis for axis in study.rows if axis != study.versus]
-    return markdown.table(
+    return tables.of_rows(
+        f"{second} minus {first}, each at its best setting",
         [
             {
                 **_named(other_rows, key),
@@ -177,11 +174,12 @@ def _gaps(study: Study, gaps: Sequence[tuple[Key, float, float]]) -> str:
                 "difference": f"{b - a:+.4f}" if math.isfinite(b - a) else "-",
             }
             for key, a, b in gaps
-        ]
+        ],
     )
 
 
-def _steps(study: Study, bests: Mapping[Key, Best]) -> str:
+def _steps(study: Study, bests: Mapping[Key, Best]) -> Table:
+    """Returns a table of the steps that the best settings need."""
     limits = analysis.common_errors(bests)
     rows = []
     for key, best in bests.items():
@@ -194,7 +192,8 @@ def _steps(study: Study, bests: Mapping[Key, Best]) -> str:
                 "steps": "-" if steps is None else f"{steps:,.0f}",
             }
         )
-    return markdown.table(rows)
+    but = ", but for those that diverged" if any(b.diverged for b in bests.values()) else ""
+    return tables.of_rows(f"Steps of the best settings to an error that all reach{but}", rows)
 
 
 def _named(axes: Sequence[str], key: Key) -> dict[str, str]:

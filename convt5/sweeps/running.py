@@ -23,7 +23,7 @@ from convt5.runtime.amounts import duration
 from convt5.runtime.bars import Bar
 from convt5.sweeps.study import Point, Study
 from convt5.training import interruption
-from convt5.training.run_log import METRICS_FILE, read_metrics, show_line
+from convt5.training.run_log import METRICS_FILE, read_metrics
 
 RUNS_FOLDER = "runs"
 FIRST_STAGES_FOLDER = "first_stages"
@@ -465,29 +465,23 @@ class _Progress:
     """
 
     def __init__(self, total: int, done: int, *, missing: int, processes: int, out: TextIO | None):
-        self._out = out or sys.stderr
-        self._total = total
         self._left = missing
         self._processes = processes
         self._seconds: list[float] = []
-        self._done = done
-        self._bar = Bar(self._out, total=total, done=done, unit="run")
-        show_line(f"{total} runs, {missing} of them to be made", out=self._out, above=self._bar)
+        self._bar = Bar(out or sys.stderr, total=total, done=done, unit="run")
+        self._bar.write(f"{total} runs, {missing} of them to be made")
 
     def add(self, made: StudyRun, seconds: float, metric: str) -> None:
         """Shows a run that has ended, and the estimated time for the others."""
-        self._done += 1
         self._left -= 1
         self._seconds.append(seconds)
         value = final_value(made.folder, metric)
         result = "diverged" if made.status == "diverged" else f"{metric} {value:.4f}"
         seconds_left = self._left * sum(self._seconds) / len(self._seconds) / self._processes
         labels = "  ".join(f"{axis}={label}" for axis, label in made.point.labels.items())
-        show_line(
-            f"[{self._done}/{self._total}] {labels}  {result}  {duration(seconds)}"
-            f"  ETA {duration(seconds_left)}",
-            out=self._out,
-            above=self._bar,
+        self._bar.write(
+            f"[{self._bar.done + 1}/{self._bar.total}] {labels}  {result}  {duration(seconds)}"
+            f"  ETA {duration(seconds_left)}"
         )
         self._bar.update()
 

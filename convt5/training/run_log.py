@@ -341,14 +341,13 @@ class Progress:
         seconds_between_steps: float = 30.0,
         metric: str = "",
     ):
-        self._out = out or sys.stderr
         self._metric = metric
         self._num_steps = num_steps
         self._intervals = seconds_between_lines, seconds_between_steps
         self._last_line = -math.inf
         self._begun: tuple[int, float] | None = None  # The first step made here, and when.
         self._speed: dict[str, float] = {}
-        self._bar = Bar(self._out, total=num_steps, done=first_step)
+        self._bar = Bar(out or sys.stderr, total=num_steps, done=first_step)
 
     def step(self, step: int, metrics: Record) -> None:
         """Shows the metrics of a step: in the bar, or as a line if the last one is long ago."""
@@ -392,18 +391,10 @@ class Progress:
         self._bar.update(0, facts=[text])
 
     def message(self, text: str) -> None:
-        show_line(text, out=self._out, above=self._bar)
+        self._bar.write(text)
 
     def close(self) -> None:
         self._bar.close()
-
-
-def show_line(text: str, *, out: TextIO, above: Bar) -> None:
-    """Writes a line; where a bar is shown, above that."""
-    if above.is_shown:
-        above.write(text)
-    else:
-        print(text, file=out, flush=True)
 
 
 class RunLog:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from convt5.reports import page
+from convt5.reports.tables import Table
 from convt5.runtime import foreign_files, metric_names
 from convt5.runtime.amounts import duration, short_number
 from convt5.training import run_directory, run_log
@@ -77,7 +78,7 @@ def page_run(name: str, overview: Overview, *, clock: str = "wall") -> page.Run:
     return page.Run(name, curves, overview.samples)
 
 
-def costs(overviews: Mapping[str, Overview]) -> page.Table:
+def costs(overviews: Mapping[str, Overview]) -> Table:
     """Returns what each run took: parameters, FLOPs, times and speed."""
     rows = []
     for name, overview in overviews.items():
@@ -100,10 +101,10 @@ def costs(overviews: Mapping[str, Overview]) -> page.Table:
         "FLOPs per token: of a training step as it was compiled, over its source and target "
         "tokens; times: without compilation and evaluation, on the machine of the run."
     ]
-    return page.Table("Costs", [*columns, "processor time", "tokens/s"], rows, notes)
+    return Table("Costs", [*columns, "processor time", "tokens/s"], rows, notes)
 
 
-def machines(overviews: Mapping[str, Overview]) -> page.Table:
+def machines(overviews: Mapping[str, Overview]) -> Table:
     """Returns with what versions and machines the runs were made."""
     rows = [
         [name, *(str(overview.machine.get(key, "")) for key in _MACHINE)]
@@ -111,8 +112,8 @@ def machines(overviews: Mapping[str, Overview]) -> page.Table:
         if overview.machine
     ]
     if not rows:
-        return page.Table("Versions and machine", notes=["The runs recorded none."])
-    return page.Table("Versions and machine", ["run", *_MACHINE], rows)
+        return Table("Versions and machine", notes=["The runs recorded none."])
+    return Table("Versions and machine", ["run", *_MACHINE], rows)
 
 
 def axes(runs: Sequence[page.Run]) -> dict[str, str]:

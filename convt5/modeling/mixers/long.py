@@ -131,7 +131,6 @@ class LongConvolution(base.Mixer):
     """The convolution block with a filter for the whole row; see `Long.gating`.
     Decoding sums over all earlier inputs: a step takes 2 * length * emb_dim operations, and reads
     as many numbers as attention reads keys and values.
-    many numbers as attention reads keys and values.
     """
 
     def __init__(self, config: Long, sizes: ModelSizes, *, key: PRNGKeyArray):

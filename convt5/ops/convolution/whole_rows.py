@@ -96,7 +96,6 @@ def flops(length: int, *, sides: int) -> float:
 
     Counts two for each multiply-add of a tap, 5/2 N log2 N for a real transform of N positions
     (including that of the taps, which all rows share) and six for each complex product.
-    the taps, which all rows share, included), six for each product of complex numbers.
 
     Args:
         length: positions of the row.

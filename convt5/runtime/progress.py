@@ -12,7 +12,6 @@ from convt5.errors import printable
 from convt5.runtime import terminal
 from convt5.runtime.amounts import duration, short_number
 from convt5.runtime.bars import Bar
-from convt5.training.run_log import show_line
 
 
 class Progress:
@@ -35,49 +34,44 @@ class Progress:
         out: TextIO | None = None,
         seconds_between_lines: float = 10.0,
     ):
-        self._out = out or sys.stderr
-        self._total = total
-        self._first = self._done = done
+        self._first = done
         self._label = f"{label}: " if label else ""
         self._interval = seconds_between_lines
         self._started = self._last_line = time.monotonic()
-        self._bar = Bar(self._out, total=total, done=done, label=label, unit="example")
+        self._bar = Bar(out or sys.stderr, total=total, done=done, label=label, unit="example")
 
     def __call__(self, examples: int) -> None:
-        self._done += examples
-        if self._bar.is_shown:
-            self._bar.update(examples)
-        elif time.monotonic() - self._last_line >= self._interval:
+        self._bar.update(examples)
+        if not self._bar.is_shown and time.monotonic() - self._last_line >= self._interval:
             self._last_line = time.monotonic()
             self.message(self._line())
 
     def message(self, text: str) -> None:
         """Shows a line, above the bar."""
-        show_line(text, out=self._out, above=self._bar)
+        self._bar.write(text)
 
     def close(self) -> None:
         """Closes the bar, and shows the elapsed time."""
         self._bar.close()
         seconds = time.monotonic() - self._started
-        if self._done > self._first:
-            count = self._done - self._first
-            print(
-                f"{self._label}{count} examples in {duration(seconds)}"
-                f" ({short_number(count / max(seconds, 1e-9))} examples/s)",
-                file=self._out,
-                flush=True,
+        count = self._bar.done - self._first
+        if count:
+            speed = short_number(count / max(seconds, 1e-9))
+            self.message(
+                f"{self._label}{count} examples in {duration(seconds)} ({speed} examples/s)"
             )
 
     def _line(self) -> str:
         seconds = max(time.monotonic() - self._started, 1e-9)
-        rate = (self._done - self._first) / seconds
+        done, total = self._bar.done, self._bar.total
+        rate = (done - self._first) / seconds
         speed = f"{short_number(rate)} examples/s"
-        if self._total is None:
-            return f"{self._label}{self._done} examples  {speed}"
-        seconds_left = (self._total - self._done) / rate if rate else math.inf
-        share = f"{100 * self._done / max(self._total, 1):.0f}%"
+        if total is None:
+            return f"{self._label}{done} examples  {speed}"
+        seconds_left = (total - done) / rate if rate else math.inf
+        share = f"{100 * done / max(total, 1):.0f}%"
         return (
-            f"{self._label}{self._done}/{self._total} ({share})  {speed}"
+            f"{self._label}{done}/{total} ({share})  {speed}"
             f"{f'  ETA {duration(seconds_left)}' if math.isfinite(seconds_left) else ''}"
         )
 
