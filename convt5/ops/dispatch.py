@@ -23,7 +23,7 @@ from jax.sharding import ManualAxisType, Mesh
 
 from convt5.ops.varying import invariant_types
 
-Choice = Literal["auto", "plain", "default", "cpu", "gpu", "kernels", "interpreted kernels"]
+Choice = Literal["auto", "plain", "default", "cpu", "gpu", "tpu", "kernels", "interpreted kernels"]
 Formulation = Callable[..., Any]
 """A function that computes an operator from arrays."""
 
@@ -83,9 +83,9 @@ class Context:
     Attributes:
         choice: which formulation runs; without such an entry in a table, its default.
             "auto": that of the target platform. "plain": the same without kernels.
-            "default", "cpu", "gpu": that one on any platform. "kernels": the kernels on any
-            platform, though only TPUs can run them. "interpreted kernels": the kernels, interpreted
-            without a TPU, slowly.
+            "default", "cpu", "gpu": that one on any platform. "tpu": kernels on TPU, and the
+            default elsewhere. "kernels": the kernels on any platform, though only TPUs can run
+            them. "interpreted kernels": the kernels, interpreted without a TPU, slowly.
         devices: how arrays are split; None on one device, and inside shard_map.
     """
 
@@ -110,6 +110,39 @@ def using(**changes: Any) -> Iterator[None]:
         _context.reset(token)
 
 
+def differentiable(
+    num_settings: int, compute: Formulation, *, forward: Formulation, backward: Formulation
+) -> Formulation:
+    """Returns an operator with a gradient of its own, as `jax.custom_vjp`.
+
+    Each function is traced once for equal settings, arrays' shapes and context: a model with many
+    equal layers, of which each would be traced for each platform, starts sooner. The backward pass
+    has the context of the forward pass, whenever it is traced.
+
+    Args:
+        num_settings: number of leading arguments, hashable, that are not arrays.
+        compute, forward, backward: called with the settings and what `jax.custom_vjp` asks for.
+    """
+    settings = tuple(range(num_settings + 1))
+
+    def traced_once(function: Formulation) -> Formulation:
+        @functools.partial(jax.jit, static_argnums=settings, inline=True)
+        def traced(context: Context, *arguments: Any) -> Any:
+            with using(**vars(context)):
+                return function(*arguments)
+
+        return traced
+
+    operator = jax.custom_vjp(traced_once(compute), nondiff_argnums=settings)
+    operator.defvjp(traced_once(forward), traced_once(backward))
+
+    @functools.wraps(compute)
+    def call(*arguments: Any) -> Any:
+        return operator(_context.get(), *arguments)
+
+    return call
+
+
 def devices() -> Devices | None:
     """Returns the devices of the context, or None if there is only one."""
     split = _context.get().devices
@@ -119,7 +152,7 @@ def devices() -> Devices | None:
 def may_use_kernels() -> bool:
     """Returns whether kernels may be chosen; if not, their slow import can be skipped."""
     choice = _context.get().choice
-    return "kernels" in choice or (choice == "auto" and _may_meet("libtpu"))
+    return "kernels" in choice or (choice in ("auto", "tpu") and _may_meet("libtpu"))
 
 
 def interpreted() -> bool:
@@ -150,20 +183,32 @@ def run(table: Table, *arrays: Any) -> Any:
 def _plain(table: Table, *arrays):
     """Computes without kernels."""
     choice = _context.get().choice
-    if choice in ("default", "cpu", "gpu"):
+    if choice in ("cpu", "gpu"):
         return (getattr(table, choice) or table.default)(*arrays)
-    entries = {"cpu": table.cpu}
-    if _may_meet("jax_plugins"):  # GPU plugins; without one nothing is lowered for GPU.
-        entries |= dict.fromkeys(("cuda", "rocm"), table.gpu)
-    by_platform = {platform: entry for platform, entry in entries.items() if entry is not None}
-    if not by_platform:
+    has_gpu = _may_meet("jax_plugins")  # GPU plugins; without one nothing is lowered for GPU.
+    if choice in ("default", "tpu") or not (table.cpu or (table.gpu and has_gpu)):
         return table.default(*arrays)
-    return lax.platform_dependent(*arrays, default=table.default, **by_platform)
+    branches = {"cpu": _branch(table, "cpu")}
+    if has_gpu:
+        branches |= dict.fromkeys(("cuda", "rocm"), _branch(table, "gpu"))
+    return lax.platform_dependent(*arrays, default=_branch(table, "tpu"), **branches)
+
+
+def _branch(table: Table, platform: Literal["cpu", "gpu", "tpu"]) -> Formulation:
+    """Returns the formulation of a platform, in which operators are traced for no other."""
+    is_plain = _context.get().choice == "plain" and platform == "tpu"
+    choice = "default" if is_plain else platform
+
+    def compute(*arrays: Any) -> Any:
+        with using(choice=choice):
+            return _plain(table, *arrays)
+
+    return compute
 
 
 def _forced(table: Table) -> int | None:
     """Returns the index of the program forced by the context, or None to choose by platform."""
-    if _context.get().choice == "auto":
+    if _context.get().choice in ("auto", "tpu"):
         return None
     return _KERNELS if table.shared_tpus is None else _SHARED
 

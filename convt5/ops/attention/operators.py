@@ -85,9 +85,8 @@ def _check_shapes(query, key, value, query_ids, key_ids, bias) -> None:
         )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(causal, query, key, value, bias, query_ids, key_ids):
-    return _run(_unsplit, causal, query, key, value, bias, query_ids, key_ids)[0]
+def _output(causal, *arguments):
+    return _run(_unsplit, causal, *arguments)[0]
 
 
 def _forward(causal, *arguments):
@@ -99,7 +98,7 @@ def _backward(causal, residuals, d_out):
     return (*_run(_unsplit_gradients, causal, *residuals, d_out), None, None)
 
 
-_attend.defvjp(_forward, _backward)
+_attend = dispatch.differentiable(1, _output, forward=_forward, backward=_backward)
 
 
 def _run(compute, causal, *arrays):

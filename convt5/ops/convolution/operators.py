@@ -210,11 +210,6 @@ def _group_size(x, kernel_logits) -> int:
     return embed // num_kernels
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _static_conv(taps: Taps, split_channels: bool, x, kernel, segment_ids):
-    return _static_run("forward", taps, split_channels, segment_ids, x, kernel)
-
-
 def _static_run(direction, taps, split_channels, segment_ids, *arrays):
     devices = dispatch.devices()
     if split_channels or devices is None:
@@ -235,11 +230,16 @@ def _static_backward(taps, split_channels, residuals, dy):
     return *gradients, None
 
 
-_static_conv.defvjp(_static_forward, _static_backward)
+def _static(taps: Taps, split_channels: bool, x, kernel, segment_ids):
+    return _static_run("forward", taps, split_channels, segment_ids, x, kernel)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _dynamic_conv(taps: Taps, softmax, rate, x, logits, segment_ids, key):
+_static_conv = dispatch.differentiable(
+    2, _static, forward=_static_forward, backward=_static_backward
+)
+
+
+def _dynamic(taps: Taps, softmax, rate, x, logits, segment_ids, key):
     return _run("forward", taps, softmax, segment_ids, x, logits, rate=rate, key=key)
 
 
@@ -257,7 +257,9 @@ def _dynamic_backward(taps, softmax, rate, residuals, dy):
     return *gradients, None, None
 
 
-_dynamic_conv.defvjp(_dynamic_forward, _dynamic_backward)
+_dynamic_conv = dispatch.differentiable(
+    3, _dynamic, forward=_dynamic_forward, backward=_dynamic_backward
+)
 
 
 def _run(
