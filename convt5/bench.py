@@ -17,7 +17,8 @@ from convt5.reports import figures
 from convt5.runtime import atomic_files
 from convt5.runtime.bars import Bar
 
-SUITES = ("ops", "train_step", "decode", "data", "formulations")
+SUITES = ("ops", "train_step", "decode", "data", "formulations", "start")
+_WITHOUT_LENGTHS = {"data", "start"}
 VARIANTS = ("t5", "t5_canon", "depthwise", "lightweight", "dynamic", "dynamic_canon", "long")
 # Sizes of the models compared if no gin file names others.
 _SIZE = {"emb_dim": 256, "mlp_dim": 1024, "num_heads": 4, "head_dim": 64, "vocab_size": 1024}
@@ -32,8 +33,9 @@ _QUICK = {"ops": (256,), "formulations": (256,), "train_step": (64, 128), "decod
 COMMAND = command_line.Command(
     name="bench",
     summary="Times this machine: convolution operators against a naive implementation, training "
-    "steps and decoding of several models at several lengths, the data pipeline, and "
-    "whether each operator's default formulation is the fastest. Writes records.jsonl, "
+    "steps and decoding of several models at several lengths, the data pipeline, "
+    "whether each operator's default formulation is the fastest, and the start of training "
+    "beside the time of importing the libraries. Writes records.jsonl, "
     "bench.md and, with the extra 'plot', plots of time, FLOPs and memory by length.",
     examples=[
         ("run everything at small sizes: a minute or two", "--quick"),
@@ -144,6 +146,11 @@ def _run(
 
         yield from pipeline.suite(batch_size=32, num_batches=20 if flags.quick else 200)
         return
+    if suite == "start":
+        from convt5.benchmarks import start
+
+        yield from start.suite(repeats=repeats)
+        return
     if suite == "formulations":
         from convt5.benchmarks import formulations
 
@@ -235,8 +242,8 @@ def _check_served(suites: Sequence[str], arguments: command_line.Arguments) -> N
         faults.append(
             f"{of_models[0]} applies to the suites train_step and decode; add one of them."
         )
-    if arguments.flags.lengths is not None and list(suites) == ["data"]:
-        faults.append("--lengths does not apply to the suite data; leave it out.")
+    if arguments.flags.lengths is not None and _WITHOUT_LENGTHS.issuperset(suites):
+        faults.append(f"--lengths does not apply to the suite {suites[0]}; leave it out.")
     errors.raise_all(faults, where="flags")
 
 

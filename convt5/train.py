@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from convt5 import errors
 from convt5.configuration import command_line, gin_config
-from convt5.runtime import determinism, multi_host
+from convt5.runtime import determinism, multi_host, stages
 
 if TYPE_CHECKING:
     from convt5.training.trainer import TrainRun
@@ -64,16 +64,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(arguments: command_line.Arguments) -> int:
-    config = gin_config.load(
-        arguments.gin_files,
-        arguments.gin_bindings,
-        roots=["@trainer.train"],
-        supplied=["config_text"],
-        trusted=arguments.trust,
-    )
-    # Deferred: these import jax, for which help and usage errors need not wait.
-    from convt5.text import vocabulary_files
-    from convt5.training import moved_runs, trainer
+    with stages.stage("imports"):
+        config = gin_config.load(
+            arguments.gin_files,
+            arguments.gin_bindings,
+            roots=["@trainer.train"],
+            supplied=["config_text"],
+            trusted=arguments.trust,
+        )
+        # Deferred: these import jax, for which help and usage errors need not wait.
+        from convt5.text import vocabulary_files
+        from convt5.training import moved_runs, trainer
 
     run_dir = moved_runs.run_dir(
         trainer.train, config, arguments.gin_files, arguments.gin_bindings, arguments.trust
@@ -95,7 +96,8 @@ def _run(arguments: command_line.Arguments) -> int:
     if arguments.flags.dry_run:
         print(dry_run(trainer.TrainRun(**settings)))
         return 0
-    trainer.train(**settings, config_text=determinism.record(config.text))
+    run = trainer.TrainRun(**settings, config_text=determinism.record(config.text))
+    run.train(keep_programs=True)
     return 0
 
 

@@ -135,7 +135,8 @@ def shared_steps(monkeypatch):
             _PLANS[key] = make_plan(run, **sizes)
         return _PLANS[key]
 
-    def compile_once(jitted, *args):
+    def compile_once(jitted, *args, kept=None):
+        del kept
         leaves, structure = jax.tree.flatten(args)
         key = (jitted, structure, *((x.shape, x.dtype, x.sharding) for x in leaves))
         if key not in _STEPS:

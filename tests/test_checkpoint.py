@@ -190,12 +190,20 @@ def test_a_validation_loss_that_is_not_finite_is_not_the_best(open_run, tmp_path
     assert kept == {"1", "3"}
 
 
-def test_a_folder_that_vanished_is_told_with_what_to_do(open_run, tmp_path):
+def test_a_file_in_the_place_of_the_folder_is_told_with_what_to_do(open_run, tmp_path):
     checkpointer = open_run()
-    (tmp_path / "checkpoints").rmdir()
     (tmp_path / "checkpoints").write_text("no folder any more")
     with pytest.raises(errors.TrainingError, match=r"could not be written to .* Free space"):
         save_steps(checkpointer, 1)
+
+
+def test_a_folder_that_vanished_is_told_with_what_to_do(open_run, tmp_path):
+    checkpointer = open_run()
+    save_steps(checkpointer, 1)
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").write_text("no folder any more")
+    with pytest.raises(errors.TrainingError, match=r"could not be written to .* Free space"):
+        save_steps(checkpointer, 2)
 
 
 def test_a_full_disk_is_noticed_before_writing(open_run, monkeypatch):

@@ -16,6 +16,18 @@ _COLUMNS = {
     "decode": ("seconds", "tokens_per_second", "state_bytes"),
     "formulations": ("seconds", "best", "best_seconds", "times_best"),
     "data": ("seconds", "tokens_per_second", "tokens_per_cpu_second"),
+    "start": (
+        "first_step_seconds",
+        "times_imports",
+        "imports_seconds",
+        "plan_seconds",
+        "data_seconds",
+        "load_seconds",
+        "trace_seconds",
+        "compile_seconds",
+        "seconds",
+        "cpu_seconds",
+    ),
 }
 _TITLES = {
     "seconds": "seconds",
@@ -31,6 +43,14 @@ _TITLES = {
     "temporary_bytes": "temporary bytes",
     "compile_seconds": "seconds to compile",
     "state_bytes": "bytes of state",
+    "first_step_seconds": "seconds to the end of step 1",
+    "times_imports": "times the imports alone",
+    "imports_seconds": "imports and settings",
+    "plan_seconds": "shapes",
+    "data_seconds": "data",
+    "load_seconds": "loading programs",
+    "trace_seconds": "tracing",
+    "cpu_seconds": "processor seconds",
 }
 # The figure by which cases of a suite are compared, and whether higher is better.
 _COMPARED = {"train_step": ("seconds", False), "decode": ("tokens_per_second", True)}

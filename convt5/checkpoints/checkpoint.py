@@ -8,25 +8,27 @@ appears under that name only when complete.
 import base64
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import math
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 import jax
-import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
-from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from convt5 import errors
 from convt5.checkpoints import late_errors, named_arrays, read_back, reading, record
 from convt5.checkpoints.checksums import checksums
 from convt5.checkpoints.reading import EMA
 from convt5.runtime import atomic_files, folders, foreign_files, metric_names
+
+if TYPE_CHECKING:
+    from convt5.checkpoints.writing import Manager
 
 BestMode = Literal["min", "max"]
 
@@ -150,8 +152,8 @@ class Checkpointer:
         late_errors.silence()
         _put_back(self.directory)
         self._values = _values(_read_measured(self.directory), config.best_metric)
-        self._kept = _Kept(self._values, config)
-        self._manager = _manager(self.directory, self._kept)
+        # Until one of this process has been read back, none is deleted.
+        self._keeps_all = True
         self._unread: _Unread | None = None
 
     def is_due(self, step: int) -> bool:
@@ -197,27 +199,25 @@ class Checkpointer:
         }
         with self._naming_write_errors():
             self._check_room(params | optimizer)
-            replaces = step in self._manager.all_steps()
+            manager = self._manager
+            replaces = step in manager.all_steps()
             if replaces:
                 self._move_aside(step)
-            self._manager.save(
+            manager.write(
                 step,
-                args=ocp.args.Composite(
-                    params=ocp.args.StandardSave(named_arrays.nest(params)),
-                    optimizer=ocp.args.StandardSave(named_arrays.nest(optimizer)),
-                    about=ocp.args.JsonSave(record.seal(about)),
-                    data=_SavePositions(data.by_shard),
-                ),
-                force=True,
+                params=named_arrays.nest(params),
+                optimizer=named_arrays.nest(optimizer),
+                about=record.seal(about),
+                positions={shard: _stored(content) for shard, content in data.by_shard.items()},
             )
             self._unread = _Unread(step, about, data, *map(read_back.smallest, (params, optimizer)))
-        if replaces or self._kept.all:
+        if replaces or self._keeps_all:
             self.wait()
         with self._naming_write_errors():
             if replaces:
                 _remove_aside(self.directory)
-            if self._kept.all:
-                self._kept.all = False
+            if self._keeps_all:
+                self._keeps_all = False
                 self._delete_old()
 
     def _about(
@@ -253,6 +253,8 @@ class Checkpointer:
             UserError: it belongs to another architecture or optimizer, or none is readable.
         """
         self.wait()  # A checkpoint that is still being written is listed, but incomplete.
+        if jax.process_count() == 1 and not reading.steps_in(self.directory):
+            return None
         return self._restore_newest(abstract_state, shards_read)
 
     def wait(self) -> None:
@@ -261,19 +263,31 @@ class Checkpointer:
         Raises:
             TrainingError: it could not be written or read back.
         """
-        with self._naming_write_errors():
-            self._manager.wait_until_finished()
+        if "_manager" in vars(self):
+            with self._naming_write_errors():
+                self._manager.wait_until_finished()
         unread, self._unread = self._unread, None
         if unread is not None:
             self._read_back(unread)
 
     def close(self) -> None:
-        with self._naming_write_errors():
-            self._manager.close()
+        if "_manager" in vars(self):
+            with self._naming_write_errors():
+                self._manager.close()
 
     def reached_preemption(self, step: int) -> bool:
         """Returns whether the hosts of a run have agreed to stop at this step."""
         return self._manager.reached_preemption(step)
+
+    @functools.cached_property
+    def _manager(self) -> "Manager":
+        # Deferred: importing orbax takes a second, for which the first step need not wait.
+        from convt5.checkpoints.writing import Manager
+
+        return Manager(self.directory, self._kept)
+
+    def _kept(self, steps: Sequence[int]) -> set[int]:
+        return {*steps} if self._keeps_all else self.config.kept(steps, self._values)
 
     @contextlib.contextmanager
     def _naming_write_errors(self) -> Iterator[None]:
@@ -429,23 +443,6 @@ def best_step(directory: epath.PathLike) -> int | None:
     return config.ranked(_values(measured, config.best_metric))[0]
 
 
-def _manager(directory: epath.Path, kept: "_Kept") -> ocp.CheckpointManager:
-    return ocp.CheckpointManager(
-        directory,
-        options=ocp.CheckpointManagerOptions(
-            preservation_policy=kept,
-            # Removes what a killed process left incomplete under a temporary name.
-            cleanup_tmp_directories=True,
-        ),
-        item_handlers={
-            "params": ocp.StandardCheckpointHandler(),
-            "optimizer": ocp.StandardCheckpointHandler(),
-            "about": ocp.JsonCheckpointHandler(),
-            "data": _PositionsHandler(),
-        },
-    )
-
-
 def _aside(directory: epath.Path) -> epath.Path:
     return directory.parent / "replaced"
 
@@ -472,46 +469,6 @@ def _wait_for_all(what: str) -> None:
         multihost_utils.sync_global_devices(what)
 
 
-class _Kept(PreservationPolicy):
-    """Which checkpoints are kept; orbax's own policies forget the best ones at a restart.
-
-    Attributes:
-        all: whether all are kept, because none from this process has been read back yet.
-    """
-
-    def __init__(self, values: Mapping[int, float], config: CheckpointConfig):
-        """Takes the values of the measured checkpoints; the `Checkpointer` adds to them."""
-        self._values = values
-        self._config = config
-        self.all = True
-
-    def should_preserve(self, checkpoints, *, context):
-        steps = [info.step for info in checkpoints]
-        kept = steps if self.all else self._config.kept(steps, self._values)
-        return [step in kept for step in steps]
-
-
-class _PositionsHandler(ocp.CheckpointHandler):
-    """Writes one file per data shard with its position; `_read_positions` reads them."""
-
-    def save(self, directory: epath.Path, *args, **kwargs) -> None:
-        (saving,) = [*args, *kwargs.values()]
-        for shard, content in saving.by_shard.items():
-            digest = hashlib.sha256(content).hexdigest()
-            text = base64.b64encode(content).decode()
-            path = directory / f"shard_{shard}.json"
-            path.write_text(json.dumps({"sha256": digest, "base64": text}))
-
-    def restore(self, directory: epath.Path, *args, **kwargs) -> None:
-        raise NotImplementedError("positions are read by _read_positions")
-
-
-@ocp.args.register_with_handler(_PositionsHandler, for_save=True, for_restore=True)
-@dataclasses.dataclass
-class _SavePositions(ocp.args.CheckpointArgs):
-    by_shard: Mapping[int, bytes]
-
-
 def _read_small_files(
     folder: epath.Path, shards_read: ShardsRead
 ) -> tuple[dict[str, Any], DataPositions]:
@@ -530,6 +487,12 @@ def _check_positions(folder: epath.Path, saved: DataPositions) -> None:
     _, positions = _read_small_files(folder, lambda _: list(saved.by_shard))
     if positions != saved:
         raise ValueError(f"{folder / 'data'} does not hold the positions that were saved")
+
+
+def _stored(position: bytes) -> str:
+    """Returns the content of the file with a data position."""
+    digest = hashlib.sha256(position).hexdigest()
+    return json.dumps({"sha256": digest, "base64": base64.b64encode(position).decode()})
 
 
 def _read_position(path: epath.Path) -> bytes:

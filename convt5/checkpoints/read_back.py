@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 from etils import epath
 
 from convt5.checkpoints import named_arrays, reading, record
@@ -53,6 +52,8 @@ def _compare(folder: epath.Path, about: Mapping[str, Any], parts: list[str]) -> 
 
 def _shapes(folder: epath.Path) -> dict[str, str]:
     """Opens every array of one part of a checkpoint; returns dtypes and shapes by name."""
+    import orbax.checkpoint as ocp
+
     reader = ocp.PyTreeCheckpointHandler()
     try:
         return record.shapes(named_arrays.by_path(reader.metadata(folder).tree))

@@ -9,7 +9,6 @@ from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
@@ -176,6 +175,9 @@ def read_arrays(
     """
     late_errors.silence()
     item = named_arrays.nest(leaves)
+    # Deferred: importing orbax takes a second, for which a new run need not wait.
+    import orbax.checkpoint as ocp
+
     # The bare handler: orbax's readers wait for all hosts, even for one that has failed.
     reader = ocp.PyTreeCheckpointHandler()
     arguments = ocp.args.PyTreeRestore(

@@ -10,6 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
+
+from convt5.runtime import stages
+from convt5.training.programs import Kept
 
 # Dense bfloat16 FLOPs per second of one jax device, from vendors' data sheets. On TPU v2 and v3 a
 # device is one of the chip's two cores.
@@ -45,28 +49,67 @@ class CompiledStep(NamedTuple):
         flops: FLOPs of one call over all devices, as stated by the program before optimisation;
             None if unknown. Does not include Pallas kernels.
         temporary_bytes: memory per device beside arguments and results; None if unknown.
+        was_kept: whether an earlier process traced and compiled it.
     """
 
     call: Callable[..., Any]
     seconds: float
     flops: float | None
     temporary_bytes: int | None
+    was_kept: bool = False
 
 
-def compile_step(jitted: Any, *args: Any) -> CompiledStep:
-    """Compiles a jitted function for arguments like `args`, which may be abstract."""
+def compile_step(jitted: Any, *args: Any, kept: Kept | None = None) -> CompiledStep:
+    """Compiles a jitted function for arguments like `args`, which may be abstract.
+
+    Args:
+        jitted: the function.
+        args: its arguments.
+        kept: where an earlier process may have kept the program; None always compiles it.
+    """
     start = time.perf_counter()
-    lowered = jitted.lower(*args)
-    compiled = lowered.compile()
+    with stages.stage("load"):
+        program = None if kept is None else kept.load(args)
+    if program is not None:
+        seconds = time.perf_counter() - start
+        return CompiledStep(program.call, seconds, **program.facts, was_kept=True)
+    with stages.stage("trace"):
+        lowered = jitted.lower(*args)
+    with stages.stage("compile"):
+        compiled = lowered.compile()
     seconds = time.perf_counter() - start
     costs = lowered.cost_analysis()
     memory = compiled.memory_analysis()
-    return CompiledStep(
-        call=compiled,
-        seconds=seconds,
-        flops=costs.get("flops") if isinstance(costs, dict) else None,
-        temporary_bytes=getattr(memory, "temp_size_in_bytes", None),
-    )
+    facts = {
+        "flops": costs.get("flops") if isinstance(costs, dict) else None,
+        "temporary_bytes": getattr(memory, "temp_size_in_bytes", None),
+    }
+    if kept is not None:
+        kept.save(args, compiled, facts)
+    return CompiledStep(compiled, seconds, **facts)
+
+
+class KeptFunction:
+    """A jitted function whose compiled programs are kept.
+
+    Args:
+        jitted: the function.
+        kept: where its programs are kept.
+    """
+
+    def __init__(self, jitted: Callable[..., Any], kept: Kept):
+        self._jitted = jitted
+        self._kept = kept
+        self._programs: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            return self._jitted(*args)
+        key = (structure, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
+        if key not in self._programs:
+            self._programs[key] = compile_step(self._jitted, *args, kept=self._kept).call
+        return self._programs[key](*args)
 
 
 def peak_flops(devices: Sequence[Any]) -> float | None:
@@ -77,21 +120,28 @@ def peak_flops(devices: Sequence[Any]) -> float | None:
     return _PEAK_FLOPS[max(names, key=len)] * len(devices) if names else None
 
 
-def enable_persistent_cache() -> None:
+def enable_persistent_cache() -> pathlib.Path | None:
     """Caches compiled programs on disk, so that the same command starts faster the next time.
 
     The cache is `convt5/compiled` in the user's cache folder (XDG_CACHE_HOME, by default ~/.cache).
     JAX's own settings JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=false take
     precedence. If the folder is not writable, there is no cache.
+
+    Returns:
+        The folder beside it for whole programs (`programs.Kept`); None without this cache.
     """
     settings = jax.config.values
     if settings["jax_compilation_cache_dir"] or not settings["jax_enable_compilation_cache"]:
-        return
+        return None
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     folder = pathlib.Path(base) / "convt5" / "compiled"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        programs = folder.with_name("programs")
+        programs.mkdir(exist_ok=True)
     except OSError:
-        return
-    if os.access(folder, os.W_OK):
-        jax.config.update("jax_compilation_cache_dir", str(folder))
+        return None
+    if not os.access(folder, os.W_OK):
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    return programs

@@ -17,7 +17,7 @@ import convt5
 from convt5 import errors
 from convt5.checkpoints.checkpoint import Checkpointer, DataPositions, Restored
 from convt5.errors import checks
-from convt5.runtime import amounts, machine
+from convt5.runtime import amounts, machine, stages
 from convt5.text.vocabulary_files import KeptText
 from convt5.training import compilation, run_log
 from convt5.training.interruption import Interruption
@@ -216,6 +216,7 @@ class Loop:
         self._measured_step = progress.get("measured_step", self.step)
         self._compiled: compilation.CompiledStep | None = None
         self._pending: _Pending | None = None
+        self._machine: tuple[int, dict[str, Any]] | None = None  # Until a step has been made on it.
         self._best_value: tuple[int, float] | None = None  # step, value
         self._missing_metric = ""
         self._patience = Patience(
@@ -262,7 +263,10 @@ class Loop:
         while self.step < self._intervals.num_steps and not self._patience.is_exhausted:
             requested_at = time.perf_counter()
             try:
-                with self._watchdog.phase(f"reading the batch of step {self.step + 1}"):
+                with (
+                    self._watchdog.phase(f"reading the batch of step {self.step + 1}"),
+                    stages.stage("data"),
+                ):
                     batch = next(batches)
             except StopIteration:
                 break
@@ -302,16 +306,18 @@ class Loop:
     def _compile(self, batch: PlacedBatch) -> compilation.CompiledStep:
         self._log.status("compiling the training step")
         with self._watchdog.phase("compiling the training step"):
-            compiled = compilation.compile_step(self._plan.train_step, self._state, batch.arrays)
+            compiled = self._plan.compile_train_step(self._state, batch.arrays)
         self._meter.flops_per_step = compiled.flops
-        facts = [f"compiled the training step in {amounts.duration(compiled.seconds)}"]
+        did = "loaded the compiled" if compiled.was_kept else "compiled the"
+        facts = [f"{did} training step in {amounts.duration(compiled.seconds)}"]
         if compiled.flops:
             facts.append(f"{amounts.short_number(compiled.flops, 'FLOP')} per step")
         if compiled.temporary_bytes:
             memory = amounts.short_number(compiled.temporary_bytes, "B")
             facts.append(f"{memory} of temporary memory per device")
         self._log.message(", ".join(facts))
-        self._log.machine(self.step, self._costs(compiled, batch))
+        self._machine = (self.step, self._costs(compiled, batch))
+        self._log.machine(*self._machine)
         return compiled
 
     def _costs(self, compiled: compilation.CompiledStep, batch: PlacedBatch) -> dict[str, Any]:
@@ -331,6 +337,7 @@ class Loop:
             return
         with self._watchdog.phase(f"computing step {pending.step}"):
             metrics = jax.device_get(pending.metrics)
+        self._note_start()
         if not metrics[ALL_FINITE]:
             raise self._nonfinite(pending.step, metrics)
         shown = {name: float(value) for name, value in metrics.items() if name not in _NOT_LOGGED}
@@ -344,6 +351,13 @@ class Loop:
             return
         if self._intervals.logs(pending.step):
             self._write(pending.step, self._meter.take())
+
+    def _note_start(self) -> None:
+        """Adds the seconds of the start to the note about the machine, after the first step."""
+        if self._machine is not None:
+            (step, costs), self._machine = self._machine, None
+            seconds = {f"start_{name}_seconds": s for name, s in stages.spent().items()}
+            self._log.machine(step, costs | seconds)
 
     def _pauses(self) -> bool:
         """Returns whether something is due after this step that does not count as training."""

@@ -3,6 +3,8 @@
 `trainer` runs it. `train --dry_run` stops here, after checking that everything fits.
 """
 
+import dataclasses
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PRNGKeyArray
 
 from convt5.modeling import sharding
+from convt5.training import compilation, programs
+from convt5.training.programs import Kept, Outputs
 from convt5.training.train_state import (
     TrainState,
     abstract_state,
@@ -33,9 +37,10 @@ class Plan(NamedTuple):
         abstract: shapes and shardings of the state.
         shardings: shardings of the state.
         batch_sharding: sharding of every array of a batch.
-        train_step, eval_step: jitted, not yet compiled.
+        train_step, eval_step: not yet compiled; the former is jitted.
         make_state: jitted function from `init_key` to the initial state, not yet compiled.
         init_key: random key for the initial parameters.
+        programs: where its compiled programs are kept, and what they are made from; None if not.
     """
 
     config: StepConfig
@@ -49,10 +54,45 @@ class Plan(NamedTuple):
     eval_step: Any
     make_state: Any
     init_key: PRNGKeyArray
+    programs: tuple[pathlib.Path, str] | None = None
+
+    def keeping_programs(self, folder: pathlib.Path | None) -> "Plan":
+        """Returns a plan that keeps its compiled programs in a folder, if they can be told apart.
+
+        Call it before anything changes what functions of convt5 compute.
+        """
+        names = [field.name for field in dataclasses.fields(StepConfig)]
+        settings = {name: getattr(self.config, name) for name in names}
+        identity = None if folder is None else programs.identity(settings)
+        if identity is None:
+            return self
+        plan = self._replace(programs=(folder, identity))
+        kept = plan._kept("evaluation", Outputs(lambda sums: sums, lambda sums: sums))
+        assert kept is not None
+        return plan._replace(eval_step=compilation.KeptFunction(self.eval_step, kept))
 
     def init_state(self) -> TrainState:
         """Allocates the initial state."""
-        return self.make_state(self.init_key)
+        kept = self._kept("initial state", Outputs(lambda _: None, lambda _: self.abstract))
+        if kept is None:
+            return self.make_state(self.init_key)
+        return compilation.compile_step(self.make_state, self.init_key, kept=kept).call(
+            self.init_key
+        )
+
+    def compile_train_step(
+        self, state: TrainState, batch: Mapping[str, Any]
+    ) -> compilation.CompiledStep:
+        """Compiles the update for such a state and batch, or loads it."""
+        kept = self._kept(
+            "training step", Outputs(lambda out: out[1], lambda metrics: (self.abstract, metrics))
+        )
+        return compilation.compile_step(self.train_step, state, batch, kept=kept)
+
+    def _kept(self, name: str, outputs: Outputs) -> Kept | None:
+        if self.programs is None:
+            return None
+        return Kept(*self.programs, self.mesh.devices.flatten().tolist(), name, outputs)
 
     def num_parameters(self) -> int:
         """Returns the number of parameters of the model, including frozen ones."""

@@ -22,7 +22,7 @@ from convt5.data import counts
 from convt5.data import data_shards as shards
 from convt5.data.protocols import DataConfig
 from convt5.modeling import sharding
-from convt5.runtime import amounts, determinism
+from convt5.runtime import amounts, determinism, stages
 from convt5.text import task_format, vocabulary_files
 from convt5.training import compilation, data_checks, run_directory, run_log
 from convt5.training import result as results
@@ -168,8 +168,13 @@ class TrainRun(StepConfig, Intervals):
         lengths = {name: getattr(data, name, None) for name in ("encoder_length", "decoder_length")}
         return text._replace(**lengths)
 
-    def train(self) -> Result:
+    def train(self, *, keep_programs: bool = False) -> Result:
         """Trains the model, or resumes training, up to `num_steps` updates.
+
+        Args:
+            keep_programs: keeps compiled programs in the user's cache by their settings, and loads
+                those of earlier processes without tracing them. Only for processes in which
+                functions of convt5 are what its files say.
 
         Raises:
             UserError: a setting is wrong, or the checkpoint does not fit.
@@ -177,9 +182,11 @@ class TrainRun(StepConfig, Intervals):
         """
         self.check()
         data_checks.check_vocabulary(self.model, self.data)
-        compilation.enable_persistent_cache()
+        programs = compilation.enable_persistent_cache()
+        with stages.stage("plan"):
+            plan = self.plan().keeping_programs(programs if keep_programs else None)
         with contextlib.ExitStack() as stack:
-            return _Session(self, stack).train()
+            return _Session(self, plan, stack).train()
 
     def _check_measures(self) -> None:
         check_num_batches(self.eval_num_batches, self.eval_data)
@@ -222,11 +229,12 @@ class _Session:
 
     Args:
         run: a run whose settings are checked.
+        plan: its plan.
         stack: closes what is opened.
     """
 
-    def __init__(self, run: TrainRun, stack: contextlib.ExitStack):
-        self._run, self._stack, self._plan = run, stack, run.plan()
+    def __init__(self, run: TrainRun, plan: Plan, stack: contextlib.ExitStack):
+        self._run, self._plan, self._stack = run, plan, stack
         self._validation = None
         if run.eval_data is not None:
             self._validation = Validation(
@@ -270,7 +278,8 @@ class _Session:
             restored=self._restored,
             init_from=run.init_from,
         )
-        batches = None if loop.is_complete else self._open_data()
+        with stages.stage("data"):
+            batches = None if loop.is_complete else self._open_data()
         log.open_files(
             last_step=self._first_step,
             wandb_project=run.wandb_project,

@@ -1,0 +1,96 @@
+"""Writes checkpoints with orbax, in the background; `checkpoint.Checkpointer` uses it.
+
+Only the first write imports this module, because orbax takes a second to import.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint.checkpoint_managers import PreservationPolicy
+
+
+class Manager(ocp.CheckpointManager):
+    """The checkpoints in a folder.
+
+    Args:
+        directory: the folder; created if needed.
+        kept: returns which of given steps are kept. (orbax's own policies forget the best ones at a
+            restart.)
+    """
+
+    def __init__(self, directory: epath.Path, kept: Callable[[Sequence[int]], set[int]]):
+        super().__init__(
+            directory,
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=_Kept(kept),
+                # Removes what a killed process left incomplete under a temporary name.
+                cleanup_tmp_directories=True,
+            ),
+            item_handlers={
+                "params": ocp.StandardCheckpointHandler(),
+                "optimizer": ocp.StandardCheckpointHandler(),
+                "about": ocp.JsonCheckpointHandler(),
+                "data": _PositionsHandler(),
+            },
+        )
+
+    def write(
+        self,
+        step: int,
+        *,
+        params: Any,
+        optimizer: Any,
+        about: Mapping[str, Any],
+        positions: Mapping[int, str],
+    ) -> None:
+        """Copies arrays off the devices, and writes a checkpoint in the background.
+
+        Args:
+            step: the name of the checkpoint.
+            params, optimizer: nested dicts of arrays.
+            about: JSON values.
+            positions: the content of the file of each data shard that this process writes.
+        """
+        self.save(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardSave(params),
+                optimizer=ocp.args.StandardSave(optimizer),
+                about=ocp.args.JsonSave(about),
+                data=_SavePositions(positions),
+            ),
+            force=True,
+        )
+
+
+class _Kept(PreservationPolicy):
+    """Keeps the checkpoints that a function of their steps selects."""
+
+    def __init__(self, kept: Callable[[Sequence[int]], set[int]]):
+        self._kept = kept
+
+    def should_preserve(self, checkpoints, *, context):
+        steps = [info.step for info in checkpoints]
+        kept = self._kept(steps)
+        return [step in kept for step in steps]
+
+
+class _PositionsHandler(ocp.CheckpointHandler):
+    """Writes one file per data shard with its position."""
+
+    def save(self, directory: epath.Path, *args, **kwargs) -> None:
+        (saving,) = [*args, *kwargs.values()]
+        for shard, content in saving.by_shard.items():
+            (directory / f"shard_{shard}.json").write_text(content)
+
+    def restore(self, directory: epath.Path, *args, **kwargs) -> None:
+        raise NotImplementedError("positions are read by checkpoint._read_positions")
+
+
+@ocp.args.register_with_handler(_PositionsHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class _SavePositions(ocp.args.CheckpointArgs):
+    by_shard: Mapping[int, str]

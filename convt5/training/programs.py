@@ -1,0 +1,224 @@
+"""Keeps compiled programs by what they are made from, so that a later start need not trace them.
+
+JAX finds a compiled program by its traced text, and tracing takes most of a warm start. Here it is
+found by settings, code, versions, flags and devices.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import pickle
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import serialize_executable
+
+import convt5
+from convt5.runtime import atomic_files, machine
+
+_DESCRIBED = ("convt5", "jax", "jaxlib", "flax", "optax", "numpy")
+"""Packages whose classes and functions compute what their names and fields say."""
+_VARIABLES = ("JAX", "XLA", "LIBTPU", "TPU", "CUDA", "NVIDIA", "ROCM", "HIP", "TF_XLA", "NNX")
+_VARIABLES += ("FLAX", "PJRT", "NCCL", "OMP")
+_SUFFIX = ".program"
+_MOST_KEPT = 32
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+class Outputs(NamedTuple):
+    """How the results of a program are stored: only what its caller cannot know.
+
+    Attributes:
+        unknown: returns plain containers from the results.
+        complete: returns the results, given these containers.
+    """
+
+    unknown: Callable[[Any], Any]
+    complete: Callable[[Any], Any]
+
+
+class Program(NamedTuple):
+    """A compiled program, and facts about it as JSON values."""
+
+    call: Callable[..., Any]
+    facts: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Where a program of a run is kept.
+
+    Attributes:
+        folder: a folder of the user, as trusted as convt5 itself: its files are run.
+        identity: what the programs of the run are made from; see `identity`.
+        devices: the devices that run it.
+        name: the name of the program.
+        outputs: how its results are stored.
+    """
+
+    folder: pathlib.Path
+    identity: str
+    devices: Sequence[Any]
+    name: str
+    outputs: Outputs
+
+    def load(self, args: Sequence[Any]) -> Program | None:
+        """Returns the program for arguments like `args`; None if none is kept, or loads."""
+        path = self._path(args)
+        try:
+            content = path.read_bytes()
+            if hashlib.sha256(content[_DIGEST_BYTES:]).digest() != content[:_DIGEST_BYTES]:
+                return None
+            kept = pickle.loads(content[_DIGEST_BYTES:])
+            call = serialize_executable.deserialize_and_load(
+                kept["program"],
+                _input_structure(args),
+                jax.tree.structure(self.outputs.complete(kept["outputs"])),
+                execution_devices=self.devices,
+            )
+            os.utime(path)  # The latest used are kept.
+        except Exception:  # Of another version of the compiler, or damaged: compiled again.
+            return None
+        return Program(call, kept["facts"])
+
+    def save(self, args: Sequence[Any], compiled: Any, facts: Mapping[str, Any]) -> None:
+        """Keeps a program that JAX compiled; does nothing if it cannot be kept."""
+        try:
+            program, inputs, structure = serialize_executable.serialize(compiled)
+            numbers = jax.tree.unflatten(structure, range(structure.num_leaves))
+            unknown = self.outputs.unknown(numbers)
+            completed = jax.tree.structure(self.outputs.complete(unknown))
+            if inputs != _input_structure(args) or completed != structure:
+                return
+            content = pickle.dumps({"program": program, "outputs": unknown, "facts": dict(facts)})
+        except Exception:  # Some programs, such as those with callbacks, cannot be written.
+            return
+        path = self._path(args)
+        with contextlib.suppress(OSError), atomic_files.replacing(path) as partial:
+            partial.write_bytes(hashlib.sha256(content).digest() + content)
+        _remove_oldest(self.folder)
+
+    def _path(self, args: Sequence[Any]) -> pathlib.Path:
+        # Other structures than dicts follow from the settings.
+        names = [sorted(arg) if isinstance(arg, Mapping) else None for arg in args]
+        leaves = jax.tree.leaves(args)
+        shapes = [[list(leaf.shape), str(leaf.dtype), str(leaf.sharding)] for leaf in leaves]
+        about = json.dumps([self.identity, self.name, names, shapes])
+        return self.folder / f"{hashlib.sha256(about.encode()).hexdigest()}{_SUFFIX}"
+
+
+def identity(settings: Any) -> str | None:
+    """Returns a value that is equal only if the same settings compile to the same programs.
+
+    Returns None if that cannot be known: for settings with classes or functions of other packages
+    than convt5, JAX, Flax, Optax and NumPy, and for runs of several processes.
+
+    Args:
+        settings: dataclasses, containers, numbers, texts, and functions known by name.
+    """
+    if jax.process_count() > 1:
+        return None
+    try:
+        described = describe(settings)
+    except _UnknownError:
+        return None
+    parts = [described, _environment(), _machine(), sorted(_code().items())]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+class _UnknownError(Exception):
+    """What a value computes cannot be told from its name and fields."""
+
+
+def describe(value: Any) -> Any:
+    """Returns a setting as JSON values."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str, bytes, complex):
+        return [kind.__name__, repr(value)]
+    if kind is dict:
+        return ["dict", [[describe(key), describe(item)] for key, item in value.items()]]
+    if isinstance(value, list | tuple):
+        return [_name(kind), [describe(item) for item in value]]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return [_name(kind), [[f.name, describe(getattr(value, f.name))] for f in fields]]
+    if isinstance(value, functools.partial):
+        return ["partial", [describe(part) for part in (value.func, value.args, value.keywords)]]
+    if isinstance(value, np.dtype | np.generic):
+        return [_name(kind), repr(value)]
+    return ["name", _name(value)]
+
+
+def _name(thing: Any) -> str:
+    """Returns the full name of a class or function of a known package."""
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    if not module or not name:
+        raise _UnknownError(thing)
+    is_known = module == "builtins" or module.partition(".")[0] in _DESCRIBED
+    found = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not is_known or found is not thing:
+        raise _UnknownError(thing)
+    return f"{module}.{name}"
+
+
+def _environment() -> list[list[str]]:
+    """Returns the variables and settings of JAX that may change what is compiled."""
+    variables = [[k, v] for k, v in os.environ.items() if k.startswith(_VARIABLES)]
+    names = sorted(jax.config.values)
+    return [*sorted(variables), *([n, repr(getattr(jax.config, n, None))] for n in names)]
+
+
+def _machine() -> list[Any]:
+    devices = [[d.platform, d.device_kind, d.id] for d in jax.devices()]
+    compiler = jax.devices()[0].client.platform_version
+    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in _DESCRIBED}
+    about = machine.describe()
+    return [devices, compiler, versions, about, os.cpu_count(), _processor_features()]
+
+
+def _processor_features() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return ""
+
+
+def _code() -> dict[str, str]:
+    """Returns a digest of each file of convt5, and of each loaded file of no installed package.
+
+    The latter may change what convt5 computes. Installed packages are told by their versions.
+    """
+    own = pathlib.Path(convt5.__file__).parent
+    files = {str(path) for path in own.rglob("*.py")} | set(_loaded_files())
+    return {file: hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest() for file in files}
+
+
+def _loaded_files() -> Iterator[str]:
+    paths = sysconfig.get_paths()
+    installed = tuple(os.path.join(paths[name], "") for name in ("stdlib", "purelib", "platlib"))
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if file and file.endswith(".py") and not os.path.abspath(file).startswith(installed):
+            yield os.path.abspath(file)
+
+
+def _input_structure(args: Sequence[Any]) -> Any:
+    return jax.tree.structure((tuple(args), {}))
+
+
+def _remove_oldest(folder: pathlib.Path) -> None:
+    with contextlib.suppress(OSError):
+        kept = sorted(folder.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
+        for path in kept[:-_MOST_KEPT]:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,210 @@
+"""Compiled programs are found by what they are made from, and compute the same bits."""
+
+import dataclasses
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from convt5.modeling.architecture import ConvT5Config, StackConfig
+from convt5.modeling.sharding import MeshConfig
+from convt5.training import compilation, programs
+from convt5.training.losses import TextLoss
+from convt5.training.optimizer import AdafactorConfig
+from convt5.training.plan import make_plan
+from convt5.training.programs import Kept, Outputs
+from convt5.training.schedule import Constant, InverseSqrt
+from convt5.training.train_step import StepConfig
+
+STACK = StackConfig(num_layers=1, mixing="depthwise")
+MODEL = ConvT5Config(
+    vocab_size=32,
+    emb_dim=8,
+    mlp_dim=16,
+    num_heads=2,
+    head_dim=4,
+    dropout_rate=0.1,
+    encoder=STACK,
+    decoder=STACK,
+)
+RUN = StepConfig(
+    model=MODEL,
+    loss=TextLoss(),
+    optimizer=AdafactorConfig(),
+    schedule=InverseSqrt(),
+)
+SAME = Outputs(lambda out: out, lambda out: out)
+
+
+def batch_of(rows: int = 8):
+    rng = np.random.default_rng(0)
+    sizes = {"encoder_input_tokens": 6, "decoder_input_tokens": 4, "decoder_target_tokens": 4}
+    arrays = {n: rng.integers(1, 32, (rows, size), dtype=np.int32) for n, size in sizes.items()}
+    return arrays | {"decoder_loss_weights": np.ones((rows, 4), np.int32)}
+
+
+def place(plan, batch):
+    return {name: jax.device_put(array, plan.batch_sharding) for name, array in batch.items()}
+
+
+def make(folder, config=RUN):
+    """A plan whose programs are kept, its initial state, and the compiled step."""
+    plan = make_plan(config, batch_size=8).keeping_programs(folder)
+    state = plan.init_state()
+    return plan, state, plan.compile_train_step(state, place(plan, batch_of()))
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """The names of the functions that JAX lowers."""
+    names = []
+    compile_step = compilation.compile_step
+
+    def noting(jitted, *args, kept=None):
+        done = compile_step(jitted, *args, kept=kept)
+        names.extend([] if kept is None or done.was_kept else [kept.name])
+        return done
+
+    monkeypatch.setattr(compilation, "compile_step", noting)
+    return names
+
+
+def test_a_second_start_traces_no_program_and_computes_the_same_bits(tmp_path, traced):
+    plan, state, step = make(tmp_path)
+    sums = plan.eval_step(state.model, place(plan, batch_of()))
+    after, metrics = step.call(state, place(plan, batch_of()))
+    assert traced == ["initial state", "training step", "evaluation"]
+    plan, again, step = make(tmp_path)
+    sums_again = plan.eval_step(again.model, place(plan, batch_of()))
+    after_again, metrics_again = step.call(again, place(plan, batch_of()))
+    assert traced == ["initial state", "training step", "evaluation"]
+    assert jax.tree.structure((after, metrics)) == jax.tree.structure((after_again, metrics_again))
+    assert bits((after, metrics, sums)) == bits((after_again, metrics_again, sums_again))
+    assert metrics.keys() == metrics_again.keys()
+
+
+def test_a_kept_step_donates_its_state_and_tells_its_costs(tmp_path):
+    _, _, compiled = make(tmp_path)
+    plan, state, kept = make(tmp_path)
+    assert kept.was_kept
+    assert kept.flops == compiled.flops
+    assert kept.temporary_bytes == compiled.temporary_bytes
+    kept.call(state, place(plan, batch_of()))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.model))
+
+
+def test_a_batch_of_other_shape_is_compiled(tmp_path):
+    plan, state, _ = make(tmp_path)
+    batch = place(plan, batch_of(rows=16))
+    assert not plan.compile_train_step(state, batch).was_kept
+    other = {name: array for name, array in place(plan, batch_of()).items()}
+    other["decoder_target_bytes"] = other["decoder_target_tokens"]
+    assert not plan.compile_train_step(state, other).was_kept
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1},
+        {"loss": TextLoss(z_loss=1e-4)},
+        {"schedule": Constant(rate=0.1)},
+        {"mesh": MeshConfig(data=4, tensor=2)},
+        {"model": dataclasses.replace(MODEL, dropout_rate=0.2)},
+        {"frozen": ["token_embedder"]},
+        {"grad_accum_steps": 2},
+    ],
+)
+def test_any_other_setting_is_another_program(change):
+    other = dataclasses.replace(RUN, **change)
+    assert programs.identity(RUN) is not None
+    assert programs.identity(RUN) == programs.identity(dataclasses.replace(RUN))
+    assert programs.identity(other) not in (None, programs.identity(RUN))
+
+
+@pytest.mark.parametrize("name", ["XLA_FLAGS", "JAX_DEFAULT_MATMUL_PRECISION", "LIBTPU_INIT_ARGS"])
+def test_variables_of_compilers_are_part_of_a_program(monkeypatch, name):
+    before = programs.identity(RUN)
+    monkeypatch.setenv(name, f"{os.environ.get(name, '')} --other")
+    assert programs.identity(RUN) != before
+
+
+def test_settings_of_jax_are_part_of_a_program():
+    before = programs.identity(RUN)
+    with jax.default_matmul_precision("float32"):
+        assert programs.identity(RUN) != before
+
+
+def test_code_is_part_of_a_program(tmp_path, monkeypatch):
+    before = programs.identity(RUN)
+    (tmp_path / "changes_convt5.py").write_text("from convt5 import ops\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import changes_convt5  # pyright: ignore[reportMissingImports]
+
+    loaded = programs.identity(RUN)
+    assert loaded != before
+    (tmp_path / "changes_convt5.py").write_text("from convt5 import errors\n")
+    assert programs.identity(RUN) != loaded
+    assert changes_convt5
+
+
+class OwnLoss(TextLoss):
+    """A loss of a user: nobody knows what else it reads."""
+
+
+@pytest.mark.parametrize("loss", [OwnLoss(), lambda *_: None, functools.partial(OwnLoss)])
+def test_programs_of_unknown_code_are_not_kept(tmp_path, loss):
+    config = dataclasses.replace(RUN, loss=loss)
+    assert programs.identity(config) is None
+    assert make_plan(config, batch_size=8).keeping_programs(tmp_path).programs is None
+
+
+def kept_in(folder, name="doubled"):
+    return Kept(folder, "identity", jax.devices(), name, SAME)
+
+
+def doubled():
+    mesh = MeshConfig().build()
+    where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    x = jax.device_put(jnp.arange(8.0), where)
+    return jax.jit(lambda x: {"twice": 2 * x}, in_shardings=where, out_shardings=where), x
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * 100, None])
+def test_a_damaged_program_is_compiled_again(tmp_path, damage):
+    jitted, x = doubled()
+    compilation.compile_step(jitted, x, kept=kept_in(tmp_path))
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-1] if damage is None else damage)
+    again = compilation.compile_step(jitted, x, kept=kept_in(tmp_path))
+    assert not again.was_kept
+    np.testing.assert_array_equal(again.call(x)["twice"], 2 * np.arange(8.0))
+    assert compilation.compile_step(jitted, x, kept=kept_in(tmp_path)).was_kept
+
+
+def test_only_the_programs_used_last_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(programs, "_MOST_KEPT", 2)
+    jitted, x = doubled()
+    for age, name in enumerate(["first", "second"]):
+        compilation.compile_step(jitted, x, kept=kept_in(tmp_path, name))
+        for path in tmp_path.iterdir():
+            os.utime(path, (age, age) if path.stat().st_mtime > 10 else None)
+    assert compilation.compile_step(jitted, x, kept=kept_in(tmp_path, "first")).was_kept
+    compilation.compile_step(jitted, x, kept=kept_in(tmp_path, "third"))
+    kept = [
+        compilation.compile_step(jitted, x, kept=kept_in(tmp_path, name)).was_kept
+        for name in ("first", "third", "second")
+    ]
+    assert kept == [True, True, False]
+
+
+def test_a_program_that_cannot_be_written_is_used_all_the_same(tmp_path):
+    jitted, x = doubled()
+    step = compilation.compile_step(jitted, x, kept=kept_in(tmp_path / "absent"))
+    np.testing.assert_array_equal(step.call(x)["twice"], 2 * np.arange(8.0))
