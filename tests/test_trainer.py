@@ -267,6 +267,7 @@ def test_a_run_keeps_where_its_steps_were_made_and_what_they_took(run, tmp_path)
         assert about["convt5"] == convt5.__version__
         assert about["device"] == jax.devices()[0].device_kind
         assert about["parameters"] == WIDTH * WIDTH
+        assert about["start_total_seconds"] > 0
         # Of a batch there are 32 source tokens and up to as many targets, as 0 is padding.
         assert 32 <= about["flops_per_step"] / about["flops_per_token"] <= 64
 
