@@ -373,3 +373,12 @@ def test_a_platform_that_is_not_there_is_told(monkeypatch):
     assert "with JAX_PLATFORMS='foo'" in told
     assert "Unable to initialize backend 'foo'. Set" in told
     assert absent_accelerators.of_devices(RuntimeError("Unable to initialize")) is None
+
+
+def test_commands_collect_garbage_seldom():
+    code = (
+        "import gc\nfrom convt5.configuration import command_line\n"
+        "command_line.run(lambda _: print(*gc.get_threshold()))"
+    )
+    done = commands.run([sys.executable, "-c", code])
+    assert done.stdout.split() == list(map(str, command_line._COLLECTIONS))

@@ -1,4 +1,4 @@
-"""Suppresses the messages of TensorFlow's native code during its import.
+"""Imports TensorFlow without what reading data does not need, and without its messages.
 
 TF_CPP_MIN_LOG_LEVEL has no effect before TensorFlow has initialised its logging, and these messages
 would be the first that a new user sees.
@@ -11,6 +11,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
+from convt5.runtime import late_imports
+
 _CHATTER = re.compile(
     rb"WARNING: All log messages before absl::InitializeLog\(\)|"
     rb"[IWE]\d{4} [\d:.]+ +\d+ (port|cudart_stub|cuda_platform|cpu_feature_guard)\.cc:"
@@ -19,7 +21,10 @@ _CHATTER = re.compile(
 
 @contextlib.contextmanager
 def without_tensorflow_chatter() -> Iterator[None]:
-    """Captures standard error, and then writes it without these messages."""
+    """Captures standard error, and then writes it without these messages.
+
+    Packages that TensorFlow and seqio import needlessly are postponed; see `late_imports`.
+    """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if "tensorflow" in sys.modules:
         yield
@@ -29,7 +34,8 @@ def without_tensorflow_chatter() -> Iterator[None]:
     with tempfile.TemporaryFile() as held:
         os.dup2(held.fileno(), 2)
         try:
-            yield
+            with late_imports.postponed():
+                yield
         finally:
             sys.stderr.flush()
             os.dup2(terminal, 2)
