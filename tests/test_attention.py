@@ -1,5 +1,7 @@
 """Attention in blocks equals attention written out, values and gradients, whatever the blocks."""
 
+import functools
+import itertools
 import re
 
 import jax
@@ -7,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from second_derivatives import hessian_products
+from quick import quick
+from second_derivatives import hessian_product, hessian_products
 
 from convt5.analysis import collectives
 from convt5.ops import attend, dispatch
@@ -71,7 +74,11 @@ def blocks_of_few_queries(request, monkeypatch):
 
 @pytest.fixture(params=BLOCKS.values(), ids=BLOCKS)
 def block_bytes(request, monkeypatch):
-    monkeypatch.setattr(blockwise_attention, "BLOCK_BYTES_ON_CPU", request.param)
+    use_blocks(monkeypatch, request.param)
+
+
+def use_blocks(monkeypatch, block_bytes):
+    monkeypatch.setattr(blockwise_attention, "BLOCK_BYTES_ON_CPU", block_bytes)
 
 
 CASES = {
@@ -83,25 +90,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_values_equal_attention_written_out(x64, block_bytes, case):
-    target, source, causal, biased = CASES[case]
-    query, key, value, bias = draw(target, source)
-    bias = bias if biased else None
-    query_ids, key_ids = ids_of(target, source)
-    found = attend(query, key, value, query_ids, key_ids, causal=causal, distance_bias=bias)
-    expected = written_out(query, key, value, bias, query_ids, key_ids, causal=causal)
-    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_equal_those_by_automatic_differentiation(x64, block_bytes, case):
+@functools.cache
+def expected_of(case):
+    """Attention written out, and gradients by automatic differentiation of logits in memory."""
     target, source, causal, biased = CASES[case]
     query, key, value, bias = draw(target, source)
     query_ids, key_ids = ids_of(target, source)
-    weights = (
-        jnp.cos(jnp.arange(query.size)).reshape(query.shape) * (query_ids != 0)[..., None, None]
-    )
 
     def plain(query, key, value, bias):
         logits = jnp.einsum("bqhd,bkhd->bhqk", query, key)
@@ -110,18 +104,49 @@ def test_gradients_equal_those_by_automatic_differentiation(x64, block_bytes, ca
             logits = logits + bias[:, distances + target - 1][None]
         mask = attention_mask(query_ids, key_ids, causal=causal)[:, None]
         shares = jnp.where(mask, jax.nn.softmax(jnp.where(mask, logits, -1e9), axis=-1), 0.0)
-        return jnp.sum(weights * jnp.einsum("bhqk,bkhd->bqhd", shares, value))
+        found = jnp.einsum("bhqk,bkhd->bqhd", shares, value)
+        return jnp.sum(cotangents_of(query, query_ids) * found)
 
-    def in_blocks(query, key, value, bias):
-        bias = bias if biased else None
-        return jnp.sum(
-            weights
-            * attend(query, key, value, query_ids, key_ids, causal=causal, distance_bias=bias)
-        )
+    gradients = jax.jit(jax.grad(plain, range(4)))(query, key, value, bias)
+    bias = bias if biased else None
+    return written_out(query, key, value, bias, query_ids, key_ids, causal=causal), gradients
 
-    expected = jax.jit(jax.grad(plain, range(4)))(query, key, value, bias)
-    found = jax.jit(jax.grad(in_blocks, range(4)))(query, key, value, bias)
-    for ours, theirs in zip(found, expected, strict=True):
+
+def cotangents_of(query, query_ids):
+    cosines = jnp.cos(jnp.arange(query.size)).reshape(query.shape)
+    return cosines * (query_ids != 0)[..., None, None]
+
+
+# Every case in two sizes of blocks, and one in all; the others compile programs much like these.
+CASES_IN_BLOCKS = [*itertools.product(CASES, BLOCKS)]
+CHOSEN = [
+    (case, size)
+    for case, size in CASES_IN_BLOCKS
+    if case == "causal, bias" or size in ("one query", "a few queries")
+]
+
+
+@pytest.mark.parametrize("where", quick(CASES_IN_BLOCKS, chosen=CHOSEN), ids=str)
+def test_values_equal_attention_written_out_and_gradients_automatic_ones(x64, monkeypatch, where):
+    case, size = where
+    use_blocks(monkeypatch, BLOCKS[size])
+    target, source, causal, biased = CASES[case]
+    arrays, ids = draw(target, source), ids_of(target, source)
+
+    @jax.jit
+    def run(*arrays):
+        def in_blocks(query, key, value, bias):
+            bias = bias if biased else None
+            return attend(query, key, value, *ids, causal=causal, distance_bias=bias)
+
+        found, pull_back = jax.vjp(in_blocks, *arrays)
+        return in_blocks(*arrays), found, pull_back(cotangents_of(arrays[0], ids[0]))
+
+    alone, found, gradients = run(*arrays)
+    expected, expected_gradients = expected_of(case)
+    for values in (alone, found):
+        np.testing.assert_allclose(values, expected, rtol=1e-12, atol=1e-13)
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
@@ -137,7 +162,9 @@ def test_gradients_are_those_of_finite_differences(x64, monkeypatch):
         return jnp.sum(jnp.sin(found) * (query_ids != 0)[..., None, None])
 
     directions = [jnp.cos(jnp.arange(a.size)).reshape(a.shape) for a in inputs]
-    slope = sum(jnp.vdot(g, d) for g, d in zip(jax.grad(loss)(inputs), directions, strict=True))
+    slope = sum(
+        jnp.vdot(g, d) for g, d in zip(jax.jit(jax.grad(loss))(inputs), directions, strict=True)
+    )
     step = 1e-6
 
     def along(s):
@@ -150,6 +177,7 @@ def test_nothing_reaches_across_segments_or_from_padding(x64, block_bytes):
     query, key, value, _ = draw(8, 8)
     ids = jnp.stack([segments(3, 3, length=8)] * 2)
 
+    @jax.jit
     def first_segment(key, value):
         return attend(query, key, value, ids, ids)[:, :3]
 
@@ -184,8 +212,7 @@ def test_sums_over_blocks_are_float32_where_values_are_bfloat16(monkeypatch):
     query, key, value, _ = draw(64, 4, dtype=jnp.bfloat16)
     ids = (jnp.ones((BATCH, 64), jnp.int32), jnp.ones((BATCH, 4), jnp.int32))
     ones = jnp.ones_like(query)
-    _, vjp = jax.vjp(lambda value: attend(query, key, value, *ids), value)
-    (found,) = vjp(ones)
+    found = jax.jit(lambda v: jax.vjp(lambda v: attend(query, key, v, *ids), v)[1](ones)[0])(value)
     # Each query gives every key a weight; over the keys of a query they sum to one.
     np.testing.assert_allclose(found.astype(np.float32).sum(axis=1), 64.0, rtol=0.01)
 
@@ -204,7 +231,7 @@ def test_devices_attend_alone_and_sum_the_gradient_of_the_bias_once(x64, monkeyp
 
         return jax.grad(loss, (0, 1, 2, 3))(query, key, value, bias)
 
-    expected = gradients(*arrays, *ids)
+    expected = jax.jit(lambda *given: gradients(*given))(*arrays, *ids)
     where = (rows, rows, rows, NamedSharding(mesh, PartitionSpec()), rows, rows)
     with dispatch.using(devices=Devices(mesh, rows=("data",), channels=())):
         compiled = jax.jit(gradients, in_shardings=where).lower(*arrays, *ids).compile()
@@ -227,13 +254,16 @@ def test_queries_whose_keys_lie_behind_read_nothing_where_devices_share_rows(x64
         *arrays, bias = arrays
         return attend(*arrays, *ids, causal=True, distance_bias=bias)
 
-    expected, vjp = jax.vjp(run, query, key, value, bias)
+    def both(*arrays):
+        found, pull_back = jax.vjp(run, *arrays)
+        return found, pull_back(jnp.sin(found))
+
+    expected, expected_gradients = jax.jit(lambda *a: both(*a))(query, key, value, bias)
     assert not np.any(expected[:, 0])
     with dispatch.using(devices=Devices(mesh, rows=(), channels=(), lengths=("data",))):
-        found, shared_vjp = jax.vjp(jax.jit(lambda *a: run(*a)), query, key, value, bias)
-        gradients = shared_vjp(jnp.sin(expected))
+        found, gradients = jax.jit(lambda *a: both(*a))(query, key, value, bias)
     np.testing.assert_allclose(found, expected, atol=1e-12)
-    for ours, theirs in zip(gradients, vjp(jnp.sin(expected)), strict=True):
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-12)
 
 
@@ -259,7 +289,7 @@ def test_second_derivatives_are_those_of_logits_in_memory(x64, monkeypatch, bloc
         return jnp.sum(y**3)
 
     plainly = lambda *arguments: jnp.sum(differentiable(*arguments, *ids) ** 3)  # noqa: E731
-    expected, _ = hessian_products(plainly, arguments)
+    expected = hessian_product(plainly, arguments)
     for found in hessian_products(ours, arguments):
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
@@ -273,9 +303,15 @@ def test_no_positions_have_no_outputs_and_gradients_of_zero(empty):
     key = jnp.ones((batch, source, 2, 4))
     ids = jnp.ones((batch, target), jnp.int32), jnp.ones((batch, source), jnp.int32)
     bias = jnp.ones((2, max(0, target + source - 1)))
-    y, vjp = jax.vjp(lambda *a: attend(*a[:3], *ids, distance_bias=a[3]), query, key, key, bias)
+
+    @jax.jit
+    def both(*arrays):
+        y, pull_back = jax.vjp(lambda *a: attend(*a[:3], *ids, distance_bias=a[3]), *arrays)
+        return y, pull_back(y)
+
+    y, gradients = both(query, key, key, bias)
     np.testing.assert_array_equal(y, np.zeros(query.shape))
-    for gradient, argument in zip(vjp(y), (query, key, key, bias), strict=True):
+    for gradient, argument in zip(gradients, (query, key, key, bias), strict=True):
         np.testing.assert_array_equal(gradient, np.zeros(argument.shape))
 
 
