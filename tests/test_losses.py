@@ -40,7 +40,8 @@ def direct(logits, targets, z_loss, label_smoothing):
 @pytest.mark.parametrize(("z_loss", "label_smoothing"), SETTINGS)
 def test_both_terms_equal_the_definition(x64, z_loss, label_smoothing):
     logits, targets = example()
-    found = token_cross_entropy(logits, targets, z_loss=z_loss, label_smoothing=label_smoothing)
+    settings = {"z_loss": z_loss, "label_smoothing": label_smoothing}
+    found = jax.jit(functools.partial(token_cross_entropy, **settings))(logits, targets)
     expected = oracles.cross_entropy(
         logits, targets, z_loss=z_loss, label_smoothing=label_smoothing
     )
@@ -51,14 +52,15 @@ def test_both_terms_equal_the_definition(x64, z_loss, label_smoothing):
 def test_the_backward_pass_equals_automatic_differentiation(x64, z_loss, label_smoothing):
     logits, targets = example()
     cotangents = (jnp.arange(6.0).reshape(2, 3) - 2, jnp.linspace(0.5, 2, 6).reshape(2, 3))
-    _, vjp = jax.vjp(
-        lambda logits: token_cross_entropy(
-            logits, targets, z_loss=z_loss, label_smoothing=label_smoothing
-        ),
-        logits,
-    )
-    _, expected = jax.vjp(lambda l: direct(l, targets, z_loss, label_smoothing), logits)  # noqa: E741
-    np.testing.assert_allclose(vjp(cotangents)[0], expected(cotangents)[0], rtol=1e-12, atol=1e-14)
+
+    @jax.jit
+    def gradients(logits, cotangents):
+        settings = {"z_loss": z_loss, "label_smoothing": label_smoothing}
+        _, ours = jax.vjp(lambda x: token_cross_entropy(x, targets, **settings), logits)
+        _, theirs = jax.vjp(lambda x: direct(x, targets, z_loss, label_smoothing), logits)
+        return ours(cotangents)[0], theirs(cotangents)[0]
+
+    np.testing.assert_allclose(*gradients(logits, cotangents), rtol=1e-12, atol=1e-14)
 
 
 def test_uniform_logits_cost_the_logarithm_of_the_vocabulary():
@@ -69,8 +71,8 @@ def test_uniform_logits_cost_the_logarithm_of_the_vocabulary():
 
 def test_bfloat16_logits_give_a_float32_loss_and_a_bfloat16_gradient():
     logits, targets = example(jnp.bfloat16)
-    nll, z_term = token_cross_entropy(logits, targets, z_loss=1e-4)
-    gradient = jax.grad(lambda x: jnp.sum(token_cross_entropy(x, targets)[0]))(logits)
+    nll, z_term = jax.jit(functools.partial(token_cross_entropy, z_loss=1e-4))(logits, targets)
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(token_cross_entropy(x, targets)[0])))(logits)
     assert nll.dtype == z_term.dtype == jnp.float32
     assert gradient.dtype == jnp.bfloat16
     expected, _ = oracles.cross_entropy(np.asarray(logits, np.float64), targets)
@@ -79,9 +81,8 @@ def test_bfloat16_logits_give_a_float32_loss_and_a_bfloat16_gradient():
 
 def test_huge_logits_stay_finite():
     logits, targets = jnp.array([[[1e30, -1e30, 0.0]]]), jnp.array([[1]])
-    loss, gradient = jax.value_and_grad(lambda x: jnp.sum(token_cross_entropy(x, targets)[0]))(
-        logits
-    )
+    total = jax.value_and_grad(lambda x: jnp.sum(token_cross_entropy(x, targets)[0]))
+    loss, gradient = jax.jit(total)(logits)
     np.testing.assert_allclose(loss, 2e30, rtol=1e-6)
     np.testing.assert_array_equal(gradient, [[[1.0, -1.0, 0.0]]])
 
@@ -95,6 +96,7 @@ def test_targets_of_few_bits_are_the_same_ids(unchecked, dtype):
         lambda ids: jnp.sum(token_cross_entropy(logits, ids)[0]),
         lambda ids: linear_cross_entropy(x, table, ids, weights).loss,
     ):
+        of_ids = jax.jit(of_ids)
         np.testing.assert_array_equal(of_ids(jnp.asarray(targets, dtype)), of_ids(targets))
 
 
@@ -147,39 +149,40 @@ def test_sums_and_gradients_equal_those_through_logits(
     arrays = outputs_and_table()
     settings = {"z_loss": z_loss, "label_smoothing": label_smoothing}
     ours = functools.partial(without_logits, **settings)
-    found = jax.value_and_grad(ours, (0, 1), has_aux=True)(*arrays)
-    expected = jax.value_and_grad(functools.partial(through_logits, **settings), (0, 1), True)(
-        *arrays
-    )
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13), found, expected
-    )
+
+    @jax.jit
+    def run(*arrays):
+        found = jax.value_and_grad(ours, (0, 1), has_aux=True)(*arrays)
+        theirs = functools.partial(through_logits, **settings)
+        return found, ours(*arrays)[1], jax.value_and_grad(theirs, (0, 1), has_aux=True)(*arrays)
+
+    found, alone, expected = run(*arrays)
+    jax.tree.map(assert_equal_in_float64, found, expected)
     # Without gradients the sums are the same.
-    np.testing.assert_array_equal(ours(*arrays)[1], found[0][1])
+    np.testing.assert_array_equal(alone, found[0][1])
 
 
 def test_only_the_loss_has_gradients():
     x, table, targets, weights = outputs_and_table(np.float32)
+    sums = lambda x: linear_cross_entropy(x, table, targets, weights, z_loss=0.1)  # noqa: E731
+    gradients = jax.jit(jax.jacrev(sums))(x)
     for name in ("cross_entropy", "z_term", "right"):
-        gradient = jax.grad(
-            lambda x, name=name: getattr(
-                linear_cross_entropy(x, table, targets, weights, z_loss=0.1), name
-            )
-        )(x)
-        np.testing.assert_array_equal(gradient, 0)
+        np.testing.assert_array_equal(getattr(gradients, name), 0)
+    assert np.any(gradients.loss)
 
 
 def test_of_equal_logits_the_first_counts_as_the_prediction():
     x, table = jnp.zeros((1, 4, 3)), jnp.ones((5, 3))
     targets = jnp.array([[0, 1, 4, 0]])
-    sums = linear_cross_entropy(x, table, targets, jnp.ones((1, 4)))
+    sums = jax.jit(linear_cross_entropy)(x, table, targets, jnp.ones((1, 4)))
     assert sums.right == 2
 
 
 def test_no_token_whose_logits_are_not_finite_counts_as_right():
     x = jnp.ones((1, 4, 3)).at[0, 1, 0].set(jnp.nan).at[0, 2].set(jnp.inf)
     targets = jnp.zeros((1, 4), jnp.int32)
-    assert linear_cross_entropy(x, jnp.ones((5, 3)), targets, jnp.ones((1, 4))).right == 2
+    sums = jax.jit(linear_cross_entropy)(x, jnp.ones((5, 3)), targets, jnp.ones((1, 4)))
+    assert sums.right == 2
 
 
 @pytest.mark.parametrize("mesh_shape", [(8, 1), (4, 2)])
@@ -331,7 +334,7 @@ def test_a_run_reports_the_cross_entropy_beside_what_it_minimises(
     batch: dict[str, jax.Array] = {name: tokens for name in (*names, "decoder_target_bytes")}
     batch |= {"decoder_loss_weights": ones}
     loss = TextLoss(z_loss=z_loss, label_smoothing=label_smoothing, normalize_by=normalize_by)
-    found = loss(model, batch).reported()
+    found = jax.jit(lambda batch: loss(model, batch).reported())(batch)
     nll = -np.log(0.99)
     for name in ("loss", "cross_entropy", "bits_per_byte"):
         expected = nll / np.log(2) / 7 if name == "bits_per_byte" else nll
