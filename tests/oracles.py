@@ -26,9 +26,9 @@ def softmax(logits: np.ndarray, axis: int) -> np.ndarray:
 
 
 def convolve(x, weights, *, dilation=1, padding="CENTERED", segment_ids=None, crosses=False):
-    """O[b, i, c] = sum_j weights[b, i, j, c] x[b, i + offset j, c], in float64."""
+    """O[b, i, c] = sum_j weights[b, i, j, c] x[b, i + offset j, c], all c at once, in float64."""
     x, weights = np.asarray(x, np.float64), np.asarray(weights, np.float64)
-    batch, length, embed = x.shape
+    batch, length, _ = x.shape
     offsets = tap_offsets(weights.shape[2], dilation, padding)
     out = np.zeros_like(x)
     for b in range(batch):
@@ -41,8 +41,7 @@ def convolve(x, weights, *, dilation=1, padding="CENTERED", segment_ids=None, cr
                     mine, theirs = segment_ids[b][i], segment_ids[b][source]
                     if mine == 0 or theirs == 0 or (mine != theirs and not crosses):
                         continue
-                for c in range(embed):
-                    out[b, i, c] += weights[b, i, j, c] * x[b, source, c]
+                out[b, i] += weights[b, i, j] * x[b, source]
     return out
 
 
