@@ -44,6 +44,8 @@ MODEL = ViTConfig(
     dtype="float32",
     canon="ABCD",
 )
+# Of statistics alone, which Canon layers do not touch.
+PLAIN = dataclasses.replace(MODEL, canon="")
 LOSS = losses.VisionLoss(label_smoothing=0.1)
 
 
@@ -57,11 +59,11 @@ def batch(seed: int = 0, rows: int = 16) -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def plan(mesh: tuple[int, int, int] = (1, 1, 1), grad_accum_steps: int = 1):
+def plan(mesh: tuple[int, int, int] = (1, 1, 1), grad_accum_steps: int = 1, model=MODEL):
     data, fsdp, tensor = mesh
     return make_plan(
         StepConfig(
-            model=MODEL,
+            model=model,
             loss=LOSS,
             optimizer=optimizer.SGDConfig(momentum=0.9, nesterov=True, weight_decay=0.1),
             schedule=schedule.Constant(rate=0.1),
@@ -111,7 +113,7 @@ def test_running_statistics_are_those_that_the_model_returns():
 
 
 def test_microbatches_move_running_statistics_by_their_mean():
-    chosen = plan(grad_accum_steps=2)
+    chosen = plan(grad_accum_steps=2, model=PLAIN)
     state = chosen.init_state()
     images = batch()["images"]
     call = jax.jit(lambda model, x: model(x, train=True).statistics)
@@ -211,8 +213,9 @@ def test_statistics_measured_anew_are_those_of_the_model_that_is_saved(tmp_path)
     data = ImageDataConfig(
         source=Stripes(), batch_size=16, image_size=8, in_channels=1, num_classes=3, seed=5
     )
-    run(tmp_path / "run", num_steps=5, statistics=Reestimate(data=data, num_batches=3))
-    abstract = jax.eval_shape(MODEL.build, jax.random.key(0))
+    measure = Reestimate(data=data, num_batches=3)
+    run(tmp_path / "run", model=PLAIN, num_steps=5, statistics=measure)
+    abstract = jax.eval_shape(PLAIN.build, jax.random.key(0))
     model = reading.load_params(tmp_path / "run", abstract)
     batches = data.build(process_index=0, process_count=1)
     layer = model.stem.layers[0]
