@@ -8,6 +8,7 @@ import importlib
 import importlib.abc
 import importlib.util
 import os
+import signal
 import sys
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
@@ -26,6 +27,12 @@ if TYPE_CHECKING:  # For editors; at run time, each is imported on first use.
     from convt5.vision.model import ViT as ViT
 
 _FOLDER = os.path.dirname(os.path.realpath(__file__))
+
+_IS_COMMAND = sys.argv[:1] == ["-m"] or os.path.basename((sys.argv or [""])[0]) == "convt5"
+
+if _IS_COMMAND and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Until `command_line.run` takes over, Ctrl-C ends the process without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and sys.path:
     # `python -m convt5.NAME` searches the working directory first, where a `json.py` that came with

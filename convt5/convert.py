@@ -326,13 +326,29 @@ def new_directory(destination: pathlib.Path) -> Iterator[pathlib.Path]:
                 shutil.rmtree(left_over)
             elif left_over.name != "lock":
                 left_over.unlink()
+        opened = os.open(partial, os.O_RDONLY)
         try:
             yield partial
-            (partial / "lock").unlink(missing_ok=True)
-            os.rename(partial, destination)
+            _put(partial, destination, opened)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+        finally:
+            os.close(opened)
+
+
+def _put(partial: pathlib.Path, destination: pathlib.Path, opened: int) -> None:
+    """Renames a complete folder, unless it was replaced; `opened` is its file descriptor."""
+    try:
+        atomic_files.check_same(opened, partial)
+        (partial / "lock").unlink(missing_ok=True)
+        os.rename(partial, destination)
+    except OSError as error:
+        raise errors.TrainingError(
+            f"output_dir={destination} cannot be put in its place ({error.strerror}: "
+            f"{error.filename}), which was changed during the conversion; repeat the command, or "
+            "name another folder."
+        ) from error
 
 
 def _read_mesh_tf(conversion: Conversion) -> tuple["Imported", Callable[..., Any], Any]:

@@ -34,6 +34,11 @@ ROWS = [
         lambda m: len(m.IN_THE_WAY),
     ),
     Row(
+        "Files and folders removed, replaced or linked elsewhere while a command writes them",
+        "test_swaps",
+        lambda m: m.COUNT,
+    ),
+    Row(
         "Names of run directories: brackets, stars, quotes, control characters, too long",
         "test_folders",
         lambda m: len(m.NAMES) + len(m.REFUSED),
@@ -41,7 +46,7 @@ ROWS = [
     Row(
         "Index entries that point outside their folder, and invalid data positions",
         "test_untrusted_files",
-        lambda m: len(m.OUTSIDE) + len(m.POSITIONS) + len(m.ROW_POSITIONS),
+        lambda m: len(m.OUTSIDE) + 2 * len(m.POSITIONS) + len(m.ROW_POSITIONS) + len(m.SKIPS),
     ),
     Row(
         "PyTorch files: code, overlapping views, storages of 10^12, programs, flipped bytes",

@@ -8,6 +8,8 @@ import dataclasses
 import os
 import pathlib
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import commands
@@ -175,3 +177,32 @@ class NumbersReader:
     def set_state(self, state):
         snapshot, skip = split_position(state)
         self.count = int.from_bytes(snapshot) + skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Meddling(Numbers):
+    """Numbered examples; does something before one of the batches is read."""
+
+    at: int = 7
+    act: Callable[[], object] = lambda: None
+
+    def build(self, *, process_index, process_count):
+        reader = super().build(process_index=process_index, process_count=process_count)
+        act, at = self.act, self.at
+
+        class Reader(type(reader)):
+            def __next__(self):
+                if self.count == at:
+                    act()
+                return super().__next__()
+
+        reader.__class__ = Reader
+        return reader
+
+
+def wait_for(path):
+    for _ in range(30_000):
+        if path.exists():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{path} did not appear")

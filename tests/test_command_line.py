@@ -6,6 +6,7 @@ import importlib
 import io
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -169,6 +170,38 @@ def test_errors_of_the_user_are_one_message_and_an_exit_code(raised, code, print
         "command_line.run(main)",
     )
     assert (done.returncode, done.stderr) == (code, printed)
+
+
+@pytest.mark.parametrize("program", ["-m", "/usr/bin/convt5"])
+def test_ctrl_c_leaves_no_traceback_before_and_after_a_command_either(program):
+    begin = f"import atexit, os, signal, sys\nsys.argv = [{program!r}]\nimport convt5\n{IMPORT}"
+    interrupt = "os.kill(os.getpid(), signal.SIGINT)"
+    in_imports = start("-c", f"{begin}{interrupt}")
+    in_command = start("-c", f"{begin}command_line.run(lambda argv: {interrupt})")
+    at_exit = f"atexit.register(lambda: {interrupt})\ncommand_line.run(lambda argv: 0)"
+    in_exit = start("-c", f"{begin}{at_exit}")
+    assert (in_imports.returncode, in_imports.stderr) == (-signal.SIGINT, "")
+    assert (in_command.returncode, in_command.stderr) == (130, "interrupted\n")
+    assert (in_exit.returncode, in_exit.stderr) == (-signal.SIGINT, "")
+
+
+@pytest.mark.parametrize("program", ["-c", "/usr/bin/other"])
+def test_ctrl_c_is_an_exception_in_programs_that_import_convt5(program):
+    code = (
+        f"import os, signal, sys\nsys.argv = [{program!r}]\nimport convt5\n"
+        "try: os.kill(os.getpid(), signal.SIGINT)\n"
+        "except KeyboardInterrupt: print('caught')"
+    )
+    assert start("-c", code).stdout == "caught\n"
+
+
+def test_an_ignored_ctrl_c_stays_ignored():
+    code = (
+        "import os, signal, sys\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        f"sys.argv = ['-m']\nimport convt5\n{IMPORT}"
+        "command_line.run(lambda argv: os.kill(os.getpid(), signal.SIGINT))"
+    )
+    assert start("-c", code).returncode == 0
 
 
 def test_a_full_disk_is_one_message_wherever_it_is_met():

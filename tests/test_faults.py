@@ -16,7 +16,6 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable
 
 import counting_run
 import jax
@@ -192,35 +191,6 @@ def run(tmp_path, shared_steps):
     return call
 
 
-@dataclasses.dataclass(frozen=True)
-class Meddling(counting_run.Numbers):
-    """Numbered examples; does something before one of the batches is read."""
-
-    at: int = 7
-    act: Callable[[], object] = lambda: None
-
-    def build(self, *, process_index, process_count):
-        reader = super().build(process_index=process_index, process_count=process_count)
-        act, at = self.act, self.at
-
-        class Reader(type(reader)):
-            def __next__(self):
-                if self.count == at:
-                    act()
-                return super().__next__()
-
-        reader.__class__ = Reader
-        return reader
-
-
-def wait_for(path):
-    for _ in range(30_000):
-        if path.exists():
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"{path} did not appear")
-
-
 def records(run_dir):
     return run_log.read_records(run_dir / run_log.METRICS_FILE)
 
@@ -247,11 +217,11 @@ def test_a_full_disk_ends_the_run_with_one_message_and_loses_nothing_saved(
     folder = tmp_path / "run"
 
     def fill():
-        wait_for(folder / "checkpoints" / "4")
+        counting_run.wait_for(folder / "checkpoints" / "4")
         small_files(size)
 
     with pytest.raises(errors.TrainingError, match=r"written.*Free space") as caught:
-        run(train_data=Meddling(batch_size=8, act=fill))
+        run(train_data=counting_run.Meddling(batch_size=8, act=fill))
     assert caught.value.exit_code == 1
     small_files(resource.RLIM_INFINITY)
     assert reading.steps_in(folder / "checkpoints") == [4]
@@ -262,14 +232,14 @@ def test_a_checkpoint_that_finds_the_disk_full_ends_the_run_too(run, tmp_path, s
     folder = tmp_path / "run"
 
     def fill():
-        wait_for(folder / "checkpoints" / "4")
+        counting_run.wait_for(folder / "checkpoints" / "4")
         small_files(8_000)  # Enough for records, too little for the arrays.
 
     rules = (*counting_run.rules(), sharding.Rule(r"unused$"))
     settings = {"model": Wide(), "sharding_rules": rules}
     told = r"checkpoint could not be written to .*checkpoints: File too large\. Free space"
     with pytest.raises(errors.TrainingError, match=told):
-        run(train_data=Meddling(batch_size=8, act=fill), **settings)
+        run(train_data=counting_run.Meddling(batch_size=8, act=fill), **settings)
     assert not [said for said in caplog.records if said.exc_info]  # As the message says it all.
     small_files(resource.RLIM_INFINITY)
     assert reading.steps_in(folder / "checkpoints") == [4]
@@ -312,11 +282,11 @@ def test_a_run_directory_that_is_removed_ends_the_run_with_one_message(run, tmp_
     folder = tmp_path / "run"
 
     def remove():
-        wait_for(folder / "checkpoints" / "4")
+        counting_run.wait_for(folder / "checkpoints" / "4")
         shutil.rmtree(folder)
 
     with pytest.raises(errors.TrainingError, match=r"run directory .*run cannot be written any"):
-        run(train_data=Meddling(batch_size=8, act=remove))
+        run(train_data=counting_run.Meddling(batch_size=8, act=remove))
     assert run().step == 12
 
 
@@ -324,7 +294,9 @@ def test_a_run_directory_that_becomes_read_only_ends_the_run(run, monkeypatch):
     def refuse(*_):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    writing = Meddling(batch_size=8, act=lambda: monkeypatch.setattr(run_log.os, "write", refuse))
+    writing = counting_run.Meddling(
+        batch_size=8, act=lambda: monkeypatch.setattr(run_log.os, "write", refuse)
+    )
     with pytest.raises(errors.TrainingError, match=r"Read-only file system.*permissions"):
         run(train_data=writing)
 
@@ -372,7 +344,7 @@ def test_a_source_that_hangs_is_told_with_the_phase_and_every_stack(run, capfd):
     def hang_in_the_source():
         time.sleep(2)
 
-    data = Meddling(batch_size=8, act=hang_in_the_source)
+    data = counting_run.Meddling(batch_size=8, act=hang_in_the_source)
     assert run(train_data=data, stall_warning_secs=0.1).step == 12
     told = capfd.readouterr().err
     assert re.search(r"no progress for \ds while reading the batch of step 8", told)
@@ -634,9 +606,9 @@ def test_flipped_bits_in_a_record_are_told(record_files):
 
 def test_data_that_cannot_be_read_ends_the_run_and_is_continued_once_it_can(run, tmp_path):
     def fail():
-        wait_for(tmp_path / "run" / "checkpoints" / "4")
+        counting_run.wait_for(tmp_path / "run" / "checkpoints" / "4")
         raise errors.TrainingError("its data cannot be read")
 
     with pytest.raises(errors.TrainingError, match="its data cannot be read"):
-        run(train_data=Meddling(batch_size=8, act=fail))
+        run(train_data=counting_run.Meddling(batch_size=8, act=fail))
     assert_ends_as_one_left_alone(run, tmp_path / "run")

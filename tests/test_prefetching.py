@@ -96,7 +96,7 @@ def test_a_restart_repeats_a_bounded_number_of_batches(prefetched):
     for _ in range(900):
         next(batches)
     _, skip = split_position(batches.get_state())
-    assert skip < prefetching._MOST_SKIPPED
+    assert skip < prefetching.MOST_SKIPPED
 
 
 def test_slow_snapshots_are_taken_rarely(prefetched):

@@ -1,6 +1,7 @@
 """Checkpoints of T5X: its numbers, its next steps of training, and what is no such checkpoint."""
 
 import functools
+import gzip
 import json
 import pathlib
 import shutil
@@ -145,6 +146,10 @@ def edit(path: pathlib.Path, **changes) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def pack(path: pathlib.Path, content: bytes) -> None:
+    path.write_bytes(gzip.compress(content, 1))
+
+
 EMBEDDING = "checkpoint_3/target.token_embedder.embedding"
 
 
@@ -160,6 +165,10 @@ EMBEDDING = "checkpoint_3/target.token_embedder.embedding"
         ),
         (lambda f: edit(f / EMBEDDING / ".zarray", chunks=[10**9, 48]), "has chunks"),
         (lambda f: edit(f / EMBEDDING / ".zarray", dtype="|O"), "is stored as"),
+        (lambda f: edit(f / EMBEDDING / ".zarray", compressor={"id": "blosc"}), "compressed by"),
+        (lambda f: edit(f / EMBEDDING / ".zarray", compressor=7), "compressed by 7"),
+        (lambda f: pack(f / EMBEDDING / "0.0", bytes(2**28)), "cannot be read"),
+        (lambda f: pack(f / EMBEDDING / "0.0", bytes(30_719)), "cannot be read"),
         (lambda f: (f / "checkpoint_3/checkpoint").write_bytes(b"\x93"), "cannot be read"),
         (lambda f: (f / "checkpoint_3/checkpoint").write_bytes(b"\x81\xa1a\xc0"), "no checkpoint"),
         (lambda f: shutil.rmtree(f / "checkpoint_3"), "holds no checkpoint of T5X"),

@@ -126,6 +126,15 @@ POSITIONS = [
     b"[]",
     b'{"settings": {}, "examples": 3}',
     b'{"settings": {}, "examples": {"count": "a", "tasks": {"t": ["a", 1, 2, 3]}}}',
+    *(
+        b'{"settings": {}, "examples": {"count": 1, "tasks": {"t": [%s]}}}' % numbers
+        for numbers in (
+            b"0, 0, -1, 0",
+            b"0, 0, 0, -1",
+            b"-1, 0, 0, 0",
+            b"0, 0, 1%s, 0" % (b"0" * 19),
+        )
+    ),
     b"PK",
     archived(other="{}"),
     archived(settings="3"),
@@ -155,7 +164,27 @@ def test_a_position_in_rows_that_is_none_is_named(snapshot):
 
 
 @pytest.mark.parametrize("snapshot", POSITIONS)
-def test_a_position_that_is_none_is_named_and_never_unpacked(snapshot):
+@pytest.mark.parametrize("skip", [0, 2**62])
+def test_a_position_that_is_none_is_named_and_never_unpacked(snapshot, skip):
+    iterator = seqio_reader()
+    with pytest.raises(errors.UserError, match="position in the checkpoint is damaged"):
+        iterator.set_state(position(snapshot, skip))
+
+
+SKIPS = [257, 2**40, 2**64 - 1]
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+def test_batches_to_skip_are_bounded_because_each_is_read(skip):
+    snapshot = b'{"settings": {}, "examples": {"count": 1, "tasks": {"t": [0, 0, 0, 1]}}}'
+    iterator = seqio_reader()
+    with pytest.raises(errors.UserError, match=r"damaged .* it skips"):
+        iterator.set_state(position(snapshot, skip))
+    iterator.set_state(position(snapshot))
+
+
+def seqio_reader():
+    """A reader of one task whose data is never read."""
     pytest.importorskip("tensorflow")
     from convt5.data import seqio_batches
     from convt5.data.mixing import MixedStream, TaskStream
@@ -163,5 +192,4 @@ def test_a_position_that_is_none_is_named_and_never_unpacked(snapshot):
     iterator = object.__new__(seqio_batches.BatchIterator)
     iterator._settings = {}
     iterator._examples = MixedStream({"t": TaskStream(None, None, None)}, [1.0], 0)
-    with pytest.raises(errors.UserError, match="position in the checkpoint is damaged"):
-        iterator.set_state(position(snapshot))
+    return iterator

@@ -327,7 +327,7 @@ class Checkpointer:
         self._manager.wait_until_finished()
         if jax.process_index() == 0:
             aside = _aside(self.directory)
-            aside.mkdir(parents=True, exist_ok=True)
+            atomic_files.make_folder(aside)
             (self.directory / str(step)).rename(aside / str(step))
         _wait_for_all("a checkpoint is moved aside")
         self._manager.reload()
@@ -336,7 +336,7 @@ class Checkpointer:
         """Checks free space early: the writer takes minutes to fail, in the background."""
         if atomic_files.is_remote(self.directory):
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
+        atomic_files.make_folder(self.directory)
         needed = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
         free = shutil.disk_usage(self.directory).free
         if free < needed:
@@ -379,7 +379,7 @@ class Checkpointer:
             return
         if jax.process_index() == 0:
             aside = self.directory.parent / "damaged"
-            aside.mkdir(parents=True, exist_ok=True)
+            atomic_files.make_folder(aside)
             for step in steps:
                 target = aside / str(step)
                 if target.exists():

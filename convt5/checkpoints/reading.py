@@ -4,6 +4,8 @@ A checkpoint is a folder named after its step; incomplete ones have other names.
 """
 
 import contextlib
+import math
+import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
@@ -15,7 +17,7 @@ from jax.experimental import multihost_utils
 from convt5 import errors
 from convt5.checkpoints import late_errors, named_arrays, record
 from convt5.checkpoints.checksums import find_mismatches
-from convt5.runtime import folders
+from convt5.runtime import atomic_files, folders, foreign_files
 
 EMA = "ema"
 """Name of the model average, in the state and beside the optimizer state on disk."""
@@ -174,6 +176,7 @@ def read_arrays(
     not verified.
     """
     late_errors.silence()
+    _check_sizes(folder, leaves)
     item = named_arrays.nest(leaves)
     # Deferred: importing orbax takes a second, for which a new run need not wait.
     import orbax.checkpoint as ocp
@@ -193,6 +196,16 @@ def read_arrays(
     expected = about.get("checksums", {}).get(part, {})
     on_all_hosts(lambda: _check_arrays(arrays, expected, folder))
     return arrays
+
+
+def _check_sizes(folder: epath.Path, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Raises `ValueError` for shapes that the files of a checkpoint cannot hold."""
+    if atomic_files.is_remote(folder):
+        return
+    files = pathlib.Path(folder).rglob("*")
+    stored = sum(file.stat().st_size for file in files if file.is_file())
+    told = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
+    foreign_files.check_expansion(told, stored)
 
 
 def _check_arrays(

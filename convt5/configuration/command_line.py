@@ -10,6 +10,7 @@ import gc
 import io
 import os
 import pathlib
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -174,6 +175,10 @@ def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     system errors about a path, and devices that JAX cannot use. Any other exception is a bug and
     keeps its traceback.
     """
+    # Ctrl-C is an exception only here; it ends imports before, and the exit after, without one.
+    is_quiet = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    if is_quiet:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     standard_streams.open_all()
     standard_streams.tolerate_closed_stderr()
     _print_any_text()
@@ -194,6 +199,8 @@ def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
         # A run that was asked to stop is not an error.
         _tell(str(known) if known.exit_code >= 128 else f"error: {known}")
         code = 1 if errors.of_full_disk(known.__cause__) else known.exit_code
+    if is_quiet:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     _drop_what_cannot_be_written()
     raise SystemExit(code)
 

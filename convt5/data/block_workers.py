@@ -7,11 +7,14 @@ and makes every N-th block.
 import concurrent.futures
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures.process import BrokenProcessPool
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from convt5 import errors
 from convt5.data.mixing import NO_BLOCK, Block, BlockPlace, MakeBlock
 
 if TYPE_CHECKING:
@@ -42,7 +45,10 @@ class BlockWorkers:
         ]
 
     def maker(self, task: str) -> MakeBlock:
-        """Returns a function that makes the blocks of a task in the order of the requests."""
+        """Returns a function that makes the blocks of a task in the order of the requests.
+
+        It raises `TrainingError` if a process has ended.
+        """
         return _Requests(self._pools, task).make
 
     def __enter__(self) -> "BlockWorkers":
@@ -67,14 +73,31 @@ class _Requests:
         self._made: dict[tuple[int, int], concurrent.futures.Future[Block]] = {}
 
     def make(self, place: BlockPlace) -> Block:
+        try:
+            return self._make_ahead(place)
+        except BrokenProcessPool as error:
+            raise errors.TrainingError(
+                f"one of the {len(self._pools)} processes ended before its work was done; it may "
+                "have been killed for lack of memory. Repeat the command, which resumes, perhaps "
+                "with fewer --processes."
+            ) from error
+
+    def _make_ahead(self, place: BlockPlace) -> Block:
         last = place.number + _BLOCKS_AHEAD * len(self._pools)
         for number in range(place.number, last):
             if (place.epoch, number) not in self._made:
-                pool = self._pools[number % len(self._pools)]
-                request = pool.submit(_make, self._task, place.epoch, number)
-                self._made[place.epoch, number] = request
+                self._made[place.epoch, number] = self._submit(place.epoch, number)
         self._made = {at: made for at, made in self._made.items() if at >= place[:2]}
         return self._made[place[:2]].result()
+
+    def _submit(self, epoch: int, number: int) -> concurrent.futures.Future[Block]:
+        pool = self._pools[number % len(self._pools)]
+        # The process, which this may start, does not get Ctrl-C: it ends with the command.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            return pool.submit(_make, self._task, epoch, number)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 class _Found:

@@ -5,6 +5,7 @@ folder with `cache.json`, the vocabulary, and a file of integers for each split 
 """
 
 import base64
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -310,6 +311,7 @@ class Writer:
         self._unfinished = atomic_files.unfinished(folder, "unfinished")
         self._about: dict[str, Any] = {}
         self._token_type = _LONG
+        self._lock = -1
         try:
             self._unfinished.mkdir(parents=True, exist_ok=True)
             self._take()
@@ -348,7 +350,8 @@ class Writer:
             get_counts: returns the counts by task up to that position.
         """
         folder = self._unfinished / split
-        folder.mkdir(exist_ok=True)
+        with self._naming_place():
+            atomic_files.make_folder(folder)
         progress = {"rows": 0, "num_read": 0, "features": {}, "digest": "", "state": None}
         progress |= {"is_complete": False, "tokens": {}, "counts": {}}
         progress |= self._progress["splits"].get(split, {})
@@ -362,6 +365,9 @@ class Writer:
                     progress["counts"] = get_counts()
                     self._note(split, progress, files)
                     noted = time.monotonic()
+            if progress["rows"]:
+                progress |= {"is_complete": True, "counts": get_counts()}
+                self._note(split, progress, files)
         finally:
             for file in files.values():
                 file.close()
@@ -369,7 +375,6 @@ class Writer:
             raise errors.UserError(
                 f"split={split!r} gives no row; check the data that the gin files name."
             )
-        self._note(split, progress | {"is_complete": True, "counts": get_counts()}, {})
 
     def _append(
         self,
@@ -404,11 +409,16 @@ class Writer:
 
     def _note(self, split: str, progress: Mapping[str, Any], files: Mapping[str, Any]) -> None:
         """Saves how much of a split is written, so that a later process can continue."""
-        for file in files.values():
+        for name, file in files.items():
             file.flush()
             os.fsync(file.fileno())
+            with self._naming_place():
+                atomic_files.check_same(file.fileno(), self._unfinished / split / f"{name}.bin")
         self._progress["splits"][split] = dict(progress)
-        atomic_files.replace_text(self._unfinished / _PROGRESS_FILE, json.dumps(self._progress))
+        with self._naming_place():
+            atomic_files.check_same(self._lock, self._unfinished)
+            path = self._unfinished / _PROGRESS_FILE
+            atomic_files.replace_text(path, json.dumps(self._progress))
 
     def _begun(self, identity: str | None) -> dict[str, Any]:
         """Returns what an unfinished cache of the same data has recorded."""
@@ -418,7 +428,8 @@ class Writer:
             return new
         try:
             _check_progress(recorded["splits"])
-        except (LookupError, TypeError, AttributeError, ValueError):
+            _check_files(self._unfinished, recorded["splits"])
+        except (LookupError, TypeError, AttributeError, ValueError, OSError):
             return new
         return recorded
 
@@ -486,7 +497,10 @@ class Writer:
             "made_from": dict(made_from),
         }
         text = json.dumps(about, indent=2, default=str) + "\n"
-        atomic_files.replace_text(self._unfinished / _ABOUT_FILE, text)
+        with self._naming_place():
+            atomic_files.check_same(self._lock, self._unfinished)
+            _check_files(self._unfinished, self._progress["splits"])
+            atomic_files.replace_text(self._unfinished / _ABOUT_FILE, text)
         (self._unfinished / _PROGRESS_FILE).unlink(missing_ok=True)
         try:
             self._unfinished.rename(self._folder)
@@ -497,11 +511,24 @@ class Writer:
             ) from None
         return about
 
+    @contextlib.contextmanager
+    def _naming_place(self) -> Iterator[None]:
+        """Turns the errors of files that are no longer in their place into a user error."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            if errors.of_full_disk(error):
+                raise
+            raise errors.TrainingError(
+                f"{self._unfinished} was changed while output_dir={self._folder} was being made "
+                f"there ({error}); repeat the command, and let nothing else write there."
+            ) from error
+
     def _take(self) -> None:
         """Locks the folder against other processes for the lifetime of this object."""
-        lock = os.open(self._unfinished, os.O_RDONLY)
-        weakref.finalize(self, os.close, lock)
-        if not file_locks.lock(lock):
+        self._lock = os.open(self._unfinished, os.O_RDONLY | os.O_NOFOLLOW)
+        weakref.finalize(self, os.close, self._lock)
+        if not file_locks.lock(self._lock):
             raise errors.UserError(
                 f"output_dir={self._folder} is being made by another process; wait for it to end, "
                 "or name another folder."
@@ -625,6 +652,17 @@ def _check_progress(splits: Any) -> None:
         base64.b64decode(progress["state"] or "", validate=True)
         if not isinstance(progress["digest"], str) or type(progress["is_complete"]) is not bool:
             raise ValueError("it has no digest of its rows, or does not say whether it is complete")
+
+
+def _check_files(folder: pathlib.Path, splits: Mapping[str, Any]) -> None:
+    """Raises an error if a file of rows has fewer bytes than recorded, or is no file."""
+    for split, progress in splits.items():
+        for name, feature in progress["features"].items():
+            path = folder / split / f"{name}.bin"
+            kinds = [atomic_files.kind(each) for each in (path.parent, path)]
+            expected = progress["rows"] * feature["length"] * np.dtype(feature["dtype"]).itemsize
+            if kinds != ["a folder", "a file"] or path.stat().st_size < expected:
+                raise ValueError(f"{split}/{name}.bin does not hold {expected:,} bytes")
 
 
 def _check_feature(name: str, feature: Mapping[str, Any]) -> None:

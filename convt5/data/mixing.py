@@ -16,6 +16,7 @@ from convt5.data.counts import Counts
 from convt5.data.rows import Examples, concatenate
 
 _DRAWN_AT_ONCE = 4096
+_MOST_COUNTED = 2**62
 
 
 class BlockPlace(NamedTuple):
@@ -101,12 +102,12 @@ class TaskStream:
         """Consumes examples returned by `peek`."""
         while count > 0:
             block = self._request(self._place).result()
-            taken = min(count, block.examples.count - self._taken)
+            taken = max(0, min(count, block.examples.count - self._taken))
             flags = block.examples.flags[self._taken : self._taken + taken]
             self.counts = self.counts.plus(flags)
             self._taken += taken
             count -= taken
-            if self._taken == block.examples.count:
+            if self._taken >= block.examples.count:
                 self._go_to(self._place.after(block.num_read))
         self._look_ahead()
 
@@ -118,8 +119,10 @@ class TaskStream:
         return [*self._place, self._taken, *self.counts]
 
     def set_state(self, state: Sequence[int]) -> None:
-        """Moves to a position."""
+        """Moves to a position; raises `ValueError` for one that no stream has."""
         epoch, number, first, taken, *counts = map(int, state)
+        if not all(0 <= n < _MOST_COUNTED for n in (epoch, number, first, taken, *counts)):
+            raise ValueError(f"a task is at {errors.clip(list(state))}")
         self._go_to(BlockPlace(epoch, number, first))
         self._taken = taken
         self.counts = Counts(*counts)  # Positions of earlier runs have none.

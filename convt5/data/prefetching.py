@@ -22,7 +22,9 @@ Placed = TypeVar("Placed")
 
 # Snapshots take at most this share of the thread's time; a restart repeats few batches.
 _SNAPSHOT_SHARE = 0.01
-_MOST_SKIPPED = 256
+MOST_SKIPPED = 256
+"""Most batches between a snapshot and the position of a consumer."""
+
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 10.0
 _POSITION = struct.Struct("<8sQ")
@@ -206,7 +208,7 @@ class _Feed:
             while not self._stopped.is_set():
                 batch = next(self._iterator)
                 made += 1
-                if made % _MOST_SKIPPED == 0 or time.monotonic() >= self._snapshot_is_due:
+                if made % MOST_SKIPPED == 0 or time.monotonic() >= self._snapshot_is_due:
                     self._take_snapshot(made)
                 self._put(self._place(batch))
         except BaseException as error:

@@ -22,6 +22,7 @@ from convt5.data import data_report
 from convt5.data.counts import Counts
 from convt5.data.mixing import MakeBlock, MixedStream, TaskStream
 from convt5.data.prefetching import (
+    MOST_SKIPPED,
     Prefetcher,
     check_settings,
     naming_damage,
@@ -393,6 +394,8 @@ class BatchIterator:
         with naming_damage():
             saved = foreign_files.parse_json(snapshot, kind=dict)
             settings, examples = dict(saved["settings"]), saved["examples"]
+            if skip > MOST_SKIPPED:  # Each has to be read.
+                raise ValueError(f"it skips {skip:,} batches, more than {MOST_SKIPPED}")
         check_settings(self._settings, settings, item="example")
         with naming_damage():
             self._examples.set_state(examples)

@@ -48,6 +48,7 @@ class Results:
 
     def __init__(self, folder: epath.PathLike, settings: Mapping[str, Any]):
         self.folder = epath.Path(folder)
+        self._place = os.path.realpath(folder)
         self._settings = json.loads(json.dumps(settings))
         self._tensorboard: TensorBoard | None = None
 
@@ -73,6 +74,7 @@ class Results:
             UserError: the folder is not writable.
         """
         path = self.path(outcome.task, outcome.split, step)
+        self._check_writable(path)
         summary = {
             "task": outcome.task,
             "split": outcome.split,
@@ -98,7 +100,7 @@ class Results:
         return path
 
     def _check_writable(self, path: epath.Path) -> None:
-        """Checks early that files can be written, because measuring may take hours."""
+        """Checks that files can be written: early, because measuring may take hours, and again."""
         if atomic_files.is_remote(path):
             return
         folders = [self.folder / "tensorboard", path.parent, path.parent.parent]
@@ -113,6 +115,8 @@ class Results:
         nearest = next(p for p in places if os.path.lexists(p))
         if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
             faults.append(f"{nearest} is no folder that can be written")
+        if os.path.realpath(self.folder) != self._place:
+            faults.append(f"it led to {self._place} when the command began")
         if faults:
             raise errors.UserError(
                 f"output_dir={str(self.folder)!r} must be a folder that can be written, but "
@@ -187,9 +191,20 @@ class ResumableLines:
         self._file.write("".join(map(json_line, records)).encode())
         self._file.flush()
         os.fsync(self._file.fileno())
+        self._check_place()
 
     def close(self) -> None:
         self._file.close()
+
+    def _check_place(self) -> None:
+        """Raises `TrainingError` if the path no longer names the file, which nobody would find."""
+        try:
+            atomic_files.check_same(self._file.fileno(), os.path.realpath(self.path))
+        except OSError as error:
+            raise errors.TrainingError(
+                f"output={self.path} was removed or replaced while it was being written "
+                f"({error.strerror}); repeat the command, and leave the file in its place."
+            ) from error
 
     def _lock(self) -> None:
         if not file_locks.lock(self._file):

@@ -9,6 +9,7 @@ from typing import Any
 from convt5 import errors
 from convt5.interchange.mapping import Imported
 from convt5.interchange.operative_config import OperativeConfig
+from convt5.reports import markdown
 from convt5.runtime import foreign_files
 
 FILE = "README.md"
@@ -94,12 +95,14 @@ def _data(origin: pathlib.Path) -> list[str]:
         mixture = settings.get("DataConfig", "mixture", scope="train")
     except errors.UserError:
         mixture = None
-    return [f"Trained on `{mixture}`." if mixture else "Not recorded."]
+    return [f"Trained on {markdown.code(str(mixture))}." if mixture else "Not recorded."]
 
 
 def _metrics(origin: pathlib.Path) -> list[str]:
     summary: dict[str, Any] = foreign_files.find_json(origin / "summary.json") or {}
     rows = [(words, summary.get(name)) for name, words in _FIGURES.items()]
     rows.append((str(summary.get("metric")), summary.get("metric_value")))
-    rows = [f"| {words} | {value:.4f} |" for words, value in rows if isinstance(value, float)]
-    return ["| metric | value |", "| --- | ---: |", *rows] if rows else ["Not recorded."]
+    rows = [
+        {"metric": words, "value": f"{value:.4f}"} for words, value in rows if type(value) is float
+    ]
+    return [markdown.table(rows) if rows else "Not recorded."]

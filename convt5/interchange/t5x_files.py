@@ -29,6 +29,8 @@ _MOST_DEPTH = 64
 _REMEDY = "copy the checkpoint again, or name another one."
 _DTYPES = ("float32", "bfloat16", "float16", "int32", "int64", "uint32")
 _ZARR_DTYPES = {"<f4": 4, "<f2": 2, "bfloat16": 2}
+# TensorStore unpacks these to no more than the declared size of a piece.
+_COMPRESSIONS = (None, "gzip", "zlib", "zstd")
 _NDARRAY, _SCALAR = 1, 3  # Flax's extension types of msgpack.
 
 
@@ -251,6 +253,10 @@ def _zarr_about(folder: pathlib.Path) -> dict[str, Any]:
         raise ValueError(f"{folder.name} has chunks {chunks} of an array {shape}")
     if about.get("dtype") not in _ZARR_DTYPES:
         raise ValueError(f"{folder.name} is stored as {errors.clip(about.get('dtype'))}")
+    compressor = about.get("compressor")
+    compression = compressor.get("id") if isinstance(compressor, dict) else compressor
+    if compression not in _COMPRESSIONS:
+        raise ValueError(f"{folder.name} is compressed by {errors.clip(compression)}")
     return about
 
 

@@ -51,6 +51,14 @@ def _line(text: str) -> str:
     return printable(text).replace("\n", r"\n")
 
 
+def code(text: str) -> str:
+    """Returns a text as code, between more backticks than it has in a row."""
+    text = printable(text).replace("\n", r"\n")
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    space = " " * (len(fence) > 1)
+    return f"{fence}{space}{text}{space}{fence}"
+
+
 def _cell(text: str) -> str:
     """Escapes a text for a cell: a bar would begin a new cell, a line break a new row."""
     return _line(text).replace("|", r"\|")

@@ -1,6 +1,7 @@
 """Files that are written atomically, and never through links."""
 
 import contextlib
+import errno
 import hashlib
 import os
 import pathlib
@@ -23,6 +24,8 @@ _KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
 }
+
+_OF_EQUAL_FILES = ("st_mode", "st_size", "st_mtime_ns")
 
 
 def is_remote(path: epath.PathLike) -> bool:
@@ -90,6 +93,25 @@ def not_followed(path: str, flags: int) -> int:
         os.close(file)
         raise OSError(0, "it is no regular file with one name", path)
     return file
+
+
+def check_same(file: int, path: os.PathLike[str] | str) -> None:
+    """Raises `OSError` if a path no longer names an open file or folder: writes would be lost.
+
+    A link at the end of the path is not followed.
+    """
+    found, opened = os.lstat(path), os.fstat(file)
+    # Network file systems may number a file anew at each look.
+    is_alike = all(getattr(found, n) == getattr(opened, n) for n in _OF_EQUAL_FILES)
+    if not os.path.samestat(found, opened) and not is_alike:
+        raise OSError(errno.ESTALE, "another file was put in its place", os.fspath(path))
+
+
+def make_folder(path: AnyPath) -> None:
+    """Creates a folder unless it exists; raises `OSError` for a link to one."""
+    path.mkdir(parents=True, exist_ok=True)
+    if not is_remote(path) and kind(path) != "a folder":
+        raise NotADirectoryError(errno.ENOTDIR, f"it is {kind(path)}", os.fspath(path))
 
 
 def kind(path: os.PathLike) -> str | None:

@@ -5,7 +5,6 @@ checkpoint, so that every step is recorded once.
 """
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -92,6 +91,7 @@ class JsonLines:
         if not self._is_local:
             self._text = self._text.removesuffix(last) + line
             return
+        atomic_files.check_same(self._file, self._path)
         atomic_files.replace_text(self._path, self._path.read_text().removesuffix(last) + line)
         os.close(self._file)
         self._file = atomic_files.not_followed(str(self._path), os.O_WRONLY | os.O_APPEND)
@@ -101,8 +101,7 @@ class JsonLines:
             self._path.write_text(self._text)
             return
         os.fsync(self._file)
-        if not os.fstat(self._file).st_nlink:  # The file was deleted: writes would be lost.
-            raise FileNotFoundError(errno.ENOENT, f"{self._path.name} was removed")
+        atomic_files.check_same(self._file, self._path)
 
     def close(self) -> None:
         try:
