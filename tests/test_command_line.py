@@ -185,6 +185,36 @@ def test_ctrl_c_leaves_no_traceback_before_and_after_a_command_either(program):
     assert (in_exit.returncode, in_exit.stderr) == (-signal.SIGINT, "")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "__import__('interrupted')",
+        "Interrupted() and None or time.sleep(600)",
+        "wrapped()",
+    ],
+)
+def test_ctrl_c_is_one_line_wherever_it_strikes(tmp_path, command):
+    strike = "os.kill(os.getpid(), signal.SIGINT)"
+    (tmp_path / "interrupted.py").write_text(
+        f"import os, signal\ntry: {strike}\n"
+        "except BaseException: raise ImportError('while initializing the extension')\n"
+    )
+    code = (
+        f"import os, signal, time\n{IMPORT}"
+        "class Interrupted:\n"
+        f"    def __del__(self): {strike}\n"  # Python prints what is raised there, and goes on.
+        "def wrapped():\n"
+        f"    try: {strike}\n"
+        "    except BaseException: raise RuntimeError('a callback failed')\n"
+        f"command_line.run(lambda argv: {command})"
+    )
+    done = commands.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])},
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
 @pytest.mark.parametrize("program", ["-c", "/usr/bin/other"])
 def test_ctrl_c_is_an_exception_in_programs_that_import_convt5(program):
     code = (

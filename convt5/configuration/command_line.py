@@ -10,7 +10,6 @@ import gc
 import io
 import os
 import pathlib
-import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from typing import NoReturn
 from convt5 import errors
 from convt5.runtime import (
     absent_accelerators,
+    ctrl_c,
     host_memory,
     standard_streams,
     terminal,
@@ -175,34 +175,40 @@ def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     system errors about a path, and devices that JAX cannot use. Any other exception is a bug and
     keeps its traceback.
     """
-    # Ctrl-C is an exception only here; it ends imports before, and the exit after, without one.
-    is_quiet = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-    if is_quiet:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     standard_streams.open_all()
     standard_streams.tolerate_closed_stderr()
     _print_any_text()
     terminal.protect()
+    with ctrl_c.CtrlC() as interruption:
+        code = _code(main, interruption)
+    _drop_what_cannot_be_written()
+    raise SystemExit(code)
+
+
+def _code(
+    main: Callable[[Sequence[str]], int | None], interruption: ctrl_c.CtrlC
+) -> int | str | None:
+    """Calls a command; prints its error, and returns its exit code."""
     try:
         code = _result(main)
         sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         _tell("interrupted")
-        code = 130
+        return ctrl_c.EXIT_CODE
     except BrokenPipeError:
         # The reader of a pipe, such as `| head`, has ended.
-        code = 0
+        return 0
     except Exception as error:
         known = _known(error)
+        if known is None and interruption.received:
+            _tell("interrupted")
+            return ctrl_c.EXIT_CODE
         if known is None:
             raise
         # A run that was asked to stop is not an error.
         _tell(str(known) if known.exit_code >= 128 else f"error: {known}")
-        code = 1 if errors.of_full_disk(known.__cause__) else known.exit_code
-    if is_quiet:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _drop_what_cannot_be_written()
-    raise SystemExit(code)
+        return 1 if errors.of_full_disk(known.__cause__) else known.exit_code
 
 
 def _result(main: Callable[[Sequence[str]], int | None]) -> int | str | None:
