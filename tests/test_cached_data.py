@@ -4,7 +4,9 @@ import dataclasses
 import gc
 import itertools
 import json
+import os
 import pathlib
+import signal
 import sys
 import time
 
@@ -16,9 +18,11 @@ from convt5.tasks import pretraining, vocabularies  # pyright: ignore[reportMiss
 
 from convt5 import cache, data, errors
 from convt5.analysis import inspect_command
-from convt5.data import cached_data
+from convt5.data import block_workers, cached_data
+from convt5.data.block_workers import BlockWorkers
 from convt5.data.cached_data import CachedDataConfig
 from convt5.data.counts import Counts
+from convt5.data.mixing import BlockPlace
 from convt5.data.row_order import RowOrder
 from convt5.training.trainer import TrainRun
 
@@ -467,6 +471,23 @@ def test_processes_that_make_blocks_end_with_the_command_that_is_killed(tmp_path
     while not all(map(is_over, workers)):
         assert time.monotonic() < deadline, "a process outlives the command"
         time.sleep(0.05)
+
+
+def test_a_process_that_is_killed_is_told(tmp_path):
+    with BlockWorkers(1, dict) as workers:
+        worker = workers._pools[0].submit(os.getpid).result()
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(errors.TrainingError, match="one of the 1 processes ended before"):
+            workers.maker("task")(BlockPlace())
+
+
+def test_ctrl_c_does_not_reach_the_processes_that_make_blocks():
+    with BlockWorkers(1, dict) as workers:
+        requests = block_workers._Requests(workers._pools, "task")
+        requests._submit(0, 0).exception()  # It has no such task.
+        blocked = workers._pools[0].submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result()
+    assert signal.SIGINT in blocked
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 @pytest.mark.slow

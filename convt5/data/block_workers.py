@@ -62,6 +62,8 @@ class BlockWorkers:
     ) -> None:
         for pool in self._pools:
             pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            process.terminate()  # Otherwise the command ends only after the blocks being made.
 
 
 class _Requests:
