@@ -7,7 +7,6 @@ logits on-chip.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
