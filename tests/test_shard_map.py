@@ -161,13 +161,14 @@ def assert_equal(found, expected):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(b))))
 
 
-def check(case, segments):
+def check(case, segments, *, most_split_alone=False):
     """Compares the gradients of both ways of splitting with those of whole arrays."""
     function, arrays, *splits = case
+    splits = [specs for specs in splits if specs][-1 if most_split_alone else 0 :]
 
     @jax.jit
     def run(arrays, segments):
-        found = [sharded_gradients(function, specs, arrays, segments) for specs in splits if specs]
+        found = [sharded_gradients(function, specs, arrays, segments) for specs in splits]
         return found, gradients(function, arrays, segments)
 
     found, expected = run(arrays, segments)
@@ -189,12 +190,12 @@ def several_chunks(monkeypatch):
     monkeypatch.setattr(blockwise_attention, "FEWEST_QUERIES_ON_CPU", 1)
 
 
-def check_formulation(monkeypatch, name, choice, segments):
+def check_formulation(monkeypatch, name, choice, segments, **settings):
     if choice == "chunked":
         monkeypatch.setattr(cpu, "_fastest", lambda *sizes: cpu.chunked_weight_gradient)
         choice = "cpu"
     with dispatch.using(choice=choice):
-        check(CASES[name], segments)
+        check(CASES[name], segments, **settings)
 
 
 @pytest.mark.usefixtures("several_chunks")
@@ -204,7 +205,10 @@ def check_formulation(monkeypatch, name, choice, segments):
 )
 def test_gradients_inside_shard_map_are_those_of_whole_arrays(monkeypatch, name, choice):
     packed = name in ("dynamic", "attend") or choice == "default"
-    check_formulation(monkeypatch, name, choice, ids() if packed else None)
+    segments = ids() if packed else None
+    # Rows and channels; rows alone are split of one formulation of each operator.
+    most_split_alone = choice != "default"
+    check_formulation(monkeypatch, name, choice, segments, most_split_alone=most_split_alone)
 
 
 @pytest.mark.slow
