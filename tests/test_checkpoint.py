@@ -2,9 +2,11 @@
 
 import dataclasses
 import shutil
+import sys
 import types
 import warnings
 
+import commands
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -204,6 +206,18 @@ def test_a_folder_that_vanished_is_told_with_what_to_do(open_run, tmp_path):
     (tmp_path / "checkpoints").write_text("no folder any more")
     with pytest.raises(errors.TrainingError, match=r"could not be written to .* Free space"):
         save_steps(checkpointer, 2)
+
+
+def test_a_new_run_imports_orbax_only_to_write(tmp_path):
+    code = (
+        "import sys\nfrom convt5.training import trainer\n"
+        "from convt5.checkpoints.checkpoint import CheckpointConfig, Checkpointer\n"
+        f"run = Checkpointer({str(tmp_path)!r}, CheckpointConfig(), model_config=None)\n"
+        "print(run.restore({}))\nrun.close()\n"
+        "print([name for name in ('orbax', 'tensorflow', 'seqio') if name in sys.modules])"
+    )
+    done = commands.run([sys.executable, "-c", code], check=True)
+    assert done.stdout.splitlines() == ["None", "[]"]
 
 
 def test_a_full_disk_is_noticed_before_writing(open_run, monkeypatch):

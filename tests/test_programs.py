@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.modeling.sharding import MeshConfig
@@ -59,6 +60,16 @@ def make(folder, config=RUN):
 
 def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew():
+    """Without the cache of the tests, in which JAX would find most programs."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture
@@ -176,6 +187,25 @@ def doubled():
     return jax.jit(lambda x: {"twice": 2 * x}, in_shardings=where, out_shardings=where), x
 
 
+def test_a_program_that_jax_found_in_its_cache_is_not_kept(tmp_path, monkeypatch):
+    """XLA on CPU would write it without its kernels."""
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+    compilation_cache.set_cache_dir(str(tmp_path / "jax"))
+    least = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    try:
+        for _ in range(2):
+            jitted, x = doubled()
+            compilation.compile_step(jitted, x)
+            jax.clear_caches()
+        compilation.compile_step(doubled()[0], x, kept=kept_in(tmp_path))
+        assert not list(tmp_path.glob("*.program"))
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
+        compilation_cache.set_cache_dir(os.environ["JAX_COMPILATION_CACHE_DIR"])
+
+
 @pytest.mark.parametrize("damage", [b"", b"\0" * 100, None])
 def test_a_damaged_program_is_compiled_again(tmp_path, damage):
     jitted, x = doubled()
@@ -208,3 +238,22 @@ def test_a_program_that_cannot_be_written_is_used_all_the_same(tmp_path):
     jitted, x = doubled()
     step = compilation.compile_step(jitted, x, kept=kept_in(tmp_path / "absent"))
     np.testing.assert_array_equal(step.call(x)["twice"], 2 * np.arange(8.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class CountedConfig:
+    """Counts how often the model is built, that is traced."""
+
+    built: list[int]
+
+    def build(self, key):
+        self.built.append(1)
+        return MODEL.build(key)
+
+
+def test_shapes_and_values_of_the_initial_state_come_from_one_trace():
+    config = CountedConfig([])
+    plan = make_plan(dataclasses.replace(RUN, model=config), batch_size=8)
+    state = plan.init_state()
+    assert len(config.built) == 1
+    assert jax.tree.structure(state) == jax.tree.structure(plan.abstract)

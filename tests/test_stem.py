@@ -26,7 +26,12 @@ from convt5.modeling.tree_paths import named_leaves
 from convt5.training.losses import TextLoss
 from convt5.training.optimizer import AdafactorConfig
 from convt5.training.schedule import Constant
-from convt5.training.train_state import abstract_state, make_init_state, state_shardings
+from convt5.training.train_state import (
+    abstract_state,
+    make_init_state,
+    new_state,
+    state_shardings,
+)
 from convt5.training.train_step import StepConfig, make_train_step
 
 STEMS = {
@@ -351,7 +356,8 @@ def test_an_update_is_the_same_on_every_mesh(mesh):
         placed = chosen.build(devices)
         shardings = state_shardings(abstract_state(about, optimizer), placed, TEXT_RULES)
         tokens = token_sharding(placed)
-        state = make_init_state(about, optimizer, shardings)(jax.random.key(0))
+        make = functools.partial(new_state, about, optimizer)
+        state = make_init_state(make, shardings)(jax.random.key(0))
         step = make_train_step(update, optimizer, shardings, tokens, seed_key=jax.random.key(1))
         state, _ = step(state, jax.device_put(batch, tokens))
         models.append(jax.device_get(state.model))

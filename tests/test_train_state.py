@@ -1,5 +1,7 @@
 """The train state: its tree of names, its making on a mesh, and one application of gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,7 +75,7 @@ def test_the_initial_state_is_the_same_on_every_mesh(sizes):
     key = jax.random.key(3)
     abstract = abstract_state(PairConfig(), OPTIMIZER)
     shardings = state_shardings(abstract, MeshConfig(**sizes).build(), rules)
-    state = make_init_state(PairConfig(), OPTIMIZER, shardings)(key)
+    state = make_init_state(functools.partial(new_state, PairConfig(), OPTIMIZER), shardings)(key)
     expected = jax.jit(lambda key: new_state(PairConfig(), OPTIMIZER, key))(key)
     assert state.model.layers[0].kernel[...].sharding.spec == P("fsdp", "tensor")
     for (name, found), (_, leaf) in zip(named_leaves(state), named_leaves(expected), strict=True):

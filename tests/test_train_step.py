@@ -303,7 +303,8 @@ def run_text(config, mesh: MeshConfig, state, schedule, *, steps: int = 1, batch
     placed = build_mesh(mesh)
     shardings = state_shardings(abstract_state(config, optimizer), placed, TEXT_RULES)
     if state is None:
-        state = make_init_state(config, optimizer, shardings)(jax.random.key(0))
+        make = functools.partial(new_state, config, optimizer)
+        state = make_init_state(make, shardings)(jax.random.key(0))
     tokens = token_sharding(placed)
     update = StepConfig(
         model=config,

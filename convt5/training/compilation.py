@@ -13,7 +13,7 @@ import jax
 from jax.core import Tracer
 
 from convt5.runtime import stages
-from convt5.training.programs import Kept
+from convt5.training.programs import Kept, found_by_jax
 
 # Dense bfloat16 FLOPs per second of one jax device, from vendors' data sheets. On TPU v2 and v3 a
 # device is one of the chip's two cores.
@@ -75,7 +75,7 @@ def compile_step(jitted: Any, *args: Any, kept: Kept | None = None) -> CompiledS
         return CompiledStep(program.call, seconds, **program.facts, was_kept=True)
     with stages.stage("trace"):
         lowered = jitted.lower(*args)
-    with stages.stage("compile"):
+    with stages.stage("compile"), found_by_jax() as was_found:
         compiled = lowered.compile()
     seconds = time.perf_counter() - start
     costs = lowered.cost_analysis()
@@ -84,7 +84,7 @@ def compile_step(jitted: Any, *args: Any, kept: Kept | None = None) -> CompiledS
         "flops": costs.get("flops") if isinstance(costs, dict) else None,
         "temporary_bytes": getattr(memory, "temp_size_in_bytes", None),
     }
-    if kept is not None:
+    if kept is not None and not was_found():
         kept.save(args, compiled, facts)
     return CompiledStep(compiled, seconds, **facts)
 

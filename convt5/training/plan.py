@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,9 +19,10 @@ from convt5.training import compilation, programs
 from convt5.training.programs import Kept, Outputs
 from convt5.training.train_state import (
     TrainState,
-    abstract_state,
     make_init_state,
+    new_state,
     num_parameters,
+    shapes_of,
     state_shardings,
 )
 from convt5.training.train_step import StepConfig, make_eval_step, make_train_step
@@ -123,13 +125,15 @@ def make_plan(
     mesh = (config.mesh or sharding.MeshConfig()).build(devices)
     check_mesh(config, mesh, batch_size=batch_size, lengths=lengths)
     updates = config.optimizer.build(config.schedule)
-    abstract = abstract_state(
+    make_state = functools.partial(
+        new_state,
         config.model,
         updates,
         with_ema=config.ema is not None,
         with_spikes=config.skip_spikes is not None,
         frozen=config.frozen,
     )
+    abstract = shapes_of(make_state)
     shardings = state_shardings(abstract, mesh, config.sharding_rules)
     batch_sharding = sharding.token_sharding(mesh)
     init_key, dropout_key = jax.random.split(_seed_key(config.seed))
@@ -149,7 +153,7 @@ def make_plan(
             config, updates, shardings, batch_sharding, seed_key=dropout_key
         ),
         eval_step=make_eval_step(config.loss, shardings.model, batch_sharding),
-        make_state=make_init_state(config.model, updates, shardings, frozen=config.frozen),
+        make_state=make_init_state(make_state, shardings),
         init_key=init_key,
     )
 

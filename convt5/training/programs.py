@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import monitoring
 from jax.experimental import serialize_executable
 
 import convt5
@@ -31,6 +32,28 @@ _VARIABLES += ("FLAX", "PJRT", "NCCL", "OMP")
 _SUFFIX = ".program"
 _MOST_KEPT = 32
 _DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+_FOUND_BY_JAX = "/jax/compilation_cache/cache_hits"
+"""The event of JAX for a program that its own cache holds."""
+
+
+@contextlib.contextmanager
+def found_by_jax() -> Iterator[Callable[[], bool]]:
+    """Yields a function that tells whether JAX has found a program in its cache meanwhile.
+
+    XLA on CPU writes such a program without its kernels, so that it must not be kept again.
+    """
+    events = []
+
+    def listen(event: str, **_: Any) -> None:
+        events.extend([event] if event == _FOUND_BY_JAX else [])
+
+    monitoring.register_event_listener(listen)
+    try:
+        yield lambda: bool(events)
+    finally:
+        monitoring.unregister_event_listener(listen)
 
 
 class Outputs(NamedTuple):

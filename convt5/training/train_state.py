@@ -23,6 +23,8 @@ from convt5.training.freezing import Frozen, freeze
 from convt5.training.spikes import SpikeMemory
 
 Tree = Any
+MakeState = Callable[[PRNGKeyArray], "TrainState"]
+"""Makes a new state from a random key."""
 
 
 class ModelConfig(Protocol):
@@ -162,7 +164,6 @@ def abstract_state(
     frozen: Sequence[str] = (),
 ) -> TrainState:
     """Returns the state with shapes in place of arrays; allocates nothing."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
     make = functools.partial(
         new_state,
         model_config,
@@ -171,7 +172,15 @@ def abstract_state(
         with_spikes=with_spikes,
         frozen=frozen,
     )
-    return jax.eval_shape(make, key)
+    return shapes_of(make)
+
+
+def shapes_of(make: MakeState) -> TrainState:
+    """Returns the shapes of a new state.
+
+    If the same function is jitted afterwards, JAX does not trace it again.
+    """
+    return jax.eval_shape(make, jax.eval_shape(lambda: jax.random.key(0)))
 
 
 def state_shardings(abstract: TrainState, mesh: Mesh, rules: Sequence[sharding.Rule]) -> TrainState:
@@ -179,23 +188,13 @@ def state_shardings(abstract: TrainState, mesh: Mesh, rules: Sequence[sharding.R
     return sharding.tree_shardings(abstract, abstract.model, mesh, rules)
 
 
-def make_init_state(
-    model_config: ModelConfig,
-    optimizer: optax.GradientTransformation,
-    shardings: TrainState,
-    *,
-    frozen: Sequence[str] = (),
-) -> Callable[[PRNGKeyArray], TrainState]:
+def make_init_state(make: MakeState, shardings: TrainState) -> MakeState:
     """Returns a jitted function from a key to the initial state.
 
     Each device creates only its own part.
+
+    Args:
+        make: makes the state, such as `functools.partial(new_state, model_config, optimizer)`.
+        shardings: its shardings.
     """
-    make = functools.partial(
-        new_state,
-        model_config,
-        optimizer,
-        with_ema=shardings.ema is not None,
-        with_spikes=shardings.spikes is not None,
-        frozen=frozen,
-    )
     return jax.jit(make, out_shardings=shardings)
