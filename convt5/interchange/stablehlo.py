@@ -26,6 +26,7 @@ from convt5 import errors
 from convt5.interchange import safetensors_files
 from convt5.modeling.model import ConvT5
 from convt5.modeling.tree_paths import named_leaves
+from convt5.ops import dispatch
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 DESCRIPTION = "programs.json"
@@ -122,7 +123,8 @@ def export_programs(
 
 
 def _export(function, *arguments) -> jax.export.Exported:
-    return jax.export.export(jax.jit(function), platforms=PLATFORMS)(*arguments)
+    with dispatch.using(platforms=("cpu", "gpu", "tpu")):
+        return jax.export.export(jax.jit(function), platforms=PLATFORMS)(*arguments)
 
 
 def _flat(tree: Any) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from jax.sharding import ManualAxisType, Mesh
 
 from convt5.ops.varying import invariant_types
 
-Choice = Literal["auto", "plain", "default", "cpu", "gpu", "tpu", "kernels", "interpreted kernels"]
+Choice = Literal["auto", "plain", "default", "cpu", "gpu", "kernels", "interpreted kernels"]
+Platform = Literal["cpu", "gpu", "tpu"]
 Formulation = Callable[..., Any]
 """A function that computes an operator from arrays."""
 
@@ -83,14 +84,17 @@ class Context:
     Attributes:
         choice: which formulation runs; without such an entry in a table, its default.
             "auto": that of the target platform. "plain": the same without kernels.
-            "default", "cpu", "gpu": that one on any platform. "tpu": kernels on TPU, and the
-            default elsewhere. "kernels": the kernels on any platform, though only TPUs can run
-            them. "interpreted kernels": the kernels, interpreted without a TPU, slowly.
+            "default", "cpu", "gpu": that one on any platform. "kernels": the kernels on any
+            platform, though only TPUs can run them. "interpreted kernels": the kernels, interpreted
+            without a TPU, slowly.
         devices: how arrays are split; None on one device, and inside shard_map.
+        platforms: those that programs may be lowered for; None means CPU and those whose compilers
+            are installed. Each platform more takes more tracing.
     """
 
     choice: Choice = "auto"
     devices: Devices | None = None
+    platforms: tuple[Platform, ...] | None = None
 
 
 _DEFAULT = Context()
@@ -152,7 +156,8 @@ def devices() -> Devices | None:
 def may_use_kernels() -> bool:
     """Returns whether kernels may be chosen; if not, their slow import can be skipped."""
     choice = _context.get().choice
-    return "kernels" in choice or (choice in ("auto", "tpu") and _may_meet("libtpu"))
+    is_possible = _may_meet("libtpu") and "tpu" in _platforms()
+    return "kernels" in choice or (choice == "auto" and is_possible)
 
 
 def interpreted() -> bool:
@@ -183,32 +188,48 @@ def run(table: Table, *arrays: Any) -> Any:
 def _plain(table: Table, *arrays):
     """Computes without kernels."""
     choice = _context.get().choice
-    if choice in ("cpu", "gpu"):
-        return (getattr(table, choice) or table.default)(*arrays)
-    has_gpu = _may_meet("jax_plugins")  # GPU plugins; without one nothing is lowered for GPU.
-    if choice in ("default", "tpu") or not (table.cpu or (table.gpu and has_gpu)):
-        return table.default(*arrays)
-    branches = {"cpu": _branch(table, "cpu")}
-    if has_gpu:
-        branches |= dict.fromkeys(("cuda", "rocm"), _branch(table, "gpu"))
-    return lax.platform_dependent(*arrays, default=_branch(table, "tpu"), **branches)
+    if choice in ("default", "cpu", "gpu"):
+        return _entry(table, choice)(*arrays)
+    entries: dict[Platform, Formulation] = {name: _entry(table, name) for name in _platforms()}
+    if len(set(entries.values())) == 1:
+        return next(iter(entries.values()))(*arrays)
+    names: dict[Platform, tuple[str, ...]] = {"cpu": ("cpu",), "gpu": ("cuda", "rocm"), "tpu": ()}
+    branches = {
+        name: _on(platform, entry)
+        for platform, entry in entries.items()
+        for name in names[platform]
+    }
+    return lax.platform_dependent(*arrays, **branches, default=_on("tpu", table.default))
 
 
-def _branch(table: Table, platform: Literal["cpu", "gpu", "tpu"]) -> Formulation:
-    """Returns the formulation of a platform, in which operators are traced for no other."""
-    is_plain = _context.get().choice == "plain" and platform == "tpu"
-    choice = "default" if is_plain else platform
+def _entry(table: Table, name: str) -> Formulation:
+    """Returns the formulation for a platform; that of TPU without kernels is the default."""
+    return {"cpu": table.cpu, "gpu": table.gpu}.get(name) or table.default
+
+
+def _on(platform: Platform, formulation: Formulation) -> Formulation:
+    """Returns the formulation with the operators inside of it traced for no other platform."""
 
     def compute(*arrays: Any) -> Any:
-        with using(choice=choice):
-            return _plain(table, *arrays)
+        with using(platforms=(platform,)):
+            return formulation(*arrays)
 
     return compute
 
 
+def _platforms() -> tuple[Platform, ...]:
+    """Returns the platforms that programs traced now may be lowered for."""
+    chosen = _context.get().platforms
+    if chosen is not None:
+        return chosen
+    compilers: dict[Platform, str] = {"gpu": "jax_plugins", "tpu": "libtpu"}
+    installed: list[Platform] = [name for name in compilers if _may_meet(compilers[name])]
+    return ("cpu", *installed)
+
+
 def _forced(table: Table) -> int | None:
     """Returns the index of the program forced by the context, or None to choose by platform."""
-    if _context.get().choice in ("auto", "tpu"):
+    if _context.get().choice == "auto":
         return None
     return _KERNELS if table.shared_tpus is None else _SHARED
 

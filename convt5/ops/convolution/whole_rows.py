@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from convt5.ops import dispatch
 from convt5.ops.convolution.operators import depthwise_conv
 from convt5.ops.geometry import Padding, pad_widths
+from convt5.ops.varying import vary_alike
 
 SUMMED_TAPS = 32
 """Most distances that CPU and GPU sum tap by tap: about the cost of two FFTs."""
@@ -75,12 +76,29 @@ def long_conv(
         if taps_cross_segments:
             segment_ids = (segment_ids != 0).astype(jnp.int32)
         segment_ids = _numbered_runs(segment_ids)
-    table = dispatch.Table(
-        default=functools.partial(_convolve, _PRODUCTS, left),
-        cpu=functools.partial(_convolve, _FFT, left),
-        gpu=functools.partial(_convolve, _FFT, left),
-    )
-    return jax.checkpoint(functools.partial(dispatch.run, table))(x, kernel, segment_ids)
+    return _long_conv(left, *vary_alike(x, kernel, segment_ids))
+
+
+def _run(left: int, *arrays):
+    products, transforms = (functools.partial(_convolve, how, left) for how in (_PRODUCTS, _FFT))
+    return dispatch.run(dispatch.Table(products, cpu=transforms, gpu=transforms), *arrays)
+
+
+def _forward(left: int, *arrays):
+    def compute(x, kernel, segment_ids):
+        # Not `_run` alone, whose operators have no forward-mode derivative.
+        return jax.vjp(lambda *both: _run(left, *both, segment_ids), x, kernel)[0]
+
+    return dispatch.one_operation(compute, *arrays), arrays
+
+
+def _backward(left: int, arrays, dy):
+    x, kernel, segment_ids = arrays
+    pull_back = jax.vjp(lambda *both: _run(left, *both, segment_ids), x, kernel)[1]
+    return *pull_back(dy), None
+
+
+_long_conv = dispatch.differentiable(1, _run, forward=_forward, backward=_backward)
 
 
 def cut(length: int, most: int) -> tuple[int, int]:
