@@ -234,12 +234,12 @@ def test_second_derivatives_of_taps_apart_are_those_of_taps_together(x64):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_formulation_is_that_of_the_platform_that_is_lowered_for(monkeypatch, kind):
-    monkeypatch.setattr(dispatch, "_may_meet", lambda package: True)
+def test_the_formulation_is_that_of_the_platform_that_is_lowered_for(kind):
     x, kernel = draw(kind, dtype=np.float32)
-    traced = jax.jit(
-        jax.grad(lambda *given: jnp.sum(jnp.sin(CONVOLUTIONS[kind](*given))), (0, 1))
-    ).trace(x, kernel)
+    with dispatch.using(platforms=("cpu", "gpu", "tpu")):
+        traced = jax.jit(
+            jax.grad(lambda *given: jnp.sum(jnp.sin(CONVOLUTIONS[kind](*given))), (0, 1))
+        ).trace(x, kernel)
 
     def program(platform):
         return traced.lower(lowering_platforms=(platform,)).as_text()
@@ -254,6 +254,35 @@ def test_the_formulation_is_that_of_the_platform_that_is_lowered_for(monkeypatch
         # Products of all taps are one array, whose partial sums stay apart from their own.
         assert "optimization_barrier" in on_gpu
         assert "optimization_barrier" not in on_tpu
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_layers_are_traced_once_and_for_the_platforms_of_the_context_alone(monkeypatch, kind):
+    traced = []
+
+    def watch(module, direction):
+        compute = getattr(module, direction)
+
+        def watched(*given, **how):
+            traced.append(module)
+            return compute(*given, **how)
+
+        monkeypatch.setattr(module, direction, watched)
+
+    for module, direction in itertools.product((cpu, gpu), ("forward", "backward")):
+        watch(module, direction)
+    # Shapes that nothing has traced before.
+    x, kernel = draw(kind, length=13 + KINDS.index(kind), dtype=np.float32)
+
+    def two_layers(x, kernel):
+        return jnp.sum(CONVOLUTIONS[kind](CONVOLUTIONS[kind](x, kernel), kernel))
+
+    for platforms in (("cpu",), ("cpu", "gpu", "tpu")):
+        traced.clear()
+        with dispatch.using(platforms=platforms):
+            jax.jit(jax.grad(two_layers, (0, 1))).trace(x, kernel)
+        assert traced.count(cpu) == 2, "once in each direction"
+        assert (gpu in traced) == ("gpu" in platforms)
 
 
 def _check_against_loops(kind, **case):

@@ -193,12 +193,9 @@ def _plain(table: Table, *arrays):
     entries: dict[Platform, Formulation] = {name: _entry(table, name) for name in _platforms()}
     if len(set(entries.values())) == 1:
         return next(iter(entries.values()))(*arrays)
-    names: dict[Platform, tuple[str, ...]] = {"cpu": ("cpu",), "gpu": ("cuda", "rocm"), "tpu": ()}
-    branches = {
-        name: _on(platform, entry)
-        for platform, entry in entries.items()
-        for name in names[platform]
-    }
+    branches = {name: _on(name, entry) for name, entry in entries.items() if name != "tpu"}
+    if on_gpu := branches.pop("gpu", None):
+        branches |= {"cuda": on_gpu, "rocm": on_gpu}
     return lax.platform_dependent(*arrays, **branches, default=_on("tpu", table.default))
 
 
