@@ -18,7 +18,7 @@ from convt5.runtime import atomic_files
 from convt5.runtime.bars import Bar
 
 SUITES = ("ops", "train_step", "decode", "data", "formulations", "start")
-_WITHOUT_LENGTHS = {"data", "start"}
+_WITHOUT_LENGTHS = frozenset({"start"})
 VARIANTS = ("t5", "t5_canon", "depthwise", "lightweight", "dynamic", "dynamic_canon", "long")
 # Sizes of the models compared if no gin file names others.
 _SIZE = {"emb_dim": 256, "mlp_dim": 1024, "num_heads": 4, "head_dim": 64, "vocab_size": 1024}
@@ -27,8 +27,16 @@ _LENGTHS = {
     "formulations": (512, 2048),
     "train_step": (128, 512, 2048, 8192, 16384),
     "decode": (128, 512, 2048),
+    "data": (256, 2048),
 }
-_QUICK = {"ops": (256,), "formulations": (256,), "train_step": (64, 128), "decode": (32, 64)}
+_QUICK = {
+    "ops": (256,),
+    "formulations": (256,),
+    "train_step": (64, 128),
+    "decode": (32, 64),
+    "data": (256,),
+}
+_FED_MODEL = "gin/models/dynamic_tiny.gin"
 
 COMMAND = command_line.Command(
     name="bench",
@@ -144,7 +152,9 @@ def _run(
     if suite == "data":
         from convt5.benchmarks import pipeline
 
-        yield from pipeline.suite(batch_size=32, num_batches=20 if flags.quick else 200)
+        fed = gin_config.load([_FED_MODEL], [], roots=["%MODEL"]).macro("MODEL")
+        num_tokens = 2**16 if flags.quick else 2**21
+        yield from pipeline.suite(fed, lengths, num_tokens=num_tokens, repeats=repeats)
         return
     if suite == "start":
         from convt5.benchmarks import start

@@ -401,6 +401,7 @@ def classification_task(
         preprocessors=[
             *steps,
             seqio.preprocessors.tokenize,
+            seqio.CacheDatasetPlaceholder(),
             seqio.preprocessors.append_eos_after_trim,
         ],
         output_features={"inputs": feature, "targets": feature},

@@ -62,6 +62,7 @@ def cogs(
                 num_parallel_calls=None,
             ),
             seqio.preprocessors.tokenize,
+            seqio.CacheDatasetPlaceholder(),
             seqio.preprocessors.append_eos_after_trim,
         ],
         output_features={"inputs": feature, "targets": feature},

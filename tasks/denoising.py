@@ -249,6 +249,7 @@ def _task(name: str, corpus: seqio.Task, denoise: Any) -> seqio.Task:
         preprocessors=[
             functools.partial(seqio.preprocessors.rekey, key_map={"targets": "text"}),
             functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False),
+            seqio.CacheDatasetPlaceholder(),
             denoise,
             seqio.preprocessors.append_eos_after_trim,
         ],

@@ -64,7 +64,7 @@ def of(provider: seqio.Task | seqio.Mixture) -> tuple[TaskFormat, ...]:
 
 
 def _of_task(task: seqio.Task) -> TaskFormat:
-    steps = list(task.preprocessors)
+    steps = [s for s in task.preprocessors if not isinstance(s, seqio.CacheDatasetPlaceholder)]
     writers = [i for i, step in enumerate(steps) if _function(step) is write_inputs]
     after = steps[writers[-1] + 1 :] if writers else steps
     changing = [step for step in after if _function(step) not in _KEEP_INPUTS]

@@ -45,6 +45,7 @@ def generation_task(
         preprocessors=[
             functools.partial(formats.write_inputs, format=written, others=_answer),
             seqio.preprocessors.tokenize,
+            seqio.CacheDatasetPlaceholder(),
             seqio.preprocessors.append_eos_after_trim,
         ],
         output_features={"inputs": feature, "targets": feature},

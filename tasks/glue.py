@@ -171,6 +171,7 @@ def _wnli_simple(
         preprocessors=[
             _referents,
             seqio.preprocessors.tokenize,
+            seqio.CacheDatasetPlaceholder(),
             seqio.preprocessors.append_eos_after_trim,
         ],
         output_features={"inputs": feature, "targets": feature},

@@ -55,6 +55,7 @@ def span_corruption_task(
         preprocessors=[
             functools.partial(seqio.preprocessors.rekey, key_map={"targets": "text"}),
             functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False),
+            seqio.CacheDatasetPlaceholder(),
             functools.partial(
                 span_corruption,
                 noise_density=noise_density,

@@ -32,7 +32,7 @@ class TextFilesSource(seqio.DataSource):
 
     def __init__(self, splits: Mapping[str, tuple[TextFiles, str]]):
         self._files = dict(splits)
-        super().__init__(splits=tuple(splits), caching_permitted=False)
+        super().__init__(splits=tuple(splits))
 
     @property
     def supports_arbitrary_sharding(self) -> bool:
@@ -137,7 +137,6 @@ class PreparedTfdsSource(seqio.TfdsDataSource):
             tfds_name,
             tfds_data_dir=data_dir,
             splits=dict(self._names),
-            caching_permitted=False,
             read_only=True,
         )
 
@@ -203,7 +202,7 @@ class ItemSource(seqio.DataSource):
     """
 
     def __init__(self, splits: Sequence[str]):
-        super().__init__(splits=tuple(splits), caching_permitted=False)
+        super().__init__(splits=tuple(splits))
 
     def items(self, split: str) -> tuple[tf.data.Dataset, int]:
         """Returns the items of a split in order, and the size of the shuffle buffer."""

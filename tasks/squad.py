@@ -64,6 +64,7 @@ def squad(
             *steps,
             functools.partial(formats.write_inputs, format=written, others=_answers_of_row),
             seqio.preprocessors.tokenize,
+            seqio.CacheDatasetPlaceholder(),
             seqio.preprocessors.append_eos_after_trim,
         ],
         output_features={"inputs": feature, "targets": feature},

@@ -379,8 +379,9 @@ def _gap_task(
         name,
         source=source,
         preprocessors=[
-            functools.partial(check_lengths, task=name, needed=needed),
             seqio.preprocessors.tokenize,
+            seqio.CacheDatasetPlaceholder(),
+            functools.partial(check_lengths, task=name, needed=needed),
             seqio.preprocessors.append_eos,
         ],
         output_features={

@@ -31,7 +31,7 @@ BLOCK = re.compile(r"^( *)```bash\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"^```\w*\n# (\w+\.(?:py|gin))\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # Programs of others, and of the shell, which no test of ours can vouch for.
 OTHERS = {"pip", "hf", "gcloud", "echo", "mkdir", "mv", "rm", "cd", "ruff", "mkdocs"}
-OTHERS |= {"pyright", "pytest", "uv", "bash"}
+OTHERS |= {"pyright", "pytest", "uv", "bash", "seqio.scripts.cache_tasks_main"}
 NOTED = """
 note() { printf '%q ' "$@" >> "$NOTES"; printf '\\n' >> "$NOTES"; }
 for name in uv python pip hf gcloud echo mkdir mv rm cd bash launch/tpu_vm.sh launch/slurm.sh; do
@@ -145,7 +145,8 @@ def test_commands_of_a_page_have_flags_and_settings_that_there_are(
             if name == "compare":
                 compare._parser().parse_args(argv)
             elif "..." not in argv:
-                check_settings(name, command_line.parse(module.COMMAND, argv))
+                flags = argv[: argv.index("--")] if "--" in argv else argv
+                check_settings(name, command_line.parse(module.COMMAND, flags))
         elif program in ("-", "-c"):
             continue  # Python in the page itself.
         else:

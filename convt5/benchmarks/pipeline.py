@@ -1,60 +1,167 @@
-"""Throughput of data: span corruption of the embedded text, as training reads it, and cached."""
+"""Throughput of data as training reads it, and its share of a training step."""
 
+import contextlib
+import dataclasses
+import functools
+import io
 import itertools
+import os
 import pathlib
+import pydoc_data.topics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import seqio
+import tensorflow_datasets as tfds
+
 from convt5 import data
-from convt5.data import cached_data, seqio_batches
+from convt5.benchmarks import models, timing
+from convt5.data import block_workers, cached_data, vocabulary
+from convt5.data.task_blocks import TaskBlocks
+from convt5.modeling.architecture import ConvT5Config
+from convt5.tasks import pretraining, span_corruption, vocabularies
 
-_ENCODER_LENGTH, _DECODER_LENGTH = 512, 128
+_TOKENS_OF_BATCH = 16 * 256  # Of its encoder rows.
+_PIECES, _SENTINELS = 4_000, 200
+_MIXED_TASKS = 8
+_MOCK_DOCUMENTS = 2_000
+_TEXT, _VOCABULARY = "text.txt", "pieces.model"
+# How documents become rows; of C4, a mock of TFDS makes the documents.
+_CASES = {
+    "text, one document a row": {"merge_documents": False},
+    "text, joined": {},
+    "text, packed": {"merge_documents": False, "pack": True},
+    f"text, mixture of {_MIXED_TASKS} tasks": {"num_tasks": _MIXED_TASKS},
+    "TFDS mock, joined": {"is_mock": True},
+}
+_CACHED = ("text, joined", "text, packed")
 
 
-def suite(*, batch_size: int, num_batches: int) -> Iterator[dict[str, Any]]:
-    """Yields records for rows of one example, packed rows, and packed rows from a cache."""
-    # Deferred: importing it registers the tasks, which takes seconds.
-    from convt5.tasks import pretraining
+def suite(
+    model: ConvT5Config, lengths: Sequence[int], *, num_tokens: int, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Yields records of every case at every length, with 1 and 2 processes, and from a cache.
 
-    for pack in (False, True):
-        config = data.DataConfig(
-            mixture=pretraining.pydoc_span_corruption(),
-            batch_size=batch_size,
-            pack=pack,
-            encoder_length=_ENCODER_LENGTH,
-            decoder_length=_DECODER_LENGTH,
-        )
-        batches = config.build(process_index=0, process_count=1)
-        case = "packed rows" if pack else "one example a row"
-        yield _measure(case, batches, num_batches)
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "cache"
-        writer = cached_data.Writer(path)
-        writer.vocabulary(batches.vocabulary, batches.token_bytes)
-        for _ in writer.write("train", itertools.islice(batches, num_batches)):
-            pass
-        writer.finish(made_from={})
-        cached = cached_data.CachedDataConfig(path=str(path), batch_size=batch_size)
-        rows = cached.build(process_index=0, process_count=1)
-        yield _measure("packed rows, cached", rows, num_batches)
+    Args:
+        model: the model whose training step the data is compared with; its vocabulary is replaced.
+        lengths: tokens of an encoder row.
+        num_tokens: encoder tokens to read for each record.
+        repeats: number of training steps.
+    """
+    with tempfile.TemporaryDirectory() as folder, _mock():
+        model = dataclasses.replace(model, vocab_size=_prepare(pathlib.Path(folder)))
+        for length in lengths:
+            rows = max(1, _TOKENS_OF_BATCH // length)
+            run, _ = models.train_step(model, length, rows)
+            step = timing.in_turns({"step": run}, repeats=repeats)["step"].cpu_seconds / rows
+            read = functools.partial(_records, folder, length, num_tokens // length)
+            for record in itertools.chain.from_iterable(read(case) for case in _CASES):
+                record["share_of_step"] = record["cpu_seconds"] / record["rows"] / step
+                yield record
+
+
+def _prepare(folder: pathlib.Path) -> int:
+    """Writes text and a vocabulary trained on it; returns the number of its ids."""
+    text = "\n".join(" ".join(topic.split()) for topic in pydoc_data.topics.topics.values())
+    (folder / _TEXT).write_text(text)
+    flags = [f"--text={folder / _TEXT}", f"--output={folder / _VOCABULARY}", f"--size={_PIECES}"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        vocabulary.main(flags)
+    return _vocabulary(folder).vocab_size
+
+
+def _records(folder: str, length: int, num_rows: int, case: str) -> Iterator[dict[str, Any]]:
+    config = _config(folder, length, case)
+    batches = config.build(process_index=0, process_count=1)
+    yield _measure(case, batches, num_rows, length)
+    load = functools.partial(load_blocks, folder, length, case)
+    with block_workers.BlockWorkers(2, load) as workers:
+        batches = config.build(process_index=0, process_count=1, maker=workers.maker)
+        yield _measure(case, batches, num_rows, length, workers)
+    if case in _CACHED:
+        with tempfile.TemporaryDirectory() as cache:
+            batches = config.build(process_index=0, process_count=1)
+            cached = _cache(pathlib.Path(cache, "rows"), batches, num_rows)
+            batches = dataclasses.replace(cached, batch_size=config.batch_size)
+            batches = batches.build(process_index=0, process_count=1)
+            yield _measure(case.replace("text", "cache"), batches, num_rows, length)
+
+
+def load_blocks(folder: str, length: int, case: str) -> Mapping[str, TaskBlocks]:
+    """Returns the blocks of a case, in another process."""
+    _mocked.enter_context(_mock())
+    return _config(folder, length, case).task_blocks()
+
+
+_mocked = contextlib.ExitStack()
+
+
+def _mock() -> Any:
+    return tfds.testing.mock_data(num_examples=_MOCK_DOCUMENTS)
+
+
+def _config(folder: str, length: int, case: str) -> data.DataConfig:
+    settings = dict(_CASES[case])
+    num_tasks, pack = settings.pop("num_tasks", 1), bool(settings.pop("pack", False))
+    ids = _vocabulary(pathlib.Path(folder))
+    make = functools.partial(pretraining.text_span_corruption, os.path.join(folder, _TEXT))
+    if settings.pop("is_mock", False):
+        make = pretraining.c4_span_corruption
+    tasks = [make(vocabulary=ids, name=f"task_{i}", **settings) for i in range(num_tasks)]
+    return data.DataConfig(
+        mixture=seqio.Mixture("mixture", [(t, 1.0) for t in tasks]) if tasks[1:] else tasks[0],
+        batch_size=max(1, _TOKENS_OF_BATCH // length),
+        pack=pack,
+        encoder_length=length,
+        decoder_length=span_corruption.segment_sizes(length).targets,
+    )
+
+
+def _vocabulary(folder: pathlib.Path) -> seqio.SentencePieceVocabulary:
+    return vocabularies.sentencepiece(str(folder / _VOCABULARY), _SENTINELS)
+
+
+def _cache(folder: pathlib.Path, batches: Any, num_rows: int) -> cached_data.CachedDataConfig:
+    writer = cached_data.Writer(folder)
+    writer.vocabulary(batches.vocabulary, batches.token_bytes)
+    first = next(batches)
+    num_batches = num_rows // len(first["encoder_input_tokens"])
+    rows = itertools.chain([first], itertools.islice(batches, num_batches))
+    for _ in writer.write("train", rows):
+        pass
+    writer.finish(made_from={})
+    return cached_data.CachedDataConfig(path=str(folder), batch_size=1)
 
 
 def _measure(
-    case: str, batches: seqio_batches.BatchIterator | cached_data.CachedBatches, num_batches: int
+    case: str,
+    batches: Any,
+    num_rows: int,
+    length: int,
+    workers: block_workers.BlockWorkers | None = None,
 ) -> dict[str, Any]:
     next(batches)
-    wall, cpu, tokens = time.perf_counter(), time.process_time(), 0
-    for _, batch in zip(range(num_batches), batches, strict=False):
+    others = workers.cpu_seconds if workers else float
+    cpu, wall, rows, tokens = time.process_time() + others(), time.perf_counter(), 0, 0
+    for batch in batches:
+        rows += len(batch["encoder_input_tokens"])
         tokens += sum(int((batch[name] != 0).sum()) for name in batch if name.endswith("tokens"))
-    seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
+        if rows >= num_rows:
+            break
+    seconds = time.perf_counter() - wall
+    cpu_seconds = time.process_time() + others() - cpu
     return {
         "suite": "data",
         "case": case,
-        "length": _ENCODER_LENGTH,
+        "processes": workers.num_processes if workers else 1,
+        "length": length,
+        "rows": rows,
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
+        "rows_per_second": rows / seconds,
+        "rows_per_cpu_second": rows / cpu_seconds,
         "tokens_per_second": tokens / seconds,
         "tokens_per_cpu_second": tokens / cpu_seconds,
     }

@@ -15,7 +15,6 @@ _COLUMNS = {
     "train_step": ("seconds", "tokens_per_second", "flops", "temporary_bytes", "compile_seconds"),
     "decode": ("seconds", "tokens_per_second", "state_bytes"),
     "formulations": ("seconds", "best", "best_seconds", "times_best"),
-    "data": ("seconds", "tokens_per_second", "tokens_per_cpu_second"),
     "start": (
         "first_step_seconds",
         "times_imports",
@@ -28,6 +27,14 @@ _COLUMNS = {
         "seconds",
         "cpu_seconds",
     ),
+    "data": (
+        "processes",
+        "rows_per_second",
+        "rows_per_cpu_second",
+        "tokens_per_second",
+        "tokens_per_cpu_second",
+        "share_of_step",
+    ),
 }
 _TITLES = {
     "seconds": "seconds",
@@ -39,6 +46,10 @@ _TITLES = {
     "times_copy": "time relative to a copy of the minimal bytes",
     "tokens_per_second": "tokens/s",
     "tokens_per_cpu_second": "tokens per processor second",
+    "processes": "processes",
+    "rows_per_second": "rows/s",
+    "rows_per_cpu_second": "rows per processor second",
+    "share_of_step": "CPU time relative to a step of dynamic_tiny",
     "flops": "FLOPs of an update",
     "temporary_bytes": "temporary bytes",
     "compile_seconds": "seconds to compile",

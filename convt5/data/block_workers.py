@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from types import TracebackType
@@ -32,9 +33,13 @@ class BlockWorkers:
     Args:
         num_processes: number of processes.
         load: returns the blocks of each task.
+
+    Attributes:
+        num_processes: number of processes.
     """
 
     def __init__(self, num_processes: int, load: Load):
+        self.num_processes = num_processes
         # A forked copy of a process that runs TensorFlow can deadlock.
         context = multiprocessing.get_context("spawn")
         self._pools = [
@@ -50,6 +55,10 @@ class BlockWorkers:
         It raises `TrainingError` if a process has ended.
         """
         return _Requests(self._pools, task).make
+
+    def cpu_seconds(self) -> float:
+        """Returns the CPU time that the processes have used, after what they do now."""
+        return sum(pool.submit(time.process_time).result() for pool in self._pools)
 
     def __enter__(self) -> "BlockWorkers":
         return self

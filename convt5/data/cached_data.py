@@ -4,6 +4,7 @@ Gin files bind `cached_data.CachedDataConfig` in the scopes `train/` and `eval/`
 folder with `cache.json`, the vocabulary, and a file of integers for each split and feature.
 """
 
+import atexit
 import base64
 import contextlib
 import dataclasses
@@ -14,6 +15,7 @@ import os
 import pathlib
 import re
 import shutil
+import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,16 +28,17 @@ from convt5.data import counts
 from convt5.data.counts import Counts
 from convt5.data.prefetching import rows_per_host
 from convt5.data.row_order import Passes
+from convt5.data.stored_rows import RowFile, StoredRows
 from convt5.errors import checks
-from convt5.runtime import atomic_files, file_locks, foreign_files
+from convt5.runtime import atomic_files, file_locks, foreign_files, object_stores
 from convt5.text import task_format, vocabulary_files
 
-_ABOUT_FILE = "cache.json"
+ABOUT_FILE = "cache.json"
 _PROGRESS_FILE = "progress.json"
 _SECONDS_BETWEEN_NOTES = 10.0
-_VOCABULARY_FILE = "vocabulary.model"
-_SIZES_FILE = "token_bytes.npy"
-_VERSION = 1
+VOCABULARY_FILE = "vocabulary.model"
+SIZES_FILE = "token_bytes.npy"
+_VERSION, SHARDED_VERSION = 1, 2
 _LONGEST_DESCRIPTION = 100_000
 # The decoder's inputs are its targets again.
 _COUNTED = ("encoder_input_tokens", "decoder_target_tokens")
@@ -99,7 +102,7 @@ class CachedDataConfig:
         if about is None:
             return None
         ((kind, num_sentinels),) = about.items()
-        file = _folder(self.path) / _VOCABULARY_FILE
+        file = _folder(self.path) / VOCABULARY_FILE
         model = b""
         if kind == "sentencepiece":
             try:
@@ -160,16 +163,22 @@ class CachedDataConfig:
         rows = rows_per_host(self.batch_size, process_count)
         return CachedBatches(self, slice(process_index * rows, (process_index + 1) * rows))
 
-    def _rows(self) -> dict[str, "_Rows"]:
-        """Returns the rows of each feature, after checking the sizes of their files."""
+    def _rows(self) -> dict[str, StoredRows]:
+        """Returns the rows of each feature, after checking the sizes of local files."""
         split = self._about["splits"][self.split]
-        folder = _folder(self.path) / self.split
+        root = self.path if atomic_files.is_remote(self.path) else os.fspath(_folder(self.path))
+        parts = list(enumerate(split.get("shards", ())))
+        folders = [f"{root}/{shard_name(i, self._about['num_shards'])}" for i, _ in parts] or [root]
+        counts = [rows for _, rows in parts] or [split["rows"]]
         return {
-            name: _Rows(
-                folder / f"{name}.bin",
+            name: StoredRows(
+                [
+                    RowFile(f"{folder}/{self.split}/{name}.bin", rows)
+                    for folder, rows in zip(folders, counts, strict=True)
+                ],
                 feature,
-                split["rows"],
                 limit=_limit(name, feature, self._about),
+                about_file=ABOUT_FILE,
             )
             for name, feature in split["features"].items()
         }
@@ -222,7 +231,8 @@ class CachedBatches:
         """Returns int32 arrays of [rows, length]."""
         taken = self._passes.batch()
         self._passes.advance()
-        batch = {name: stored.read(taken.rows) for name, stored in self._features.items()}
+        requests = [stored.request(taken.rows) for stored in self._features.values()]
+        batch = {name: rows() for name, rows in zip(self._features, requests, strict=True)}
         if not taken.is_row.all():
             for values in batch.values():
                 values[~taken.is_row] = 0
@@ -247,10 +257,10 @@ def read_about(path: str) -> Mapping[str, Any]:
     Raises:
         UserError: there is none, or this version cannot read it.
     """
-    file = _folder(path) / _ABOUT_FILE
+    file = _folder(path) / ABOUT_FILE
     if not file.exists():
         raise errors.UserError(
-            f"path={path} holds no cache: there is no {_ABOUT_FILE}; make one with python -m "
+            f"path={path} holds no cache: there is no {ABOUT_FILE}; make one with python -m "
             "convt5.cache --gin_file=... --output_dir=DIR."
         )
     try:
@@ -260,10 +270,10 @@ def read_about(path: str) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise foreign_files.unreadable(file, error, "rebuild the cache.") from None
     version = about.get("version") if isinstance(about, dict) else None
-    if version not in (None, _VERSION):
+    if version not in (None, _VERSION, SHARDED_VERSION):
         raise errors.UserError(
-            f"{file} is of version {errors.clip(version)}, and this is version {_VERSION}; "
-            "rebuild the cache."
+            f"{file} is of version {errors.clip(version)}, and this reads up to version "
+            f"{SHARDED_VERSION}; rebuild the cache."
         )
     try:
         _check_about(about)
@@ -304,9 +314,7 @@ class Writer:
     def __init__(self, folder: pathlib.Path, *, identity: str | None = None):
         folder = _folder(folder)
         if folder.exists():
-            raise errors.UserError(
-                f"output_dir={folder} exists; remove it, or name another folder."
-            )
+            raise exists_already(folder)
         self._folder = folder
         self._unfinished = atomic_files.unfinished(folder, "unfinished")
         self._about: dict[str, Any] = {}
@@ -314,16 +322,13 @@ class Writer:
         self._lock = -1
         try:
             self._unfinished.mkdir(parents=True, exist_ok=True)
-            self._take()
+            self._lock = take(self._unfinished, folder)
+            weakref.finalize(self, os.close, self._lock)
             self._progress = self._begun(identity)
             if not self._progress["splits"]:
-                for leftover in self._unfinished.iterdir():
-                    is_folder = atomic_files.kind(leftover) == "a folder"
-                    shutil.rmtree(leftover) if is_folder else leftover.unlink()
+                clear(self._unfinished)
         except OSError as error:
-            raise errors.UserError(
-                f"output_dir={folder} cannot be written ({error.strerror}); name another folder."
-            ) from None
+            raise not_writable(folder, error) from None
 
     def written(self, split: str) -> Written:
         """Returns how much of a split a killed process has written."""
@@ -450,7 +455,7 @@ class Writer:
         self._about = {"vocab_size": int(vocab_size), "vocabulary": None}
         if token_bytes is not None:
             with (
-                atomic_files.replacing(self._unfinished / _SIZES_FILE) as partial,
+                atomic_files.replacing(self._unfinished / SIZES_FILE) as partial,
                 partial.open("wb") as file,
             ):
                 np.save(file, token_bytes)
@@ -460,7 +465,7 @@ class Writer:
         if kept is None:
             return
         if kept.kind == "sentencepiece":
-            with atomic_files.replacing(self._unfinished / _VOCABULARY_FILE) as partial:
+            with atomic_files.replacing(self._unfinished / VOCABULARY_FILE) as partial:
                 partial.write_bytes(kept.model)
         self._about["vocabulary"] = {kept.kind: kept.num_sentinels}
 
@@ -500,15 +505,9 @@ class Writer:
         with self._naming_place():
             atomic_files.check_same(self._lock, self._unfinished)
             _check_files(self._unfinished, self._progress["splits"])
-            atomic_files.replace_text(self._unfinished / _ABOUT_FILE, text)
+            atomic_files.replace_text(self._unfinished / ABOUT_FILE, text)
         (self._unfinished / _PROGRESS_FILE).unlink(missing_ok=True)
-        try:
-            self._unfinished.rename(self._folder)
-        except OSError as error:
-            raise errors.UserError(
-                f"output_dir={self._folder} cannot be put there ({error.strerror}); the cache is "
-                f"whole in {self._unfinished}: move it to where you want it."
-            ) from None
+        publish(self._unfinished, self._folder)
         return about
 
     @contextlib.contextmanager
@@ -524,15 +523,55 @@ class Writer:
                 f"there ({error}); repeat the command, and let nothing else write there."
             ) from error
 
-    def _take(self) -> None:
-        """Locks the folder against other processes for the lifetime of this object."""
-        self._lock = os.open(self._unfinished, os.O_RDONLY | os.O_NOFOLLOW)
-        weakref.finalize(self, os.close, self._lock)
-        if not file_locks.lock(self._lock):
-            raise errors.UserError(
-                f"output_dir={self._folder} is being made by another process; wait for it to end, "
-                "or name another folder."
-            )
+
+def exists_already(folder: os.PathLike[str] | str) -> errors.UserError:
+    """Returns the error for a cache that there is already."""
+    return errors.UserError(f"output_dir={folder} exists; remove it, or name another folder.")
+
+
+def not_writable(folder: os.PathLike[str] | str, error: OSError) -> errors.UserError:
+    """Returns the error for a folder in which no cache can be made."""
+    return errors.UserError(
+        f"output_dir={folder} cannot be written ({error.strerror}); name another folder."
+    )
+
+
+def clear(unfinished: pathlib.Path) -> None:
+    """Empties a folder."""
+    for leftover in unfinished.iterdir():
+        is_folder = atomic_files.kind(leftover) == "a folder"
+        shutil.rmtree(leftover) if is_folder else leftover.unlink()
+
+
+def publish(unfinished: pathlib.Path, folder: pathlib.Path) -> None:
+    """Gives a whole cache its name.
+
+    Raises:
+        UserError: something else has this name by now.
+    """
+    try:
+        unfinished.rename(folder)
+    except OSError as error:
+        raise errors.UserError(
+            f"output_dir={folder} cannot be put there ({error.strerror}); the cache is "
+            f"whole in {unfinished}: move it to where you want it."
+        ) from None
+
+
+def take(unfinished: pathlib.Path, folder: pathlib.Path) -> int:
+    """Locks a folder that becomes `folder` against other processes, until the result is closed.
+
+    Raises:
+        UserError: another process makes it.
+    """
+    lock = os.open(unfinished, os.O_RDONLY | os.O_NOFOLLOW)
+    if not file_locks.lock(lock):
+        os.close(lock)
+        raise errors.UserError(
+            f"output_dir={folder} is being made by another process; wait for it to end, "
+            "or name another folder."
+        )
+    return lock
 
 
 def _open(path: pathlib.Path, mode: str) -> IO[Any]:
@@ -548,61 +587,27 @@ def _open_to_append(folder: pathlib.Path, name: str, progress: Mapping[str, Any]
     return file
 
 
-class _Rows:
-    """The rows of one feature in a file.
-
-    They are read rather than memory-mapped: truncating the file then raises an error, whereas with
-    a mapping it would kill the process.
-    """
-
-    def __init__(self, path: pathlib.Path, feature: Mapping[str, Any], count: int, *, limit: int):
-        self._path, self._limit = path, limit
-        self._dtype, self._length = np.dtype(feature["dtype"]), feature["length"]
-        self._row_bytes = self._length * self._dtype.itemsize
-        expected = count * self._row_bytes
-        size = path.stat().st_size if path.exists() else None
-        if size != expected:
-            has = "is not there" if size is None else f"has {size} bytes"
-            raise errors.UserError(
-                f"{path} {has}, and {_ABOUT_FILE} says {expected}; the cache is damaged: "
-                "rebuild it."
-            )
-        self._file = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._file)
-
-    def read(self, rows: np.ndarray) -> np.ndarray:
-        """Returns int32 [rows, length].
-
-        Raises:
-            TrainingError: the file no longer contains one of the rows, or is unreadable.
-            UserError: a row contains an id beyond the vocabulary, or a position beyond the row.
-        """
-        stored = np.empty((len(rows), self._length), self._dtype)
-        for row, values in zip(rows, stored, strict=True):
-            try:
-                num_bytes = os.preadv(self._file, [values.data], int(row) * self._row_bytes)
-            except OSError as error:
-                raise self._fault(f"cannot be read ({error.strerror})") from None
-            if num_bytes != self._row_bytes:
-                raise self._fault(f"ends within row {row}, though it did not when it was opened")
-        wrong = (stored < 0) | (stored >= self._limit)
-        if wrong.any():
-            row = rows[wrong.any(axis=1).argmax()]
-            raise errors.UserError(
-                f"{self._path} has {stored[wrong][0]} in row {row}, where {_ABOUT_FILE} allows "
-                f"numbers from 0 to {self._limit - 1}; the cache is damaged: rebuild it."
-            )
-        return stored.astype(np.int32)
-
-    def _fault(self, what: str) -> errors.TrainingError:
-        return errors.TrainingError(
-            f"{self._path} {what}; restore the cache or rebuild it, and start again: the run "
-            "resumes from its last checkpoint."
-        )
+def shard_name(index: int, count: int) -> str:
+    """Returns the name of the folder with a shard of a cache."""
+    return f"{index:05}-of-{count:05}"
 
 
 def _folder(path: str | os.PathLike[str]) -> pathlib.Path:
-    return pathlib.Path(os.path.expanduser(path))
+    """Returns the local folder of a cache; of a remote one, a copy without its rows."""
+    name = os.fspath(path)
+    if not atomic_files.is_remote(name):
+        return pathlib.Path(os.path.expanduser(name))
+    if name not in _copies:
+        copy = pathlib.Path(tempfile.mkdtemp(prefix="convt5_cache"))
+        atexit.register(shutil.rmtree, copy, ignore_errors=True)
+        object_stores.Store(name).download([ABOUT_FILE, VOCABULARY_FILE, SIZES_FILE], copy)
+        if not (copy / ABOUT_FILE).exists():
+            return copy
+        _copies[name] = copy
+    return _copies[name]
+
+
+_copies: dict[str, pathlib.Path] = {}
 
 
 def _limit(name: str, feature: Mapping[str, Any], about: Mapping[str, Any]) -> int:
@@ -627,6 +632,11 @@ def _check_about(about: Any) -> None:
     task_format.from_json(about.get("tasks", []))
     for name, split in about["splits"].items():
         counts.append(split["rows"])
+        if "shards" in split:
+            counts += [about["num_shards"], *split["shards"]]
+            is_whole = len(split["shards"]) <= about["num_shards"]
+            if not is_whole or sum(split["shards"]) != split["rows"]:
+                raise ValueError(f"the shards of {name!r} do not have its rows")
         _ = split["features"]["encoder_input_tokens"], split["features"]["decoder_input_tokens"]
         if not isinstance(split["fingerprint"], str) or not split["rows"]:
             raise ValueError(f"the split {name!r} has no rows, or no fingerprint of them")
@@ -682,7 +692,7 @@ def _check_counts(counts: Iterable[Any]) -> None:
 
 
 def _token_bytes(folder: pathlib.Path) -> np.ndarray | None:
-    file = folder / _SIZES_FILE
+    file = folder / SIZES_FILE
     if not file.exists():
         return None
     remedy = "rebuild the cache."
@@ -697,4 +707,4 @@ def _vocabulary(folder: pathlib.Path, about: Mapping[str, Any]) -> Any:
         return None
     ((kind, num_sentinels),) = about["vocabulary"].items()
     kept = vocabulary_files.KeptVocabulary(kind, num_sentinels)
-    return vocabulary_files.build_vocabulary(kept, folder / _VOCABULARY_FILE)
+    return vocabulary_files.build_vocabulary(kept, folder / VOCABULARY_FILE)

@@ -191,7 +191,7 @@ class _Sample:
         self.num_documents = self.num_bytes = 0
         self.is_whole = False
         arguments = {"split": config.split, "shuffle": False}
-        sampled = row_ends.without_truncation(task)
+        sampled = row_ends.without_truncation(task if is_cached else row_ends.without_cache(task))
         if not is_cached:
             source = task.source.get_dataset(**arguments, seed=config.seed)
             self._count(source)

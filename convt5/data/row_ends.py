@@ -5,7 +5,7 @@ seqio truncates features after the preprocessors of a task, including the end to
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import seqio
@@ -21,6 +21,18 @@ def keep_end_tokens(provider: Provider) -> Provider:
     tokens. Features with add_eos=False are truncated as seqio does.
     """
     return _with_last_step(provider, end_and_cut, {})
+
+
+def after_cache(task: seqio.Task) -> seqio.Task:
+    """Returns a task with the preprocessors that follow its cache, for examples read from there."""
+    (place,) = (i for i, step in enumerate(task.preprocessors) if _marks_cache(step))
+    return _with_steps(copy.copy(task), task.preprocessors[place + 1 :])
+
+
+def without_cache(task: seqio.Task) -> seqio.Task:
+    """Returns a task that is not cached; seqio would give its random steps other seeds."""
+    steps = [step for step in task.preprocessors if not _marks_cache(step)]
+    return _with_steps(copy.copy(task), steps)
 
 
 def without_truncation(provider: Provider) -> Provider:
@@ -107,10 +119,25 @@ def _with_last_step(
     # In place of seqio's own step, so that saved positions stay valid.
     if steps and getattr(steps[-1], "func", steps[-1]) is seqio.preprocessors.append_eos:
         steps.pop()
-    # `Task.replace` would turn a subclass into a plain task.
     steps.append(step)
     vars(copied).update(_preprocessor_constructor_args=steps, preprocessors=steps)
     return copied
+
+
+def _with_steps(task: seqio.Task, steps: Sequence[Any]) -> seqio.Task:
+    """Sets the preprocessors of a task without cache."""
+    # `Task.replace` would turn a subclass into a plain task.
+    vars(task).update(
+        _preprocessor_constructor_args=steps,
+        preprocessors=steps,
+        _cache_step_idx=None,
+        _cache_dataset_placerholder=None,
+    )
+    return task
+
+
+def _marks_cache(step: Any) -> bool:
+    return isinstance(step, seqio.CacheDatasetPlaceholder)
 
 
 def _without_truncation(step: Any) -> Any:

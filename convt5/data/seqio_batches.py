@@ -188,6 +188,7 @@ class DataConfig:
         process_index: int,
         process_count: int,
         maker: Callable[[str], MakeBlock] | None = None,
+        share: seqio.ShardInfo | None = None,
     ) -> "BatchIterator":
         """Returns this host's rows of each batch; hosts of endless data read different examples.
 
@@ -196,6 +197,7 @@ class DataConfig:
             process_count: number of hosts, or shards.
             maker: returns a function that makes the blocks of a task, given its name, such as
                 `BlockWorkers.maker`; None makes them in this process.
+            share: the only examples of finite data to read; None reads all.
 
         Raises:
             UserError: the data cannot be read as configured.
@@ -207,15 +209,20 @@ class DataConfig:
         self.check_labels()
         endless = self.num_epochs is None
         # Hosts must agree on the number of batches, so each reads all of finite data.
-        share = seqio.ShardInfo(process_index, process_count) if endless else None
+        if endless:
+            share = seqio.ShardInfo(process_index, process_count)
+        share = share if share and share.num_shards > 1 else None
+        settings = self._settings(provider) | {"process_count": process_count}
+        if share and not endless:
+            settings["share"] = [share.index, share.num_shards]
         first = 0 if endless else process_index * rows
         return BatchIterator(
-            self._examples(provider, share if share and share.num_shards > 1 else None, maker),
+            self._examples(provider, share, maker),
             RowLayout(self.encoder_length, self.decoder_length, self.pack),
             batch_size=rows if endless else self.batch_size,
             row_slice=slice(first, first + rows),
             vocabulary=vocabulary,
-            settings=self._settings(provider) | {"process_count": process_count},
+            settings=settings,
         )
 
     def task_blocks(self, share: seqio.ShardInfo | None = None) -> dict[str, TaskBlocks]:
@@ -361,7 +368,7 @@ class BatchIterator:
                 f"mixture={self._settings['mixture']!r} gives no batch of "
                 f"batch_size={self._settings['batch_size']} from "
                 f"split={self._settings['split']!r}: the split is empty, or has fewer examples "
-                "than there are hosts; check the data, or use fewer hosts."
+                "than there are hosts or shards; check the data, or use fewer of them."
             )
         if batch is None:
             raise StopIteration

@@ -8,7 +8,7 @@ import contextlib
 import copy
 import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -246,12 +246,9 @@ class _Preprocessing:
 
     def __init__(self, task: seqio.Task, lengths: Mapping[str, int], cached: bool):
         self._lengths = dict(lengths)
-        self._task = row_ends.keep_end_tokens(task)
+        steps_of = row_ends.after_cache if cached else row_ends.without_cache
+        self._task = row_ends.keep_end_tokens(steps_of(task))
         self._unknown_id = vocabularies.unknown_id(task.output_features["targets"].vocabulary)
-        if cached:
-            steps = self._task.preprocessors
-            places = [isinstance(s, seqio.CacheDatasetPlaceholder) for s in steps]
-            _set(self._task, steps=steps[places.index(True) + 1 :])
         self._function: Any = None
         self._is_traced = False
 
@@ -315,16 +312,6 @@ class _Preprocessing:
             num_epochs=1,
             try_in_mem_cache=False,
         )
-
-
-def _set(task: seqio.Task, *, steps: Sequence[Any]) -> None:
-    """Sets the preprocessors that follow the cache of a task."""
-    vars(task).update(
-        _preprocessor_constructor_args=steps,
-        preprocessors=steps,
-        _cache_step_idx=None,
-        _cache_dataset_placerholder=None,
-    )
 
 
 def _gather(examples: tf.data.Dataset) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:

@@ -148,7 +148,7 @@ def read_examples(
         TrainingError: the data cannot be read.
     """
     with _naming_lengths(lengths):
-        dataset = row_ends.keep_end_tokens(task).get_dataset(
+        dataset = row_ends.keep_end_tokens(row_ends.without_cache(task)).get_dataset(
             sequence_length=dict(lengths) if needs_lengths(task) else None,
             split=split,
             shuffle=False,

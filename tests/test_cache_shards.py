@@ -1,0 +1,279 @@
+"""A cache in shards has the same rows whoever makes them, wherever they lie."""
+
+import json
+import pathlib
+import sys
+
+import commands
+import numpy as np
+import pytest
+
+from convt5 import cache, errors
+from convt5.configuration import command_line
+from convt5.data import cache_shards, cached_data
+from convt5.data.cached_data import CachedDataConfig
+from convt5.runtime import object_stores
+
+SHARDS = 3
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("".join(f"text number {i * i} of some that differ\n" for i in range(600)))
+    return [
+        "--gin_file=gin/runs/pretrain_text.gin",
+        f"--gin.TEXT={file}",
+        "--gin.VOCABULARY=unused",
+        "--gin.pretraining.text_span_corruption.vocabulary=@vocabularies.characters()",
+        "--gin.data.DataConfig.batch_size=8",
+        "--gin.data.DataConfig.encoder_length=64",
+        "--gin.trainer.train.eval_num_batches=2",
+    ]
+
+
+@pytest.fixture(scope="module")
+def local(settings, tmp_path_factory):
+    """A cache that one process has made."""
+    folder = tmp_path_factory.mktemp("local") / "cache"
+    cache.main([*settings, f"--shards={SHARDS}", f"--output_dir={folder}"])
+    return folder
+
+
+def contents(folder: pathlib.Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def rows(path, split="train"):
+    config = CachedDataConfig(
+        path=str(path), split=split, batch_size=4, shuffle=False, num_epochs=1
+    )
+    batches = list(config.build(process_index=0, process_count=1))
+    found = np.concatenate([batch["encoder_input_tokens"] for batch in batches])
+    return found[found.any(axis=1)]
+
+
+def test_a_cache_of_shards_has_the_rows_of_each_after_the_other(local):
+    about = cached_data.read_about(str(local))
+    train = about["splits"]["train"]
+    names = [cached_data.shard_name(i, SHARDS) for i in range(SHARDS)]
+    assert sorted(path.name for path in local.iterdir() if path.is_dir()) == names
+    parts = [rows(local / name) for name in names]
+    assert train["shards"] == [len(part) for part in parts]
+    assert min(train["shards"]) > 10
+    np.testing.assert_array_equal(rows(local), np.concatenate(parts))
+    np.testing.assert_array_equal(rows(local, "validation"), rows(local / names[0], "validation"))
+    assert not (local / names[1] / "validation").exists()
+
+
+def test_every_text_is_in_one_shard(local, settings, tmp_path):
+    cache.main([*settings, f"--output_dir={tmp_path}/one"])
+    one, many = (
+        cached_data.read_about(str(folder))["splits"]["train"]
+        for folder in (tmp_path / "one", local)
+    )
+    # Each shard has a block that ends with a row that is not full.
+    assert 0 <= many["rows"] - one["rows"] < 2 * SHARDS
+    special = 3
+    texts = [rows(folder) for folder in (tmp_path / "one", local)]
+    counts = [np.bincount(t[(t >= special) & (t < 259)], minlength=259) for t in texts]
+    # What is corrupted, and so among the targets, differs.
+    np.testing.assert_allclose(counts[0].sum(), counts[1].sum(), rtol=0.02)
+
+
+def test_shards_that_exist_are_kept_and_others_made(local, settings, tmp_path, capsys, monkeypatch):
+    made = []
+    make = cache._make
+
+    def note(run, flags, argv, shard):
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        made.append(shard.index)
+        return make(run, flags, argv, shard)
+
+    monkeypatch.setattr(cache, "_make", note)
+    argv = [*settings, f"--shards={SHARDS}", f"--output_dir={tmp_path}/cache"]
+    with pytest.raises(KeyboardInterrupt):
+        cache.main(argv)
+    assert not (tmp_path / "cache").exists()
+    made.clear()
+    cache.main(argv)
+    assert made == [SHARDS - 1]
+    assert contents(tmp_path / "cache") == contents(local)
+    with pytest.raises(errors.UserError, match=r"output_dir=.*cache exists"):
+        cache.main(argv)
+
+
+def test_shards_of_other_data_are_made_again(tmp_path):
+    first = cache_shards.ShardedCache(str(tmp_path / "cache"), 2, "one text")
+    pathlib.Path(first.shard(0)).mkdir()
+    pathlib.Path(first.shard(0), "cache.json").write_text("{}")
+    with pytest.raises(errors.UserError, match="is being made by another process"):
+        cache_shards.ShardedCache(str(tmp_path / "cache"), 2, "one text")
+    assert first.missing() == [1]
+    del first
+    assert cache_shards.ShardedCache(str(tmp_path / "cache"), 2, "one text").missing() == [1]
+    assert cache_shards.ShardedCache(str(tmp_path / "cache"), 2, "another").missing() == [0, 1]
+
+
+def test_an_object_store_has_the_same_files_and_rows(local, settings):
+    url = "memory://bucket/cache"
+    cache.main([*settings, f"--shards={SHARDS}", f"--output_dir={url}"])
+    store = object_stores.Store(url)
+    for name, content in contents(local).items():
+        assert store.read(name) == content, name
+    np.testing.assert_array_equal(rows(url), rows(local))
+    config = CachedDataConfig(path=url, batch_size=4, seed=3)
+    assert config.vocabulary == CachedDataConfig(path=str(local), batch_size=4).vocabulary
+    remote, here = (
+        CachedDataConfig(path=path, batch_size=4, seed=3).build(process_index=0, process_count=1)
+        for path in (url, str(local))
+    )
+    for _ in range(20):
+        one, other = next(remote), next(here)
+        for name in other:
+            np.testing.assert_array_equal(one[name], other[name])
+    state = remote.get_state()
+    here.set_state(state)
+    np.testing.assert_array_equal(
+        next(here)["decoder_target_tokens"], next(remote)["decoder_target_tokens"]
+    )
+    with pytest.raises(errors.UserError, match="exists"):
+        cache.main([*settings, f"--shards={SHARDS}", f"--output_dir={url}"])
+
+
+def test_a_whole_cache_can_be_in_an_object_store(settings, tmp_path):
+    cache.main([*settings, "--rows=20", "--output_dir=memory://bucket/whole"])
+    cache.main([*settings, "--rows=20", f"--output_dir={tmp_path}/whole"])
+    store = object_stores.Store("memory://bucket/whole")
+    assert {name: store.read(name) for name in contents(tmp_path / "whole")} == contents(
+        tmp_path / "whole"
+    )
+
+
+def test_a_file_that_left_an_object_store_is_named(local, settings, tmp_path):
+    url = "memory://bucket/damaged"
+    store = object_stores.Store(url)
+    store.upload(local, last="cache.json")
+    name = f"{cached_data.shard_name(1, SHARDS)}/train/encoder_input_tokens.bin"
+    store.write(name, (store.read(name) or b"")[:7])
+    with pytest.raises(errors.TrainingError, match=f"{url}/{name} cannot be read"):
+        rows(url)
+
+
+def test_a_url_without_store_is_refused():
+    with pytest.raises(errors.UserError, match=r"foo://bucket cannot be opened .* gs:// or s3://"):
+        object_stores.Store("foo://bucket")
+
+
+@pytest.mark.parametrize("shards", [[3], [5, 5], [3, 3, 3], ["3", 3]])
+def test_shards_that_do_not_have_the_rows_are_damage(local, tmp_path, shards):
+    about = json.loads((local / "cache.json").read_text())
+    about["splits"]["train"] |= {"rows": 6, "shards": shards}
+    about["num_shards"] = 2
+    (tmp_path / "cache.json").write_text(json.dumps(about))
+    with pytest.raises(errors.UserError, match=r"cache\.json does not describe a cache"):
+        cached_data.read_about(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--shards=0"], "shards=0 must be at least 1"),
+        (["--shards=100000"], "shards=100000 must be at most 99999"),
+        (["--shards=4", "--rows=3"], "rows=3 is fewer than shards=4"),
+        (["--", "--direct_num_workers=2"], "'--direct_num_workers=2' after -- is an option for"),
+        (["--runner=DirectRunner", "--processes=2"], "processes=2 does not apply to --runner"),
+    ],
+)
+def test_faulty_flags_are_explained(settings, tmp_path, flags, message):
+    with pytest.raises(errors.UserError, match=message):
+        cache.main([*settings, f"--output_dir={tmp_path}/cache", *flags])
+
+
+class TestBeam:
+    def test_without_the_extra_one_message_has_the_remedy(self, settings, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "apache_beam", None)
+        monkeypatch.delitem(sys.modules, "convt5.data.beam_jobs", raising=False)
+        argv = [*settings, "--runner=DirectRunner", f"--output_dir={tmp_path}/cache"]
+        with pytest.raises(errors.UserError, match=r"needs Apache Beam.*'convt5\[beam\]'"):
+            cache.main(argv)
+
+    def test_without_a_runner_beam_is_not_imported(self, local):
+        assert local.exists()
+        assert "convt5.data.beam_jobs" not in sys.modules
+
+    def test_dashes_end_the_flags(self):
+        given = ["--output_dir=a", "--", "--project=b", "--", "c"]
+        assert cache._split_at_dashes(given) == (given[:1], given[2:])
+
+    @pytest.mark.slow
+    def test_workers_of_the_direct_runner_write_the_same_files(self, local, settings, tmp_path):
+        pytest.importorskip("apache_beam")
+        command = [sys.executable, "-m", "convt5.cache", *settings, f"--shards={SHARDS}"]
+        workers = ["--", "--direct_num_workers=2", "--direct_running_mode=multi_processing"]
+        for folder in (str(tmp_path / "cache"), f"file://{tmp_path}/store"):
+            flags = ["--runner=DirectRunner", f"--output_dir={folder}"]
+            done = commands.run([*command, *flags, *workers], check=True)
+            assert "wrote" in done.stdout
+        assert contents(tmp_path / "cache") == contents(local)
+        stored = contents(tmp_path / "store")
+        assert stored.pop("shards.json")
+        assert stored == contents(local)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("flags", "message"),
+        [
+            (["--runner=NoRunner"], "--runner=NoRunner cannot be used with"),
+            (
+                ["--runner=DirectRunner", "--", "--direct_num_workers=two"],
+                "--runner=DirectRunner cannot be used with",
+            ),
+        ],
+    )
+    def test_mistakes_end_in_one_message(self, settings, tmp_path, flags, message):
+        pytest.importorskip("apache_beam")
+        command = [
+            sys.executable,
+            "-m",
+            "convt5.cache",
+            *settings,
+            f"--output_dir={tmp_path}/cache",
+        ]
+        done = commands.run([*command, *flags])
+        assert done.returncode == 2
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+
+    @pytest.mark.slow
+    def test_what_a_worker_says_to_the_user_is_the_message(self):
+        pytest.importorskip("apache_beam")
+        code = (
+            "from convt5 import errors\n"
+            "from convt5.data import beam_jobs\n"
+            "def work(item): raise errors.UserError(f'item={item} is wrong; choose another.')\n"
+            "try: beam_jobs.run(work, [3], runner='DirectRunner', options=[])\n"
+            "except errors.UserError as error: print(error)\n"
+        )
+        done = commands.run([sys.executable, "-c", code], check=True)
+        assert done.stdout == "item=3 is wrong; choose another.\n"
+
+
+def test_a_shard_without_text_is_named(settings, tmp_path):
+    (tmp_path / "text.txt").write_text("one text\n")
+    text = f"--gin.TEXT={tmp_path}/text.txt"
+    held_out = f"--gin.pretraining.text_span_corruption.validation_path={tmp_path}/text.txt"
+    with pytest.raises(errors.UserError, match=r"fewer examples than there are hosts or shards"):
+        cache.main([*settings, text, held_out, "--shards=2", f"--output_dir={tmp_path}/cache"])
+
+
+def test_examples_of_the_help_have_pipeline_options_after_dashes():
+    (example,) = (a.split() for _, a in cache.COMMAND.examples if " -- " in a)
+    argv, options = cache._split_at_dashes(example)
+    assert command_line.parse(cache.COMMAND, argv).flags.runner == "DataflowRunner"
+    assert "--project=mine" in options
