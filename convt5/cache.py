@@ -144,14 +144,14 @@ def main(argv: Sequence[str]) -> None:
     )
 
 
-def make_shard(argv: Sequence[str], shard: Shard) -> int:
-    """Makes a shard in any process of the same command; returns the tokens that were written."""
+def make_shard(argv: Sequence[str], place: tuple[int, int, str]) -> None:
+    """Makes a shard, given as a plain tuple, in any process of the same command."""
     from convt5.data import cache_shards
 
-    if cache_shards.exists(shard.folder):
-        return 0
-    arguments = command_line.parse(COMMAND, argv)
-    return _make(_run(arguments), arguments.flags, argv, shard)
+    shard = Shard(*place)
+    if not cache_shards.exists(shard.folder):
+        arguments = command_line.parse(COMMAND, argv)
+        _make(_run(arguments), arguments.flags, argv, shard)
 
 
 def _split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -215,9 +215,9 @@ def _make_on_beam(
             f"--runner={runner} needs Apache Beam, which is not installed ({error}); pip install "
             "'convt5[beam]', or leave --runner out and use --processes."
         ) from None
-    # This file may run as `__main__`, which a worker could not import.
-    make = importlib.import_module("convt5.cache").make_shard
-    beam_jobs.run(functools.partial(make, list(argv)), shards, runner=runner, options=options)
+    # This file may run as `__main__`, which a worker could not import, nor `Shard` from it.
+    make = functools.partial(importlib.import_module("convt5.cache").make_shard, list(argv))
+    beam_jobs.run(make, [tuple(shard) for shard in shards], runner=runner, options=options)
     missing = [shard.index for shard in shards if not _is_made(shard)]
     if missing:
         raise errors.TrainingError(
