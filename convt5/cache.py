@@ -286,15 +286,15 @@ def _plan(run: "TrainRun", flags: argparse.Namespace, shard: Shard | None) -> di
 def _plan_split(
     split: str, run: "TrainRun", flags: argparse.Namespace, shard: Shard | None
 ) -> _SplitPlan:
+    config: Any = run.train_data if split == "train" else run.eval_data
     if split == "train":
-        config = dataclasses.replace(run.train_data, num_epochs=flags.epochs, shuffle=True)
+        config = dataclasses.replace(config, num_epochs=flags.epochs, shuffle=True)
         if shard is None or shard.count == 1:
             return _SplitPlan(config, flags.rows, None)
         most = flags.rows and (flags.rows + shard.count - 1 - shard.index) // shard.count
         return _SplitPlan(config, most, shard)
     num_batches = run.eval_num_batches
-    most = num_batches and num_batches * run.eval_data.batch_size
-    return _SplitPlan(run.eval_data, most, None)
+    return _SplitPlan(config, num_batches and num_batches * config.batch_size, None)
 
 
 def _identity(wanted: Mapping[str, _SplitPlan], flags: argparse.Namespace) -> str:

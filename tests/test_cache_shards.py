@@ -102,7 +102,9 @@ def test_a_cache_of_shards_has_the_rows_of_each_after_the_other(joined):
     config = CachedDataConfig(path=path, batch_size=4, seed=3)
     assert config.vocabulary == vocabularies.characters()
     batches = config.build(process_index=0, process_count=1)
-    state = [next(batches) for _ in range(9)] and batches.get_state()
+    for _ in range(9):
+        next(batches)
+    state = batches.get_state()
     resumed = config.build(process_index=0, process_count=1)
     resumed.set_state(state)
     expected_batch, batch = next(batches), next(resumed)
