@@ -14,7 +14,7 @@ from typing import Any
 from convt5 import errors
 from convt5.configuration import command_line, gin_config
 from convt5.reports import figures
-from convt5.runtime import atomic_files
+from convt5.runtime import atomic_files, quiet_imports
 from convt5.runtime.bars import Bar
 
 SUITES = ("ops", "train_step", "decode", "data", "formulations", "start")
@@ -150,11 +150,12 @@ def _run(
     machine,
 ) -> Iterator[dict[str, Any]]:
     if suite == "data":
-        from convt5.benchmarks import pipeline
+        with quiet_imports.without_tensorflow_chatter():
+            from convt5.benchmarks import pipeline
 
         fed = gin_config.load([_FED_MODEL], [], roots=["%MODEL"]).macro("MODEL")
-        num_tokens = 2**16 if flags.quick else 2**21
-        yield from pipeline.suite(fed, lengths, num_tokens=num_tokens, repeats=repeats)
+        num_epochs = 1 if flags.quick else 8
+        yield from pipeline.suite(fed, lengths, num_epochs=num_epochs, repeats=repeats)
         return
     if suite == "start":
         from convt5.benchmarks import start

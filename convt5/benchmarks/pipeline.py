@@ -40,14 +40,14 @@ _CACHED = ("text, joined", "text, packed")
 
 
 def suite(
-    model: ConvT5Config, lengths: Sequence[int], *, num_tokens: int, repeats: int
+    model: ConvT5Config, lengths: Sequence[int], *, num_epochs: int, repeats: int
 ) -> Iterator[dict[str, Any]]:
     """Yields records of every case at every length, with 1 and 2 processes, and from a cache.
 
     Args:
         model: the model whose training step the data is compared with; its vocabulary is replaced.
         lengths: tokens of an encoder row.
-        num_tokens: encoder tokens to read for each record.
+        num_epochs: passes over the text for each record.
         repeats: number of training steps.
     """
     with tempfile.TemporaryDirectory() as folder, _mock():
@@ -56,7 +56,7 @@ def suite(
             rows = max(1, _TOKENS_OF_BATCH // length)
             run, _ = models.train_step(model, length, rows)
             step = timing.in_turns({"step": run}, repeats=repeats)["step"].cpu_seconds / rows
-            read = functools.partial(_records, folder, length, num_tokens // length)
+            read = functools.partial(_records, folder, length, num_epochs)
             for record in itertools.chain.from_iterable(read(case) for case in _CASES):
                 record["share_of_step"] = record["cpu_seconds"] / record["rows"] / step
                 yield record
@@ -72,21 +72,21 @@ def _prepare(folder: pathlib.Path) -> int:
     return _vocabulary(folder).vocab_size
 
 
-def _records(folder: str, length: int, num_rows: int, case: str) -> Iterator[dict[str, Any]]:
-    config = _config(folder, length, case)
-    batches = config.build(process_index=0, process_count=1)
-    yield _measure(case, batches, num_rows, length)
+def _records(folder: str, length: int, num_epochs: int, case: str) -> Iterator[dict[str, Any]]:
+    config = dataclasses.replace(_config(folder, length, case), num_epochs=num_epochs)
+    host = {"process_index": 0, "process_count": 1}
+    yield _measure(case, config.build(**host), length)
     load = functools.partial(load_blocks, folder, length, case)
     with block_workers.BlockWorkers(2, load) as workers:
-        batches = config.build(process_index=0, process_count=1, maker=workers.maker)
-        yield _measure(case, batches, num_rows, length, workers)
+        yield _measure(case, config.build(**host, maker=workers.maker), length, workers)
     if case in _CACHED:
-        with tempfile.TemporaryDirectory() as cache:
-            batches = config.build(process_index=0, process_count=1)
-            cached = _cache(pathlib.Path(cache, "rows"), batches, num_rows)
-            batches = dataclasses.replace(cached, batch_size=config.batch_size)
-            batches = batches.build(process_index=0, process_count=1)
-            yield _measure(case.replace("text", "cache"), batches, num_rows, length)
+        with tempfile.TemporaryDirectory() as parent:
+            cache = pathlib.Path(parent, "cache")
+            _write(cache, dataclasses.replace(config, num_epochs=1).build(**host))
+            cached = cached_data.CachedDataConfig(
+                path=str(cache), batch_size=config.batch_size, num_epochs=num_epochs
+            )
+            yield _measure(case.replace("text", "cache"), cached.build(**host), length)
 
 
 def load_blocks(folder: str, length: int, case: str) -> Mapping[str, TaskBlocks]:
@@ -123,33 +123,24 @@ def _vocabulary(folder: pathlib.Path) -> seqio.SentencePieceVocabulary:
     return vocabularies.sentencepiece(str(folder / _VOCABULARY), _SENTINELS)
 
 
-def _cache(folder: pathlib.Path, batches: Any, num_rows: int) -> cached_data.CachedDataConfig:
+def _write(folder: pathlib.Path, batches: Any) -> None:
+    """Writes a cache."""
     writer = cached_data.Writer(folder)
     writer.vocabulary(batches.vocabulary, batches.token_bytes)
-    first = next(batches)
-    num_batches = num_rows // len(first["encoder_input_tokens"])
-    rows = itertools.chain([first], itertools.islice(batches, num_batches))
-    for _ in writer.write("train", rows):
+    for _ in writer.write("train", batches):
         pass
     writer.finish(made_from={})
-    return cached_data.CachedDataConfig(path=str(folder), batch_size=1)
 
 
 def _measure(
-    case: str,
-    batches: Any,
-    num_rows: int,
-    length: int,
-    workers: block_workers.BlockWorkers | None = None,
+    case: str, batches: Any, length: int, workers: block_workers.BlockWorkers | None = None
 ) -> dict[str, Any]:
-    next(batches)
+    """Reads all batches, and so makes each block once; what is traced is traced already."""
     others = workers.cpu_seconds if workers else float
     cpu, wall, rows, tokens = time.process_time() + others(), time.perf_counter(), 0, 0
     for batch in batches:
         rows += len(batch["encoder_input_tokens"])
         tokens += sum(int((batch[name] != 0).sum()) for name in batch if name.endswith("tokens"))
-        if rows >= num_rows:
-            break
     seconds = time.perf_counter() - wall
     cpu_seconds = time.process_time() + others() - cpu
     return {
