@@ -94,7 +94,7 @@ def test_a_file_of_torch_that_holds_code_is_refused(trap, tmp_path):
 
 
 def test_a_pickle_in_a_cache_of_rows_is_refused(trap, tmp_path):
-    np.save(tmp_path / cached_data._SIZES_FILE, np.array([trap], object), allow_pickle=True)
+    np.save(tmp_path / cached_data.SIZES_FILE, np.array([trap], object), allow_pickle=True)
     with pytest.raises((errors.UserError, ValueError), match="pickle"):
         cached_data._token_bytes(tmp_path)
 
