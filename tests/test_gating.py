@@ -86,8 +86,8 @@ def test_gradients_of_a_block_access_fewer_bytes_than_with_the_plain_product(com
         )
 
     parts = placed(jax.eval_shape(make, jax.random.key(0)))
-    x = placed(jax.ShapeDtypeStruct((8, 512, 768), jnp.bfloat16))
-    ids = placed(jax.ShapeDtypeStruct((8, 512), jnp.int32))
+    x = placed(jax.ShapeDtypeStruct((2, 256, 768), jnp.bfloat16))
+    ids = placed(jax.ShapeDtypeStruct((2, 256), jnp.int32))
 
     def accessed():
         def slope(parts, x, dy, ids):

@@ -295,10 +295,10 @@ def test_what_travels_is_what_the_taps_reach_whatever_the_length(kind, causal):
 def test_on_tpu_what_travels_is_what_the_taps_reach_whatever_the_length(compiler, kind):
     devices = topology.load("v5e:2x4").devices
     mesh = MeshConfig(data=2, sequence=4).build(devices)
-    sizes = {"emb_dim": 256, "mlp_dim": 512, "num_heads": 2, "head_dim": 128, "dtype": "bfloat16"}
+    sizes = {"emb_dim": 128, "mlp_dim": 256, "num_heads": 1, "head_dim": 128, "dtype": "bfloat16"}
     sent = []
-    for length in (4096, 65536):
+    for length in (512, 4096):  # The compiler takes a minute for 65,536 positions.
         found, gradient_bytes = compiled_stack(mesh, length, causal=False, kind=kind, **sizes)
         assert_only_halos_travel(found, gradient_bytes)
         sent.append(halo_bytes(found))
-    assert sent[0] == sent[1] == reach_bytes(causal=False, row_bytes=2 * 256)
+    assert sent[0] == sent[1] == reach_bytes(causal=False, row_bytes=2 * 128)

@@ -102,15 +102,17 @@ def test_gradients_of_layers_are_left_in_parts_before_they_are_summed_over_data(
 
 
 @pytest.mark.tpu
-def test_gradients_of_layers_over_fsdp_alone_are_scattered_and_not_sent_round(libtpu):
+def test_gradients_of_layers_over_fsdp_alone_are_scattered_and_not_sent_round(compiler, capsys):
     """The compiler takes products of this size apart to send their pieces round in a ring."""
-    report = inspected(
-        *("--gin_file=gin/models/dynamic_base.gin", "--topology=v5e:2x4"),
+    flags = (
+        *("--gin_file=gin/models/dynamic_base.gin", "--topology=v5e:2x4", "--json"),
         *("--gin.sharding.MeshConfig.data=1", "--gin.sharding.MeshConfig.fsdp=8"),
         *("--batch_size=64", "--encoder_length=512", "--decoder_length=128"),
         "--gin.architecture.StackConfig.num_layers=1",
         "--gin.architecture.ConvT5Config.vocab_size=1024",
     )
+    assert inspect.main(flags) == 0
+    report = json.loads(capsys.readouterr().out)
     layers = [p for p in report["sharding"] if "layers" in p["name"] and "fsdp" in str(p["spec"])]
     count = sum(math.prod(parameter["shape"]) for parameter in layers)
     assert payload(report, "fsdp", "collective-permute") == 0
@@ -143,7 +145,7 @@ def test_scanned_layers_cost_what_they_cost_one_by_one(compiler):
         update, name = inspect_command.read_step(
             [str(ROOT / MODEL)],
             [
-                "architecture.StackConfig.num_layers=4",
+                "architecture.StackConfig.num_layers=3",
                 f"architecture.ConvT5Config.scan_layers={scan_layers}",
             ],
         )

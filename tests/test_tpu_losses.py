@@ -1,5 +1,7 @@
 """The kernels of the loss, compiled for TPUs that need not be here."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,6 +15,7 @@ pytestmark = pytest.mark.tpu
 BATCH, LENGTH, EMBED, VOCAB = 8, 128, 768, 32128
 
 
+@functools.cache
 def compiled(name, choice, *, x=(BATCH, LENGTH, EMBED), vocab=VOCAB, dtype=jnp.bfloat16):
     from convt5.analysis import topology
 
