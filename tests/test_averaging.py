@@ -174,6 +174,7 @@ def loaded(folder, *, ema):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_steps")
 def test_a_run_that_continues_has_the_average_exactly(tmp_path):
     ema_run(tmp_path / "whole", num_steps=9)
     ema_run(tmp_path / "parts", num_steps=5)
@@ -184,6 +185,7 @@ def test_a_run_that_continues_has_the_average_exactly(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_steps")
 def test_raw_and_averaged_metrics_are_reported_and_the_average_is_loaded(tmp_path):
     result = ema_run(tmp_path, num_steps=5)
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])

@@ -175,6 +175,7 @@ def configs(draw) -> Callable[[], ConvT5Config]:
     )
 
 
+@functools.cache
 def check_stepping(config: ConvT5Config) -> None:
     model = config.build(jax.random.key(1))
     source = sources()
@@ -206,31 +207,40 @@ PRESETS = sorted(
 )
 
 
-@pytest.mark.parametrize(
-    "preset",
-    quick(
-        PRESETS, chosen=[f"gin/models/{name}_tiny.gin" for name in ("dynamic", "hybrid", "wavenet")]
-    ),
-)
+QUICK_PRESETS = [f"gin/models/{name}_tiny.gin" for name in ("dynamic", "hybrid", "wavenet")]
+
+
+@pytest.mark.parametrize("preset", quick(PRESETS, chosen=QUICK_PRESETS))
 def test_stepping_equals_teacher_forcing_for_every_preset(preset):
+    config = shrunk(preset)
+    # Presets of several sizes are one when shrunk.
+    if preset in QUICK_PRESETS or config not in map(shrunk, QUICK_PRESETS):
+        check_stepping(config)
+
+
+@functools.cache
+def shrunk(preset: str) -> ConvT5Config:
+    """The preset's layers, with fewer channels; both ways read the same output of the encoder."""
     config = gin_config.load([preset], roots=["%MODEL"]).macro("MODEL")
-    # The preset's layers, with fewer channels; of layers that are all alike a few.
-    check_stepping(
-        dataclasses.replace(
-            config,
-            vocab_size=VOCAB,
-            emb_dim=16,
-            mlp_dim=16,
-            head_dim=4,
-            dtype="float32",
-            encoder=few_layers(config.encoder),
-            decoder=few_layers(config.decoder),
-        )
+    return dataclasses.replace(
+        config,
+        vocab_size=VOCAB,
+        emb_dim=16,
+        mlp_dim=16,
+        num_heads=2,
+        head_dim=4,
+        dropout_rate=0.0,
+        dtype="float32",
+        encoder=few_layers(config.encoder, most=1),
+        decoder=few_layers(config.decoder, most=4),
     )
 
 
-def few_layers(stack: StackConfig) -> StackConfig:
-    """The first of the layers of each kind where settings are listed by layer, otherwise three."""
+def few_layers(stack: StackConfig, *, most: int) -> StackConfig:
+    """The first layer of each kind where settings are listed by layer, otherwise two.
+
+    Of wavenet these are dilations up to 8: a larger one reads none of 11 positions.
+    """
     listed = {
         field.name: value
         for field in dataclasses.fields(stack)
@@ -238,8 +248,8 @@ def few_layers(stack: StackConfig) -> StackConfig:
         if isinstance(value, tuple) and len(value) == stack.num_layers
     }
     if not listed:
-        return dataclasses.replace(stack, num_layers=3)
-    kept = dict.fromkeys(zip(*listed.values(), strict=True))
+        return dataclasses.replace(stack, num_layers=min(2, most))
+    kept = list(dict.fromkeys(zip(*listed.values(), strict=True)))[:most]
     columns = zip(*kept, strict=True)
     return dataclasses.replace(
         stack, num_layers=len(kept), **dict(zip(listed, columns, strict=True))

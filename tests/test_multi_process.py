@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import sampling_run
 
+from convt5 import train
 from convt5.checkpoints import reading
 
 pytestmark = pytest.mark.slow
@@ -30,18 +31,24 @@ def settings(tmp_path_factory):
     return path
 
 
+def arguments(settings, run_dir, macros):
+    macros = macros | {"RUN_DIR": run_dir}
+    return [f"--gin_file={settings}", *(f"--gin.{name}={value}" for name, value in macros.items())]
+
+
+@pytest.fixture(scope="module")
+def train_here(settings):
+    """Trains in this process, on its eight devices."""
+    return lambda run_dir, **macros: train.main(arguments(settings, run_dir, macros))
+
+
 @pytest.fixture(scope="module")
 def start(settings):
     """Starts training with some processes of some devices each."""
 
     def call(run_dir, *, processes, devices, environment=None, **macros):
-        macros |= {"RUN_DIR": run_dir}
         return commands.start(
-            [
-                *counting_run.launcher(processes, devices),
-                f"--gin_file={settings}",
-                *(f"--gin.{name}={value}" for name, value in macros.items()),
-            ],
+            [*counting_run.launcher(processes, devices), *arguments(settings, run_dir, macros)],
             env=counting_run.environment() | (environment or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -79,10 +86,10 @@ def assert_alike(run_dir, other, *, step=8):
 
 
 @pytest.fixture(scope="module")
-def one_process(start, tmp_path_factory):
+def one_process(train_here, tmp_path_factory):
     """A run of one process with eight devices, on the data that two would read."""
     run_dir = tmp_path_factory.mktemp("one") / "run"
-    finish(start(run_dir, processes=1, devices=8, **{"trainer.train.data_shards": 2}))
+    train_here(run_dir, **{"trainer.train.data_shards": 2})
     return run_dir
 
 
@@ -138,14 +145,14 @@ def test_checksums_of_many_arrays_that_processes_share_do_not_wait_for_each_othe
     assert len(saved) == 24
 
 
-def test_several_processes_take_over_the_rows_that_both_tables_have(start, tmp_path):
+def test_several_processes_take_over_the_rows_that_both_tables_have(start, train_here, tmp_path):
     settings = {
         "NUM_STEPS": 1,
         "counting_run.TableConfig.spare": 1,
         "sharding.MeshConfig.fsdp": 2,
         "trainer.train.optimizer": "@optimizer.SGDConfig()",  # Spare ones stay as they began.
     }
-    finish(start(tmp_path / "before", processes=1, devices=2, **settings))
+    train_here(tmp_path / "before", **settings)
     settings |= {
         "counting_run.TableConfig.spare_rows": 12,
         "trainer.train.seed": 1,

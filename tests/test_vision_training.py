@@ -196,6 +196,7 @@ def run(folder, **changes):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_steps")
 def test_a_run_learns_and_continues_as_if_it_had_never_stopped(tmp_path):
     whole = run(tmp_path / "whole")
     run(tmp_path / "parts", num_steps=25)
