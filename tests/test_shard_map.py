@@ -180,6 +180,29 @@ def check(case, segments, *, most_split_alone=False):
 LOOPS = ["depthwise", "dynamic", "attend", "linear_cross_entropy"]
 """Whose formulations have loops, kernels and choices."""
 
+FORMULATIONS = {
+    "depthwise": ("default", "cpu", "gpu"),
+    "lightweight": ("default", "cpu", "gpu"),
+    "dynamic": ("default", "cpu", "gpu", "chunked"),
+    "dynamic, dropout": ("default", "cpu", "chunked"),
+    "attend": ("default", "cpu"),
+}
+"""Of operators that have others than the default."""
+
+PROGRAMS = [
+    (name, choice, packed)
+    for name in CASES
+    for choice in FORMULATIONS.get(name, ("default",))
+    for packed in ((True,) if name in ("dense", "gate") else (True, False))
+]
+"""A choice or segment ids that change nothing make no other program."""
+
+QUICK = [
+    *((name, "default", True) for name in CASES),
+    *((name, choice, name == "dynamic") for name in LOOPS[:2] for choice in ("cpu", "gpu")),
+    ("attend", "cpu", True),
+]
+
 
 @pytest.fixture
 def several_chunks(monkeypatch):
@@ -190,34 +213,18 @@ def several_chunks(monkeypatch):
     monkeypatch.setattr(blockwise_attention, "FEWEST_QUERIES_ON_CPU", 1)
 
 
-def check_formulation(monkeypatch, name, choice, segments, **settings):
+@pytest.mark.usefixtures("several_chunks")
+@pytest.mark.parametrize("program", quick(PROGRAMS, chosen=QUICK), ids=str)
+def test_gradients_inside_shard_map_are_those_of_whole_arrays(monkeypatch, program):
+    name, choice, packed = program
+    # Rows and channels; the quick suite splits rows alone of one formulation of each operator.
+    most_split_alone = program in QUICK and choice != "default"
     if choice == "chunked":
         monkeypatch.setattr(cpu, "_fastest", lambda *sizes: cpu.chunked_weight_gradient)
         choice = "cpu"
     with dispatch.using(choice=choice):
-        check(CASES[name], segments, **settings)
-
-
-@pytest.mark.usefixtures("several_chunks")
-@pytest.mark.parametrize(
-    ("name", "choice"),
-    [*((name, "default") for name in CASES), *((n, p) for n in LOOPS for p in ("cpu", "gpu"))],
-)
-def test_gradients_inside_shard_map_are_those_of_whole_arrays(monkeypatch, name, choice):
-    packed = name in ("dynamic", "attend") or choice == "default"
-    segments = ids() if packed else None
-    # Rows and channels; rows alone are split of one formulation of each operator.
-    most_split_alone = choice != "default"
-    check_formulation(monkeypatch, name, choice, segments, most_split_alone=most_split_alone)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("several_chunks")
-@pytest.mark.parametrize("choice", ["default", "cpu", "gpu", "chunked"])
-@pytest.mark.parametrize("name", CASES)
-def test_other_gradients_inside_shard_map_are_those_of_whole_arrays(monkeypatch, name, choice):
-    for segments in (None, ids()):
-        check_formulation(monkeypatch, name, choice, segments)
+        segments = ids() if packed else None
+        check(CASES[name], segments, most_split_alone=most_split_alone)
 
 
 @pytest.mark.parametrize("name", quick(LOOPS, chosen=["depthwise"]))
