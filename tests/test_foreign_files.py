@@ -338,7 +338,8 @@ UNFINISHED = [
 @pytest.mark.parametrize(("path", "value"), UNFINISHED, ids=str)
 def test_progress_of_a_cache_that_none_wrote_is_not_continued(path, value, tmp_path):
     unfinished = atomic_files.unfinished(tmp_path / "cache", "unfinished")
-    unfinished.mkdir()
+    (unfinished / "train").mkdir(parents=True)
+    (unfinished / "train" / "encoder_input_tokens.bin").write_bytes(bytes(2 * 4 * 2))
     file = unfinished / cached_data._PROGRESS_FILE
     whole = {"identity": "x", "splits": {"train": PROGRESS}}
     file.write_text(json.dumps(whole))

@@ -632,7 +632,7 @@ def _check_about(about: Any) -> None:
     task_format.from_json(about.get("tasks", []))
     for name, split in about["splits"].items():
         counts.append(split["rows"])
-        if "shards" in split:
+        if about["version"] == SHARDED_VERSION or "shards" in split:
             counts += [about["num_shards"], *split["shards"]]
             is_whole = len(split["shards"]) <= about["num_shards"]
             if not is_whole or sum(split["shards"]) != split["rows"]:
