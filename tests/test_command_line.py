@@ -246,6 +246,15 @@ def test_a_full_disk_is_one_message_wherever_it_is_met():
     assert "Traceback" not in done.stderr
 
 
+def test_that_no_temporary_file_can_be_written_is_told():
+    code = f"import tempfile\n{IMPORT}command_line.run(lambda argv: tempfile.gettempdir())"
+    done = commands.run(["sh", "-c", 'ulimit -f 0; exec "$@"', "sh", sys.executable, "-c", code])
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: No usable temporary directory found in [")
+    assert "set TMPDIR" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_full_disk_is_known_from_other_faults_of_files():
     of_numpy = OSError("25 requested and 0 written")
     named = OSError(errno.EDQUOT, "Disk quota exceeded", "runs/a")

@@ -81,6 +81,11 @@ def of_files(error: BaseException) -> UserError | None:
     """
     if full := of_full_disk(error):
         return full
+    if isinstance(error, FileNotFoundError) and _NO_TEMPORARY in str(error):
+        return TrainingError(
+            f"{error.strerror}: none of these folders can be written. Free space there, raise the "
+            "file size limit (`ulimit -f`), or set TMPDIR to a folder that can be written."
+        )
     if not isinstance(error, OSError) or error.filename is None or error.errno not in _OF_PATHS:
         return None
     return UserError(
@@ -99,6 +104,7 @@ _OF_PATHS = {
 }
 
 
+_NO_TEMPORARY = "No usable temporary directory"  # An error of Python's tempfile.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
