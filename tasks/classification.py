@@ -286,31 +286,8 @@ def text_classification(
     generated = list(dict.fromkeys(text for text in names.values() if text is not None))
     if prompt is None:
         prompt = " ".join([name, *(f"{field}: {{{field}}}" for field in text_fields)])
-    if set(task_format.fields_of(prompt)) != set(text_fields):
-        raise errors.UserError(
-            f"prompt={prompt!r} of {name} must hold each of text_field={text_fields} in braces, "
-            "and no other."
-        )
-    if label_field in text_fields:
-        raise errors.UserError(
-            f"label_field={label_field!r} of {name} is one of text_field={text_fields}, so "
-            "inputs would contain the answer; name a field that holds only labels."
-        )
-    if _TARGET in text_fields:
-        raise errors.UserError(
-            f"text_field={text_fields} of {name} holds {_TARGET!r}, a name that convt5 uses for "
-            "answers; rename that field in the file."
-        )
-    if threshold is not None and len(generated) != 2:
-        raise errors.UserError(
-            f"threshold={threshold} of {name} separates two labels, but labels={generated}; "
-            "name two, or leave threshold out."
-        )
-    if threshold is not None and math.isnan(threshold):
-        raise errors.UserError(
-            f"threshold={threshold} of {name} must be a number; at least that means "
-            f"{generated[1]!r}."
-        )
+    _check_fields(name, text_fields, label_field, prompt)
+    _check_threshold(name, threshold, generated)
 
     def parse(row: Row) -> Example | None:
         if threshold is not None:
@@ -337,6 +314,37 @@ def text_classification(
         metric_fns=metric_fns,
         rank=rank,
     )
+
+
+def _check_fields(name: str, text_fields: Sequence[str], label_field: str, prompt: str) -> None:
+    if set(task_format.fields_of(prompt)) != set(text_fields):
+        raise errors.UserError(
+            f"prompt={prompt!r} of {name} must hold each of text_field={text_fields} in braces, "
+            "and no other."
+        )
+    if label_field in text_fields:
+        raise errors.UserError(
+            f"label_field={label_field!r} of {name} is one of text_field={text_fields}, so "
+            "inputs would contain the answer; name a field that holds only labels."
+        )
+    if _TARGET in text_fields:
+        raise errors.UserError(
+            f"text_field={text_fields} of {name} holds {_TARGET!r}, a name that convt5 uses for "
+            "answers; rename that field in the file."
+        )
+
+
+def _check_threshold(name: str, threshold: float | None, generated: Sequence[str]) -> None:
+    if threshold is not None and len(generated) != 2:
+        raise errors.UserError(
+            f"threshold={threshold} of {name} separates two labels, but labels={generated}; "
+            "name two, or leave threshold out."
+        )
+    if threshold is not None and math.isnan(threshold):
+        raise errors.UserError(
+            f"threshold={threshold} of {name} must be a number; at least that means "
+            f"{generated[1]!r}."
+        )
 
 
 def _measures(

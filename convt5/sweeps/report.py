@@ -10,7 +10,7 @@ from convt5.reports import figures, markdown, page, tables
 from convt5.reports.tables import Table
 from convt5.runtime import atomic_files, metric_names
 from convt5.sweeps import analysis, plots, profile, running
-from convt5.sweeps.analysis import Best, Distribution, Key
+from convt5.sweeps.analysis import Best, Distribution, Key, Result
 from convt5.sweeps.running import StudyRun
 from convt5.sweeps.study import SEED, Study
 from convt5.training import run_overview
@@ -56,6 +56,24 @@ def write(study: Study, *, suffix: str = figures.SUFFIX) -> str:
     text = markdown.sections(sections)
     folder = study.folder
     overviews = {m.point.name: run_overview.read(m.folder) for m in every if m.is_done}
+    try:
+        atomic_files.replace_text(folder / REPORT_FILE, text)
+        page.write(folder / PAGE_FILE, _page(study, sections, every, overviews))
+        atomic_files.replace_text(folder / RESULTS_FILE, _json(study, results))
+        if study.over:
+            drawn = plots.draw_profiles(study, profiles, folder, suffix=suffix)
+        else:
+            drawn = plots.draw(study, groups, bests, folder, suffix=suffix)
+    except OSError as error:
+        raise errors.UserError(
+            f"output_dir={study.output_dir!r} cannot be written ({error.strerror}); choose another."
+        ) from error
+    names = (REPORT_FILE, PAGE_FILE, *drawn)
+    return f"{text}\nwrote {', '.join(str(folder / name) for name in names)}"
+
+
+def _json(study: Study, results: Sequence[Result]) -> str:
+    """Returns the final errors and the curves of all runs, as JSON."""
     values = {
         "metric": study.metric,
         "perfect": study.perfect,
@@ -68,20 +86,7 @@ def write(study: Study, *, suffix: str = figures.SUFFIX) -> str:
             for r in results
         ],
     }
-    try:
-        atomic_files.replace_text(folder / REPORT_FILE, text)
-        page.write(folder / PAGE_FILE, _page(study, sections, every, overviews))
-        atomic_files.replace_text(folder / RESULTS_FILE, json.dumps(values, indent=1) + "\n")
-        if study.over:
-            drawn = plots.draw_profiles(study, profiles, folder, suffix=suffix)
-        else:
-            drawn = plots.draw(study, groups, bests, folder, suffix=suffix)
-    except OSError as error:
-        raise errors.UserError(
-            f"output_dir={study.output_dir!r} cannot be written ({error.strerror}); choose another."
-        ) from error
-    names = (REPORT_FILE, PAGE_FILE, *drawn)
-    return f"{text}\nwrote {', '.join(str(folder / name) for name in names)}"
+    return json.dumps(values, indent=1) + "\n"
 
 
 def _page(
