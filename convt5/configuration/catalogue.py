@@ -96,6 +96,10 @@ def _load(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
+_WITHOUT_SETTINGS = ("convt5.data.beam_jobs",)
+"""Modules that import an optional package."""
+
+
 def _candidates() -> Iterator[Any]:
     for name in _modules():
         module = importlib.import_module(name)
@@ -112,7 +116,8 @@ def _modules() -> Iterator[str]:
     for room in _ROOMS:
         package = importlib.import_module(f"convt5.{room}")
         for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            yield info.name
+            if info.name not in _WITHOUT_SETTINGS:
+                yield info.name
     yield from (f"convt5.{module}" for module in _MODULES)
 
 
