@@ -36,3 +36,22 @@ def test_nothing_is_held_back_once_tensorflow_is_loaded():
         "with without_tensorflow_chatter(): os.write(2, lines.encode())"
     )
     assert done.stderr == LINES.lstrip()
+
+
+def test_tensorflow_that_is_there_already_looks_for_accelerators_in_silence():
+    code = (
+        "import types\n"
+        "def look(devices, kind): os.write(2, lines.encode())\n"
+        "hide_accelerators(types.SimpleNamespace(config=types.SimpleNamespace("
+        "set_visible_devices=look)))"
+    )
+    assert run(code).stderr == 2 * "a warning of the user's own module\n"
+
+
+def test_a_study_begins_in_silence(tmp_path):
+    command = ["convt5.sweep", "--gin_file=gin/studies/mixers_small.gin", "--dry_run"]
+    done = commands.run(
+        [sys.executable, "-m", *command, f"--gin.OUTPUT_DIR={tmp_path}"], cwd=commands.ROOT
+    )
+    assert done.returncode == 0
+    assert done.stderr == ""

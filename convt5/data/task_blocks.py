@@ -19,10 +19,10 @@ from convt5 import errors
 from convt5.data import row_ends
 from convt5.data.mixing import NO_BLOCK, Block, BlockPlace, seeds
 from convt5.data.rows import Examples, Ragged
+from convt5.runtime import quiet_imports
 from convt5.tasks import vocabularies
 
-tf.config.set_visible_devices([], "GPU")
-tf.config.set_visible_devices([], "TPU")
+quiet_imports.hide_accelerators(tf)
 
 FEATURES = ("inputs", "targets")
 _WAS_CUT = "was_cut"

@@ -10,6 +10,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 from convt5.runtime import late_imports
 
@@ -29,13 +30,25 @@ def without_tensorflow_chatter() -> Iterator[None]:
     if "tensorflow" in sys.modules:
         yield
         return
+    with _without_chatter(), late_imports.postponed():
+        yield
+
+
+def hide_accelerators(tensorflow: Any) -> None:
+    """Leaves GPUs and TPUs to JAX. TensorFlow looks for them here, and says that there are none."""
+    with _without_chatter():
+        for kind in ("GPU", "TPU"):
+            tensorflow.config.set_visible_devices([], kind)
+
+
+@contextlib.contextmanager
+def _without_chatter() -> Iterator[None]:
     sys.stderr.flush()
     terminal = os.dup(2)
     with tempfile.TemporaryFile() as held:
         os.dup2(held.fileno(), 2)
         try:
-            with late_imports.postponed():
-                yield
+            yield
         finally:
             sys.stderr.flush()
             os.dup2(terminal, 2)

@@ -381,6 +381,5 @@ def _tensorflow() -> Any:
     with quiet_imports.without_tensorflow_chatter():
         import tensorflow as tf
 
-    for kind in ("GPU", "TPU"):
-        tf.config.set_visible_devices([], kind)
+    quiet_imports.hide_accelerators(tf)
     return tf
