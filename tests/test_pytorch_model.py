@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import pathlib
 import re
 import sys
 
@@ -16,6 +17,7 @@ import convt5
 from convt5 import convert
 from convt5.configuration import gin_config
 from convt5.errors import UserError
+from convt5.evaluation import predictor
 from convt5.generation.decoding import BeamSearch, Greedy, decode
 from convt5.interchange import hugging_face, portable, pytorch_model
 from convt5.interchange.mapping import build_model, parameter_shapes
@@ -165,6 +167,14 @@ def both(request, transformers, tmp_path_factory):
 def test_transformers_computes_what_we_do(both):
     config, theirs, _ = both
     assert_same_model(config, theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["branch", "post"])
+def test_every_layer_order_is_computed_by_transformers(order, transformers, tmp_path):
+    stack = StackConfig(num_layers=2, mixing=("dynamic", "attention"), canon="ABCD")
+    config = tiny(encoder=stack, decoder=stack, layer_order=order, norm="layer")
+    assert_same_model(config, loaded(transformers, exported(tmp_path, config)))
 
 
 @pytest.mark.slow
@@ -324,6 +334,32 @@ def test_bytes_have_the_ids_of_the_vocabulary_they_were_trained_with(transformer
     if count:
         found = tokenizer("<extra_id_0><extra_id_6>", add_special_tokens=False).input_ids
         assert found == [sentinels.ids_of(ours)[i] for i in (0, 6)]
+
+
+TEXTS = ["", " ", "Grüße, 1", "Return the  value of the object.", "▁ a", "\u00a0a\u200bb\r\nc"]
+TEXTS.append(" It's\n\ta “test”: ﬁne… 中文 🙂")
+
+
+@pytest.mark.parametrize("num_sentinels", [100, 7])
+def test_pieces_have_the_ids_of_the_vocabulary_they_were_trained_with(
+    transformers, num_sentinels, tmp_path
+):
+    word_recall = pytest.importorskip("convt5.tasks.word_recall")
+    content = pathlib.Path(word_recall.VOCABULARY_FILE).read_bytes()
+    kept = vocabulary_files.KeptVocabulary("sentencepiece", num_sentinels, content)
+    vocabulary_files.write_for_hugging_face(tmp_path, vocabulary_files.KeptText(kept, kept))
+    settings = {"model_type": "convt5", "auto_map": {"AutoConfig": "modeling_convt5.ConvT5Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False)
+    ours = vocabulary_files.build_vocabulary(kept, tmp_path / "spiece.model")
+    for text in TEXTS:
+        ids = predictor.encode_text(ours, text)
+        assert tokenizer(text).input_ids == [*ids, 1], text
+        assert tokenizer.decode(ids) == ours.decode(ids), text
+    marked = "The <extra_id_0> of the<extra_id_6>."
+    found = tokenizer(marked, add_special_tokens=False).input_ids
+    assert found == predictor.encode_text(ours, marked)
+    assert len(tokenizer) == ours.vocab_size
 
 
 @pytest.fixture

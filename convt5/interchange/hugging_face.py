@@ -13,7 +13,14 @@ import numpy as np
 
 from convt5 import errors
 from convt5.interchange import safetensors_files, torch_files, weight_files
-from convt5.interchange.mapping import Imported, Shape, Source, check, check_layers, take_apart
+from convt5.interchange.mapping import (
+    Imported,
+    Shape,
+    Source,
+    check_layers,
+    import_arrays,
+    take_apart,
+)
 from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.modeling.layers import MlpKind
 from convt5.runtime import foreign_files
@@ -74,14 +81,18 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
     def read(name: str) -> np.ndarray:
         return files.read(stored.get(name, name))
 
-    table = parameter_table(config)
-    report = check(
-        table, config, found, skipped=copies, allow_unmapped=allow_unmapped, where=str(folder)
+    imported = import_arrays(
+        parameter_table(config),
+        config,
+        found,
+        read,
+        skipped=copies,
+        allow_unmapped=allow_unmapped,
+        where=str(folder),
     )
-    report.notes += notes
-    _check_copies(read, report.skipped, where=str(folder))
-    params = {source.path: source.assemble(read) for source in table}
-    return Imported(config=config, params=params, sources=tuple(table), report=report)
+    imported.report.notes += notes
+    _check_copies(read, imported.report.skipped, where=str(folder))
+    return imported
 
 
 def write_model(

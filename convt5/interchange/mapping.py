@@ -163,6 +163,57 @@ class Imported(NamedTuple):
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
 
+def import_named(
+    config: ModelConfig,
+    shapes: Mapping[str, Shape],
+    read: Callable[[str], np.ndarray],
+    name: Callable[[str], str] = str,
+    *,
+    step: int = 0,
+    allow_unmapped: bool = False,
+    where: str,
+) -> Imported:
+    """Reads a model whose arrays are its parameters under the names that `name` gives their paths.
+
+    Raises:
+        UserError: as `check_layers` and `check`, or files are damaged.
+    """
+    check_layers(config, shapes, where=where)
+    table = [Source(path=path, names=(name(path),)) for path in parameter_shapes(config)]
+    imported = import_arrays(
+        table, config, shapes, read, allow_unmapped=allow_unmapped, where=where
+    )
+    return imported._replace(step=step)
+
+
+def import_arrays(
+    table: Iterable[Source],
+    config: ModelConfig,
+    shapes: Mapping[str, Shape],
+    read: Callable[[str], np.ndarray],
+    *,
+    skipped: Mapping[str, str] | None = None,
+    allow_unmapped: bool = False,
+    where: str,
+) -> Imported:
+    """Reads the parameters of a model after checking that all arrays fit; arguments as `check`.
+
+    Raises:
+        UserError: as `check`, or files are damaged.
+    """
+    table = tuple(table)
+    report = check(
+        table,
+        config,
+        shapes,
+        skipped=skipped or {},
+        allow_unmapped=allow_unmapped,
+        where=where,
+    )
+    params = {source.path: source.assemble(read) for source in table}
+    return Imported(config=config, params=params, sources=table, report=report)
+
+
 def check_layers(config: Any, found: Mapping[str, Shape], *, where: str) -> None:
     """Raises `UserError` for more layers than arrays, before computing the shapes of all layers."""
     stacks = [config.encoder, config.decoder] if hasattr(config, "encoder") else [config]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from convt5 import errors
-from convt5.interchange.mapping import Arrays, Imported, Shape, Source, check
+from convt5.interchange.mapping import Arrays, Imported, Shape, Source, import_arrays
 from convt5.interchange.mesh_tf_architecture import NORMS, STACKS, TAPS, infer_architecture
 from convt5.interchange.operative_config import OperativeConfig
 from convt5.interchange.tf_checkpoint import STEP, Checkpoint
@@ -54,19 +54,17 @@ def read_model(
     config = architecture.config
     table = parameter_table(config, variables)
     skipped = {name: "optimizer state" for name in checkpoint.slots()} | {STEP: "the step number"}
-    report = check(
+    imported = import_arrays(
         table,
         config,
         checkpoint.shapes,
+        checkpoint.read,
         skipped=skipped,
         allow_unmapped=allow_unmapped,
         where=f"checkpoint={checkpoint.prefix}",
     )
-    report.notes += architecture.notes
-    params = {source.path: source.assemble(checkpoint.read) for source in table}
-    return Imported(
-        config=config, params=params, sources=tuple(table), report=report, step=checkpoint.step()
-    )
+    imported.report.notes += architecture.notes
+    return imported._replace(step=checkpoint.step())
 
 
 def read_moments(checkpoint: Checkpoint, imported: Imported) -> dict[str, Arrays]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from convt5 import errors
 from convt5.interchange import safetensors_files
-from convt5.interchange.mapping import Imported, Source, check, check_layers, parameter_shapes
+from convt5.interchange.mapping import Imported, import_named
 from convt5.modeling.architecture import ConvT5Config, StackConfig, TextStemConfig
 from convt5.runtime import foreign_files
 from convt5.vision.architecture import ViTConfig
@@ -62,18 +62,13 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
         raise foreign_files.unreadable(folder / DESCRIPTION, why, remedy)
     config = revive(about.get("model"), where=str(folder / DESCRIPTION))
     files = safetensors_files.open_all(folder)
-    check_layers(config, files.shapes, where=str(folder))
-    table = [Source(path=name, names=(name,)) for name in parameter_shapes(config)]
-    report = check(
-        table, config, files.shapes, skipped={}, allow_unmapped=allow_unmapped, where=str(folder)
-    )
-    params = {source.path: source.assemble(files.read) for source in table}
-    return Imported(
-        config=config,
-        params=params,
-        sources=tuple(table),
-        report=report,
+    return import_named(
+        config,
+        files.shapes,
+        files.read,
         step=step,
+        allow_unmapped=allow_unmapped,
+        where=str(folder),
     )
 
 

@@ -15,7 +15,14 @@ import numpy as np
 
 from convt5 import errors
 from convt5.interchange import safetensors_files, torch_files
-from convt5.interchange.mapping import Arrays, Imported, Shape, Source, check, parameter_shapes
+from convt5.interchange.mapping import (
+    Arrays,
+    Imported,
+    Shape,
+    Source,
+    import_arrays,
+    parameter_shapes,
+)
 from convt5.runtime import foreign_files
 from convt5.vision.architecture import ViTConfig
 
@@ -97,19 +104,23 @@ def read_model(
     config = architecture(
         shapes, num_heads=num_heads, image_size=image_size, stem_strides=stem_strides, where=where
     )
-    table = parameter_table(config)
     skipped = stored.skipped | {
         name: "a counter of PyTorch, which is not used"
         for name in shapes
         if name.endswith(".num_batches_tracked")
     }
-    report = check(
-        table, config, shapes, skipped=skipped, allow_unmapped=allow_unmapped, where=where
+    imported = import_arrays(
+        parameter_table(config),
+        config,
+        shapes,
+        stored.read,
+        skipped=skipped,
+        allow_unmapped=allow_unmapped,
+        where=where,
     )
-    report.skipped = list(skipped.items())
-    report.notes = [*stored.notes, *_notes(config, num_heads, stem_strides)]
-    params = {source.path: source.assemble(stored.read) for source in table}
-    return Imported(config=config, params=params, sources=tuple(table), report=report)
+    imported.report.skipped = list(skipped.items())
+    imported.report.notes = [*stored.notes, *_notes(config, num_heads, stem_strides)]
+    return imported
 
 
 def architecture(

@@ -16,7 +16,7 @@ from etils import epath
 
 from convt5 import errors
 from convt5.interchange import hugging_face, portable, safetensors_files
-from convt5.interchange.mapping import Imported, Source, check, check_layers, parameter_shapes
+from convt5.interchange.mapping import Imported, import_named
 from convt5.modeling.architecture import ConvT5Config
 from convt5.runtime import foreign_files
 
@@ -66,13 +66,15 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
         why = f"step={errors.clip(step)}, or what it describes is no text model"
         raise foreign_files.unreadable(folder / hugging_face.CONFIG, why, _REMEDY)
     files = hugging_face.open_weights(folder)
-    check_layers(config, files.shapes, where=str(folder))
-    table = [Source(path=path, names=(_name(path),)) for path in parameter_shapes(config)]
-    report = check(
-        table, config, files.shapes, skipped={}, allow_unmapped=allow_unmapped, where=str(folder)
+    return import_named(
+        config,
+        files.shapes,
+        files.read,
+        _name,
+        step=step,
+        allow_unmapped=allow_unmapped,
+        where=str(folder),
     )
-    params = {source.path: source.assemble(files.read) for source in table}
-    return Imported(config=config, params=params, sources=tuple(table), report=report, step=step)
 
 
 def as_settings(config: ConvT5Config, *, step: int = 0) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from convt5 import errors
-from convt5.interchange.mapping import Arrays, Imported, Shape, Source, check
+from convt5.interchange.mapping import Arrays, Imported, Shape, Source, import_arrays
 from convt5.interchange.operative_config import OperativeConfig
 from convt5.interchange.run_files import Training
 from convt5.interchange.t5x_files import Files
@@ -58,17 +58,21 @@ def read_model(
     """
     where = str(files.folder)
     config = architecture(files.shapes, settings or OperativeConfig(""), where=where)
-    table = list(_rows(config))
     skipped = {name: "optimizer state" for name in files.shapes if name.startswith("state/")}
-    report = check(
-        table, config, files.shapes, skipped=skipped, allow_unmapped=allow_unmapped, where=where
+    imported = import_arrays(
+        _rows(config),
+        config,
+        files.shapes,
+        files.read,
+        skipped=skipped,
+        allow_unmapped=allow_unmapped,
+        where=where,
     )
     if settings is None:
-        report.notes.append("no model.gin: dropout, optimizer and schedule are those of T5.")
-    params = {source.path: source.assemble(files.read) for source in table}
-    return Imported(
-        config=config, params=params, sources=tuple(table), report=report, step=files.step()
-    )
+        imported.report.notes.append(
+            "no model.gin: dropout, optimizer and schedule are those of T5."
+        )
+    return imported._replace(step=files.step())
 
 
 def read_moments(files: Files, imported: Imported) -> dict[str, Arrays]:

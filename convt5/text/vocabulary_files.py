@@ -23,7 +23,7 @@ from etils import epath
 
 from convt5 import errors
 from convt5.runtime import atomic_files, folders, foreign_files, quiet_imports
-from convt5.text import sentinels
+from convt5.text import sentinels, tokenizer_files
 
 FOLDER = "vocabulary"
 HUGGING_FACE_FILE = "spiece.model"
@@ -210,16 +210,34 @@ def write_for_hugging_face(folder: epath.PathLike, text: KeptText) -> None:
         return
     about: dict[str, Any] = {"tokenizer_class": _BYTE_TOKENIZER, "extra_ids": 125}
     if kept.kind == "sentencepiece":
-        (folder / HUGGING_FACE_FILE).write_bytes(kept.model)
-        num_own = len(_own_sentinels(kept.model))
-        about = {
-            "tokenizer_class": "T5Tokenizer",
-            "extra_ids": 0 if num_own else kept.num_sentinels,
-        }
+        about = _write_pieces(folder, kept)
     elif kept.num_sentinels:
         about |= {"extra_ids": 0, "added_tokens_decoder": _byte_sentinels(kept.num_sentinels)}
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-    (folder / _TOKENIZER_FILE).write_text(json.dumps(about | special, indent=2) + "\n")
+    (folder / _TOKENIZER_FILE).write_text(json.dumps(special | about, indent=2) + "\n")
+
+
+def _write_pieces(folder: epath.Path, kept: KeptVocabulary) -> dict[str, Any]:
+    """Writes a SentencePiece vocabulary, and returns what tokenizer_config.json says of it."""
+    (folder / HUGGING_FACE_FILE).write_bytes(kept.model)
+    processor = _processor(kept.model)
+    own, size = sentinels.own_pieces(processor), processor.GetPieceSize()
+    marks = own or range(size + kept.num_sentinels - 1, size - 1, -1)
+    spelled = {token: sentinels.mark(number) for number, token in enumerate(marks)}
+    about: dict[str, Any] = {
+        "tokenizer_class": "T5Tokenizer",
+        "extra_ids": 0 if own else kept.num_sentinels,
+        "pad_token": processor.IdToPiece(0),
+        "eos_token": processor.IdToPiece(processor.eos_id()),
+        "unk_token": processor.IdToPiece(processor.unk_id()),
+    }
+    contents = tokenizer_files.describe(kept.model, spelled)
+    if contents is not None:
+        (folder / "tokenizer.json").write_text(json.dumps(contents, indent=1) + "\n")
+        about["tokenizer_class"] = "PreTrainedTokenizerFast"
+        about["clean_up_tokenization_spaces"] = False
+        about["additional_special_tokens"] = list(spelled.values())
+    return about
 
 
 def _byte_sentinels(count: int) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,96 @@
+"""Writes a SentencePiece vocabulary as tokenizer.json, which the library `tokenizers` reads.
+
+transformers' own `T5Tokenizer` has no byte pieces and its own rule for spaces, so the ids of some
+texts would be others than those that a model was trained with.
+"""
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_SPACE = "▁"
+_UNIGRAM = 1
+_CONTROL, _USER_DEFINED = 3, 4
+
+
+def describe(model: bytes, marks: Mapping[int, str]) -> dict[str, Any] | None:
+    """Returns the contents of tokenizer.json; None for a model of another type than unigram.
+
+    Args:
+        model: contents of a SentencePiece model file.
+        marks: text of each sentinel by id; ids beyond the model's pieces must follow them.
+    """
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model)
+    trained = proto.trainer_spec
+    if trained.model_type != _UNIGRAM:
+        return None
+    pieces = [[piece.piece, piece.score] for piece in proto.pieces]
+    pieces += [["", 0.0] for _ in range(len(pieces), max(marks, default=0) + 1)]
+    for token, mark in marks.items():
+        pieces[token] = [mark, 0.0]
+    special = {i for i, piece in enumerate(proto.pieces) if piece.type == _CONTROL} | marks.keys()
+    added = special | {i for i, piece in enumerate(proto.pieces) if piece.type == _USER_DEFINED}
+    added |= {trained.unk_id}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            _added(token, pieces[token][0], is_special=token in special or token == trained.unk_id)
+            for token in sorted(added)
+        ],
+        "normalizer": {"type": "Sequence", "normalizers": _normalizers(proto.normalizer_spec)},
+        "pre_tokenizer": None,
+        "post_processor": _end_token(trained.eos_id, pieces[trained.eos_id][0]),
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            ],
+        },
+        "model": {
+            "type": "Unigram",
+            "unk_id": trained.unk_id,
+            "vocab": pieces,
+            "byte_fallback": trained.byte_fallback,
+        },
+    }
+
+
+def _normalizers(spec: Any) -> Sequence[dict[str, Any]]:
+    """Returns SentencePiece's normalization of a text, in its order."""
+    rules = []
+    if spec.precompiled_charsmap:
+        charsmap = base64.b64encode(spec.precompiled_charsmap).decode()
+        rules.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
+    if spec.remove_extra_whitespaces:
+        rules += [_replace(r"\A +| +\z", ""), _replace(" {2,}", " ")]
+    if spec.add_dummy_prefix:
+        rules.append(_replace(r"\A(?!\z)", " "))
+    return [*rules, _replace(" ", _SPACE)]
+
+
+def _replace(pattern: str, content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
+
+
+def _added(token: int, content: str, *, is_special: bool) -> dict[str, Any]:
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token, "content": content, **plain, "special": is_special}
+
+
+def _end_token(token: int, content: str) -> dict[str, Any]:
+    """Returns the rule that ends every text with the end token."""
+    end = {"SpecialToken": {"id": content, "type_id": 0}}
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, end],
+        "pair": [first, end, second, end],
+        "special_tokens": {content: {"id": content, "ids": [token], "tokens": [content]}},
+    }
