@@ -6,7 +6,16 @@ For example, `seqio.get_mixture_or_task("pydoc_span_corruption")` then finds one
 from convt5.runtime import quiet_imports
 
 with quiet_imports.without_tensorflow_chatter():
-    from . import classification, cogs, denoising, pretraining, squad, synthetic, vocabularies
+    from . import (
+        classification,
+        cogs,
+        denoising,
+        pretraining,
+        squad,
+        synthetic,
+        vocabularies,
+        word_recall,
+    )
 
 __all__ = [
     "classification",
@@ -16,4 +25,5 @@ __all__ = [
     "squad",
     "synthetic",
     "vocabularies",
+    "word_recall",
 ]

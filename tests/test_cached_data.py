@@ -14,7 +14,7 @@ import commands
 import numpy as np
 import pytest
 import seqio
-from convt5.tasks import pretraining, vocabularies  # pyright: ignore[reportMissingImports]
+from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
 
 from convt5 import cache, data, errors
 from convt5.analysis import inspect_command
@@ -305,7 +305,7 @@ def test_a_cache_that_another_has_made_meanwhile_is_kept(tmp_path):
 def test_a_tilde_is_the_home_folder(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     found = built("~/cache", num_epochs=1)
-    assert isinstance(found.vocabulary, seqio.ByteVocabulary)
+    assert isinstance(found.vocabulary, seqio.SentencePieceVocabulary)
     assert next(found)["encoder_input_tokens"].shape == (4, LENGTH)
     with pytest.raises(errors.UserError, match=f"output_dir={tmp_path}/cache exists"):
         cached_data.Writer(pathlib.Path("~/cache"))
@@ -338,8 +338,7 @@ def test_the_command_keeps_what_the_pipeline_gives(tmp_path, capsys):
     assert isinstance(found.vocabulary, seqio.ByteVocabulary)
     made_from = about["made_from"]["train"]
     pipeline = data.DataConfig(
-        **made_from
-        | {"mixture": pretraining.pydoc_span_corruption(), "num_epochs": 1, "shuffle": True}
+        **made_from | {"mixture": "pydoc_words", "num_epochs": 1, "shuffle": True}
     ).build(process_index=0, process_count=1)
     batches = found.build(process_index=0, process_count=1)
     expected = next(pipeline)

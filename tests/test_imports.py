@@ -181,6 +181,9 @@ def test_every_package_folder_travels_in_the_wheel():
     folders = {init.parent for init in (ROOT / "convt5").rglob("__init__.py")}
     inside = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
     assert inside | {"convt5.tasks", "convt5.gin"} == set(settings["packages"])
+    others = {path.name for path in (ROOT / "tasks").iterdir() if path.is_file()}
+    others = {name for name in others if not name.endswith(".py")}
+    assert others == set(settings["package-data"]["convt5.tasks"])
 
 
 def test_the_gin_folder_is_no_package_of_its_own():

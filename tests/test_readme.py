@@ -4,11 +4,13 @@ import pathlib
 import re
 import runpy
 
+import notebooks
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
 TEST_COMMAND = "uv run --extra dev pytest"
 
 
@@ -91,14 +93,43 @@ def test_every_page_is_in_the_menu_of_the_site():
     menu = set(re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     pages.discard("comparison/comparison.md")  # A table that comparison.md shows.
+    pages |= {str(page.relative_to(ROOT / "docs").with_suffix(".md")) for page in NOTEBOOKS}
     assert menu == pages | {"index.md", "contributing.md", "changelog.md"}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_becomes_a_page_with_its_outputs(path):
+    notebook = notebooks.read(path)
+    page = notebooks.markdown(notebook)
+    assert page.startswith("# ")
+    for cell in notebook["cells"]:
+        assert "".join(cell["source"]) in page
+    assert "data:image/png;base64," in page
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page):
+        assert target.startswith("data:") or (path.parent / target).exists(), target
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:FigureCanvasAgg is non-interactive:UserWarning")
+def test_the_notebook_of_the_quick_start_is_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.chdir(tmp_path)
+    (notebook,) = (notebooks.read(path) for path in NOTEBOOKS)
+    found = notebooks.execute(notebook, RUN_DIR=str(tmp_path / "run"), STEPS=40)
+    assert found["records"][-1]["step"] == 40
+    assert found["prediction"].texts[0]
+    assert [
+        output["output_type"] for cell in notebook["cells"] for output in cell.get("outputs", ())
+    ] == ["stream", "display_data", "stream"]
 
 
 def test_the_readme_is_read_in_a_few_minutes():
     assert len(README.splitlines()) <= 150
 
 
-def test_a_task_of_ten_lines_is_registered_and_read(tmp_path, monkeypatch):
+def test_a_task_of_ten_lines_is_registered_and_read(tmp_path, monkeypatch, request):
+    import seqio
+
     from convt5 import data
 
     monkeypatch.chdir(tmp_path)
@@ -107,6 +138,7 @@ def test_a_task_of_ten_lines_is_registered_and_read(tmp_path, monkeypatch):
     code = code_block("# my_tasks.py")
     assert len([line for line in code.splitlines() if line]) <= 14
     exec(compile(code, "my_tasks.py", "exec"), {})
+    request.addfinalizer(lambda: seqio.TaskRegistry.remove("reviews"))
     config = data.DataConfig(
         mixture="reviews", batch_size=2, encoder_length=16, decoder_length=16, shuffle=False
     )

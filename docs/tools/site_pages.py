@@ -8,6 +8,8 @@ import pathlib
 import posixpath
 import re
 
+import notebooks
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TOP = {
     "README.md": "index.md",
@@ -16,13 +18,19 @@ TOP = {
 }
 """Pages of the top level, and what they are called in the site."""
 
+NOTEBOOKS = {"docs/quickstart.ipynb": "quickstart.md"}
+"""Notebooks, and the pages that show them."""
+
 
 def on_files(files, config):
-    """Adds the pages of the top level."""
+    """Adds the pages of the top level, and those of notebooks."""
     from mkdocs.structure.files import File
 
     for name, page in TOP.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text()))
+    for name, page in NOTEBOOKS.items():
+        content = notebooks.markdown(notebooks.read(ROOT / name))
+        files.append(File.generated(config, page, content=content))
     return files
 
 
@@ -48,8 +56,8 @@ def rewritten(markdown: str, *, here: str, page: str) -> str:
         if "://" in target or not target:
             return match[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(here), target))
-        if path in TOP:
-            path = TOP[path]
+        if path in TOP | NOTEBOOKS:
+            path = (TOP | NOTEBOOKS)[path]
         elif path.startswith("docs/") and not path.startswith("docs/tools/"):
             path = path.removeprefix("docs/")
         else:
