@@ -26,7 +26,7 @@ _KEEP_INPUTS: set[Any] = {
     seqio.preprocessors.tokenize,
     seqio.preprocessors.tokenize_and_append_eos,
 }
-_DENOISING = {f"{__package__}.{name}" for name in ("span_corruption", "denoising")}
+_DENOISING = {f"{__package__}.{name}" for name in ("span_corruption", "denoising", "word_recall")}
 
 
 def write_inputs(
