@@ -22,7 +22,8 @@ def describe(model: bytes, marks: Mapping[int, str]) -> dict[str, Any] | None:
     """
     from sentencepiece import sentencepiece_model_pb2
 
-    proto = sentencepiece_model_pb2.ModelProto.FromString(model)
+    messages: Any = sentencepiece_model_pb2  # Its contents are generated at import.
+    proto = messages.ModelProto.FromString(model)
     trained = proto.trainer_spec
     if trained.model_type != _UNIGRAM:
         return None
