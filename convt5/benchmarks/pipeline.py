@@ -74,15 +74,18 @@ def _prepare(folder: pathlib.Path) -> int:
 
 def _records(folder: str, length: int, num_epochs: int, case: str) -> Iterator[dict[str, Any]]:
     config = dataclasses.replace(_config(folder, length, case), num_epochs=num_epochs)
+    once = dataclasses.replace(config, num_epochs=1)
     host = {"process_index": 0, "process_count": 1}
+    _measure(case, once.build(**host), length)  # The first pass optimises what was traced.
     yield _measure(case, config.build(**host), length)
     load = functools.partial(load_blocks, folder, length, case)
     with block_workers.BlockWorkers(2, load) as workers:
+        _measure(case, once.build(**host, maker=workers.maker), length)
         yield _measure(case, config.build(**host, maker=workers.maker), length, workers)
     if case in _CACHED:
         with tempfile.TemporaryDirectory() as parent:
             cache = pathlib.Path(parent, "cache")
-            _write(cache, dataclasses.replace(config, num_epochs=1).build(**host))
+            _write(cache, once.build(**host))
             cached = cached_data.CachedDataConfig(
                 path=str(cache), batch_size=config.batch_size, num_epochs=num_epochs
             )
