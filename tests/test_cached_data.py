@@ -335,7 +335,7 @@ def test_the_command_keeps_what_the_pipeline_gives(tmp_path, capsys):
     about = json.loads((output / "cache.json").read_text())
     found = CachedDataConfig(path=str(output), batch_size=32, num_epochs=1, shuffle=False)
     assert about["splits"]["train"]["rows"] == 64
-    assert isinstance(found.vocabulary, seqio.ByteVocabulary)
+    assert isinstance(found.vocabulary, seqio.SentencePieceVocabulary)
     made_from = about["made_from"]["train"]
     pipeline = data.DataConfig(
         **made_from | {"mixture": "pydoc_words", "num_epochs": 1, "shuffle": True}
