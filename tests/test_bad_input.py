@@ -212,7 +212,7 @@ def test_text_that_matches_nothing_is_named(tmp_path):
 
 def test_more_token_ids_than_rows_stop_the_run_before_it_begins(tmp_path):
     folder = tmp_path / "run"
-    with pytest.raises(errors.UserError, match=r"359 ids.*vocab_size=256.*at least 359"):
+    with pytest.raises(errors.UserError, match=r"4100 ids.*vocab_size=256.*at least 4100"):
         train.main(
             [
                 *QUICKSTART,
@@ -225,7 +225,7 @@ def test_more_token_ids_than_rows_stop_the_run_before_it_begins(tmp_path):
 
 def test_the_dry_run_compares_the_vocabulary_too():
     message = fault(*QUICKSTART, "--gin.architecture.ConvT5Config.vocab_size=256")
-    assert "359 ids" in message
+    assert "4100 ids" in message
 
 
 def test_the_dry_run_finds_the_tasks_of_evaluations(tmp_path):

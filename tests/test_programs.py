@@ -257,3 +257,26 @@ def test_shapes_and_values_of_the_initial_state_come_from_one_trace():
     state = plan.init_state()
     assert len(config.built) == 1
     assert jax.tree.structure(state) == jax.tree.structure(plan.abstract)
+
+
+@pytest.mark.parametrize("who", ["group", "others", "folder", "owner", "link"])
+def test_a_program_that_another_user_may_have_written_is_not_run(tmp_path, monkeypatch, who):
+    folder = tmp_path / "programs"
+    folder.mkdir(mode=0o700)
+    double = jax.jit(lambda x: 2 * x)
+    args = (jnp.ones(3),)
+    kept = Kept(folder, "identity", jax.devices()[:1], "double", SAME)
+    kept.save(args, double.lower(*args).compile(), {})
+    (path,) = folder.iterdir()
+    path.chmod(0o600)
+    assert kept.load(args) is not None
+    if who in ("group", "others"):
+        path.chmod(0o620 if who == "group" else 0o602)
+    elif who == "folder":
+        folder.chmod(0o777)
+    elif who == "owner":
+        monkeypatch.setattr(os, "getuid", lambda: os.stat(path).st_uid + 1)
+    else:
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    assert kept.load(args) is None

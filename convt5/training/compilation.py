@@ -138,7 +138,7 @@ def enable_persistent_cache() -> pathlib.Path | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         programs = folder.with_name("programs")
-        programs.mkdir(exist_ok=True)
+        programs.mkdir(mode=0o700, exist_ok=True)
     except OSError:
         return None
     if not os.access(folder, os.W_OK):

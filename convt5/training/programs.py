@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import pickle
+import stat
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -80,7 +81,8 @@ class Kept:
     """Where a program of a run is kept.
 
     Attributes:
-        folder: a folder of the user, as trusted as convt5 itself: its files are run.
+        folder: its files are run, as pickles and as machine code, so that only those are read that
+            this user alone can write.
         identity: what the programs of the run are made from; see `identity`.
         devices: the devices that run it.
         name: the name of the program.
@@ -97,7 +99,7 @@ class Kept:
         """Returns the program for arguments like `args`; None if none is kept, or loads."""
         path = self._path(args)
         try:
-            content = path.read_bytes()
+            content = _read_own(path)
             if hashlib.sha256(content[_DIGEST_BYTES:]).digest() != content[:_DIGEST_BYTES]:
                 return None
             kept = pickle.loads(content[_DIGEST_BYTES:])
@@ -136,6 +138,19 @@ class Kept:
         shapes = [[list(leaf.shape), str(leaf.dtype), str(leaf.sharding)] for leaf in leaves]
         about = json.dumps([self.identity, self.name, names, shapes])
         return self.folder / f"{hashlib.sha256(about.encode()).hexdigest()}{_SUFFIX}"
+
+
+def _read_own(path: pathlib.Path) -> bytes:
+    """Returns the content of a file that, like its folder, no other user can have written.
+
+    Raises:
+        OSError: others can write it, it is a link, or it cannot be read.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        for about in (os.fstat(file.fileno()), path.parent.stat()):
+            if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise PermissionError(f"others can write {path}")
+        return file.read()
 
 
 def identity(settings: Any) -> str | None:
