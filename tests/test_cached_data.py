@@ -305,7 +305,7 @@ def test_a_cache_that_another_has_made_meanwhile_is_kept(tmp_path):
 def test_a_tilde_is_the_home_folder(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     found = built("~/cache", num_epochs=1)
-    assert isinstance(found.vocabulary, seqio.SentencePieceVocabulary)
+    assert isinstance(found.vocabulary, seqio.ByteVocabulary)
     assert next(found)["encoder_input_tokens"].shape == (4, LENGTH)
     with pytest.raises(errors.UserError, match=f"output_dir={tmp_path}/cache exists"):
         cached_data.Writer(pathlib.Path("~/cache"))
