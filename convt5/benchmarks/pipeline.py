@@ -75,21 +75,25 @@ def _prepare(folder: pathlib.Path) -> int:
 def _records(folder: str, length: int, num_epochs: int, case: str) -> Iterator[dict[str, Any]]:
     config = dataclasses.replace(_config(folder, length, case), num_epochs=num_epochs)
     once = dataclasses.replace(config, num_epochs=1)
-    host = {"process_index": 0, "process_count": 1}
-    _measure(case, once.build(**host), length)  # The first pass optimises what was traced.
-    yield _measure(case, config.build(**host), length)
+    _measure(case, _built(once), length)  # The first pass optimises what was traced.
+    yield _measure(case, _built(config), length)
     load = functools.partial(load_blocks, folder, length, case)
     with block_workers.BlockWorkers(2, load) as workers:
-        _measure(case, once.build(**host, maker=workers.maker), length)
-        yield _measure(case, config.build(**host, maker=workers.maker), length, workers)
+        _measure(case, _built(once, maker=workers.maker), length)
+        yield _measure(case, _built(config, maker=workers.maker), length, workers)
     if case in _CACHED:
         with tempfile.TemporaryDirectory() as parent:
             cache = pathlib.Path(parent, "cache")
-            _write(cache, once.build(**host))
+            _write(cache, _built(once))
             cached = cached_data.CachedDataConfig(
                 path=str(cache), batch_size=config.batch_size, num_epochs=num_epochs
             )
-            yield _measure(case.replace("text", "cache"), cached.build(**host), length)
+            yield _measure(case.replace("text", "cache"), _built(cached), length)
+
+
+def _built(config: Any, **how: Any) -> Any:
+    """Returns the batches of a single host."""
+    return config.build(process_index=0, process_count=1, **how)
 
 
 def load_blocks(folder: str, length: int, case: str) -> Mapping[str, TaskBlocks]:
