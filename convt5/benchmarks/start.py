@@ -20,6 +20,7 @@ from convt5 import errors
 
 LIBRARIES = "import jax, flax, optax, tensorflow, seqio"
 _QUICK_START = "--gin_file=gin/runs/quickstart.gin"
+_VOCAB_SIZE = 4104  # Of the quick start.
 _NUM_STEPS = 2
 _ROWS = 64
 _STAGES = ("imports", "plan", "data", "load", "trace", "compile")
@@ -53,7 +54,7 @@ def suite(*, repeats: int) -> Iterator[dict[str, Any]]:
             "quick start from a cache": [
                 "--gin_file=gin/runs/pretrain_cached.gin",
                 f"--gin.CACHE={cache}",
-                "--gin.architecture.ConvT5Config.vocab_size=384",
+                f"--gin.architecture.ConvT5Config.vocab_size={_VOCAB_SIZE}",
                 "--gin.cached_data.CachedDataConfig.batch_size=16",
             ],
         }
