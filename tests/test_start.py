@@ -36,6 +36,7 @@ def started(monkeypatch):
         return start._Timing(40.0, 8.0, {})
 
     monkeypatch.setattr(start, "_time", note)
+    monkeypatch.setattr(start.cached_data, "read_about", lambda path: {"vocab_size": 77})
     return commands
 
 
@@ -44,6 +45,8 @@ def test_cold_and_warm_starts_are_compared_with_imports_in_the_same_rounds(start
     modules = [command[2] for command in started]
     train, libraries = "convt5.train", start.LIBRARIES
     assert modules == ["convt5.cache", train, train, *[libraries, train, train] * 3]
+    own = "--gin.architecture.ConvT5Config.vocab_size=77"
+    assert [own in command for command in started if train in command] == [False, True] * 4
     assert [record["case"] for record in records] == [
         libraries,
         "quick start, cold",

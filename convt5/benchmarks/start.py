@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from convt5 import errors
+from convt5.data import cached_data
 
 LIBRARIES = "import jax, flax, optax, tensorflow, seqio"
 _QUICK_START = "--gin_file=gin/runs/quickstart.gin"
-_VOCAB_SIZE = 4104  # Of the quick start.
 _NUM_STEPS = 2
 _ROWS = 64
 _STAGES = ("imports", "plan", "data", "load", "trace", "compile")
@@ -49,12 +49,13 @@ def suite(*, repeats: int) -> Iterator[dict[str, Any]]:
             "convt5.cache",
             [_QUICK_START, f"--rows={_ROWS * 16}", f"--output_dir={cache}"],
         )
+        vocab_size = cached_data.read_about(str(cache))["vocab_size"]
         starts = {
             "quick start": [_QUICK_START],
             "quick start from a cache": [
                 "--gin_file=gin/runs/pretrain_cached.gin",
                 f"--gin.CACHE={cache}",
-                f"--gin.architecture.ConvT5Config.vocab_size={_VOCAB_SIZE}",
+                f"--gin.architecture.ConvT5Config.vocab_size={vocab_size}",
                 "--gin.cached_data.CachedDataConfig.batch_size=16",
             ],
         }
