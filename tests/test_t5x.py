@@ -1,9 +1,11 @@
 """Checkpoints of T5X: its numbers, its next steps of training, and what is no such checkpoint."""
 
+import dataclasses
 import functools
 import gzip
 import json
 import pathlib
+import re
 import shutil
 
 import jax
@@ -140,6 +142,94 @@ def test_shapes_alone_say_what_the_optimizer_factors(golden):
         found.optimizer.build(found.schedule),
         t5x.read_moments(files, imported),
     )
+
+
+def written(folder: pathlib.Path, arrays: dict[str, np.ndarray]) -> pathlib.Path:
+    """A native checkpoint whose arrays all lie in its msgpack file."""
+    tree: dict = {}
+    for name, array in arrays.items():
+        *parents, leaf = name.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        packed = msgpack.packb([list(array.shape), str(array.dtype), array.tobytes()])
+        node[leaf] = msgpack.ExtType(1, packed)
+    folder.mkdir()
+    (folder / "checkpoint").write_bytes(msgpack.packb({"version": 3, "optimizer": tree}))
+    return folder
+
+
+def target(golden) -> dict[str, np.ndarray]:
+    """The parameters of v1_1."""
+    files, _, _ = opened(golden / "t5x" / "v1_1" / "checkpoint_3")
+    return {name: files.read(name) for name in files.shapes if name.startswith("target/")}
+
+
+def scanned(golden) -> dict[str, np.ndarray]:
+    """The parameters of v1_1 as `t5x/examples/scalable_t5` names and stacks them."""
+    arrays = target(golden)
+    found = {name: array for name, array in arrays.items() if "/layers_" not in name}
+    for stack in ("encoder", "decoder"):
+        bias = found.pop(f"target/{stack}/relpos_bias/rel_embedding")
+        first = f"target/{stack}/layers_0/"
+        kinds = [name.removeprefix(first) for name in arrays if name.startswith(first)]
+        count = sum(bool(re.fullmatch(rf"target/{stack}/layers_\d+/{kinds[0]}", n)) for n in arrays)
+        for kind in kinds:
+            layers = [arrays[f"target/{stack}/layers_{i}/{kind}"] for i in range(count)]
+            found[f"target/{stack}/layers/{kind}"] = np.stack(layers, axis=1)
+        name = f"target/{stack}/layers/relative_posemb/rel_embedding"
+        found[name] = np.stack([bias] * count, axis=1)
+    return found
+
+
+def test_layers_in_one_array_are_taken_apart(golden, tmp_path):
+    files = t5x_files.Files(written(tmp_path / "checkpoint_7", scanned(golden)))
+    found = t5x.read_model(files)
+    _, native, _ = opened(golden / "t5x" / "v1_1" / "checkpoint_3")
+    assert dataclasses.replace(found.config, dropout_rate=0.0) == native.config
+    assert found.step == 0
+    jax.tree.map(np.testing.assert_array_equal, found.params, native.params)
+
+
+def no_state(arrays):
+    pass
+
+
+def momentum(arrays):
+    for name in [name for name in arrays if name.startswith("target/")]:
+        state = name.replace("target/", "state/param_states/")
+        arrays |= {f"{state}/v": arrays[name], f"{state}/m": arrays[name]}
+
+
+def state_of_all_layers(arrays):
+    arrays["state/param_states/encoder/layers/mlp/wo/kernel/v"] = np.zeros((2, 2), np.float32)
+
+
+def other_bias(arrays):
+    arrays["target/decoder/layers/relative_posemb/rel_embedding"][:, 1] += 1
+
+
+def many_layers(arrays):
+    arrays["target/decoder/layers/pre_mlp_layer_norm/scale"] = np.zeros((1, 2000), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (no_state, "holds no optimizer state of Adafactor; leave out --optimizer"),
+        (momentum, r"has momentum \(state/.*/m\), which .*; leave out --optimizer"),
+        (state_of_all_layers, "of all layers in one array, .*; leave out --optimizer"),
+        (other_bias, "layers of the decoder have different relative biases"),
+        (many_layers, "has 2,000 layers"),
+    ],
+)
+def test_what_cannot_be_imported_is_one_message(golden, tmp_path, change, message):
+    arrays = target(golden) if change is momentum else scanned(golden)
+    change(arrays)
+    folder = written(tmp_path / "checkpoint_7", arrays)
+    flags = (f"--checkpoint={folder}", f"--output_dir={tmp_path / 'out'}", "--optimizer")
+    with pytest.raises(UserError, match=message):
+        convert.main(["--from=t5x", *flags])
 
 
 def edit(path: pathlib.Path, **changes) -> None:

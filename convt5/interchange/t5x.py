@@ -1,4 +1,4 @@
-"""Imports T5 1.0 and 1.1 as trained by T5X (`t5x/examples/t5`).
+"""Imports T5 1.0 and 1.1 as trained by T5X (`t5x/examples/t5`, and `scalable_t5`).
 
 Names and shapes give the architecture; `model.gin` beside the checkpoint has the training settings.
 """
@@ -13,7 +13,7 @@ from convt5 import errors
 from convt5.interchange.mapping import Arrays, Imported, Shape, Source, import_arrays
 from convt5.interchange.operative_config import OperativeConfig
 from convt5.interchange.run_files import Training
-from convt5.interchange.t5x_files import Files
+from convt5.interchange.t5x_files import Files, OneByOne
 from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.modeling.layers import MlpKind
 from convt5.training.losses import TextLoss
@@ -57,6 +57,7 @@ def read_model(
         UserError: another architecture, missing or unknown arrays, or damaged files.
     """
     where = str(files.folder)
+    files = OneByOne(files)
     config = architecture(files.shapes, settings or OperativeConfig(""), where=where)
     skipped = {name: "optimizer state" for name in files.shapes if name.startswith("state/")}
     imported = import_arrays(
@@ -81,6 +82,8 @@ def read_moments(files: Files, imported: Imported) -> dict[str, Arrays]:
     Raises:
         UserError: arrays of the optimizer are missing, or it has momentum.
     """
+    if why := _no_moments([name for name in files.shapes if name.startswith(_STATE)]):
+        raise errors.UserError(f"{files.folder} {why}; leave out --optimizer.")
     moments, faults, used = {}, [], set()
     for source in imported.sources:
         owner = _STATE + source.names[0].removeprefix(_TARGET)
@@ -88,8 +91,11 @@ def read_moments(files: Files, imported: Imported) -> dict[str, Arrays]:
         shape = imported.params[source.path].shape
         kept = {kind: n for kind, n in names.items() if files.shapes[n] not in ((1,), ())}
         if "m" in kept:
-            faults.append(f"{kept['m']} is momentum, which AdafactorConfig has not.")
-        elif "v" in kept:
+            raise errors.UserError(
+                f"{files.folder} has momentum ({kept['m']}), which AdafactorConfig has not; leave "
+                "out --optimizer."
+            )
+        if "v" in kept:
             moments[source.path] = {"full": _turned(source, files.read(kept["v"]))}
         elif {"v_row", "v_col"} <= kept.keys():
             rows, columns = files.read(kept["v_row"]), files.read(kept["v_col"])
@@ -104,6 +110,15 @@ def read_moments(files: Files, imported: Imported) -> dict[str, Arrays]:
     report.skipped = [(name, why) for name, why in report.skipped if name not in used]
     report.mapped += [(name, "optimizer state") for name in sorted(used)]
     return moments
+
+
+def _no_moments(names: list[str]) -> str | None:
+    """Returns why the optimizer state of these names is none of Adafactor, layer by layer."""
+    if not any(name.endswith(("/v", "/v_row")) for name in names):
+        return "holds no optimizer state of Adafactor"
+    if any("/layers/" in name for name in names):
+        return "has the optimizer state of all layers in one array, which cannot be imported"
+    return None
 
 
 def architecture(

@@ -26,6 +26,7 @@ MOST_TREE_BYTES = 2**27
 
 _MOST_ENTRIES = 2**20
 _MOST_DEPTH = 64
+_MOST_LAYERS = 1000
 _REMEDY = "copy the checkpoint again, or name another one."
 _DTYPES = ("float32", "bfloat16", "float16", "int32", "int64", "uint32")
 _ZARR_DTYPES = {"<f4": 4, "<f2": 2, "bfloat16": 2}
@@ -80,6 +81,71 @@ class Files:
         if not 0 <= value < 2**31 or value != int(value):
             raise foreign_files.unreadable(self.folder, f"its step is {value}", _REMEDY)
         return int(value)
+
+
+class OneByOne:
+    """A checkpoint of `t5x/examples/scalable_t5`, under the names that `t5x/examples/t5` has.
+
+    There arrays of all layers are stacked along axis 1, and each layer has a relative bias. Biases
+    that are equal in all layers of a stack are read as one.
+
+    Attributes:
+        folder: folder of the checkpoint.
+        shapes: shapes of all arrays.
+    """
+
+    def __init__(self, files: Files):
+        """Takes arrays apart by their layers.
+
+        Raises:
+            UserError: layers differ in their relative bias, or are too many.
+        """
+        self.folder, self.step, self._files = files.folder, files.step, files
+        self._latest: tuple[str, np.ndarray] = ("", np.empty(0))
+        self._places: dict[str, tuple[str, int | None]] = {}
+        self.shapes: dict[str, Shape] = {}
+        for name, shape in files.shapes.items():
+            match = re.fullmatch(r"(target/(?:en|de)coder/layers)(/.+)", name)
+            if match and len(shape) > 1:
+                if shape[1] > _MOST_LAYERS:
+                    why = f"{errors.clip(name)} has {shape[1]:,} layers"
+                    raise foreign_files.unreadable(self.folder, why, _REMEDY)
+                for i in range(shape[1]):
+                    self._place(f"{match[1]}_{i}{match[2]}", name, i)
+            else:
+                self._place(name, name, None)
+        for stack in ("encoder", "decoder"):
+            self._share_bias(stack)
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns an array in float32; raises `UserError` if it cannot be read."""
+        source, layer = self._places[name]
+        if layer is None:
+            return self._files.read(source)
+        if self._latest[0] != source:
+            self._latest = (source, self._files.read(source))
+        return self._latest[1][:, layer]
+
+    def _place(self, name: str, source: str, layer: int | None) -> None:
+        shape = self._files.shapes[source]
+        self._places[name] = (source, layer)
+        self.shapes[name] = shape if layer is None else (shape[0], *shape[2:])
+
+    def _share_bias(self, stack: str) -> None:
+        pattern = rf"target/{stack}/layers_\d+/relative_posemb/rel_embedding"
+        own = [name for name in self.shapes if re.fullmatch(pattern, name)]
+        if not own:
+            return
+        first = self.read(own[0])
+        if any(not np.array_equal(first, self.read(name)) for name in own[1:]):
+            raise errors.UserError(
+                f"{self.folder}: the {len(own)} layers of the {stack} have different relative "
+                "biases (relative_posemb), and convt5 has one for all layers of a stack, so this "
+                "model cannot be imported."
+            )
+        self._place(f"target/{stack}/relpos_bias/rel_embedding", *self._places[own[0]])
+        for name in own:
+            del self.shapes[name], self._places[name]
 
 
 def find(path: pathlib.Path) -> pathlib.Path:
