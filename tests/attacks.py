@@ -54,6 +54,11 @@ ROWS = [
         lambda m: len(m.HOSTILE) + m.FLIPS * len(m.WHOLE),
     ),
     Row(
+        "Files of arrays in a checkpoint: pipes, terabytes, pieces of 2 GB, Blosc, other formats",
+        "test_checkpoint",
+        lambda m: len(m.ARRAY_FILES),
+    ),
+    Row(
         "Images whose headers claim more pixels than fit into memory",
         "test_vision_images",
         lambda m: 2 * len(m.HUGE_IMAGES),

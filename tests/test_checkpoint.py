@@ -1,12 +1,15 @@
 """Checkpoints come back exactly, on any mesh, and say what is wrong when they do not fit."""
 
 import dataclasses
+import json
+import os
 import shutil
 import sys
 import types
 import warnings
 
 import commands
+import fuzzing
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -384,3 +387,91 @@ def test_an_average_on_one_side_only_is_named(open_run, has):
     message = r"with ema, .* without ema; restore" if has else r"made without ema.*; leave"
     with pytest.raises(errors.UserError, match=message + r".* trainer\.train\.ema"):
         checkpointer.restore(abstract(wanted))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint to copy."""
+    folder = tmp_path_factory.mktemp("saved")
+    checkpointer = checkpoint.Checkpointer(
+        folder, checkpoint.CheckpointConfig(), model_config=ModelConfig()
+    )
+    save_steps(checkpointer, 5)
+    checkpointer.close()
+    return folder / "5"
+
+
+def pipe(pattern):
+    def put(folder):
+        (file, *_) = folder.glob(pattern)
+        file.unlink()
+        os.mkfifo(file)
+
+    return put
+
+
+def grow(name):
+    return lambda folder: os.truncate(folder / "params" / name, 2**40)
+
+
+def declare(compressed=None, **changes):
+    """Changes what an array says of itself, and perhaps its only piece."""
+
+    def put(folder):
+        import tensorstore
+
+        base = {"driver": "file", "path": f"{folder}/params/"}
+        store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+        about = json.loads(store["scale/.zarray"])
+        store["scale/.zarray"] = json.dumps(about | changes).encode()
+        if compressed is not None:
+            store["scale/0"] = compressed
+
+    return put
+
+
+def zarr3(folder):
+    (file,) = folder.glob("params/_METADATA")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_zarr3": True}))
+
+
+ARRAY_FILES = {
+    **{
+        f"pipe {pattern}": (pipe(pattern), "is no regular file")
+        for pattern in (
+            *("params/_METADATA", "params/manifest.ocdbt", "params/d/*", "optimizer/_sharding"),
+            *("params/array_metadatas/*", "params/ocdbt.process_0/d/*", "_CHECKPOINT_METADATA"),
+        )
+    },
+    "metadata of a terabyte": (grow("_METADATA"), "has 1,099,511,627,776 bytes"),
+    "manifest of a terabyte": (grow("manifest.ocdbt"), "has 1,099,511,627,776 bytes"),
+    "deep metadata": (
+        lambda f: (f / "params/_METADATA").write_text("[" * 10**6),
+        "nested too deeply",
+    ),
+    "a piece of 2 GB": (declare(chunks=[2**30]), "unpacks to 2,147,483,648"),
+    "a piece of 2 PB": (declare(b"", chunks=[2**50]), "unpacks to"),
+    "blosc": (
+        declare(compressor={"id": "blosc", "cname": "zstd", "clevel": 5, "shuffle": 0}),
+        "compressed by blosc",
+    ),
+    "another shape": (declare(shape=[10**12], chunks=[8]), "cannot be read"),
+    "a negative shape": (declare(shape=[-8]), "cannot be read"),
+    "records": (declare(dtype=[["a", "<f4"], ["b", "<f4", [1000, 1000]]]), "cannot be read"),
+    "objects": (declare(dtype="|O"), "cannot be read"),
+    "huge items": (declare(dtype="|V1000000000"), "cannot be read"),
+    "complex": (declare(dtype="<c8"), "cannot be read"),
+    "another format": (zarr3, "cannot be read"),
+}
+"""Files of arrays that no run writes, and what is said of them."""
+
+
+@pytest.mark.parametrize(("put", "words"), ARRAY_FILES.values(), ids=ARRAY_FILES)
+def test_files_of_arrays_that_no_run_writes_are_refused_before_they_are_read(
+    saved, tmp_path, put, words
+):
+    folder = tmp_path / "5"
+    shutil.copytree(saved, folder)
+    put(folder)
+    with fuzzing.limited(fuzzing.LIMIT_SECS), pytest.raises(errors.UserError, match=words):
+        reading.load_everything(folder)

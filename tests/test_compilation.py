@@ -2,6 +2,7 @@
 
 import os
 import sys
+import types
 
 import commands
 import jax
@@ -14,6 +15,8 @@ PRINT_CACHE = (
     "import jax; from convt5.training import compilation; compilation.enable_persistent_cache();"
     "print(jax.config.values['jax_compilation_cache_dir'])"
 )
+
+UNSET = {"jax_compilation_cache_dir": None, "jax_enable_compilation_cache": True}
 
 
 class Device:
@@ -63,7 +66,16 @@ def test_the_peak_of_an_unknown_device_is_unknown():
 def test_compiled_programs_are_kept_in_the_users_cache(tmp_path):
     expected = tmp_path / "convt5" / "compiled"
     assert cache_folder(XDG_CACHE_HOME=str(tmp_path)) == str(expected)
-    assert expected.is_dir()
+    assert expected.stat().st_mode & 0o777 == 0o700
+
+
+def test_programs_that_another_user_could_write_are_not_run(tmp_path, monkeypatch):
+    folder = tmp_path / "convt5" / "compiled"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(jax, "config", types.SimpleNamespace(values=UNSET))
+    assert compilation.enable_persistent_cache() is None
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from convt5 import errors
-from convt5.checkpoints import late_errors, named_arrays, record
+from convt5.checkpoints import array_files, late_errors, named_arrays, record
 from convt5.checkpoints.checksums import find_mismatches
 from convt5.runtime import atomic_files, folders, foreign_files
 
@@ -176,7 +176,6 @@ def read_arrays(
     not verified.
     """
     late_errors.silence()
-    _check_sizes(folder, leaves)
     item = named_arrays.nest(leaves)
     # Deferred: importing orbax takes a second, for which a new run need not wait.
     import orbax.checkpoint as ocp
@@ -188,8 +187,13 @@ def read_arrays(
         restore_args=ocp.checkpoint_utils.construct_restore_args(item),
         partial_restore=True,
     )
+
+    def restore() -> Any:
+        _check_files(folder, part, leaves)
+        return reader.restore(folder / part, args=arguments)
+
     try:
-        nested = on_all_hosts(lambda: reader.restore(folder / part, args=arguments))
+        nested = on_all_hosts(restore)
     finally:
         reader.close()
     arrays = named_arrays.by_path(nested)
@@ -198,14 +202,15 @@ def read_arrays(
     return arrays
 
 
-def _check_sizes(folder: epath.Path, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Raises `ValueError` for shapes that the files of a checkpoint cannot hold."""
+def _check_files(folder: epath.Path, part: str, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Raises `ValueError` for files that cannot hold arrays of these shapes, or hold far more."""
     if atomic_files.is_remote(folder):
         return
-    files = pathlib.Path(folder).rglob("*")
-    stored = sum(file.stat().st_size for file in files if file.is_file())
+    stored = array_files.check_files(pathlib.Path(folder))
     told = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
     foreign_files.check_expansion(told, stored)
+    shapes = {name.replace("/", "."): leaf.shape for name, leaf in leaves.items()}
+    array_files.check_pieces(pathlib.Path(folder, part), shapes)
 
 
 def _check_arrays(

@@ -18,6 +18,7 @@ import numpy as np
 from etils import epath
 
 from convt5 import errors
+from convt5.checkpoints import array_files
 from convt5.interchange.mapping import Shape
 from convt5.runtime import foreign_files
 
@@ -222,18 +223,21 @@ class _Orbax:
 
         self._folder = folder / "state" if (folder / "state" / "_METADATA").is_file() else folder
         self._handler = ocp.PyTreeCheckpointHandler()
-        _check_names(
-            foreign_files.read_json(self._folder / "_METADATA", remedy=_REMEDY, most_bytes=2**27)
-        )
+        stored = array_files.check_files(self._folder)
+        _check_names(foreign_files.read_json(self._folder / "_METADATA", remedy=_REMEDY))
         metadata = self._handler.metadata(epath.Path(self._folder))
         tree = getattr(metadata, "tree", metadata)
         leaves = dict(_flat(tree.get("optimizer", tree), ""))
         self._inside = ("optimizer",) if "optimizer" in tree else ()
         self.shapes = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
         self._dtypes = {name: leaf.dtype for name, leaf in leaves.items()}
-        stored = sum(file.stat().st_size for file in self._folder.rglob("*") if file.is_file())
         told = sum(4 * math.prod(shape) for shape in self.shapes.values())
         foreign_files.check_expansion(told, stored)
+        pieces = {
+            ".".join((*self._inside, *name.split("/"))): shape
+            for name, shape in self.shapes.items()
+        }
+        array_files.check_pieces(self._folder, pieces)
 
     def read(self, name: str) -> Any:
         import orbax.checkpoint as ocp

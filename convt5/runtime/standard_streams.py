@@ -1,21 +1,17 @@
-"""Handles closed standard streams: output that nobody reads is dropped, and work continues.
+"""Handles closed standard streams: messages that cannot be written are dropped, and work continues.
 
 In `... 2>&1 | tee log`, Ctrl-C ends `tee` as well as the run, which still has to save its state;
-likewise when a terminal is closed. Results go to standard output, and commands end when nobody
-reads them.
+likewise when a terminal is closed, or the disk of a log is full. Results go to standard output, and
+commands end when these cannot be written.
 """
 
-import errno
 import os
 import sys
 from typing import Any, TextIO
 
-_NOBODY_READS = (errno.EPIPE, errno.EIO)
-"""Errors of a pipe without reader, and of a closed terminal."""
-
 
 class Unheard:
-    """A text stream that drops its output once nobody reads it."""
+    """A text stream that drops its output once it cannot be written."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -23,22 +19,20 @@ class Unheard:
     def write(self, text: str) -> int:
         try:
             return self._stream.write(text)
-        except OSError as error:
-            self._drop(error)
+        except OSError:
+            self._drop()
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
-        except OSError as error:
-            self._drop(error)
+        except OSError:
+            self._drop()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _drop(self, error: OSError) -> None:
-        if error.errno not in _NOBODY_READS:
-            raise error
+    def _drop(self) -> None:
         # Redirects the file descriptor, which native code and the stream's buffer also use.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
@@ -61,5 +55,5 @@ def open_all() -> None:
 
 
 def tolerate_closed_stderr() -> None:
-    """Lets the process continue when nobody reads its standard error."""
+    """Lets the process continue when its standard error cannot be written."""
     sys.stderr = Unheard(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue]

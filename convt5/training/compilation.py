@@ -6,6 +6,7 @@ The trainer compiles its step once, explicitly, and reports how long it took.
 import os
 import pathlib
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import jax
 from jax.core import Tracer
 
 from convt5.runtime import stages
-from convt5.training.programs import Kept, found_by_jax
+from convt5.training.programs import Kept, found_by_jax, is_own
 
 # Dense bfloat16 FLOPs per second of one jax device, from vendors' data sheets. On TPU v2 and v3 a
 # device is one of the chip's two cores.
@@ -125,7 +126,8 @@ def enable_persistent_cache() -> pathlib.Path | None:
 
     The cache is `convt5/compiled` in the user's cache folder (XDG_CACHE_HOME, by default ~/.cache).
     JAX's own settings JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=false take
-    precedence. If the folder is not writable, there is no cache.
+    precedence. If the folder is not writable, or another user can write it, there is no cache: its
+    programs are run as they are.
 
     Returns:
         The folder beside it for whole programs (`programs.Kept`); None without this cache.
@@ -136,12 +138,15 @@ def enable_persistent_cache() -> pathlib.Path | None:
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     folder = pathlib.Path(base) / "convt5" / "compiled"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         programs = folder.with_name("programs")
-        programs.mkdir(mode=0o700, exist_ok=True)
+        for each in (folder, programs):
+            each.mkdir(mode=0o700, exist_ok=True)
+        if not (is_own(folder.stat()) and os.access(folder, os.W_OK)):
+            return None
     except OSError:
         return None
-    if not os.access(folder, os.W_OK):
-        return None
+    # A full disk slows later starts down, and changes no result.
+    warnings.filterwarnings("ignore", message="Error writing persistent compilation cache entry")
     jax.config.update("jax_compilation_cache_dir", str(folder))
     return programs

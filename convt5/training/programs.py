@@ -147,10 +147,14 @@ def _read_own(path: pathlib.Path) -> bytes:
         OSError: others can write it, it is a link, or it cannot be read.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-        for about in (os.fstat(file.fileno()), path.parent.stat()):
-            if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise PermissionError(f"others can write {path}")
+        if not (is_own(os.fstat(file.fileno())) and is_own(path.parent.stat())):
+            raise PermissionError(f"others can write {path}")
         return file.read()
+
+
+def is_own(about: os.stat_result) -> bool:
+    """Returns whether a file or folder belongs to the user, and nobody else can write it."""
+    return about.st_uid == os.getuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def identity(settings: Any) -> str | None:
