@@ -76,14 +76,13 @@ def compiled_anew():
 def traced(monkeypatch):
     """The names of the functions that JAX lowers."""
     names = []
-    compile_step = compilation.compile_step
+    load = Kept.load
 
-    def noting(jitted, *args, kept=None):
-        done = compile_step(jitted, *args, kept=kept)
-        names.extend([] if kept is None or done.was_kept else [kept.name])
-        return done
+    def noting(kept, args, lowered=None):
+        names.extend([] if lowered is None else [kept.name])
+        return load(kept, args, lowered)
 
-    monkeypatch.setattr(compilation, "compile_step", noting)
+    monkeypatch.setattr(Kept, "load", noting)
     return names
 
 
@@ -146,6 +145,13 @@ def test_variables_of_compilers_are_part_of_a_program(monkeypatch, name):
     assert programs.identity(RUN) != before
 
 
+def test_the_names_that_tensorflow_gives_itself_are_not_part_of_a_program(monkeypatch):
+    before = programs.identity(RUN)
+    monkeypatch.setenv("TPU_ML_PLATFORM", "another")
+    monkeypatch.setenv("TPU_ML_PLATFORM_VERSION", "9")
+    assert programs.identity(RUN) == before
+
+
 def test_settings_of_jax_are_part_of_a_program():
     before = programs.identity(RUN)
     with jax.default_matmul_precision("float32"):
@@ -176,15 +182,41 @@ def test_programs_of_unknown_code_are_not_kept(tmp_path, loss):
     assert make_plan(config, batch_size=8).keeping_programs(tmp_path).programs is None
 
 
-def kept_in(folder, name="doubled"):
-    return Kept(folder, "identity", jax.devices(), name, SAME)
+def kept_in(folder, name="doubled", identity="identity"):
+    return Kept(folder, identity, jax.devices(), name, SAME)
 
 
-def doubled():
+def multiplied(factor, name="product"):
     mesh = MeshConfig().build()
     where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     x = jax.device_put(jnp.arange(8.0), where)
-    return jax.jit(lambda x: {"twice": 2 * x}, in_shardings=where, out_shardings=where), x
+    return jax.jit(lambda x: {name: factor * x}, in_shardings=where, out_shardings=where), x
+
+
+def doubled():
+    return multiplied(2, "twice")
+
+
+def test_equal_programs_of_other_settings_are_not_compiled(tmp_path, traced):
+    jitted, x = doubled()
+    assert not compilation.compile_step(jitted, x, kept=kept_in(tmp_path)).was_kept
+    other = kept_in(tmp_path, identity="of other code")
+    for was_traced in (True, False):
+        traced.clear()
+        again = compilation.compile_step(doubled()[0], x, kept=other)
+        assert again.was_kept
+        assert bool(traced) == was_traced
+        np.testing.assert_array_equal(again.call(x)["twice"], 2 * np.arange(8.0))
+
+
+@pytest.mark.parametrize("change", [{"factor": 3, "name": "twice"}, {"factor": 2, "name": "two"}])
+def test_another_program_of_other_settings_is_compiled(tmp_path, change):
+    jitted, x = doubled()
+    compilation.compile_step(jitted, x, kept=kept_in(tmp_path))
+    other, _ = multiplied(**change)
+    step = compilation.compile_step(other, x, kept=kept_in(tmp_path, identity="another"))
+    assert not step.was_kept
+    np.testing.assert_array_equal(step.call(x)[change["name"]], change["factor"] * np.arange(8.0))
 
 
 def test_a_program_that_jax_found_in_its_cache_is_not_kept(tmp_path, monkeypatch):
@@ -206,12 +238,13 @@ def test_a_program_that_jax_found_in_its_cache_is_not_kept(tmp_path, monkeypatch
         compilation_cache.set_cache_dir(os.environ["JAX_COMPILATION_CACHE_DIR"])
 
 
-@pytest.mark.parametrize("damage", [b"", b"\0" * 100, None])
-def test_a_damaged_program_is_compiled_again(tmp_path, damage):
+@pytest.mark.parametrize("damage", [b"", b"\0" * 100, b"\xff/../a", None])
+@pytest.mark.parametrize("part", ["program", "*"])
+def test_a_damaged_program_is_compiled_again(tmp_path, damage, part):
     jitted, x = doubled()
     compilation.compile_step(jitted, x, kept=kept_in(tmp_path))
-    (path,) = tmp_path.iterdir()
-    path.write_bytes(path.read_bytes()[:-1] if damage is None else damage)
+    for path in tmp_path.glob(f"*.{part}"):
+        path.write_bytes(path.read_bytes()[:-1] if damage is None else damage)
     again = compilation.compile_step(jitted, x, kept=kept_in(tmp_path))
     assert not again.was_kept
     np.testing.assert_array_equal(again.call(x)["twice"], 2 * np.arange(8.0))
@@ -220,18 +253,18 @@ def test_a_damaged_program_is_compiled_again(tmp_path, damage):
 
 def test_only_the_programs_used_last_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(programs, "_MOST_KEPT", 2)
-    jitted, x = doubled()
-    for age, name in enumerate(["first", "second"]):
-        compilation.compile_step(jitted, x, kept=kept_in(tmp_path, name))
-        for path in tmp_path.iterdir():
+
+    def is_kept(factor):
+        jitted, x = multiplied(factor)
+        return compilation.compile_step(jitted, x, kept=kept_in(tmp_path, str(factor))).was_kept
+
+    for age, factor in enumerate([1, 2]):
+        assert not is_kept(factor)
+        for path in tmp_path.glob("*.program"):
             os.utime(path, (age, age) if path.stat().st_mtime > 10 else None)
-    assert compilation.compile_step(jitted, x, kept=kept_in(tmp_path, "first")).was_kept
-    compilation.compile_step(jitted, x, kept=kept_in(tmp_path, "third"))
-    kept = [
-        compilation.compile_step(jitted, x, kept=kept_in(tmp_path, name)).was_kept
-        for name in ("first", "third", "second")
-    ]
-    assert kept == [True, True, False]
+    assert is_kept(1)
+    assert not is_kept(3)
+    assert [is_kept(factor) for factor in (1, 3, 2)] == [True, True, False]
 
 
 def test_a_program_that_cannot_be_written_is_used_all_the_same(tmp_path):
@@ -259,16 +292,19 @@ def test_shapes_and_values_of_the_initial_state_come_from_one_trace():
     assert jax.tree.structure(state) == jax.tree.structure(plan.abstract)
 
 
+@pytest.mark.parametrize("part", ["program", "note"])
 @pytest.mark.parametrize("who", ["group", "others", "folder", "owner", "link"])
-def test_a_program_that_another_user_may_have_written_is_not_run(tmp_path, monkeypatch, who):
+def test_a_program_that_another_user_may_have_written_is_not_run(tmp_path, monkeypatch, who, part):
     folder = tmp_path / "programs"
     folder.mkdir(mode=0o700)
     double = jax.jit(lambda x: 2 * x)
     args = (jnp.ones(3),)
     kept = Kept(folder, "identity", jax.devices()[:1], "double", SAME)
-    kept.save(args, double.lower(*args).compile(), {})
-    (path,) = folder.iterdir()
-    path.chmod(0o600)
+    lowered = double.lower(*args)
+    kept.save(args, lowered, lowered.compile(), {})
+    for path in folder.iterdir():
+        path.chmod(0o600)
+    (path,) = folder.glob(f"*.{part}")
     assert kept.load(args) is not None
     if who in ("group", "others"):
         path.chmod(0o620 if who == "group" else 0o602)

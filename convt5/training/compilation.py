@@ -14,7 +14,7 @@ import jax
 from jax.core import Tracer
 
 from convt5.runtime import stages
-from convt5.training.programs import Kept, found_by_jax, is_own
+from convt5.training.programs import Kept, Program, found_by_jax, is_own
 
 # Dense bfloat16 FLOPs per second of one jax device, from vendors' data sheets. On TPU v2 and v3 a
 # device is one of the chip's two cores.
@@ -50,7 +50,7 @@ class CompiledStep(NamedTuple):
         flops: FLOPs of one call over all devices, as stated by the program before optimisation;
             None if unknown. Does not include Pallas kernels.
         temporary_bytes: memory per device beside arguments and results; None if unknown.
-        was_kept: whether an earlier process traced and compiled it.
+        was_kept: whether an earlier process compiled it.
     """
 
     call: Callable[..., Any]
@@ -72,10 +72,13 @@ def compile_step(jitted: Any, *args: Any, kept: Kept | None = None) -> CompiledS
     with stages.stage("load"):
         program = None if kept is None else kept.load(args)
     if program is not None:
-        seconds = time.perf_counter() - start
-        return CompiledStep(program.call, seconds, **program.facts, was_kept=True)
+        return _loaded(program, start)
     with stages.stage("trace"):
         lowered = jitted.lower(*args)
+    with stages.stage("load"):
+        program = None if kept is None else kept.load(args, lowered)
+    if program is not None:
+        return _loaded(program, start)
     with stages.stage("compile"), found_by_jax() as was_found:
         compiled = lowered.compile()
     seconds = time.perf_counter() - start
@@ -86,8 +89,13 @@ def compile_step(jitted: Any, *args: Any, kept: Kept | None = None) -> CompiledS
         "temporary_bytes": getattr(memory, "temp_size_in_bytes", None),
     }
     if kept is not None and not was_found():
-        kept.save(args, compiled, facts)
+        kept.save(args, lowered, compiled, facts)
     return CompiledStep(compiled, seconds, **facts)
+
+
+def _loaded(program: Program, start: float) -> CompiledStep:
+    seconds = time.perf_counter() - start
+    return CompiledStep(program.call, seconds, **program.facts, was_kept=True)
 
 
 class KeptFunction:

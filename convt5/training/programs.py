@@ -1,7 +1,8 @@
 """Keeps compiled programs by what they are made from, so that a later start need not trace them.
 
 JAX finds a compiled program by its traced text, and tracing takes most of a warm start. Here it is
-found by settings, code, versions, flags and devices.
+found by settings, code, versions, flags and devices. New settings or code whose traced text is that
+of a kept program are noted as another way to find it.
 """
 
 import contextlib
@@ -30,8 +31,9 @@ _DESCRIBED = ("convt5", "jax", "jaxlib", "flax", "optax", "numpy")
 """Packages whose classes and functions compute what their names and fields say."""
 _VARIABLES = ("JAX", "XLA", "LIBTPU", "TPU", "CUDA", "NVIDIA", "ROCM", "HIP", "TF_XLA", "NNX")
 _VARIABLES += ("FLAX", "PJRT", "NCCL", "OMP")
-_SUFFIX = ".program"
-_MOST_KEPT = 32
+_SENDER = "TPU_ML_PLATFORM"  # TensorFlow, once imported, names itself here to TPUs.
+_PROGRAM, _MOST_KEPT = ".program", 32
+_NOTE, _MOST_NOTES = ".note", 256
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -95,10 +97,19 @@ class Kept:
     name: str
     outputs: Outputs
 
-    def load(self, args: Sequence[Any]) -> Program | None:
-        """Returns the program for arguments like `args`; None if none is kept, or loads."""
-        path = self._path(args)
+    def load(self, args: Sequence[Any], lowered: Any = None) -> Program | None:
+        """Returns the program for arguments like `args`; None if none is kept, or loads.
+
+        Args:
+            args: the arguments; shapes, types and shardings suffice.
+            lowered: the traced program, which finds one that other settings have made; None finds
+                only those that these settings have made or found.
+        """
         try:
+            if lowered is None:
+                path = self._program(_read_own(self._note(args)).decode("ascii"))
+            else:
+                path = self._program(self._digest(lowered))
             content = _read_own(path)
             if hashlib.sha256(content[_DIGEST_BYTES:]).digest() != content[:_DIGEST_BYTES]:
                 return None
@@ -112,32 +123,59 @@ class Kept:
             os.utime(path)  # The latest used are kept.
         except Exception:  # Of another version of the compiler, or damaged: compiled again.
             return None
+        if lowered is not None:
+            self._remember(args, lowered)
         return Program(call, kept["facts"])
 
-    def save(self, args: Sequence[Any], compiled: Any, facts: Mapping[str, Any]) -> None:
+    def save(
+        self, args: Sequence[Any], lowered: Any, compiled: Any, facts: Mapping[str, Any]
+    ) -> None:
         """Keeps a program that JAX compiled; does nothing if it cannot be kept."""
         try:
             program, inputs, structure = serialize_executable.serialize(compiled)
-            numbers = jax.tree.unflatten(structure, range(structure.num_leaves))
-            unknown = self.outputs.unknown(numbers)
+            unknown = self._unknown_outputs(structure)
             completed = jax.tree.structure(self.outputs.complete(unknown))
             if inputs != _input_structure(args) or completed != structure:
                 return
             content = pickle.dumps({"program": program, "outputs": unknown, "facts": dict(facts)})
         except Exception:  # Some programs, such as those with callbacks, cannot be written.
             return
-        path = self._path(args)
+        path = self._program(self._digest(lowered))
         with contextlib.suppress(OSError), atomic_files.replacing(path) as partial:
             partial.write_bytes(hashlib.sha256(content).digest() + content)
-        _remove_oldest(self.folder)
+        self._remember(args, lowered)
+        _remove_oldest(self.folder, _PROGRAM, _MOST_KEPT)
 
-    def _path(self, args: Sequence[Any]) -> pathlib.Path:
+    def _remember(self, args: Sequence[Any], lowered: Any) -> None:
+        """Notes which program these settings need."""
+        with contextlib.suppress(OSError), atomic_files.replacing(self._note(args)) as partial:
+            partial.write_text(self._digest(lowered))
+        _remove_oldest(self.folder, _NOTE, _MOST_NOTES)
+
+    def _note(self, args: Sequence[Any]) -> pathlib.Path:
         # Other structures than dicts follow from the settings.
         names = [sorted(arg) if isinstance(arg, Mapping) else None for arg in args]
         leaves = jax.tree.leaves(args)
         shapes = [[list(leaf.shape), str(leaf.dtype), str(leaf.sharding)] for leaf in leaves]
-        about = json.dumps([self.identity, self.name, names, shapes])
-        return self.folder / f"{hashlib.sha256(about.encode()).hexdigest()}{_SUFFIX}"
+        return self.folder / f"{_digest([self.identity, self.name, names, shapes])}{_NOTE}"
+
+    def _program(self, digest: str) -> pathlib.Path:
+        return self.folder / f"{pathlib.PurePath(digest).name}{_PROGRAM}"
+
+    def _digest(self, lowered: Any) -> str:
+        """Returns what tells programs apart: text, results, compiler and devices."""
+        unknown = self._unknown_outputs(lowered.out_tree)
+        devices = [device.id for device in self.devices]
+        about = [lowered.as_text(), pickle.dumps(unknown).hex(), devices]
+        return _digest([*about, _environment(), _machine()])
+
+    def _unknown_outputs(self, structure: Any) -> Any:
+        return self.outputs.unknown(jax.tree.unflatten(structure, range(structure.num_leaves)))
+
+
+def _digest(about: Any) -> str:
+    """Returns the digest of JSON values."""
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
 def _read_own(path: pathlib.Path) -> bytes:
@@ -173,7 +211,7 @@ def identity(settings: Any) -> str | None:
     except _UnknownError:
         return None
     parts = [described, _environment(), _machine(), sorted(_code().items())]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    return _digest(parts)
 
 
 class _UnknownError(Exception):
@@ -215,7 +253,8 @@ def _name(thing: Any) -> str:
 
 def _environment() -> list[list[str]]:
     """Returns the variables and settings of JAX that may change what is compiled."""
-    variables = [[k, v] for k, v in os.environ.items() if k.startswith(_VARIABLES)]
+    names = [k for k in os.environ if k.startswith(_VARIABLES) and not k.startswith(_SENDER)]
+    variables = [[name, os.environ[name]] for name in names]
     names = sorted(jax.config.values)
     return [*sorted(variables), *([n, repr(getattr(jax.config, n, None))] for n in names)]
 
@@ -259,8 +298,8 @@ def _input_structure(args: Sequence[Any]) -> Any:
     return jax.tree.structure((tuple(args), {}))
 
 
-def _remove_oldest(folder: pathlib.Path) -> None:
+def _remove_oldest(folder: pathlib.Path, suffix: str, most: int) -> None:
     with contextlib.suppress(OSError):
-        kept = sorted(folder.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
-        for path in kept[:-_MOST_KEPT]:
+        kept = sorted(folder.glob(f"*{suffix}"), key=lambda path: path.stat().st_mtime)
+        for path in kept[:-most]:
             path.unlink(missing_ok=True)
