@@ -35,6 +35,26 @@ if importlib.util.find_spec("triton"):
     importlib.import_module("triton")
 
 import jaxtyping  # noqa: E402
+from jaxtyping import _import_hook  # noqa: E402
+
+
+class AnnotatedFunctions(_import_hook.JaxtypingTransformer):
+    """Wraps the functions that have something to check.
+
+    The others are mostly closures, which would be wrapped anew at every call of what defines them.
+    """
+
+    def visit_FunctionDef(self, node):  # noqa: N802
+        args = node.args
+        variadic = [arg for arg in (args.vararg, args.kwarg) if arg]
+        every = [*args.posonlyargs, *args.args, *args.kwonlyargs, *variadic]
+        if node.returns is None and not any(arg.annotation for arg in every):
+            self.generic_visit(node)
+            return node
+        return super().visit_FunctionDef(node)
+
+
+_import_hook.JaxtypingTransformer = AnnotatedFunctions
 
 # Array shapes and dtypes in annotations are checked while tests run; training pays nothing.
 jaxtyping.install_import_hook(

@@ -11,7 +11,7 @@ import pytest
 from quick import quick
 
 from convt5.analysis import costs
-from convt5.modeling.architecture import ConvT5Config, StackConfig
+from convt5.modeling.architecture import ConvT5Config, StackConfig, TextStemConfig
 from convt5.modeling.mixers.base import StackInputs
 from convt5.modeling.mixers.depthwise import Depthwise
 from convt5.modeling.tree_paths import named_leaves
@@ -68,8 +68,13 @@ def abstract_model(model_config: ConvT5Config):
             layer_order="branch",
         ),
         config(StackConfig(num_layers=1, input_projection="linear", output_projection=False)),
+        config(
+            StackConfig(num_layers=4, mixing="lightweight", attention_layers=(1, 3)),
+            positions="relative",
+            stem=TextStemConfig(channels=(8, 8), strides=(2, 1)),
+        ),
     ],
-    ids=["dynamic", "t5_1_1", "released", "post_norm", "hybrid", "linear"],
+    ids=["dynamic", "t5_1_1", "released", "post_norm", "hybrid", "linear", "repeated_and_stem"],
 )
 def test_parameter_names_and_shapes_are_those_of_the_model(model_config):
     real = {name: leaf.shape for name, leaf in named_leaves(abstract_model(model_config))}

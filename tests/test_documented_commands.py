@@ -176,7 +176,14 @@ GUIDES = ["README.md"] + [
     f"docs/guides/{name}.md"
     for name in ("pretraining", "fine_tuning", "predicting", "images", "tasks")
 ]
-SMALL_MODEL = {"emb_dim": 8, "mlp_dim": 16, "num_heads": 2, "head_dim": 4}
+SMALL_TEXT = [
+    "--gin.trainer.train.eval_num_batches=1",
+    *(f"--gin.architecture.ConvT5Config.{name}=8" for name in ("emb_dim", "mlp_dim")),
+    *(f"--gin.architecture.ConvT5Config.{name}=2" for name in ("num_heads", "head_dim")),
+    # One layer is compiled in a third of the time of four.
+    *(f"--gin.architecture.StackConfig.{name}=1" for name in ("num_layers", "kernel_size")),
+]
+SMALL_BATCHES = "--gin.data.DataConfig.batch_size=8"
 REVIEWS = [
     {"text": f"a {word} film {i}", "label": label}
     for i in range(8)
@@ -192,18 +199,13 @@ def small(name: str, argv: list[str]) -> list[str]:
         if "--gin_file=gin/runs/digits.gin" in argv:
             return [
                 *argv,
+                "--gin.trainer.train.eval_num_batches=1",
                 "--gin.images.ImageDataConfig.batch_size=8",
+                "--gin.architecture.ViTConfig.num_layers=1",
                 "--gin.schedule.Cosine.warmup_steps=1",
             ]
-        argv = [
-            *argv,
-            *(f"--gin.architecture.ConvT5Config.{k}={v}" for k, v in SMALL_MODEL.items()),
-        ]
-        return (
-            argv
-            if "--gin.CACHE=corpus/cache" in argv
-            else [*argv, "--gin.data.DataConfig.batch_size=8"]
-        )
+        argv = [*argv, *SMALL_TEXT]
+        return argv if "--gin.CACHE=corpus/cache" in argv else [*argv, SMALL_BATCHES]
     if name == "vocabulary":
         return [*argv, "--size=400"]
     if name == "cache":
@@ -242,6 +244,7 @@ ELSEWHERE = {
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_steps")
 def test_a_visitor_follows_the_guides(visitor, tmp_path, capsys):
     """Everything that README and guides say, in their order, as small as it goes."""
     count = 0

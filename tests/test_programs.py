@@ -87,36 +87,37 @@ def traced(monkeypatch):
 
 
 def test_a_second_start_traces_no_program_and_computes_the_same_bits(tmp_path, traced):
-    plan, state, step = make(tmp_path)
+    plan, state, compiled = make(tmp_path)
     sums = plan.eval_step(state.model, place(plan, batch_of()))
-    after, metrics = step.call(state, place(plan, batch_of()))
+    after, metrics = compiled.call(state, place(plan, batch_of()))
     assert traced == ["initial state", "training step", "evaluation"]
-    plan, again, step = make(tmp_path)
+    plan, again, kept = make(tmp_path)
     sums_again = plan.eval_step(again.model, place(plan, batch_of()))
-    after_again, metrics_again = step.call(again, place(plan, batch_of()))
+    after_again, metrics_again = kept.call(again, place(plan, batch_of()))
     assert traced == ["initial state", "training step", "evaluation"]
     assert jax.tree.structure((after, metrics)) == jax.tree.structure((after_again, metrics_again))
     assert bits((after, metrics, sums)) == bits((after_again, metrics_again, sums_again))
     assert metrics.keys() == metrics_again.keys()
-
-
-def test_a_kept_step_donates_its_state_and_tells_its_costs(tmp_path):
-    _, _, compiled = make(tmp_path)
-    plan, state, kept = make(tmp_path)
+    # The kept step donates its state and tells its costs, too.
     assert kept.was_kept
     assert kept.flops == compiled.flops
     assert kept.temporary_bytes == compiled.temporary_bytes
-    kept.call(state, place(plan, batch_of()))
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.model))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(again.model))
 
 
-def test_a_batch_of_other_shape_is_compiled(tmp_path):
-    plan, state, _ = make(tmp_path)
-    batch = place(plan, batch_of(rows=16))
-    assert not plan.compile_train_step(state, batch).was_kept
-    other = {name: array for name, array in place(plan, batch_of()).items()}
-    other["decoder_target_bytes"] = other["decoder_target_tokens"]
-    assert not plan.compile_train_step(state, other).was_kept
+def test_a_batch_of_other_shape_or_with_other_arrays_is_compiled(tmp_path):
+    jitted = jax.jit(lambda batch: sum(jnp.sum(array) for array in batch.values()))
+
+    def was_kept(**batch):
+        kept = Kept(tmp_path, "identity", jax.devices()[:1], "sum", SAME)
+        step = compilation.compile_step(jitted, batch, kept=kept)
+        assert step.call(batch) == sum(array.size for array in batch.values())
+        return step.was_kept
+
+    assert not was_kept(a=jnp.ones(8))
+    assert was_kept(a=jnp.ones(8))
+    assert not was_kept(a=jnp.ones(16))
+    assert not was_kept(a=jnp.ones(8), b=jnp.ones(8))
 
 
 @pytest.mark.parametrize(

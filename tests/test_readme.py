@@ -6,6 +6,9 @@ import runpy
 
 import notebooks
 import pytest
+import test_documented_commands
+
+from convt5 import train
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -114,6 +117,9 @@ def test_a_notebook_becomes_a_page_with_its_outputs(path):
 def test_the_notebook_of_the_quick_start_is_run(tmp_path, monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "agg")
     monkeypatch.chdir(tmp_path)
+    small = [*test_documented_commands.SMALL_TEXT, test_documented_commands.SMALL_BATCHES]
+    main = train.main
+    monkeypatch.setattr(train, "main", lambda argv: main([*argv, *small]))
     (notebook,) = (notebooks.read(path) for path in NOTEBOOKS)
     found = notebooks.execute(notebook, RUN_DIR=str(tmp_path / "run"), STEPS=40)
     assert found["records"][-1]["step"] == 40

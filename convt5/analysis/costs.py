@@ -264,9 +264,40 @@ def stack_reaches(
 
 @functools.lru_cache(maxsize=1024)
 def parameter_shapes(config: ModelDescription) -> Shapes:
-    """Returns the shape of every parameter of the model by name; allocates nothing."""
-    model = jax.eval_shape(lambda: ConvT5(config, key=jax.random.key(0)))
-    return {name: tuple(leaf.shape) for name, leaf in named_leaves(model)}
+    """Returns the shape of every parameter of the model by name; allocates nothing.
+
+    Layers with equal settings have equal shapes, so one of each is built.
+    """
+    settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(ModelDescription)}
+    distinct = _DistinctLayers(**settings)
+    model = jax.eval_shape(lambda: ConvT5(distinct, key=jax.random.key(0)))
+    built = {name: tuple(leaf.shape) for name, leaf in named_leaves(model)}
+    in_stacks = ("encoder/layers/", "decoder/layers/")
+    shapes = {name: shape for name, shape in built.items() if not name.startswith(in_stacks)}
+    for stack, layers, kinds in (
+        ("encoder", config.encoder_layers, distinct.encoder_layers),
+        ("decoder", config.decoder_layers, distinct.decoder_layers),
+    ):
+        for i, layer in enumerate(layers):
+            prefix = f"{stack}/layers/{kinds.index(layer)}/"
+            shapes |= {
+                f"{stack}/layers/{i}/{name.removeprefix(prefix)}": shape
+                for name, shape in built.items()
+                if name.startswith(prefix)
+            }
+    return shapes
+
+
+class _DistinctLayers(ModelDescription):
+    """A model in which every layer differs from those below it in its stack."""
+
+    @property
+    def encoder_layers(self) -> tuple[MixerConfig, ...]:
+        return tuple(dict.fromkeys(super().encoder_layers))
+
+    @property
+    def decoder_layers(self) -> tuple[MixerConfig, ...]:
+        return tuple(dict.fromkeys(super().decoder_layers))
 
 
 def _output_flops(config: ModelDescription, decoder_length: int) -> float:

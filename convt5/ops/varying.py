@@ -22,6 +22,8 @@ def vary_over(axes: frozenset[str], tree: Any) -> Any:
 
     The transpose sums over devices: the gradient of a replicated array is the sum over all shards.
     """
+    if not axes:
+        return tree
 
     def cast(a):
         missing = axes - axes_of(a)
@@ -42,6 +44,9 @@ def vary_like(like: Any, tree: Any) -> Any:
 
 def invariant_types(tree: Any) -> Any:
     """Replaces the types of varying arrays by those of one device's local arrays."""
+
+    if not axes_of(tree):
+        return tree
 
     def forget(a):
         return jax.ShapeDtypeStruct(a.shape, a.dtype) if axes_of(a) else a
