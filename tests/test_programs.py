@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from convt5.training import compilation, programs
 from convt5.training.losses import TextLoss
 from convt5.training.optimizer import AdafactorConfig
 from convt5.training.plan import make_plan
-from convt5.training.programs import Kept, Outputs
+from convt5.training.programs import Kept, Outputs, Store
 from convt5.training.schedule import Constant, InverseSqrt
 from convt5.training.train_step import StepConfig
 
@@ -105,6 +106,21 @@ def test_a_second_start_traces_no_program_and_computes_the_same_bits(tmp_path, t
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(again.model))
 
 
+def test_programs_are_loaded_in_the_background_once_each(tmp_path, monkeypatch):
+    make(tmp_path)
+    read, threads = Store._read, []
+
+    def noting(store, path):
+        threads.append((path.name, threading.current_thread().name.rpartition("_")[0]))
+        return read(store, path)
+
+    monkeypatch.setattr(Store, "_read", noting)
+    _, _, step = make(tmp_path)
+    assert step.was_kept
+    assert {thread for _, thread in threads} == {"convt5-programs"}
+    assert len(threads) == len(set(threads)) == 2
+
+
 def test_a_batch_of_other_shape_or_with_other_arrays_is_compiled(tmp_path):
     jitted = jax.jit(lambda batch: sum(jnp.sum(array) for array in batch.values()))
 
@@ -184,7 +200,7 @@ def test_programs_of_unknown_code_are_not_kept(tmp_path, loss):
 
 
 def kept_in(folder, name="doubled", identity="identity"):
-    return Kept(folder, identity, jax.devices(), name, SAME)
+    return Kept(Store(folder, identity, jax.devices()), name, SAME)
 
 
 def multiplied(factor, name="product"):
@@ -300,7 +316,7 @@ def test_a_program_that_another_user_may_have_written_is_not_run(tmp_path, monke
     folder.mkdir(mode=0o700)
     double = jax.jit(lambda x: 2 * x)
     args = (jnp.ones(3),)
-    kept = Kept(folder, "identity", jax.devices()[:1], "double", SAME)
+    kept = Kept(Store(folder, "identity", jax.devices()[:1]), "double", SAME)
     lowered = double.lower(*args)
     kept.save(args, lowered, lowered.compile(), {})
     for path in folder.iterdir():

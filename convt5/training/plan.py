@@ -16,7 +16,7 @@ from jaxtyping import PRNGKeyArray
 
 from convt5.modeling import sharding
 from convt5.training import compilation, programs
-from convt5.training.programs import Kept, Outputs
+from convt5.training.programs import Kept, Outputs, Store
 from convt5.training.train_state import (
     TrainState,
     make_init_state,
@@ -42,7 +42,7 @@ class Plan(NamedTuple):
         train_step, eval_step: not yet compiled; the former is jitted.
         make_state: jitted function from `init_key` to the initial state, not yet compiled.
         init_key: random key for the initial parameters.
-        programs: where its compiled programs are kept, and what they are made from; None if not.
+        programs: where its compiled programs are kept; None if they are not.
     """
 
     config: StepConfig
@@ -56,19 +56,23 @@ class Plan(NamedTuple):
     eval_step: Any
     make_state: Any
     init_key: PRNGKeyArray
-    programs: tuple[pathlib.Path, str] | None = None
+    programs: Store | None = None
 
     def keeping_programs(self, folder: pathlib.Path | None) -> "Plan":
         """Returns a plan that keeps its compiled programs in a folder, if they can be told apart.
 
+        Starts to load in the background those that an earlier process has kept.
         Call it before anything changes what functions of convt5 compute.
         """
+        if folder is None:
+            return self
         names = [field.name for field in dataclasses.fields(StepConfig)]
-        settings = {name: getattr(self.config, name) for name in names}
-        identity = None if folder is None else programs.identity(settings)
+        identity = programs.identity({name: getattr(self.config, name) for name in names})
         if identity is None:
             return self
-        plan = self._replace(programs=(folder, identity))
+        store = Store(folder, identity, self.mesh.devices.flatten().tolist())
+        store.load_ahead()
+        plan = self._replace(programs=store)
         kept = plan._kept("evaluation", Outputs(lambda sums: sums, lambda sums: sums))
         assert kept is not None
         return plan._replace(eval_step=compilation.KeptFunction(self.eval_step, kept))
@@ -94,7 +98,7 @@ class Plan(NamedTuple):
     def _kept(self, name: str, outputs: Outputs) -> Kept | None:
         if self.programs is None:
             return None
-        return Kept(*self.programs, self.mesh.devices.flatten().tolist(), name, outputs)
+        return Kept(self.programs, name, outputs)
 
     def num_parameters(self) -> int:
         """Returns the number of parameters of the model, including frozen ones."""

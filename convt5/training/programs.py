@@ -5,6 +5,7 @@ found by settings, code, versions, flags and devices. New settings or code whose
 of a kept program are noted as another way to find it.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -78,22 +79,76 @@ class Program(NamedTuple):
     facts: Mapping[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Kept:
-    """Where a program of a run is kept.
+class Store:
+    """The kept programs of a run.
 
     Attributes:
         folder: its files are run, as pickles and as machine code, so that only those are read that
             this user alone can write.
         identity: what the programs of the run are made from; see `identity`.
-        devices: the devices that run it.
+        devices: the devices that run them.
+    """
+
+    def __init__(self, folder: pathlib.Path, identity: str, devices: Sequence[Any]):
+        self.folder, self.identity, self.devices = folder, identity, devices
+        self._ahead: dict[pathlib.Path, concurrent.futures.Future[_Loaded]] = {}
+
+    def load_ahead(self) -> None:
+        """Starts to load all programs that these settings needed before, in the order of need."""
+        executor = concurrent.futures.ThreadPoolExecutor(1, "convt5-programs")
+        with contextlib.suppress(OSError):
+            for note in sorted(self.folder.glob(f"{self.identity}-*{_NOTE}"), key=_age):
+                with contextlib.suppress(OSError, ValueError):
+                    path = self.noted(note)
+                    self._ahead[path] = executor.submit(self._read, path)
+        executor.shutdown(wait=False)
+
+    def load(self, path: pathlib.Path) -> "_Loaded":
+        """Returns a program; raises various errors if its file cannot be read or run."""
+        ahead = self._ahead.pop(path, None)
+        return self._read(path) if ahead is None else ahead.result()
+
+    def noted(self, note: pathlib.Path) -> pathlib.Path:
+        """Returns the file of the program that a note names."""
+        return self.program(_read_own(note).decode("ascii"))
+
+    def program(self, digest: str) -> pathlib.Path:
+        return self.folder / f"{pathlib.PurePath(digest).name}{_PROGRAM}"
+
+    def _read(self, path: pathlib.Path) -> "_Loaded":
+        content = _read_own(path)
+        if hashlib.sha256(content[_DIGEST_BYTES:]).digest() != content[:_DIGEST_BYTES]:
+            raise ValueError(f"{path} is damaged")
+        kept = pickle.loads(content[_DIGEST_BYTES:])
+        call = serialize_executable.deserialize_and_load(
+            kept["program"],
+            _input_structure([0] * kept["num_inputs"]),
+            jax.tree.structure([0] * kept["num_outputs"]),
+            execution_devices=self.devices,
+        )
+        os.utime(path)  # The latest used are kept.
+        return _Loaded(call, kept["outputs"], kept["facts"])
+
+
+class _Loaded(NamedTuple):
+    """A program of flat arguments and results; see `Kept.save`."""
+
+    call: Callable[..., Sequence[Any]]
+    outputs: Any
+    facts: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Where a program of a run is kept.
+
+    Attributes:
+        store: all programs of the run.
         name: the name of the program.
         outputs: how its results are stored.
     """
 
-    folder: pathlib.Path
-    identity: str
-    devices: Sequence[Any]
+    store: Store
     name: str
     outputs: Outputs
 
@@ -105,27 +160,24 @@ class Kept:
             lowered: the traced program, which finds one that other settings have made; None finds
                 only those that these settings have made or found.
         """
+        store = self.store
         try:
-            if lowered is None:
-                path = self._program(_read_own(self._note(args)).decode("ascii"))
-            else:
-                path = self._program(self._digest(lowered))
-            content = _read_own(path)
-            if hashlib.sha256(content[_DIGEST_BYTES:]).digest() != content[:_DIGEST_BYTES]:
-                return None
-            kept = pickle.loads(content[_DIGEST_BYTES:])
-            call = serialize_executable.deserialize_and_load(
-                kept["program"],
-                _input_structure(args),
-                jax.tree.structure(self.outputs.complete(kept["outputs"])),
-                execution_devices=self.devices,
+            path = (
+                store.noted(self._note(args))
+                if lowered is None
+                else store.program(self._digest(lowered))
             )
-            os.utime(path)  # The latest used are kept.
+            loaded = store.load(path)
+            structure = jax.tree.structure(self.outputs.complete(loaded.outputs))
         except Exception:  # Of another version of the compiler, or damaged: compiled again.
             return None
         if lowered is not None:
             self._remember(args, lowered)
-        return Program(call, kept["facts"])
+
+        def call(*args: Any) -> Any:
+            return jax.tree.unflatten(structure, loaded.call(*jax.tree.leaves(args)))
+
+        return Program(call, loaded.facts)
 
     def save(
         self, args: Sequence[Any], lowered: Any, compiled: Any, facts: Mapping[str, Any]
@@ -137,35 +189,41 @@ class Kept:
             completed = jax.tree.structure(self.outputs.complete(unknown))
             if inputs != _input_structure(args) or completed != structure:
                 return
-            content = pickle.dumps({"program": program, "outputs": unknown, "facts": dict(facts)})
+            content = pickle.dumps(
+                {
+                    "program": program,
+                    "num_inputs": inputs.num_leaves,
+                    "num_outputs": structure.num_leaves,
+                    "outputs": unknown,
+                    "facts": dict(facts),
+                }
+            )
         except Exception:  # Some programs, such as those with callbacks, cannot be written.
             return
-        path = self._program(self._digest(lowered))
+        path = self.store.program(self._digest(lowered))
         with contextlib.suppress(OSError), atomic_files.replacing(path) as partial:
             partial.write_bytes(hashlib.sha256(content).digest() + content)
         self._remember(args, lowered)
-        _remove_oldest(self.folder, _PROGRAM, _MOST_KEPT)
+        _remove_oldest(self.store.folder, _PROGRAM, _MOST_KEPT)
 
     def _remember(self, args: Sequence[Any], lowered: Any) -> None:
         """Notes which program these settings need."""
         with contextlib.suppress(OSError), atomic_files.replacing(self._note(args)) as partial:
             partial.write_text(self._digest(lowered))
-        _remove_oldest(self.folder, _NOTE, _MOST_NOTES)
+        _remove_oldest(self.store.folder, _NOTE, _MOST_NOTES)
 
     def _note(self, args: Sequence[Any]) -> pathlib.Path:
         # Other structures than dicts follow from the settings.
         names = [sorted(arg) if isinstance(arg, Mapping) else None for arg in args]
         leaves = jax.tree.leaves(args)
         shapes = [[list(leaf.shape), str(leaf.dtype), str(leaf.sharding)] for leaf in leaves]
-        return self.folder / f"{_digest([self.identity, self.name, names, shapes])}{_NOTE}"
-
-    def _program(self, digest: str) -> pathlib.Path:
-        return self.folder / f"{pathlib.PurePath(digest).name}{_PROGRAM}"
+        digest = _digest([self.name, names, shapes])
+        return self.store.folder / f"{self.store.identity}-{digest}{_NOTE}"
 
     def _digest(self, lowered: Any) -> str:
         """Returns what tells programs apart: text, results, compiler and devices."""
         unknown = self._unknown_outputs(lowered.out_tree)
-        devices = [device.id for device in self.devices]
+        devices = [device.id for device in self.store.devices]
         about = [lowered.as_text(), pickle.dumps(unknown).hex(), devices]
         return _digest([*about, _environment(), _machine()])
 
@@ -298,8 +356,12 @@ def _input_structure(args: Sequence[Any]) -> Any:
     return jax.tree.structure((tuple(args), {}))
 
 
+def _age(path: pathlib.Path) -> float:
+    return path.stat().st_mtime
+
+
 def _remove_oldest(folder: pathlib.Path, suffix: str, most: int) -> None:
     with contextlib.suppress(OSError):
-        kept = sorted(folder.glob(f"*{suffix}"), key=lambda path: path.stat().st_mtime)
+        kept = sorted(folder.glob(f"*{suffix}"), key=_age)
         for path in kept[:-most]:
             path.unlink(missing_ok=True)
