@@ -125,7 +125,7 @@ def test_a_batch_of_other_shape_or_with_other_arrays_is_compiled(tmp_path):
     jitted = jax.jit(lambda batch: sum(jnp.sum(array) for array in batch.values()))
 
     def was_kept(**batch):
-        kept = Kept(tmp_path, "identity", jax.devices()[:1], "sum", SAME)
+        kept = Kept(Store(tmp_path, "identity", jax.devices()[:1]), "sum", SAME)
         step = compilation.compile_step(jitted, batch, kept=kept)
         assert step.call(batch) == sum(array.size for array in batch.values())
         return step.was_kept
