@@ -345,6 +345,13 @@ def test_integers_are_refused(unchecked):
         attend(query.astype(int), key, value, *ids_of(3, 5))
 
 
+def test_segments_that_are_no_integers_are_refused(unchecked):
+    query, key, value, _ = draw(3, 5, dtype=np.float32)
+    query_ids, key_ids = ids_of(3, 5)
+    with pytest.raises(ValueError, match="key_segment_ids has dtype float32"):
+        attend(query, key, value, query_ids, key_ids.astype(float))
+
+
 @pytest.mark.parametrize("query_dtype", [jnp.bfloat16, jnp.float32])
 def test_gradients_have_the_dtype_of_what_they_are_of(query_dtype):
     arrays = draw(3, 5, dtype=np.float32)

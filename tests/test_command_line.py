@@ -449,3 +449,13 @@ def test_commands_collect_garbage_seldom():
     )
     done = commands.run([sys.executable, "-c", code])
     assert done.stdout.split() == list(map(str, command_line._COLLECTIONS))
+
+
+def test_a_bucket_that_cannot_be_reached_is_told():
+    from_tensorflow = type("OpError", (Exception,), {"__module__": errors._OF_STORES})
+    told = errors.of_files(from_tensorflow("no host\n\t when reading metadata of gs://absent/run"))
+    assert told is not None
+    assert told.exit_code == 1
+    assert str(told).startswith("gs://absent/run cannot be used (no host when reading")
+    assert errors.of_files(from_tensorflow("a defect")) is None
+    assert errors.of_files(RuntimeError("gs://absent/run")) is None

@@ -814,6 +814,8 @@ def test_arrays_of_other_axes_are_refused(unchecked, kind):
         ((x[None], kernel), "x has shape .* must have the axes"),
         ((x, other), f"{name} has shape .* must have the axes"),
         ((x.astype(int), kernel), "x has dtype int32"),
+        ((x.tolist(), kernel), "x has shape list, which is no array"),
+        ((x, kernel.astype(complex)), f"{name} has dtype complex64; give real numbers"),
     ):
         with pytest.raises(ValueError, match=message):
             convolve(*given)
@@ -846,6 +848,13 @@ def test_segments_of_other_positions_are_refused(unchecked, kind, shape):
     x, kernel = draw(kind, dtype=np.float32)
     with pytest.raises(ValueError, match=r"segment_ids has shape .* but x has shape \(2, 9, 4\)"):
         CONVOLUTIONS[kind](x, kernel, segment_ids=jnp.ones(shape, jnp.int32))
+
+
+@pytest.mark.parametrize("dtype", [float, bool, complex])
+def test_segments_that_are_no_integers_are_refused(unchecked, dtype):
+    x, kernel = draw("depthwise", dtype=np.float32)
+    with pytest.raises(ValueError, match=r"segment_ids has dtype .*; give integers"):
+        depthwise_conv(x, kernel, segment_ids=jnp.ones(x.shape[:2], dtype))
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 3, 2), (1, 9, 3, 2)])

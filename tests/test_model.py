@@ -413,3 +413,15 @@ def test_hessian_vector_products_of_a_model_are_the_same_in_either_mode(variant)
 
     for a, b in zip(*hessian_products(loss, leaves), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * float(jnp.max(jnp.abs(a))))
+
+
+def test_tokens_and_segments_that_mix_examples_up_are_refused(unchecked):
+    model = tiny_config("depthwise").build(jax.random.key(0))
+    tokens = jnp.array([[3, 4, 5, 6]])
+    for wrong in (tokens.astype(float), tokens > 3):
+        with pytest.raises(UserError, match=r"tokens have dtype .*; give integers"):
+            model.embed(wrong)
+    packed = jnp.array([[1, 1, 2, 2]])
+    for side in ("encoder", "decoder"):
+        with pytest.raises(UserError, match=f"{side}_segment_ids holds the segment 2"):
+            model(tokens, tokens, **{f"{side}_segment_ids": packed})

@@ -290,3 +290,32 @@ def test_a_sentinel_of_endless_digits_is_text(model):
 def test_impossible_settings_are_reported_together():
     with pytest.raises(UserError, match=r"(?s)max_length=0.*batch_size=0.*long_inputs='cut'"):
         PredictConfig(max_length=0, batch_size=0, long_inputs="cut")
+
+
+def test_what_is_no_list_of_texts_is_refused(model):
+    used = predictor(model)
+    for texts in (None, 7, {"a", "b"}, b"ab", {"text": "a"}):
+        with pytest.raises(UserError, match=r"texts=.* must be a list of texts"):
+            used.predict(texts)
+    with pytest.raises(UserError, match="the text None is none"):
+        used.score(["a"], [None])
+
+
+def test_ids_that_are_no_integers_and_rows_that_are_no_count_are_refused(model):
+    used = predictor(model)
+    with pytest.raises(UserError, match=r"token ids \[1.5, 2\] are float64"):
+        used.predict_tokens([[1.5, 2]])
+    for rows in (0, -1, 2.5):
+        with pytest.raises(UserError, match=f"rows={rows} must be an integer of at least 1"):
+            used.predict_tokens([[5, 1]], rows=rows)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_length": "6"}, {"batch_size": 2.5}, {"strategy": "beam"}, {"seed": 1.5}, {"seed": "a"}],
+    ids=str,
+)
+def test_settings_of_a_wrong_type_are_refused(settings):
+    ((name, value),) = settings.items()
+    with pytest.raises(UserError, match=f"PredictConfig: {name}={value!r} must"):
+        PredictConfig(**settings)

@@ -187,7 +187,8 @@ def test_examples_that_begin_at_a_multiple_of_the_stride_equal_separate_ones(pos
 def test_rows_of_a_single_segment_are_not_packed(ids):
     source, target = random_tokens(0, 1, 8), shift(random_tokens(1, 1, 5))
     given = np.array([ids], np.int32)
-    row = jax.eval_shape(lambda: model("halves").outputs(source, target, encoder_segment_ids=given))
+    both = {"encoder_segment_ids": given, "decoder_segment_ids": np.full((1, 5), max(ids))}
+    row = jax.eval_shape(lambda: model("halves").outputs(source, target, **both))
     assert row.shape[:2] == (1, 5)
 
 

@@ -75,12 +75,17 @@ def lack_of_room(error: BaseException) -> str | None:
 
 
 def of_files(error: BaseException) -> UserError | None:
-    """Returns the user error for a file system error about a path; None for other errors.
+    """Returns the user error for an error about a path or a bucket; None for other errors.
 
     Missing paths are not included: whoever looks for one has a better message.
     """
     if full := of_full_disk(error):
         return full
+    if url := _BUCKET.search(str(error)) if type(error).__module__ == _OF_STORES else None:
+        return TrainingError(
+            f"{url[0]} cannot be used ({' '.join(str(error).split())[:300]}); check the name of "
+            "the bucket, your permissions and the network, then repeat the command."
+        )
     if isinstance(error, FileNotFoundError) and _NO_TEMPORARY in str(error):
         return TrainingError(
             f"{error.strerror}: none of these folders can be written. Free space there, raise the "
@@ -104,6 +109,8 @@ _OF_PATHS = {
 }
 
 
+_BUCKET = re.compile(r"\b(gs|s3|az|hf)://\S+")
+_OF_STORES = "tensorflow.python.framework.errors_impl"  # What TensorFlow raises for them.
 _NO_TEMPORARY = "No usable temporary directory"  # An error of Python's tempfile.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

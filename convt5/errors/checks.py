@@ -80,7 +80,7 @@ def step_faults(description: object, names: Iterable[str]) -> list[str]:
 
 def fits_64_bits(number: int) -> bool:
     """Returns whether a number can be a seed: a jax key is made of 64 bits."""
-    return -(2**63) <= number < 2**63
+    return isinstance(number, numbers.Integral) and -(2**63) <= number < 2**63
 
 
 def check_reads_text(model: object, what: str = "the data are") -> None:

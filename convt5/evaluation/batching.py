@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from convt5 import errors
 from convt5.generation.decoding import SMALLEST_LENGTH, bucket_size
 
 PADDING_ROW = -1
@@ -51,5 +52,10 @@ def stack(values: Sequence[Sequence[int]], length: int, *, rows: int | None = No
     """Returns token ids as [rows, length], padded with 0; by default one row per value."""
     array = np.zeros((len(values) if rows is None else rows, length), np.int32)
     for i, row in enumerate(values):
-        array[i, : len(row)] = row
+        ids = np.asarray(row)
+        if ids.size and not np.issubdtype(ids.dtype, np.integer):
+            raise errors.UserError(
+                f"token ids {errors.clip(row)} are {ids.dtype}, but must be integers."
+            )
+        array[i, : len(row)] = ids
     return array

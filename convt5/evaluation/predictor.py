@@ -4,7 +4,7 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -14,6 +14,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 from convt5 import errors
+from convt5.errors import rules
 from convt5.evaluation.batching import PADDING_ROW, Batch, plan_batches, stack
 from convt5.evaluation.settings import PredictConfig, Rank
 from convt5.generation import decoding, samples
@@ -369,7 +370,10 @@ class Predictor:
         return [score for (score,) in self.score_choices(sources, [[ids] for ids in targets])]
 
     def _batches(self, lengths: Sequence[int], rows: int | None = None) -> list[Batch]:
-        rows = rows or min(self.config.batch_size, decoding.bucket_size(len(lengths)))
+        if rows is None:
+            rows = min(self.config.batch_size, decoding.bucket_size(len(lengths)))
+        if broken := rules.count(rows):
+            raise errors.UserError(f"rows={rows!r} {broken}")
         return plan_batches(lengths, rows=rows, longest=self._lengths["inputs"])
 
     def _decode(
@@ -524,6 +528,8 @@ def encode_text(vocabulary: TextVocabulary, text: str) -> list[int]:
 
 
 def _checked_text(text: str) -> str:
+    if not isinstance(text, str):
+        raise errors.UserError(f"the text {errors.clip(text)} is none; give a string.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -572,12 +578,15 @@ def _reads_sentinels_as_letters(vocabulary: TextVocabulary) -> bool:
 
 
 def _check_several(**given: object) -> None:
-    """Raises an error for a single string, which would be read as many texts of one letter."""
+    """Raises an error for a single input, and for inputs without an order."""
     for name, value in given.items():
-        if isinstance(value, str):
+        shown = errors.clip(value)
+        if isinstance(value, str | bytes | Mapping):
             raise errors.UserError(
-                f"{name}={value!r} is a single text, but must be a list of texts; give [{value!r}]."
+                f"{name}={shown} is a single text, but must be a list of texts; give [{shown}]."
             )
+        if isinstance(value, Set) or not isinstance(value, Iterable):
+            raise errors.UserError(f"{name}={shown} must be a list of texts, in their order.")
 
 
 def _ranking(

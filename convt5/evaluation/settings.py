@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from convt5 import errors
-from convt5.errors import checks
+from convt5.errors import checks, rules
 from convt5.evaluation.flags import LONG_INPUTS, STRATEGY_FLAGS
 from convt5.generation.search import BeamSearch, Greedy, Sampling, Strategy
 from convt5.modeling.description import ModelDescription
@@ -61,11 +61,13 @@ class PredictConfig:
 
     def __post_init__(self):
         faults = [
-            f"{name}={value} must be at least 1."
+            f"{name}={value!r} must be at least 1, and an integer."
             for name in ("max_length", "max_input_length", "batch_size")
-            if (value := getattr(self, name)) is not None and value < 1
+            if (value := getattr(self, name)) is not None and rules.count(value)
         ]
         faults += _seed_faults(self.seed)
+        if self.strategy is not None and not _is_object(self.strategy):
+            faults.append(f"strategy={self.strategy!r} must be one such as search.BeamSearch().")
         if self.long_inputs not in LONG_INPUTS:
             faults.append(
                 f"long_inputs={self.long_inputs!r} must be one of {', '.join(LONG_INPUTS)}."
@@ -145,9 +147,9 @@ class EvalConfig:
         if not isinstance(self.tasks, list | tuple):
             object.__setattr__(self, "tasks", (self.tasks,))
         faults = _seed_faults(self.seed)
-        if self.num_examples is not None and self.num_examples < 1:
+        if self.num_examples is not None and rules.count(self.num_examples):
             faults.append(f"num_examples={self.num_examples} must be at least 1, or None for all.")
-        if self.every_nth < 1:
+        if rules.count(self.every_nth):
             faults.append(f"every_nth={self.every_nth} must be at least 1, which takes all.")
         errors.raise_all(faults, where="EvalConfig")
 
@@ -183,10 +185,14 @@ def from_flags(config: PredictConfig, flags: Mapping[str, Any]) -> PredictConfig
     return dataclasses.replace(config, strategy=strategy, **values)
 
 
+def _is_object(value: object) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
 def _seed_faults(seed: int) -> list[str]:
     if checks.fits_64_bits(seed):
         return []
-    return [f"seed={seed} must fit into 64 bits: at least -2**63, and below 2**63."]
+    return [f"seed={seed!r} must fit into 64 bits: at least -2**63, and below 2**63."]
 
 
 def _strategies_with(flag: str) -> list[str]:

@@ -119,9 +119,11 @@ class ConvT5(nnx.Module):
 
         Raises:
             UserError: the stem has a stride, and rows hold several packed examples, or might:
-                inside `jax.jit` the values of segment ids are unknown.
+                inside `jax.jit` the values of segment ids are unknown. Or only one side has
+                segment ids of several examples.
         """
         self._check_not_packed(encoder_segment_ids)
+        _check_both_packed(encoder_segment_ids, decoder_segment_ids)
         encoder_key, decoder_key = split_key(dropout_key, 2)
         if encoder_segment_ids is None:
             encoder_segment_ids = (jnp.asarray(encoder_input_tokens) != 0).astype(jnp.int32)
@@ -289,8 +291,8 @@ class ConvT5(nnx.Module):
         """Returns the token embeddings.
 
         Raises:
-            UserError: an id is not below `vocab_size`. Not checked inside `jax.jit`, where such ids
-                take the last row.
+            UserError: the ids are no integers, or one is not below `vocab_size`. The latter is not
+                checked inside `jax.jit`, where such ids take the last row.
         """
         self._check_ids(tokens)
         return self.token_embedder(jnp.asarray(tokens), dtype=jnp.dtype(self.config.dtype))
@@ -329,6 +331,11 @@ class ConvT5(nnx.Module):
 
     def _check_ids(self, tokens) -> None:
         rows = self.config.vocab_size
+        if not jnp.issubdtype(jnp.asarray(tokens).dtype, jnp.integer):
+            raise errors.UserError(
+                f"tokens have dtype {jnp.asarray(tokens).dtype}, but must be ids of the "
+                "vocabulary; give integers."
+            )
         unknown = _outside(tokens, rows)
         if unknown.size:
             raise errors.UserError(
@@ -377,6 +384,18 @@ class ConvT5(nnx.Module):
             raise errors.UserError(
                 f"a sequence of {length} tokens is longer than max_positions={limit}, the rows of "
                 "the learned position table; shorten it or train with a larger max_positions."
+            )
+
+
+def _check_both_packed(encoder_ids, decoder_ids) -> None:
+    """Raises `UserError` for segments on one side only, which would read nothing of the other."""
+    sides = {"encoder": (encoder_ids, decoder_ids), "decoder": (decoder_ids, encoder_ids)}
+    for side, (given, other) in sides.items():
+        ids = None if given is None or other is not None else _known(given)
+        if ids is not None and ids.max(initial=0) > 1:
+            raise errors.UserError(
+                f"{side}_segment_ids holds the segment {ids.max()}, but the other side has no "
+                "segment ids and is segment 1; give encoder_segment_ids and decoder_segment_ids."
             )
 
 

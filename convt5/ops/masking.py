@@ -4,6 +4,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 
+def check_segments(name: str, segment_ids) -> None:
+    """Raises ValueError for segment ids that are not an array of integers, [batch, length]."""
+    if getattr(segment_ids, "ndim", None) != 2:
+        found = getattr(segment_ids, "shape", f"{type(segment_ids).__name__}, which is no array")
+        raise ValueError(f"{name} has shape {found}, but must have the axes [batch, length].")
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(
+            f"{name} has dtype {segment_ids.dtype}, but numbers packed examples; give integers, 0 "
+            "for padding."
+        )
+
+
 def attention_mask(
     query_segment_ids: Int[Array, "batch target"],
     key_segment_ids: Int[Array, "batch source"],

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from convt5.ops import dispatch
 from convt5.ops.attention import blockwise_attention, sharded_attention
-from convt5.ops.masking import attention_mask
+from convt5.ops.masking import attention_mask, check_segments
 from convt5.ops.varying import vary_alike
 
 
@@ -77,6 +77,8 @@ def _check_shapes(query, key, value, query_ids, key_ids, bias) -> None:
                 f"{name} has shape {array.shape}, but must have shape {shape} for query of shape "
                 f"{query.shape} and key of shape {key.shape}."
             )
+    check_segments("query_segment_ids", query_ids)
+    check_segments("key_segment_ids", key_ids)
     if not jnp.issubdtype(query.dtype, jnp.floating):
         raise ValueError(
             f"query has dtype {query.dtype}, which the result would be rounded to; give floating "

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from convt5.ops import dispatch
 from convt5.ops.convolution import cpu, gpu, reference, sharded
 from convt5.ops.geometry import Padding, Taps, pad_widths
+from convt5.ops.masking import check_segments
 from convt5.ops.varying import vary_alike
 
 Segments = Int[Array, "batch length"] | None
@@ -153,11 +154,13 @@ def dynamic_conv(
 
 def _check_axes(x, name: str, weights, axes: str) -> None:
     for what, array, expected in (("x", x, "batch length embed"), (name, weights, axes)):
-        if array.ndim != len(expected.split()):
+        if getattr(array, "ndim", None) != len(expected.split()):
+            found = getattr(array, "shape", f"{type(array).__name__}, which is no array")
             raise ValueError(
-                f"{what} has shape {array.shape}, but must have the axes "
-                f"[{', '.join(expected.split())}]."
+                f"{what} has shape {found}, but must have the axes [{', '.join(expected.split())}]."
             )
+    if jnp.issubdtype(weights.dtype, jnp.complexfloating):
+        raise ValueError(f"{name} has dtype {weights.dtype}; give real numbers.")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
             f"x has dtype {x.dtype}, which the result would be rounded to; give floating point."
@@ -171,10 +174,8 @@ def _check_rate(rate: float) -> None:
 
 def _check_shapes(x, segment_ids, **of_positions) -> None:
     """Raises ValueError for shapes that would broadcast silently along positions."""
-    if segment_ids is not None and segment_ids.ndim != 2:
-        raise ValueError(
-            f"segment_ids has shape {segment_ids.shape}, but must have the axes [batch, length]."
-        )
+    if segment_ids is not None:
+        check_segments("segment_ids", segment_ids)
     for name, array in (("segment_ids", segment_ids), *of_positions.items()):
         if array is not None and array.shape[:2] != x.shape[:2]:
             raise ValueError(
