@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import os
 import pathlib
+import sys
 
 import commands
 
@@ -19,6 +20,9 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Other workers and commands that tests start find compiled modules and rewritten tests beside them.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Most of the time of these tests is spent compiling the same small programs: parallel workers,
 # commands started by tests and later runs find them here.
 CACHE = pathlib.Path(__file__).resolve().parents[1] / ".pytest_cache" / "jax"

@@ -192,7 +192,7 @@ def test_stepping_equals_teacher_forcing_for_drawn_models(make_config):
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=30, deadline=None)
+@hypothesis.settings(max_examples=20, deadline=None)
 @hypothesis.given(configs())
 def test_stepping_equals_teacher_forcing_for_many_drawn_models(make_config):
     check_stepping(make_config())

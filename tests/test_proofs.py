@@ -209,9 +209,9 @@ def test_proofs_that_take_long_say_so_and_what_takes_less(capsys, monkeypatch):
 class TestMeshes:
     @pytest.mark.slow
     def test_an_update_is_the_same_on_meshes(self):
-        sizes = ["data=2, tensor=2", "fsdp=2, tensor=2", "data=2, sequence=4"]
+        sizes = ["data=2, fsdp=2, tensor=2", "data=2, sequence=4"]
         proofs = prove_on(TEXT, *sizes)
-        assert [proof.result for proof in proofs] == ["holds"] * 3
+        assert [proof.result for proof in proofs] == ["holds"] * 2
         assert [proof.name for proof in proofs] == [f"the update is the same on {s}" for s in sizes]
 
     @pytest.mark.slow

@@ -867,7 +867,11 @@ from __gin__ import dynamic_registration
 from convt5 import sweeps
 sweeps.Study.output_dir = '{folder}'
 sweeps.Study.gin_files = ['gin/runs/digits.gin']
-sweeps.Study.bindings = {{'NUM_STEPS': 80, 'trainer.train.log_every_steps': 1}}
+sweeps.Study.bindings = {{
+    'NUM_STEPS': 80,
+    'images.ImageDataConfig.batch_size': 16,
+    'trainer.train.log_every_steps': 1,
+    'trainer.train.statistics': None}}
 sweeps.Study.grids = [@sweeps.Grid()]
 sweeps.Study.seeds = [0]
 sweeps.Study.metric = 'validation/accuracy'
@@ -883,7 +887,8 @@ def test_a_study_that_is_stopped_goes_on_in_the_middle_of_a_run(tmp_path):
     file, folder = tmp_path / "study.gin", tmp_path / "study"
     file.write_text(STUDY.format(folder=folder))
     command = [sys.executable, "-m", "convt5.sweep", f"--gin_file={file}", "--processes=2"]
-    first = commands.start(command, cwd=ROOT, stderr=subprocess.PIPE)
+    one_device = os.environ | {"XLA_FLAGS": commands.QUICK_COMPILATION}
+    first = commands.start(command, cwd=ROOT, env=one_device, stderr=subprocess.PIPE)
 
     def outputs():
         return [*folder.glob("runs/*peak=0.001*/output.txt")]
@@ -894,7 +899,7 @@ def test_a_study_that_is_stopped_goes_on_in_the_middle_of_a_run(tmp_path):
     assert first.returncode == 143
     (output,) = outputs()
     assert "stopped by SIGTERM" in output.read_text()
-    again = commands.run(command, cwd=ROOT, timeout=900)
+    again = commands.run(command, cwd=ROOT, env=one_device, timeout=900)
     assert again.returncode == 0, again.stderr
     assert "resumes from the checkpoint" in output.read_text()
     # The other run may have been quicker than the signal, which is then all that is told.
