@@ -14,7 +14,7 @@ from convt5 import convert
 from convt5.checkpoints.reading import find_checkpoint
 from convt5.configuration import gin_config
 from convt5.errors import UserError
-from convt5.interchange import hugging_face, loading, portable
+from convt5.interchange import conversion, converting, hugging_face, loading, portable
 
 with warnings.catch_warnings():  # TensorFlow's own imports warn.
     warnings.simplefilter("ignore")
@@ -172,7 +172,7 @@ def test_a_conversion_that_was_killed_is_redone(capsys, checkpoint, tmp_path):
 
 def test_an_error_while_writing_leaves_nothing(tmp_path):
     def write_half():
-        with convert.new_directory(tmp_path / "run") as folder:
+        with converting.new_directory(tmp_path / "run") as folder:
             (folder / "half").write_text("written")
             raise OSError("disk full")
 
@@ -183,9 +183,9 @@ def test_an_error_while_writing_leaves_nothing(tmp_path):
 
 def test_two_conversions_into_one_directory_do_not_mix(tmp_path):
     with (
-        convert.new_directory(tmp_path / "run"),
+        converting.new_directory(tmp_path / "run"),
         pytest.raises(UserError, match="in use"),
-        convert.new_directory(tmp_path / "run"),
+        converting.new_directory(tmp_path / "run"),
     ):
         pytest.fail("the second conversion began")
     assert (tmp_path / "run").is_dir()
@@ -202,10 +202,10 @@ def test_an_output_directory_in_use_is_left_alone(capsys, checkpoint, tmp_path):
 
 def test_an_output_directory_in_a_bucket_or_a_file_is_refused(tmp_path):
     with pytest.raises(UserError, match="must be a local folder"):
-        convert.check_destination("gs://bucket/run")
+        conversion.check_destination("gs://bucket/run")
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="is a file"):
-        convert.check_destination(str(tmp_path / "file"))
+        conversion.check_destination(str(tmp_path / "file"))
 
 
 @pytest.mark.parametrize("target", ["run", "absent"])
@@ -223,7 +223,7 @@ def test_a_link_to_itself_or_to_nothing_is_refused_before_the_model_is_read(
 def test_an_output_directory_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"output_dir=.*run cannot be made: .*file is no folder"):
-        convert.check_destination(str(tmp_path / "file" / "run"))
+        conversion.check_destination(str(tmp_path / "file" / "run"))
 
 
 def test_an_empty_output_directory_is_filled(capsys, checkpoint, tmp_path):
@@ -378,7 +378,7 @@ def test_training_continues_from_an_import(capsys, tmp_path):
 
 def test_a_name_as_long_as_can_be_is_that_of_an_export(tmp_path):
     destination = tmp_path / ("x" * 255)
-    with convert.new_directory(destination) as folder:
+    with converting.new_directory(destination) as folder:
         (folder / "file").write_text("")
     assert [path.name for path in tmp_path.iterdir()] == [destination.name]
 
@@ -387,7 +387,7 @@ def test_nothing_is_removed_or_written_behind_a_link_in_the_way_of_a_conversion(
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep me")
     (tmp_path / ".run.incomplete").symlink_to(tmp_path / "mine")
-    with convert.new_directory(tmp_path / "run") as folder:
+    with converting.new_directory(tmp_path / "run") as folder:
         (folder / "file").write_text("")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
     assert (tmp_path / "run" / "file").is_file()

@@ -16,10 +16,11 @@ import pytest
 from convt5.tasks import vocabularies
 from quick import quick
 
-from convt5 import convert, errors
+from convt5 import errors
 from convt5.checkpoints import checkpoint, reading
 from convt5.data import cached_data
 from convt5.evaluation.results import Outcome, Results, ResumableLines
+from convt5.interchange import converting
 from convt5.training import run_log
 from convt5.training.trainer import train
 
@@ -275,7 +276,7 @@ def test_a_log_that_is_no_longer_in_its_place_is_told(tmp_path):
 def test_an_export_is_put_in_its_place_or_refused(tmp_path, victim, swap):
     refused = None
     try:
-        with convert.new_directory(tmp_path / "out") as folder:
+        with converting.new_directory(tmp_path / "out") as folder:
             (folder / "model").write_text("whole")
             swap(folder, victim)
     except errors.UserError as error:
@@ -297,7 +298,7 @@ DESTINATIONS: dict[str, Callable[[pathlib.Path, pathlib.Path], object]] = {
 @pytest.mark.parametrize("kind", DESTINATIONS)
 def test_what_took_the_place_of_an_export_meanwhile_is_kept(tmp_path, victim, kind):
     def take():
-        with convert.new_directory(tmp_path / "out") as folder:
+        with converting.new_directory(tmp_path / "out") as folder:
             (folder / "model").write_text("whole")
             DESTINATIONS[kind](tmp_path / "out", victim)
 

@@ -1,0 +1,245 @@
+"""Reads a model of one format and writes it in another, into a folder that appears when complete.
+
+A conversion is written to a hidden folder beside its destination and moved there when complete.
+After a kill, the same command repeats it.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from convt5 import errors
+from convt5.interchange import (
+    hugging_face,
+    loading,
+    mesh_tf,
+    model_card,
+    portable,
+    pycls,
+    pytorch_model,
+    run_files,
+    stablehlo,
+    t5x,
+)
+from convt5.interchange.conversion import Conversion
+from convt5.interchange.mapping import Imported
+from convt5.interchange.operative_config import OperativeConfig
+from convt5.interchange.optimizer_state import import_state
+from convt5.interchange.t5x_files import Files
+from convt5.interchange.tf_checkpoint import Checkpoint
+from convt5.modeling.architecture import ConvT5Config
+from convt5.runtime import atomic_files
+from convt5.text import task_format, vocabulary_files
+from convt5.training import run_directory
+
+TextOf = Callable[[Conversion, Imported], vocabulary_files.KeptText | None]
+
+
+def convert(conversion: Conversion, destination: pathlib.Path, text_of: TextOf) -> str:
+    """Creates the destination; returns a message for the user.
+
+    Args:
+        conversion: what to read and to write.
+        destination: the folder to create, as `check_destination` returns it.
+        text_of: returns the text of the ids of the model that was read, as far as known.
+
+    Raises:
+        UserError: the input is invalid; nothing is written then.
+    """
+    read = {
+        "mesh_tf": _read_mesh_tf,
+        "t5x": _read_t5x,
+        "transformers": _read_exported,
+        "hf": _read_exported,
+        "pycls": _read_pycls,
+        "safetensors": _read_exported,
+        "run": _read_run,
+    }[conversion.source]
+    imported, make_state, training = read(conversion)
+    if conversion.dtype:
+        config = dataclasses.replace(imported.config, dtype=conversion.dtype)
+        imported = imported._replace(config=config)
+    origin = f"Imported from {conversion.checkpoint} ({conversion.source}) by convt5.convert."
+    text = text_of(conversion, imported)
+    formats = task_format.load(conversion.checkpoint)
+    with new_directory(destination) as folder:
+        if formats:
+            task_format.write(folder, formats)
+        if text is not None:
+            vocabulary_files.write(folder / vocabulary_files.FOLDER, text)
+            if conversion.target in ("transformers", "hf"):
+                vocabulary_files.write_for_hugging_face(folder, text)
+        if conversion.target == "run":
+            state = make_state(imported)
+            run_files.write_run(
+                folder, imported, state, training, run_dir=destination, origin=origin
+            )
+        else:
+            _export(folder, imported, conversion)
+    return f"{imported.report.text()}{_next_step(conversion, destination)}"
+
+
+@contextlib.contextmanager
+def new_directory(destination: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields a folder to write to, which becomes `destination` only on success.
+
+    First removes what a killed conversion left behind; one that is running is an error.
+    """
+    partial = atomic_files.unfinished(destination, "incomplete")
+    with run_directory.hold(partial):
+        for left_over in partial.iterdir():
+            if left_over.is_dir() and not left_over.is_symlink():
+                shutil.rmtree(left_over)
+            elif left_over.name != "lock":
+                left_over.unlink()
+        opened = os.open(partial, os.O_RDONLY)
+        try:
+            yield partial
+            _put(partial, destination, opened)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        finally:
+            os.close(opened)
+
+
+def _put(partial: pathlib.Path, destination: pathlib.Path, opened: int) -> None:
+    """Renames a complete folder, unless it was replaced; `opened` is its file descriptor."""
+    try:
+        atomic_files.check_same(opened, partial)
+        (partial / "lock").unlink(missing_ok=True)
+        os.rename(partial, destination)
+    except OSError as error:
+        raise errors.TrainingError(
+            f"output_dir={destination} cannot be put in its place ({error.strerror}: "
+            f"{error.filename}), which was changed during the conversion; repeat the command, or "
+            "name another folder."
+        ) from error
+
+
+def _read_mesh_tf(conversion: Conversion) -> tuple[Imported, Callable[..., Any], Any]:
+    checkpoint = Checkpoint(conversion.checkpoint)
+    path = conversion.operative_config or _beside(checkpoint.prefix)
+    operative = OperativeConfig.read(path) if path else None
+    settings = mesh_tf.training_settings(operative)
+    imported = mesh_tf.read_model(checkpoint, operative, allow_unmapped=conversion.allow_unmapped)
+    if path and not conversion.operative_config:
+        imported.report.notes.append(f"settings read from {path}, found beside the checkpoint.")
+    moments = mesh_tf.read_moments(checkpoint, imported) if conversion.optimizer else None
+    checkpoint.check_unread()
+
+    def make_state(imported):
+        optimizer = settings.optimizer.build(settings.schedule)
+        return import_state(imported, optimizer, moments)
+
+    return imported, make_state, run_files.Training(*settings)
+
+
+def _read_t5x(conversion: Conversion) -> tuple[Imported, Callable[..., Any], Any]:
+    files = Files(conversion.checkpoint)
+    beside = (folder / name for folder in files.folder.parents[:2] for name in t5x.GIN_FILES)
+    path = conversion.operative_config or next((p for p in beside if p.is_file()), None)
+    settings = OperativeConfig.read(path) if path else None
+    training = t5x.training_settings(settings)
+    imported = t5x.read_model(files, settings, allow_unmapped=conversion.allow_unmapped)
+    if path and not conversion.operative_config:
+        imported.report.notes.append(f"settings read from {path}, found beside the checkpoint.")
+    moments = None
+    if conversion.optimizer:
+        moments = t5x.read_moments(files, imported)
+        training = t5x.factoring_as_kept(training, files, imported)
+
+    def make_state(imported):
+        return import_state(imported, training.optimizer.build(training.schedule), moments)
+
+    return imported, make_state, training
+
+
+def _read_exported(conversion: Conversion) -> tuple[Imported, Callable[..., Any], Any]:
+    reader = {"hf": hugging_face, "safetensors": portable}.get(conversion.source)
+    reader = reader or loading.of_transformers(conversion.checkpoint)
+    imported = reader.read_model(conversion.checkpoint, allow_unmapped=conversion.allow_unmapped)
+    training = run_files.default_training(imported.config)
+    return imported, lambda imported: _new_state(imported, training), training
+
+
+def _read_pycls(conversion: Conversion) -> tuple[Imported, Callable[..., Any], Any]:
+    imported = pycls.read_model(
+        conversion.checkpoint,
+        num_heads=conversion.num_heads,
+        image_size=conversion.image_size,
+        stem_strides=_strides(conversion.stem_strides),
+        allow_unmapped=conversion.allow_unmapped,
+    )
+    training = run_files.default_training(imported.config)
+    return imported, lambda imported: _new_state(imported, training), training
+
+
+def _read_run(conversion: Conversion) -> tuple[Imported, Callable[..., Any], Any]:
+    imported = loading.read_run(conversion.checkpoint, step=conversion.step)
+    return imported, lambda _: None, None
+
+
+def _new_state(imported: Imported, training: Any) -> Any:
+    return import_state(imported, training.optimizer.build(training.schedule))
+
+
+def _export(folder: pathlib.Path, imported: Imported, conversion: Conversion) -> None:
+    if conversion.target != "safetensors" and not isinstance(imported.config, ConvT5Config):
+        raise errors.UserError(
+            f"--to={conversion.target} is for text models, and {conversion.checkpoint} holds a "
+            f"{type(imported.config).__name__}; write it with --to=safetensors."
+        )
+    if conversion.target == "transformers":
+        is_t5 = hugging_face.is_t5(imported.config)
+        if is_t5:
+            hugging_face.write_model(folder, imported.config, imported.params)
+        else:
+            pytorch_model.write_model(folder, imported.config, imported.params, step=imported.step)
+        card = model_card.text(
+            imported,
+            origin=conversion.checkpoint,
+            licence=conversion.license,
+            needs_code=not is_t5,
+        )
+        (folder / model_card.FILE).write_text(card)
+    elif conversion.target == "hf":
+        hugging_face.write_model(folder, imported.config, imported.params)
+    elif conversion.target == "safetensors":
+        portable.write_model(folder, imported.config, imported.params, step=imported.step)
+    else:
+        given = {
+            "encoder_length": conversion.encoder_length,
+            "decoder_length": conversion.decoder_length,
+        }
+        lengths = {name: value for name, value in given.items() if value is not None}
+        stablehlo.write_programs(
+            folder, imported.model(), **{"encoder_length": 512, "decoder_length": 114, **lengths}
+        )
+
+
+def _strides(text: str | None) -> list[int] | None:
+    """Returns the numbers of --stem_strides."""
+    if text is None:
+        return None
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise errors.UserError(
+            f"--stem_strides={text} must be numbers with commas between them, such as 2,2,2,2,1."
+        )
+    return [int(part) for part in text.split(",")]
+
+
+def _beside(prefix: str) -> str | None:
+    """Returns the operative config in the folder of a checkpoint, or None."""
+    path = pathlib.Path(prefix).parent / "operative_config.gin"
+    return str(path) if path.is_file() else None
+
+
+def _next_step(conversion: Conversion, destination: pathlib.Path) -> str:
+    if conversion.target != "run":
+        return f"written to {destination}"
+    return f"written to {destination}\ncontinue training: {run_files.train_command(destination)}"
