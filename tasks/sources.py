@@ -1,4 +1,4 @@
-"""seqio sources of whole documents under "text": local files, TFDS and text in memory.
+"""seqio sources of whole documents, in the feature "text": local files, TFDS, text in memory.
 
 The order of documents is determined by the seed, separately for each host and epoch.
 """

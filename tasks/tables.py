@@ -123,9 +123,9 @@ def find_splits(path: Path) -> dict[str, list[str]]:
     """Returns the files of each split.
 
     Args:
-        path: a folder, whose files, and folders of files, are named after splits ("dev" and "valid"
-            mean "validation"); or a file, a glob or several, which are "train"; or a mapping from
-            splits to these.
+        path: a folder that has a file, or a folder of files, for each split under its name ("dev"
+            and "valid" mean "validation"); or a file, a glob or a list of these for "train" alone;
+            or a mapping from splits to these.
 
     Raises:
         UserError: there is no file, or one is both compressed and uncompressed.

@@ -1,4 +1,4 @@
-"""The machine of the measurements, and its peak rates of copying and multiplying."""
+"""Describes the machine of a benchmark; measures its peak rates of copying and multiplying."""
 
 import time
 from collections.abc import Callable

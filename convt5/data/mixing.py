@@ -23,9 +23,9 @@ class BlockPlace(NamedTuple):
     """The position of a block.
 
     Attributes:
-        epoch: earlier passes over the data.
-        number: earlier blocks of the epoch.
-        first: earlier source examples of the epoch.
+        epoch: number of earlier passes over the data.
+        number: number of earlier blocks of the epoch.
+        first: number of source examples in those blocks.
     """
 
     epoch: int = 0

@@ -116,7 +116,7 @@ Strategy = Greedy | Sampling | BeamSearch
 
 
 def length_penalty_faults(length_penalty: float, length: int = 1) -> list[str]:
-    """Returns errors in an exponent, for sums that are divided by up to `length` ** it."""
+    """Returns errors in a length penalty: scores are divided by the length to this power."""
     if not (_is_number(length_penalty) and math.isfinite(length_penalty)):
         return [
             f"length_penalty={length_penalty!r} must be a finite number; 0 compares plain sums, "

@@ -98,7 +98,7 @@ class Checkpoint:
         return {name: shape for name, shape in self.shapes.items() if SLOT.match(name)}
 
     def _check_files(self) -> None:
-        """Reports missing shards, which TensorFlow notices only when it reads them."""
+        """Raises `UserError` for a missing shard; TensorFlow would notice only when reading it."""
         folder, name = pathlib.PurePath(self.prefix).parent, pathlib.PurePath(self.prefix).name
         if atomic_files.is_remote(self.prefix):
             return

@@ -129,7 +129,7 @@ def prove(
 
 
 def _is_noise(loss: Loss, model: Any, batch: Batch) -> dict[str, np.ndarray]:
-    """Returns by name where gradients are rounding errors of zero, as for biases of keys.
+    """Marks, by name, gradients that are exactly zero but for rounding, as those of key biases.
 
     Optimizers that normalise gradients turn them into full updates in arbitrary directions.
     """

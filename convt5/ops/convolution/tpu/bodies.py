@@ -25,7 +25,7 @@ class Rows:
     """Rows of a window in float32.
 
     Attributes:
-        ref: [tiles, window, 128]. Only tiles of 128 channels can be read from any row.
+        ref: [tiles, window, 128]. With 128 channels in a tile, a read may begin at any row.
         window: the rows held.
     """
 
