@@ -2,10 +2,11 @@
 
 The text says each of them elsewhere too. A model learns this within minutes, long before it can
 guess words from their context alone. The quick start trains it on English sentences that every
-Python has: its documentation, and the docstrings of its standard library.
+installation has: the documentation of Python, and the docstrings of its library and of JAX.
 """
 
 import functools
+import importlib.util
 import inspect
 import pathlib
 import pydoc_data.topics
@@ -27,7 +28,7 @@ from .sources import ItemSource
 VOCABULARY_FILE = str(pathlib.Path(__file__).with_name("pydoc.model"))
 """SentencePiece model of Python's own text, which docs/tools/pydoc_vocabulary.py trains."""
 
-_PASSAGE_LETTERS = 360
+_PASSAGE_LETTERS = 280
 _HOLDOUT_EVERY = 10
 
 _NO_LIBRARY = {
@@ -47,7 +48,7 @@ _DOCSTRING = re.compile(r'^[ \t]*[rR]?"""(.*?)"""', re.DOTALL | re.MULTILINE)
 _PARAGRAPH_END = re.compile(r"\n\s*\n")
 _SENTENCE_END = re.compile(r"(?<=[.:]) (?=[A-Z])")
 _PROSE = re.compile(r"[A-Z].{40,}[.:]")
-_WORD = re.compile(r"▁[A-Za-z]{4,}")
+_WORD = re.compile(r"▁[A-Za-z]{5,}")
 _CONTINUATION = re.compile(r"[^▁\W].*")
 
 
@@ -60,7 +61,7 @@ def mask_recurring_words(
 ) -> tf.data.Dataset:
     """Turns documents, token ids under "targets", into pairs of masked text and words.
 
-    Words are pieces of at least four letters. In the input, a sentinel follows the first letters of
+    Words are pieces of at least five letters. In the input, a sentinel follows the first letters of
     a masked word, as in a crossword; the word stands elsewhere in the same segment too, unmasked.
     The target lists each word after its sentinel, and ends with the last one.
 
@@ -107,7 +108,7 @@ class WordTables(NamedTuple):
     """What is known of each id.
 
     Attributes:
-        clues: id of the first letters of a word of at least four letters; 0 for other ids.
+        clues: id of the first letters of a word of at least five letters; 0 for other ids.
         continuations: whether a piece continues a word.
     """
 
@@ -144,14 +145,14 @@ def _word_tables(vocabulary: seqio.SentencePieceVocabulary) -> WordTables:
     clues, continuations = np.zeros((2, vocabulary.vocab_size), np.int32)
     for token, piece in enumerate(pieces):
         if _WORD.fullmatch(piece):
-            # The mark of a word, then two letters or one.
-            clues[token] = ids.get(piece[:3]) or ids.get(piece[:2]) or 0
+            # The mark of a word, then three letters, two or one.
+            clues[token] = next((ids[piece[:n]] for n in (4, 3, 2) if piece[:n] in ids), 0)
         continuations[token] = bool(_CONTINUATION.match(piece))
     return WordTables(clues, continuations > 0)
 
 
 def passages(texts: Iterable[str]) -> list[str]:
-    """Returns the English sentences of texts, joined to passages of up to 360 letters.
+    """Returns the English sentences of texts, joined to passages of up to 280 letters.
 
     Tables, code and indented paragraphs are left out, and paragraphs that an earlier text has.
     """
@@ -181,21 +182,33 @@ def _sentences(text: str, known: set[str]) -> Iterator[str]:
 def pydoc_passages() -> list[str]:
     """Returns passages of Python's documentation and of the docstrings of its standard library."""
     topics = [text for _, text in sorted(pydoc_data.topics.topics.items())]
-    return passages([*topics, *_library_docstrings()])
-
-
-def _library_docstrings() -> Iterator[str]:
-    """Yields the docstrings of each module of the standard library as one text."""
     root = pathlib.Path(sysconfig.get_path("stdlib"))
-    for path in sorted([*root.glob("*.py"), *root.glob("[a-z]*/*.py")]):
-        if path.parent.name in _NO_LIBRARY:
-            continue
+    modules = sorted([*root.glob("*.py"), *root.glob("[a-z]*/*.py")])
+    return passages(
+        [*topics, *_docstrings(path for path in modules if path.parent.name not in _NO_LIBRARY)]
+    )
+
+
+@functools.cache
+def jax_passages() -> list[str]:
+    """Returns passages of the docstrings of JAX that are not Python's too."""
+    spec = importlib.util.find_spec("jax")
+    assert spec is not None
+    assert spec.origin is not None
+    modules = sorted(pathlib.Path(spec.origin).parent.rglob("*.py"))
+    known = set(pydoc_passages())
+    return [text for text in passages(_docstrings(modules)) if text not in known]
+
+
+def _docstrings(modules: Iterable[pathlib.Path]) -> Iterator[str]:
+    """Yields the docstrings of each module as one text."""
+    for path in modules:
         source = path.read_text(encoding="utf-8", errors="replace")
         yield "\n\n".join(map(inspect.cleandoc, _DOCSTRING.findall(source)))
 
 
 class _Passages(ItemSource):
-    """Passages of Python's own text, every tenth of them held out."""
+    """Passages of Python's own text, every tenth of them held out, and for training JAX's."""
 
     def __init__(self):
         super().__init__(("train", "validation"))
@@ -205,7 +218,7 @@ class _Passages(ItemSource):
         found = texts[1::_HOLDOUT_EVERY]
         if split == "train":
             held_out = set(found)
-            found = [text for text in texts if text not in held_out]
+            found = [text for text in texts if text not in held_out] + jax_passages()
         return tf.data.Dataset.from_tensor_slices(found), len(found)
 
     def make_example(self, split: str, item: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -213,7 +226,7 @@ class _Passages(ItemSource):
 
 
 def pydoc_words() -> seqio.Task:
-    """Returns word recall in the text that every Python has; every tenth passage is held out."""
+    """Returns word recall in the text of Python and JAX; some of Python's is held out."""
     vocabulary = seqio.SentencePieceVocabulary(VOCABULARY_FILE, extra_ids=sentinels.T5_SENTINELS)
     feature = seqio.Feature(vocabulary=vocabulary, add_eos=True)
     return seqio.Task(

@@ -29,12 +29,15 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^( *)```bash\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"^```\w*\n# (\w+\.(?:py|gin))\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# What a command that no test runs needs: a comment above it, for those up to the end of the block.
+NEEDS = re.compile(r"^( *)# Needs (.*?)\.?$", re.MULTILINE)
 # Programs of others, and of the shell, which no test of ours can vouch for.
 OTHERS = {"pip", "hf", "gcloud", "echo", "mkdir", "mv", "rm", "cd", "ruff", "mkdocs"}
-OTHERS |= {"pyright", "pytest", "uv", "bash", "seqio.scripts.cache_tasks_main"}
+OTHERS |= {"pyright", "pytest", "uv", "bash", "seqio.scripts.cache_tasks_main", "needs"}
 NOTED = """
 note() { printf '%q ' "$@" >> "$NOTES"; printf '\\n' >> "$NOTES"; }
-for name in uv python pip hf gcloud echo mkdir mv rm cd bash launch/tpu_vm.sh launch/slurm.sh; do
+for name in needs uv python convt5 pip hf gcloud echo mkdir mv rm cd bash \\
+    launch/{tpu_vm,slurm}.sh; do
     eval "$name() { note $name \\"\\$@\\"; }"
 done
 TIMEFORMAT=
@@ -60,7 +63,8 @@ def calls(page: pathlib.Path, folder: pathlib.Path) -> list[list[str]]:
     notes.touch()
     shell = shutil.which("bash")
     assert shell is not None
-    code = NOTED + "\n".join(blocks(page))
+    marked = [NEEDS.sub(r"\1needs '\2'", f"needs ''\n{block}") for block in blocks(page)]
+    code = NOTED + "\n".join(marked)
     environment = {"PATH": "/usr/bin:/bin", "NOTES": str(notes), "HOME": str(folder)}
     done = commands.run([shell, "-c", code], cwd=folder, env=environment)
     assert done.stderr == "", f"{page}: {done.stderr}"
@@ -162,7 +166,10 @@ def test_a_command_that_there_is_not_is_found(tmp_path, sandbox, monkeypatch):
     page.write_text(
         "```bash\nfor n in 1 2; do\n  uv run convt5 train \\\n    --gin.N=$n\ndone\n```\n"
     )
-    assert calls(page, tmp_path) == [["uv", "run", "convt5", "train", f"--gin.N={n}"] for n in "12"]
+    assert calls(page, tmp_path) == [
+        ["needs", ""],
+        *(["uv", "run", "convt5", "train", f"--gin.N={n}"] for n in "12"),
+    ]
     monkeypatch.chdir(sandbox)
     arguments = command_line.parse(
         train.COMMAND,
@@ -170,6 +177,89 @@ def test_a_command_that_there_is_not_is_found(tmp_path, sandbox, monkeypatch):
     )
     with pytest.raises(convt5.UserError, match="num_stepz"):
         check_settings("train", arguments)
+
+
+NOT_HERE = {
+    "a checkout of T5X",
+    "a run of yours",
+    "the run above",
+    "an account of Google Cloud",
+    "an hour",
+    "data that is not in the repository",
+    "hours",
+    "the compiler of GPUs",
+    "the compiler of TPUs",
+    "the extra beam",
+    "the extra torch",
+    "the network",
+}
+"""What keeps a command from being run by a test."""
+
+
+def cheap(name: str, argv: list[str]) -> list[str]:
+    """The arguments of a command that make it end within seconds, whatever it takes otherwise."""
+    if name == "sweep":
+        argv = [word for word in argv if not word.startswith(("--import_", "--export_"))]
+    if name in ("sweep", "train") and "--dry_run" not in argv:
+        return [*argv, "--dry_run"]
+    if name == "inspect" and {"--measure", "--prove"} & set(argv):
+        argv = [word for word in argv if not word.startswith("--mesh=")]  # See test_proofs.
+        sizes = [f"--gin.architecture.ConvT5Config.{k}={v}" for k, v in SMALL_MODEL.items()]
+        return [*argv, *sizes, "--encoder_length=48", "--decoder_length=16"]
+    if name == "bench":
+        return [*argv, "--suites=ops", "--lengths=8", "--repeats=1"]
+    return argv
+
+
+def unmarked(page: pathlib.Path, folder: pathlib.Path) -> list[list[str]]:
+    """The commands of a page that a test must run: ours, without a mark of what they need."""
+    found, needed = [], ""
+    for call in calls(page, folder):
+        if call[0] == "needs":
+            needed = call[1]
+            assert not needed or set(needed.split(", ")) <= NOT_HERE, f"{page}: {needed}"
+        elif not needed and ours(call)[0] not in OTHERS and "..." not in call:
+            found.append(call)
+    return found
+
+
+def test_a_mark_covers_the_rest_of_its_block(tmp_path):
+    blocks = ["convt5 models\n# Needs the network.\nhf download x\nconvt5 infer\n", "convt5 eval\n"]
+    (page := tmp_path / "page.md").write_text("".join(f"```bash\n{b}```\n" for b in blocks))
+    found = unmarked(page, tmp_path)
+    assert found == [["convt5", "models"], ["convt5", "eval"]]
+    (page := tmp_path / "other.md").write_text("```bash\n# Needs patience\nconvt5 eval\n```\n")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(AssertionError, match="patience"):
+        unmarked(page, tmp_path / "folder")
+
+
+@pytest.mark.slow
+def test_commands_of_other_pages_are_run_or_say_what_they_need(
+    sandbox, tmp_path, monkeypatch, capsys
+):
+    """Those of guides are run by a test of their own, as a visitor runs them."""
+    monkeypatch.chdir(sandbox)
+    run = set()
+    for number, page in enumerate(PAGES):
+        (folder := tmp_path / str(number)).mkdir()
+        for call in unmarked(page, folder):
+            program, *argv = ours(call)
+            if str(page.relative_to(ROOT)) in GUIDES:
+                assert program != "launch/tpu_vm.sh", call
+                assert not any(word.startswith("--topology=") for word in argv), call
+                continue
+            if program.startswith("launch/"):
+                argv = argv if "--dry_run" in argv else ["--dry_run", *argv]
+                interpreter = "bash" if program.endswith(".sh") else sys.executable
+                done = commands.run([interpreter, ROOT / program, *argv], cwd=ROOT)
+                assert done.returncode == 0, (call, done.stderr)
+            elif (key := (program, *argv)) not in run:
+                run.add(key)
+                module = importlib.import_module(convt5.current_name(program))
+                code = module.main(cheap(program.removeprefix("convt5."), argv))
+                assert not code, (call, capsys.readouterr())
+    assert len(run) >= 20
 
 
 GUIDES = ["README.md"] + [

@@ -126,8 +126,9 @@ def test_settings_have_type_default_and_meaning(every):
 
 def test_settings_are_found_by_name_and_by_word(every, monkeypatch, capsys):
     monkeypatch.setattr(catalogue, "every_setting", lambda: every)
-    assert settings.main(["--name=cosine"]) == 0
-    assert "schedule.Cosine.peak: float   required" in capsys.readouterr().out
+    for named in ("cosine", "--name=schedule.Cosine"):
+        assert settings.main([named]) == 0
+        assert "schedule.Cosine.peak: float   required" in capsys.readouterr().out
     assert settings.main(["--search=label_smoothing"]) == 0
     assert "losses.TextLoss.label_smoothing" in capsys.readouterr().out
     assert settings.main([]) == 0
@@ -140,10 +141,11 @@ def test_settings_are_found_by_name_and_by_word(every, monkeypatch, capsys):
 def test_the_package_shows_its_names_and_prints_nothing():
     code = """
 import convt5, inspect
+assert dir(convt5) == sorted(convt5.__all__)
 assert {"load_model", "load_predictor", "ConvT5Config", "UserError"} <= set(dir(convt5))
 assert convt5.__version__
-assert inspect.signature(convt5.load_model).return_annotation is not inspect.Signature.empty
-assert inspect.signature(convt5.load_predictor).return_annotation is not inspect.Signature.empty
+assert inspect.signature(convt5.load_model).return_annotation == "ConvT5 | ViT"
+assert inspect.signature(convt5.load_predictor).return_annotation is convt5.Predictor
 from convt5 import data
 data.DataConfig
 import convt5.tasks

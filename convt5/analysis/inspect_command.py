@@ -18,6 +18,7 @@ from convt5.generation import samples
 from convt5.interchange import loading
 from convt5.modeling.architecture import ConvT5Config
 from convt5.modeling.description import StackName
+from convt5.modeling.model import ConvT5
 from convt5.modeling.sharding import MeshConfig
 from convt5.reports import figures
 from convt5.text import vocabulary_files
@@ -248,12 +249,12 @@ def _measure(
         model, name = jax.jit(config.build)(jax.random.key(0)), "at initialisation"
     else:
         model, name = loading.load_model(checkpoint), f"of {checkpoint}"
-        config = model.config
-        if not isinstance(config, ConvT5Config):
+        if not isinstance(model, ConvT5):
             raise errors.UserError(
                 f"--checkpoint={checkpoint} holds a {type(model).__name__}; --measure is for text "
                 "models."
             )
+        config = model.config
     lengths: dict[StackName, int] = {
         "encoder": subject.encoder_length,
         "decoder": subject.decoder_length,

@@ -27,7 +27,9 @@ COMMAND = command_line.Command(
         ("print JSON", "--json"),
     ],
     flags=[
-        command_line.Flag("name", "a class or function, such as optimizer.AdafactorConfig."),
+        command_line.Flag(
+            "name", "a class or function, such as AdafactorConfig; the flag may be left out."
+        ),
         command_line.Flag("search", "a word in the name or the description of a setting."),
         command_line.Flag("json", "prints JSON.", {"action": "store_true"}),
     ],
@@ -35,7 +37,8 @@ COMMAND = command_line.Command(
 
 
 def main(argv: Sequence[str]) -> int:
-    flags = command_line.parse(COMMAND, argv).flags
+    named = [f"--name={word}" for word in argv[:1] if not word.startswith("-")]
+    flags = command_line.parse(COMMAND, [*named, *argv[len(named) :]]).flags
     with quiet_imports.without_tensorflow_chatter():
         from convt5.configuration import catalogue
 

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import pathlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from etils import epath
@@ -14,10 +14,14 @@ from convt5.interchange import hugging_face, portable, pytorch_model
 from convt5.interchange.mapping import Imported, Report, Source, build_model
 from convt5.modeling.tree_paths import named_leaves
 
+if TYPE_CHECKING:
+    from convt5.modeling.model import ConvT5
+    from convt5.vision.model import ViT
+
 
 def load_model(
     directory: epath.PathLike, *, step: int | None = None, ema: bool = False, **settings: Any
-) -> Any:
+) -> "ConvT5 | ViT":
     """Loads the model in a folder: a run, an export of convt5, or a T5 of Hugging Face.
 
     A text model (`ConvT5`), called on encoder_input_tokens [batch, source] and decoder_input_tokens

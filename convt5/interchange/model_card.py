@@ -42,7 +42,7 @@ def text(imported: Imported, *, origin: str, licence: str | None, needs_code: bo
                 "```python",
                 "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer",
                 "",
-                'tokenizer = AutoTokenizer.from_pretrained(".")  # This folder.',
+                f'tokenizer = AutoTokenizer.from_pretrained("."{trust})  # This folder.',
                 f'model = AutoModelForSeq2SeqLM.from_pretrained("."{trust})',
                 'inputs = tokenizer("a text", return_tensors="pt")',
                 "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))",

@@ -481,10 +481,10 @@ class ConvT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
         encoder.forward = self.encode
         return encoder
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, past_key_values=None, **given):
+    def prepare_inputs_for_generation(self, input_ids: Tensor, past_key_values=None, **kwargs):
         names = ("encoder_outputs", "attention_mask", "decoder_attention_mask", "use_cache")
         ids = input_ids[:, past_key_values.length if past_key_values else 0 :]
-        kept = {name: given.get(name) for name in names}
+        kept = {name: kwargs.get(name) for name in names}
         return {"decoder_input_ids": ids, "past": past_key_values, **kept}
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):

@@ -57,14 +57,14 @@ def read_model(
         UserError: another architecture, missing or unknown arrays, or damaged files.
     """
     where = str(files.folder)
-    files = OneByOne(files)
-    config = architecture(files.shapes, settings or OperativeConfig(""), where=where)
-    skipped = {name: "optimizer state" for name in files.shapes if name.startswith("state/")}
+    layers = OneByOne(files)
+    config = architecture(layers.shapes, settings or OperativeConfig(""), where=where)
+    skipped = {name: "optimizer state" for name in layers.shapes if name.startswith("state/")}
     imported = import_arrays(
         _rows(config),
         config,
-        files.shapes,
-        files.read,
+        layers.shapes,
+        layers.read,
         skipped=skipped,
         allow_unmapped=allow_unmapped,
         where=where,
