@@ -204,7 +204,7 @@ def cheap(name: str, argv: list[str]) -> list[str]:
         return [*argv, "--dry_run"]
     if name == "inspect" and {"--measure", "--prove"} & set(argv):
         argv = [word for word in argv if not word.startswith("--mesh=")]  # See test_proofs.
-        sizes = [f"--gin.architecture.ConvT5Config.{k}={v}" for k, v in SMALL_MODEL.items()]
+        sizes = [word for word in SMALL_TEXT if ".ConvT5Config." in word]
         return [*argv, *sizes, "--encoder_length=48", "--decoder_length=16"]
     if name == "bench":
         return [*argv, "--suites=ops", "--lengths=8", "--repeats=1"]
