@@ -126,33 +126,16 @@ def decode(
     limits = np.full((batch,), max_length) if max_lengths is None else np.asarray(max_lengths)
     prefix = _check_prefix(model, sources, prefix, limits)
     _check_limits(max_length, limits, prefix, end_id)
-    if isinstance(strategy, MeshTFBeamSearch) and prefix.size:
-        raise errors.UserError(
-            "decode: prefix is given, but MeshTFBeamSearch forces none, as the original; use "
-            "BeamSearch."
-        )
-    # Only rows that request no result can have a longer prefix.
-    prefix = prefix[:, :max_length]
+    _check_forced(strategy, prefix)
     keys = _row_keys(key, batch, strategy)
     if batch == 0:
         return _nothing(strategy.num_results, max_length)
-
-    rows = _row_bucket(batch, batch_sharding)
-    length = _length_bucket(model, max_length)
-    inputs = SearchInputs(
-        encoder_input_tokens=_pad_sources(model, sources, rows),
-        prefix=_pad(prefix, (rows, length)),
-        prefix_lengths=_pad(_lengths(prefix), (rows,)),
-        max_lengths=_pad(limits, (rows,)),
-        # Padding rows use a copy of the last key and are dropped.
-        keys=None if keys is None else keys[np.minimum(np.arange(rows), batch - 1)],
-    )
+    shape = (_row_bucket(batch, batch_sharding), _length_bucket(model, max_length))
+    # Only rows that request no result can have a longer prefix.
+    inputs = _pad_inputs(model, sources, prefix[:, :max_length], limits, keys, shape=shape)
+    placed = _place(inputs, batch_sharding)
     results = _search(
-        model,
-        _place(inputs, batch_sharding),
-        strategy=strategy,
-        end_id=end_id,
-        hide_start_token=hide_start_token,
+        model, placed, strategy=strategy, end_id=end_id, hide_start_token=hide_start_token
     )
     results = jax.tree.map(lambda x: _on_host(x)[:batch], results)
     return results._replace(tokens=results.tokens[:, :, :max_length])
@@ -170,6 +153,27 @@ def _check_prefix(
     _check_tokens(model, "encoder_input_tokens", sources)
     _check_tokens(model, "prefix", prefix)
     return prefix
+
+
+def _pad_inputs(
+    model: ConvT5,
+    sources: np.ndarray,
+    prefix: np.ndarray,
+    limits: np.ndarray,
+    keys: jax.Array | None,
+    *,
+    shape: tuple[int, int],
+) -> SearchInputs:
+    """Returns the inputs of a search, padded to `shape`: rows and positions of results."""
+    rows, _ = shape
+    return SearchInputs(
+        encoder_input_tokens=_pad_sources(model, sources, rows),
+        prefix=_pad(prefix, shape),
+        prefix_lengths=_pad(_lengths(prefix), (rows,)),
+        max_lengths=_pad(limits, (rows,)),
+        # Padding rows use a copy of the last key and are dropped.
+        keys=None if keys is None else keys[np.minimum(np.arange(rows), len(sources) - 1)],
+    )
 
 
 def score(
@@ -211,14 +215,7 @@ def score(
     errors.raise_all(length_penalty_faults(length_penalty, longest), where="score")
     lengths = _lengths(targets) if lengths is None else np.asarray(lengths)
     starts = np.zeros((batch,), np.int32) if prefix_lengths is None else np.asarray(prefix_lengths)
-    _check_axes("score", "lengths", lengths, "batch choices")
-    _check_axes("score", "prefix_lengths", starts, "batch")
-    arrays = {"targets": targets, "prefix_lengths": starts}
-    _check_rows("score", {"encoder_input_tokens": sources}, arrays)
-    _check_rows("score", {"targets": targets}, {"lengths": lengths}, axes=2)
-    _check_tokens(model, "encoder_input_tokens", sources)
-    _check_tokens(model, "targets", targets)
-    _check_spans({"lengths": lengths, "prefix_lengths": starts}, longest)
+    _check_targets(model, sources, targets, lengths=lengths, prefix_lengths=starts)
     if targets.size == 0:
         empty = np.zeros((batch, choices), np.float32)
         return Scores(np.zeros(targets.shape, np.float32), empty, empty, empty)
@@ -374,6 +371,33 @@ def _check_tokens(model: ConvT5, name: str, tokens: np.ndarray) -> None:
             f"{name} holds the id {wrong[0]}, but the model's vocab_size={vocab_size} allows 0 to "
             f"{vocab_size - 1}; encode the text with the vocabulary the model was trained with."
         )
+
+
+def _check_forced(strategy: Strategy, prefix: np.ndarray) -> None:
+    if isinstance(strategy, MeshTFBeamSearch) and prefix.size:
+        raise errors.UserError(
+            "decode: prefix is given, but MeshTFBeamSearch forces none, as the original; use "
+            "BeamSearch."
+        )
+
+
+def _check_targets(
+    model: ConvT5,
+    sources: np.ndarray,
+    targets: np.ndarray,
+    *,
+    lengths: np.ndarray,
+    prefix_lengths: np.ndarray,
+) -> None:
+    """Raises `UserError` for arrays that `score` cannot read."""
+    _check_axes("score", "lengths", lengths, "batch choices")
+    _check_axes("score", "prefix_lengths", prefix_lengths, "batch")
+    arrays = {"targets": targets, "prefix_lengths": prefix_lengths}
+    _check_rows("score", {"encoder_input_tokens": sources}, arrays)
+    _check_rows("score", {"targets": targets}, {"lengths": lengths}, axes=2)
+    _check_tokens(model, "encoder_input_tokens", sources)
+    _check_tokens(model, "targets", targets)
+    _check_spans({"lengths": lengths, "prefix_lengths": prefix_lengths}, targets.shape[-1])
 
 
 def _check_spans(arrays: dict[str, np.ndarray], longest: int) -> None:

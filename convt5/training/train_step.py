@@ -178,8 +178,7 @@ def make_train_step(
         gradients = jax.tree.map(lambda g: _mean(g, sums.weight_sum), gradients)
         statistics = jax.tree.map(lambda x: x / num_parts, sums.statistics)
         updated = state.apply_gradients(updates, gradients).with_statistics(statistics)
-        grad_norm = optax.tree.norm(gradients)
-        measured = {"loss": sums.means()["loss"], "grad_norm": grad_norm}
+        measured = {"loss": sums.means()["loss"], "grad_norm": optax.tree.norm(gradients)}
         updated, is_left_out = _skip_if_spike(config.skip_spikes, state, updated, measured)
         updated = updated.with_average(config.ema)
         index = _nonfinite_index(
@@ -188,7 +187,7 @@ def make_train_step(
         metrics = {
             **sums.reported(),
             "loss_weight": sums.weight_sum,
-            "grad_norm": grad_norm,
+            "grad_norm": measured["grad_norm"],
             "param_norm": optax.tree.norm(parameters(state.model)),
             ALL_FINITE: index < 0,
             NONFINITE_INDEX: index,
