@@ -31,6 +31,7 @@ _PER_TOKEN = ("loss", "objective", "perplexity", "token_accuracy")
 """Metrics per token, which compare models of one vocabulary only."""
 
 _MOST_SHOWN = 120  # Characters of names side by side in a legend.
+_INFINITE = 1e300  # Differences of larger values overflow.
 
 _DESCRIPTION = """\
 Compares one metric of several runs against training steps and training seconds. Writes a table
@@ -394,8 +395,8 @@ def _read_run(name: str, folder: pathlib.Path, metric: str, time_key: str) -> Ru
 
 
 def _is_finite(value: Any) -> bool:
-    """Returns whether a recorded value is finite; others may be recorded as text."""
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    """Returns whether a recorded value can be drawn; others may be recorded as text."""
+    return isinstance(value, (int, float)) and abs(value) < _INFINITE
 
 
 def _numbers(records: Sequence[dict[str, Any]], key: str) -> list[float]:

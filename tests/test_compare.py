@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pathlib
 import sys
 from typing import Any
@@ -369,7 +370,13 @@ def test_a_plot_that_cannot_be_written_names_the_flag(two_runs, tmp_path):
         compare.main([*two_runs, f"--output={tmp_path}"])
 
 
-@pytest.mark.parametrize("value", ["Infinity", "-Infinity", "NaN"])
+def test_settings_that_are_no_regular_file_are_left_out(two_runs, tmp_path):
+    os.mkfifo(pathlib.Path(two_runs[0], "config.gin"))
+    compare.main([*two_runs, f"--output={tmp_path}"])
+    assert (tmp_path / "comparison.html").exists()
+
+
+@pytest.mark.parametrize("value", ["Infinity", "-Infinity", "NaN", "-1.7e308"])
 def test_numbers_that_are_not_finite_are_left_out(tmp_path, value):
     folder = write_run(tmp_path / "run", [2.0, 1.0])
     with (folder / "metrics.jsonl").open("a") as metrics:

@@ -87,3 +87,13 @@ def test_a_suffix_of_no_format_is_refused(suffix):
 )
 def test_axes_are_named_as_a_reader_says_it(metric, perfect, shown):
     assert metric_names.axis(metric, perfect=perfect) == shown
+
+
+def test_values_that_cannot_be_drawn_are_told(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise ValueError("arange: cannot compute length")
+
+    drawn = axes().get_figure()
+    monkeypatch.setattr(drawn, "savefig", fail)
+    with pytest.raises(UserError, match=r"a\.png cannot be drawn \(arange"):
+        figures.save(drawn, tmp_path / "a.png")

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import io
 import itertools
+import os
 import pathlib
 import shutil
 import struct
@@ -574,3 +575,9 @@ def test_a_truncated_file_is_corrupt(kind, tmp_path):
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match=rf"1\.{kind} cannot be read as an image"):
         next(build(source=Folder(path=str(tmp_path)), batch_size=1, in_channels=3))
+
+
+def test_a_pipe_among_images_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "1.png")
+    with pytest.raises(CorruptImage, match=r"1\.png cannot be read as an image \(it is no regular"):
+        decode(tmp_path / "1.png", channels=3)

@@ -75,19 +75,28 @@ def _suffix_faults(suffix: str, given: str) -> list[str]:
 
 
 def save(figure: Any, path: pathlib.Path) -> None:
-    """Writes a figure in the format of its suffix, the same bytes for the same figure."""
+    """Writes a figure in the format of its suffix, the same bytes for the same figure.
+
+    Raises:
+        UserError: Matplotlib cannot draw its values.
+    """
     import matplotlib  # An extra.
 
     dated = {".svg": "Date", ".pdf": "CreationDate", ".ps": "CreationDate"}.get(path.suffix.lower())
     # Type 42: journals refuse the fonts that are the default.
     fonts: Any = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.hashsalt": "convt5"}
     with matplotlib.rc_context(fonts), atomic_files.replacing(path) as partial:
-        figure.savefig(
-            partial,
-            dpi=_DOTS_PER_INCH,
-            format=path.suffix[1:],
-            metadata={dated: None} if dated else None,
-        )
+        try:
+            figure.savefig(
+                partial,
+                dpi=_DOTS_PER_INCH,
+                format=path.suffix[1:],
+                metadata={dated: None} if dated else None,
+            )
+        except (ValueError, OverflowError) as error:  # Values near the largest float.
+            raise errors.UserError(
+                f"{path} cannot be drawn ({error}); leave out the run whose values are absurd."
+            ) from error
 
 
 def style(number: int, *, points: int = 1, joined: bool = True) -> dict[str, Any]:

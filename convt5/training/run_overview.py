@@ -124,7 +124,7 @@ def axes(runs: Sequence[page.Run]) -> dict[str, str]:
 def _settings(path: epath.Path) -> dict[str, str]:
     try:
         content = foreign_files.read_bytes(path, foreign_files.MOST_JSON_BYTES)
-    except (OSError, foreign_files.TooLargeError):  # Of no run of ours.
+    except (OSError, ValueError):  # Of no run of ours.
         return {}
     text = content.decode(errors="replace")
     found = (_BINDING.fullmatch(line) for line in text.splitlines())

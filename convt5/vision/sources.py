@@ -317,6 +317,8 @@ def decode(path: pathlib.Path, *, channels: int) -> np.ndarray:
         CorruptImage: it cannot be read.
     """
     try:
+        if path.exists() and not path.is_file():  # Opening a pipe may hang.
+            raise _NoImageError("it is no regular file")
         content = path.read_bytes()
         _check_size(content)
         # TensorFlow ignores the palette of a .bmp, and unpacks all images of a .gif.
