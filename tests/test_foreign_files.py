@@ -408,6 +408,8 @@ ARRAYS = {
     "overflow": npy(shape="(4294967296, 4294967296)"),
     "negative": npy(shape="(-2, -2)"),
     "one negative": npy(shape="(-4,)"),
+    "many axes": npy(shape=str((1,) * 70), content=bytes(4)),
+    "huge and empty": npy(shape="(0, 4611686018427387904, 4611686018427387904)", content=b""),
     "no shape": npy(shape="None"),
     "shape of text": npy(shape="('a',)"),
     "shape of bool": npy(shape="(True, 2.0)"),

@@ -7,6 +7,7 @@ import os
 import signal
 from typing import get_type_hints
 
+import counting_run
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -891,3 +892,24 @@ def test_patience_goes_on_from_a_state_of_its_own_metric_only():
         assert other.state()["best_step"] == 0
     older = {name: state[name] for name in ("best_step", "best_value", "since")}
     assert Patience(config, 1, state=older).is_exhausted
+
+
+def test_settings_of_a_wrong_type_are_told_together_before_anything_is_made(tmp_path):
+    settings = counting_run.settings(
+        tmp_path / "run",
+        num_steps=2,
+        eval_num_batches=2.5,
+        checkpoint=checkpoint.CheckpointConfig(every_steps=float("nan")),
+        schedule=schedule.InverseSqrt(linear_warmup="no"),
+        train_data=counting_run.Numbers(batch_size=8, num_examples=True),
+    )
+    with pytest.raises(errors.UserError) as caught:
+        train(**settings)
+    for words in (
+        "eval_num_batches=2.5 must be of type int or NoneType",
+        "checkpoint.every_steps=nan must be of type int",
+        "schedule.linear_warmup='no' must be of type bool",
+        "train_data.num_examples=True must be of type int or NoneType",
+    ):
+        assert words in str(caught.value)
+    assert not (tmp_path / "run").exists()

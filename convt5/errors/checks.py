@@ -2,7 +2,10 @@
 
 import dataclasses
 import numbers
-from collections.abc import Iterable, Sequence
+import os
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from convt5 import errors
@@ -30,6 +33,37 @@ def _plain(value: Any) -> Any:
     if isinstance(value, numbers.Real):
         return float(value)
     return tuple(map(_plain, value)) if isinstance(value, Sequence) else value
+
+
+def type_faults(description: Any, where: str = "") -> Iterator[str]:
+    """Yields a sentence for each number, switch or text of another type than its annotation.
+
+    A count of 2.5 or NaN, or a switch "no", would otherwise be used silently. Descriptions inside
+    `description` are checked too; other annotations are not.
+    """
+    try:
+        hints = typing.get_type_hints(type(description))
+    except (NameError, TypeError, AttributeError):  # Names that exist only for type checkers.
+        hints = {}
+    for field in dataclasses.fields(description):
+        value, name = getattr(description, field.name), f"{where}{field.name}"
+        hint = hints.get(field.name)
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        kinds = typing.get_args(hint) if is_union else (hint,)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from type_faults(value, f"{name}.")
+        elif all(kind in _PLAIN for kind in kinds) and not any(_PLAIN[k](value) for k in kinds):
+            words = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
+            yield f"{name}={errors.clip(value)} must be of type {words}."
+
+
+_PLAIN: dict[Any, Callable[[object], bool]] = {
+    int: lambda value: isinstance(value, numbers.Integral) and not isinstance(value, bool),
+    float: lambda value: isinstance(value, numbers.Real) and not isinstance(value, bool),
+    bool: lambda value: isinstance(value, bool),
+    str: lambda value: isinstance(value, str | os.PathLike),
+    type(None): lambda value: value is None,
+}
 
 
 def layer_faults(count: int, *, where: str = "") -> list[str]:

@@ -376,7 +376,9 @@ def _read_header(stream: IO[bytes], size: int) -> Header:
         raise ValueError(
             f"its shape {shape} takes {expected:,} bytes, but {size - stream.tell():,} are there"
         )
-    return Header(shape, dtype, is_fortran)
+    header = Header(shape, dtype, is_fortran)
+    header.stand_in()  # NumPy has a most of axes, and of empty arrays too a most of elements.
+    return header
 
 
 def _read_numbers(stream: IO[bytes], header: Header) -> np.ndarray:

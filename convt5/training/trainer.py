@@ -21,6 +21,7 @@ from convt5.checkpoints.record import describe_config
 from convt5.data import counts
 from convt5.data import data_shards as shards
 from convt5.data.protocols import DataConfig
+from convt5.errors import checks
 from convt5.modeling import sharding
 from convt5.runtime import amounts, determinism, stages
 from convt5.text import task_format, vocabulary_files
@@ -120,6 +121,7 @@ class TrainRun(StepConfig, Intervals):
             UserError: an impossible run directory, data that does not fit the model, or evaluations
                 that never end or lack the metric that early stopping needs.
         """
+        errors.raise_all(checks.type_faults(self), where="trainer.train")
         run_directory.check(self.run_dir)
         data_checks.check_model(self.model, *self.data.values(), self.loss, self.report)
         data_checks.check_lengths(self.model, self.data)
