@@ -17,6 +17,7 @@ import shutil
 import sys
 
 import commands
+import convt5.tasks  # Tasks of convt5 are there before those that pages define.
 import pytest
 import seqio
 
