@@ -36,7 +36,8 @@ NEEDS = re.compile(r"^( *)# Needs (.*?)\.?$", re.MULTILINE)
 OTHERS = {"pip", "hf", "gcloud", "echo", "mkdir", "mv", "rm", "cd", "ruff", "mkdocs"}
 OTHERS |= {"pyright", "pytest", "uv", "bash", "seqio.scripts.cache_tasks_main", "needs"}
 NOTED = """
-note() { printf '%q ' "$@" >> "$NOTES"; printf '\\n' >> "$NOTES"; }
+# One write a line: the commands of a pipe note at the same time.
+note() { local line; printf -v line '%q ' "$@"; printf '%s\\n' "$line" >> "$NOTES"; }
 for name in needs uv python convt5 pip hf gcloud echo mkdir mv rm cd bash \\
     launch/{tpu_vm,slurm}.sh; do
     eval "$name() { note $name \\"\\$@\\"; }"
