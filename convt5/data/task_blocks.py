@@ -34,6 +34,7 @@ _LEAST_BYTES = 2**20
 _ROWS, _BYTES_PER_TOKEN = 128, 4
 # Examples are read in windows of about this many bytes, estimated from the first ones.
 _WINDOW_BYTES, _WIDEST_WINDOW, _JUDGED = 2**16, 256, 32
+_WINDOWS_AHEAD = 16  # Read while a block is made: as many as a block has.
 # Sources without their own shuffling are shuffled fully up to this many examples, else in a buffer.
 _SHUFFLED_WHOLLY, _SHUFFLED = 100_000, 1_000
 _RAGGED_BATCH = 512
@@ -204,7 +205,8 @@ def _in_windows(examples: tf.data.Dataset, width: int) -> tf.data.Dataset:
         count, total = sizes.reduce((zero, zero), lambda sums, n: (sums[0] + 1, sums[1] + n))
         return tf.data.Dataset.zip(examples), count, total
 
-    return examples.map(counted).window(width).map(window).with_options(options())
+    windows = examples.map(counted).window(width).map(window)
+    return windows.prefetch(_WINDOWS_AHEAD).with_options(options())
 
 
 def _num_bytes(example: Any) -> tf.Tensor:
