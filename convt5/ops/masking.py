@@ -4,11 +4,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 
+def check_axes(name: str, array, axes: str) -> None:
+    """Raises ValueError for what is no array of these axes, such as "batch length"."""
+    names = axes.split()
+    if getattr(array, "ndim", None) != len(names):
+        found = getattr(array, "shape", f"{type(array).__name__}, which is no array")
+        raise ValueError(f"{name} has shape {found}, but must have the axes [{', '.join(names)}].")
+
+
 def check_segments(name: str, segment_ids) -> None:
     """Raises ValueError for segment ids that are not an array of integers, [batch, length]."""
-    if getattr(segment_ids, "ndim", None) != 2:
-        found = getattr(segment_ids, "shape", f"{type(segment_ids).__name__}, which is no array")
-        raise ValueError(f"{name} has shape {found}, but must have the axes [batch, length].")
+    check_axes(name, segment_ids, "batch length")
     if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise ValueError(
             f"{name} has dtype {segment_ids.dtype}, but numbers packed examples; give integers, 0 "

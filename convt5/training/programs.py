@@ -172,7 +172,7 @@ class Kept:
         except Exception:  # Of another version of the compiler, or damaged: compiled again.
             return None
         if lowered is not None:
-            self._remember(args, lowered)
+            self._remember(args, path)
 
         def call(*args: Any) -> Any:
             return jax.tree.unflatten(structure, loaded.call(*jax.tree.leaves(args)))
@@ -203,13 +203,13 @@ class Kept:
         path = self.store.program(self._digest(lowered))
         with contextlib.suppress(OSError), atomic_files.replacing(path) as partial:
             partial.write_bytes(hashlib.sha256(content).digest() + content)
-        self._remember(args, lowered)
+        self._remember(args, path)
         _remove_oldest(self.store.folder, _PROGRAM, _MOST_KEPT)
 
-    def _remember(self, args: Sequence[Any], lowered: Any) -> None:
+    def _remember(self, args: Sequence[Any], program: pathlib.Path) -> None:
         """Notes which program these settings need."""
         with contextlib.suppress(OSError), atomic_files.replacing(self._note(args)) as partial:
-            partial.write_text(self._digest(lowered))
+            partial.write_text(program.stem)
         _remove_oldest(self.store.folder, _NOTE, _MOST_NOTES)
 
     def _note(self, args: Sequence[Any]) -> pathlib.Path:
@@ -311,8 +311,11 @@ def _name(thing: Any) -> str:
 
 def _environment() -> list[list[str]]:
     """Returns the variables and settings of JAX that may change what is compiled."""
-    names = [k for k in os.environ if k.startswith(_VARIABLES) and not k.startswith(_SENDER)]
-    variables = [[name, os.environ[name]] for name in names]
+    variables = [
+        [name, value]
+        for name, value in os.environ.items()
+        if name.startswith(_VARIABLES) and not name.startswith(_SENDER)
+    ]
     names = sorted(jax.config.values)
     return [*sorted(variables), *([n, repr(getattr(jax.config, n, None))] for n in names)]
 

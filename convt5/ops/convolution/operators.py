@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from convt5.ops import dispatch
 from convt5.ops.convolution import cpu, gpu, reference, sharded
 from convt5.ops.geometry import Padding, Taps, pad_widths
-from convt5.ops.masking import check_segments
+from convt5.ops.masking import check_axes, check_segments
 from convt5.ops.varying import vary_alike
 
 Segments = Int[Array, "batch length"] | None
@@ -153,12 +153,8 @@ def dynamic_conv(
 
 
 def _check_axes(x, name: str, weights, axes: str) -> None:
-    for what, array, expected in (("x", x, "batch length embed"), (name, weights, axes)):
-        if getattr(array, "ndim", None) != len(expected.split()):
-            found = getattr(array, "shape", f"{type(array).__name__}, which is no array")
-            raise ValueError(
-                f"{what} has shape {found}, but must have the axes [{', '.join(expected.split())}]."
-            )
+    check_axes("x", x, "batch length embed")
+    check_axes(name, weights, axes)
     if jnp.issubdtype(weights.dtype, jnp.complexfloating):
         raise ValueError(f"{name} has dtype {weights.dtype}; give real numbers.")
     if not jnp.issubdtype(x.dtype, jnp.floating):
