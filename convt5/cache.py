@@ -15,7 +15,7 @@ import pathlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from convt5 import errors
@@ -308,7 +308,7 @@ def _write(
     writer: Any, split: str, wanted: _SplitPlan, flags: argparse.Namespace, argv: Sequence[str]
 ) -> int:
     """Writes the missing rows of a split; returns its number of tokens."""
-    written, tokens = writer.written(split), 0
+    written = writer.written(split)
     label = split if wanted.shard is None else f"{split} {wanted.shard.index}/{wanted.shard.count}"
     with contextlib.ExitStack() as stack:
         maker = None
@@ -322,21 +322,13 @@ def _write(
             writer.vocabulary(batches.vocabulary, batches.token_bytes, of_inputs=of_inputs)
         if written.is_complete:
             return 0
-        left = wanted.most
         if written.state is not None:
-            batches.set_state(written.state)
-            left = None if left is None else left - written.num_read
             print(f"{label}: resumes after {written.num_read:,} rows", flush=True)
         progress = stack.enter_context(
             Bar(sys.stderr, total=wanted.most, done=written.num_read, label=label, unit="row")
         )
         tell = _Estimate(progress, wanted, batches)
-        rows = _first_rows(batches, left, tell)
-        for num_tokens in writer.write(
-            split, rows, get_state=batches.get_state, get_counts=batches.counts
-        ):
-            tokens += num_tokens
-    return tokens
+        return writer.copy(split, batches, most=wanted.most, tell=tell)
 
 
 class _Estimate:
@@ -373,22 +365,6 @@ def load_blocks(argv: list[str], split: str, shard: Shard | None) -> Any:
     arguments = command_line.parse(COMMAND, argv)
     plan = _plan_split(split, _run(arguments), arguments.flags, shard)
     return plan.config.task_blocks(plan.share())
-
-
-def _first_rows(
-    batches: Iterable[Mapping[str, Any]], most: int | None, tell: Callable[[int], Any]
-) -> Iterator[Mapping[str, Any]]:
-    """Yields batches up to `most` rows in total, or all, and reports the size of each."""
-    left = most
-    for batch in batches:
-        taken = {name: values[:left] for name, values in batch.items()}
-        count = len(next(iter(taken.values())))
-        yield taken
-        tell(count)
-        if left is not None:
-            left -= count
-            if left <= 0:
-                return
 
 
 def _run(arguments: command_line.Arguments) -> "TrainRun":

@@ -3,15 +3,11 @@
 import dataclasses
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from convt5 import errors
 from convt5.configuration import command_line
 from convt5.interchange.conversion import SOURCES, TARGETS, Conversion, check_destination
-from convt5.text import vocabulary_files
-
-if TYPE_CHECKING:
-    from convt5.interchange.mapping import Imported
 
 COMMAND = command_line.Command(
     name="convert",
@@ -159,27 +155,17 @@ def main(argv: Sequence[str]) -> int:
     # Deferred, so that help and usage errors are fast.
     from convt5.interchange import converting
 
-    print(converting.convert(conversion, destination, _text_of))
+    print(converting.convert(conversion, destination, _vocabulary(conversion)))
     return 0
 
 
-def _text_of(conversion: Conversion, imported: "Imported") -> vocabulary_files.KeptText | None:
-    """Returns the text of the model's token ids, as far as known."""
+def _vocabulary(conversion: Conversion) -> Any:
+    """Returns the vocabulary of --vocabulary, or None."""
     if conversion.vocabulary is None:
-        return vocabulary_files.load(conversion.checkpoint)
-    limit = getattr(imported.config, "vocab_size", None)
-    if limit is None:
-        raise errors.UserError(
-            f"--vocabulary={conversion.vocabulary} is for text models, and "
-            f"{conversion.checkpoint} holds a {type(imported.config).__name__}; leave it out."
-        )
+        return None
     from convt5.evaluation import run_settings
-    from convt5.evaluation.predictor import check_vocabulary_size
 
-    vocabulary = run_settings.load_vocabulary(conversion.vocabulary, trust=conversion.trust)
-    check_vocabulary_size(vocabulary, limit)
-    kept = vocabulary_files.of(vocabulary)
-    return None if kept is None else vocabulary_files.KeptText(kept, kept)
+    return run_settings.load_vocabulary(conversion.vocabulary, trust=conversion.trust)
 
 
 if __name__ == "__main__":

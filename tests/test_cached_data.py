@@ -403,7 +403,7 @@ def test_each_split_has_lengths_of_its_own(tmp_path):
 def test_batches_are_cut_to_the_rows_that_are_wanted(most, sizes):
     rows, told = made(), []
     batches = ({n: values[i : i + 4] for n, values in rows.items()} for i in (0, 4, 8))
-    found = list(cache._first_rows(batches, most, told.append))
+    found = list(cached_data._first_rows(batches, most, told.append))
     assert told == [len(batch["encoder_input_tokens"]) for batch in found] == sizes
     for name, values in rows.items():
         kept = np.concatenate([batch[name] for batch in found])

@@ -134,8 +134,7 @@ def _write(folder: pathlib.Path, batches: Any) -> None:
     """Writes a cache."""
     writer = cached_data.Writer(folder)
     writer.vocabulary(batches.vocabulary, batches.token_bytes)
-    for _ in writer.write("train", batches):
-        pass
+    writer.copy("train", batches)
     writer.finish(made_from={})
 
 

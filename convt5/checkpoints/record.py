@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from convt5 import errors
+from convt5.errors import checks
 from convt5.runtime import foreign_files
 
 FORMAT = 1
@@ -88,7 +89,7 @@ def check_shapes(
 
 def describe_config(config: Any) -> Any:
     """Returns a dataclass as plain JSON values."""
-    if not dataclasses.is_dataclass(config) or isinstance(config, type):
+    if not checks.is_description(config):
         return repr(config)
     return json.loads(json.dumps(dataclasses.asdict(config), default=repr))
 

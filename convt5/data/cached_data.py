@@ -338,6 +338,30 @@ class Writer:
         state = base64.b64decode(progress["state"]) if progress["state"] else None
         return Written(progress["num_read"], state, progress["is_complete"])
 
+    def copy(
+        self,
+        split: str,
+        batches: Any,
+        *,
+        most: int | None = None,
+        tell: Callable[[int], Any] = lambda num_rows: None,
+    ) -> int:
+        """Writes the rows of a split that are missing; returns the number of tokens written.
+
+        Args:
+            split: name of the split.
+            batches: a reader at the split's first row, such as `data.BatchIterator`.
+            most: largest number of rows of the split; None means all.
+            tell: called with the number of rows of each batch.
+        """
+        written = self.written(split)
+        if written.state is not None:
+            batches.set_state(written.state)
+            most = None if most is None else most - written.num_read
+        rows = _first_rows(batches, most, tell)
+        reader = {"get_state": batches.get_state, "get_counts": batches.counts}
+        return sum(self.write(split, rows, **reader))
+
     def write(
         self,
         split: str,
@@ -585,6 +609,22 @@ def _open_to_append(folder: pathlib.Path, name: str, progress: Mapping[str, Any]
     file.truncate(progress["rows"] * feature["length"] * np.dtype(feature["dtype"]).itemsize)
     file.seek(0, os.SEEK_END)
     return file
+
+
+def _first_rows(
+    batches: Iterable[Mapping[str, Any]], most: int | None, tell: Callable[[int], Any]
+) -> Iterator[Mapping[str, Any]]:
+    """Yields batches up to `most` rows in total, or all, and reports the size of each."""
+    left = most
+    for batch in batches:
+        taken = {name: values[:left] for name, values in batch.items()}
+        count = len(next(iter(taken.values())))
+        yield taken
+        tell(count)
+        if left is not None:
+            left -= count
+            if left <= 0:
+                return
 
 
 def shard_name(index: int, count: int) -> str:

@@ -6,7 +6,7 @@ import os
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from convt5 import errors
 from convt5.errors import rules
@@ -35,6 +35,11 @@ def _plain(value: Any) -> Any:
     return tuple(map(_plain, value)) if isinstance(value, Sequence) else value
 
 
+def is_description(value: object) -> TypeGuard[Any]:
+    """Returns whether a value is an instance of a dataclass, as all descriptions are."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
 def type_faults(description: Any, where: str = "") -> Iterator[str]:
     """Yields a sentence for each number, switch or text of another type than its annotation.
 
@@ -50,7 +55,7 @@ def type_faults(description: Any, where: str = "") -> Iterator[str]:
         hint = hints.get(field.name)
         is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
         kinds = typing.get_args(hint) if is_union else (hint,)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if is_description(value):
             yield from type_faults(value, f"{name}.")
         elif all(kind in _PLAIN for kind in kinds) and not any(_PLAIN[k](value) for k in kinds):
             words = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)

@@ -14,14 +14,14 @@ from convt5 import errors
 from convt5.configuration import command_line
 from convt5.evaluation import checkpoints, inputs, run_settings, stream, task_data
 from convt5.evaluation.inputs import Inputs
-from convt5.evaluation.predictor import Predictor, check_vocabulary_size, decode_text
+from convt5.evaluation.predictor import Predictor, decode_text
 from convt5.evaluation.results import ResumableLines, json_line
 from convt5.evaluation.run_settings import RunSettings
 from convt5.evaluation.settings import PredictConfig, from_flags
 from convt5.modeling import sharding
 from convt5.runtime import foreign_files, terminal
 from convt5.runtime.progress import Progress
-from convt5.text import task_format
+from convt5.text import task_format, vocabulary_files
 from convt5.text.task_format import TaskFormat
 from convt5.text.vocabulary_files import TextFeatures
 from convt5.training.compilation import enable_persistent_cache
@@ -106,7 +106,7 @@ def _plan(arguments: command_line.Arguments, *, is_dialogue: bool) -> _Plan:
     found = _one(checkpoints.select(checkpoint, flags.step), flags.step)
     model = checkpoints.model_config(found)
     features = run_settings.text_features(flags.vocabulary or checkpoint, settings)
-    check_vocabulary_size(features.inputs, model.vocab_size)
+    vocabulary_files.check_size(features.inputs, model.vocab_size)
     config = from_flags(settings.predict, vars(flags))
     config = config.completed(model, settings.trained_lengths())
     written = _task_format(flags, checkpoint, settings)

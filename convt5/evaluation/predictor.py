@@ -20,7 +20,7 @@ from convt5.evaluation.settings import PredictConfig, Rank
 from convt5.generation import decoding, samples
 from convt5.modeling import sharding
 from convt5.modeling.model import ConvT5
-from convt5.text import sentinels
+from convt5.text import sentinels, vocabulary_files
 from convt5.text.task_format import FieldError, Given, TaskFormat
 
 _SENTINEL = re.compile(f"({sentinels.MARK.pattern.replace('(', '(?:')})")
@@ -130,7 +130,7 @@ class Predictor:
         self._add_eos = add_eos
         self._batch_sharding = sharding.batch_sharding(mesh) if mesh else None
         for each in (self.vocabulary, self.target_vocabulary):
-            check_vocabulary_size(each, model.config.vocab_size)
+            vocabulary_files.check_size(each, model.config.vocab_size)
         self._labels = self._encode_labels()
 
     @property
@@ -486,15 +486,6 @@ def load_predictor(
         format=chosen,
         raw=raw,
     )
-
-
-def check_vocabulary_size(vocabulary: TextVocabulary, vocab_size: int) -> None:
-    """Raises `UserError` if the vocabulary has ids for which the model has no embedding."""
-    if vocabulary.vocab_size > vocab_size:
-        raise errors.UserError(
-            f"the vocabulary has {vocabulary.vocab_size} ids, sentinels included, but the model's "
-            f"vocab_size={vocab_size}; use the vocabulary that the model was trained with."
-        )
 
 
 def _check_known(settings: Mapping[str, Any]) -> None:

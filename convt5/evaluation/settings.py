@@ -66,7 +66,7 @@ class PredictConfig:
             if (value := getattr(self, name)) is not None and rules.count(value)
         ]
         faults += _seed_faults(self.seed)
-        if self.strategy is not None and not _is_object(self.strategy):
+        if self.strategy is not None and not checks.is_description(self.strategy):
             faults.append(f"strategy={self.strategy!r} must be one such as search.BeamSearch().")
         if self.long_inputs not in LONG_INPUTS:
             faults.append(
@@ -183,10 +183,6 @@ def from_flags(config: PredictConfig, flags: Mapping[str, Any]) -> PredictConfig
     names = ("max_length", "max_input_length", "long_inputs", "batch_size", "seed")
     values = {name: flags[name] for name in names if flags[name] is not None}
     return dataclasses.replace(config, strategy=strategy, **values)
-
-
-def _is_object(value: object) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _seed_faults(seed: int) -> list[str]:

@@ -12,10 +12,11 @@ from etils import epath
 
 from convt5 import errors
 from convt5.data import row_ends, task_blocks
-from convt5.evaluation.predictor import TextVocabulary, check_vocabulary_size
+from convt5.evaluation.predictor import TextVocabulary
 from convt5.evaluation.registry import find_registered
 from convt5.evaluation.run_settings import check_readable
 from convt5.tasks import formats, label_checks
+from convt5.text import vocabulary_files
 from convt5.text.task_format import TaskFormat
 from convt5.text.vocabulary_files import TextFeatures, same_pieces
 
@@ -236,7 +237,7 @@ def needs_lengths(task: seqio.Task) -> bool:
 
 def _check_size(task: seqio.Task, vocabulary: TextVocabulary, vocab_size: int) -> None:
     try:
-        check_vocabulary_size(vocabulary, vocab_size)
+        vocabulary_files.check_size(vocabulary, vocab_size)
     except errors.UserError as error:
         raise errors.UserError(f"task={task.name}: {error}") from None
 

@@ -36,16 +36,14 @@ from convt5.runtime import atomic_files
 from convt5.text import task_format, vocabulary_files
 from convt5.training import run_directory
 
-TextOf = Callable[[Conversion, Imported], vocabulary_files.KeptText | None]
 
-
-def convert(conversion: Conversion, destination: pathlib.Path, text_of: TextOf) -> str:
+def convert(conversion: Conversion, destination: pathlib.Path, vocabulary: Any = None) -> str:
     """Creates the destination; returns a message for the user.
 
     Args:
         conversion: what to read and to write.
         destination: the folder to create, as `check_destination` returns it.
-        text_of: returns the text of the ids of the model that was read, as far as known.
+        vocabulary: the one of `conversion.vocabulary`; None means the one beside the checkpoint.
 
     Raises:
         UserError: the input is invalid; nothing is written then.
@@ -64,7 +62,7 @@ def convert(conversion: Conversion, destination: pathlib.Path, text_of: TextOf) 
         config = dataclasses.replace(imported.config, dtype=conversion.dtype)
         imported = imported._replace(config=config)
     origin = f"Imported from {conversion.checkpoint} ({conversion.source}) by convt5.convert."
-    text = text_of(conversion, imported)
+    text = _text_of(conversion, imported, vocabulary)
     formats = task_format.load(conversion.checkpoint)
     with new_directory(destination) as folder:
         if formats:
@@ -81,6 +79,23 @@ def convert(conversion: Conversion, destination: pathlib.Path, text_of: TextOf) 
         else:
             _export(folder, imported, conversion)
     return f"{imported.report.text()}{_next_step(conversion, destination)}"
+
+
+def _text_of(
+    conversion: Conversion, imported: Imported, vocabulary: Any
+) -> vocabulary_files.KeptText | None:
+    """Returns the text of the model's token ids, as far as known."""
+    if vocabulary is None:
+        return vocabulary_files.load(conversion.checkpoint)
+    limit = getattr(imported.config, "vocab_size", None)
+    if limit is None:
+        raise errors.UserError(
+            f"--vocabulary={conversion.vocabulary} is for text models, and "
+            f"{conversion.checkpoint} holds a {type(imported.config).__name__}; leave it out."
+        )
+    vocabulary_files.check_size(vocabulary, limit)
+    kept = vocabulary_files.of(vocabulary)
+    return None if kept is None else vocabulary_files.KeptText(kept, kept)
 
 
 @contextlib.contextmanager

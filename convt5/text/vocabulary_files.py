@@ -116,6 +116,15 @@ class TextFeatures(NamedTuple):
     add_eos: bool = True
 
 
+def check_size(vocabulary: Any, vocab_size: int) -> None:
+    """Raises `UserError` if a seqio vocabulary has ids for which a model has no embedding."""
+    if vocabulary.vocab_size > vocab_size:
+        raise errors.UserError(
+            f"the vocabulary has {vocabulary.vocab_size} ids, sentinels included, but the model's "
+            f"vocab_size={vocab_size}; use the vocabulary that the model was trained with."
+        )
+
+
 def of(vocabulary: Any) -> KeptVocabulary | None:
     """Returns a seqio vocabulary as plain values; None if a file could not restore it."""
     with quiet_imports.without_tensorflow_chatter():

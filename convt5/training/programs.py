@@ -26,6 +26,7 @@ from jax import monitoring
 from jax.experimental import serialize_executable
 
 import convt5
+from convt5.errors import checks
 from convt5.runtime import atomic_files, machine
 
 _DESCRIBED = ("convt5", "jax", "jaxlib", "flax", "optax", "numpy")
@@ -285,7 +286,7 @@ def describe(value: Any) -> Any:
         return ["dict", [[describe(key), describe(item)] for key, item in value.items()]]
     if isinstance(value, list | tuple):
         return [_name(kind), [describe(item) for item in value]]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if checks.is_description(value):
         fields = dataclasses.fields(value)
         return [_name(kind), [[f.name, describe(getattr(value, f.name))] for f in fields]]
     if isinstance(value, functools.partial):
