@@ -288,32 +288,48 @@ def text_classification(
         prompt = " ".join([name, *(f"{field}: {{{field}}}" for field in text_fields)])
     _check_fields(name, text_fields, label_field, prompt)
     _check_threshold(name, threshold, generated)
-
-    def parse(row: Row) -> Example | None:
-        if threshold is not None:
-            label = generated[_number(row, label_field) >= threshold]
-        else:
-            label = label_of(row, label_field, names)
-        if label is None:
-            return None
-        return {**{field: row.text(field) for field in text_fields}, _TARGET: label}
-
+    source = TableSource(
+        path,
+        _Parser(text_fields, label_field, names, generated, threshold),
+        columns=columns,
+        layout=layout,
+        validation_fraction=validation_fraction,
+        invalid_utf8=invalid_utf8,
+    )
     return classification_task(
         name,
-        TableSource(
-            path,
-            parse,
-            columns=columns,
-            layout=layout,
-            validation_fraction=validation_fraction,
-            invalid_utf8=invalid_utf8,
-        ),
+        source,
         vocabulary or vocabularies.characters(),
         prompt=prompt,
         labels=generated,
         metric_fns=metric_fns,
         rank=rank,
     )
+
+
+class _Parser(NamedTuple):
+    """Reads an example from a row of `text_classification`.
+
+    Attributes:
+        text_fields, label_field, threshold: its settings.
+        names: the target for each label of the file, or None to skip the row.
+        labels: the targets.
+    """
+
+    text_fields: Sequence[str]
+    label_field: str
+    names: Mapping[str, str | None]
+    labels: Sequence[str]
+    threshold: float | None
+
+    def __call__(self, row: Row) -> Example | None:
+        if self.threshold is not None:
+            label = self.labels[_number(row, self.label_field) >= self.threshold]
+        else:
+            label = label_of(row, self.label_field, self.names)
+        if label is None:
+            return None
+        return {**{field: row.text(field) for field in self.text_fields}, _TARGET: label}
 
 
 def _check_fields(name: str, text_fields: Sequence[str], label_field: str, prompt: str) -> None:

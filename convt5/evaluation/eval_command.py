@@ -145,11 +145,8 @@ def _image_plan(config: Any, checkpoint: str, settings: RunSettings, flags: Any)
     return images.make_plan(
         checkpoint,
         model=config,
-        train=settings.train,
-        data=settings.data,
-        split=settings.evaluate.split,
+        settings=settings,
         batch_size=flags.batch_size,
-        num_examples=settings.evaluate.num_examples,
         reestimate=flags.reestimate,
         ema=flags.ema,
     )

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from convt5 import errors
 from convt5.evaluation import checkpoints, hosts
 from convt5.evaluation.results import Outcome
+from convt5.evaluation.run_settings import RunSettings
 from convt5.modeling import sharding
 from convt5.runtime import metric_names
 from convt5.runtime.progress import Progress
@@ -93,11 +94,8 @@ def make_plan(
     checkpoint: str,
     *,
     model: Any,
-    train: Mapping[str, Any],
-    data: Any,
-    split: str | None = None,
+    settings: RunSettings,
     batch_size: int | None = None,
-    num_examples: int | None = None,
     reestimate: int | None = None,
     ema: bool = False,
 ) -> ImagePlan:
@@ -106,11 +104,8 @@ def make_plan(
     Args:
         checkpoint: path of the model.
         model: its description.
-        train: arguments of `trainer.train`.
-        data: the evaluation or training data of the run.
-        split: split of that data; None means that of the evaluation data.
+        settings: the settings of its run, which name the data, the split and the number of images.
         batch_size: None means that of the data.
-        num_examples: number of images, from the first; None means all.
         reestimate: batches of training data for re-estimating batch statistics; None uses the saved
             ones.
         ema: whether to measure the average over the updates.
@@ -118,6 +113,7 @@ def make_plan(
     Raises:
         UserError: the run has no images, or they do not fit the model.
     """
+    train, data, wanted = settings.train, settings.data, settings.evaluate
     if not isinstance(data, ImageDataConfig):
         raise errors.UserError(
             f"no images to evaluate {checkpoint} on: its settings name none; give a gin file that "
@@ -126,7 +122,7 @@ def make_plan(
     if reestimate is not None and reestimate < 1:
         raise errors.UserError(f"--reestimate={reestimate} must be at least 1 batch.")
     own = train.get("eval_data")
-    known: dict[str, Any] = {"split": split or (own.split if own else "validation")}
+    known: dict[str, Any] = {"split": wanted.split or (own.split if own else "validation")}
     if batch_size is not None:
         known["batch_size"] = batch_size
     data = dataclasses.replace(data, num_epochs=1, shuffle=False, augmentation=None, **known)
@@ -138,7 +134,7 @@ def make_plan(
         data=data,
         loss=loss if isinstance(loss, VisionLoss) else VisionLoss(),
         statistics=_statistics(train, reestimate),
-        num_examples=num_examples,
+        num_examples=wanted.num_examples,
         ema=ema,
         last_step=train.get("num_steps"),
     )

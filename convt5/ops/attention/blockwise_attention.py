@@ -99,16 +99,14 @@ def attend(causal: bool, size: "_Size", query, key, value, bias, query_ids, key_
     return out, lse[..., 0]
 
 
-def gradients(
-    causal: bool, size: "_Size", query, key, value, bias, query_ids, key_ids, out, lse, d_out
-):
+def gradients(causal: bool, size: "_Size", query, key, value, bias, *rest):
     """Returns the gradients of `attend` in query, key, value and bias.
 
     Args:
-        causal, size, query, key, value, bias, query_ids, key_ids: the arguments of `attend`.
-        out, lse: its results.
-        d_out: the cotangent of `out`.
+        causal, size, query, key, value, bias: the arguments of `attend`.
+        rest: its segment ids of queries and keys, its results, and the cotangent of its output.
     """
+    query_ids, key_ids, out, lse, d_out = rest
     wide = jnp.promote_types(query.dtype, jnp.float32)
     # A single group gets no copy of its arrays: XLA would repeat the transpose or the padding
     # wherever they are read.

@@ -67,11 +67,9 @@ def attend(causal: bool, devices: Devices, alone: Attend, *arrays: Any):
     return shared(*arrays)
 
 
-def _piece(
-    causal: bool, devices: Devices, alone: Attend, target: int, query, key, value, bias, ids, *rest
-):
+def _piece(causal: bool, devices: Devices, alone: Attend, target: int, *arrays):
     """Computes the queries of one device; `target` is the number of queries of all devices."""
-    key_ids, *backward = rest
+    query, key, value, bias, ids, key_ids, *backward = arrays
     if not devices.split_lengths:
         with dispatch.using(devices=None):
             results = alone(causal, query, key, value, bias, ids, key_ids, *backward)

@@ -72,18 +72,10 @@ def _attend(settings: Settings, heads: int, query, key, value, bias, *ids):
     return _split_heads(out, heads), jnp.zeros(query.shape[:3], jnp.float32)
 
 
-def _gradients(
-    settings: Settings, heads: int, query, key, value, bias, query_ids, key_ids, out, lse, d_out
-):
-    del out, lse
+def _gradients(settings: Settings, heads: int, query, key, value, bias, *rest):
+    *ids, _out, _lse, d_out = rest
     biases = () if bias is None else (bias,)
-    arrays = (
-        *map(_merge_heads, (query, key, value)),
-        query_ids,
-        key_ids,
-        *biases,
-        _merge_heads(d_out),
-    )
+    arrays = (*map(_merge_heads, (query, key, value)), *ids, *biases, _merge_heads(d_out))
     *drows, dbias = (*gradients(settings, *arrays), *([] if biases else [None]))
     return (*(_split_heads(a, heads) for a in drows), dbias)
 

@@ -61,9 +61,7 @@ BAND_ROWS = 32
 def forward(taps: Taps, softmax: bool, segment_ids, x, weights, *, rate=0.0, key=None):
     """Returns `reference.forward`."""
     if weights.ndim == 2 or not softmax or reference.drops(rate, key):
-        return reference.forward(
-            taps, softmax, segment_ids, x, weights, rate=rate, key=key, sums=SUMS
-        )
+        return FORMULATION.forward(taps, softmax, segment_ids, x, weights, rate=rate, key=key)
     # Divide last: otherwise XLA:CPU divides the weights again for every channel.
     powers, total = reference.tap_powers(weights.astype(wide_dtype(weights)))
     return weighted_sum(taps, x, powers, segment_ids, total)
@@ -253,10 +251,11 @@ def _band_min_taps(dilation: int, group: int) -> int:
     return 8 if group >= 64 and dilation > 1 else 7
 
 
-SUMS = reference.Sums(weighted_sum, transposed_sum, static_weight_gradient, dynamic_weight_gradient)
+FORMULATION = reference.Formulation(
+    weighted_sum, transposed_sum, static_weight_gradient, dynamic_weight_gradient
+)
 
-backward = functools.partial(reference.backward, sums=SUMS)
-"""Returns `reference.backward`."""
+backward = FORMULATION.backward
 
 
 def _filler(x, stride: int, count: int) -> int:

@@ -35,9 +35,7 @@ def forward(taps: Taps, softmax: bool, segment_ids, x, weights, *, rate=0.0, key
 def backward(taps: Taps, softmax: bool, segment_ids, x, weights, dy, *, rate=0.0, key=None):
     """Returns `reference.backward`."""
     if weights.ndim == 2 or not softmax or reference.drops(rate, key):
-        return reference.backward(
-            taps, softmax, segment_ids, x, weights, dy, rate=rate, key=key, sums=SUMS
-        )
+        return FORMULATION.backward(taps, softmax, segment_ids, x, weights, dy, rate=rate, key=key)
     return softmax_backward(taps, segment_ids, x, weights, dy)
 
 
@@ -59,7 +57,7 @@ def static_weight_gradient(taps: Taps, x, dy, segment_ids):
     return lax.optimization_barrier(parts).sum(axis=(1, 2))
 
 
-SUMS = reference.Sums(static_weight_gradient=static_weight_gradient)
+FORMULATION = reference.Formulation(static_weight_gradient=static_weight_gradient)
 
 
 def softmax_forward(taps: Taps, segment_ids, x, logits):

@@ -176,40 +176,37 @@ def drops(rate: float, key) -> bool:
 # --- Whole convolutions ---------------------------------------------------------------------------
 
 
-class Sums(NamedTuple):
-    """One formulation of a convolution and its gradients: their four sums."""
+class Formulation(NamedTuple):
+    """One formulation of a convolution and of its gradients: their four sums."""
 
     weighted_sum: Callable[..., Any] = weighted_sum
     transposed_sum: Callable[..., Any] = transposed_sum
     static_weight_gradient: Callable[..., Any] = static_weight_gradient
     dynamic_weight_gradient: Callable[..., Any] = dynamic_weight_gradient
 
+    def forward(self, taps: Taps, softmax: bool, segment_ids, x, weights, *, rate=0.0, key=None):
+        """Returns the convolution; `softmax`, `rate` and `key` apply only to logits."""
+        if weights.ndim == 2:
+            return self.weighted_sum(taps, x, weights[None, None], segment_ids)
+        normalized = normalize(softmax, rate, weights, key, tap_softmax=plain_tap_softmax)
+        return self.weighted_sum(taps, x, normalized, segment_ids)
 
-SUMS = Sums()
+    def backward(
+        self, taps: Taps, softmax: bool, segment_ids, x, weights, dy, *, rate=0.0, key=None
+    ):
+        """Returns the gradients in x and in the weights."""
+        if weights.ndim == 2:
+            # The transpose of a sum of shifts is the sum of mirrored shifts.
+            mirrored = weights[::-1][None, None]
+            dx = self.weighted_sum(taps.mirrored(), dy, mirrored, segment_ids)
+            dkernel = self.static_weight_gradient(taps, x, dy, segment_ids)
+            return dx.astype(x.dtype), dkernel.astype(weights.dtype)
+        normalized, vjp = jax.vjp(functools.partial(normalize, softmax, rate, key=key), weights)
+        dx = self.transposed_sum(taps, dy, normalized, segment_ids)
+        dweights = self.dynamic_weight_gradient(taps, x, dy, segment_ids, weights.shape[-1])
+        (dlogits,) = vjp(dweights.astype(normalized.dtype))
+        return dx.astype(x.dtype), dlogits
 
 
-def forward(
-    taps: Taps, softmax: bool, segment_ids, x, weights, *, rate=0.0, key=None, sums: Sums = SUMS
-):
-    """Returns the convolution; `softmax`, `rate` and `key` apply only to logits."""
-    if weights.ndim == 2:
-        return sums.weighted_sum(taps, x, weights[None, None], segment_ids)
-    normalized = normalize(softmax, rate, weights, key, tap_softmax=plain_tap_softmax)
-    return sums.weighted_sum(taps, x, normalized, segment_ids)
-
-
-def backward(
-    taps: Taps, softmax: bool, segment_ids, x, weights, dy, *, rate=0.0, key=None, sums: Sums = SUMS
-):
-    """Returns the gradients in x and in the weights."""
-    if weights.ndim == 2:
-        # The transpose of a sum of shifts is the sum of mirrored shifts.
-        mirrored = weights[::-1][None, None]
-        dx = sums.weighted_sum(taps.mirrored(), dy, mirrored, segment_ids)
-        dkernel = sums.static_weight_gradient(taps, x, dy, segment_ids)
-        return dx.astype(x.dtype), dkernel.astype(weights.dtype)
-    normalized, vjp = jax.vjp(functools.partial(normalize, softmax, rate, key=key), weights)
-    dx = sums.transposed_sum(taps, dy, normalized, segment_ids)
-    dweights = sums.dynamic_weight_gradient(taps, x, dy, segment_ids, weights.shape[-1])
-    (dlogits,) = vjp(dweights.astype(normalized.dtype))
-    return dx.astype(x.dtype), dlogits
+PLAIN = Formulation()
+forward, backward = PLAIN.forward, PLAIN.backward

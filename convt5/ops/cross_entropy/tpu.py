@@ -162,7 +162,8 @@ def _gradients(x, table, columns, dtable, interpret: bool):
 # --- Kernels --------------------------------------------------------------------------------------
 
 
-def _statistics_kernel(vocab, x, table, columns, out, top, total, target, summed, best):
+def _statistics_kernel(vocab, x, table, columns, out, *scratch):
+    top, total, target, summed, best = scratch
     block = pl.program_id(0)
 
     @pl.when(block == 0)

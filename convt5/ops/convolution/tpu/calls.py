@@ -34,6 +34,27 @@ Direction = Literal["forward", "backward"]
 
 
 @dataclasses.dataclass(frozen=True)
+class Operation:
+    """Static parameters of a convolution; `operators` documents the terms.
+
+    Attributes:
+        taps: the geometry.
+        dynamic: weights are logits [batch, length, taps, kernels], not a kernel [taps, embed].
+        softmax: whether the taps of a dynamic convolution are normalised.
+        packed: whether segment ids are given.
+        interpret: interprets the kernels without a TPU, for tests.
+        max_rows: most rows of a block.
+    """
+
+    taps: Taps
+    dynamic: bool
+    softmax: bool
+    packed: bool
+    interpret: bool = False
+    max_rows: int = MAX_ROWS
+
+
+@dataclasses.dataclass(frozen=True)
 class Call:
     """One convolution as the kernels see it.
 
@@ -307,45 +328,54 @@ def cost(call: Call, x_bytes: int, weight_bytes: int) -> pl.CostEstimate:
 
 
 def make_call(
+    operation: Operation,
     kind: str,
     direction: Direction,
-    taps: Taps,
+    shape: tuple[int, int, int],
     *,
-    batch: int,
-    length: int,
-    embed: int,
     num_kernels: int,
     itemsize: int,
-    packed: bool,
-    softmax: bool,
-    interpret: bool = False,
-    max_rows: int = MAX_ROWS,
 ) -> Call | None:
     """Returns the call that moves the fewest bytes, or None if no kernel serves.
 
-    `itemsize` is the number of bytes per element of x and logits; `length` is a multiple of 128.
+    Args:
+        operation: the convolution.
+        kind, direction, num_kernels: as in `Call`.
+        shape: [batch, length, embed] of x; the length is a multiple of 128.
+        itemsize: bytes per element of x and logits.
     """
+    (batch, length, embed), taps = shape, operation.taps
     if embed % LANES or length % LANES or taps.cross_segments:
         return None
     if kind == "shared" and taps.count * padded_kernels(num_kernels) > MAX_UNROLLED:
         return None
     calls = [
-        Call(kind, direction, blocks, batch, embed, num_kernels, softmax, interpret)
-        for blocks in _candidates(kind, taps, length, embed, packed, max_rows)
+        Call(
+            kind,
+            direction,
+            blocks,
+            batch,
+            embed,
+            num_kernels,
+            operation.softmax,
+            operation.interpret,
+        )
+        for blocks in _candidates(operation, kind, length, embed)
     ]
     fitting = [call for call in calls if _vmem_bytes(call, itemsize) <= VMEM_BYTES]
     return min(fitting, key=lambda call: _time(call, itemsize), default=None)
 
 
-def _candidates(kind, taps, length, embed, packed, max_rows):
+def _candidates(operation: Operation, kind: str, length: int, embed: int) -> list[Blocks]:
     """Returns the blocks that divide the array."""
-    rows = [r for r in range(LANES, max_rows + 1, LANES) if length % r == 0]
+    taps = operation.taps
+    rows = [r for r in range(LANES, operation.max_rows + 1, LANES) if length % r == 0]
     channels = [c for c in range(LANES, min(embed, MAX_CHANNELS) + 1, LANES) if embed % c == 0]
     if kind == "shared":
         # A kernel's sum over channels must stay in one block.
         channels = [embed]
     channels = [c for c in channels if taps.count * (c // LANES) <= MAX_UNROLLED]
-    return [Blocks(taps, length, r, c, packed) for r in rows for c in channels]
+    return [Blocks(taps, length, r, c, operation.packed) for r in rows for c in channels]
 
 
 def _time(call: Call, itemsize: int) -> float:

@@ -1,6 +1,5 @@
 """Runs the convolutions by TPU kernels on one device, or on several that split the arrays."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -11,32 +10,11 @@ from jax.sharding import PartitionSpec
 from convt5.ops import dispatch
 from convt5.ops.convolution.tpu import calls, streamed
 from convt5.ops.convolution.tpu.blocks import Blocks
+from convt5.ops.convolution.tpu.calls import Operation
 from convt5.ops.dispatch import Devices, Formulation
-from convt5.ops.geometry import Taps
 from convt5.ops.tpu_kernels import LANES
 
 DTYPES = (jnp.bfloat16, jnp.float32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Operation:
-    """Static parameters of a convolution; `operators` documents the terms.
-
-    Attributes:
-        taps: the geometry.
-        dynamic: weights are logits [batch, length, taps, kernels], not a kernel [taps, embed].
-        softmax: whether the taps of a dynamic convolution are normalised.
-        packed: whether segment ids are given.
-        interpret: interprets the kernels without a TPU, for tests.
-        max_rows: most rows of a block.
-    """
-
-    taps: Taps
-    dynamic: bool
-    softmax: bool
-    packed: bool
-    interpret: bool = False
-    max_rows: int = calls.MAX_ROWS
 
 
 def add_to(
@@ -85,18 +63,12 @@ def _call(
     length = calls.padded_length(length)
     itemsize = max(x.dtype.itemsize, weights.dtype.itemsize if operation.dynamic else 0)
     in_blocks = calls.make_call(
+        operation,
         kind,
         direction,
-        operation.taps,
-        batch=batch,
-        length=length,
-        embed=embed,
+        (batch, length, embed),
         num_kernels=num_kernels,
         itemsize=itemsize,
-        packed=operation.packed,
-        softmax=operation.softmax,
-        interpret=operation.interpret,
-        max_rows=operation.max_rows,
     )
     if kind != "channel" or direction == "forward" or embed % LANES:
         return in_blocks

@@ -8,7 +8,8 @@ passes twice, the second time from fast memory. Running sums are rescaled when t
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +90,35 @@ def backward(
     return dx, dlogits
 
 
+class _Memory(NamedTuple):
+    """Fast memory of one row of 128 channels, kept from tap to tap.
+
+    Attributes:
+        x, dy, weights: rows that taps read at an offset; `weights` holds those of one tap.
+        segments: the segment ids.
+        largest, total: running maximum of the logits, and sum of exp(logit - maximum).
+        gradient_sum: running sum of exp(logit - maximum) times the gradient of the weight.
+        dx: running sum of the gradient in x.
+        logits: the logits of all taps.
+    """
+
+    x: bodies.Rows
+    dy: bodies.Rows
+    weights: bodies.Rows
+    segments: bodies.Segments
+    largest: Any
+    total: Any
+    gradient_sum: Any
+    dx: Any
+    logits: Any
+
+    def weight_gradient(self, row, offset):
+        """Returns the gradient in the weight of a tap, for a chunk of rows."""
+        same = self.segments.same(row, offset)
+        gradient = self.dy.read(row, 0, 0) * self.x.read(row, offset, 0)
+        return gradient if same is None else jnp.where(same, gradient, 0.0)
+
+
 def _body(call: Streamed, x, dy, logits, *refs: Any) -> None:
     blocks, taps = call.blocks, call.num_taps
     step = pl.program_id(2)
@@ -97,74 +127,86 @@ def _body(call: Streamed, x, dy, logits, *refs: Any) -> None:
     ids = take() if blocks.packed else None
     dx, dlogits = take(), take()
     segments = bodies.Segments(bodies.Rows(take(), blocks.segments) if blocks.packed else None)
-    x_rows = bodies.Rows(take(), blocks.inputs)
-    dy_rows = bodies.Rows(take(), blocks.readers)
-    weight_rows = bodies.Rows(take(), blocks.readers)
-    largest, total, gradient_sum, sums, kept_logits = remaining
-
-    def chunks(body):
-        def one(i, _):
-            row = pl.multiple_of(i * CHUNK, CHUNK)
-            body(row, pl.ds(row, CHUNK))
-            return 0
-
-        lax.fori_loop(0, blocks.length // CHUNK, one, 0)
-
-    def product(row, offset):
-        """Returns the gradient in the weight of a tap."""
-        same = segments.same(row, offset)
-        dweight = dy_rows.read(row, 0, 0) * x_rows.read(row, offset, 0)
-        return dweight if same is None else jnp.where(same, dweight, 0.0)
+    windows = (blocks.inputs, blocks.readers, blocks.readers)
+    x_rows, dy_rows, weight_rows = (bodies.Rows(take(), window) for window in windows)
+    memory = _Memory(x_rows, dy_rows, weight_rows, segments, *remaining)
 
     @pl.when(step == 0)
     def _():
-        x_rows.fill(x, blocks, 0)
-        dy_rows.fill(dy, blocks, 0)
+        memory.x.fill(x, blocks, 0)
+        memory.dy.fill(dy, blocks, 0)
         segments.fill(ids, blocks, 0)
-        weight_rows.ref[...] = jnp.zeros(weight_rows.ref.shape, jnp.float32)
-        largest[...] = jnp.full(largest.shape, LOWEST, jnp.float32)
-        for ref in (total, gradient_sum, sums):
+        memory.weights.ref[...] = jnp.zeros(memory.weights.ref.shape, jnp.float32)
+        memory.largest[...] = jnp.full(memory.largest.shape, LOWEST, jnp.float32)
+        for ref in (memory.total, memory.gradient_sum, memory.dx):
             ref[...] = jnp.zeros(ref.shape, jnp.float32)
 
     @pl.when(step < taps)
     def _():
-        offset = step * blocks.taps.dilation - blocks.taps.left
-
-        def gather(row, at):
-            logit = logits[at, :]
-            kept_logits[step, at, :] = logit
-            if not call.softmax:
-                return
-            logit = logit.astype(jnp.float32)
-            higher = jnp.maximum(largest[at, :], logit)
-            shrink, power = jnp.exp(largest[at, :] - higher), jnp.exp(logit - higher)
-            largest[at, :] = higher
-            total[at, :] = total[at, :] * shrink + power
-            gradient_sum[at, :] = gradient_sum[at, :] * shrink + power * product(row, offset)
-
-        chunks(gather)
+        _gather(call, memory, logits, step)
 
     @pl.when(step >= taps)
     def _():
-        tap = step - taps
-        offset = tap * blocks.taps.dilation - blocks.taps.left
-
-        def differentiate(row, at):
-            weight, gradient = kept_logits[tap, at, :].astype(jnp.float32), product(row, offset)
-            if call.softmax:
-                weight = jnp.exp(weight - largest[at, :]) / total[at, :]
-                gradient = weight * (gradient - gradient_sum[at, :] / total[at, :])
-            dlogits[at, :] = gradient.astype(dlogits.dtype)
-            weight_rows.ref[0, pl.ds(row + weight_rows.window.before, CHUNK), :] = weight
-
-        def collect(row, at):
-            same = segments.same(row, -offset)
-            part = weight_rows.read(row, -offset, 0) * dy_rows.read(row, -offset, 0)
-            sums[at, :] += part if same is None else jnp.where(same, part, 0.0)
-
-        chunks(differentiate)
-        chunks(collect)
+        _differentiate(call, memory, dlogits, step - taps)
 
     @pl.when(step == 2 * taps - 1)
     def _():
-        dx[...] = sums[...].astype(dx.dtype)
+        dx[...] = memory.dx[...].astype(dx.dtype)
+
+
+def _gather(call: Streamed, memory: _Memory, logits, tap) -> None:
+    """Keeps the logits of a tap, and adds it to the sums of the softmax and its gradient."""
+    offset = _offset(call, tap)
+
+    def chunk(row, at):
+        logit = logits[at, :]
+        memory.logits[tap, at, :] = logit
+        if not call.softmax:
+            return
+        logit = logit.astype(jnp.float32)
+        largest, total, gradient_sum = memory.largest, memory.total, memory.gradient_sum
+        higher = jnp.maximum(largest[at, :], logit)
+        shrink, power = jnp.exp(largest[at, :] - higher), jnp.exp(logit - higher)
+        largest[at, :] = higher
+        total[at, :] = total[at, :] * shrink + power
+        shrunk = gradient_sum[at, :] * shrink
+        gradient_sum[at, :] = shrunk + power * memory.weight_gradient(row, offset)
+
+    _for_chunks(call, chunk)
+
+
+def _differentiate(call: Streamed, memory: _Memory, dlogits, tap) -> None:
+    """Writes the gradient in the logits of a tap, and adds that in x which it gives."""
+    offset = _offset(call, tap)
+
+    def differentiate(row, at):
+        weight = memory.logits[tap, at, :].astype(jnp.float32)
+        gradient = memory.weight_gradient(row, offset)
+        if call.softmax:
+            weight = jnp.exp(weight - memory.largest[at, :]) / memory.total[at, :]
+            gradient = weight * (gradient - memory.gradient_sum[at, :] / memory.total[at, :])
+        dlogits[at, :] = gradient.astype(dlogits.dtype)
+        memory.weights.ref[0, pl.ds(row + memory.weights.window.before, CHUNK), :] = weight
+
+    def collect(row, at):
+        same = memory.segments.same(row, -offset)
+        part = memory.weights.read(row, -offset, 0) * memory.dy.read(row, -offset, 0)
+        memory.dx[at, :] += part if same is None else jnp.where(same, part, 0.0)
+
+    _for_chunks(call, differentiate)
+    _for_chunks(call, collect)
+
+
+def _offset(call: Streamed, tap):
+    return tap * call.blocks.taps.dilation - call.blocks.taps.left
+
+
+def _for_chunks(call: Streamed, body: Callable[[Any, Any], None]) -> None:
+    """Calls `body` with the first row of each chunk, and with its rows."""
+
+    def one(i, _):
+        row = pl.multiple_of(i * CHUNK, CHUNK)
+        body(row, pl.ds(row, CHUNK))
+        return 0
+
+    lax.fori_loop(0, call.blocks.length // CHUNK, one, 0)
