@@ -11,7 +11,7 @@ def train_step(config: ConvT5Config, length: int, batch_size: int) -> Measured:
     import torch
     from transformers.optimization import Adafactor
 
-    model = _model(config).train()
+    model = make_model(config).train()
     optimizer = Adafactor(model.parameters(), scale_parameter=True, relative_step=True)
     arrays = random_batch(config, length, batch_size)
     batch = {name: torch.from_numpy(array).long() for name, array in arrays.items()}
@@ -35,7 +35,7 @@ def decoder(config: ConvT5Config, length: int, batch_size: int) -> Measured:
     """Returns a greedy `generate`, with a growing key-value cache."""
     import torch
 
-    model = _model(config).eval()
+    model = make_model(config).eval()
     source = torch.from_numpy(random_source(config, length, batch_size)).long()
 
     def run() -> Any:
@@ -52,7 +52,8 @@ def decoder(config: ConvT5Config, length: int, batch_size: int) -> Measured:
     return run, {"state_bytes": 4 * rows * (length + source.shape[1])}
 
 
-def _model(config: ConvT5Config) -> Any:
+def make_model(config: ConvT5Config) -> Any:
+    """Returns Hugging Face's model with these sizes, and initial parameters."""
     import torch
     import transformers
 

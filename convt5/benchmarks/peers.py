@@ -8,6 +8,8 @@ from convt5.benchmarks import hugging_face, t5x
 from convt5.benchmarks.sides import Side
 from convt5.modeling.architecture import ConvT5Config
 
+HUGGING_FACE_NEEDS = ("torch", "transformers")
+
 
 def find_peers(
     suite: str,
@@ -32,7 +34,7 @@ def find_peers(
     if checkout is not None:
         make = t5x.decoder if decodes else t5x.train_step
         sides["T5X"] = functools.partial(make, t5x.make_model(checkout, config), config)
-    if with_hugging_face and all(map(importlib.util.find_spec, ("torch", "transformers"))):
+    if with_hugging_face and all(map(importlib.util.find_spec, HUGGING_FACE_NEEDS)):
         make = hugging_face.decoder if decodes else hugging_face.train_step
         sides["Hugging Face"] = functools.partial(make, config)
     return sides

@@ -62,14 +62,29 @@ def make_model(checkout: pathlib.Path, config: ConvT5Config) -> Any:
     )
 
 
-def loss(model: Any, parameters: Any, tokens: Sequence[Any], key: jax.Array) -> jax.Array:
-    """Returns the cross-entropy of encoder inputs, decoder inputs and targets, with dropout."""
+def cross_entropies(
+    model: Any, parameters: Any, tokens: Sequence[Any], key: jax.Array | None
+) -> jax.Array:
+    """Returns the cross-entropy of each target, [rows, length], of three arrays of tokens.
+
+    Args:
+        model: T5X's.
+        parameters: of the model.
+        tokens: encoder inputs, decoder inputs and targets.
+        key: of dropout; None means no dropout.
+    """
+    rngs = {} if key is None else {"dropout": key}
     # T5X relies on rank promotion, which convt5 forbids.
     with jax.numpy_rank_promotion("allow"):
         logits = model.apply(
-            {"params": parameters}, *tokens, enable_dropout=True, rngs={"dropout": key}
+            {"params": parameters}, *tokens, enable_dropout=key is not None, rngs=rngs
         )
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[2]))
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[2])
+
+
+def loss(model: Any, parameters: Any, tokens: Sequence[Any], key: jax.Array) -> jax.Array:
+    """Returns the mean of `cross_entropies` with dropout."""
+    return jnp.mean(cross_entropies(model, parameters, tokens, key))
 
 
 def init_parameters(model: Any, tokens: Sequence[Any]) -> Any:

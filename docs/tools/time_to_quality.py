@@ -1,0 +1,412 @@
+"""Trains T5 of three libraries for the same time, and draws the validation loss over that time.
+
+`python docs/tools/time_to_quality.py --cache=CACHE --minutes=10 --t5x=CHECKOUT_OF_T5X` takes the
+minutes for each side, and evaluations beside. Finished sides are kept: given again, the command
+goes on behind them; with --report_only it tells and draws what there is.
+
+All sides have the same rows in the same order, the sizes of `t5_tiny`, float32, the dropout of the
+model files and the rates of gin/studies/pretraining.gin, stretched over the minutes. Ours and T5X's
+are updated by our Adafactor, Hugging Face's by the one of transformers, which also factors matrices
+with fewer than 128 rows or columns. Each has the initial parameters of its library.
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from kept_programs import write_tables
+
+from convt5 import errors
+from convt5.benchmarks import hugging_face, peers, t5x
+from convt5.configuration import command_line, gin_config
+from convt5.data.cached_data import CachedDataConfig
+from convt5.modeling.architecture import ConvT5Config
+from convt5.reports import figures, markdown
+from convt5.runtime import machine
+from convt5.training.compilation import compile_step
+from convt5.training.losses import TextLoss
+from convt5.training.optimizer import AdafactorConfig
+from convt5.training.plan import make_plan
+from convt5.training.schedule import Constant, Cosine, Schedule
+from convt5.training.train_step import CROSS_ENTROPY, StepConfig
+
+MODELS = ("dynamic_tiny", "t5_tiny")
+T5X, HUGGING_FACE = "t5x", "hugging_face"
+SIDES = (*MODELS, T5X, HUGGING_FACE)
+TITLES = {T5X: "T5X", HUGGING_FACE: "Hugging Face"}
+SCHEDULE = Cosine(peak=0.03, warmup_steps=200, total_steps=3000)
+"""Of gin/studies/pretraining.gin; a step is a part of the time here."""
+
+MARK = "time_to_quality"
+_FILE, _PICTURE = f"{MARK}.jsonl", f"{MARK}.png"
+_TOKENS = ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
+_WEIGHTS = "decoder_loss_weights"
+
+Batch = Mapping[str, np.ndarray]
+Record = Mapping[str, Any]
+
+
+class Side(NamedTuple):
+    """A model of a library, ready to train.
+
+    Attributes:
+        num_parameters: of the model.
+        compile_seconds: time to compile update and evaluation.
+        update: makes an update on a batch, with a learning rate, and waits for it.
+        evaluate: returns the cross-entropy of a batch, in nats, and the number of its targets,
+            without dropout.
+    """
+
+    num_parameters: int
+    compile_seconds: float
+    update: Callable[[Batch, float], None]
+    evaluate: Callable[[Batch], tuple[float, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Told(AdafactorConfig):
+    """Adafactor whose rate is a part of its state, to be set before each update."""
+
+    def build(self, schedule: Schedule) -> optax.GradientTransformation:
+        build = super().build
+        return optax.inject_hyperparams(lambda rate: build(_always(rate)))(rate=0.0)
+
+
+def _always(rate: jax.Array) -> Schedule:
+    return lambda step: rate
+
+
+def ours(config: ConvT5Config, batch: Batch) -> Side:
+    """Returns the training step of `convt5.train`."""
+    settings = StepConfig(
+        model=config, loss=TextLoss(), optimizer=Told(), schedule=Constant(rate=SCHEDULE.peak)
+    )
+    plan = make_plan(settings, batch_size=len(batch[_WEIGHTS]), devices=jax.devices()[:1])
+    step = compile_step(plan.train_step, plan.abstract, batch)
+    sums = compile_step(plan.eval_step, plan.abstract.model, batch)
+    state = [plan.init_state()]
+
+    def update(batch: Batch, rate: float) -> None:
+        memory = state[0].opt_state
+        memory = memory._replace(hyperparams={"rate": jnp.float32(rate)})
+        told = dataclasses.replace(state[0], opt_state=memory)
+        state[0], metrics = step.call(told, jax.device_put(dict(batch), plan.batch_sharding))
+        jax.block_until_ready(metrics)
+
+    def evaluate(batch: Batch) -> tuple[float, float]:
+        on_device = jax.device_put(dict(batch), plan.batch_sharding)
+        total, weight = sums.call(state[0].model, on_device).metrics[CROSS_ENTROPY]
+        return float(total), float(weight)
+
+    return Side(plan.num_parameters(), step.seconds + sums.seconds, update, evaluate)
+
+
+def t5x_side(checkout: pathlib.Path, config: ConvT5Config, batch: Batch) -> Side:
+    """Returns T5X's model with an update written for it: its own trainer no longer imports."""
+    model = t5x.make_model(checkout, config)
+
+    def cross_entropy(parameters: Any, batch: Batch, key: jax.Array | None) -> Any:
+        tokens = [batch[name] for name in _TOKENS]
+        losses = t5x.cross_entropies(model, parameters, tokens, key)
+        return jnp.sum(losses * batch[_WEIGHTS]), jnp.sum(batch[_WEIGHTS])
+
+    def updated(state: Any, batch: Batch, rate: jax.Array) -> Any:
+        parameters, memory, steps = state
+        optimizer = AdafactorConfig().build(_always(rate))
+        (_, weight), gradients = jax.value_and_grad(cross_entropy, has_aux=True)(
+            parameters, batch, jax.random.fold_in(jax.random.key(2), steps)
+        )
+        gradients = jax.tree.map(lambda g: g / weight, gradients)
+        updates, memory = optimizer.update(gradients, memory, parameters)
+        return optax.apply_updates(parameters, updates), memory, steps + 1
+
+    tokens = [batch[name] for name in _TOKENS]
+    parameters = jax.jit(functools.partial(t5x.init_parameters, model))(tokens)
+    memory = jax.jit(AdafactorConfig().build(Constant(rate=SCHEDULE.peak)).init)(parameters)
+    state = [(parameters, memory, jnp.int32(0))]
+    step = compile_step(jax.jit(updated, donate_argnums=0), state[0], batch, jnp.float32(0))
+    sums = compile_step(jax.jit(functools.partial(cross_entropy, key=None)), parameters, batch)
+
+    def update(batch: Batch, rate: float) -> None:
+        state[0] = jax.block_until_ready(step.call(state[0], dict(batch), jnp.float32(rate)))
+
+    def evaluate(batch: Batch) -> tuple[float, float]:
+        total, weight = sums.call(state[0][0], dict(batch))
+        return float(total), float(weight)
+
+    count = sum(leaf.size for leaf in jax.tree.leaves(parameters))
+    return Side(count, step.seconds + sums.seconds, update, evaluate)
+
+
+def hugging_face_side(config: ConvT5Config, batch: Batch) -> Side:
+    """Returns Hugging Face's model and optimizer, in PyTorch without compilation."""
+    import torch  # An extra.
+    from transformers.optimization import Adafactor
+
+    del batch
+    model = hugging_face.make_model(config)
+    optimizer = Adafactor(model.parameters(), lr=0.0, relative_step=False, scale_parameter=True)
+
+    def cross_entropy(batch: Batch) -> tuple[Any, float]:
+        rows = {name: torch.from_numpy(array).long() for name, array in batch.items()}
+        source, given, targets = (rows[name] for name in _TOKENS)
+        mask = {"attention_mask": source.ne(0), "use_cache": False}
+        logits = model(input_ids=source, decoder_input_ids=given, **mask).logits
+        counted = targets.masked_fill(rows[_WEIGHTS] == 0, -100)
+        total = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), counted.flatten(), ignore_index=-100, reduction="sum"
+        )
+        return total, float(rows[_WEIGHTS].sum())
+
+    def update(batch: Batch, rate: float) -> None:
+        model.train()
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        total, weight = cross_entropy(batch)
+        (total / weight).backward()
+        optimizer.step()
+
+    def evaluate(batch: Batch) -> tuple[float, float]:
+        model.eval()
+        with torch.no_grad():
+            total, weight = cross_entropy(batch)
+        return float(total), weight
+
+    return Side(sum(p.numel() for p in model.parameters()), 0.0, update, evaluate)
+
+
+def train(
+    side: Side,
+    rows: Iterator[Batch],
+    validation: Sequence[Batch],
+    *,
+    seconds: float,
+    evaluations: int,
+) -> Iterator[Record]:
+    """Trains for so many seconds, and yields what is known at evenly spread times of them.
+
+    The clock runs while batches are read and updates are made.
+    """
+    rates = np.asarray(jax.vmap(SCHEDULE)(jnp.arange(SCHEDULE.total_steps)))
+    trained, steps = 0.0, 0
+    for number in range(1, evaluations + 1):
+        while trained < seconds * number / evaluations:
+            began = time.perf_counter()
+            side.update(next(rows), float(rates[int(len(rates) * trained / seconds)]))
+            trained += time.perf_counter() - began
+            steps += 1
+        totals, weights = zip(*map(side.evaluate, validation), strict=True)
+        yield {"seconds": trained, "steps": steps, "loss": sum(totals) / sum(weights)}
+
+
+class Kept:
+    """Records of finished sides, in a file of JSON lines.
+
+    Attributes:
+        finished: records by minutes and side.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        """Reads the file, if there is one, and leaves out what belongs to unfinished sides.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        self._path = path
+        self.finished: dict[tuple[float, str], list[Record]] = {}
+        try:
+            lines = path.read_text().splitlines() if path.exists() else []
+            for record in map(json.loads, lines):
+                key = record["minutes"], record["side"]
+                # The last start of a side counts.
+                old = [] if record["number"] == 1 else self.finished.get(key, [])
+                self.finished[key] = [*old, record]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise errors.UserError(
+                f"{path} holds no records of this tool ({error!r}); remove it."
+            ) from error
+        for key, records in list(self.finished.items()):
+            if len(records) < records[-1]["evaluations"]:
+                del self.finished[key]
+
+    def add(self, record: Record) -> None:
+        """Appends a record; call `Kept` again to see it."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def table(minutes: float, sides: Mapping[str, Sequence[Record]]) -> str:
+    """Returns a row for each side: what it did in these minutes, and when it passed the worst."""
+    worst = max(records[-1]["loss"] for records in sides.values())
+    rows = []
+    for name, records in sides.items():
+        last = records[-1]
+        passed = next(r["seconds"] for r in records if r["loss"] <= worst)
+        rows.append(
+            {
+                "side": TITLES.get(name, f"`{name}`"),
+                "parameters": f"{last['num_parameters']:,}",
+                "compiled in": f"{last['compile_seconds']:.0f} s",
+                "steps": f"{last['steps']:,}",
+                "s/step": f"{last['seconds'] / last['steps']:.3f}",
+                f"loss after {minutes:g} minutes": f"{last['loss']:.3f}",
+                f"minutes to a loss of {worst:.3f}": f"{passed / 60:.1f}",
+            }
+        )
+    return markdown.table(rows)
+
+
+def draw(finished: Mapping[tuple[float, str], Sequence[Record]], path: pathlib.Path) -> None:
+    """Draws the loss of each side over minutes of training, in a panel for each budget.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    budgets = sorted({minutes for minutes, _ in finished})
+    figure = figures.figure_class("the picture")(
+        figsize=(1 + 5.5 * len(budgets), 4.2), layout="constrained"
+    )
+    panels = figure.subplots(1, len(budgets), squeeze=False)[0]
+    for axes, budget in zip(panels, budgets, strict=True):
+        for number, name in enumerate(SIDES):
+            if records := finished.get((budget, name)):
+                x = [record["seconds"] / 60 for record in records]
+                y = [record["loss"] for record in records]
+                style = figures.style(number, points=len(records))
+                axes.plot(x, y, label=TITLES.get(name, name), **style)
+        axes.set(xlabel="minutes of training", title=f"{budget:g} minutes for each")
+        figures.tidy(axes)
+    panels[0].set(ylabel="validation loss, nats per target token")
+    panels[0].legend(frameon=False)
+    figures.save(figure, path)
+
+
+def main(argv: Sequence[str]) -> None:
+    settings = _parser().parse_args(argv)
+    _check(settings)
+    if settings.page is not None:
+        write_tables(settings.page, MARK, None)
+    path = settings.output / _FILE
+    kept = Kept(path)
+    if not settings.report_only:
+        for name in settings.sides or _present(settings.t5x):
+            if (settings.minutes, name) not in kept.finished:
+                _train_side(name, settings, kept)
+    finished = Kept(path).finished
+    if not finished:
+        raise errors.UserError(f"--report_only: {settings.output} holds no finished side.")
+    text = "\n".join(
+        table(budget, {name: r for (b, name), r in finished.items() if b == budget})
+        for budget in sorted({minutes for minutes, _ in finished})
+    )
+    print(text)
+    if settings.page is not None:
+        write_tables(settings.page, MARK, text)
+    draw(finished, settings.output / _PICTURE)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python docs/tools/time_to_quality.py")
+    path = command_line.path
+    add = parser.add_argument
+    add("--cache", type=path, help="a folder written by convt5.cache")
+    add("--minutes", type=float, default=10.0, help="of training, for each side")
+    add("--sides", nargs="+", choices=SIDES, help="by default those that are present")
+    add("--t5x", type=path, help="a checkout of T5X, whose T5 is then a side")
+    add("--evaluations", type=int, default=10, help="of each side")
+    add("--batch_size", type=int, default=16, help="rows of a batch")
+    add("--vocab_size", type=int, default=8192, help="of the models")
+    add("--output", type=path, default="docs/performance", help="folder of records and picture")
+    add("--page", type=path, help="also writes the table into this page")
+    add("--report_only", action="store_true", help="trains nothing")
+    return parser
+
+
+def _check(settings: argparse.Namespace) -> None:
+    faults = [
+        f"--{name}={getattr(settings, name)} must be above 0."
+        for name in ("minutes", "evaluations", "batch_size", "vocab_size")
+        if not getattr(settings, name) > 0
+    ]
+    if settings.cache is None and not settings.report_only:
+        faults.append("--cache is missing; give a folder written by convt5.cache.")
+    present = _present(settings.t5x)
+    remedies = {T5X: "give --t5x=CHECKOUT_OF_T5X", HUGGING_FACE: "install the extra torch"}
+    faults += [
+        f"--sides={name} is not present; {remedies[name]}."
+        for name in settings.sides or ()
+        if name not in present
+    ]
+    errors.raise_all(faults, where="flags")
+    if settings.t5x is not None:
+        t5x.check(settings.t5x)
+
+
+def _present(checkout: pathlib.Path | None) -> list[str]:
+    absent = {T5X} if checkout is None else set()
+    if not all(map(importlib.util.find_spec, peers.HUGGING_FACE_NEEDS)):
+        absent.add(HUGGING_FACE)
+    return [name for name in SIDES if name not in absent]
+
+
+def _train_side(name: str, settings: argparse.Namespace, kept: Kept) -> None:
+    def batches(**how: Any) -> Iterator[Batch]:
+        data = CachedDataConfig(path=str(settings.cache), batch_size=settings.batch_size, **how)
+        built = data.build(process_index=0, process_count=1)
+        return ({name: batch[name] for name in (*_TOKENS, _WEIGHTS)} for batch in built)
+
+    validation = list(batches(split="validation", num_epochs=1))
+    side = _make(name, settings, validation[0])
+    measured = train(
+        side,
+        batches(),
+        validation,
+        seconds=60 * settings.minutes,
+        evaluations=settings.evaluations,
+    )
+    about = {
+        "minutes": settings.minutes,
+        "side": name,
+        "evaluations": settings.evaluations,
+        "num_parameters": side.num_parameters,
+        "compile_seconds": side.compile_seconds,
+        "machine": machine.describe(),
+    }
+    for number, record in enumerate(measured, start=1):
+        kept.add({**about, "number": number, **record})
+        print(
+            f"{name}: {record['seconds']:.0f} s, {record['steps']:,} steps, "
+            f"loss {record['loss']:.3f}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _make(name: str, settings: argparse.Namespace, batch: Batch) -> Side:
+    config = _config(name if name in MODELS else "t5_tiny", settings.vocab_size)
+    if name in MODELS:
+        return ours(config, batch)
+    if name == T5X:
+        return t5x_side(settings.t5x, config, batch)
+    return hugging_face_side(config, batch)
+
+
+def _config(model: str, vocab_size: int) -> ConvT5Config:
+    size = f"architecture.ConvT5Config.vocab_size={vocab_size}"
+    return gin_config.load([f"gin/models/{model}.gin"], [size], roots=["%MODEL"]).macro("MODEL")
+
+
+if __name__ == "__main__":
+    command_line.run(main)
