@@ -1,5 +1,6 @@
 """Batches have seqio's form, and a saved position gives back exactly what followed it."""
 
+import concurrent.futures
 import functools
 import io
 import json
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convt5 import data, errors
-from convt5.data import prefetching, seqio_batches, task_blocks
+from convt5.data import mixing, prefetching, seqio_batches, task_blocks
 
 NAMES = {
     "encoder_input_tokens",
@@ -381,6 +382,49 @@ def test_random_numbers_differ_from_block_to_block_and_epoch_to_epoch(monkeypatc
     task = make_task({"inputs": [[5]] * 8, "targets": [[3]] * 8}).replace(preprocessors=[draw])
     drawn = [b["decoder_target_tokens"][:, 0].tolist() for b in take(build(task), 6)]
     assert len({tuple(sorted(numbers)) for numbers in drawn}) == 6
+
+
+def block_digests(blocks, places):
+    examples = [blocks.make(place).examples for place in places]
+    return [[each.inputs.values.tobytes(), each.targets.values.tobytes()] for each in examples]
+
+
+def test_threads_make_the_blocks_that_one_makes(monkeypatch):
+    monkeypatch.setattr(task_blocks, "_WIDEST_WINDOW", 2)
+    monkeypatch.setattr(task_blocks, "_MOST_EXAMPLES", 4)
+    places = [mixing.BlockPlace(epoch, n, 4 * n) for epoch in range(2) for n in range(6)]
+    task = text_task(some_texts, [doubled])
+    expected = block_digests(config(task).task_blocks()["texts"], places)
+    copies = [config(task).task_blocks()["texts"] for _ in range(4)]
+    with concurrent.futures.ThreadPoolExecutor(4) as executor:
+        made = list(executor.map(lambda blocks: block_digests(blocks, places), copies))
+    assert made == [expected] * 4
+    assert len({str(digest) for digest in expected}) == len(places)
+
+
+def test_a_block_that_failed_leaves_the_next_ones_as_they_are():
+    is_broken = [False]
+
+    def fails_if_broken(text):
+        if is_broken[0] and text == b"17":
+            raise ValueError("broken")
+        return text
+
+    def checked(dataset):
+        def check(example):
+            text = tf.numpy_function(fails_if_broken, [example["targets"]], tf.string)
+            return {**example, "targets": tf.ensure_shape(text, [])}
+
+        return dataset.map(check)
+
+    blocks = config(text_task(some_texts, [checked])).task_blocks()["texts"]
+    places = [mixing.BlockPlace(epoch) for epoch in range(3)]
+    expected = block_digests(blocks, places)
+    is_broken[0] = True
+    with pytest.raises(tf.errors.OpError, match="broken"):
+        blocks.make(places[1])
+    is_broken[0] = False
+    assert block_digests(blocks, places) == expected
 
 
 def test_a_mixture_read_once_gives_every_row_of_every_task():
