@@ -342,17 +342,29 @@ def _last_value(run: Run, metric: str) -> str:
 
 
 def _name_runs(names: Sequence[str]) -> list[tuple[str, pathlib.Path]]:
-    """Splits NAME=DIR; a directory alone is named by the shortest distinct part of its path."""
+    """Splits NAME=DIR; a directory alone is named by the shortest distinct part of its path.
+
+    Runs of a study, such as "model=t5,seed=0", are named by what differs between them.
+    """
     given = [_split(name) for name in names]
     folders = [command_line.path(folder) for _, folder in given]
     parts = [folder.resolve().parts for folder in folders]
     depth = 1
     while depth < max(map(len, parts)) and len({p[-depth:] for p in parts}) < len(set(parts)):
         depth += 1
+    own = _without_shared(["/".join(part[-depth:]) for part in parts])
     return [
-        (name or "/".join(part[-depth:]), folder)
-        for (name, _), folder, part in zip(given, folders, parts, strict=True)
+        (name or short, folder)
+        for (name, _), folder, short in zip(given, folders, own, strict=True)
     ]
+
+
+def _without_shared(names: Sequence[str]) -> Sequence[str]:
+    """Returns names of comma-separated settings without those that all of them have."""
+    settings = [name.split(",") for name in names]
+    shared = set.intersection(*map(set, settings))
+    short = [",".join(part for part in own if part not in shared) for own in settings]
+    return short if all(short) else names
 
 
 def _split(given: str) -> tuple[str, str]:

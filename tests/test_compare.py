@@ -80,6 +80,17 @@ def test_table_is_aligned_as_plain_text(two_runs):
     assert len({len(line) for line in lines}) == 1
 
 
+def test_runs_of_a_study_are_named_by_what_differs(tmp_path):
+    folders = [
+        str(write_run(tmp_path / name, [1.0], seconds_per_step=1.0))
+        for name in ("model=t5,seed=0", "model=dynamic,seed=0")
+    ]
+    assert [run.name for run in compare.read_runs(folders)] == ["model=t5", "model=dynamic"]
+    assert [run.name for run in compare.read_runs(folders[:1])] == ["model=t5,seed=0"]
+    named = [folders[0], f"ours={folders[1]}"]
+    assert [run.name for run in compare.read_runs(named)] == ["model=t5", "ours"]
+
+
 def test_higher_accuracy_is_better(tmp_path):
     for name, value in (("low", 0.25), ("high", 0.5)):
         folder = tmp_path / name

@@ -261,7 +261,7 @@ def table(minutes: float, sides: Mapping[str, Sequence[Record]]) -> str:
                 "compiled in": f"{last['compile_seconds']:.0f} s",
                 "steps": f"{last['steps']:,}",
                 "s/step": f"{last['seconds'] / last['steps']:.3f}",
-                f"loss after {minutes:g} minutes": f"{last['loss']:.3f}",
+                f"loss after {minutes:g} min": f"{last['loss']:.3f}",
                 f"minutes to a loss of {worst:.3f}": f"{passed / 60:.1f}",
             }
         )
@@ -286,7 +286,8 @@ def draw(finished: Mapping[tuple[float, str], Sequence[Record]], path: pathlib.P
                 y = [record["loss"] for record in records]
                 style = figures.style(number, points=len(records))
                 axes.plot(x, y, label=TITLES.get(name, name), **style)
-        axes.set(xlabel="minutes of training", title=f"{budget:g} minutes for each")
+        axes.set(xlabel="minutes of training", title=f"{budget:g} min for each")
+        axes.set_xlim(left=0)
         figures.tidy(axes)
     panels[0].set(ylabel="validation loss, nats per target token")
     panels[0].legend(frameon=False)
