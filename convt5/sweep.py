@@ -1,5 +1,6 @@
 """Entry point of `python -m convt5.sweep`: runs a study of settings and seeds, and reports."""
 
+import argparse
 import contextlib
 import pathlib
 import sys
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from convt5 import errors
 from convt5.configuration import command_line
 from convt5.reports import figures
+from convt5.sweeps.paper import Paper
 
 if TYPE_CHECKING:
     from convt5.sweeps.study import Study
@@ -19,7 +21,8 @@ COMMAND = command_line.Command(
     "resumes an interrupted study. At its end, or at any time with --report_only, it "
     "writes report.md, report.html (a page for the browser that needs no network), plots and "
     "results.json: error distributions over the grid, the best settings, differences, and the "
-    "steps needed to reach a given error.",
+    "steps needed to reach a given error. A gin file that binds sweeps.Paper instead of "
+    "sweeps.Study runs several studies, and answers its questions on one page.",
     examples=[
         (
             "compare ViT_P and ViT_C with AdamW and SGD over learning rates and weight decays",
@@ -36,6 +39,10 @@ COMMAND = command_line.Command(
         (
             "merge the results of two machines, each with its own seeds, into one report",
             "--gin_file=STUDY.gin --import_results=other.jsonl --report_only",
+        ),
+        (
+            "answer the questions of the paper from recorded results",
+            "--gin_file=gin/studies/paper.gin --import_results=docs/results --report_only",
         ),
     ],
     flags=[
@@ -59,13 +66,15 @@ COMMAND = command_line.Command(
         ),
         command_line.Flag(
             "import_results",
-            "first imports results from this file, for runs that were not started here.",
+            "first imports results from this file, for runs that were not started here; of a "
+            "paper, from the files <study>.jsonl of this folder.",
             {"type": command_line.path, "metavar": "FILE"},
         ),
         command_line.Flag(
             "export_results",
             "writes the results of all finished runs to this file at the end, or when the study "
-            "is interrupted: one JSON line per run, without checkpoints.",
+            "is interrupted: one JSON line per run, without checkpoints; of a paper, to this "
+            "folder.",
             {"type": command_line.path, "metavar": "FILE"},
         ),
         figures.SUFFIX_FLAG,
@@ -104,7 +113,13 @@ def main(argv: Sequence[str]) -> int:
             )
     if flags.plot_suffix != figures.SUFFIX:
         figures.check_suffix(flags.plot_suffix)
-    study = read_study(arguments.gin_files, arguments.gin_bindings, arguments.trust)
+    from convt5.sweeps import reading
+
+    study = reading.read(arguments.gin_files, arguments.gin_bindings, arguments.trust)
+    if isinstance(study, Paper):
+        _answer(study, flags, arguments.trust)
+        return 0
+    # Deferred: they are slow to import.
     from convt5.sweeps import report, running
 
     if flags.dry_run:
@@ -119,6 +134,28 @@ def main(argv: Sequence[str]) -> int:
             running.run_all(study, most_runs=flags.most_runs, processes=flags.processes)
         print(report.write(study, suffix=flags.plot_suffix))
     return 0
+
+
+def _answer(paper: Paper, flags: argparse.Namespace, trust: Sequence[str]) -> None:
+    """Answers the questions of a paper: makes the runs of its studies, and writes its page."""
+    from convt5.sweeps import paper_page, paper_runs, reading
+
+    studies = reading.studies_of(paper, trust)
+    if flags.dry_run:
+        print(paper_runs.describe(paper, studies))
+        return
+    try:
+        if flags.import_results is not None:
+            for name, count in paper_runs.read_results(studies, flags.import_results).items():
+                print(f"imported the results of {count} runs of {name}", file=sys.stderr)
+        if not flags.report_only:
+            paper_runs.run_all(paper, studies, most_runs=flags.most_runs, processes=flags.processes)
+    finally:
+        if flags.export_results is not None:
+            count = paper_runs.write_results(studies, flags.export_results)
+            print(f"wrote the results of {count} runs to {flags.export_results}", file=sys.stderr)
+    print(paper_page.write(paper, studies, suffix=flags.plot_suffix))
+    print(f"wrote {paper.path}")
 
 
 @contextlib.contextmanager
@@ -139,29 +176,6 @@ def _import(study: "Study", path: pathlib.Path) -> None:
 
     count = archive.read(study, path)
     print(f"imported the results of {count} runs from {path}", file=sys.stderr)
-
-
-def read_study(
-    files: Sequence[str], bindings: Sequence[str] = (), trust: Sequence[str] = ()
-) -> "Study":
-    """Returns the study that gin files describe.
-
-    Args:
-        files: gin files.
-        bindings: `NAME=VALUE` as given to `--gin.NAME=VALUE`.
-        trust: modules that gin files of a model may name, in the study and in its runs.
-
-    Raises:
-        UserError: they describe no study, or an invalid one.
-    """
-    from convt5.configuration import gin_config
-    from convt5.sweeps.study import Study
-
-    config = gin_config.load(
-        files, bindings, roots=["@convt5.sweeps.Study"], supplied=["trust"], trusted=trust
-    )
-    # Trust comes from the user only, never from a file.
-    return Study(**{**config.arguments(Study), "trust": tuple(trust)})
 
 
 def describe(study: "Study") -> str:

@@ -6,7 +6,8 @@ ones, and nothing is stored. Importing this registers each task with its default
 The gap tasks use byte tokens, one per symbol, so gaps are counted in tokens. An encoder-decoder can
 bridge the gap of `gap_copy`, `gap_reverse` and `associative_recall` by encoder-decoder attention;
 that of `lookback` only by the mixing in the encoder. `pointer_hops` tests depth: it follows several
-pointers for a single answer.
+pointers for a single answer. `entailment` relates two sentences, as natural language inference
+does.
 """
 
 import functools
@@ -332,6 +333,46 @@ def pointer_hops(
     return _gap_task(name, source, ranges, end_token=end_token)
 
 
+def entailment(
+    gap: int = 0,
+    *,
+    num_facts: int = 4,
+    explain: bool = False,
+    num_train: int = NUM_TRAIN,
+    num_eval: int = NUM_EVAL,
+    seed: int = 0,
+    end_token: bool = True,
+    name: str = "entailment",
+) -> seqio.Task:
+    """Returns a task of two sentences: does the second follow from the first?
+
+    The first states facts about pairs of names, the second one fact: for `ab.cd.ef.gh?cd` the
+    target is `y`, for `ab.cd.ef.gh?cf` it is `n`. A false fact joins the first name of one fact to
+    the second name of another, so neither sentence alone says anything about the answer, nor do
+    the names that both have: a model without the relation is right in half of the examples.
+
+    Args:
+        gap: number of filler tokens between the sentences.
+        num_facts: facts of the first sentence, at least 2 and at most 13.
+        explain: whether the target names the true partner and the stated one before the answer:
+            `ddy` for `cd`, `dfn` for `cf`. Without these steps, small models stay at chance for
+            thousands of updates.
+        num_train: number of examples in "train".
+        num_eval: number of examples in "validation" and in "test".
+        seed: random seed of the examples.
+        end_token: whether targets end with the end token. Without it, accuracy counts only answers,
+            but the model does not learn to stop.
+        name: name of the task; use the same one if you register it.
+
+    Raises:
+        UserError: a value out of range.
+    """
+    ranges = {"gap": (gap, 0), "num_facts": (num_facts, 2, len(string.ascii_lowercase) // 2)}
+    generate = functools.partial(_entail, gap=gap, num_facts=num_facts, explain=explain)
+    source = GeneratedSource(generate, num_train=num_train, num_eval=num_eval, seed=seed)
+    return _gap_task(name, source, ranges, end_token=end_token)
+
+
 @formats.keeps_inputs
 def check_lengths(
     dataset: tf.data.Dataset,
@@ -430,6 +471,18 @@ def _follow(random: np.random.Generator, *, hops: int, num_pointers: int) -> Pai
     return Pair(listed + QUERY_MARK + cycle[start], cycle[(start + hops) % num_pointers])
 
 
+def _entail(random: np.random.Generator, *, gap: int, num_facts: int, explain: bool) -> Pair:
+    names = random.permutation(list(string.ascii_lowercase[: 2 * num_facts]))
+    facts = [a + b for a, b in zip(names[::2], names[1::2], strict=True)]
+    one, other = random.permutation(num_facts)[:2]
+    is_true = bool(random.integers(2))
+    stated = facts[one][0] + facts[one if is_true else other][1]
+    premise = FILLER.join(facts) + FILLER * gap
+    answer = "y" if is_true else "n"
+    steps = facts[one][1] + stated[1] if explain else ""
+    return Pair(premise + QUERY_MARK + stated, steps + answer)
+
+
 def _look_back(random: np.random.Generator, *, gap: int, num_symbols: int) -> Pair:
     symbols = _letters(random, num_symbols)
     mark = random.integers(gap, num_symbols + 1)
@@ -471,5 +524,13 @@ def _operation(
     return _OPERATORS[operator](values)
 
 
-for _function in (listops, gap_copy, gap_reverse, associative_recall, lookback, pointer_hops):
+for _function in (
+    listops,
+    gap_copy,
+    gap_reverse,
+    associative_recall,
+    lookback,
+    pointer_hops,
+    entailment,
+):
     seqio.TaskRegistry.add_provider(_function.__name__, _function())

@@ -22,9 +22,10 @@ import pytest
 import seqio
 
 import convt5
-from convt5 import bench, compare, sweep, train
+from convt5 import bench, compare, train
 from convt5.analysis import inspect_command
 from convt5.configuration import command_line, gin_config, gin_files
+from convt5.sweeps import reading
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -124,7 +125,7 @@ def check_settings(name: str, arguments: command_line.Arguments) -> None:
         bindings = ["RUN_DIR=unused"] * is_needed + bindings
         gin_config.load(files, bindings, roots=["@trainer.train"], supplied=["config_text"])
     elif name == "sweep":
-        sweep.read_study(files, bindings)
+        reading.read(files, bindings)
     elif name == "inspect":
         inspect_command.read_step(files, bindings)
     elif name == "bench":

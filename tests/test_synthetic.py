@@ -16,6 +16,7 @@ TASKS = (
     synthetic.associative_recall,
     synthetic.lookback,
     synthetic.pointer_hops,
+    synthetic.entailment,
 )
 each_task = pytest.mark.parametrize("make", TASKS, ids=lambda make: make.__name__)
 
@@ -134,6 +135,25 @@ def test_pointers_are_followed_to_the_answer(hops):
     assert places == {0, 1, 2, 3, 4}
 
 
+@pytest.mark.parametrize("explain", [False, True])
+def test_a_fact_follows_where_it_was_stated_and_only_the_relation_tells(explain):
+    answers = {"y": 0, "n": 0}
+    task = synthetic.entailment(6, num_facts=5, explain=explain)
+    for text, (*steps, target) in texts(task, num=400):
+        premise, stated = text.split("?")
+        facts = premise.rstrip(".").split(".")
+        assert premise == ".".join(facts) + "." * 6
+        assert len(set("".join(facts))) == 10
+        assert (stated in facts) == (target == "y")
+        (partner,) = [fact[1] for fact in facts if fact[0] == stated[0]]
+        assert steps == [partner, stated[1]] * explain
+        # Each name stands where a true fact has it, so that names alone say nothing.
+        assert stated[0] in [fact[0] for fact in facts]
+        assert stated[1] in [fact[1] for fact in facts]
+        answers[target] += 1
+    assert 160 < answers["y"] < 240
+
+
 @pytest.mark.parametrize("gap", [16, 4096])
 def test_gaps_are_counted_in_tokens(gap):
     task = synthetic.gap_copy(gap, num_symbols=8)
@@ -200,6 +220,8 @@ class TestBadInput:
             (synthetic.lookback, {"gap": 0}, "gap=0 must be at least 1"),
             (synthetic.pointer_hops, {"hops": 8}, "hops=8 must be at least 1 and at most 7"),
             (synthetic.pointer_hops, {"num_pointers": 27}, "num_pointers=27 .* at most 26"),
+            (synthetic.entailment, {"num_facts": 1}, "num_facts=1 must be at least 2"),
+            (synthetic.entailment, {"num_facts": 14}, "num_facts=14 .* at most 13"),
             (synthetic.listops, {"max_arguments": 1}, "max_arguments=1 must be at least 2"),
             (synthetic.listops, {"max_depth": 0}, "max_depth=0 must be at least 1"),
             (synthetic.listops, {"max_length": 3}, "max_length=3 must be at least 4"),

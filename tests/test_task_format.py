@@ -128,7 +128,15 @@ class TestTasks:
 
     @pytest.mark.parametrize(
         "name",
-        ["listops", "gap_copy", "gap_reverse", "associative_recall", "lookback", "pointer_hops"],
+        [
+            "listops",
+            "gap_copy",
+            "gap_reverse",
+            "associative_recall",
+            "lookback",
+            "pointer_hops",
+            "entailment",
+        ],
     )
     def test_an_example_made_by_code_is_asked_as_it_was_trained(self, model, name):
         task = seqio.get_mixture_or_task(name)

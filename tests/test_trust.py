@@ -27,6 +27,7 @@ from convt5.configuration.gin_names import Resolver, Target
 from convt5.interchange import portable
 from convt5.modeling.tree_paths import named_leaves
 from convt5.runtime import tfds_features
+from convt5.sweeps import reading
 from convt5.vision import sources as images
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -433,7 +434,7 @@ def test_the_settings_of_a_results_file_are_compared_and_never_read_as_gin(place
         "sweeps.Study.grids = [@sweeps.Grid()]\nsweeps.Study.rows = ['NUM_STEPS']\n"
         "sweeps.Grid.axes = {'NUM_STEPS': [1]}\n"
     )
-    study = sweep.read_study(["study.gin"])
+    study = reading.read(["study.gin"])
     (point,) = study.points()
     settings = {"gin_files": ["evil.gin"], "bindings": ["x=@os.system()"]}
     line = {

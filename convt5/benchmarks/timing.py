@@ -13,11 +13,14 @@ class Timing(NamedTuple):
 
     Attributes:
         seconds: wall-clock time.
+        least_seconds, greatest_seconds: its range over the repeats.
         cpu_seconds: CPU time of all cores, which is less sensitive to other load.
         repeats: number of repeats.
     """
 
     seconds: float
+    least_seconds: float
+    greatest_seconds: float
     cpu_seconds: float
     repeats: int
 
@@ -44,4 +47,10 @@ def in_turns(sides: Mapping[str, Callable[[], Any]], *, repeats: int) -> dict[st
 
 def _median(times: Sequence[tuple[float, float]]) -> Timing:
     walls, processors = zip(*times, strict=True)
-    return Timing(statistics.median(walls), statistics.median(processors), len(times))
+    return Timing(
+        statistics.median(walls),
+        min(walls),
+        max(walls),
+        statistics.median(processors),
+        len(times),
+    )

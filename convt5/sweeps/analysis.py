@@ -220,14 +220,20 @@ def _result(study: Study, made: StudyRun) -> Result:
         where = f"the run in {made.folder}"
         check_metric(study.metric, read_metrics(made.folder), where=where)
     values = values_of(made.folder, study.metric)
-    curve = [(step, _error(study, value)) for step, value in values]
-    error = curve[-1][1] if has_finished else math.inf
-    return Result(dict(made.point.labels), tuple(curve), error)
+    curve = [(step, error(study, value)) for step, value in values]
+    last = curve[-1][1] if has_finished else math.inf
+    return Result(dict(made.point.labels), tuple(curve), last)
 
 
-def _error(study: Study, value: float) -> float:
-    error = value if study.perfect is None else study.perfect - value
-    return error if math.isfinite(error) else math.inf
+def metric(study: Study, error: float) -> float:
+    """Returns the metric of which `error` is the error."""
+    return error if study.perfect is None else study.perfect - error
+
+
+def error(study: Study, value: float) -> float:
+    """Returns the error of a value of the metric; infinite if it is not finite."""
+    found = value if study.perfect is None else study.perfect - value
+    return found if math.isfinite(found) else math.inf
 
 
 def _mean_curve(runs: Sequence[Result]) -> tuple[tuple[int, float], ...]:

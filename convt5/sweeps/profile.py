@@ -161,11 +161,11 @@ def draw_on(study: Study, axes: Any, panel: Mapping[str, Line]) -> None:
     for index, (name, line) in enumerate(panel.items()):
         beside = index - (len(panel) - 1) / 2
         x = [_beside(places[label], beside, list(places.values()), numeric) for label in line]
-        means = [_value(study, best.mean) for best in line.values()]
+        means = [analysis.metric(study, best.mean) for best in line.values()]
         style = figures.style(names.index(name), joined=numeric)
         axes.plot(x, means, label=figures.text(study.word(name)), **style)
         for place, best in zip(x, line.values(), strict=True):
-            seeds = [_value(study, error) for error in best.finite_errors]
+            seeds = [analysis.metric(study, error) for error in best.finite_errors]
             # Points of which some seeds diverged are not connected.
             alone = {"marker": ".", "linestyle": "none"} if best.diverged else {}
             style = {"color": style["color"], "linewidth": 1, "alpha": 0.5, **alone}
@@ -324,19 +324,16 @@ def _mean_last(runs: Sequence[StudyRun], name: str) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def _value(study: Study, error: float) -> float:
-    return error if study.perfect is None else study.perfect - error
-
-
 def _metric(study: Study, best: Best | None) -> str:
     if best is None:
         return "-"
-    seeds = [_value(study, error) for error in best.finite_errors]
+    seeds = [analysis.metric(study, error) for error in best.finite_errors]
     if not seeds:
         return best.diverged
     decimals = _decimals(study)
     least, greatest, mean = (
-        f"{value:.{decimals}f}" for value in (min(seeds), max(seeds), _value(study, best.mean))
+        f"{value:.{decimals}f}"
+        for value in (min(seeds), max(seeds), analysis.metric(study, best.mean))
     )
     spread = f"{least}..{greatest}" if len(seeds) > 1 else least
     if best.diverged:

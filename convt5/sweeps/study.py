@@ -254,7 +254,7 @@ class Study:
             return point
         # Replaced rather than appended, so that equal first stages compare equal.
         bindings = dict(binding.split("=", 1) for binding in point.bindings)
-        bindings |= {name: _gin_text(value) for name, value in self.first_stage.items()}
+        bindings |= {name: gin_text(value) for name, value in self.first_stage.items()}
         first = tuple(f"{name}={value}" for name, value in bindings.items())
         return point._replace(first=point._replace(bindings=first))
 
@@ -291,17 +291,17 @@ class Study:
         return Point(
             labels | {SEED: str(seed)},
             tuple(files),
-            tuple(f"{name}={_gin_text(value)}" for name, value in settings.items()),
+            tuple(f"{name}={gin_text(value)}" for name, value in settings.items()),
             trust=tuple(self.trust),
         )
 
 
-def _gin_text(value: Any) -> str:
+def gin_text(value: Any) -> str:
     """Formats a value for gin; text that starts with @ or % is a reference."""
     if isinstance(value, str) and value[:1] in ("@", "%"):
         return value
     if isinstance(value, list):
-        return f"[{', '.join(map(_gin_text, value))}]"
+        return f"[{', '.join(map(gin_text, value))}]"
     return repr(value)
 
 
