@@ -65,13 +65,13 @@ class TextFiles:
                 f"separator={self.separator!r} must be 'auto', 'line' or 'blank_line'."
             )
         local_files.check_invalid_utf8(self.invalid_utf8)
-        self.matches()
+        self.files()
 
-    def matches(self) -> list[str]:
-        """Returns the files, in order.
+    def files(self) -> list[str]:
+        """Returns the names of the files that `path` stands for, in reading order.
 
         Raises:
-            UserError: a path matches no file.
+            UserError: there is none, or one of several paths matches no file.
         """
         names = local_files.find(self.path)
         if not names:
@@ -80,7 +80,7 @@ class TextFiles:
 
     def fingerprint(self) -> str:
         """Returns an identifier of these documents, equal for copies of the files elsewhere."""
-        return self._name(1, [local_files.contents(name) for name in self.matches()])
+        return self._name(1, [local_files.contents(name) for name in self.files()])
 
     def stored(self) -> dict[str, list[str]]:
         """Returns the TFRecord files of each split; writes them if they do not exist.
@@ -105,7 +105,7 @@ class TextFiles:
 
     def is_at_hand(self) -> bool:
         """Returns whether the documents are stored, or small."""
-        sizes = (local_files.identity(name)[1] for name in self.matches())
+        sizes = (local_files.identity(name)[1] for name in self.files())
         return self._folder().exists() or sum(sizes) <= _FEW_BYTES
 
     def check(self, num_documents: int = 20) -> None:
@@ -115,7 +115,7 @@ class TextFiles:
             UserError: they contain something that is not text, or no file has a document.
         """
         reader = self._reader()
-        for name in self.matches():
+        for name in self.files():
             for _ in itertools.islice(reader.read(name), num_documents):
                 pass
         self._check_not_empty(reader.tally)
@@ -134,17 +134,17 @@ class TextFiles:
 
     def _folder(self) -> pathlib.Path:
         # Named by the modification times of the files, so that any change is noticed.
-        about = [local_files.identity(name) for name in self.matches()]
+        about = [local_files.identity(name) for name in self.files()]
         return cache_folder() / self._name(_FORMAT, about)
 
     def _reader(self) -> "_Reader":
         separator = self.separator
         if separator == "auto":
-            separator = _guess_separator(self.matches())
+            separator = _guess_separator(self.files())
         return _Reader(self, separator)
 
     def _documents(self, reader: "_Reader") -> Iterator[bytes]:
-        for name in self.matches():
+        for name in self.files():
             for document in reader.read(name):
                 yield document.encode()
 
@@ -186,7 +186,7 @@ class TextFiles:
         if not tally.documents:
             skipped = f" ({tally.faults()})" if tally.skipped else ""
             raise errors.UserError(
-                f"text path={self.path!r} holds no document: {len(self.matches())} files were read "
+                f"text path={self.path!r} holds no document: {len(self.files())} files were read "
                 f"and all are empty or blank{skipped}; set it to files with text."
             )
 

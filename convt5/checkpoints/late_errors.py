@@ -18,7 +18,7 @@ _NOT_AWAITED = r"coroutine '(async_serialize_|Store\.)"
 
 
 def silence() -> None:
-    """Suppresses them for the rest of the process; all else is shown as before."""
+    """Suppresses orbax's duplicate messages for the rest of the process, and no others."""
     logging.getLogger("absl").addFilter(_is_news_of_orbax)
     logging.getLogger("asyncio").addFilter(_is_news_of_tasks)
     # Once one write or read has failed, orbax does not await the others.

@@ -316,7 +316,7 @@ def own_gin_folder() -> pathlib.Path:
 
 
 def roots() -> list[pathlib.Path]:
-    """Returns the folders in which gin paths start: here, the checkout, the installed package."""
+    """Returns the folders where gin paths start: working directory, checkout, package."""
     # Beside an installed package, gin/ is gin-config itself.
     checkout = [] if own_gin_folder().is_relative_to(PACKAGE) else [PACKAGE.parent]
     return [pathlib.Path.cwd(), *checkout, PACKAGE]

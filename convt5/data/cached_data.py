@@ -549,7 +549,7 @@ class Writer:
 
 
 def exists_already(folder: os.PathLike[str] | str) -> errors.UserError:
-    """Returns the error for a cache that there is already."""
+    """Returns the error for the folder of a cache that already exists."""
     return errors.UserError(f"output_dir={folder} exists; remove it, or name another folder.")
 
 

@@ -32,8 +32,8 @@ class RunSettings(NamedTuple):
     Attributes:
         train: arguments of `trainer.train`; empty for a model without a run.
         predict, evaluate: as bound by gin.
-        trained_on: returns the data of the run itself if `train` may have that of another gin file;
-            otherwise None. Raises `UserError` if that data is gone.
+        trained_on: where another gin file may have replaced the data in `train`, a function that
+            returns the run's own data; it raises `UserError` if that data is gone. Otherwise None.
         kept: the vocabulary files beside the model.
     """
 

@@ -37,7 +37,7 @@ class Source:
     transposed: bool = False
 
     def shapes(self, shape: Shape) -> Shape:
-        """Returns the required shape of each foreign array for the parameter's shape."""
+        """Returns the shape that each foreign array must have, given the shape of the parameter."""
         one = shape[1:] if self.stacked else shape
         return one[::-1] if self.transposed else one
 

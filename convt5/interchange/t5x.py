@@ -124,10 +124,15 @@ def _no_moments(names: list[str]) -> str | None:
 def architecture(
     shapes: Mapping[str, Shape], settings: OperativeConfig, *, where: str
 ) -> ConvT5Config:
-    """Returns the model that names and shapes describe.
+    """Returns the architecture, inferred from the parameters and from the settings.
+
+    Args:
+        shapes: the shape of each array of the checkpoint, by name.
+        settings: its gin settings.
+        where: names the checkpoint in error messages.
 
     Raises:
-        UserError: they are not those of a T5, or contradict the settings.
+        UserError: the parameters are not those of a T5, or contradict the settings.
     """
     found = {
         name.removeprefix(_TARGET): s for name, s in shapes.items() if name.startswith(_TARGET)

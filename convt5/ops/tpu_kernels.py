@@ -11,7 +11,7 @@ LANES = 128
 
 
 def dot(a, b, contract=(1, 0)):
-    """Returns a product in float32, contracting the given axis of each; exact for float32."""
+    """Returns the matrix product over the given axis of each factor, accumulated in float32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return lax.dot_general(
         a,

@@ -4,7 +4,7 @@ import math
 
 
 def duration(seconds: float) -> str:
-    """Formats a time: 8s, 3m 05s, 2h 07m, 4d 03h; a value that is not finite as such."""
+    """Formats a time: 8s, 3m 05s, 2h 07m, 4d 03h. NaN and infinity become "nan" and "inf"."""
     if not math.isfinite(seconds):
         return str(seconds)
     seconds = max(0, round(seconds))

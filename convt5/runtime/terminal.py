@@ -12,7 +12,7 @@ from convt5.errors import printable
 
 
 class Shown:
-    """A text stream that escapes control characters; `stream` is the unescaped stream."""
+    """A text stream that escapes control characters and writes the result to `stream`."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream

@@ -48,7 +48,13 @@ class EMA:
         errors.raise_all(faults, where="EMA")
 
     def after(self, update: Int[Array, ""], average: Tree, model: Tree) -> Tree:
-        """Returns the average after an update; updates count from 0."""
+        """Returns the average after one more update of the model.
+
+        Args:
+            update: number of the update, from 0.
+            average: the average before the update.
+            model: the model after the update.
+        """
         return _update(self, update, average, model, share=1 - self.decay**self.every_steps)
 
 
@@ -90,7 +96,7 @@ class ScaledEMA:
         return min(1.0, self.factor * self.batch_size / self.num_epochs * self.every_steps)
 
     def after(self, update: Int[Array, ""], average: Tree, model: Tree) -> Tree:
-        """Returns the average after an update; updates count from 0."""
+        """As in `EMA`."""
         return _update(self, update, average, model, share=self.share)
 
 

@@ -51,7 +51,7 @@ def check_vocabulary(model: Any, data: Data) -> None:
 
 
 def vocabulary_is_here(data: Data) -> bool:
-    """Returns whether all vocabulary files exist on this machine, none in a bucket."""
+    """Returns whether all vocabulary files are local files that exist."""
     providers = [getattr(config, "provider", None) for config in data.values()]
     features = [f for find in providers if find for f in find().output_features.values()]
     files = [getattr(f.vocabulary, "sentencepiece_model_file", None) for f in features]

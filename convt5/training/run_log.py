@@ -212,7 +212,7 @@ def read_notes(path: epath.PathLike) -> dict[int, dict[str, Any]]:
     """Returns what `Notes` has written, by step; nothing where there is no file.
 
     Raises:
-        UserError: naming a line that has no step.
+        UserError: a line has no step; the message names it.
     """
     found = {}
     for number, record in enumerate(read_records(path, need=["step"]), start=1):

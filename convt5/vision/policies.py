@@ -63,7 +63,7 @@ class RandAugment:
         errors.raise_all(faults, where="RandAugment")
 
     def apply(self, image: Pixels, drawn: np.random.Generator) -> Pixels:
-        """Returns the changed image."""
+        """Returns the augmented image."""
         names = drawn.choice(RANDOM_OPERATIONS, size=self.num_operations)
         return _apply_steps(image, [Step(str(name), 1.0, self.magnitude) for name in names], drawn)
 
@@ -73,7 +73,7 @@ class AutoAugment:
     """The policy learned on ImageNet: one of 25 pairs of operations (table 9)."""
 
     def apply(self, image: Pixels, drawn: np.random.Generator) -> Pixels:
-        """Returns the changed image."""
+        """Returns the augmented image."""
         pair = IMAGENET_POLICY[drawn.integers(len(IMAGENET_POLICY))]
         return _apply_steps(image, pair, drawn)
 

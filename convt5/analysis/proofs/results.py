@@ -102,7 +102,7 @@ def in_float64(model: Any) -> Any:
 
 
 def first_failing(count: int, fails: Callable[[int], bool]) -> int:
-    """Returns the first index that fails, by bisection: the last fails, and all after the first."""
+    """Finds the first index that fails, by bisection; all indices after it must fail too."""
     low, high = 0, count - 1
     while low < high:
         middle = (low + high) // 2

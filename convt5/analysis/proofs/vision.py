@@ -14,7 +14,10 @@ from convt5.vision.model import ViT
 
 
 def neighbours(model: ViT, random: np.random.Generator) -> Proof:
-    """Proves independence in evaluation; in training, batch normalisation reads the batch."""
+    """Proves that in evaluation, no image of a batch affects another.
+
+    In training, batch normalisation makes each image depend on all of them.
+    """
     config = model.config
     shape = (4, config.image_size, config.image_size, config.in_channels)
     before, changed_images = random.standard_normal((2, *shape))

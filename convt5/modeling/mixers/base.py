@@ -86,7 +86,7 @@ class StackInputs(NamedTuple):
     def convolve(
         self, canon: Canon, x: Float[Array, "batch length channels"]
     ) -> Float[Array, "batch length channels"]:
-        """Convolves the whole sequence; see `canon.Along`."""
+        """Applies a Canon layer to the whole sequence."""
         y = canon(x, self.segment_ids, self.readable)
         if canon.taps.split:
             return y
@@ -114,7 +114,7 @@ class Position(NamedTuple):
     def convolve(
         self, canon: Canon, x: Float[Array, "batch 1 channels"]
     ) -> Float[Array, "batch 1 channels"]:
-        """Convolves the next position; see `canon.Along`."""
+        """Applies a Canon layer to the next position, and replaces the layer's state."""
         if self.canons is None:
             raise ValueError("this position was not given the states of its layer's Canon layers")
         name = canon.taps.name
@@ -191,7 +191,7 @@ class MixerConfig(CanonConfig):
         return self.reach.then(Reach(*self.canon_reach))
 
     def projections(self, sizes: ModelSizes) -> dict[str, int]:
-        """Returns the channels of the projections that Canon layers at B convolve, by name.
+        """Returns the number of channels of each projection that a Canon layer at B convolves.
 
         The module builds these dense layers with `canon_at("B", name)`, and calls them with the
         sequence or the decoding position.
