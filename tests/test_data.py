@@ -115,10 +115,10 @@ def test_packed_examples_share_a_row_and_keep_apart():
     assert batch["decoder_input_tokens"][0, :6].tolist() == [0, 8, 0, 9, 9, 0]
 
 
-@pytest.mark.parametrize(("pack", "before"), [(False, 0), (False, 30), (True, 30)])
-def test_a_saved_position_gives_back_the_batches_that_followed(task, pack, before):
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_saved_position_gives_back_the_batches_that_followed(task, pack):
     batches = build(task, pack=pack)
-    take(batches, before)
+    take(batches, 12)  # In the second epoch of 36 examples.
     state = batches.get_state()
     expected = take(batches, 8)
     resumed = build(task, pack=pack)
@@ -157,7 +157,7 @@ def test_a_position_is_a_few_numbers(task):
     batches = build(task, pack=True)
     sizes = []
     for _ in range(3):
-        take(batches, 25)
+        take(batches, 10)
         sizes.append(len(batches.get_state()))
     assert max(sizes) < 700
 

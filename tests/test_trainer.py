@@ -194,7 +194,7 @@ def final_kernel(folder, step=10):
 
 
 def test_training_lowers_the_loss_and_records_every_step_once(run, tmp_path):
-    result = run(num_steps=60)
+    result = run(num_steps=60, every_steps=60, eval_every_steps=30)
     logged = records(tmp_path)
     assert [r["step"] for r in logged] == list(range(1, 61))
     assert logged[-1]["loss"] < 0.5 * logged[0]["loss"]
@@ -449,20 +449,18 @@ class Distance:
 def test_a_run_shows_the_metric_of_its_task_and_its_best_value(run, tmp_path, capsys, mode):
     config = checkpoint.CheckpointConfig(every_steps=1, best_metric="distance/norm", best_mode=mode)
     settings = {"task_evals": [Distance()], "eval_every_steps": 1, "checkpoint": config}
-    run(num_steps=5, **settings)
-    result = run(num_steps=10, **settings)
+    run(num_steps=2, **settings)
+    result = run(num_steps=5, **settings)
     values = {r["step"]: r["distance/norm"] for r in records(tmp_path)}
     best = {"min": min, "max": max}[mode](values, key=lambda step: values[step])
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     for found in (summary, dataclasses.asdict(result)):
         assert found["metric"] == "distance/norm"
-        assert found["metric_value"] == values[10]
+        assert found["metric_value"] == values[5]
         assert (found["best_step"], found["best_value"]) == (best, values[best])
     shown = capsys.readouterr().err
-    assert f"distance norm {values[10]:.4f}" in shown
-    assert (
-        f"  distance norm    {values[10]:.4f}  best {values[best]:.4f} after step {best}" in shown
-    )
+    assert f"distance norm {values[5]:.4f}" in shown
+    assert f"  distance norm    {values[5]:.4f}  best {values[best]:.4f} after step {best}" in shown
 
 
 def test_a_run_stops_when_the_chosen_metric_becomes_no_better(run, tmp_path, capsys):
@@ -580,9 +578,10 @@ def as_before(record):
 
 def test_a_run_directory_with_earlier_names_of_metrics_goes_on(run, stopped_in, tmp_path):
     config = checkpoint.CheckpointConfig(
-        every_steps=1, best_metric="validation/token_accuracy", best_mode="max"
+        every_steps=2, best_metric="validation/token_accuracy", best_mode="max"
     )
     settings = {"loss": regularised_loss, "checkpoint": config, "log_every_steps": 4}
+    settings["eval_every_steps"] = 2
     settings["early_stop_evaluations"] = 9
     whole = tmp_path / "whole" / "run"
     run(run_dir=str(whole), **settings)
