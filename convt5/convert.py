@@ -7,7 +7,7 @@ from typing import Any
 
 from convt5 import errors
 from convt5.configuration import command_line
-from convt5.interchange.conversion import SOURCES, TARGETS, Conversion, check_destination
+from convt5.interchange.conversion import SOURCES, TARGETS, WEIGHTS, Conversion, check_destination
 
 COMMAND = command_line.Command(
     name="convert",
@@ -42,6 +42,11 @@ COMMAND = command_line.Command(
         (
             "export any text model for transformers, with one PyTorch file that computes it",
             "--to=transformers --checkpoint=runs/dynamic --output_dir=exports/dynamic",
+        ),
+        (
+            "export a model to publish: weights of half the size, with a licence",
+            "--to=transformers --weights=bfloat16 --license=apache-2.0 --checkpoint=runs/dynamic "
+            "--output_dir=exports/release",
         ),
         (
             "export any model as safetensors with a JSON description",
@@ -119,6 +124,12 @@ COMMAND = command_line.Command(
         command_line.Flag(
             "dtype",
             "dtype of activations in the run: float32 (the default of an import) or bfloat16.",
+        ),
+        command_line.Flag(
+            "weights",
+            f"how the exported weights are stored, {' or '.join(WEIGHTS)} (default: float32); "
+            "bfloat16 halves the file, and rounds to three digits.",
+            {"default": "float32"},
         ),
         command_line.Flag(
             "step", "the step of a run to read (default: the newest).", {"type": int}

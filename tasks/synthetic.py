@@ -346,17 +346,16 @@ def entailment(
 ) -> seqio.Task:
     """Returns a task of two sentences: does the second follow from the first?
 
-    The first states facts about pairs of names, the second one fact: for `ab.cd.ef.gh?cd` the
-    target is `y`, for `ab.cd.ef.gh?cf` it is `n`. A false fact joins the first name of one fact to
-    the second name of another, so neither sentence alone says anything about the answer, nor do
-    the names that both have: a model without the relation is right in half of the examples.
+    The first sentence affirms facts about pairs of names or denies them, the second affirms one:
+    after `ab+.cd-.ef-.gh+`, `?ab` follows (`y`) and `?cd` does not (`n`). Half of the facts are
+    affirmed, so neither sentence alone says anything about the answer: a model that does not relate
+    them is right in half of the examples.
 
     Args:
         gap: number of filler tokens between the sentences.
-        num_facts: facts of the first sentence, at least 2 and at most 13.
-        explain: whether the target names the true partner and the stated one before the answer:
-            `ddy` for `cd`, `dfn` for `cf`. Without these steps, small models stay at chance for
-            thousands of updates.
+        num_facts: facts of the first sentence, an even number of at least 2 and at most 12.
+        explain: whether the target repeats the second sentence before the answer: `cdn`. Like
+            `repeat_keys` of `associative_recall`, this spares the decoder one of two steps.
         num_train: number of examples in "train".
         num_eval: number of examples in "validation" and in "test".
         seed: random seed of the examples.
@@ -367,7 +366,11 @@ def entailment(
     Raises:
         UserError: a value out of range.
     """
-    ranges = {"gap": (gap, 0), "num_facts": (num_facts, 2, len(string.ascii_lowercase) // 2)}
+    ranges = {"gap": (gap, 0), "num_facts": (num_facts, 2, 12)}
+    if num_facts % 2:
+        raise errors.UserError(
+            f"{name}: num_facts={num_facts} must be even: half of them are true."
+        )
     generate = functools.partial(_entail, gap=gap, num_facts=num_facts, explain=explain)
     source = GeneratedSource(generate, num_train=num_train, num_eval=num_eval, seed=seed)
     return _gap_task(name, source, ranges, end_token=end_token)
@@ -472,15 +475,13 @@ def _follow(random: np.random.Generator, *, hops: int, num_pointers: int) -> Pai
 
 
 def _entail(random: np.random.Generator, *, gap: int, num_facts: int, explain: bool) -> Pair:
-    names = random.permutation(list(string.ascii_lowercase[: 2 * num_facts]))
-    facts = [a + b for a, b in zip(names[::2], names[1::2], strict=True)]
-    one, other = random.permutation(num_facts)[:2]
-    is_true = bool(random.integers(2))
-    stated = facts[one][0] + facts[one if is_true else other][1]
-    premise = FILLER.join(facts) + FILLER * gap
-    answer = "y" if is_true else "n"
-    steps = facts[one][1] + stated[1] if explain else ""
-    return Pair(premise + QUERY_MARK + stated, steps + answer)
+    names = random.permutation(list(string.ascii_lowercase))[: 2 * num_facts]
+    pairs = [a + b for a, b in zip(names[::2], names[1::2], strict=True)]
+    signs = random.permutation(["+", "-"] * (num_facts // 2))
+    premise = FILLER.join(p + s for p, s in zip(pairs, signs, strict=True)) + FILLER * gap
+    stated = random.integers(num_facts)
+    answer = "y" if signs[stated] == "+" else "n"
+    return Pair(premise + QUERY_MARK + pairs[stated], pairs[stated] * explain + answer)
 
 
 def _look_back(random: np.random.Generator, *, gap: int, num_symbols: int) -> Pair:

@@ -8,6 +8,7 @@ import re
 import sys
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -410,6 +411,53 @@ def test_the_command_goes_there_and_back(portable_folder, tmp_path):
     )
     for name in ("model.safetensors", "convt5.json"):
         assert (back / name).read_bytes() == (portable_folder / name).read_bytes()
+
+
+@pytest.mark.parametrize("target", ["transformers", "hf", "safetensors"])
+def test_weights_of_half_the_bytes_are_the_rounded_ones(target, tmp_path):
+    config = tiny()
+    if target == "hf":
+        stack = StackConfig(num_layers=1, mixing="attention")
+        config = tiny(encoder=stack, decoder=stack)
+    params = {path: np.asarray(value) for path, value in named_leaves(model(config))}
+    (tmp_path / "in").mkdir()
+    portable.write_model(tmp_path / "in", config, params)
+    given = [f"--checkpoint={tmp_path / 'in'}", "--from=safetensors", f"--to={target}"]
+    run(*given, f"--output_dir={tmp_path / 'whole'}")
+    run(*given, f"--output_dir={tmp_path / 'half'}", "--weights=bfloat16")
+    for name, kind in (("whole", "float32"), ("half", "bfloat16")):
+        stored = load_file(tmp_path / name / "model.safetensors")
+        assert {array.dtype.name for array in stored.values()} == {kind}
+    back = convt5.load_model(tmp_path / "half")
+    for path, value in named_leaves(back):
+        rounded = params[path].astype(ml_dtypes.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(value, rounded, strict=True)
+
+
+def test_a_published_model_is_the_same_in_pytorch(transformers, tmp_path):
+    config = tiny()
+    (tmp_path / "in").mkdir()
+    portable.write_model(tmp_path / "in", config, dict(named_leaves(model(config))))
+    run(
+        *("--from=safetensors", "--to=transformers", "--weights=bfloat16"),
+        *(f"--checkpoint={tmp_path / 'in'}", f"--output_dir={tmp_path / 'out'}"),
+    )
+    ours = jax.jit(lambda m: m(SOURCES, INPUTS))(convt5.load_model(tmp_path / "out"))
+    theirs = loaded(transformers, tmp_path / "out")
+    found = theirs(input_ids=tensor(SOURCES), decoder_input_ids=tensor(INPUTS)).logits
+    np.testing.assert_allclose(found.detach().numpy(), ours, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--to=safetensors", "--weights=float64"], "must be one of float32, bfloat16"),
+        (["--to=stablehlo", "--weights=bfloat16"], "--to=stablehlo keeps float32"),
+    ],
+)
+def test_weights_of_another_kind_are_refused(flags, message):
+    with pytest.raises(UserError, match=message):
+        run(*flags, "--checkpoint=runs/none", "--output_dir=out")
 
 
 def test_a_plain_transformer_stays_an_ordinary_t5(tmp_path):

@@ -136,22 +136,20 @@ def test_pointers_are_followed_to_the_answer(hops):
 
 
 @pytest.mark.parametrize("explain", [False, True])
-def test_a_fact_follows_where_it_was_stated_and_only_the_relation_tells(explain):
+def test_a_second_sentence_follows_where_the_first_affirms_it(explain):
     answers = {"y": 0, "n": 0}
-    task = synthetic.entailment(6, num_facts=5, explain=explain)
-    for text, (*steps, target) in texts(task, num=400):
+    task = synthetic.entailment(6, num_facts=6, explain=explain)
+    for text, target in texts(task, num=300):
         premise, stated = text.split("?")
         facts = premise.rstrip(".").split(".")
         assert premise == ".".join(facts) + "." * 6
-        assert len(set("".join(facts))) == 10
-        assert (stated in facts) == (target == "y")
-        (partner,) = [fact[1] for fact in facts if fact[0] == stated[0]]
-        assert steps == [partner, stated[1]] * explain
-        # Each name stands where a true fact has it, so that names alone say nothing.
-        assert stated[0] in [fact[0] for fact in facts]
-        assert stated[1] in [fact[1] for fact in facts]
-        answers[target] += 1
-    assert 160 < answers["y"] < 240
+        assert len(set("".join(fact[:2] for fact in facts))) == 12
+        # Half of them are affirmed, so that neither sentence alone helps.
+        assert sum(fact[2] == "+" for fact in facts) == 3
+        assert target[:-1] == stated * explain
+        assert {"y": stated + "+", "n": stated + "-"}[target[-1]] in facts
+        answers[target[-1]] += 1
+    assert 110 < answers["y"] < 190
 
 
 @pytest.mark.parametrize("gap", [16, 4096])
@@ -220,8 +218,9 @@ class TestBadInput:
             (synthetic.lookback, {"gap": 0}, "gap=0 must be at least 1"),
             (synthetic.pointer_hops, {"hops": 8}, "hops=8 must be at least 1 and at most 7"),
             (synthetic.pointer_hops, {"num_pointers": 27}, "num_pointers=27 .* at most 26"),
-            (synthetic.entailment, {"num_facts": 1}, "num_facts=1 must be at least 2"),
-            (synthetic.entailment, {"num_facts": 14}, "num_facts=14 .* at most 13"),
+            (synthetic.entailment, {"num_facts": 0}, "num_facts=0 must be at least 2"),
+            (synthetic.entailment, {"num_facts": 14}, "num_facts=14 .* at most 12"),
+            (synthetic.entailment, {"num_facts": 3}, "num_facts=3 must be even"),
             (synthetic.listops, {"max_arguments": 1}, "max_arguments=1 must be at least 2"),
             (synthetic.listops, {"max_depth": 0}, "max_depth=0 must be at least 1"),
             (synthetic.listops, {"max_length": 3}, "max_length=3 must be at least 4"),

@@ -10,6 +10,8 @@ from convt5.runtime import atomic_files, folders
 
 SOURCES = ("mesh_tf", "t5x", "transformers", "hf", "pycls", "safetensors", "run")
 TARGETS = ("run", "transformers", "hf", "safetensors", "stablehlo")
+WEIGHTS = ("float32", "bfloat16")
+_WEIGHT_FILES = ("transformers", "hf", "safetensors")
 
 _ONLY_FOR = {
     ("mesh_tf", "t5x"): ("operative_config", "optimizer"),
@@ -35,6 +37,7 @@ class Conversion:
     license: str | None = None
     trust: Sequence[str] = ()
     dtype: str | None = None
+    weights: str = "float32"
     step: int | None = None
     encoder_length: int | None = None
     decoder_length: int | None = None
@@ -44,6 +47,7 @@ class Conversion:
         for name, value, known in (
             ("--from", self.source, SOURCES),
             ("--to", self.target, TARGETS),
+            ("--weights", self.weights, WEIGHTS),
         ):
             if value not in known:
                 faults.append(
@@ -72,6 +76,11 @@ class Conversion:
             faults.append(f"--step is for --from=run, not --from={self.source}; leave it out.")
         if self.license is not None and self.target != "transformers":
             faults.append("--license is for --to=transformers, which writes a model card.")
+        if self.weights != "float32" and self.target not in _WEIGHT_FILES:
+            faults.append(
+                f"--weights={self.weights} is for --to={' and --to='.join(_WEIGHT_FILES)}; "
+                f"--to={self.target} keeps float32."
+            )
         lengths = (self.encoder_length, self.decoder_length)
         if self.target != "stablehlo" and lengths != (None, None):
             faults.append("--encoder_length and --decoder_length are for --to=stablehlo.")

@@ -12,6 +12,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import ml_dtypes
+
 from convt5 import errors
 from convt5.interchange import (
     hugging_face,
@@ -209,6 +211,9 @@ def _export(folder: pathlib.Path, imported: Imported, conversion: Conversion) ->
             f"--to={conversion.target} is for text models, and {conversion.checkpoint} holds a "
             f"{type(imported.config).__name__}; write it with --to=safetensors."
         )
+    if conversion.weights == "bfloat16":
+        rounded = {name: a.astype(ml_dtypes.bfloat16) for name, a in imported.params.items()}
+        imported = imported._replace(params=rounded)
     if conversion.target == "transformers":
         is_t5 = hugging_face.is_t5(imported.config)
         if is_t5:
