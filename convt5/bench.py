@@ -69,6 +69,11 @@ COMMAND = command_line.Command(
             "batch_size", "rows per batch (default: 4).", {"type": int, "default": 4}
         ),
         command_line.Flag(
+            "channels",
+            "channels of the operators, an even number (default: 256).",
+            {"type": int, "default": 256},
+        ),
+        command_line.Flag(
             "repeats", "times that each implementation runs (default: 5).", {"type": int}
         ),
         command_line.Flag(
@@ -84,7 +89,8 @@ COMMAND = command_line.Command(
         ),
         command_line.Flag(
             "only_ours",
-            "does not time Hugging Face's T5; by default it is timed if installed.",
+            "times neither Hugging Face's T5 nor convolutions of PyTorch and causal-conv1d; by "
+            "default they are timed if installed.",
             {"action": "store_true"},
         ),
         command_line.Flag(
@@ -170,8 +176,14 @@ def _run(
     if suite == "ops":
         from convt5.benchmarks import operators
 
-        copied = machine["copy_bytes_per_second"]
-        yield from operators.suite(lengths, repeats=repeats, copy_bytes_per_second=copied)
+        yield from operators.suite(
+            lengths,
+            batch_size=flags.batch_size,
+            channels=flags.channels,
+            repeats=repeats,
+            copy_bytes_per_second=machine["copy_bytes_per_second"],
+            with_torch=not flags.only_ours,
+        )
         return
     from convt5.benchmarks import models as models_suite
 
@@ -237,6 +249,8 @@ def _check_flags(flags: argparse.Namespace) -> None:
         for name, value in (("repeats", flags.repeats), ("batch_size", flags.batch_size))
         if value is not None and value < 1
     ]
+    if flags.channels < 2 or flags.channels % 2:
+        faults.append(f"--channels={flags.channels} must be an even number of at least 2.")
     if not flags.longest_seconds > 0:
         faults.append(f"--longest_seconds={flags.longest_seconds} must be a positive number.")
     errors.raise_all(faults, where="flags")

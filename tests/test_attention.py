@@ -126,6 +126,7 @@ CHOSEN = [
 ]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("where", quick(CASES_IN_BLOCKS, chosen=CHOSEN), ids=str)
 def test_values_equal_attention_written_out_and_gradients_automatic_ones(x64, monkeypatch, where):
     case, size = where
@@ -173,6 +174,7 @@ def test_gradients_are_those_of_finite_differences(x64, monkeypatch):
     np.testing.assert_allclose(slope, (along(step) - along(-step)) / (2 * step), rtol=1e-7)
 
 
+@pytest.mark.gpu
 def test_nothing_reaches_across_segments_or_from_padding(x64, block_bytes):
     query, key, value, _ = draw(8, 8)
     ids = jnp.stack([segments(3, 3, length=8)] * 2)

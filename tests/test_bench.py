@@ -1,6 +1,7 @@
 """Benchmarks: sides run in turns, records are complete, and what is asked for is what is run."""
 
 import functools
+import importlib.util
 import json
 import pathlib
 import sys
@@ -11,7 +12,15 @@ import numpy as np
 import pytest
 
 from convt5 import bench, errors
-from convt5.benchmarks import formulations, models, operators, peers, report, timing
+from convt5.benchmarks import (
+    formulations,
+    models,
+    operators,
+    peers,
+    report,
+    timing,
+    torch_operators,
+)
 from convt5.configuration import command_line
 from convt5.modeling.mixers import KINDS
 from convt5.ops import depthwise_conv, dynamic_conv, lightweight_conv
@@ -49,6 +58,32 @@ def test_the_naive_sum_computes_the_same(kind):
     np.testing.assert_allclose(
         operators._naive(kind, x, kernel), ours[kind](x, kernel), rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("taps", [3, 4, 7])
+def test_the_convolution_of_pytorch_is_the_same(taps):
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    x, kernel = (rng.normal(size=size).astype(np.float32) for size in ((2, 12, 6), (taps, 6)))
+    of_torch = torch_operators._conv1d(taps)(
+        torch.from_numpy(x.swapaxes(1, 2).copy()), torch.from_numpy(kernel.T.copy())
+    )
+    padding = (taps // 2, (taps - 1) // 2)
+    expected = depthwise_conv(jnp.asarray(x), jnp.asarray(kernel), padding=padding)
+    np.testing.assert_allclose(of_torch.numpy().swapaxes(1, 2), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_operators_are_timed_at_the_sizes_that_are_asked_for(monkeypatch):
+    monkeypatch.setattr(operators, "KERNEL_SIZES", (3,))
+    sizes = {"batch_size": 2, "channels": 8, "repeats": 1, "copy_bytes_per_second": 1e9}
+    records = list(operators.suite([16], **sizes, with_torch=True))
+    assert [r["case"] for r in records] == ["depthwise K=3", "lightweight K=3", "dynamic K=3"]
+    has_torch = importlib.util.find_spec("torch") is not None
+    for record, elements in zip(records, (3 * 8, 3 * 2, 2 * 16 * 3 * 2), strict=True):
+        assert record["least_bytes"] == 4 * (4 * 2 * 16 * 8 + 2 * elements)
+        is_compared = has_torch and record["kind"] == "depthwise"
+        assert (record["torch_seconds"] is not None) == is_compared
+        assert record["causal_conv1d_seconds"] is None  # It runs on GPUs alone.
 
 
 @pytest.mark.slow
@@ -153,6 +188,7 @@ def test_hugging_faces_t5_is_measured_where_it_is_installed(suite):
         ("--gin_file=gin/models/vit_c_tiny.gin", r"bench measures text models, .* a ViTConfig"),
         ("--repeats=0", "--repeats=0 must be at least 1"),
         ("--batch_size=0", "--batch_size=0 must be at least 1"),
+        ("--channels=7", "--channels=7 must be an even number"),
         ("--longest_seconds=0", "--longest_seconds=0.0 must be a positive number"),
     ],
 )

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import signal
+import subprocess
 import sys
 import time
 
@@ -554,3 +555,24 @@ def test_the_larger_of_two_vocabularies_sets_what_ids_are_kept(tmp_path):
         inspect_command.decode_examples(found, 1)
     batch = next(found.build(process_index=0, process_count=1))
     np.testing.assert_array_equal(batch["encoder_input_tokens"], 99_999)
+
+
+def test_processes_have_shares_of_the_cores_if_there_are_enough(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 3, 5, 7}, raising=False)
+    assert block_workers._shares_of_cores(2) == [[1, 3, 7], [2, 5]]
+    assert block_workers._shares_of_cores(6) == [[]] * 6
+
+
+def test_processes_start_without_messages_of_tensorflow(tmp_path):
+    (script := tmp_path / "script.py").write_text(
+        "import functools\n"
+        "from convt5.data.block_workers import BlockWorkers\n"
+        "from convt5.runtime import quiet_imports\n"
+        "if __name__ == '__main__':\n"
+        "    with quiet_imports.without_tensorflow_chatter():\n"
+        "        import seqio\n"
+        "    with BlockWorkers(1, functools.partial(dict, feature=seqio.Feature)) as workers:\n"
+        "        assert workers.cpu_seconds() > 0\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert done.stderr == ""

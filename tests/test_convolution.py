@@ -121,6 +121,7 @@ _QUICK_CASES = [
 ]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", quick(list(CASES), chosen=_QUICK_CASES))
 def test_outputs_and_gradients_equal_loops_written_from_the_equations(x64, kind, case):
@@ -539,6 +540,7 @@ def test_the_output_is_linear_in_the_input(where):
     np.testing.assert_allclose(combined, separate, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dilation", [1, 3])
 def test_causal_convolution_never_reads_the_future(kind, dilation):
@@ -548,6 +550,7 @@ def test_causal_convolution_never_reads_the_future(kind, dilation):
     assert np.all(np.diagonal(jacobian) != 0)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradient_reaches_exactly_the_taps(kind):
     convolve, x, kernel = _convolution(kind, 4, 2, "CENTERED", length=15)
@@ -577,6 +580,7 @@ def test_longer_padding_leaves_the_output_bit_for_bit(where, extra):
 PACKINGS = [(8, 8), (3, 3, 3), (1, 1, 14)]
 
 
+@pytest.mark.gpu
 @few
 @hypothesis.given(geometry, st.sampled_from(PACKINGS), st.sampled_from([1, 2, EMBED]))
 def test_packed_examples_equal_separate_ones_bit_for_bit(where, lengths, heads):
@@ -627,6 +631,7 @@ def test_one_segment_equals_no_segments_bit_for_bit(kind):
     np.testing.assert_array_equal(run(x, kernel, segment_ids=ids), run(x, kernel))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_lies_in_padding_or_another_segment_is_never_touched(kind):
     convolve, x, kernel = _convolution(kind, 5, 1, "CENTERED", batch=1)

@@ -210,6 +210,7 @@ PRESETS = sorted(
 QUICK_PRESETS = [f"gin/models/{name}_tiny.gin" for name in ("dynamic", "hybrid", "wavenet")]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("preset", quick(PRESETS, chosen=QUICK_PRESETS))
 def test_stepping_equals_teacher_forcing_for_every_preset(preset):
     config = shrunk(preset)
@@ -274,6 +275,7 @@ def test_packed_teacher_forcing_equals_stepping_each_example(variant):
     np.testing.assert_allclose(packed[0, 6:], stepped[1, :5], atol=2e-5)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "variant",
     quick(["attention", "depthwise", "lightweight", "dynamic"], chosen=["attention", "dynamic"]),

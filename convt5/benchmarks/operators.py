@@ -1,14 +1,15 @@
 """Compares the convolutions with a plain sum of shifted inputs, forward and backward."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from convt5.benchmarks.timing import in_turns
+from convt5.benchmarks import torch_operators
+from convt5.benchmarks.timing import Timing, in_turns
 from convt5.ops import depthwise_conv, dynamic_conv, lightweight_conv
 
 BATCH, EMBED, HEADS = 4, 256, 2
@@ -17,48 +18,80 @@ KERNEL_SIZES = (3, 7, 31)
 
 
 def suite(
-    lengths: Sequence[int], *, repeats: int, copy_bytes_per_second: float
+    lengths: Sequence[int],
+    *,
+    batch_size: int,
+    channels: int,
+    repeats: int,
+    copy_bytes_per_second: float,
+    with_torch: bool,
 ) -> Iterator[dict[str, Any]]:
-    """Yields a record for each kind, kernel size and length."""
+    """Yields a record for each kind, kernel size and length: float32 on CPU, else bfloat16.
+
+    Args:
+        lengths: positions of a row.
+        batch_size: rows.
+        channels: channels of a position, a multiple of `HEADS`.
+        repeats: times that each side runs.
+        copy_bytes_per_second: bandwidth of the machine.
+        with_torch: whether depthwise convolutions of PyTorch and causal-conv1d run too, if
+            installed.
+    """
     for length in lengths:
         for kind in KINDS:
             for taps in KERNEL_SIZES:
-                yield _measure(kind, taps, length, repeats, copy_bytes_per_second)
+                arrays = _arrays(kind, taps, (batch_size, length, channels))
+                others = {}
+                if with_torch and kind == "depthwise":
+                    others = torch_operators.find_sides(*arrays)
+                sides = {"convt5": KINDS[kind], "naive": functools.partial(_naive, kind)}
+                ours = {
+                    name: functools.partial(_with_gradients(convolve), *arrays)
+                    for name, convolve in sides.items()
+                }
+                taken = in_turns({**ours, **others}, repeats=repeats)
+                yield _record(kind, arrays, taken, copy_bytes_per_second)
 
 
-def _measure(kind, taps, length, repeats, copy_bytes_per_second) -> dict[str, Any]:
+def _arrays(kind: str, taps: int, shape: tuple[int, int, int]) -> tuple[jax.Array, ...]:
+    """Returns x, the kernel or its logits, and the cotangent."""
     rng = np.random.default_rng(0)
-    shape = {
-        "depthwise": (taps, EMBED),
+    of_kernel = {
+        "depthwise": (taps, shape[-1]),
         "lightweight": (taps, HEADS),
-        "dynamic": (BATCH, length, taps, HEADS),
+        "dynamic": (*shape[:-1], taps, HEADS),
     }[kind]
-    x = jnp.asarray(rng.normal(size=(BATCH, length, EMBED)), jnp.float32)
-    kernel = jnp.asarray(rng.normal(size=shape), jnp.float32)
-    cotangent = jnp.asarray(rng.normal(size=x.shape), jnp.float32)
-    ours = _with_gradients(KINDS[kind])
-    naive = _with_gradients(functools.partial(_naive, kind))
-    taken = in_turns(
-        {
-            "convt5": lambda: ours(x, kernel, cotangent),
-            "naive": lambda: naive(x, kernel, cotangent),
-        },
-        repeats=repeats,
-    )
+    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    return tuple(jnp.asarray(rng.normal(size=size), dtype) for size in (shape, of_kernel, shape))
+
+
+def _record(
+    kind: str,
+    arrays: Sequence[jax.Array],
+    taken: Mapping[str, Timing],
+    copy_bytes_per_second: float,
+) -> dict[str, Any]:
+    x, kernel, _ = arrays
+    taps = kernel.shape[-2]
     # Reads x, its cotangent and the kernel; writes the output and both gradients.
     least = 4 * x.nbytes + 2 * kernel.nbytes
+    ours, naive = taken["convt5"], taken["naive"]
+    others = {name: timing.seconds for name, timing in taken.items()}
     return {
         "suite": "ops",
         "case": f"{kind} K={taps}",
         "kind": kind,
-        "length": length,
+        "length": x.shape[1],
+        "dtype": str(x.dtype),
         # Output and both gradients take a multiply-add for each tap of each element.
         "flops": 3 * 2 * taps * x.size,
         "least_bytes": least,
-        **taken["convt5"].as_json(),
-        "naive_seconds": taken["naive"].seconds,
-        "speedup": taken["naive"].seconds / taken["convt5"].seconds,
-        "times_copy": taken["convt5"].seconds * copy_bytes_per_second / least,
+        **ours.as_json(),
+        "naive_seconds": naive.seconds,
+        "torch_seconds": others.get("torch conv1d"),
+        "causal_conv1d_seconds": others.get("causal-conv1d"),
+        "speedup": naive.seconds / ours.seconds,
+        "times_copy": ours.seconds * copy_bytes_per_second / least,
     }
 
 
@@ -77,7 +110,7 @@ def _naive(kind, x, kernel):
     if kind == "depthwise":
         weights = kernel[None, None]
     else:
-        spread = jnp.repeat(jax.nn.softmax(kernel, axis=-2), EMBED // HEADS, axis=-1)
+        spread = jnp.repeat(jax.nn.softmax(kernel, axis=-2), x.shape[-1] // HEADS, axis=-1)
         weights = spread if kind == "dynamic" else spread[None, None]
     left = taps // 2
     padded = jnp.pad(x, ((0, 0), (left, taps - 1 - left), (0, 0)))

@@ -11,7 +11,14 @@ from convt5.runtime.amounts import short_number
 Record = Mapping[str, Any]
 
 _COLUMNS = {
-    "ops": ("seconds", "naive_seconds", "speedup", "times_copy"),
+    "ops": (
+        "seconds",
+        "naive_seconds",
+        "torch_seconds",
+        "causal_conv1d_seconds",
+        "speedup",
+        "times_copy",
+    ),
     "train_step": ("seconds", "tokens_per_second", "flops", "temporary_bytes", "compile_seconds"),
     "decode": ("seconds", "tokens_per_second", "state_bytes"),
     "formulations": ("seconds", "best", "best_seconds", "times_best"),
@@ -39,6 +46,8 @@ _COLUMNS = {
 _TITLES = {
     "seconds": "seconds",
     "naive_seconds": "seconds, naive sum",
+    "torch_seconds": "seconds, torch conv1d",
+    "causal_conv1d_seconds": "seconds, causal-conv1d",
     "speedup": "times as fast",
     "best": "fastest",
     "best_seconds": "seconds, fastest",
