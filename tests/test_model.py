@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
@@ -17,6 +18,7 @@ from convt5.interchange import portable
 from convt5.modeling.architecture import ConvT5Config, StackConfig, TextStemConfig
 from convt5.modeling.attention import relative_position_bucket
 from convt5.modeling.model import ConvT5
+from convt5.ops import masking
 from convt5.training.losses import TextLoss
 
 VOCAB = 32
@@ -76,6 +78,15 @@ def random_tokens(seed: int, batch: int, length: int) -> np.ndarray:
 
 def shift(targets: np.ndarray) -> np.ndarray:
     return np.pad(targets[:, :-1], ((0, 0), (1, 0)))
+
+
+def test_shapes_in_annotations_are_checked_while_tests_run():
+    model = tiny_model()
+    for tokens in (np.ones((2, 7, 1), np.int32), np.ones((2, 7), np.float32)):
+        with pytest.raises(jaxtyping.TypeCheckError):
+            model.encode(tokens)
+    with pytest.raises(jaxtyping.TypeCheckError):
+        masking.attention_mask(jnp.ones((2, 7), int), jnp.ones((3, 7), int), causal=False)
 
 
 @pytest.mark.parametrize("variant", EACH)
