@@ -7,6 +7,7 @@ from typing import Any
 from convt5 import errors
 from convt5.configuration import command_line
 from convt5.evaluation.flags import EMA_FLAG, INFER_FLAGS
+from convt5.runtime import quiet_imports
 from convt5.runtime.flags import Flag
 
 COMMAND = command_line.Command(
@@ -100,7 +101,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = command_line.parse(COMMAND, argv)
     is_dialogue = _check_flags(arguments.flags, arguments.gin_files)
     # Deferred, so that help and usage errors are fast.
-    from convt5.evaluation import infer_command
+    with quiet_imports.without_tensorflow_chatter():
+        from convt5.evaluation import infer_command
 
     return infer_command.run(arguments, is_dialogue=is_dialogue)
 
