@@ -11,7 +11,7 @@ from convt5 import errors
 
 TINY = [
     *("--lengths=8", "--batch_size=2", "--channels=8", "--repeats=1"),
-    "--tests=tests/test_attention.py",
+    "--tests=tests/test_attention.py::test_nothing_reaches_across_segments_or_from_padding",
     *(
         f"--gin.architecture.ConvT5Config.{name}={value}"
         for name, value in {"emb_dim": 16, "mlp_dim": 16, "head_dim": 4, "vocab_size": 32}.items()
