@@ -72,7 +72,9 @@ def run(name: str, part: Part, folder: pathlib.Path, seconds: float) -> str:
             end = "complete" if not done.returncode else f"failed with code {done.returncode}"
         except subprocess.TimeoutExpired:
             end = f"stopped after its {seconds:.0f} s"
-    told = f"{name}: {end}, {time.monotonic() - began:.0f} s; {_last_line(folder)}"
+    told = f"{name}: {end}, {time.monotonic() - began:.0f} s"
+    if end != "complete" or not (folder / "records.jsonl").exists():
+        told += f"; {_last_line(folder)}"
     (folder / _RESULT).write_text(json.dumps(told))
     return told
 

@@ -41,7 +41,7 @@ class Part(NamedTuple):
         name: parts of one name are added up.
         count: how often a step has it.
         flops: floating-point operations of one, forward and backward.
-        run: runs it once.
+        run: runs it that often, without waiting in between.
     """
 
     name: str
@@ -150,7 +150,7 @@ def _part(name: str, count: int, flops: int, function: Callable[..., Any], *shap
         y, pull = jax.vjp(function, *arrays)
         return y, pull(slope)
 
-    return Part(name, count, flops, lambda: both(slope, *arrays))
+    return Part(name, count, flops, lambda: [both(slope, *arrays) for _ in range(count)])
 
 
 def table(config: Any, length: int, rows: int, repeats: int) -> str:
@@ -165,8 +165,7 @@ def table(config: Any, length: int, rows: int, repeats: int) -> str:
     sums: dict[str, list[float]] = {}
     for i, part in enumerate(found):
         flops, seconds = sums.setdefault(part.name, [0.0, 0.0])
-        taken_by_it = part.count * taken[str(i)].seconds
-        sums[part.name] = [flops + part.count * part.flops, seconds + taken_by_it]
+        sums[part.name] = [flops + part.count * part.flops, seconds + taken[str(i)].seconds]
     flops, seconds = (sum(each) for each in zip(*sums.values(), strict=True))
     sums["the rest"] = [known["flops"] - flops, whole - seconds]
     sums["step"] = [known["flops"], whole]
