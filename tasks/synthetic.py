@@ -347,13 +347,13 @@ def entailment(
     """Returns a task of two sentences: does the second follow from the first?
 
     The first sentence affirms facts about pairs of names or denies them, the second affirms one:
-    after `ab+.cd-.ef-.gh+`, `?ab` follows (`y`) and `?cd` does not (`n`). Half of the facts are
-    affirmed, so neither sentence alone says anything about the answer: a model that does not relate
-    them is right in half of the examples.
+    after `ab+.cd-.ef-.gh-`, `?ab` follows (`y`) and `?cd` does not (`n`). Signs are independent.
+    Without the relation a model can only count signs: of four facts, the more frequent sign is
+    right in 11 of 16 examples.
 
     Args:
         gap: number of filler tokens between the sentences.
-        num_facts: facts of the first sentence, an even number of at least 2 and at most 12.
+        num_facts: facts of the first sentence, at least 1 and at most 13.
         explain: whether the target repeats the second sentence before the answer: `cdn`. Like
             `repeat_keys` of `associative_recall`, this spares the decoder one of two steps.
         num_train: number of examples in "train".
@@ -366,7 +366,7 @@ def entailment(
     Raises:
         UserError: a value out of range.
     """
-    ranges = {"gap": (gap, 0), "num_facts": (num_facts, 2, 12)}
+    ranges = {"gap": (gap, 0), "num_facts": (num_facts, 1, len(string.ascii_lowercase) // 2)}
     if num_facts % 2:
         raise errors.UserError(
             f"{name}: num_facts={num_facts} must be even: half of them are true."
@@ -477,7 +477,7 @@ def _follow(random: np.random.Generator, *, hops: int, num_pointers: int) -> Pai
 def _entail(random: np.random.Generator, *, gap: int, num_facts: int, explain: bool) -> Pair:
     names = random.permutation(list(string.ascii_lowercase))[: 2 * num_facts]
     pairs = [a + b for a, b in zip(names[::2], names[1::2], strict=True)]
-    signs = random.permutation(["+", "-"] * (num_facts // 2))
+    signs = random.choice(["+", "-"], num_facts)
     premise = FILLER.join(p + s for p, s in zip(pairs, signs, strict=True)) + FILLER * gap
     stated = random.integers(num_facts)
     answer = "y" if signs[stated] == "+" else "n"

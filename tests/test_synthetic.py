@@ -144,8 +144,6 @@ def test_a_second_sentence_follows_where_the_first_affirms_it(explain):
         facts = premise.rstrip(".").split(".")
         assert premise == ".".join(facts) + "." * 6
         assert len(set("".join(fact[:2] for fact in facts))) == 12
-        # Half of them are affirmed, so that neither sentence alone helps.
-        assert sum(fact[2] == "+" for fact in facts) == 3
         assert target[:-1] == stated * explain
         assert {"y": stated + "+", "n": stated + "-"}[target[-1]] in facts
         answers[target[-1]] += 1
@@ -218,9 +216,8 @@ class TestBadInput:
             (synthetic.lookback, {"gap": 0}, "gap=0 must be at least 1"),
             (synthetic.pointer_hops, {"hops": 8}, "hops=8 must be at least 1 and at most 7"),
             (synthetic.pointer_hops, {"num_pointers": 27}, "num_pointers=27 .* at most 26"),
-            (synthetic.entailment, {"num_facts": 0}, "num_facts=0 must be at least 2"),
-            (synthetic.entailment, {"num_facts": 14}, "num_facts=14 .* at most 12"),
-            (synthetic.entailment, {"num_facts": 3}, "num_facts=3 must be even"),
+            (synthetic.entailment, {"num_facts": 0}, "num_facts=0 must be at least 1"),
+            (synthetic.entailment, {"num_facts": 14}, "num_facts=14 .* at most 13"),
             (synthetic.listops, {"max_arguments": 1}, "max_arguments=1 must be at least 2"),
             (synthetic.listops, {"max_depth": 0}, "max_depth=0 must be at least 1"),
             (synthetic.listops, {"max_length": 3}, "max_length=3 must be at least 4"),
