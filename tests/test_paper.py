@@ -448,6 +448,8 @@ class TestFiles:
         arguments = [
             "--gin_file=gin/studies/paper.gin",
             "--gin.VOCABULARY=runs/results/english_8k.model",
+            "--gin.CACHE=runs/results/cache",
+            f"--gin.BENCH_DIR={ROOT / 'docs' / 'results' / 'bench'}",
             f"--gin.PAGE={tmp_path / 'paper.md'}",
             f"--import_results={ROOT / 'docs' / 'results'}",
             "--report_only",
@@ -456,6 +458,7 @@ class TestFiles:
         shown = capsys.readouterr()
         assert "imported the results of 120 runs of finetuning" in shown.err
         assert "finetuning 120 of 120" in shown.out
+        assert "times" in shown.out
         assert (tmp_path / "paper" / "question_1.png").exists()
 
     def test_a_dry_run_lists_the_studies(self, tmp_path, capsys, monkeypatch):
