@@ -195,9 +195,9 @@ def _draw_claim(axes: Any, found: Evidence) -> None:
     axes.set_title(
         figures.text(f"{found.claim.text}: {found.verdict}"), fontsize=9, loc="left", wrap=True
     )
-    axes.set_xlabel(
-        f"times the {found.unit}" if found.is_ratio else f"difference, {found.unit}", fontsize=9
-    )
+    claim = found.claim
+    of = "difference" if isinstance(claim, Claim) else f"{claim.first} / {claim.second}"
+    axes.set_xlabel(figures.text(f"{of}, {found.unit}"), fontsize=9)
     figures.tidy(axes)
     axes.grid(visible=False, axis="y")
 
