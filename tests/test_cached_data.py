@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import time
 
@@ -574,5 +573,5 @@ def test_processes_start_without_messages_of_tensorflow(tmp_path):
         "    with BlockWorkers(1, functools.partial(dict, feature=seqio.Feature)) as workers:\n"
         "        assert workers.cpu_seconds() > 0\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    done = commands.run([sys.executable, script], check=True)
     assert done.stderr == ""

@@ -270,7 +270,8 @@ def paper(folder, **changes) -> Paper:
 
 def measured(folder) -> None:
     (folder / "bench").mkdir(exist_ok=True)
-    lines = [json.dumps(r) + "\n" for r in records((2.0, 1.0), (8.0, 2.0))]
+    machine = {"suite": "machine", "device": "cpu", "processor": "AMD", "processors": 2, "jax": "1"}
+    lines = [json.dumps(r) + "\n" for r in [machine, *records((2.0, 1.0), (8.0, 2.0))]]
     (folder / "bench" / "records.jsonl").write_text("".join(lines))
 
 
@@ -291,6 +292,7 @@ def test_the_page_has_a_verdict_a_table_and_a_picture(tmp_path):
     assert "s 24 of 24" in text
     assert "12.0 CPU hours" in text
     assert "2.83 times" in text
+    assert "Costs were measured on cpu (AMD) with 2 processors and jax 1." in text
     assert "](paper/question_1.png)" in text
     assert (tmp_path / "paper" / "question_1.png").stat().st_size > 1000
 

@@ -13,7 +13,7 @@ from convt5 import eval as evaluation
 from convt5 import train
 from convt5.data import data_shards
 from convt5.errors import UserError
-from convt5.evaluation import checkpoints
+from convt5.evaluation import EvalConfig, PredictConfig, checkpoints, run_settings
 from convt5.evaluation.images import make_plan
 from convt5.modeling import sharding
 from convt5.vision.augmentation import Augmentation
@@ -185,9 +185,10 @@ def test_corrupt_files_are_left_out_of_the_means_and_counted(tmp_path):
         num_classes=3,
         on_corrupt="skip",
     )
-    plan = make_plan(
-        "a run", model=MODEL, train={"train_data": data}, data=data, split="validation"
+    settings = run_settings.RunSettings(
+        {"train_data": data}, PredictConfig(), EvalConfig(split="validation")
     )
+    plan = make_plan("a run", model=MODEL, settings=settings)
     model = MODEL.build(jax.random.key(0))
     mesh = sharding.MeshConfig().build(jax.devices()[:2])
     with pytest.warns(UserWarning, match="skipped"):
@@ -210,7 +211,10 @@ def test_a_model_may_have_more_logits_than_the_images_have_classes():
         source=Named(), batch_size=16, image_size=8, in_channels=1, num_classes=3
     )
     config = dataclasses.replace(MODEL, num_classes=5)
-    plan = make_plan("a run", model=config, train={"train_data": data}, data=data, num_examples=4)
+    settings = run_settings.RunSettings(
+        {"train_data": data}, PredictConfig(), EvalConfig(num_examples=4)
+    )
+    plan = make_plan("a run", model=config, settings=settings)
     mesh = sharding.MeshConfig().build(jax.devices()[:1])
     found = plan.evaluator(plan.tasks[0])(config.build(jax.random.key(0)), mesh, 1)
     # The head starts with zeros: classes come in their order.

@@ -49,13 +49,15 @@ def suite(lengths: Sequence[int], *, repeats: int) -> Iterator[dict[str, Any]]:
 
 
 def _chosen(name: str) -> Formulation:
-    """Returns a sum of `reference.Sums`, in the formulation for the platform."""
+    """Returns a sum of `reference.Formulation`, in the formulation for the platform."""
 
     def compute(taps: Taps, x, dy, **given):
-        def of(sums: reference.Sums) -> Formulation:
+        def of(sums: reference.Formulation) -> Formulation:
             return lambda x, dy: getattr(sums, name)(taps, x, dy, **given)
 
-        table = dispatch.Table(of(reference.SUMS), cpu=of(cpu.SUMS), gpu=of(gpu.SUMS))
+        table = dispatch.Table(
+            of(reference.PLAIN), cpu=of(cpu.FORMULATION), gpu=of(gpu.FORMULATION)
+        )
         return dispatch.run(table, x, dy)
 
     return compute

@@ -23,6 +23,7 @@ BUILT = (
     "convt5.evaluation.EvalConfig",
     "convt5.evaluation.PredictConfig",
     "convt5.sweeps.study.Study",
+    "convt5.sweeps.paper.Paper",
     "convt5.configuration.gin_config.folder",
 )
 """What commands build from gin files; all else is part of these."""

@@ -5,9 +5,9 @@ and makes every N-th block.
 """
 
 import concurrent.futures
+import importlib
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 import time
@@ -44,10 +44,10 @@ class BlockWorkers:
         self.num_processes = num_processes
         # A forked copy of a process that runs TensorFlow can deadlock.
         context = multiprocessing.get_context("spawn")
-        pickled = pickle.dumps(load)
+        self._load = load
         self._pools = [
             concurrent.futures.ProcessPoolExecutor(
-                1, mp_context=context, initializer=_begin, initargs=(pickled, cores)
+                1, mp_context=context, initializer=_begin, initargs=(cores,)
             )
             for cores in _shares_of_cores(num_processes)
         ]
@@ -57,7 +57,7 @@ class BlockWorkers:
 
         It raises `TrainingError` if a process has ended.
         """
-        return _Requests(self._pools, task).make
+        return _Requests(self._pools, self._load, task).make
 
     def cpu_seconds(self) -> float:
         """Returns the CPU time that the processes have used, after what they do now."""
@@ -81,8 +81,9 @@ class BlockWorkers:
 class _Requests:
     """Requested blocks of one task, some of them prefetched."""
 
-    def __init__(self, pools: list[concurrent.futures.ProcessPoolExecutor], task: str):
+    def __init__(self, pools: list[concurrent.futures.ProcessPoolExecutor], load: Load, task: str):
         self._pools = pools
+        self._load = load
         self._task = task
         self._made: dict[tuple[int, int], concurrent.futures.Future[Block]] = {}
 
@@ -109,7 +110,7 @@ class _Requests:
         # The process, which this may start, does not get Ctrl-C: it ends with the command.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
-            return pool.submit(_make, self._task, epoch, number)
+            return pool.submit(_make, self._load, self._task, epoch, number)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
@@ -146,11 +147,10 @@ def _shares_of_cores(num_processes: int) -> list[list[int]]:
     return [cores[i::num_processes] for i in range(num_processes)]
 
 
-def _begin(pickled: bytes, cores: Sequence[int]) -> None:
-    """Prepares a process.
+def _begin(cores: Sequence[int]) -> None:
+    """Prepares a process, before it receives a `Load`, whose modules need TensorFlow.
 
     Args:
-        pickled: a `Load`, whose modules are imported here.
         cores: cores to run on. TensorFlow has a thread for each core that it sees, and threads that
             pass examples between cores take a third more time than one on its own.
     """
@@ -158,8 +158,7 @@ def _begin(pickled: bytes, cores: Sequence[int]) -> None:
     if cores:
         os.sched_setaffinity(0, cores)
     with quiet_imports.without_tensorflow_chatter():
-        load: Load = pickle.loads(pickled)
-    _found.update({name: _Found(blocks) for name, blocks in load().items()})
+        importlib.import_module("convt5.data.task_blocks")
 
 
 def _end_with_parent() -> None:
@@ -170,5 +169,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _make(task: str, epoch: int, number: int) -> Block:
+def _make(load: Load, task: str, epoch: int, number: int) -> Block:
+    if not _found:
+        _found.update({name: _Found(blocks) for name, blocks in load().items()})
     return _found[task].make(epoch, number)

@@ -120,7 +120,7 @@ class Question:
     """
 
     title: str
-    claims: Sequence[Any]
+    claims: Sequence[Claim | CostClaim]
     text: Sequence[str] = ()
 
     def __post_init__(self):

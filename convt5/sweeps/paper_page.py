@@ -49,7 +49,8 @@ def write(paper: Paper, studies: Mapping[str, Study], *, suffix: str = figures.S
     ]
     path = paper.path
     folder = path.with_suffix("")
-    parts = [f"# {errors.printable(paper.title)}", *paper.text, _state(studies), _RULE]
+    state = _state(studies) + _machine(records)
+    parts = [f"# {errors.printable(paper.title)}", *paper.text, errors.printable(state), _RULE]
     parts.append(markdown.sections([_summary(paper, answers)]).rstrip())
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -82,6 +83,18 @@ def _state(studies: Mapping[str, Study]) -> str:
         taken = (running.final_value(made.folder, "train_cpu_seconds") for made in done)
         seconds += sum(value for value in taken if value is not None)
     return f"Runs that are done: {', '.join(told)}. Training took {seconds / 3600:.1f} CPU hours."
+
+
+def _machine(records: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a sentence on the machine that measured costs; empty without records."""
+    about = next((r for r in records if r.get("suite") == "machine"), None)
+    if about is None:
+        return ""
+    where = f"{about.get('device')} ({about.get('processor') or about.get('platform')})"
+    return (
+        f" Costs were measured on {where} with {about.get('processors')} processors and jax "
+        f"{about.get('jax')}."
+    )
 
 
 def _summary(paper: Paper, answers: Sequence[Sequence[Evidence]]) -> Table:
