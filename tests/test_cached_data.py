@@ -482,7 +482,7 @@ def test_a_process_that_is_killed_is_told(tmp_path):
 
 def test_ctrl_c_does_not_reach_the_processes_that_make_blocks():
     with BlockWorkers(1, dict) as workers:
-        requests = block_workers._Requests(workers._pools, "task")
+        requests = block_workers._Requests(workers._pools, dict, "task")
         requests._submit(0, 0).exception()  # It has no such task.
         blocked = workers._pools[0].submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result()
     assert signal.SIGINT in blocked

@@ -164,10 +164,10 @@ def test_blocks_that_processes_make_are_those_of_one(monkeypatch, num_processes)
         def __init__(self, blocks):
             self.blocks = blocks
 
-        def submit(self, fn, /, task, epoch, number):
+        def submit(self, fn, /, load, task, epoch, number):
             return super().submit(self.blocks.make, epoch, number)
 
-    requests = block_workers._Requests([Pool(blocks) for blocks in own], "t")
+    requests = block_workers._Requests([Pool(blocks) for blocks in own], dict, "t")
     source = TaskStream(requests.make, Now(), 2)
     expected = [(0, epoch, n) for epoch in range(2) for n in range(10)]
     assert take(source, 30) == expected
