@@ -193,7 +193,7 @@ def test_the_interval_decides(gain, verdict, tmp_path):
 
 
 def test_a_single_seed_says_nothing(tmp_path):
-    chosen = study(tmp_path, tasks=("a",), seeds=(0,))
+    chosen = study(tmp_path, seeds=(0,))
     finish(chosen, accuracy)
     found = evidence.of_claim(Claim(text="", studies=["s"], contrast=START), {"s": chosen})
     assert found.interval is None

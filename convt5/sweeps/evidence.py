@@ -55,7 +55,7 @@ class Evidence(NamedTuple):
         unit: of the values.
         lines: those with at least one pair of runs.
         interval: 95 % interval of the mean: over the lines that count, or over the seeds of the
-            only one. None without two of them.
+            only one. None without two of them, or if a line has a single seed.
         num_missing: pairs whose runs are not finished or diverged.
         verdict: whether the interval is above the value without an effect, below it, or around it.
     """
@@ -218,8 +218,13 @@ def _interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def _mean_interval(lines: Sequence[Line]) -> tuple[float, float] | None:
-    """Returns the interval of the mean of the lines that count, or of the only one over seeds."""
+    """Returns the interval of the mean of the lines that count, or of the only one over seeds.
+
+    None if one of them has a single seed, whose luck all of its lines may share.
+    """
     lines = [line for line in lines if line.counts]
+    if any(len(line.values) < 2 for line in lines):
+        return None
     return lines[0].interval if len(lines) == 1 else _interval([line.mean for line in lines])
 
 
