@@ -2,9 +2,10 @@
 
 import argparse
 import contextlib
+import functools
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from convt5 import errors
@@ -120,15 +121,19 @@ def main(argv: Sequence[str]) -> int:
         _answer(study, flags, arguments.trust)
         return 0
     # Deferred: they are slow to import.
-    from convt5.sweeps import report, running
+    from convt5.sweeps import archive, report, running
 
     if flags.dry_run:
         running.check(study)
         print(describe(study))
         return 0
-    with _exporting(study, flags.export_results):
+    with _exporting(flags.export_results, functools.partial(archive.write, study)):
         if flags.import_results is not None:
-            _import(study, flags.import_results)
+            count = archive.read(study, flags.import_results)
+            print(
+                f"imported the results of {count} runs from {flags.import_results}",
+                file=sys.stderr,
+            )
         if not flags.report_only:
             running.check(study)
             running.run_all(study, most_runs=flags.most_runs, processes=flags.processes)
@@ -144,38 +149,30 @@ def _answer(paper: Paper, flags: argparse.Namespace, trust: Sequence[str]) -> No
     if flags.dry_run:
         print(paper_runs.describe(paper, studies))
         return
-    try:
+    with _exporting(flags.export_results, functools.partial(paper_runs.write_results, studies)):
         if flags.import_results is not None:
             for name, count in paper_runs.read_results(studies, flags.import_results).items():
                 print(f"imported the results of {count} runs of {name}", file=sys.stderr)
         if not flags.report_only:
             paper_runs.run_all(paper, studies, most_runs=flags.most_runs, processes=flags.processes)
-    finally:
-        if flags.export_results is not None:
-            count = paper_runs.write_results(studies, flags.export_results)
-            print(f"wrote the results of {count} runs to {flags.export_results}", file=sys.stderr)
     print(paper_page.write(paper, studies, suffix=flags.plot_suffix))
     print(f"wrote {paper.path}")
 
 
 @contextlib.contextmanager
-def _exporting(study: "Study", path: pathlib.Path | None) -> Iterator[None]:
-    """Context that exports the results at its end, also after an error."""
+def _exporting(path: pathlib.Path | None, write: Callable[[pathlib.Path], int]) -> Iterator[None]:
+    """Context that exports the results at its end, also after an error.
+
+    Args:
+        path: the file or folder of --export_results, or None.
+        write: writes them and returns the number of runs.
+    """
     try:
         yield
     finally:
         if path is not None:
-            from convt5.sweeps import archive
-
-            count = archive.write(study, path)
+            count = write(path)
             print(f"wrote the results of {count} runs to {path}", file=sys.stderr)
-
-
-def _import(study: "Study", path: pathlib.Path) -> None:
-    from convt5.sweeps import archive
-
-    count = archive.read(study, path)
-    print(f"imported the results of {count} runs from {path}", file=sys.stderr)
 
 
 def describe(study: "Study") -> str:

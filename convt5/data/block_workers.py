@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from convt5 import errors
 from convt5.data.mixing import NO_BLOCK, Block, BlockPlace, MakeBlock
-from convt5.runtime import quiet_imports
+from convt5.runtime import cores, quiet_imports
 
 if TYPE_CHECKING:
     from convt5.data.task_blocks import TaskBlocks
@@ -47,9 +47,9 @@ class BlockWorkers:
         self._load = load
         self._pools = [
             concurrent.futures.ProcessPoolExecutor(
-                1, mp_context=context, initializer=_begin, initargs=(cores,)
+                1, mp_context=context, initializer=_begin, initargs=(share,)
             )
-            for cores in _shares_of_cores(num_processes)
+            for share in _shares_of_cores(num_processes)
         ]
 
     def maker(self, task: str) -> MakeBlock:
@@ -141,22 +141,20 @@ _found: dict[str, _Found] = {}
 
 def _shares_of_cores(num_processes: int) -> list[list[int]]:
     """Returns the cores of each process; none where there are fewer than processes."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if len(cores) < num_processes:
-        cores = []
-    return [cores[i::num_processes] for i in range(num_processes)]
+    shares = cores.shares(num_processes)
+    return shares if all(shares) else [[] for _ in shares]
 
 
-def _begin(cores: Sequence[int]) -> None:
+def _begin(share: Sequence[int]) -> None:
     """Prepares a process, before it receives a `Load`, whose modules need TensorFlow.
 
     Args:
-        cores: cores to run on. TensorFlow has a thread for each core that it sees, and threads that
+        share: cores to run on. TensorFlow has a thread for each core that it sees, and threads that
             pass examples between cores take a third more time than one on its own.
     """
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    if cores:
-        os.sched_setaffinity(0, cores)
+    if share:
+        os.sched_setaffinity(0, share)
     with quiet_imports.without_tensorflow_chatter():
         importlib.import_module("convt5.data.task_blocks")
 

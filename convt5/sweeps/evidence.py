@@ -5,14 +5,12 @@ same values on all other axes.
 """
 
 import itertools
-import json
 import math
-import pathlib
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from convt5.runtime import foreign_files, metric_names
+from convt5.runtime import metric_names
 from convt5.sweeps import analysis
 from convt5.sweeps.analysis import half_interval
 from convt5.sweeps.paper import Claim, CostClaim
@@ -128,19 +126,10 @@ def of_costs(claim: CostClaim, records: Sequence[Mapping[str, Any]]) -> Evidence
         )
     intervals = [line.interval for line in lines if line.interval is not None]
     interval = (min(i[0] for i in intervals), max(i[1] for i in intervals)) if intervals else None
-    missing = 2 * len(lengths) - len(lines) * 2
+    missing = len(lengths) - len(lines)
     return Evidence(
         claim, _UNITS[claim.quantity], tuple(lines), interval, missing, _verdict(interval, 1.0)
     )
-
-
-def read_records(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the records of `convt5.bench` in a folder; none if it has no file of them."""
-    path = folder / "records.jsonl"
-    if not path.is_file():
-        return []
-    content = foreign_files.read_bytes(path, foreign_files.MOST_JSON_BYTES)
-    return [json.loads(line) for line in content.splitlines() if line.strip()]
 
 
 def _lines(claim: Claim, study: Study, name: str) -> tuple[list[Line], int]:

@@ -192,6 +192,11 @@ class Paper:
         return any(isinstance(claim, CostClaim) for claim in self.claims)
 
     @property
+    def records(self) -> pathlib.Path:
+        """The file of the benchmark's records."""
+        return pathlib.Path(os.path.expanduser(self.bench_dir)) / "records.jsonl"
+
+    @property
     def path(self) -> pathlib.Path:
         """`page`, with `~` expanded."""
         return pathlib.Path(os.path.expanduser(self.page))

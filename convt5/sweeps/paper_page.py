@@ -12,6 +12,7 @@ from convt5.sweeps import evidence, running
 from convt5.sweeps.evidence import Evidence, Line
 from convt5.sweeps.paper import Claim, Paper, Question
 from convt5.sweeps.study import Study
+from convt5.training.run_log import read_records
 
 _RULE = (
     "How to read it: differences are paired. Two runs have the same seed, data and settings, and "
@@ -37,7 +38,7 @@ def write(paper: Paper, studies: Mapping[str, Study], *, suffix: str = figures.S
         UserError: the page cannot be written, matplotlib is not installed, or a claim does not fit
             its study.
     """
-    records = evidence.read_records(pathlib.Path(paper.bench_dir).expanduser())
+    records = read_records(paper.records)
     answers = [
         [
             evidence.of_claim(claim, studies)
@@ -136,8 +137,7 @@ def _table(found: Evidence) -> Table:
         }
         for line in found.lines
     ]
-    table = tables.of_rows("", rows, notes=notes) if rows else Table("", notes=notes)
-    return table
+    return tables.of_rows("", rows, notes=notes) if rows else Table("", notes=notes)
 
 
 def _ends(found: Evidence, line: Line) -> dict[str, str]:

@@ -10,6 +10,7 @@ from convt5 import errors
 from convt5.sweeps import archive, evidence, running
 from convt5.sweeps.paper import CostClaim, Paper
 from convt5.sweeps.study import Study
+from convt5.training.run_log import read_records
 
 Bench = Callable[[Sequence[str]], int]
 """Runs `python -m convt5.bench` with arguments; returns the exit code."""
@@ -58,7 +59,7 @@ def run_all(
 def missing_costs(paper: Paper) -> list[CostClaim]:
     """Returns the claims on costs for which there are no records."""
     claims = [claim for claim in paper.claims if isinstance(claim, CostClaim)]
-    records = evidence.read_records(_folder(paper)) if claims else []
+    records = read_records(paper.records) if claims else []
     return [claim for claim in claims if not evidence.of_costs(claim, records).lines]
 
 
@@ -103,12 +104,8 @@ def describe(paper: Paper, studies: Mapping[str, Study]) -> str:
     return "\n".join(lines)
 
 
-def _folder(paper: Paper) -> pathlib.Path:
-    return pathlib.Path(paper.bench_dir).expanduser()
-
-
 def _measure(paper: Paper, bench: Bench) -> None:
-    flags = {"suites": "train_step", **paper.bench, "output": _folder(paper)}
+    flags = {"suites": "train_step", **paper.bench, "output": paper.records.parent}
     print("costs", file=sys.stderr)
     code = bench([flag for name, value in flags.items() for flag in _flags(name, value)])
     if code == 0:

@@ -18,7 +18,7 @@ from concurrent import futures
 from typing import Any, BinaryIO, Literal, NamedTuple, TextIO, get_args
 
 from convt5 import errors
-from convt5.runtime import atomic_files, foreign_files
+from convt5.runtime import atomic_files, cores, foreign_files
 from convt5.runtime.amounts import duration
 from convt5.runtime.bars import Bar
 from convt5.sweeps.study import Point, Study
@@ -227,26 +227,26 @@ class _Trainers:
 
     def __init__(self, most: int):
         self._cores: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
-        for cores in _shares_of_cores(most):
-            self._cores.put(cores)
+        for share in _shares_of_cores(most):
+            self._cores.put(share)
         self._lock = threading.Lock()
         self._running: set[subprocess.Popen] = set()
         self._is_open = True
 
     def __call__(self, arguments: Sequence[str], log: pathlib.Path) -> int:
         """Returns the exit code of `python -m convt5.train` with these arguments."""
-        cores = self._cores.get()
+        share = self._cores.get()
         try:
             with open(log, "ab", opener=atomic_files.not_followed) as file:
                 process = self._start(arguments, file)
             with process:
-                if cores:
-                    os.sched_setaffinity(process.pid, cores)
+                if share:
+                    os.sched_setaffinity(process.pid, share)
                 code = process.wait()
             self._running.discard(process)
             return code
         finally:
-            self._cores.put(cores)
+            self._cores.put(share)
 
     def _start(self, arguments: Sequence[str], file: BinaryIO) -> subprocess.Popen:
         with self._lock:
@@ -303,11 +303,10 @@ def check_metric(metric: str, records: Sequence[Mapping[str, Any]], *, where: st
 
 def _shares_of_cores(count: int) -> list[set[int]]:
     """Returns the cores of each process; empty if the system does not support affinity."""
-    if not hasattr(os, "sched_setaffinity"):  # For instance on macOS.
-        return [set()] * count
-    cores = sorted(os.sched_getaffinity(0))
+    shares = [set(share) for share in cores.shares(count)]
     # Processes share cores if there are more processes than cores.
-    return [set(cores[i::count]) or {cores[i % len(cores)]} for i in range(count)]
+    used = [share for share in shares if share]
+    return [share or used[i % len(used)] for i, share in enumerate(shares)] if used else shares
 
 
 def _finish(study: Study, first: StudyRun, launch: Launch) -> StudyRun:

@@ -14,13 +14,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kept_programs import write_tables
 
 from convt5 import errors
 from convt5.benchmarks import report
 from convt5.configuration import command_line
+from convt5.training.run_log import read_records
 
 MARK = "gpu"
 MODELS = ("dynamic_small", "t5_small")
@@ -83,18 +84,12 @@ def text(folder: pathlib.Path, names: Sequence[str]) -> str:
     """Returns the tables of what was measured, and how each part ended."""
     records, ends = [], []
     for name in names:
-        result, kept = folder / name / _RESULT, folder / name / "records.jsonl"
+        result = folder / name / _RESULT
         if result.exists():
             ends.append(f"- {json.loads(result.read_text())}")
-        if kept.exists():
-            records += _whole_records(kept)
+        records += read_records(folder / name / "records.jsonl")
     shown = report.text(records) if any(r["suite"] == "machine" for r in records) else ""
     return "\n".join([shown, *ends]) + "\n"
-
-
-def _whole_records(path: pathlib.Path) -> list[Any]:
-    """Returns the records of a file whose last line may be incomplete."""
-    return [json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")]
 
 
 def _last_line(folder: pathlib.Path) -> str:
