@@ -6,8 +6,10 @@ import io
 import json
 import os
 import shutil
+import sys
 import zipfile
 
+import commands
 import numpy as np
 import pytest
 import seqio
@@ -425,6 +427,44 @@ def test_a_block_that_failed_leaves_the_next_ones_as_they_are():
         blocks.make(places[1])
     is_broken[0] = False
     assert block_digests(blocks, places) == expected
+
+
+LEAVES_WHILE_READING_AHEAD = """
+import time
+import seqio
+import tensorflow as tf
+from convt5.data import mixing, task_blocks
+
+def slow(number):
+    time.sleep(0.02)
+    return b"%d" % number * 2**14
+
+def read(split, shuffle_files=False, seed=None):
+    numbers = tf.data.Dataset.range(10_000)
+    return numbers.map(lambda n: {"targets": tf.numpy_function(slow, [n], tf.string)}).map(shaped)
+
+def shaped(example):
+    text = tf.ensure_shape(example["targets"], [])
+    return {"inputs": text, "targets": text}
+
+feature = seqio.Feature(seqio.ByteVocabulary())
+task = seqio.Task(
+    "slow",
+    seqio.FunctionDataSource(read, splits=["train"]),
+    {"inputs": feature, "targets": feature},
+    [seqio.preprocessors.tokenize],
+)
+task_blocks._MOST_EXAMPLES = 8
+blocks = task_blocks.TaskBlocks(
+    task, "train", {"inputs": 8, "targets": 8}, shuffle=False, seed=0, share=None, cached=False
+)
+print(blocks.make(mixing.BlockPlace()).num_read)
+"""
+
+
+def test_a_process_ends_while_python_functions_of_its_source_read_ahead():
+    done = commands.run([sys.executable, "-c", LEAVES_WHILE_READING_AHEAD], timeout=60, check=True)
+    assert int(done.stdout) >= 8
 
 
 def test_a_mixture_read_once_gives_every_row_of_every_task():

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -173,15 +174,15 @@ class _Windows:
     def __init__(self, open_epoch: Any):
         self._open_epoch = open_epoch
         self._at = (-1, -1)
-        self._iterator: Iterator[Any] = iter(())
+        self._iterator = _dropped_at_exit(self)
 
     def after(self, epoch: int, first: int) -> Iterator[_Window]:
         """Yields the windows starting at an example; skips or re-reads earlier ones if needed."""
         if self._at != (epoch, first):
             examples = self._open_epoch(epoch).skip(first)
-            self._iterator = iter(_in_windows(examples, self._width))
+            self._iterator[:] = [iter(_in_windows(examples, self._width))]
         self._at = (-1, -1)
-        for examples, sizes in self._iterator:
+        for examples, sizes in self._iterator[0]:
             yield _Window(examples, len(sizes), int(np.sum(sizes)))
 
     def went_on(self, epoch: int, first: int) -> None:
@@ -346,7 +347,8 @@ class _Pipeline:
 
         blocks = tf.data.Dataset.counter().map(lambda _: queue.dequeue())
         self._queue = queue
-        self._batches = iter(blocks.flat_map(make).with_options(options()))
+        self._iterator = _dropped_at_exit(self)
+        self._iterator.append(iter(blocks.flat_map(make).with_options(options())))
 
     def run(self, examples: tf.data.Dataset, seed: int) -> list[Any]:
         """Returns the batches of a block, the last of them empty."""
@@ -354,8 +356,20 @@ class _Pipeline:
         self._queue.enqueue([variant, tf.constant(seed, tf.int64)])
         batches = []
         while not batches or len(batches[-1][_WAS_CUT]):
-            batches.append(next(self._batches))
+            batches.append(next(self._iterator[0]))
         return batches
+
+
+def _dropped_at_exit(owner: Any) -> list[Iterator[Any]]:
+    """Returns a list that is emptied with its owner, or when the process begins to exit.
+
+    An iterator of TensorFlow that reads ahead waits for its threads when it is dropped. Those that
+    call Python functions, as the sources of some tasks do, no longer can after the interpreter has
+    begun to end: the process would never exit.
+    """
+    iterators: list[Iterator[Any]] = []
+    weakref.finalize(owner, iterators.clear)
+    return iterators
 
 
 def _gather(examples: tf.data.Dataset) -> tf.data.Dataset:
