@@ -160,8 +160,8 @@ def _run(
             from convt5.benchmarks import pipeline
 
         fed = gin_config.load([_FED_MODEL], [], roots=["%MODEL"]).macro("MODEL")
-        num_epochs = 1 if flags.quick else 8
-        yield from pipeline.suite(fed, lengths, num_epochs=num_epochs, repeats=repeats)
+        num_copies = 1 if flags.quick else 8
+        yield from pipeline.suite(fed, lengths, num_copies=num_copies, repeats=repeats)
         return
     if suite == "start":
         from convt5.benchmarks import start

@@ -1,7 +1,7 @@
 """Training steps and decoding of several models by length: time, FLOPs, memory."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from convt5.benchmarks.sides import TARGETS, Measured, Side, random_batch, rando
 from convt5.benchmarks.timing import in_turns
 from convt5.generation.decoding import decode
 from convt5.modeling.architecture import ConvT5Config
-from convt5.training.compilation import compile_step
+from convt5.training.compilation import CompiledStep, compile_step
 from convt5.training.losses import TextLoss
 from convt5.training.optimizer import AdafactorConfig
 from convt5.training.plan import make_plan
@@ -58,6 +58,20 @@ def by_length(
 
 def train_step(config: ConvT5Config, length: int, batch_size: int) -> Measured:
     """Returns a training step of a convt5 model: loss, gradients and Adafactor."""
+    run, step = compiled_step(config, length, batch_size)
+    cost = costs.model_cost(config, encoder_length=length, decoder_length=length // TARGETS)
+    known = {
+        "flops": batch_size * cost.training_flops,
+        "temporary_bytes": step.call.memory_analysis().temp_size_in_bytes,
+        "compile_seconds": step.seconds,
+    }
+    return run, known
+
+
+def compiled_step(
+    config: ConvT5Config, length: int, batch_size: int
+) -> tuple[Callable[[], Any], CompiledStep]:
+    """Returns what makes the next step on a random batch, and the program of the step."""
     update = StepConfig(
         model=config, loss=TextLoss(), optimizer=AdafactorConfig(), schedule=InverseSqrt()
     )
@@ -70,13 +84,7 @@ def train_step(config: ConvT5Config, length: int, batch_size: int) -> Measured:
         state[0], metrics = step.call(state[0], batch)
         return metrics["loss"]
 
-    cost = costs.model_cost(config, encoder_length=length, decoder_length=length // TARGETS)
-    known = {
-        "flops": batch_size * cost.training_flops,
-        "temporary_bytes": step.call.memory_analysis().temp_size_in_bytes,
-        "compile_seconds": step.seconds,
-    }
-    return run, known
+    return run, step
 
 
 def decoder(config: ConvT5Config, length: int, batch_size: int) -> Measured:

@@ -40,53 +40,54 @@ _CACHED = ("text, joined", "text, packed")
 
 
 def suite(
-    model: ConvT5Config, lengths: Sequence[int], *, num_epochs: int, repeats: int
+    model: ConvT5Config, lengths: Sequence[int], *, num_copies: int, repeats: int
 ) -> Iterator[dict[str, Any]]:
     """Yields records of every case at every length, with 1 and 2 processes, and from a cache.
 
     Args:
         model: the model whose training step the data is compared with; its vocabulary is replaced.
         lengths: tokens of an encoder row.
-        num_epochs: passes over the text for each record.
+        num_copies: copies of the text that are read for each record. Opening the text anew, as each
+            epoch does, takes as long as 200 rows: a single copy shows that, a corpus does not.
         repeats: number of training steps.
     """
     with tempfile.TemporaryDirectory() as folder, _mock():
-        model = dataclasses.replace(model, vocab_size=_prepare(pathlib.Path(folder)))
+        model = dataclasses.replace(model, vocab_size=_prepare(pathlib.Path(folder), num_copies))
         for length in lengths:
             rows = max(1, _TOKENS_OF_BATCH // length)
             run, _ = models.train_step(model, length, rows)
             step = timing.in_turns({"step": run}, repeats=repeats)["step"].cpu_seconds / rows
-            read = functools.partial(_records, folder, length, num_epochs)
+            read = functools.partial(_records, folder, length)
             for record in itertools.chain.from_iterable(read(case) for case in _CASES):
                 record["share_of_step"] = record["cpu_seconds"] / record["rows"] / step
                 yield record
 
 
-def _prepare(folder: pathlib.Path) -> int:
+def _prepare(folder: pathlib.Path, num_copies: int) -> int:
     """Writes text and a vocabulary trained on it; returns the number of its ids."""
     text = "\n".join(" ".join(topic.split()) for topic in pydoc_data.topics.topics.values())
     (folder / _TEXT).write_text(text)
     flags = [f"--text={folder / _TEXT}", f"--output={folder / _VOCABULARY}", f"--size={_PIECES}"]
     with contextlib.redirect_stdout(io.StringIO()):
         vocabulary.main(flags)
+    (folder / _TEXT).write_text("\n".join([text] * num_copies))
     return _vocabulary(folder).vocab_size
 
 
-def _records(folder: str, length: int, num_epochs: int, case: str) -> Iterator[dict[str, Any]]:
-    config = dataclasses.replace(_config(folder, length, case), num_epochs=num_epochs)
-    once = dataclasses.replace(config, num_epochs=1)
-    _measure(case, _built(once), length)  # The first pass optimises what was traced.
+def _records(folder: str, length: int, case: str) -> Iterator[dict[str, Any]]:
+    config = _config(folder, length, case)
+    _measure(case, _built(config), length)  # The first pass optimises what was traced.
     yield _measure(case, _built(config), length)
     load = functools.partial(load_blocks, folder, length, case)
     with block_workers.BlockWorkers(2, load) as workers:
-        _measure(case, _built(once, maker=workers.maker), length)
+        _measure(case, _built(config, maker=workers.maker), length)
         yield _measure(case, _built(config, maker=workers.maker), length, workers)
     if case in _CACHED:
         with tempfile.TemporaryDirectory() as parent:
             cache = pathlib.Path(parent, "cache")
-            _write(cache, _built(once))
+            _write(cache, _built(config))
             cached = cached_data.CachedDataConfig(
-                path=str(cache), batch_size=config.batch_size, num_epochs=num_epochs
+                path=str(cache), batch_size=config.batch_size, num_epochs=1
             )
             yield _measure(case.replace("text", "cache"), _built(cached), length)
 
@@ -121,6 +122,7 @@ def _config(folder: str, length: int, case: str) -> data.DataConfig:
         mixture=seqio.Mixture("mixture", [(t, 1.0) for t in tasks]) if tasks[1:] else tasks[0],
         batch_size=max(1, _TOKENS_OF_BATCH // length),
         pack=pack,
+        num_epochs=1,
         encoder_length=length,
         decoder_length=span_corruption.segment_sizes(length).targets,
     )

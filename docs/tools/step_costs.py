@@ -1,195 +1,236 @@
-"""Where the time of a training step goes: the step, each of its parts alone, and matrix products.
+"""Where the time of a training step goes: each operation, by the code that asked for it.
 
 `python docs/tools/step_costs.py --gin_file=gin/models/dynamic_tiny.gin` prints, for each length,
-the share of the step that each part takes alone (forward and backward), and how much of it exceeds
-the time of its FLOPs at the speed of the machine's matrix products. All are measured in turns, in
-one process. It reads models whose layers are all dynamic convolutions.
+the time of each part of the model within the step, and how much of it exceeds the time of its FLOPs
+at the speed of the machine's matrix products. A profile of the step gives the time of every
+operation, and the compiled program says which functions each of them came from. The process keeps
+to one core, on which operations follow one another, so that their times add up to the step.
 """
 
 import argparse
-import functools
+import collections
+import math
+import os
+import pathlib
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from flax import nnx
 
 from convt5 import bench, errors
 from convt5.benchmarks import machine, models
-from convt5.benchmarks.sides import TARGETS
-from convt5.benchmarks.timing import in_turns
 from convt5.configuration import command_line
-from convt5.modeling.layers import Norm
-from convt5.modeling.mixers.dynamic import Dynamic
-from convt5.ops import attend, dynamic_conv, linear_cross_entropy
-from convt5.ops.dense import dense
-from convt5.ops.gating import gate
 from convt5.reports import markdown
 from convt5.runtime.bars import Bar
-from convt5.training.optimizer import AdafactorConfig
-from convt5.training.schedule import InverseSqrt
+
+# The innermost of these functions that an operation came from names its part.
+PARTS = {
+    "dense": "dense layers",
+    "sum_of_products": "dense layers",
+    "attend": "attention",
+    "Attention.attend": "attention",
+    "lightweight_conv": "convolutions",
+    "dynamic_conv": "convolutions",
+    "depthwise_conv": "convolutions",
+    "TapPredictor.__call__": "tap logits",
+    "gate": "gates",
+    "Mlp.__call__": "activations",
+    "Norm.__call__": "norms and residuals",
+    "Residual.__call__": "norms and residuals",
+    "Embed.__call__": "embedding",
+    "linear_cross_entropy": "cross-entropy",
+    "TrainState.apply_gradients": "optimizer",
+    "_finite_norms": "norms of gradients",
+}
+OTHER = "other operations"
+BETWEEN = "between operations"
 
 
-class Part(NamedTuple):
-    """A part of a step.
+class Operation(NamedTuple):
+    """An operation of a compiled program.
 
     Attributes:
-        name: parts of one name are added up.
-        count: how often a step has it.
-        flops: floating-point operations of one, forward and backward.
-        run: runs it that often, without waiting in between.
+        part: the part of the model that asked for it.
+        flops: of the matrix products in it.
     """
 
-    name: str
-    count: int
+    part: str
     flops: int
-    run: Callable[[], Any]
 
 
-def parts(config: Any, length: int, rows: int) -> Iterator[Part]:
-    """Yields the parts of a step of `models.train_step`."""
-    target = length // TARGETS
-    yield from _stack(config, config.encoder_layers, length, rows)
-    yield from _stack(config, config.decoder_layers, target, rows)
-    yield from _attention(config, target, length, rows)
-    for tokens in (length, target):
-        ids = np.random.default_rng(0).integers(1, config.vocab_size, (rows, tokens))
-        look_up = functools.partial(jnp.take, indices=jnp.asarray(ids), axis=0)
-        yield _part("embedding", 1, 0, look_up, (config.vocab_size, config.emb_dim))
-    ids = jnp.ones((rows, target), jnp.int32)
+class _Instruction(NamedTuple):
+    kind: str
+    sizes: Sequence[int]
+    rest: str
+    part: str
 
-    def loss(x, table):
-        return linear_cross_entropy(x, table, ids, ids.astype(jnp.float32)).loss
-
-    size = rows * target * config.emb_dim * config.vocab_size
-    shapes = (rows, target, config.emb_dim), (config.vocab_size, config.emb_dim)
-    yield _part("cross-entropy", 1, 6 * size, loss, *shapes)
-    yield _optimizer(config)
+    def called(self) -> list[str]:
+        """Returns the computations that it runs."""
+        named = re.findall(r"(?:calls|body|condition|to_apply)=%?([^\s,]+)", self.rest)
+        branches = re.findall(r"branch_computations=\{([^}]*)\}", self.rest)
+        return [*named, *(each.strip(" %") for text in branches for each in text.split(","))]
 
 
-def _stack(config: Any, layers: Sequence[Any], length: int, rows: int) -> Iterator[Part]:
-    """Yields the parts of an encoder, or of a decoder without attention."""
-    count, layer, width = len(layers), layers[0], config.emb_dim
-    taps, heads = layer.kernel_size, layer.num_kernels or width
-    x = rows, length, width
-    hidden = rows, length, config.mlp_dim
+def operations(program: str) -> dict[str, Operation]:
+    """Returns the operations of a program by name.
 
-    def with_norm(y, norm):
-        return y + norm(y)
+    Args:
+        program: text of an HLO module, with its tables of stack frames.
+    """
+    computations = _computations(program, _parts_of_frames(program))
+    found: dict[str, Operation] = {}
+    # What calls a computation stands after it, and gives its part to what has none.
+    inherited: dict[str, str] = {}
+    for name, instructions in reversed(computations.items()):
+        for operation, each in instructions.items():
+            part = each.part
+            if part == OTHER:
+                part = inherited.get(name, OTHER)
+            flops = _flops(each, instructions) if each.kind == "dot" else 0
+            found[operation] = Operation(part, flops)
+            for callee in each.called():
+                inherited.setdefault(callee, part)
+    for instructions in computations.values():
+        for operation, each in instructions.items():
+            if each.kind == "fusion":
+                (callee,) = each.called()
+                inside = [found[other] for other in computations[callee]]
+                found[operation] = _fused(found[operation], inside)
+    return found
 
-    ids = jnp.ones((rows, length), jnp.int32)
-    convolve = functools.partial(
-        dynamic_conv, padding=layer.tap_padding, dilation=layer.dilation, segment_ids=ids
+
+def _fused(own: Operation, inside: Sequence[Operation]) -> Operation:
+    """Returns a fusion: of the part of its matrix products, else of its own, else of any."""
+    products = [each.part for each in inside if each.flops]
+    parts = [each.part for each in inside]
+    known = [part for part in (*products, own.part, *parts) if part != OTHER]
+    return Operation(next(iter(known), OTHER), sum(each.flops for each in inside))
+
+
+def _computations(program: str, part_of: Mapping[int, str]) -> dict[str, dict[str, _Instruction]]:
+    """Returns the instructions of each computation by name."""
+    computations: dict[str, dict[str, _Instruction]] = {}
+    name = ""
+    for line in program.splitlines():
+        if opened := re.match(r"(?:ENTRY )?%?(\S+) \(.*\{$", line):
+            name = opened[1]
+        known = re.match(r"\s+(?:ROOT )?%?(\S+) = (.*?) ([\w-]+)\((.*)", line)
+        if known:
+            operation, shape, kind, rest = known.groups()
+            sizes = re.findall(r"\[([\d,]*)\]", shape)[:1]
+            frame = re.search(r"stack_frame_id=(\d+)", rest)
+            computations.setdefault(name, {})[operation] = _Instruction(
+                kind, _numbers(*sizes), rest, part_of[int(frame[1])] if frame else OTHER
+            )
+    return computations
+
+
+def _numbers(text: str = "") -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
+def _flops(product: _Instruction, instructions: Mapping[str, _Instruction]) -> int:
+    """Returns the FLOPs of a matrix product."""
+    left = re.findall(r"%?([^\s,)]+)", product.rest)[0]
+    contracted = re.findall(r"lhs_contracting_dims=\{([\d,]*)\}", product.rest)[0]
+    sizes = [instructions[left].sizes[axis] for axis in _numbers(contracted)]
+    return 2 * math.prod(product.sizes) * math.prod(sizes)
+
+
+def _parts_of_frames(program: str) -> dict[int, str]:
+    """Returns the part of each stack frame."""
+    functions, locations, frames = (
+        program.partition(f"\n{name}\n")[2].partition("\n\n")[0].splitlines()
+        for name in ("FunctionNames", "FileLocations", "StackFrames")
     )
-    size = rows * length * width
-    for number, (inputs, outputs) in {
-        3: (width, width),  # Values and gate, and the output.
-        1: (width, taps * heads),
-    }.items():
-        yield _dense(number * count, (rows, length, inputs), outputs)
-    yield _dense(count, x, config.mlp_dim)
-    yield _dense(count, hidden, width)
-    logits = rows, length, taps, heads
-    yield _part("convolutions", count, 6 * taps * size, convolve, x, logits)
-    yield _part("gates", count, 0, gate, x, x)
-    yield _part("activations", count, 0, jax.nn.relu, hidden)
-    norms = 2 * count + 1 if layers is config.encoder_layers else 3 * count + 1
-    yield _part("norms and residuals", norms, 0, with_norm, x, Norm(width))
+    names = [line.split('"')[1] for line in functions]
+    parts = {0: OTHER}
+    for number, line in enumerate(frames, start=1):
+        location, caller = (int(each) for each in re.findall(r"_id=(\d+)", line))
+        function = int(re.findall(r"function_name_id=(\d+)", locations[location - 1])[0])
+        # The text counts callers from 1, for none, and a caller stands before what it calls.
+        parts[number] = PARTS.get(names[function - 1], parts[caller - 1])
+    return parts
 
 
-def _attention(config: Any, target: int, source: int, rows: int) -> Iterator[Part]:
-    count, heads, head_dim = len(config.decoder_layers), config.num_heads, config.head_dim
-    width = heads * head_dim
-    yield _dense(count, (rows, target, config.emb_dim), width)
-    yield _dense(2 * count, (rows, source, config.emb_dim), width)
-    yield _dense(count, (rows, target, width), config.emb_dim)
-    ids = [jnp.ones((rows, length), jnp.int32) for length in (target, source)]
+def measured(run: Any, repeats: int) -> tuple[float, dict[str, list[float]]]:
+    """Returns the seconds of a step, and those of each run of each operation, from a profile.
 
-    def read(query, key, value):
-        return attend(query, key, value, *ids)
-
-    flops = 12 * rows * target * source * width
-    key = rows, source, heads, head_dim
-    yield _part("attention", count, flops, read, (rows, target, heads, head_dim), key, key)
-
-
-def _optimizer(config: Any) -> Part:
-    parameters = nnx.to_pure_dict(nnx.state(jax.jit(config.build)(jax.random.key(0))))
-    update = AdafactorConfig().build(InverseSqrt())
-
-    @jax.jit
-    def apply(gradients, state, parameters):
-        changes, state = update.update(gradients, state, parameters)
-        return optax.apply_updates(parameters, changes), state
-
-    state = update.init(parameters)
-    return Part("optimizer", 1, 0, lambda: apply(parameters, state, parameters))
+    An operation that contains others, such as a loop, has the time that these leave.
+    """
+    jax.block_until_ready(run())
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            began = time.perf_counter()
+            for _ in range(repeats):
+                jax.block_until_ready(run())
+            seconds = time.perf_counter() - began
+        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(path))
+    taken: dict[str, list[float]] = collections.defaultdict(list)
+    for plane in profile.planes:
+        for line in plane.lines:
+            for name, nanoseconds in _alone(line.events):
+                taken[name].append(nanoseconds / 1e9)
+    return seconds / repeats, taken
 
 
-def _dense(count: int, shape: tuple[int, ...], outputs: int) -> Part:
-    flops = 6 * int(np.prod(shape)) * outputs
-    return _part("dense layers", count, flops, dense, shape, (shape[-1], outputs))
-
-
-def _part(name: str, count: int, flops: int, function: Callable[..., Any], *shapes: Any) -> Part:
-    """Returns the forward and backward pass of a function of random arrays, and of modules."""
-    rng = np.random.default_rng(0)
-    arrays = [
-        jnp.asarray(rng.normal(size=shape), jnp.float32) if isinstance(shape, tuple) else shape
-        for shape in shapes
-    ]
-    out = jax.eval_shape(function, *arrays)
-    slope = jnp.asarray(rng.normal(size=out.shape), out.dtype)
-
-    @jax.jit
-    def both(slope, *arrays):
-        y, pull = jax.vjp(function, *arrays)
-        return y, pull(slope)
-
-    return Part(name, count, flops, lambda: [both(slope, *arrays) for _ in range(count)])
+def _alone(events: Any) -> Iterator[tuple[str, float]]:
+    """Yields operations with their nanoseconds without those of what ran inside of them."""
+    timed = [each for each in events if "hlo_op" in dict(each.stats)]
+    timed.sort(key=lambda each: (each.start_ns, -each.duration_ns))
+    # Name, end, and the time that is left of each operation that has not ended.
+    within: list[list[Any]] = []
+    for each in timed:
+        while within and within[-1][1] <= each.start_ns:
+            yield within[-1][0], within.pop()[2]
+        if within:
+            within[-1][2] -= each.duration_ns
+        within.append([each.name, each.start_ns + each.duration_ns, each.duration_ns])
+    yield from ((name, left) for name, _, left in within)
 
 
 def table(config: Any, length: int, rows: int, repeats: int) -> str:
     """Measures a length; returns its table as Markdown."""
-    step, known = models.train_step(config, length, rows)
-    found = list(parts(config, length, rows))
-    sides = {"step": step} | {str(i): part.run for i, part in enumerate(found)}
+    run, step = models.compiled_step(config, length, rows)
+    known = operations(step.call.as_text())
     before = machine.describe()["matmul_flops"]
-    taken = in_turns(sides, repeats=repeats)
+    whole, taken = measured(run, repeats)
     speed = max(before, machine.describe()["matmul_flops"])
-    whole = taken["step"].seconds
     sums: dict[str, list[float]] = {}
-    for i, part in enumerate(found):
-        flops, seconds = sums.setdefault(part.name, [0.0, 0.0])
-        sums[part.name] = [flops + part.count * part.flops, seconds + taken[str(i)].seconds]
-    flops, seconds = (sum(each) for each in zip(*sums.values(), strict=True))
-    sums["the rest"] = [known["flops"] - flops, whole - seconds]
-    sums["step"] = [known["flops"], whole]
+    for name, seconds in taken.items():
+        part, flops = known.get(name, Operation(OTHER, 0))
+        total = sums.setdefault(part, [0.0, 0.0])
+        total[0] += flops * len(seconds) / repeats
+        total[1] += sum(seconds) / repeats
+    ranked = dict(sorted(sums.items(), key=lambda item: -item[1][1]))
+    ranked[BETWEEN] = [0.0, whole - sum(seconds for _, seconds in sums.values())]
+    ranked["step"] = [sum(flops for flops, _ in sums.values()), whole]
     title = (
-        f"{rows} rows of {length:,} tokens: {whole:.3f} s, {known['flops'] / whole / 1e9:.0f} of "
-        f"{speed / 1e9:.0f} GFLOP/s"
+        f"{rows} rows of {length:,} tokens: {whole:.3f} s, {ranked['step'][0] / whole / 1e9:.0f} "
+        f"of {speed / 1e9:.0f} GFLOP/s"
     )
     shown = [
         {
-            "part": name,
+            "part": part,
             "GFLOP": f"{flops / 1e9:.1f}",
             "ms": f"{1e3 * seconds:.1f}",
             "of the step": f"{seconds / whole:.1%}",
             "its FLOPs at full speed": f"{flops / speed / whole:.1%}",
             "beyond": f"{(seconds - flops / speed) / whole:.1%}",
         }
-        for name, (flops, seconds) in sums.items()
+        for part, (flops, seconds) in ranked.items()
     ]
     return f"{title}\n\n{markdown.table(shown)}"
 
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python docs/tools/step_costs.py", allow_abbrev=False)
-    parser.add_argument("--gin_file", required=True, help="a model of dynamic convolutions")
+    parser.add_argument("--gin_file", required=True, help="a model")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=11)
@@ -199,12 +240,6 @@ def main(argv: Sequence[str]) -> None:
         raise errors.UserError(f"{unknown[0]} is no flag of this command; --help lists them.")
     named = bench._models([settings.gin_file], [each.removeprefix("--gin.") for each in bindings])
     (config,) = named.values()
-    layers = [*config.encoder_layers, *config.decoder_layers]
-    if not all(isinstance(layer, Dynamic) for layer in layers) or config.mlp != "relu":
-        raise errors.UserError(
-            f"--gin_file={settings.gin_file} has other layers than dynamic convolutions and relu; "
-            "name one such as gin/models/dynamic_tiny.gin."
-        )
     tables = []
     with Bar(sys.stderr, total=len(settings.lengths), unit="length") as progress:
         for length in settings.lengths:
@@ -214,4 +249,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     command_line.run(main)
