@@ -249,5 +249,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    if not hasattr(os, "sched_setaffinity"):
+        sys.exit("step_costs.py keeps to one core, which this system has no call for; use Linux.")
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     command_line.run(main)
