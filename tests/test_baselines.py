@@ -83,6 +83,7 @@ def task(folder, **settings):
     return classification.text_classification(str(folder), ["bad", "good"], **settings)
 
 
+@pytest.mark.slow
 def test_tasks_of_the_same_texts_share_a_row(tmp_path):
     both = [task(tmp_path), task(tmp_path, rank=True)]
     *_, row = baselines.table(both, "test").splitlines()

@@ -443,6 +443,7 @@ def test_any_number_of_processes_makes_the_same_rows_and_goes_on_when_killed(tmp
     assert one["splits"]["train"]["rows"] > 4000
 
 
+@pytest.mark.slow
 def test_processes_that_make_blocks_end_with_the_command_that_is_killed(tmp_path):
     code = (
         "import os, time\n"
@@ -472,6 +473,7 @@ def test_processes_that_make_blocks_end_with_the_command_that_is_killed(tmp_path
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_is_told(tmp_path):
     with BlockWorkers(1, dict) as workers:
         worker = workers._pools[0].submit(os.getpid).result()
@@ -480,6 +482,7 @@ def test_a_process_that_is_killed_is_told(tmp_path):
             workers.maker("task")(BlockPlace())
 
 
+@pytest.mark.slow
 def test_ctrl_c_does_not_reach_the_processes_that_make_blocks():
     with BlockWorkers(1, dict) as workers:
         requests = block_workers._Requests(workers._pools, dict, "task")
@@ -562,6 +565,7 @@ def test_processes_have_shares_of_the_cores_if_there_are_enough(monkeypatch):
     assert block_workers._shares_of_cores(6) == [[]] * 6
 
 
+@pytest.mark.slow
 def test_processes_start_without_messages_of_tensorflow(tmp_path):
     (script := tmp_path / "script.py").write_text(
         "import functools\n"

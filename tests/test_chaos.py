@@ -98,6 +98,7 @@ for step in range(done + 1, 101):
 """
 
 
+@pytest.mark.slow
 def test_a_moment_that_is_not_seen_costs_no_kill(tmp_path):
     command = [sys.executable, "-c", LEAPS]
     timeline = chaos.observe(chaos.Run(command, tmp_path / "alone"), 60)

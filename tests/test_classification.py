@@ -157,6 +157,7 @@ class TestFiles:
         again.set_state(position)
         assert [next(again)["encoder_input_tokens"].tolist() for _ in range(3)] == expected
 
+    @pytest.mark.slow
     def test_a_run_goes_on_where_its_rows_were_copied_to(self, folder, tmp_path):
         def build(path):
             config = data.DataConfig(

@@ -188,6 +188,7 @@ def test_changed_text_is_named_when_a_run_goes_on(task, tmp_path):
         build(task).set_state(state)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_its_text_was_copied_to(task, tmp_path, monkeypatch):
     """A machine that takes a preempted one's place has the files anew, with other dates."""
     monkeypatch.setattr(text_files, "_SHARD_BYTES", 100)  # So that files wait to be shuffled.
@@ -391,6 +392,7 @@ def block_digests(blocks, places):
     return [[each.inputs.values.tobytes(), each.targets.values.tobytes()] for each in examples]
 
 
+@pytest.mark.slow
 def test_threads_make_the_blocks_that_one_makes(monkeypatch):
     monkeypatch.setattr(task_blocks, "_WIDEST_WINDOW", 2)
     monkeypatch.setattr(task_blocks, "_MOST_EXAMPLES", 4)
@@ -462,6 +464,7 @@ print(blocks.make(mixing.BlockPlace()).num_read)
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_while_python_functions_of_its_source_read_ahead():
     done = commands.run([sys.executable, "-c", LEAVES_WHILE_READING_AHEAD], timeout=60, check=True)
     assert int(done.stdout) >= 8

@@ -185,6 +185,7 @@ def check_stepping(config: ConvT5Config) -> None:
     np.testing.assert_allclose(stepwise, forced, atol=2e-5 * scale)
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=3, deadline=None, derandomize=True)
 @hypothesis.given(configs())
 def test_stepping_equals_teacher_forcing_for_drawn_models(make_config):
@@ -309,6 +310,7 @@ def test_drawn_scores_are_those_of_scoring_the_results(strategy):
     np.testing.assert_allclose(found.scores, again.scores, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_double_precision_scores_agree_to_double_precision(x64):
     model, source = tiny_model("dynamic", dtype="float64"), sources()
     found = decode(model, source, max_length=5, strategy=BeamSearch(beam_size=2))

@@ -102,6 +102,7 @@ class TestUl2:
         first = denoising.ul2(corpus, modes=False).tasks[0]
         assert not decoded(examples(first, num=1)[0], "inputs").startswith("[")
 
+    @pytest.mark.slow
     def test_batches_go_on_at_a_saved_position(self, corpus):
         mixture = denoising.ul2(corpus, regular_rate=0.5, extreme_rate=0)
         config = data.DataConfig(

@@ -340,6 +340,7 @@ def test_times_that_are_no_number_are_shown_as_such(seconds):
 # The watchdog.
 
 
+@pytest.mark.slow
 def test_a_source_that_hangs_is_told_with_the_phase_and_every_stack(run, capfd):
     def hang_in_the_source():
         time.sleep(2)
@@ -480,6 +481,7 @@ def test_a_run_without_spikes_is_the_same_whether_or_not_they_would_be_skipped(r
     assert "skipped_updates" not in records(tmp_path / "off")[-1]
 
 
+@pytest.mark.slow
 def test_what_is_known_of_spikes_survives_a_restart_and_can_be_switched_on(run, tmp_path):
     settings = {"loss": SpikyLoss(at=(40, 72)), "skip_spikes": spikes.SkipSpikes(after_steps=4)}
     run("alone", **settings)

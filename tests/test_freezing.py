@@ -107,6 +107,7 @@ def test_frozen_parameters_stay_and_others_change_as_ever(all_trained, encoder_f
     np.testing.assert_allclose(update.metrics["grad_norm"], np.sqrt(squares), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_pattern_may_freeze_one_of_two_layers_that_are_scanned_together():
     stack = StackConfig(num_layers=3, mixing="depthwise", kernel_size=3)
     settings = {"encoder": tiny_run.STACK, "decoder": stack, "scan_layers": True}
@@ -125,6 +126,7 @@ def test_the_optimizer_remembers_nothing_of_frozen_parameters(optimizer):
     assert not any(matches(name, ENCODER) for name, _ in named_leaves(parameters(state.model)))
 
 
+@pytest.mark.slow
 def test_weight_decay_leaves_frozen_parameters_alone():
     optimizer = AdamWConfig(weight_decay=0.5)
     small = {"encoder": tiny_run.STACK, "decoder": tiny_run.STACK}
@@ -160,6 +162,7 @@ def test_a_model_without_frozen_parameters_is_left_alone():
     assert jax.tree.structure(freezing.freeze(model, ())) == structure
 
 
+@pytest.mark.slow
 def test_placement_and_values_do_not_depend_on_what_is_frozen():
     whole = plan_of(mesh=MESHES["2x2x2"])
     part = plan_of(mesh=MESHES["2x2x2"], frozen=ENCODER)
@@ -221,6 +224,7 @@ def run(tmp_path, shared_steps):
     return call
 
 
+@pytest.mark.slow
 def test_a_run_with_frozen_parameters_continues_exactly_and_is_a_model_as_any(run, capsys):
     whole = run("whole")
     assert "trained) on 8 x cpu" in capsys.readouterr().err

@@ -62,6 +62,7 @@ def test_second_derivatives_are_those_of_the_plain_product(x64):
             np.testing.assert_allclose(mine, theirs, rtol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 def test_gradients_of_a_block_access_fewer_bytes_than_with_the_plain_product(compiler, monkeypatch):
     chip = SingleDeviceSharding(topology.load("v5p:1x1x1").devices[0])

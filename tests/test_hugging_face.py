@@ -168,6 +168,7 @@ def written(path, config: ConvT5Config):
     return params
 
 
+@pytest.mark.slow
 def test_other_sizes_and_unequal_stacks_survive(tmp_path):
     config = tiny(mlp="gated_gelu", tie_output=False, relative_buckets=8)
     params = written(tmp_path, config)
@@ -178,6 +179,7 @@ def test_other_sizes_and_unequal_stacks_survive(tmp_path):
     np.testing.assert_array_equal(forward(found.model()), expected)
 
 
+@pytest.mark.slow
 def test_copies_of_the_token_table_are_skipped_or_refused(tmp_path):
     written(tmp_path, tiny())
     arrays = load_file(tmp_path / "model.safetensors")

@@ -371,6 +371,7 @@ def test_a_task_that_ranks_labels_is_answered_once_a_row(run_dir, capsys):
     assert [r["target"].encode() for r in found] == [r["targets_pretokenized"] for r in rows]
 
 
+@pytest.mark.slow
 def test_the_average_of_a_run_predicts_where_it_is_asked_for(tmp_path, capsys):
     run = tiny_run.write_run(tmp_path / "run", steps=(10, 20), task="tiny_infer", average=10)
 

@@ -259,6 +259,7 @@ def test_examples_are_decoded_and_taken_out_of_packed_rows():
     assert len(inspect_command.decode_examples(data, 1)) == 1
 
 
+@pytest.mark.slow
 def test_run_gives_lengths_batch_model_and_examples(capsys):
     report = as_json(
         capsys,

@@ -66,6 +66,7 @@ def test_only_what_was_asked_for_is_postponed(tmp_path):
     assert run(tmp_path, f"{WINDOW}\n import json\nprint('json' in sys.modules)") == ["True"]
 
 
+@pytest.mark.slow
 def test_reading_data_needs_none_of_them():
     code = (
         "import sys\nfrom convt5 import data\ndata.DataConfig\n"

@@ -154,6 +154,7 @@ case "$*" in
     done ;;
 esac"""
 
+    @pytest.mark.slow
     def test_training_whose_wrapper_is_killed_is_a_failure_once_it_has_ended(self, tmp_path):
         self.python(tmp_path / "worker", "sleep 0.2; kill -KILL $PPID; sleep 0.3; touch trained")
         done, calls = self.act("keep", tmp_path, self.WORKER)

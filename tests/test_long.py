@@ -184,6 +184,7 @@ def test_one_update_is_the_same_on_a_mesh_of_every_axis():
     assert_same_state(found, expected)
 
 
+@pytest.mark.slow
 def test_programs_of_an_export_equal_the_model():
     source, target = random_tokens(0, 2, 5), shift(random_tokens(1, 2, 4))
     programs = stablehlo.export_programs(model("glu"), encoder_length=5, decoder_length=4)

@@ -138,6 +138,7 @@ def test_settings_are_found_by_name_and_by_word(every, monkeypatch, capsys):
         settings.main(["--name=Cosin"])
 
 
+@pytest.mark.slow
 def test_the_package_shows_its_names_and_prints_nothing():
     code = """
 import convt5, inspect

@@ -14,6 +14,8 @@ from convt5.checkpoints.reading import steps_in
 from convt5.text import task_format, vocabulary_files
 from convt5.text.vocabulary_files import KeptText
 
+pytestmark = pytest.mark.slow
+
 ROWS = [{"text": "good", "label": "positive"}, {"text": "bad", "label": "negative"}] * 4
 GIN = """
 from convt5 import evaluation

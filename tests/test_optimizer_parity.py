@@ -173,6 +173,7 @@ def test_ten_factored_steps_on_packed_rows_equal_the_originals(golden, family):
                 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", quick(FAMILIES, chosen=["t5v1_tiny"]))
 def test_training_continues_from_the_originals_optimizer_state(golden, family):
     folder = golden / "mesh_tf" / family

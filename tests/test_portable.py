@@ -160,6 +160,7 @@ def test_a_damaged_description_is_named(exported, change, message):
         portable.read_model(exported)
 
 
+@pytest.mark.slow
 def test_the_optimizer_of_an_import_begins_anew_where_the_rate_goes_on(exported):
     """Counted on, Adam would take its empty means for those of many steps: steps too large."""
     rate = InverseSqrt(warmup_steps=1)
@@ -190,6 +191,7 @@ assert "convt5" not in sys.modules and "flax" not in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_programs_run_without_our_code_and_equal_the_model(model, tmp_path):
     stablehlo.write_programs(tmp_path, model, encoder_length=5, decoder_length=4)
     np.savez(tmp_path / "given.npz", sources=SOURCES, targets=TARGETS)
@@ -205,6 +207,7 @@ def test_programs_run_without_our_code_and_equal_the_model(model, tmp_path):
     assert json.loads((tmp_path / "programs.json").read_text())["decoder_length"] == 4
 
 
+@pytest.mark.slow
 def test_programs_with_attention_in_the_encoder_take_any_batch():
     stack = StackConfig(num_layers=2, mixing=("attention", "dynamic"), kernel_size=3)
     model = jax.jit(hybrid(encoder=stack, decoder=stack).build)(jax.random.key(1))

@@ -87,6 +87,7 @@ def traced(monkeypatch):
     return names
 
 
+@pytest.mark.slow
 def test_a_second_start_traces_no_program_and_computes_the_same_bits(tmp_path, traced):
     plan, state, compiled = make(tmp_path)
     sums = plan.eval_step(state.model, place(plan, batch_of()))
@@ -106,6 +107,7 @@ def test_a_second_start_traces_no_program_and_computes_the_same_bits(tmp_path, t
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(again.model))
 
 
+@pytest.mark.slow
 def test_programs_are_loaded_in_the_background_once_each(tmp_path, monkeypatch):
     make(tmp_path)
     read, threads = Store._read, []

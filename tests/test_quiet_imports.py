@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import commands
+import pytest
 
 LINES = """
 WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
@@ -48,12 +49,14 @@ def test_tensorflow_that_is_there_already_looks_for_accelerators_in_silence():
     assert run(code).stderr == 2 * "a warning of the user's own module\n"
 
 
+@pytest.mark.slow
 def test_a_prediction_says_only_what_is_wrong(tmp_path):
     done = commands.run([sys.executable, "-m", "convt5.infer", f"--checkpoint={tmp_path}"])
     assert done.returncode == 2
     assert done.stderr.startswith("error: no checkpoint in")
 
 
+@pytest.mark.slow
 def test_a_study_begins_in_silence(tmp_path):
     command = ["convt5.sweep", "--gin_file=gin/studies/mixers_small.gin", "--dry_run"]
     done = commands.run(

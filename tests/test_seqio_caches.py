@@ -60,6 +60,7 @@ def assert_equal(found, expected):
             np.testing.assert_array_equal(one[name], values)
 
 
+@pytest.mark.slow
 def test_a_placeholder_changes_no_random_number_of_training_or_evaluation():
     task = pretraining.pydoc_span_corruption()
     steps = [s for s in task.preprocessors if not isinstance(s, seqio.CacheDatasetPlaceholder)]

@@ -68,6 +68,7 @@ def test_logits_and_greedy_ids_equal_those_of_t5x(folder):
     np.testing.assert_array_equal(found.tokens[:, 0], wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["v1_0", "v1_1"])
 def test_the_form_of_orbax_holds_the_same(golden, version):
     native = opened(golden / "t5x" / version / "checkpoint_3")
@@ -80,6 +81,7 @@ def test_the_form_of_orbax_holds_the_same(golden, version):
     jax.tree.map(np.testing.assert_array_equal, *moments)
 
 
+@pytest.mark.slow
 def test_training_goes_on_as_in_t5x(folder):
     files, imported, settings = opened(folder / "checkpoint_3")
     ref = reference(folder)

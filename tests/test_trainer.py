@@ -576,6 +576,7 @@ def as_before(record):
     return record
 
 
+@pytest.mark.slow
 def test_a_run_directory_with_earlier_names_of_metrics_goes_on(run, stopped_in, tmp_path):
     config = checkpoint.CheckpointConfig(
         every_steps=2, best_metric="validation/token_accuracy", best_mode="max"
@@ -648,6 +649,7 @@ class LaterData(RandomData):
         return batches
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_data_where_another_stopped(run, tmp_path):
     settings = {"schedule": schedule.InverseSqrt(warmup_steps=2)}
     run(num_steps=4, **settings)

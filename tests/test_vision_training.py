@@ -210,6 +210,7 @@ def test_a_run_learns_and_continues_as_if_it_had_never_stopped(tmp_path):
         assert np.abs(leaf).min() > 0
 
 
+@pytest.mark.slow
 def test_statistics_measured_anew_are_those_of_the_model_that_is_saved(tmp_path):
     data = ImageDataConfig(
         source=Stripes(), batch_size=16, image_size=8, in_channels=1, num_classes=3, seed=5

@@ -207,6 +207,7 @@ def trained(original, tmp_path):
     return shutil.copytree(original / "run", tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("shared_steps")
 class TestRuns:
     def test_a_run_is_used_where_its_data_and_vocabulary_are_gone(

@@ -163,6 +163,7 @@ def test_rows_that_devices_share_are_convolved_exactly():
         np.testing.assert_allclose(a, b, atol=1e-6 * np.abs(b).max())
 
 
+@pytest.mark.slow
 def test_gradients_of_a_shared_kernel_are_summed_inside_of_shard_map():
     x, kernel, ids, dy = arrays(64, 64)
     mesh = mesh_of(sequence=1, data=2)
