@@ -1,48 +1,41 @@
-"""Fillings shown in the documents are of examples that the rule chooses, whoever filled them."""
+"""Fillings shown in the documents are those of the gaps that they stand beside."""
 
 import fillings
-import pytest
 
-from convt5 import errors
-
-LONG = [f"w{number}" for number in range(40)]
+SOURCE = "The <1> fox jumps <2> the lazy <3>"
+TRUTH = "<1> quick brown <2> over <3> dog"
 
 
-def text(*documents):
-    return [line for document in documents for line in (*document, "")]
+def test_each_gap_has_the_text_around_it_its_filling_and_its_truth():
+    found = fillings.gaps(SOURCE, "<1> quick <2> over<3> ", TRUTH)
+    assert found == [
+        ("The", "quick", "quick brown", "fox jumps"),
+        ("fox jumps", "over", "over", "the lazy"),
+        ("the lazy", "", "dog", ""),
+    ]
 
 
-def test_each_document_gives_the_start_of_its_first_long_paragraph():
-    first = ["too short", " ".join(LONG), " ".join(reversed(LONG))]
-    third = [" ".join(f"*{word}" for word in LONG[:30])]
-    gap, other = fillings.gaps(text(first, ["nothing of length"], third))
-    assert gap == (" ".join(LONG[:14]), "w14 w15 w16", " ".join(LONG[17:30]))
-    assert gap.source() == " ".join([*LONG[:14], "<extra_id_0>", *LONG[17:30]])
-    assert other.truth == "*w14 *w15 *w16"
+def test_gaps_that_the_model_did_not_reach_are_not_filled():
+    found = fillings.gaps(SOURCE, "quick <2> over <7> more", TRUTH)
+    assert [gap.filled for gap in found] == [None, "over", None]
 
 
-@pytest.mark.parametrize(
-    ("prediction", "filled"),
-    [
-        ("<extra_id_0> a good film <extra_id_1> and", "a good film"),
-        ("<extra_id_0> a good film", "a good film"),
-        ("<extra_id_0><extra_id_1>", ""),
-        ("no span at all", ""),
-    ],
-)
-def test_the_first_span_of_a_prediction_is_the_filling(prediction, filled):
-    assert fillings.filling(prediction) == filled
+def test_the_table_shows_the_middle_gap_and_counts_all():
+    rows = [
+        fillings.gaps(SOURCE, TRUTH, TRUTH),
+        fillings.gaps("a | b <1> *c*", "<1> nothing", "<1> x_y"),
+    ]
+    shown = fillings.table(rows)
+    assert r"fox jumps \[...\] the lazy" in shown
+    assert r"a \| b \[...\] \*c\*" in shown
+    assert r"x\_y" in shown
+    assert shown.endswith(
+        "Of all 4 gaps of these rows, 3 are filled with exactly what was removed (75%)."
+    )
 
 
-def test_the_table_counts_what_is_equal_and_shows_marks_as_text():
-    chosen = [fillings.Gap("a | b", "*c*", "d"), fillings.Gap("e", "f", "g")]
-    shown = fillings.table(chosen, ["*c*", "other"])
-    assert r"a \| b … d" in shown
-    assert r"\*c\*" in shown
-    assert shown.endswith("Equal to what was hidden: 1 of 2.")
-
-
-def test_a_text_with_too_few_documents_is_refused(tmp_path):
-    (tmp_path / "text.txt").write_text("\n".join(text([" ".join(LONG)])))
-    with pytest.raises(errors.UserError, match=r"has 1 documents .* --num=2 takes more"):
-        fillings.main(["--checkpoint=none", f"--text={tmp_path / 'text.txt'}", "--num=2"])
+def test_only_some_words_around_a_gap_are_shown():
+    words = [f"w{number}" for number in range(40)]
+    text = fillings.table([fillings.gaps(" ".join([*words, "<1>", *words]), "<1> a", "<1> a")])
+    assert r"| w28 w29" in text
+    assert r"w10 w11 |" in text

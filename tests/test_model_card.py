@@ -3,6 +3,7 @@
 import json
 
 from convt5.interchange import model_card
+from convt5.text import task_format
 
 
 def test_names_of_a_run_add_no_line_and_no_cell_to_the_card(tmp_path):
@@ -21,3 +22,11 @@ def test_names_of_a_run_add_no_line_and_no_cell_to_the_card(tmp_path):
 def test_what_is_not_recorded_is_said_to_be_so(tmp_path):
     assert model_card._data(tmp_path) == ["Not recorded."]
     assert model_card._metrics(tmp_path) == ["Not recorded."]
+
+
+def test_a_run_on_cached_rows_has_the_tasks_that_these_were_made_of(tmp_path):
+    (tmp_path / "config.gin").write_text(
+        "import convt5.data.cached_data\ncached_data.CachedDataConfig.path = 'cache'\n"
+    )
+    task_format.write(tmp_path, [task_format.plain("english"), task_format.plain("french")])
+    assert model_card._data(tmp_path) == ["Trained on `english`, `french`."]

@@ -11,6 +11,7 @@ from convt5.interchange.mapping import Imported
 from convt5.interchange.operative_config import OperativeConfig
 from convt5.reports import markdown
 from convt5.runtime import foreign_files
+from convt5.text import task_format
 
 FILE = "README.md"
 
@@ -95,7 +96,10 @@ def _data(origin: pathlib.Path) -> list[str]:
         mixture = settings.get("DataConfig", "mixture", scope="train")
     except errors.UserError:
         mixture = None
-    return [f"Trained on {markdown.code(str(mixture))}." if mixture else "Not recorded."]
+    # The settings of a run on cached rows name none; the tasks of the rows come with these.
+    tasks = [mixture] if mixture else [each.task for each in task_format.load(origin) or ()]
+    names = ", ".join(markdown.code(str(each)) for each in tasks)
+    return [f"Trained on {names}." if names else "Not recorded."]
 
 
 def _metrics(origin: pathlib.Path) -> list[str]:

@@ -1,94 +1,87 @@
-"""Shows what a pre-trained model fills in, on examples that a rule chooses.
+"""Shows what a pre-trained model fills in, on held-out rows that nobody chose.
 
-`python docs/tools/fillings.py --checkpoint=exports/english --text=valid.txt.xz` takes the first
-documents of a text. Of each, the first paragraph of at least 30 words gives its first 30, of which
-the middle three are hidden. It prints a table of text, filling and truth as Markdown; --page writes
-it into a page.
+`python docs/tools/fillings.py --checkpoint=exports/english --cache=runs/release/cache` takes the
+first validation rows of a cache of span corruption, and has the model fill all gaps of each. It
+prints the middle gap of each row with the words around it, the filling and what was removed, as
+Markdown; --page writes that into a page.
 """
 
 import argparse
-import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from convt5.tasks import local_files
 from kept_programs import write_tables
 
 import convt5
 from convt5 import errors
 from convt5.configuration import command_line
+from convt5.data.cached_data import CachedDataConfig
+from convt5.generation import samples
 from convt5.reports import markdown
 
 MARK = "fillings"
-_WORDS, _HIDDEN = 30, slice(14, 17)
+_WORDS = 12
+_SENTINEL = re.compile(r"<(\d+)>")
 
 
 class Gap(NamedTuple):
-    """Words of which some are hidden.
+    """A gap in a text.
 
     Attributes:
-        before: the words before those.
-        truth: what is hidden.
-        after: the words after.
+        before: the text up to the gap before it.
+        filled: what the model filled in; None if it ended before.
+        truth: what was removed.
+        after: the text up to the next gap.
     """
 
     before: str
+    filled: str | None
     truth: str
     after: str
 
-    def source(self) -> str:
-        """Returns the input of a model."""
-        return f"{self.before} <extra_id_0> {self.after}"
 
-
-def gaps(lines: Iterable[str]) -> Iterator[Gap]:
-    """Yields a gap for each document that has a paragraph of enough words.
+def gaps(source: str, filling: str, truth: str) -> list[Gap]:
+    """Returns the gaps of a row.
 
     Args:
-        lines: paragraphs; empty ones separate documents.
+        source: text with sentinels in place of the gaps, as of `samples.render`.
+        filling, truth: each sentinel, and what stands in its place.
     """
-    is_done = False
-    for line in lines:
-        words = line.split()
-        if not words:
-            is_done = False
-        elif len(words) >= _WORDS and not is_done:
-            is_done = True
-            shown = words[:_WORDS]
-            before, truth, after = (
-                " ".join(shown[part])
-                for part in (slice(_HIDDEN.start), _HIDDEN, slice(_HIDDEN.stop, None))
-            )
-            yield Gap(before, truth, after)
-
-
-def _lines(names: Iterable[str]) -> Iterator[str]:
-    for name in names:
-        with local_files.explain_errors(name), local_files.open_bytes(name) as file:
-            yield from local_files.text_lines(file)
-        yield ""
-
-
-def filling(prediction: str) -> str:
-    """Returns the text of the first span of a prediction, empty if there is none."""
-    _, _, rest = prediction.partition("<extra_id_0>")
-    return re.split(r"<extra_id_\d+>|</s>", rest)[0].strip()
-
-
-def table(chosen: Sequence[Gap], filled: Sequence[str]) -> str:
-    """Returns texts, fillings and truths, and how many are equal."""
-    rows = [
-        {
-            "": str(number),
-            "text": _escape(f"{gap.before} … {gap.after}"),
-            "filled in": _escape(text),
-            "hidden": _escape(gap.truth),
-        }
-        for number, (gap, text) in enumerate(zip(chosen, filled, strict=True), start=1)
+    texts = _SENTINEL.split(source)
+    filled, removed = (_spans(text) for text in (filling, truth))
+    return [
+        Gap(texts[i - 1].strip(), filled.get(texts[i]), removed[texts[i]], texts[i + 1].strip())
+        for i in range(1, len(texts), 2)
     ]
-    equal = sum(text == gap.truth for gap, text in zip(chosen, filled, strict=True))
-    return f"{markdown.table(rows)}\n\nEqual to what was hidden: {equal} of {len(rows)}."
+
+
+def _spans(text: str) -> dict[str, str]:
+    _, *parts = _SENTINEL.split(text)
+    return {number: span.strip() for number, span in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def table(rows: Sequence[Sequence[Gap]]) -> str:
+    """Returns the middle gap of each row, and how many of all gaps are filled with the truth."""
+    shown = []
+    for number, row in enumerate(rows, start=1):
+        gap = row[len(row) // 2]
+        before = " ".join(gap.before.split()[-_WORDS:])
+        after = " ".join(gap.after.split()[:_WORDS])
+        shown.append(
+            {
+                "row": str(number),
+                "text": _escape(f"{before} [...] {after}"),
+                "filled in": _escape(gap.filled or ""),
+                "removed": _escape(gap.truth),
+            }
+        )
+    every = [gap for row in rows for gap in row]
+    equal = sum(gap.filled == gap.truth for gap in every)
+    return (
+        f"{markdown.table(shown)}\n\nOf all {len(every)} gaps of these rows, {equal} are filled "
+        f"with exactly what was removed ({equal / len(every):.0%})."
+    )
 
 
 def _escape(text: str) -> str:
@@ -100,23 +93,28 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python docs/tools/fillings.py", allow_abbrev=False)
     path = command_line.path
     add = parser.add_argument
-    add("--checkpoint", required=True, help="a run that span corruption trained, or its export")
-    add("--text", required=True, help="paragraphs in lines; empty lines end documents")
-    add("--num", type=int, default=20, help="of fillings")
+    add("--checkpoint", required=True, help="a run, or its export")
+    add("--cache", required=True, help="rows of span corruption, with a validation split")
+    add("--num", type=int, default=20, help="of rows")
     add("--page", type=path, help=f"the page with <!-- {MARK} --> that gets the table")
     settings = parser.parse_args(argv)
     if settings.page is not None:
         write_tables(settings.page, MARK, None)
-    names = local_files.find(settings.text)
-    chosen = list(itertools.islice(gaps(_lines(names)), settings.num))
-    if len(chosen) < settings.num:
-        raise errors.UserError(
-            f"--text={settings.text} has {len(chosen)} documents with a paragraph of {_WORDS} "
-            f"words; --num={settings.num} takes more. Give another text or a smaller number."
-        )
-    predictor = convt5.load_predictor(settings.checkpoint)
-    filled = [filling(p.texts[0]) for p in predictor.predict([gap.source() for gap in chosen])]
-    text = table(chosen, filled)
+    rows = CachedDataConfig(
+        path=settings.cache, split="validation", batch_size=settings.num, shuffle=False
+    ).build(process_index=0, process_count=1)
+    vocabulary = rows.vocabulary
+    if vocabulary is None:
+        raise errors.UserError(f"--cache={settings.cache} keeps no vocabulary to make text of ids.")
+    examples = list(samples.span_examples(next(rows)))[: settings.num]
+    model = convt5.load_model(settings.checkpoint)
+    filled = samples.fill_spans(model, examples, end_id=vocabulary.eos_id)
+    text = table(
+        [
+            gaps(*(samples.render(ids, vocabulary) for ids in (e.source, tokens, e.target)))
+            for e, tokens in zip(examples, filled, strict=True)
+        ]
+    )
     print(text)
     if settings.page is not None:
         write_tables(settings.page, MARK, text)
