@@ -18,6 +18,7 @@ from convt5 import errors
 from convt5.configuration import command_line
 from convt5.data.cached_data import CachedDataConfig
 from convt5.generation import samples
+from convt5.modeling.model import ConvT5
 from convt5.reports import markdown
 
 MARK = "fillings"
@@ -108,6 +109,8 @@ def main(argv: Sequence[str]) -> None:
         raise errors.UserError(f"--cache={settings.cache} keeps no vocabulary to make text of ids.")
     examples = list(samples.span_examples(next(rows)))[: settings.num]
     model = convt5.load_model(settings.checkpoint)
+    if not isinstance(model, ConvT5):
+        raise errors.UserError(f"--checkpoint={settings.checkpoint} is a model of images.")
     filled = samples.fill_spans(model, examples, end_id=vocabulary.eos_id)
     text = table(
         [
