@@ -66,9 +66,14 @@ def write_all(path, texts, predictor=None, **settings) -> Echo:
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory):
+def task():
     tiny_run.add_task("tiny_infer")
-    return tiny_run.write_run(tmp_path_factory.mktemp("run"), steps=(20,), task="tiny_infer")
+    return "tiny_infer"
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory, task):
+    return tiny_run.write_run(tmp_path_factory.mktemp("run"), steps=(20,), task=task)
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ".jsonl"])
@@ -372,8 +377,8 @@ def test_a_task_that_ranks_labels_is_answered_once_a_row(run_dir, capsys):
 
 
 @pytest.mark.slow
-def test_the_average_of_a_run_predicts_where_it_is_asked_for(tmp_path, capsys):
-    run = tiny_run.write_run(tmp_path / "run", steps=(10, 20), task="tiny_infer", average=10)
+def test_the_average_of_a_run_predicts_where_it_is_asked_for(task, tmp_path, capsys):
+    run = tiny_run.write_run(tmp_path / "run", steps=(10, 20), task=task, average=10)
 
     def predictions(*flags):
         argv = [f"--checkpoint={run}", "--task=tiny_infer", "--num_examples=3", *flags]
@@ -418,8 +423,8 @@ def test_a_run_whose_data_is_elsewhere_can_be_used_with_a_vocabulary(run_dir, tm
     assert "1 from" in captured.out
 
 
-def test_a_run_whose_training_data_is_gone_can_be_used_with_a_vocabulary(tmp_path, capsys):
-    run = tiny_run.write_run(tmp_path / "run", steps=(20,), task="tiny_infer")
+def test_a_run_whose_training_data_is_gone_can_be_used_with_a_vocabulary(task, tmp_path, capsys):
+    run = tiny_run.write_run(tmp_path / "run", steps=(20,), task=task)
     config = tmp_path / "run" / "config.gin"
     gone = "@cached_data.CachedDataConfig()\ncached_data.CachedDataConfig.path = '/no/cache'\n"
     text = config.read_text().replace("@data.DataConfig()\n", gone)
