@@ -49,7 +49,7 @@ def test_operations_that_ran_have_the_flops_and_the_time_of_the_step():
     assert min(map(min, taken.values())) >= 0
     parts = {known[name].part for name in taken}
     assert {"dense layers", "convolutions", "attention", "norms and residuals"} < parts
-    assert seconds > 0
+    assert 0 < max(map(max, taken.values())) <= 2 * seconds
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ vocabulary; see `sentinels`.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -90,19 +91,35 @@ def render_span_samples(
         vocabulary: the vocabulary; sentinels are shown as <1>, <2>, ...
         num: number of examples; fewer if the batch has fewer.
     """
-    examples = [example for example, _ in zip(span_examples(batch), range(num), strict=False)]
-    if not examples:
+    filled = filled_texts(model, batch, vocabulary, num)
+    if not filled:
         return "no example to show: the batch holds nothing but padding"
+    return "\n".join(
+        f"sample {i}\n  corrupted: {source}\n  filling:   {filling}\n  truth:     {truth}"
+        for i, (source, filling, truth) in enumerate(filled, start=1)
+    )
+
+
+class FilledText(NamedTuple):
+    """A corrupted text, the spans that a model fills in, and the removed ones."""
+
+    source: str
+    filling: str
+    truth: str
+
+
+def filled_texts(
+    model: ConvT5, batch: Mapping[str, HostOrDevice], vocabulary: TextVocabulary, num: int
+) -> list[FilledText]:
+    """Fills the first `num` examples of a batch; arguments as of `render_span_samples`."""
+    examples = list(itertools.islice(span_examples(batch), num))
+    if not examples:
+        return []
     fillings = fill_spans(model, examples, end_id=_end_id(vocabulary))
-    parts = []
-    for i, (example, filling) in enumerate(zip(examples, fillings, strict=True), start=1):
-        parts.append(
-            f"sample {i}\n"
-            f"  corrupted: {render(example.source, vocabulary)}\n"
-            f"  filling:   {render(filling, vocabulary)}\n"
-            f"  truth:     {render(example.target, vocabulary)}"
-        )
-    return "\n".join(parts)
+    return [
+        FilledText(*(render(ids, vocabulary) for ids in (example.source, tokens, example.target)))
+        for example, tokens in zip(examples, fillings, strict=True)
+    ]
 
 
 def span_examples(batch: Mapping[str, HostOrDevice]) -> Iterator[SpanExample]:

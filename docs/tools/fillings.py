@@ -102,22 +102,19 @@ def main(argv: Sequence[str]) -> None:
     if settings.page is not None:
         write_tables(settings.page, MARK, None)
     rows = CachedDataConfig(
-        path=settings.cache, split="validation", batch_size=settings.num, shuffle=False
+        path=settings.cache,
+        split="validation",
+        batch_size=settings.num,
+        shuffle=False,
+        num_epochs=1,
     ).build(process_index=0, process_count=1)
-    vocabulary = rows.vocabulary
-    if vocabulary is None:
+    if rows.vocabulary is None:
         raise errors.UserError(f"--cache={settings.cache} keeps no vocabulary to make text of ids.")
-    examples = list(samples.span_examples(next(rows)))[: settings.num]
     model = convt5.load_model(settings.checkpoint)
     if not isinstance(model, ConvT5):
         raise errors.UserError(f"--checkpoint={settings.checkpoint} is a model of images.")
-    filled = samples.fill_spans(model, examples, end_id=vocabulary.eos_id)
-    text = table(
-        [
-            gaps(*(samples.render(ids, vocabulary) for ids in (e.source, tokens, e.target)))
-            for e, tokens in zip(examples, filled, strict=True)
-        ]
-    )
+    filled = samples.filled_texts(model, next(rows), rows.vocabulary, settings.num)
+    text = table([gaps(*each) for each in filled])
     print(text)
     if settings.page is not None:
         write_tables(settings.page, MARK, text)

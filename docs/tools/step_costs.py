@@ -87,9 +87,7 @@ def operations(program: str) -> dict[str, Operation]:
     inherited: dict[str, str] = {}
     for name, instructions in reversed(computations.items()):
         for operation, each in instructions.items():
-            part = each.part
-            if part == OTHER:
-                part = inherited.get(name, OTHER)
+            part = each.part if each.part != OTHER else inherited.get(name, OTHER)
             flops = _flops(each, instructions) if each.kind == "dot" else 0
             found[operation] = Operation(part, flops)
             for callee in each.called():
