@@ -2,13 +2,17 @@
 
 import functools
 
+import numpy as np
 import pytest
 import seqio
 import tensorflow as tf
 from convt5.tasks import vocabularies
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from convt5 import data
 from convt5.data import row_ends
+from convt5.data.rows import Ragged
 
 EOS, LENGTHS = 1, {"inputs": 8, "targets": 4}
 TEXTS = ["", "a", "abc", "abcd", "abcdefghijk"]
@@ -21,69 +25,97 @@ APPENDING = {
 }
 
 
-def task_of(steps, *, add_eos=True, name="texts", texts=TEXTS):
+def task_of(steps, *, texts=TEXTS):
     def read(split, shuffle_files, seed=None):
         del split, shuffle_files, seed
         return tf.data.Dataset.from_tensor_slices(texts).map(
             lambda text: {"inputs": text, "targets": text}
         )
 
-    feature = seqio.Feature(vocabularies.characters(), add_eos=add_eos)
+    feature = seqio.Feature(vocabularies.characters(), add_eos=True)
     return seqio.Task(
-        name,
+        "texts",
         source=seqio.FunctionDataSource(read, splits=["train"]),
         preprocessors=[seqio.preprocessors.tokenize, *steps],
         output_features={"inputs": feature, "targets": feature},
     )
 
 
-def features(provider, lengths=LENGTHS, **settings):
-    dataset = provider.get_dataset(
-        lengths, "train", shuffle=False, num_epochs=1, try_in_mem_cache=False, **settings
+def features(task, lengths):
+    """Returns the features as training, reports and evaluation end them."""
+    whole = row_ends.untruncated(task).get_dataset(
+        lengths or None,
+        "train",
+        shuffle=False,
+        num_epochs=1,
+        try_in_mem_cache=False,
+        trim_output_features=False,
     )
-    return [
-        tuple(example[name].tolist() for name in ("inputs", "targets"))
-        for example in dataset.as_numpy_iterator()
+    examples = [
+        row_ends.end_example(example, task.output_features, lengths)
+        for example in whole.as_numpy_iterator()
     ]
+    return [tuple(example[name].tolist() for name in LENGTHS) for example in examples]
 
 
 def ended(text, limit):
     return [*vocabularies.characters().encode(text)[: limit - 1], EOS]
 
 
+def plainly_ended(row, end_id, length):
+    """Returns what `end_and_cut` makes of one sequence, and whether it lost more than padding."""
+    whole = list(row)
+    if end_id is not None and whole[-1:] not in ([end_id], [0]):
+        whole.append(end_id)
+    if length is None or len(whole) <= length:
+        return whole, False
+    kept = whole[:length]
+    if end_id is not None and kept and kept[-1] != 0:
+        kept[-1] = end_id
+    return kept, any(whole[length:])
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 4), max_size=7), max_size=6),
+    st.none() | st.integers(1, 8),
+    st.booleans(),
+)
+def test_sequences_end_and_are_cut_as_each_would_be_alone(rows, length, add_eos):
+    feature = seqio.Feature(vocabularies.characters(), add_eos=add_eos)
+    values = np.array([token for row in rows for token in row], np.int32)
+    before = values.copy()
+    sequences = Ragged(values, np.array([len(row) for row in rows], np.int64))
+    found, was_cut = row_ends.end_and_cut(sequences, feature, length)
+    expected = [plainly_ended(row, EOS if add_eos else None, length) for row in rows]
+    assert found.values.tolist() == [token for row, _ in expected for token in row]
+    assert found.lengths.tolist() == [len(row) for row, _ in expected]
+    assert was_cut.tolist() == [lost for _, lost in expected]
+    assert found.values.dtype == np.int32
+    np.testing.assert_array_equal(values, before)
+
+
 @pytest.mark.parametrize("steps", APPENDING.values(), ids=APPENDING)
-def test_every_row_ends_with_its_end_token_whichever_steps_append_it(steps):
+def test_examples_end_with_their_end_token_whichever_steps_append_it(steps):
     task = task_of(steps)
-    assert features(row_ends.keep_end_tokens(task)) == [(ended(t, 8), ended(t, 4)) for t in TEXTS]
-    whole = features(row_ends.without_truncation(task), trim_output_features=False)
-    assert whole == [(ended(t, 99), ended(t, 99)) for t in TEXTS]
-    assert features(row_ends.keep_end_tokens(task), lengths=None) == whole
+    assert features(task, LENGTHS) == [(ended(t, 8), ended(t, 4)) for t in TEXTS]
+    assert features(task, {}) == [(ended(t, 99), ended(t, 99)) for t in TEXTS]
 
 
-def test_a_feature_without_an_end_token_is_cut_as_it_is():
-    encode = vocabularies.characters().encode
-    found = features(row_ends.keep_end_tokens(task_of([], add_eos=False)))
-    assert found == [(encode(t)[:8], encode(t)[:4]) for t in TEXTS]
-
-
-@pytest.mark.parametrize("ids", [[5, 6, 1, 0, 0], [5, 1, 0, 0, 0], [5, 6, 7, 0, 0, 0]])
-def test_padding_of_the_task_itself_is_no_text_that_lacks_an_end(ids):
-    pad = tf.data.Dataset.from_tensors({"targets": tf.constant(ids)})
-    features = {"targets": seqio.Feature(vocabularies.characters(), add_eos=True)}
-    (example,) = row_ends.end_and_cut(pad, features, {"targets": 4}).as_numpy_iterator()
-    assert example["targets"].tolist() == ids[:4]
-
-
-def test_the_tasks_of_a_mixture_end_alike_and_keep_their_rates():
-    task = task_of(APPENDING["append_eos"])
-    inner = seqio.Mixture("inner", [(task, 1)])
-    mixture = seqio.Mixture("outer", [(inner, 3), (task, lambda task: 1 + len(task.name))])
-    fitted = row_ends.keep_end_tokens(mixture)
-    assert [t.name for t in fitted.tasks] == ["texts"]
-    assert fitted.get_rate(fitted.tasks[0]) == mixture.get_rate(task) == 9
-    assert [row[1][-1] for row in features(fitted)] == [EOS] * len(features(mixture))
-    assert mixture.tasks == [task]
-    assert task.preprocessors[-1] is seqio.preprocessors.append_eos
+@pytest.mark.parametrize(
+    "feature",
+    [
+        seqio.Feature(vocabularies.characters(), add_eos=False),
+        seqio.Feature(seqio.PassThroughVocabulary(9), dtype=tf.float32),
+        seqio.Feature(seqio.PassThroughVocabulary(9), rank=2),
+    ],
+    ids=["no_end", "not_ids", "rank_2"],
+)
+def test_a_feature_without_an_end_token_gets_none(feature):
+    values = np.ones((3, 2)) if feature.rank == 2 else np.arange(1, 4)
+    example = row_ends.end_example({"inputs": values, "other": "x"}, {"inputs": feature}, {})
+    assert example["other"] == "x"
+    np.testing.assert_array_equal(example["inputs"], values)
 
 
 @pytest.mark.parametrize("pack", [False, True])

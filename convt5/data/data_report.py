@@ -16,7 +16,7 @@ import seqio
 import tensorflow as tf
 
 from convt5 import errors
-from convt5.data import row_ends
+from convt5.data import row_ends, task_blocks
 from convt5.data.rows import RowLayout
 from convt5.tasks import vocabularies
 from convt5.text import sentinels
@@ -191,7 +191,7 @@ class _Sample:
         self.num_documents = self.num_bytes = 0
         self.is_whole = False
         arguments = {"split": config.split, "shuffle": False}
-        sampled = row_ends.without_truncation(task if is_cached else row_ends.without_cache(task))
+        sampled = row_ends.untruncated(task if is_cached else row_ends.without_cache(task))
         if not is_cached:
             source = task.source.get_dataset(**arguments, seed=config.seed)
             self._count(source)
@@ -207,11 +207,14 @@ class _Sample:
             trim_output_features=False,
             try_in_mem_cache=False,
         )
+        dataset = dataset.with_options(task_blocks.options())
         taken = itertools.islice(dataset.as_numpy_iterator(), _MOST_EXAMPLES)
-        self.examples: list[Any] = list(taken)
+        features = task.output_features
+        self.examples = [row_ends.end_example(example, features, {}) for example in taken]
 
     def _count(self, source: tf.data.Dataset) -> None:
-        for example in source.take(_MOST_DOCUMENTS + 1).map(_num_bytes):
+        sizes = source.take(_MOST_DOCUMENTS + 1).map(_num_bytes)
+        for example in sizes.with_options(task_blocks.options()):
             if self.num_documents == _MOST_DOCUMENTS or self.num_bytes > _MOST_BYTES:
                 return
             self.num_documents += 1

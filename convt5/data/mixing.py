@@ -80,8 +80,8 @@ class TaskStream:
     def peek(self, count: int) -> Examples:
         """Returns the next examples without consuming them: fewer than `count` only at the end."""
         parts = []
-        for part in self._parts():
-            parts.append(part.part(0, min(count, part.count)))
+        for examples, taken in self._parts():
+            parts.append(examples.part(taken, min(taken + count, examples.count)))
             count -= parts[-1].count
             if not count:
                 break
@@ -92,8 +92,8 @@ class TaskStream:
         if self._num_epochs is None:
             return most
         remaining = 0
-        for part in self._parts():
-            remaining += part.count
+        for examples, taken in self._parts():
+            remaining += examples.count - taken
             if remaining >= most:
                 break
         return min(remaining, most)
@@ -134,8 +134,8 @@ class TaskStream:
     def _is_over(self, place: BlockPlace) -> bool:
         return self._num_epochs is not None and place.epoch >= self._num_epochs
 
-    def _parts(self) -> Iterator[Examples]:
-        """Yields the rest of the block, and the blocks after it."""
+    def _parts(self) -> Iterator[tuple[Examples, int]]:
+        """Yields the examples of the block and the number of those taken, then later blocks."""
         place, skipped = self._place, self._taken
         in_epoch = None  # Examples so far in the epoch; None if its start was not seen.
         while not self._is_over(place):
@@ -145,7 +145,7 @@ class TaskStream:
                 in_epoch += block.examples.count
             if not block.num_read and in_epoch == 0:
                 return  # An epoch without examples: so would be every next one.
-            yield block.examples.part(skipped, block.examples.count)
+            yield block.examples, skipped
             place, skipped = place.after(block.num_read), 0
 
     def _look_ahead(self) -> None:
@@ -185,6 +185,7 @@ class MixedStream:
         self._rates = np.asarray(rates, np.float64)
         self._draws = _Draws(seed)
         self._count = 0
+        self._order = np.zeros(0, np.int64)  # Of the next examples, as far as it is known.
 
     def peek(self, count: int) -> Examples:
         """Returns the next examples without consuming them: fewer than `count` only at the end.
@@ -214,6 +215,7 @@ class MixedStream:
         for stream, taken in zip(self._streams.values(), counts, strict=True):
             stream.advance(int(taken))
         self._count += count
+        self._order = self._order[count:]
 
     def counts(self) -> dict[str, Counts]:
         """Returns the counts of each task."""
@@ -227,11 +229,17 @@ class MixedStream:
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Moves to a position."""
         self._count = int(state["count"])
+        self._order = self._order[:0]
         for name, stream in self._streams.items():
             stream.set_state(state["tasks"][name])
 
     def _chosen(self, count: int) -> np.ndarray:
         """Returns the task index of each of the next examples."""
+        if len(self._order) < count:
+            self._order = self._draw(count)
+        return self._order[:count]
+
+    def _draw(self, count: int) -> np.ndarray:
         streams = list(self._streams.values())
         remaining = np.array([stream.num_left(count) for stream in streams])
         if len(streams) == 1:

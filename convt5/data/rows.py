@@ -5,6 +5,7 @@ a feature may be empty, or contain the padding id. This module does not depend o
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,32 +25,37 @@ class Ragged:
     values: np.ndarray
     lengths: np.ndarray
 
+    @functools.cached_property
+    def offsets(self) -> np.ndarray:
+        """Integers [sequences + 1]: the start of each sequence in `values`, and the end."""
+        return np.concatenate([[0], np.cumsum(self.lengths)])
+
+    def places(self) -> np.ndarray:
+        """Returns the index of each token within its sequence."""
+        return np.arange(self.offsets[-1]) - np.repeat(self.offsets[:-1], self.lengths)
+
     def take(self, numbers: np.ndarray) -> "Ragged":
         """Returns the sequences with these indices, in this order."""
-        starts = np.cumsum(self.lengths) - self.lengths
         lengths = self.lengths[numbers]
         new_starts = np.cumsum(lengths) - lengths
-        shifts = np.repeat(starts[numbers] - new_starts, lengths)
+        shifts = np.repeat(self.offsets[:-1][numbers] - new_starts, lengths)
         return Ragged(self.values[shifts + np.arange(len(shifts))], lengths)
 
     def part(self, first: int, last: int) -> "Ragged":
         """Returns the sequences from `first` up to, but not including, `last`."""
-        begin = int(self.lengths[:first].sum())
-        end = begin + int(self.lengths[first:last].sum())
+        begin, end = self.offsets[first], self.offsets[last]
         return Ragged(self.values[begin:end], self.lengths[first:last])
 
     def holding(self, value: int) -> np.ndarray:
         """Returns which sequences contain a token, as bool [sequences]."""
         before = np.concatenate([[0], np.cumsum(self.values == value)])
-        ends = np.cumsum(self.lengths)
-        return before[ends] > before[ends - self.lengths]
+        return before[self.offsets[1:]] > before[self.offsets[:-1]]
 
     def cut(self, length: int) -> "Ragged":
         """Returns the sequences, truncated to at most `length` tokens."""
         if not len(self.lengths) or self.lengths.max() <= length:
             return self
-        is_kept = _places(self.lengths) < length
-        return Ragged(self.values[is_kept], np.minimum(self.lengths, length))
+        return Ragged(self.values[self.places() < length], np.minimum(self.lengths, length))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +89,8 @@ class Examples:
 
 def concatenate(parts: Sequence[Examples]) -> Examples:
     """Concatenates examples, in order."""
+    if len(parts) == 1:
+        return parts[0]
 
     def one(sequences: Sequence[Ragged]) -> Ragged:
         values = [np.zeros(0, np.int32), *(s.values for s in sequences)]
@@ -186,10 +194,5 @@ def _side(sequences: Ragged, per_row: np.ndarray, length: int) -> _Side:
     return _Side(
         tokens=filled(sequences.values),
         segment_ids=filled(np.repeat(numbers + 1, sequences.lengths)),
-        positions=filled(_places(sequences.lengths)),
+        positions=filled(sequences.places()),
     )
-
-
-def _places(lengths: np.ndarray) -> np.ndarray:
-    """Returns the index of each token within its sequence."""
-    return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)

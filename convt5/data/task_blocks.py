@@ -26,7 +26,6 @@ from convt5.tasks import vocabularies
 quiet_imports.hide_accelerators(tf)
 
 FEATURES = ("inputs", "targets")
-_WAS_CUT = "was_cut"
 
 # Limits of a block: the most examples and the least bytes. Text is joined into full rows within a
 # block, which leaves half a row empty on average: under 0.5 % of 128 rows.
@@ -94,9 +93,10 @@ class TaskBlocks:
         self._source = task._get_cached_source(split) if cached else task.source
         longest = _ROWS * _BYTES_PER_TOKEN * max(lengths.values())
         self._block_bytes = max(_LEAST_BYTES, longest)
-        self._windows = _Windows(self._open)
+        opened = self._open(0)
+        self._windows = _Windows(self._open, opened)
         self._preprocess = _preprocessing(
-            task, self._open(0).element_spec, tuple(sorted(lengths.items())), cached
+            task, opened.element_spec, tuple(sorted(lengths.items())), cached
         )
 
     def make(self, place: BlockPlace) -> Block:
@@ -169,10 +169,16 @@ class _Window(NamedTuple):
 
 
 class _Windows:
-    """Source examples in windows; reading continues where it stopped."""
+    """Source examples in windows; reading continues where it stopped.
 
-    def __init__(self, open_epoch: Any):
+    Args:
+        open_epoch: returns the source examples of an epoch.
+        judged: those of the first epoch.
+    """
+
+    def __init__(self, open_epoch: Any, judged: tf.data.Dataset):
         self._open_epoch = open_epoch
+        self._judged = judged
         self._at = (-1, -1)
         self._iterator = _dropped_at_exit(self)
 
@@ -192,11 +198,12 @@ class _Windows:
     @functools.cached_property
     def _width(self) -> int:
         """Returns the examples per window, derived from the data because blocks depend on it."""
-        sizes = self._open_epoch(0).take(_JUDGED).map(_num_bytes)
+        sizes: Any = self._judged.take(_JUDGED).map(_num_bytes).with_options(options())
         mean = np.mean([_WINDOW_BYTES / _WIDEST_WINDOW, *sizes.as_numpy_iterator()])
         return max(1, int(_WINDOW_BYTES / mean))
 
 
+@tf.autograph.experimental.do_not_convert
 def _in_windows(examples: tf.data.Dataset, width: int) -> tf.data.Dataset:
     """Returns pairs of a dataset of up to `width` examples, and their sizes."""
 
@@ -252,7 +259,7 @@ class _Preprocessing:
     def __init__(self, task: seqio.Task, lengths: Mapping[str, int], cached: bool):
         self._lengths = dict(lengths)
         steps_of = row_ends.after_cache if cached else row_ends.without_cache
-        self._task = row_ends.keep_end_tokens(steps_of(task))
+        self._task = row_ends.untruncated(steps_of(task))
         self._unknown_id = vocabularies.unknown_id(task.output_features["targets"].vocabulary)
         self._function: Any = None
         self._is_traced = False
@@ -294,15 +301,18 @@ class _Preprocessing:
             with _globally_seeded(seed):
                 built = self._build(examples, seed=seed).with_options(options(in_order=True))
                 batches = list(_gather(built))
-        inputs, targets = (
-            Ragged(*(np.concatenate([batch[name][i] for batch in batches]) for i in range(2)))
+        (inputs, cut_inputs), (targets, cut_targets) = (
+            row_ends.end_and_cut(
+                _concatenated([batch[name] for batch in batches]),
+                self._task.output_features[name],
+                self._lengths[name],
+            )
             for name in FEATURES
         )
         unknown = np.zeros(targets.lengths.shape, bool)
         if self._unknown_id is not None:
             unknown = targets.holding(self._unknown_id)
-        was_cut = np.concatenate([batch[_WAS_CUT] for batch in batches])
-        return Examples(inputs, targets, np.concatenate([was_cut, unknown[:, None]], axis=1))
+        return Examples(inputs, targets, np.stack([cut_inputs, cut_targets, unknown], axis=1))
 
     def _gathered(self, examples: tf.data.Dataset, seed: tf.Tensor) -> tf.data.Dataset:
         with _random_numbers_from(seed):
@@ -323,6 +333,7 @@ class _Preprocessing:
             shuffle=False,
             seed=seed,
             num_epochs=1,
+            trim_output_features=False,
             try_in_mem_cache=False,
         )
 
@@ -355,7 +366,7 @@ class _Pipeline:
         variant = tf.data.experimental.to_variant(examples)
         self._queue.enqueue([variant, tf.constant(seed, tf.int64)])
         batches = []
-        while not batches or len(batches[-1][_WAS_CUT]):
+        while not batches or len(batches[-1][FEATURES[0]].lengths):
             batches.append(next(self._iterator[0]))
         return batches
 
@@ -372,30 +383,38 @@ def _dropped_at_exit(owner: Any) -> list[Iterator[Any]]:
     return iterators
 
 
-def _gather(examples: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns batches of the concatenated tokens of examples and their lengths, then an empty one.
+class _Batch(NamedTuple):
+    """Values of a feature: the tokens of several examples, and their number in each."""
 
-    Under `_WAS_CUT` are bools [examples, 2] for inputs and targets.
-    """
+    tokens: tf.Tensor
+    lengths: tf.Tensor
+
+
+def _gather(examples: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns `_Batch` by feature, the last of them without examples."""
 
     def select(example: Any) -> dict[str, tf.Tensor]:
-        was_cut = tf.stack([example[row_ends.was_cut(name)] for name in FEATURES])
-        return {_WAS_CUT: was_cut} | {name: tf.cast(example[name], tf.int32) for name in FEATURES}
+        return {name: tf.cast(example[name], tf.int32) for name in FEATURES}
 
-    def flatten(batch: Any) -> dict[str, Any]:
-        return {_WAS_CUT: batch[_WAS_CUT]} | {name: _flatten(batch[name]) for name in FEATURES}
+    def flatten(batch: Any) -> dict[str, _Batch]:
+        return {name: _flatten(batch[name]) for name in FEATURES}
 
-    none = {name: (tf.zeros([0], tf.int32), tf.zeros([0], tf.int64)) for name in FEATURES}
-    end = tf.data.Dataset.from_tensors({_WAS_CUT: tf.zeros([0, 2], tf.bool)} | none)
+    none = _Batch(tf.zeros([0], tf.int32), tf.zeros([0], tf.int64))
+    end = tf.data.Dataset.from_tensors(dict.fromkeys(FEATURES, none))
     return examples.map(select).ragged_batch(_RAGGED_BATCH).map(flatten).concatenate(end)
 
 
-def _flatten(rows: Any) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the tokens of a batch and their number in each row."""
+def _concatenated(parts: list[Any]) -> Ragged:
+    tokens = np.concatenate([part.tokens for part in parts])
+    return Ragged(tokens, np.concatenate([part.lengths for part in parts]))
+
+
+def _flatten(rows: Any) -> _Batch:
     if isinstance(rows, tf.RaggedTensor):
-        return rows.flat_values, rows.row_lengths()
+        return _Batch(rows.flat_values, rows.row_lengths())
     # All examples have the same length.
-    return tf.reshape(rows, [-1]), tf.fill(tf.shape(rows)[:1], tf.shape(rows, tf.int64)[1])
+    lengths = tf.fill(tf.shape(rows)[:1], tf.shape(rows, tf.int64)[1])
+    return _Batch(tf.reshape(rows, [-1]), lengths)
 
 
 @contextlib.contextmanager

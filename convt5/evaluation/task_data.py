@@ -148,9 +148,10 @@ def read_examples(
         UserError: there is no example.
         TrainingError: the data cannot be read.
     """
+    given = dict(lengths) if needs_lengths(task) else None
     with _naming_lengths(lengths):
-        dataset = row_ends.keep_end_tokens(row_ends.without_cache(task)).get_dataset(
-            sequence_length=dict(lengths) if needs_lengths(task) else None,
+        dataset = row_ends.untruncated(row_ends.without_cache(task)).get_dataset(
+            sequence_length=given,
             split=split,
             shuffle=False,
             seed=seed,
@@ -165,7 +166,10 @@ def read_examples(
         if num_examples is not None:
             dataset = dataset.take(num_examples)
     try:
-        examples: list[Any] = list(dataset.as_numpy_iterator())
+        read: Any = dataset.as_numpy_iterator()
+        examples: list[Any] = [
+            row_ends.end_example(example, task.output_features, given or {}) for example in read
+        ]
     except tf.errors.OpError as error:
         raise errors.TrainingError(
             f"split={split} of task={task.name} cannot be read: {error.message.strip()}. A file "
