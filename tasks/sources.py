@@ -21,6 +21,7 @@ from .text_files import TextFiles
 
 _OPEN_FILES = 16
 _PIECE_BYTES = 2**16
+_SPLIT_TOGETHER = 16  # Documents.
 _TFDS_ERRORS = (AssertionError, KeyError, ValueError, FileNotFoundError)
 
 
@@ -92,7 +93,7 @@ class TextFilesSource(seqio.DataSource):
             # A saved position holds file names, which may have moved to another folder.
             name = tf.strings.regex_replace(name, ".*/", "")
             documents = tf.data.TFRecordDataset(tf.strings.join([folder, name], os.sep))
-            return documents.map(_split_long).unbatch()
+            return documents.batch(_SPLIT_TOGETHER).map(_split_long).unbatch()
 
         return shards.interleave(
             read,
@@ -294,14 +295,18 @@ def pieces(document: bytes, most: int) -> list[bytes]:
     return [*parts, document[start:]]
 
 
-def _split_long(document: tf.Tensor) -> tf.Tensor:
-    def cut() -> tf.Tensor:
-        parts = tf.numpy_function(
-            lambda text: np.array(pieces(text, _PIECE_BYTES), object), [document], tf.string
-        )
-        return tf.ensure_shape(parts, [None])
+def _split_long(documents: tf.Tensor) -> tf.Tensor:
+    """Splits the long ones of several documents; returns all parts, in order."""
 
-    return tf.cond(tf.strings.length(document) > _PIECE_BYTES, cut, lambda: document[None])
+    def split(documents: np.ndarray) -> np.ndarray:
+        parts = [part for document in documents for part in pieces(document, _PIECE_BYTES)]
+        return np.array(parts, object)
+
+    def cut() -> tf.Tensor:
+        return tf.ensure_shape(tf.numpy_function(split, [documents], tf.string), [None])
+
+    is_long = tf.strings.length(documents) > _PIECE_BYTES
+    return tf.cond(tf.reduce_any(is_long), cut, lambda: documents)
 
 
 def _take_share(dataset: tf.data.Dataset, shard_info: seqio.ShardInfo | None) -> tf.data.Dataset:
