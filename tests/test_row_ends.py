@@ -1,6 +1,7 @@
 """What does not fit a row is cut, and its end token stays."""
 
 import functools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,8 +107,8 @@ def test_examples_end_with_their_end_token_whichever_steps_append_it(steps):
     "feature",
     [
         seqio.Feature(vocabularies.characters(), add_eos=False),
-        seqio.Feature(seqio.PassThroughVocabulary(9), dtype=tf.float32),
-        seqio.Feature(seqio.PassThroughVocabulary(9), rank=2),
+        seqio.Feature(vocabularies.characters(), dtype=tf.float32),
+        seqio.Feature(vocabularies.characters(), rank=2),
     ],
     ids=["no_end", "not_ids", "rank_2"],
 )
@@ -116,6 +117,13 @@ def test_a_feature_without_an_end_token_gets_none(feature):
     example = row_ends.end_example({"inputs": values, "other": "x"}, {"inputs": feature}, {})
     assert example["other"] == "x"
     np.testing.assert_array_equal(example["inputs"], values)
+
+
+@pytest.mark.parametrize("dtype", [tf.int32, tf.int64, np.int32])
+def test_ids_of_any_integer_type_end(dtype):
+    feature: Any = seqio.Feature(vocabularies.characters(), dtype=dtype)
+    example = row_ends.end_example({"targets": np.array([5, 6])}, {"targets": feature}, {})
+    assert example["targets"].tolist() == [5, 6, EOS]
 
 
 @pytest.mark.parametrize("pack", [False, True])

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import seqio
+import tensorflow as tf
 
 from convt5.data.rows import Ragged
 
@@ -101,7 +102,7 @@ def _ended(sequences: Ragged, end_id: int) -> Ragged:
 
 def _end_id(feature: Any) -> int | None:
     """Returns the end token of a feature; None if it has none, or does not hold ids."""
-    holds_ids = feature.rank == 1 and feature.dtype.is_integer
+    holds_ids = feature.rank == 1 and tf.as_dtype(feature.dtype).is_integer
     return feature.vocabulary.eos_id if feature.add_eos and holds_ids else None
 
 
