@@ -105,7 +105,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """The sum of these. It may exceed the available memory: not all is held at once."""
+        """Arguments, results, temporaries and code; more than is held at any one time."""
         return self.arguments + self.results + self.temporaries + self.code
 
     @property

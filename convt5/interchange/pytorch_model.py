@@ -30,7 +30,7 @@ _SPECIAL_IDS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 
 
 
 def is_directory(path: epath.PathLike) -> bool:
-    """Returns whether a folder holds such a model."""
+    """Returns whether a folder holds a model that convt5 exported to transformers."""
     settings = foreign_files.find_json(pathlib.Path(path) / hugging_face.CONFIG) or {}
     return settings.get("model_type") == KIND
 
