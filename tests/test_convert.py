@@ -296,6 +296,17 @@ def test_a_run_goes_to_safetensors_and_back(capsys, checkpoint, tmp_path):
         assert value.tobytes() == second.params[path].tobytes()
 
 
+def test_whoever_may_read_new_files_may_read_those_of_an_export(capsys, checkpoint, tmp_path):
+    out = tmp_path / "run"
+    run(capsys, "--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={out}")
+    for to in ("safetensors", "transformers"):
+        export = tmp_path / to
+        run(capsys, f"--to={to}", f"--checkpoint={out}", f"--output_dir={export}")
+        (new := tmp_path / f"new_{to}").touch()
+        files = [path for path in export.rglob("*") if path.is_file()]
+        assert {path.stat().st_mode for path in files} == {new.stat().st_mode}
+
+
 def test_a_checkpoint_by_another_name_keeps_its_step(capsys, checkpoint, tmp_path, monkeypatch):
     out, best = tmp_path / "run", tmp_path / "best"
     run(capsys, "--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={out}")

@@ -80,7 +80,10 @@ def write(
     from safetensors.numpy import save_file
 
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    path.touch()
+    mode = path.stat().st_mode  # As for any new file; safetensors lets only the owner read its own.
     save_file(contiguous, path, metadata=dict(metadata))
+    path.chmod(mode)
 
 
 def _damaged(path: pathlib.Path, error: Exception) -> errors.UserError:
