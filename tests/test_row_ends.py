@@ -71,7 +71,7 @@ def plainly_ended(row, end_id, length):
     if length is None or len(whole) <= length:
         return whole, False
     kept = whole[:length]
-    if end_id is not None and kept and kept[-1] != 0:
+    if end_id is not None and kept[-1] != 0:
         kept[-1] = end_id
     return kept, any(whole[length:])
 

@@ -16,16 +16,19 @@ import tensorflow as tf
 
 from convt5.data.rows import Ragged
 
+_NO_CACHE = {"_cache_step_idx": None, "_cache_dataset_placerholder": None}
+
 
 def after_cache(task: seqio.Task) -> seqio.Task:
     """Returns a task with the preprocessors that follow its cache, for examples read from there."""
     (place,) = (i for i, step in enumerate(task.preprocessors) if _marks_cache(step))
-    return _with_steps(task, task.preprocessors[place + 1 :])
+    return _with_steps(task, task.preprocessors[place + 1 :], **_NO_CACHE)
 
 
 def without_cache(task: seqio.Task) -> seqio.Task:
     """Returns a task that is not cached; seqio would give its random steps other seeds."""
-    return _with_steps(task, [step for step in task.preprocessors if not _marks_cache(step)])
+    steps = [step for step in task.preprocessors if not _marks_cache(step)]
+    return _with_steps(task, steps, **_NO_CACHE)
 
 
 def untruncated(task: seqio.Task) -> seqio.Task:
@@ -38,9 +41,7 @@ def untruncated(task: seqio.Task) -> seqio.Task:
     steps = [appends if _function(step) is cuts else step for step in task.preprocessors]
     if steps and _function(steps[-1]) is appends:
         steps.pop()
-    untruncated = copy.copy(task)
-    vars(untruncated).update(_preprocessor_constructor_args=steps, preprocessors=steps)
-    return untruncated
+    return _with_steps(task, steps)
 
 
 def end_and_cut(
@@ -106,16 +107,11 @@ def _end_id(feature: Any) -> int | None:
     return feature.vocabulary.eos_id if feature.add_eos and holds_ids else None
 
 
-def _with_steps(task: seqio.Task, steps: Sequence[Any]) -> seqio.Task:
-    """Returns a copy with other preprocessors and without cache."""
+def _with_steps(task: seqio.Task, steps: Sequence[Any], **others: Any) -> seqio.Task:
+    """Returns a copy with other preprocessors, and other attributes."""
     # `Task.replace` would turn a subclass into a plain task.
     copied = copy.copy(task)
-    vars(copied).update(
-        _preprocessor_constructor_args=steps,
-        preprocessors=steps,
-        _cache_step_idx=None,
-        _cache_dataset_placerholder=None,
-    )
+    vars(copied).update(_preprocessor_constructor_args=steps, preprocessors=steps, **others)
     return copied
 
 
