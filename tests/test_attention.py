@@ -198,6 +198,22 @@ def test_memory_of_a_step_grows_with_the_length_and_not_its_square():
     assert temporaries(8192) < 2.2 * temporaries(4096)
 
 
+def test_a_bias_is_not_spread_over_positions_again_for_each_logit():
+    query = jax.ShapeDtypeStruct((8, 32, 4, 8), jnp.float32)
+    bias = jax.ShapeDtypeStruct((4, 63), jnp.float32)
+    ids = jnp.ones((8, 32), jnp.int32)
+
+    def gradients(query, bias):
+        y, vjp = jax.vjp(lambda q, b: attend(q, q, q, ids, ids, distance_bias=b), query, bias)
+        return y, vjp(y)
+
+    text = jax.jit(gradients).lower(query, bias).compile().as_text()
+    of_logits = [part for part in text.split("\n}") if "f32[8,4,32,32]" in part]
+    assert of_logits
+    # Slices of repeated rows: reading them by reshapes takes an integer division for each logit.
+    assert not [part for part in of_logits if f"f32[4,{32 * 62}]{{1,0}} slice(" in part]
+
+
 @pytest.mark.parametrize(
     ("source", "queries"), [(4096, 256), (8192, 128), (65536, 128)], ids=lambda n: str(n)
 )

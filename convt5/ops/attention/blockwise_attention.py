@@ -51,16 +51,15 @@ def table(direction: str, causal: bool, query, key) -> dispatch.Table:
 
     if not isinstance(batch, int):
         # Exported programs have a symbolic batch size: one row at a time bounds their blocks.
-        return dispatch.Table(
-            of(_Size(1, heads, _even(target, BLOCK_BYTES // (heads * row_bytes))))
-        )
+        queries = _even(target, BLOCK_BYTES // (heads * row_bytes))
+        return dispatch.Table(of(_Size(1, heads, queries, copies_rows=False)))
     fitting = BLOCK_BYTES // (batch * heads * row_bytes)
-    default = _Size(batch, heads, _even(target, fitting))
+    default = _Size(batch, heads, _even(target, fitting), copies_rows=False)
     # The fewer heads a block has, the more queries use each key that a product reads.
     fitting = max(BLOCK_BYTES_ON_CPU // row_bytes, FEWEST_QUERIES_ON_CPU)
     whole_heads = fitting // target
     rows = _divisor(batch, whole_heads // heads)
-    cpu = _Size(rows, _divisor(heads, whole_heads), _even(target, fitting))
+    cpu = _Size(rows, _divisor(heads, whole_heads), _even(target, fitting), copies_rows=True)
     return dispatch.Table(of(default), cpu=of(cpu))
 
 
@@ -80,7 +79,7 @@ def attend(causal: bool, size: "_Size", query, key, value, bias, query_ids, key_
         (values,) = group.others
 
         def one_block(block: _Queries):
-            logits = _logits(causal, block, group)
+            logits = _logits(causal, size, block, group)
             top = jnp.max(logits, axis=-1, keepdims=True)
             # The maximum cancels, and so do its derivatives.
             top = lax.stop_gradient(jnp.where(top == -jnp.inf, 0.0, top))
@@ -133,7 +132,7 @@ def _group_gradients(causal: bool, size: "_Size", is_single: bool, group: "_Grou
 
     def one_block(sums, block_and_rows: "tuple[_Queries, list[jax.Array]]"):
         block, (lse, mean, dy) = block_and_rows
-        weights = jnp.exp(_logits(causal, block, group) - lse)
+        weights = jnp.exp(_logits(causal, size, block, group) - lse)
         dlogits = weights * (_product("bhqd,bhdk->bhqk", dy, values) - mean)
         narrow = dlogits.astype(group.query.dtype)
         axes, queries = "bhqd,bhqk->bhdk", block.query
@@ -168,11 +167,16 @@ class _Size(NamedTuple):
 
     The first two divide the sizes of their axes, and either there is 1 row or all heads are
     present. The last block of queries is padded.
+
+    `copies_rows` says how a block spreads a bias over its positions: row by row, or by reshapes,
+    which XLA fuses with the logits. On CPU, it would then divide integers for each logit, which
+    takes longer than the rest of the softmax.
     """
 
     batch: int
     heads: int
     queries: int
+    copies_rows: bool
 
 
 def _even(length: int, most: int) -> int:
@@ -289,11 +293,11 @@ def _join_queries(blocks, length: int):
 # --- Inside a block -------------------------------------------------------------------------------
 
 
-def _logits(causal: bool, block: _Queries, group: _Group):
+def _logits(causal: bool, size: _Size, block: _Queries, group: _Group):
     """Returns the logits of a block, minus infinity where a query may not read a key.
 
     Args:
-        causal: as for `attend`.
+        causal, size: as for `attend`.
         block: the queries.
         group: the group of the block, with its keys.
 
@@ -304,7 +308,8 @@ def _logits(causal: bool, block: _Queries, group: _Group):
     logits = _product("bhqd,bhdk->bhqk", block.query, group.keys)
     if group.bias is not None:
         bias = group.bias.astype(logits.dtype)
-        logits = logits + _by_distance(queries, source, block.start, bias)[None]
+        spread = _copy_rows if size.copies_rows else _by_distance
+        logits = logits + spread(queries, source, block.start, bias)[None]
     mask = attention_mask(block.ids, group.key_ids, causal=False)
     if causal:
         places = block.start + jnp.arange(queries)
@@ -328,17 +333,33 @@ def _by_distance(queries: int, source: int, start, bias):
     Repeats the entries and reads each row one place before the last. This needs only slices and
     reshapes, and so does its transpose.
     """
-    heads, distances = bias.shape
-    width = queries + source - 1
-    target = distances - source + 1
-    # The last block may reach beyond the last query.
-    bias = jnp.pad(bias, ((0, 0), (queries, 0)))
-    own = lax.dynamic_slice_in_dim(bias, target - start, width, axis=1)
+    own = _own_distances(queries, source, start, bias)
+    heads, width = own.shape
     if queries == 1:
         return own[:, None]
     repeated = jnp.broadcast_to(own[:, None], (heads, queries, width)).reshape(heads, -1)
     shifted = repeated[:, queries - 1 : queries - 1 + queries * (width - 1)]
     return shifted.reshape(heads, queries, width - 1)[:, :, :source]
+
+
+def _copy_rows(queries: int, source: int, start, bias):
+    """Returns the array of `_by_distance`; reads each row one place before the last."""
+    own = _own_distances(queries, source, start, bias)
+
+    def copy(row, rows):
+        values = lax.dynamic_slice_in_dim(own, queries - 1 - row, source, axis=1)
+        return lax.dynamic_update_index_in_dim(rows, values, row, axis=1)
+
+    empty = vary_like(own, jnp.zeros((len(bias), queries, source), bias.dtype))
+    return lax.fori_loop(0, queries, copy, empty)
+
+
+def _own_distances(queries: int, source: int, start, bias):
+    """Returns the part of a bias that a block of queries reads, [heads, queries + source - 1]."""
+    target = bias.shape[1] - source + 1
+    # The last block may reach beyond the last query.
+    bias = jnp.pad(bias, ((0, 0), (queries, 0)))
+    return lax.dynamic_slice_in_dim(bias, target - start, queries + source - 1, axis=1)
 
 
 def _product(axes: str, a, b):
