@@ -43,6 +43,22 @@ def test_sides_run_in_turns_after_one_run_that_does_not_count():
     assert all(found.repeats == 3 and found.seconds >= 0 for found in taken.values())
 
 
+def test_short_programs_are_queued_and_only_the_last_is_waited_for():
+    events = []
+
+    class Result:
+        def block_until_ready(self):
+            events.append("wait")
+
+    def call():
+        events.append("call")
+        return Result()
+
+    timing.in_turns({"a": call}, repeats=2, calls=3)
+    one_round = ["call"] * 3 + ["wait"]
+    assert events == ["call", "wait", *one_round, *one_round]
+
+
 @pytest.mark.parametrize("kind", operators.KINDS)
 def test_the_naive_sum_computes_the_same(kind):
     rng = np.random.default_rng(0)

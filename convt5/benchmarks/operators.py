@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from convt5.benchmarks import torch_operators
-from convt5.benchmarks.timing import Timing, in_turns
+from convt5.benchmarks.timing import Timing, in_turns, queued_calls
 from convt5.ops import depthwise_conv, dynamic_conv, lightweight_conv
 
 BATCH, EMBED, HEADS = 4, 256, 2
@@ -49,7 +49,7 @@ def suite(
                     name: functools.partial(_with_gradients(convolve), *arrays)
                     for name, convolve in sides.items()
                 }
-                taken = in_turns({**ours, **others}, repeats=repeats)
+                taken = in_turns({**ours, **others}, repeats=repeats, calls=queued_calls())
                 yield _record(kind, arrays, taken, copy_bytes_per_second)
 
 

@@ -10,7 +10,16 @@ import numpy as np
 _MOST_CAUSAL_TAPS = 4  # Of the kernels of causal-conv1d.
 
 
-def find_sides(x: Any, kernel: Any, cotangent: Any) -> Mapping[str, Callable[[], None]]:
+class OnGPU:
+    """Work that PyTorch has queued on a GPU; `jax.block_until_ready` waits for it."""
+
+    def block_until_ready(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def find_sides(x: Any, kernel: Any, cotangent: Any) -> Mapping[str, Callable[[], OnGPU | None]]:
     """Returns forward and backward pass of the libraries that are installed and can run the case.
 
     They run on the GPU if PyTorch sees one, else on the CPU, where causal-conv1d does not run.
@@ -44,7 +53,7 @@ def _conv1d(taps: int) -> Callable[[Any, Any], Any]:
     return convolve
 
 
-def _timed(convolve: Callable[[Any, Any], Any], *arrays: Any) -> Callable[[], None]:
+def _timed(convolve: Callable[[Any, Any], Any], *arrays: Any) -> Callable[[], OnGPU | None]:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,9 +68,8 @@ def _timed(convolve: Callable[[Any, Any], Any], *arrays: Any) -> Callable[[], No
     x.requires_grad_()
     kernel.requires_grad_()
 
-    def run() -> None:
+    def run() -> OnGPU | None:
         torch.autograd.grad(convolve(x, kernel), (x, kernel), cotangent)
-        if device == "cuda":
-            torch.cuda.synchronize()
+        return OnGPU() if device == "cuda" else None
 
     return run

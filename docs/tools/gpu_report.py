@@ -25,8 +25,13 @@ from convt5.training.run_log import read_records
 
 MARK = "gpu"
 MODELS = ("dynamic_small", "t5_small")
-# PyTorch shares the GPU, and tests, which otherwise choose the CPU, take it.
-_ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_PLATFORMS": ""}
+_ENVIRONMENT = {
+    # PyTorch shares the GPU, and tests, which otherwise choose the CPU, take it.
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "JAX_PLATFORMS": "",
+    # Otherwise XLA tries kernels for each product, and compiles a training step for minutes.
+    "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false",
+}
 _RESULT = "result.json"
 
 
@@ -47,13 +52,21 @@ def parts(settings: argparse.Namespace, bindings: Sequence[str]) -> Mapping[str,
 
     files = [f"--gin_file=gin/models/{name}.gin" for name in MODELS]
     rows = f"--batch_size={settings.batch_size}"
-    tests = ["pytest", "-n", "0", "-m", "gpu and not slow", *settings.tests]
+    # Collecting all tests takes longer than these.
+    files_of_tests = settings.tests or marked_tests(pathlib.Path("tests"))
+    tests = ["pytest", "-n", "4", "-m", "gpu and not slow", *files_of_tests]
     return {
         "ops": Part(bench("ops", f"--channels={settings.channels}", rows), 0.2),
         "train_step": Part(bench("train_step", rows, "--only_ours", *files, *bindings), 0.35),
         "decode": Part(bench("decode", rows, "--only_ours", *files, *bindings), 0.25),
         "tests": Part(tests, 0.2),
     }
+
+
+def marked_tests(folder: pathlib.Path) -> list[str]:
+    """Returns the files of tests that hold the mark `gpu`."""
+    files = sorted(folder.glob("test_*.py"))
+    return [str(path) for path in files if f"mark.{MARK}" in path.read_text()]
 
 
 def run(name: str, part: Part, folder: pathlib.Path, seconds: float) -> str:
@@ -111,7 +124,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--batch_size", type=int, default=8, help="rows")
     parser.add_argument("--channels", type=int, default=1024, help="channels of the operators")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--tests", nargs="*", default=[], help="files of tests (default: all)")
+    parser.add_argument(
+        "--tests", nargs="*", default=[], help="files of tests (default: marked ones)"
+    )
     settings, bindings = parser.parse_known_args(argv)
     unknown = [each for each in bindings if not each.startswith("--gin.")]
     if unknown:
