@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,16 +11,7 @@ import numpy as np
 _MOST_CAUSAL_TAPS = 4  # Of the kernels of causal-conv1d.
 
 
-class OnGPU:
-    """Work that PyTorch has queued on a GPU; `jax.block_until_ready` waits for it."""
-
-    def block_until_ready(self) -> None:
-        import torch
-
-        torch.cuda.synchronize()
-
-
-def find_sides(x: Any, kernel: Any, cotangent: Any) -> Mapping[str, Callable[[], OnGPU | None]]:
+def find_sides(x: Any, kernel: Any, cotangent: Any) -> Mapping[str, Callable[[], Any]]:
     """Returns forward and backward pass of the libraries that are installed and can run the case.
 
     They run on the GPU if PyTorch sees one, else on the CPU, where causal-conv1d does not run.
@@ -53,7 +45,7 @@ def _conv1d(taps: int) -> Callable[[Any, Any], Any]:
     return convolve
 
 
-def _timed(convolve: Callable[[Any, Any], Any], *arrays: Any) -> Callable[[], OnGPU | None]:
+def _timed(convolve: Callable[[Any, Any], Any], *arrays: Any) -> Callable[[], Any]:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,8 +60,11 @@ def _timed(convolve: Callable[[Any, Any], Any], *arrays: Any) -> Callable[[], On
     x.requires_grad_()
     kernel.requires_grad_()
 
-    def run() -> OnGPU | None:
+    # For `jax.block_until_ready`, which waits for what `run` has queued on a GPU.
+    queued = types.SimpleNamespace(block_until_ready=torch.cuda.synchronize)
+
+    def run() -> Any:
         torch.autograd.grad(convolve(x, kernel), (x, kernel), cotangent)
-        return OnGPU() if device == "cuda" else None
+        return queued if device == "cuda" else None
 
     return run
