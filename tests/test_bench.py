@@ -43,6 +43,19 @@ def test_sides_run_in_turns_after_one_run_that_does_not_count():
     assert all(found.repeats == 3 and found.seconds >= 0 for found in taken.values())
 
 
+@pytest.mark.parametrize(
+    ("num", "dropped"), [(2, 0), (5, 0), (8, 0), (9, 1), (11, 1), (12, 2), (15, 3)]
+)
+def test_the_interval_of_a_median_drops_what_chance_seldom_passes(num, dropped):
+    values = list(np.random.default_rng(num).permutation(num).astype(float))
+    assert timing.median_interval(values) == (dropped, num - 1 - dropped)
+    if num >= 6:
+        # How often the interval of normal values holds zero, their median.
+        drawn = np.random.default_rng(0).normal(size=(4000, num))
+        low, high = np.array([timing.median_interval(row) for row in drawn]).T
+        assert np.mean((low < 0) & (high > 0)) > 0.94
+
+
 def test_short_programs_are_queued_and_only_the_last_is_waited_for():
     events = []
 

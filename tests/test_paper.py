@@ -207,8 +207,8 @@ def records(*seconds):
             "case": case,
             "length": length,
             "seconds": value,
-            "least_seconds": 0.9 * value,
-            "greatest_seconds": 1.2 * value,
+            "low_seconds": 0.9 * value,
+            "high_seconds": 1.2 * value,
             "flops": 100,
         }
         for length, pair in zip((128, 512), seconds, strict=True)
@@ -219,7 +219,7 @@ def records(*seconds):
 class TestCosts:
     claim = CostClaim(text="cheaper", first="t5", second="dynamic")
 
-    def test_are_ratios_with_the_range_of_the_repeats(self):
+    def test_are_ratios_with_the_interval_of_the_repeats(self):
         found = evidence.of_costs(self.claim, records((2.0, 1.0), (8.0, 2.0)))
         assert [line.name for line in found.lines] == ["128 tokens", "512 tokens"]
         assert [line.mean for line in found.lines] == [2.0, 4.0]
@@ -237,7 +237,7 @@ class TestCosts:
     def test_must_be_less_at_every_length(self, seconds, verdict):
         assert evidence.of_costs(self.claim, records(*seconds)).verdict == verdict
 
-    def test_without_a_range_are_exact(self):
+    def test_without_an_interval_are_exact(self):
         claim = CostClaim(text="", first="t5", second="dynamic", quantity="flops")
         found = evidence.of_costs(claim, records((1.0, 1.0), (1.0, 1.0)))
         assert found.interval == (1.0, 1.0)

@@ -1,5 +1,6 @@
 """Times the sides of a comparison in alternation, so that noise affects all of them."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,14 +14,15 @@ class Timing(NamedTuple):
 
     Attributes:
         seconds: wall-clock time.
-        least_seconds, greatest_seconds: its range over the repeats.
+        low_seconds, high_seconds: 95 % interval of that median; with fewer than six repeats, their
+            range.
         cpu_seconds: CPU time of all cores, which is less sensitive to other load.
         repeats: number of repeats.
     """
 
     seconds: float
-    least_seconds: float
-    greatest_seconds: float
+    low_seconds: float
+    high_seconds: float
     cpu_seconds: float
     repeats: int
 
@@ -69,12 +71,24 @@ def run_queued(call: Callable[[], Any], calls: int) -> None:
     jax.block_until_ready(call())
 
 
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the 95 % interval of the median of the distribution that the values are drawn from.
+
+    It ends at the k-th smallest and the k-th largest of n values, with the largest k for which
+    1 - 2 P(Binomial(n, 1/2) < k) is at least 0.95; k is 1 if there is none. One slow value of nine
+    or more does not widen it, unlike the range.
+    """
+    values, num = sorted(values), len(values)
+    ends = [
+        k
+        for k in range(1, num // 2 + 1)
+        if 2 * sum(math.comb(num, i) for i in range(k)) <= 0.05 * 2**num
+    ]
+    k = max(ends, default=1)
+    return values[k - 1], values[-k]
+
+
 def _median(times: Sequence[tuple[float, float]]) -> Timing:
     walls, processors = zip(*times, strict=True)
-    return Timing(
-        statistics.median(walls),
-        min(walls),
-        max(walls),
-        statistics.median(processors),
-        len(times),
-    )
+    median = statistics.median(walls)
+    return Timing(median, *median_interval(walls), statistics.median(processors), len(times))

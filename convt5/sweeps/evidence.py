@@ -29,7 +29,7 @@ class Line(NamedTuple):
         ends: the metric at the first and at the second value of the contrast, as means; None for a
             difference of differences.
         values: paired differences, a mean for each seed; of costs, the first divided by the second.
-        interval: 95 % interval of their mean over seeds; of costs, the range over repeats. None for
+        interval: 95 % interval of their mean over seeds; of costs, that over repeats. None for
             fewer than two values.
         counts: whether it counts towards the verdict (`Claim.least`).
     """
@@ -102,7 +102,7 @@ def of_claim(claim: Claim, studies: Mapping[str, Study]) -> Evidence:
 def of_costs(claim: CostClaim, records: Sequence[Mapping[str, Any]]) -> Evidence:
     """Returns the evidence of benchmark records: how many times the cost of `second` `first` has.
 
-    The claim is reproduced if `second` costs less at every length, beyond the range of repeats.
+    The claim is reproduced if `second` costs less at every length, beyond the intervals of repeats.
     """
     by_case = {
         (record["case"], record["length"]): record
@@ -115,7 +115,9 @@ def of_costs(claim: CostClaim, records: Sequence[Mapping[str, Any]]) -> Evidence
         pair = [by_case.get((case, length)) for case in (claim.first, claim.second)]
         if pair[0] is None or pair[1] is None:
             continue
-        first, second = (_range(record, claim.quantity) for record in pair if record is not None)
+        first, second = (
+            _interval_of(record, claim.quantity) for record in pair if record is not None
+        )
         lines.append(
             Line(
                 f"{length:,} tokens",
@@ -217,13 +219,13 @@ def _mean_interval(lines: Sequence[Line]) -> tuple[float, float] | None:
     return lines[0].interval if len(lines) == 1 else _interval([line.mean for line in lines])
 
 
-def _range(record: Mapping[str, Any], quantity: str) -> tuple[float, float, float]:
-    """Returns the least, the median and the greatest of the repeats of a measurement."""
+def _interval_of(record: Mapping[str, Any], quantity: str) -> tuple[float, float, float]:
+    """Returns a measurement between the ends of its interval, which is itself without one."""
     value = float(record[quantity])
     return (
-        float(record.get(f"least_{quantity}", value)),
+        float(record.get(f"low_{quantity}", value)),
         value,
-        float(record.get(f"greatest_{quantity}", value)),
+        float(record.get(f"high_{quantity}", value)),
     )
 
 

@@ -19,10 +19,10 @@ _RULE = (
     "differ in what the claim names; a positive difference agrees with the claim. The interval of "
     "a line is that of its mean over seeds, the interval of a claim that of the mean over its "
     "lines (over the seeds of a single line): 95 %, by Student's t. Of costs, a line is the cost "
-    "of the first model divided by that of the second, and its interval the range of the repeats; "
-    "that of the claim spans its lines. A claim is reproduced if its interval lies above zero "
-    "(above one for costs), and not reproduced if it lies below. Otherwise nothing can be said at "
-    "this scale."
+    "of the first model divided by that of the second, and its interval follows from those of the "
+    "two medians; that of the claim spans its lines. A claim is reproduced if its interval lies "
+    "above zero (above one for costs), and not reproduced if it lies below. Otherwise nothing can "
+    "be said at this scale."
 )
 
 
