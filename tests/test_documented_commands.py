@@ -209,6 +209,7 @@ def cheap(name: str, argv: list[str]) -> list[str]:
     if name == "inspect" and {"--measure", "--prove"} & set(argv):
         argv = [word for word in argv if not word.startswith("--mesh=")]  # See test_proofs.
         sizes = [word for word in SMALL_TEXT if ".ConvT5Config." in word]
+        sizes += [f"--gin.architecture.StackConfig.{name}=1" for name in ("num_layers", "dilation")]
         return [*argv, *sizes, "--encoder_length=48", "--decoder_length=16"]
     if name == "bench":
         return [*argv, "--suites=ops", "--lengths=8", "--repeats=1"]

@@ -38,7 +38,8 @@ def test_products_have_their_flops_and_the_part_of_their_function():
 
 @pytest.mark.slow
 def test_operations_that_ran_have_the_flops_and_the_time_of_the_step():
-    (config,) = bench._models(["gin/models/dynamic_tiny.gin"], TINY).values()
+    settings = [*TINY, "architecture.StackConfig.num_layers=1"]
+    (config,) = bench._models(["gin/models/dynamic_tiny.gin"], settings).values()
     run, step = models.compiled_step(config, 64, 3)
     known = step_costs.operations(step.call.as_text())
     seconds, taken = step_costs.measured(run, 2)

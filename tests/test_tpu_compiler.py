@@ -107,9 +107,9 @@ def test_gradients_of_layers_over_fsdp_alone_are_scattered_and_not_sent_round(co
     flags = (
         *("--gin_file=gin/models/dynamic_base.gin", "--topology=v5e:2x4", "--json"),
         *("--gin.sharding.MeshConfig.data=1", "--gin.sharding.MeshConfig.fsdp=8"),
-        *("--batch_size=64", "--encoder_length=512", "--decoder_length=128"),
+        *("--batch_size=64", "--encoder_length=512", "--decoder_length=16"),
         "--gin.architecture.StackConfig.num_layers=1",
-        "--gin.architecture.ConvT5Config.vocab_size=1024",
+        "--gin.architecture.ConvT5Config.vocab_size=256",
     )
     assert inspect.main(flags) == 0
     report = json.loads(capsys.readouterr().out)
@@ -145,7 +145,9 @@ def test_scanned_layers_cost_what_they_cost_one_by_one(compiler):
         update, name = inspect_command.read_step(
             [str(ROOT / MODEL)],
             [
+                # Loops of two layers are unrolled.
                 "architecture.StackConfig.num_layers=3",
+                "architecture.ConvT5Config.vocab_size=256",
                 f"architecture.ConvT5Config.scan_layers={scan_layers}",
             ],
         )

@@ -354,12 +354,10 @@ def check_update_of_the_model(name: str, mesh: MeshConfig, **options):
 
 # Each pair of axes shares an array somewhere.
 UPDATES = [
-    ("relative", MeshConfig(data=1, tensor=8)),
     ("relative", MeshConfig(data=2, fsdp=2, tensor=2)),
     ("relative", MeshConfig(data=1, sequence=2, tensor=4)),
     ("relative", MeshConfig(data=1, fsdp=2, sequence=4)),
     ("learned", MeshConfig(data=4, sequence=2)),
-    ("learned", MeshConfig(data=1, fsdp=4, tensor=2)),
 ]
 
 

@@ -54,7 +54,8 @@ def parts(settings: argparse.Namespace, bindings: Sequence[str]) -> Mapping[str,
     rows = f"--batch_size={settings.batch_size}"
     # Collecting all tests takes longer than these.
     files_of_tests = settings.tests or marked_tests(pathlib.Path("tests"))
-    tests = ["pytest", "-n", "4", "-m", "gpu and not slow", *files_of_tests]
+    workers = min(4, os.cpu_count() or 1)
+    tests = ["pytest", f"-n{workers}", "-m", "gpu and not slow", *files_of_tests]
     return {
         "ops": Part(bench("ops", f"--channels={settings.channels}", rows), 0.2),
         "train_step": Part(bench("train_step", rows, "--only_ours", *files, *bindings), 0.35),
