@@ -326,7 +326,6 @@ def test_transformers_has_no_stem():
 
 
 MESHES = {
-    "data": MeshConfig(data=8),
     "fsdp_tensor": MeshConfig(data=2, fsdp=2, tensor=2),
     "sequence": MeshConfig(data=2, sequence=2, tensor=2),
 }

@@ -92,7 +92,7 @@ def statistics_of(leaves):
     return {name: x for name, x in leaves.items() if name.endswith(("norm/mean", "norm/variance"))}
 
 
-@pytest.mark.parametrize("mesh", quick([(8, 1, 1), (1, 8, 1), (2, 2, 2)], chosen=[(2, 2, 2)]))
+@pytest.mark.parametrize("mesh", quick([(1, 8, 1), (2, 2, 2)], chosen=[(2, 2, 2)]))
 def test_an_update_is_the_same_on_every_mesh(mesh):
     alone, spread = after_two_steps(), after_two_steps(mesh)
     for name, expected in alone.items():
@@ -125,9 +125,9 @@ def test_microbatches_move_running_statistics_by_their_mean():
         np.testing.assert_allclose(found[name], expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("mesh", quick([(8, 1, 1), (2, 2, 2)], chosen=[]))
-def test_microbatches_are_the_same_on_every_mesh(mesh):
-    alone, spread = after_two_steps(grad_accum_steps=2), after_two_steps(mesh, 2)
+@pytest.mark.slow
+def test_microbatches_are_the_same_on_a_mesh():
+    alone, spread = after_two_steps(grad_accum_steps=2), after_two_steps((2, 2, 2), 2)
     for name, expected in alone.items():
         np.testing.assert_allclose(spread[name], expected, rtol=2e-3, atol=2e-4, err_msg=name)
 
