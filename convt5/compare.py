@@ -18,7 +18,7 @@ from convt5.configuration import command_line
 from convt5.reports import figures, markdown, page, tables
 from convt5.reports.tables import Table
 from convt5.runtime import atomic_files, foreign_files, metric_names
-from convt5.runtime.amounts import duration
+from convt5.runtime.amounts import PREFIXES, short_number
 from convt5.text import vocabulary_files
 from convt5.training import run_overview
 from convt5.training.run_directory import SUMMARY_FILE
@@ -34,10 +34,10 @@ _MOST_SHOWN = 120  # Characters of names side by side in a legend.
 _INFINITE = 1e300  # Differences of larger values overflow.
 
 _DESCRIPTION = """\
-Compares one metric of several runs against training steps and training seconds. Writes a table
-(comparison.md, also printed), a page for the browser (comparison.html, one file that needs no
-network: curves to zoom and read off, settings that differ, costs, samples) and a plot
-(comparison.png, needs the extra 'plot'). Runs of different vocabularies are ranked by bits per
+Compares one metric of several runs against training steps, and against training time or FLOPs.
+Writes a table (comparison.md, also printed), a page for the browser (comparison.html, one file
+that needs no network: curves to zoom and read off, settings that differ, costs, samples) and a
+plot (comparison.png, needs the extra 'plot'). Runs of different vocabularies are ranked by bits per
 byte, with a warning."""
 
 _EXAMPLES = """\
@@ -58,12 +58,12 @@ class Point:
 
     Attributes:
         step: the step of the record.
-        seconds: training time up to then; NaN if not recorded.
+        spent: what training took up to then, by the clock; NaN if not recorded.
         value: the value.
     """
 
     step: int
-    seconds: float
+    spent: float
     value: float
 
 
@@ -93,14 +93,14 @@ class Run:
         return self.points[-1] if self.points else None
 
     @property
-    def seconds(self) -> float | None:
-        """Training time up to the last value; None if not recorded."""
-        known = self.last is not None and math.isfinite(self.last.seconds)
-        return self.last.seconds if self.last and known else None
+    def spent(self) -> float | None:
+        """What training took up to the last value; None if not recorded."""
+        known = self.last is not None and math.isfinite(self.last.spent)
+        return self.last.spent if self.last and known else None
 
-    def at_seconds(self, seconds: float) -> float | None:
-        """Returns the last value within `seconds` of training, or None."""
-        return next((p.value for p in reversed(self.points) if p.seconds <= seconds), None)
+    def at_spent(self, spent: float) -> float | None:
+        """Returns the last value for which training took at most so much, or None."""
+        return next((p.value for p in reversed(self.points) if p.spent <= spent), None)
 
     def at_step(self, step: int) -> float | None:
         """Returns the last value within `step` steps, or None."""
@@ -159,7 +159,8 @@ def _page(names: Sequence[str], table: Table, metric: str, clock: str, warning: 
         metric=metric,
         axes=axes,
         falling=[name for name in axes if metric_names.lower_is_better(name)],
-        clock=_time_name(clock),
+        clock=CLOCKS[clock].name,
+        unit=CLOCKS[clock].unit,
         warnings=[warning] if warning else [],
     )
 
@@ -221,46 +222,52 @@ def read_runs(
     """Reads run directories, each given as `DIR` or `NAME=DIR`, in the given order.
 
     Raises:
-        UserError: listing each directory without records of `metric`; or no run recorded the time
-            of the clock.
+        UserError: listing each directory without records of `metric`; or no run recorded what the
+            clock counts.
     """
     runs, faults = [], []
     for name, folder in _name_runs(names):
-        run_or_fault = _read_run(name, folder, metric, CLOCKS[clock])
+        run_or_fault = _read_run(name, folder, metric, CLOCKS[clock].key)
         if isinstance(run_or_fault, Run):
             runs.append(run_or_fault)
         else:
             faults.append(run_or_fault)
     errors.raise_all(faults, where="compare")
-    if clock != "wall" and all(run.seconds is None for run in runs):
+    if clock != "wall" and all(run.spent is None for run in runs):
+        needed = "flops_per_step" if clock == "flops" else CLOCKS[clock].key
         raise errors.UserError(
-            f"--clock={clock} needs {CLOCKS[clock]}, which none of the runs recorded; leave it out."
+            f"--clock={clock} needs {needed}, which none of the runs recorded; leave it out."
         )
     return runs
 
 
 def comparison(runs: Sequence[Run], *, metric: str = DEFAULT_METRIC, clock: str = "wall") -> Table:
-    """Returns a table of the runs, best last value first, with values at equal steps and time.
+    """Returns a table of the runs, best last value first, with values at equal steps and costs.
 
-    Equal steps and equal time are the maxima that all runs with values have reached.
+    Equal steps and equal costs by the clock are the maxima that all runs with values have reached.
     """
+    counted = CLOCKS[clock]
     steps = min((run.last.step for run in runs if run.last), default=0)
-    seconds = min((run.seconds for run in runs if run.seconds is not None), default=0.0)
+    spent = min((run.spent for run in runs if run.spent is not None), default=0.0)
     better = min if metric_names.lower_is_better(metric) else max
     rows = []
     for run in _best_first(runs, metric):
         best = better((point.value for point in run.points), default=None)
-        row = {"run": run.name, "steps": "", _time_name(clock): "", "s/step": ""}
+        row = {"run": run.name, "steps": "", counted.name: "", f"{counted.unit}/step": ""}
         if run.last is not None:
             row["steps"] = f"{run.last.step:,}"
-        if run.last is not None and run.seconds is not None:
-            row[_time_name(clock)] = duration(run.seconds)
-            row["s/step"] = f"{run.seconds / max(run.last.step, 1):.2f}"
+        if run.last is not None and run.spent is not None:
+            row[counted.name] = counted.text(run.spent)
+            per_step = run.spent / max(run.last.step, 1)
+            in_seconds = counted.unit == "s"
+            row[f"{counted.unit}/step"] = (
+                f"{per_step:.2f}" if in_seconds else short_number(per_step)
+            )
         row |= {
             f"last {metric}": _last_value(run, metric),
             f"best {metric}": _number(metric, best),
             f"at step {steps:,}": _number(metric, run.at_step(steps)),
-            f"at {duration(seconds)}": _number(metric, run.at_seconds(seconds)),
+            f"at {counted.text(spent)}": _number(metric, run.at_spent(spent)),
             "bits per byte": _number("bits_per_byte", run.bits_per_byte),
         }
         if clock == "wall":
@@ -278,7 +285,7 @@ def plot(
     metric: str = DEFAULT_METRIC,
     clock: str = "wall",
 ) -> None:
-    """Plots the metric of all runs against steps (left) and training time (right).
+    """Plots the metric of all runs against steps (left) and what they took by the clock (right).
 
     Raises:
         UserError: matplotlib is not installed.
@@ -289,18 +296,18 @@ def plot(
     height = 4.7 + 0.18 * math.ceil(len(runs) / num_columns)
     figure = figure_class(figsize=(11, height), layout="constrained")
     by_step, by_time = figure.subplots(1, 2, sharey=True)
-    unit, unit_seconds = _time_unit(max(run.seconds or 0.0 for run in runs))
+    unit, size = _unit(CLOCKS[clock].unit, max(run.spent or 0.0 for run in runs))
     ordered = _best_first(runs, metric)
     for number, run in enumerate(ordered):
         values = [point.value for point in run.points]
         style = figures.style(number, points=len(values))
         by_step.plot([point.step for point in run.points], values, **style)
-        by_time.plot([point.seconds / unit_seconds for point in run.points], values, **style)
-    for axes, name in ((by_step, "training steps"), (by_time, f"{_time_name(clock)} in {unit}")):
+        by_time.plot([point.spent / size for point in run.points], values, **style)
+    for axes, name in ((by_step, "training steps"), (by_time, f"{CLOCKS[clock].name} in {unit}")):
         axes.set_xlabel(name)
         axes.set_xlim(left=0)
         figures.tidy(axes)
-    if all(run.seconds is None for run in runs):
+    if all(run.spent is None for run in runs):
         by_time.text(0.5, 0.5, "not recorded", ha="center", transform=by_time.transAxes)
     by_step.set_ylabel(metric_names.axis(metric))
     _leave_out_the_start(by_step, runs, metric)
@@ -384,7 +391,7 @@ def _read_run(name: str, folder: pathlib.Path, metric: str, time_key: str) -> Ru
         return f"{folder} is no directory; give the run_dir of a run."
     if not (folder / METRICS_FILE).exists():
         return f"{folder} holds no {METRICS_FILE}, so it is no run directory; give run_dir itself."
-    records = read_metrics(folder)
+    records = run_overview.records(folder)
     finite = [_is_finite(record[metric]) for record in records if metric in record]
     points = tuple(
         Point(record["step"], record.get(time_key, math.nan), record[metric])
@@ -392,7 +399,7 @@ def _read_run(name: str, folder: pathlib.Path, metric: str, time_key: str) -> Ru
         if _is_finite(record.get(metric))
     )
     if not finite:
-        held = sorted({key for record in records for key in record} - {"step"})
+        held = sorted(_recorded_names(folder).keys() - {"step"})
         hint = errors.suggest(metric, held) or f" It records: {', '.join(held) or 'nothing yet'}."
         return f"{folder} has no record of {metric!r}; choose another with --metric.{hint}"
     speeds = _numbers(records, "tokens_per_second")
@@ -428,10 +435,6 @@ def _with_time(records: Sequence[dict[str, Any]], key: str) -> list[dict[str, An
     return filled
 
 
-def _time_name(clock: str) -> str:
-    return "training time" if clock == "wall" else "processor time"
-
-
 def _leave_out_the_start(axes: Any, runs: Sequence[Run], metric: str) -> None:
     """Limits the value axis to the part after the first tenth, in which losses fall most."""
     if not metric_names.lower_is_better(metric):
@@ -444,11 +447,12 @@ def _leave_out_the_start(axes: Any, runs: Sequence[Run], metric: str) -> None:
     axes.set_ylim(low - margin, high + margin)
 
 
-def _time_unit(seconds: float) -> tuple[str, float]:
-    for unit, size in (("hours", 3600.0), ("minutes", 60.0)):
-        if seconds >= 3 * size:
-            return unit, size
-    return "seconds", 1.0
+def _unit(unit: str, most: float) -> tuple[str, float]:
+    """Returns the name and the size of the unit in which an axis up to `most` is readable."""
+    times = [("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0)]
+    counts = [*((f"{prefix}{unit}", size) for size, prefix in PREFIXES), (unit, 1.0)]
+    units = times if unit == "s" else counts
+    return next((each for each in units if most >= 3 * each[1]), units[-1])
 
 
 def _number(metric: str, value: float | None) -> str:
@@ -485,7 +489,8 @@ def _parser() -> argparse.ArgumentParser:
         "--clock",
         choices=sorted(CLOCKS),
         default="wall",
-        help="wall-clock seconds of training, or processor seconds (default: wall)",
+        help="what is counted besides steps: wall-clock or processor seconds of training, or the "
+        "FLOPs of its steps as they were compiled (default: wall)",
     )
     parser.add_argument(
         f"--{figures.SUFFIX_FLAG.name}",

@@ -75,6 +75,45 @@ def test_time_can_be_that_of_the_processor(two_runs):
     assert "tokens/s" not in rows[0]
 
 
+def count_flops(folder: str, notes: dict[int, Any]) -> None:
+    """Notes what a step takes, by the step after which that holds."""
+    lines = [json.dumps({"step": s, "flops_per_step": f}) + "\n" for s, f in notes.items()]
+    (pathlib.Path(folder) / "machines.jsonl").write_text("".join(lines))
+
+
+def test_runs_are_compared_at_equal_flops(two_runs, tmp_path, drawn):
+    count_flops(two_runs[0], {0: 1e15})
+    # The first 25 steps were made with batches of half the size.
+    count_flops(two_runs[1], {0: 1e15, 25: 2e15})
+    runs = compare.read_runs(two_runs, clock="flops")
+    assert [[point.spent for point in run.points] for run in runs] == [
+        [2e16, 4e16, 6e16],
+        [2e16, 2.5e16 + 15 * 2e15],
+    ]
+    rows = compared(runs, clock="flops")
+    assert [row["training FLOPs"] for row in rows] == ["55 PFLOP", "60 PFLOP"]
+    assert [row["FLOP/step"] for row in rows] == ["1.38P", "1P"]
+    assert [row["at 55 PFLOP"] for row in rows] == ["3.0000", "4.0000"]
+    compare.main([*two_runs, "--clock=flops", f"--output={tmp_path}"])
+    page = (tmp_path / "comparison.html").read_text()
+    assert '"clock": "training FLOPs", "unit": "FLOP"' in page
+    assert "[20, 2e+16, 4.5]" in page
+    (figure,) = drawn
+    assert figure.axes[1].get_xlabel() == "training FLOPs in PFLOP"
+    ends = [line.get_xdata()[-1] for line in figure.axes[1].lines]
+    assert ends == pytest.approx([55, 60])
+
+
+@pytest.mark.parametrize("notes", [{0: None}, {0: "many"}, {30: 1e15}, {0: 1e15, 10: None}])
+def test_flops_that_are_not_known_from_the_first_step_on_are_left_out(two_runs, notes):
+    count_flops(two_runs[0], {0: 1e15})
+    count_flops(two_runs[1], notes)
+    runs = compare.read_runs(two_runs, clock="flops")
+    assert [run.spent for run in runs] == [6e16, None]
+    with pytest.raises(UserError, match="--clock=flops needs flops_per_step, which none"):
+        compare.read_runs([two_runs[1]], clock="flops")
+
+
 def test_table_is_aligned_as_plain_text(two_runs):
     lines = markdown.sections([compare.comparison(compare.read_runs(two_runs))]).splitlines()
     assert len({len(line) for line in lines}) == 1

@@ -260,7 +260,13 @@ def test_durations_are_readable(seconds, text):
 
 @pytest.mark.parametrize(
     ("value", "unit", "text"),
-    [(312, "", "312"), (12345, "", "12.3k"), (7.89e9, "B", "7.89 GB"), (5, "B", "5 B")],
+    [
+        (312, "", "312"),
+        (12345, "", "12.3k"),
+        (7.89e9, "B", "7.89 GB"),
+        (5, "B", "5 B"),
+        (2e17, "FLOP", "200 PFLOP"),
+    ],
 )
 def test_counts_are_readable(value, unit, text):
     assert run_log.short_number(value, unit) == text

@@ -28,12 +28,12 @@ class Curve(NamedTuple):
 
     Attributes:
         steps: ascending.
-        seconds: of training until then; NaN where they are not known.
+        spent: what training took until then, in the unit of the page; NaN where it is not known.
         values: NaN where they are not finite.
     """
 
     steps: Sequence[int]
-    seconds: Sequence[float]
+    spent: Sequence[float]
     values: Sequence[float]
 
 
@@ -61,7 +61,8 @@ class Page(NamedTuple):
         metric: shown first.
         axes: names of metrics with their units.
         falling: metrics of which less is better: their start is left out at first.
-        clock: what seconds are seconds of.
+        clock: what training takes besides steps, such as time.
+        unit: in which that is counted: "s", which is shown as hours and minutes, or any other.
         warnings: above all else.
     """
 
@@ -72,6 +73,7 @@ class Page(NamedTuple):
     axes: Mapping[str, str]
     falling: Sequence[str]
     clock: str = "training time"
+    unit: str = "s"
     warnings: Sequence[str] = ()
 
 
@@ -116,6 +118,7 @@ def _data(page: Page) -> dict[str, Any]:
         "names": {name: printable(page.axes.get(name, name)) for name in metrics},
         "falling": list(page.falling),
         "clock": page.clock,
+        "unit": page.unit,
         "warnings": list(page.warnings),
         "runs": [
             {
@@ -138,10 +141,10 @@ def _data(page: Page) -> dict[str, Any]:
 
 
 def _points(curve: Curve, most: int) -> list[list[float | None]]:
-    """Returns step, seconds and value of points of a curve, the last among them."""
+    """Returns steps, what they took, and values of points of a curve, the last among them."""
     every = max(1, math.ceil(len(curve.steps) / most))
     kept = range((len(curve.steps) - 1) % every, len(curve.steps), every)
-    return [[curve.steps[i], _finite(curve.seconds[i]), _finite(curve.values[i])] for i in kept]
+    return [[curve.steps[i], _finite(curve.spent[i]), _finite(curve.values[i])] for i in kept]
 
 
 def _finite(value: float) -> float | None:

@@ -2,6 +2,9 @@
 
 import math
 
+PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+"""Sizes and names of the prefixes of units, the largest first."""
+
 
 def duration(seconds: float) -> str:
     """Formats a time: 8s, 3m 05s, 2h 07m, 4d 03h. NaN and infinity become "nan" and "inf"."""
@@ -21,7 +24,7 @@ def duration(seconds: float) -> str:
 
 def short_number(value: float, unit: str = "") -> str:
     """Formats a count: 312, 12.3k, 4.56M; with a unit 7.89 GB."""
-    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for size, prefix in PREFIXES:
         if abs(value) >= size:
             return f"{value / size:.3g}{' ' * bool(unit)}{prefix}{unit}"
     return f"{value:.3g}{' ' * bool(unit)}{unit}"

@@ -17,8 +17,31 @@ from convt5.runtime import foreign_files, metric_names
 from convt5.runtime.amounts import duration, short_number
 from convt5.training import run_directory, run_log
 
-CLOCKS = {"wall": "train_seconds", "processor": "train_cpu_seconds"}
-"""What can count as training time; processor seconds suit a machine that others use too."""
+
+class Clock(NamedTuple):
+    """What training takes besides steps.
+
+    Attributes:
+        name: as tables and pages call it.
+        key: of it in records.
+        unit: "s" or "FLOP".
+    """
+
+    name: str
+    key: str
+    unit: str = "s"
+
+    def text(self, value: float) -> str:
+        """Returns an amount as it is shown."""
+        return duration(value) if self.unit == "s" else short_number(value, self.unit)
+
+
+CLOCKS = {
+    "wall": Clock("training time", "train_seconds"),
+    "processor": Clock("processor time", "train_cpu_seconds"),
+    "flops": Clock("training FLOPs", "train_flops", "FLOP"),
+}
+"""What runs can be compared at; processor seconds suit a machine that others use too."""
 
 _BINDING = re.compile(r"([\w./-]+) = (.*)")
 _FOLDERS = re.compile(r"RUN_DIR|.*trainer\.train\.run_dir")
@@ -55,7 +78,7 @@ def read(run_dir: epath.PathLike) -> Overview:
     folder = epath.Path(run_dir)
     machines = run_log.read_notes(folder / run_log.MACHINES_FILE)
     return Overview(
-        run_log.read_metrics(folder),
+        _with_flops(run_log.read_metrics(folder), machines),
         _settings(folder / run_directory.CONFIG_FILE),
         run_log.read_samples(folder),
         machines[max(machines)] if machines else {},
@@ -63,17 +86,53 @@ def read(run_dir: epath.PathLike) -> Overview:
     )
 
 
+def records(run_dir: epath.PathLike) -> list[dict[str, Any]]:
+    """Returns the records of a run with the FLOPs until then; NaN if those of a step are unknown.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    folder = epath.Path(run_dir)
+    machines = run_log.read_notes(folder / run_log.MACHINES_FILE)
+    return _with_flops(run_log.read_metrics(folder), machines)
+
+
+def _with_flops(
+    records: Sequence[Mapping[str, Any]], machines: Mapping[int, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Adds FLOPs, those of steps as they were compiled, which a run that goes on does anew; or NaN.
+
+    Args:
+        records: of a run.
+        machines: what its steps take, by the step after which that holds.
+    """
+    starts = sorted(machines)
+
+    def until(step: int) -> float:
+        # Of steps before the first note, and of those without a count, nothing is known.
+        total = 0.0 if starts and starts[0] == 0 else math.nan
+        for start, end in zip(starts, [*starts[1:], math.inf], strict=False):
+            if step > start:
+                note = machines[start]
+                known = _is_number(note, "flops_per_step")
+                total += (min(step, end) - start) * (note["flops_per_step"] if known else math.nan)
+        return total
+
+    return [{**record, CLOCKS["flops"].key: until(record["step"])} for record in records]
+
+
 def page_run(name: str, overview: Overview, *, clock: str = "wall") -> page.Run:
     """Returns a run for a page: every metric that it recorded but the clocks."""
     points: dict[str, list[tuple[int, float, float]]] = {}
-    seconds = math.nan
+    keys = {"step", *(each.key for each in CLOCKS.values())}
+    spent = math.nan
     for record in overview.records:
         step = record["step"]
         # A record without its time has that of the one before.
-        seconds = float(record.get(CLOCKS[clock], 0.0 if step == 0 else seconds))
+        spent = float(record.get(CLOCKS[clock].key, 0.0 if step == 0 else spent))
         for metric, value in record.items():
-            if metric != "step" and metric not in CLOCKS.values():
-                points.setdefault(metric, []).append((step, seconds, float(value)))
+            if metric not in keys:
+                points.setdefault(metric, []).append((step, spent, float(value)))
     curves = {metric: page.Curve(*zip(*own, strict=True)) for metric, own in points.items()}
     return page.Run(name, curves, overview.samples)
 
@@ -84,7 +143,7 @@ def costs(overviews: Mapping[str, Overview]) -> Table:
     for name, overview in overviews.items():
         machine, last = overview.machine, overview.records[-1] if overview.records else {}
         parameters = overview.summary.get("num_parameters") or machine.get("parameters")
-        times = {key: _last(overview.records, key) for key in CLOCKS.values()}
+        spent = {c: _last(overview.records, c.key) for c in CLOCKS.values()}
         speeds = [r["tokens_per_second"] for r in overview.records if _is_number(r, _SPEED)]
         rows.append(
             [
@@ -92,16 +151,17 @@ def costs(overviews: Mapping[str, Overview]) -> Table:
                 f"{last['step']:,}" if last else "",
                 _amount(parameters),
                 _amount(machine.get("flops_per_token")),
-                *("" if value is None else duration(value) for value in times.values()),
+                *("" if value is None else clock.text(value) for clock, value in spent.items()),
                 f"{statistics.median(speeds):,.0f}" if speeds else "",
             ]
         )
-    columns = ["run", "steps", "parameters", "FLOPs per token", "training time"]
+    columns = ["run", "steps", "parameters", "FLOPs per token"]
+    columns += [*(clock.name for clock in CLOCKS.values()), "tokens/s"]
     notes = [
-        "FLOPs per token: of a training step as it was compiled, over its source and target "
-        "tokens; times: without compilation and evaluation, on the machine of the run."
+        "FLOPs: of training steps as they were compiled, over source and target tokens; times: "
+        "without compilation and evaluation, on the machine of the run."
     ]
-    return Table("Costs", [*columns, "processor time", "tokens/s"], rows, notes)
+    return Table("Costs", columns, rows, notes)
 
 
 def machines(overviews: Mapping[str, Overview]) -> Table:
@@ -136,8 +196,9 @@ def _last(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _is_number(record: Mapping[str, Any], key: str) -> bool:
-    """What is not finite stands there as text."""
-    return isinstance(record.get(key), int | float)
+    """Returns whether a value is a finite number; others may stand there as text."""
+    value = record.get(key)
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _amount(value: Any) -> str:
