@@ -52,22 +52,14 @@ def parts(settings: argparse.Namespace, bindings: Sequence[str]) -> Mapping[str,
 
     files = [f"--gin_file=gin/models/{name}.gin" for name in MODELS]
     rows = f"--batch_size={settings.batch_size}"
-    # Collecting all tests takes longer than these.
-    files_of_tests = settings.tests or marked_tests(pathlib.Path("tests"))
     workers = min(4, os.cpu_count() or 1)
-    tests = ["pytest", f"-n{workers}", "-m", "gpu and not slow", *files_of_tests]
+    tests = ["pytest", f"-n{workers}", "-m", "gpu and not slow", *settings.tests]
     return {
         "ops": Part(bench("ops", f"--channels={settings.channels}", rows), 0.2),
         "train_step": Part(bench("train_step", rows, "--only_ours", *files, *bindings), 0.35),
         "decode": Part(bench("decode", rows, "--only_ours", *files, *bindings), 0.25),
         "tests": Part(tests, 0.2),
     }
-
-
-def marked_tests(folder: pathlib.Path) -> list[str]:
-    """Returns the files of tests that hold the mark `gpu`."""
-    files = sorted(folder.glob("test_*.py"))
-    return [str(path) for path in files if f"mark.{MARK}" in path.read_text()]
 
 
 def run(name: str, part: Part, folder: pathlib.Path, seconds: float) -> str:
