@@ -352,8 +352,9 @@ def check_update_of_the_model(name: str, mesh: MeshConfig, **options):
     assert_same_state(found, expected)
 
 
-# Each pair of axes shares an array somewhere.
+# Each pair of axes shares an array somewhere; the first leaves one head to each device.
 UPDATES = [
+    ("relative", MeshConfig(data=1, tensor=8)),
     ("relative", MeshConfig(data=2, fsdp=2, tensor=2)),
     ("relative", MeshConfig(data=1, sequence=2, tensor=4)),
     ("relative", MeshConfig(data=1, fsdp=2, sequence=4)),
