@@ -237,6 +237,14 @@ class TestCosts:
     def test_must_be_less_at_every_length(self, seconds, verdict):
         assert evidence.of_costs(self.claim, records(*seconds)).verdict == verdict
 
+    def test_that_are_times_without_an_interval_are_not_measured(self):
+        # Such as the range that earlier versions recorded, by other names.
+        known = [
+            {key: value for key, value in record.items() if key != "low_seconds"}
+            for record in records((2.0, 1.0), (8.0, 2.0))
+        ]
+        assert evidence.of_costs(self.claim, known).lines == ()
+
     def test_without_an_interval_are_exact(self):
         claim = CostClaim(text="", first="t5", second="dynamic", quantity="flops")
         found = evidence.of_costs(claim, records((1.0, 1.0), (1.0, 1.0)))

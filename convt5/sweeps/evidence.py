@@ -103,11 +103,14 @@ def of_costs(claim: CostClaim, records: Sequence[Mapping[str, Any]]) -> Evidence
     """Returns the evidence of benchmark records: how many times the cost of `second` `first` has.
 
     The claim is reproduced if `second` costs less at every length, beyond the intervals of repeats.
+    Times without an interval, as earlier versions recorded them, are not measured.
     """
+    is_time = claim.quantity == "seconds"
+    ends = ("low_seconds", "seconds", "high_seconds") if is_time else (claim.quantity,) * 3
     by_case = {
         (record["case"], record["length"]): record
         for record in records
-        if record.get("suite") == "train_step" and claim.quantity in record
+        if record.get("suite") == "train_step" and all(end in record for end in ends)
     }
     lengths = sorted({length for case, length in by_case if case == claim.first})
     lines = []
@@ -116,7 +119,7 @@ def of_costs(claim: CostClaim, records: Sequence[Mapping[str, Any]]) -> Evidence
         if pair[0] is None or pair[1] is None:
             continue
         first, second = (
-            _interval_of(record, claim.quantity) for record in pair if record is not None
+            [float(record[end]) for end in ends] for record in pair if record is not None
         )
         lines.append(
             Line(
@@ -217,16 +220,6 @@ def _mean_interval(lines: Sequence[Line]) -> tuple[float, float] | None:
     if any(len(line.values) < 2 for line in lines):
         return None
     return lines[0].interval if len(lines) == 1 else _interval([line.mean for line in lines])
-
-
-def _interval_of(record: Mapping[str, Any], quantity: str) -> tuple[float, float, float]:
-    """Returns a measurement between the ends of its interval, which is itself without one."""
-    value = float(record[quantity])
-    return (
-        float(record.get(f"low_{quantity}", value)),
-        value,
-        float(record.get(f"high_{quantity}", value)),
-    )
 
 
 def _verdict(interval: tuple[float, float] | None, no_effect: float) -> Verdict:
