@@ -406,6 +406,17 @@ def test_threads_make_the_blocks_that_one_makes(monkeypatch):
     assert len({str(digest) for digest in expected}) == len(places)
 
 
+def test_any_number_of_cores_makes_the_same_blocks(monkeypatch):
+    places, digests, threads = [mixing.BlockPlace(epoch) for epoch in range(2)], [], []
+    for count in (1, 7, 32):
+        monkeypatch.setattr(task_blocks.cores, "shares", lambda _, n=count: [list(range(n))])
+        blocks = config(text_task(some_texts, [doubled])).task_blocks()["texts"]
+        digests.append(block_digests(blocks, places))
+        threads.append(task_blocks.options().threading.private_threadpool_size)
+    assert digests == digests[:1] * 3
+    assert threads == [1, 1, 8]
+
+
 def test_a_block_that_failed_leaves_the_next_ones_as_they_are():
     is_broken = [False]
 

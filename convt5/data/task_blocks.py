@@ -20,7 +20,7 @@ from convt5 import errors
 from convt5.data import row_ends
 from convt5.data.mixing import NO_BLOCK, Block, BlockPlace, seeds
 from convt5.data.rows import Examples, Ragged
-from convt5.runtime import quiet_imports
+from convt5.runtime import cores, quiet_imports
 from convt5.tasks import vocabularies
 
 quiet_imports.hide_accelerators(tf)
@@ -38,6 +38,7 @@ _WINDOWS_AHEAD = 16  # Read while a block is made: as many as a block has.
 # Sources without their own shuffling are shuffled fully up to this many examples, else in a buffer.
 _SHUFFLED_WHOLLY, _SHUFFLED = 100_000, 1_000
 _RAGGED_BATCH = 512
+_CORES_PER_THREAD = 4
 # Random operations whose seeds are fixed when they are traced.
 _STATEFUL_RANDOM_OPS = frozenset(
     {
@@ -470,9 +471,12 @@ def options(*, in_order: bool = False) -> tf.data.Options:
     """
     options = tf.data.Options()
     options.deterministic = True
+    # Threads that pass examples to one another take a fifth more processor time than one. Where
+    # there are few cores, the training step needs them.
+    num_threads = 1 if in_order else max(1, len(cores.shares(1)[0]) // _CORES_PER_THREAD)
+    options.threading.private_threadpool_size = num_threads
     options.threading.max_intra_op_parallelism = 1
-    if in_order:
-        options.threading.private_threadpool_size = 1
+    options.experimental_optimization.map_parallelization = num_threads > 1
     # The autotuner's thread sometimes misses the call to end (seen with TensorFlow 2.21). Dropping
     # the iterator, after an evaluation or at exit, then waits for it for up to a minute.
     options.autotune.enabled = False
