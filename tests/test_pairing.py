@@ -16,6 +16,7 @@ from convt5.configuration import gin_config
 from convt5.errors import UserError
 from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.sweeps import analysis, equal_cost, profile, running
+from convt5.sweeps.study import Point
 from convt5.vision import costs as vision_costs
 
 LENGTHS = {"encoder_length": 96, "decoder_length": 12}
@@ -175,8 +176,8 @@ def test_a_study_of_models_of_images_over_an_axis_shows_what_they_cost(tmp_path)
     assert running.run_all(asked, launch=launch) == 4
     table = profile.cost_table(asked)
     found = table[("c",), "0.001"]
-    files = ["gin/runs/digits.gin", "gin/models/vit_c_tiny.gin"]
-    total = vision_costs.model_cost(equal_cost.describe(files, []).model).total
+    point = Point({}, ("gin/runs/digits.gin", "gin/models/vit_c_tiny.gin"), ())
+    total = vision_costs.model_cost(equal_cost.describe(point).model).total
     assert (found.parameters, found.flops) == (total.parameters, 2 * total.multiply_adds)
     assert (found.memory, found.seconds) == (None, 7.0)
     lines = profile.lines(asked, analysis.results(asked))

@@ -953,7 +953,7 @@ class TestOverAnAxis:
     def test_every_run_has_the_cost_of_the_reference_at_its_own_length(self, tmp_path):
         costs_of = {}
         for point in self.study(tmp_path).points():
-            run = equal_cost.describe(point.gin_files, point.bindings)
+            run = equal_cost.describe(point)
             cost = costs.model_cost(run.model, **equal_cost.lengths(run))
             labels = point.labels
             found = cost.parameters if labels["equal"] == "parameters" else cost.forward_flops
@@ -1024,7 +1024,7 @@ class TestOverAnAxis:
             for more in ({}, parts)
         )
         memory = [
-            profile._text_cost(equal_cost.describe(point.gin_files, point.bindings))[2]
+            profile._text_cost(equal_cost.describe(point))[2]
             for point in (next(whole.points()), next(split.points()))
         ]
         assert memory[1] < memory[0]

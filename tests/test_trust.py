@@ -447,6 +447,82 @@ def test_the_settings_of_a_results_file_are_compared_and_never_read_as_gin(place
     assert "run of other settings" in refused(place, use(sweep.main, *arguments))
 
 
+CALL = {
+    "trainer.train.eval_every_steps": "@sweeps.running.subprocess.getoutput()",
+    "sweeps.running.subprocess.getoutput.cmd": "touch {sprung}",
+}
+
+
+def study_with(place, **settings) -> pathlib.Path:
+    """A study of a stranger, beside the run that came with it."""
+    study = {
+        "output_dir": "study",
+        "gin_files": ["gin/runs/digits.gin"],
+        "rows": ["NUM_STEPS"],
+        "metric": "validation/accuracy",
+        **settings,
+    }
+    axes = study.pop("axes", {"NUM_STEPS": [1]})
+    file = place.run / "study.gin"
+    file.write_text(
+        f"{HEAD}from convt5 import sweeps\nsweeps.Grid.axes = {axes!r}\n"
+        "sweeps.Study.grids = [@sweeps.Grid()]\n"
+        + "".join(f"sweeps.Study.{name} = {value!r}\n" for name, value in study.items())
+    )
+    return file
+
+
+def paper_with(place, study: pathlib.Path, **settings) -> pathlib.Path:
+    """A paper of a stranger with one study."""
+    paper = {"page": "page.md", "title": "Paper", **settings}
+    paper.setdefault("studies", {"one": {"gin_file": str(study)}})
+    file = place.run / "paper.gin"
+    file.write_text(
+        f"{HEAD}from convt5 import sweeps\n"
+        "sweeps.Paper.questions = [@sweeps.Question()]\nsweeps.Question.title = 'Which?'\n"
+        "sweeps.Question.claims = [@sweeps.CostClaim()]\nsweeps.CostClaim.text = 'Less.'\n"
+        "sweeps.CostClaim.first = 'a'\nsweeps.CostClaim.second = 'b'\n"
+        + "".join(f"sweeps.Paper.{name} = {value!r}\n" for name, value in paper.items())
+    )
+    return file
+
+
+@pytest.mark.parametrize("setting", ["bindings", "axes", "first_stage", "paper"])
+def test_settings_of_a_study_that_came_with_a_model_run_nothing(place, setting):
+    call = {name: value.format(sprung=place.sprung) for name, value in CALL.items()}
+    if setting == "paper":
+        reference = {f"sweeps.Study.{n}": v for n, v in zip(["metric"], call.values(), strict=False)}
+        command = {name: v for name, v in call.items() if name.endswith(".cmd")}
+        studies = {"one": {"gin_file": str(study_with(place)), **reference, **command}}
+        file = paper_with(place, place.run / "study.gin", studies=studies)
+    elif setting == "axes":
+        file = study_with(place, axes={"NUM_STEPS": {"1": call}})
+    else:
+        file = study_with(place, **{setting: call})
+    message = refused(place, use(sweep.main, f"--gin_file={file}", "--dry_run"))
+    assert "subprocess.getoutput" in message
+    assert "is not a setting of convt5" in message
+    own = place.folder / "own"
+    own.mkdir()
+    shutil.move(file, own / file.name)
+    with contextlib.suppress(errors.UserError):
+        sweep.main([f"--gin_file={own / file.name}", "--dry_run"])
+    assert place.sprung.exists()
+
+
+def test_references_of_a_study_that_came_with_a_model_may_be_settings(place):
+    schedule = {"trainer.train.schedule": "@schedule.Constant()", "schedule.Constant.rate": 0.1}
+    file = study_with(place, bindings=schedule)
+    sweep.main([f"--gin_file={file}", "--dry_run"])
+
+
+@pytest.mark.parametrize("flag", ["trust", "t5x", "gin.MODEL", "t5x=folder"])
+def test_a_paper_that_came_with_a_model_gives_the_benchmark_no_modules(place, flag):
+    file = paper_with(place, study_with(place), bench={flag: "evil"})
+    message = refused(place, use(sweep.main, f"--gin_file={file}", "--dry_run"))
+    assert f"bench has {flag!r}" in message
+
+
 @pytest.mark.parametrize("name", ["huggingface:mnist/x:1.0.0", "kaggle:mnist:1.0.0", "a:b"])
 def test_a_data_set_of_tfds_is_not_one_whose_code_is_downloaded(name):
     with pytest.raises(errors.UserError, match="would download and run"):

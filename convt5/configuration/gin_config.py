@@ -75,6 +75,7 @@ def load(
     supplied: Sequence[str] = (),
     related: Sequence[str] = (),
     trusted: Sequence[str] = (),
+    own_bindings: bool = True,
 ) -> Config:
     """Returns the checked configuration of `files` in order, then `bindings`.
 
@@ -88,13 +89,15 @@ def load(
             reached.
         trusted: modules besides convt5's that files of a model may import and name. Modules that
             the user's own gin files import are trusted too.
+        own_bindings: False for bindings that a file of a model has; they may name no more than it.
 
     Raises:
         Untrusted: a file of a model names something that could run code; nothing was imported.
         UserError: lists every fault of the first kind found: unreadable files, unknown macros,
             unknown names or parameters, values of a wrong type, or missing required values.
     """
-    statements = [*gin_files.read_all(files), *map(_command_line_binding, bindings)]
+    parsed = (_command_line_binding(text, own_bindings) for text in bindings)
+    statements = [*gin_files.read_all(files), *parsed]
     imports = [s for s in statements if isinstance(s, Import)]
     trusts = trust.Trust(trusted, imports)
     trusts.check_imports(imports)
@@ -140,7 +143,7 @@ def folder(parts: Sequence[str]) -> str:
     return posixpath.join(*parts)
 
 
-def _command_line_binding(text: str) -> Binding:
+def _command_line_binding(text: str, is_own: bool) -> Binding:
     """Parses `NAME=VALUE`; a value that is not a gin literal is text, if unambiguous."""
     name, equals, value = text.partition("=")
     flag = f"--gin.{name.strip()}"
@@ -163,7 +166,7 @@ def _command_line_binding(text: str) -> Binding:
                 "this must stand in quotes."
             ) from None
         parsed = value
-    return Binding(scope, selector, parameter, parsed, Location(flag))
+    return Binding(scope, selector, parameter, parsed, Location(flag, is_own=is_own))
 
 
 def _unwrap_errors(build: Callable[[], Any]) -> Any:

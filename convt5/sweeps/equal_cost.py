@@ -28,6 +28,8 @@ class Described(Protocol):
     def bindings(self) -> tuple[str, ...]: ...
     @property
     def trust(self) -> tuple[str, ...]: ...
+    @property
+    def is_own(self) -> bool: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,9 +82,7 @@ class Pairing:
             return {}
         own_run: Any
         reference_run: Any
-        own_run, reference_run = (
-            describe(p.gin_files, p.bindings, p.trust) for p in (point, reference)
-        )
+        own_run, reference_run = map(describe, (point, reference))
         check_models(own_run.model, reference_run.model)
         paired = pair(
             own_run.model,
@@ -99,9 +99,7 @@ class Pairing:
         }
 
 
-def describe(
-    gin_files: Sequence[str], bindings: Sequence[str], trust: Sequence[str] = ()
-) -> "TrainRun":
+def describe(point: Described) -> "TrainRun":
     """Returns a run of a study, with a placeholder for directory and seed, which cost nothing.
 
     Raises:
@@ -109,13 +107,13 @@ def describe(
     """
     # These do not affect the cost.
     idle = ("trainer.train.run_dir=", "trainer.train.seed=")
-    kept = tuple(b for b in bindings if not b.startswith(idle))
-    return _describe(tuple(gin_files), kept, tuple(trust))
+    kept = tuple(b for b in point.bindings if not b.startswith(idle))
+    return _describe(point.gin_files, kept, point.trust, point.is_own)
 
 
 @functools.cache
 def _describe(
-    gin_files: tuple[str, ...], bindings: tuple[str, ...], trust: tuple[str, ...]
+    gin_files: tuple[str, ...], bindings: tuple[str, ...], trust: tuple[str, ...], is_own: bool
 ) -> "TrainRun":
     from convt5.configuration import gin_config
     from convt5.training import trainer
@@ -126,6 +124,7 @@ def _describe(
         roots=["@trainer.train"],
         supplied=["config_text"],
         trusted=trust,
+        own_bindings=is_own,
     )
     return trainer.TrainRun(**config.arguments(trainer.train))
 

@@ -15,6 +15,19 @@ from convt5.sweeps.study import SEED, Study
 
 QUANTITIES = ("seconds", "flops", "temporary_bytes")
 
+_HARMLESS_FLAGS = (
+    "batch_size",
+    "channels",
+    "gin_file",
+    "lengths",
+    "longest_seconds",
+    "only_ours",
+    "quick",
+    "repeats",
+    "suites",
+)
+"""Flags of `convt5.bench` that neither import modules nor trust any."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim:
@@ -148,6 +161,7 @@ class Paper:
         bench: flags of `python -m convt5.bench` for the `CostClaim`s, by name without dashes; a
             list gives a flag several times, True gives it without a value.
         bench_dir: folder of its records; measurements that it holds are not repeated.
+        is_own: whether the user wrote it, or it came with a model. Whatever a gin file says.
     """
 
     page: str
@@ -157,6 +171,7 @@ class Paper:
     questions: Sequence[Question]
     bench: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     bench_dir: str = "runs/paper_bench"
+    is_own: bool = True
 
     def __post_init__(self):
         faults = [
@@ -181,6 +196,14 @@ class Paper:
             faults.append(f"page={self.page!r} must end in .md.")
         if not self.questions:
             faults.append("questions=[] must hold at least one.")
+        if not self.is_own:
+            faults += [
+                f"bench has {name!r}, but a paper that came with a model may set only "
+                f"{', '.join(_HARMLESS_FLAGS)}: others could run code. If you trust it, copy the "
+                "file into a folder of your own."
+                for name in self.bench
+                if name not in _HARMLESS_FLAGS
+            ]
         errors.raise_all(faults, where="Paper")
 
     @property

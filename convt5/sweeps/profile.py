@@ -286,7 +286,7 @@ def _cost(runs: Sequence[StudyRun]) -> Cost:
         cpu_seconds=_mean_last(runs, "train_cpu_seconds"),
     )
     try:
-        run = describe(point.gin_files, point.bindings, point.trust)
+        run = describe(point)
     except errors.UserError as error:
         return taken._replace(fault=str(error))
     model: Any = run.model

@@ -1,6 +1,7 @@
 """Reads gin files of studies and papers."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from convt5 import errors
 from convt5.sweeps.paper import Claim, Paper
@@ -8,7 +9,11 @@ from convt5.sweeps.study import Study, gin_text
 
 
 def read(
-    files: Sequence[str], bindings: Sequence[str] = (), trust: Sequence[str] = ()
+    files: Sequence[str],
+    bindings: Sequence[str] = (),
+    trust: Sequence[str] = (),
+    *,
+    own_bindings: bool = True,
 ) -> Study | Paper:
     """Returns the study, or the paper, that gin files describe.
 
@@ -16,6 +21,7 @@ def read(
         files: gin files.
         bindings: `NAME=VALUE` as given to `--gin.NAME=VALUE`.
         trust: modules that gin files of a model may name, in the study and in its runs.
+        own_bindings: False for bindings of a paper that came with a model.
 
     Raises:
         UserError: they describe neither, or an invalid one.
@@ -27,14 +33,22 @@ def read(
         isinstance(s, gin_files.Binding) and s.selector.rpartition(".")[2] == Paper.__name__
         for s in statements
     )
-    if is_paper:
-        config = gin_config.load(files, bindings, roots=["@convt5.sweeps.Paper"], trusted=trust)
-        return Paper(**config.arguments(Paper))
-    config = gin_config.load(
-        files, bindings, roots=["@convt5.sweeps.Study"], supplied=["trust"], trusted=trust
-    )
     # Trust comes from the user only, never from a file.
-    return Study(**{**config.arguments(Study), "trust": tuple(trust)})
+    supplied: dict[str, Any] = {
+        "is_own": own_bindings and all(s.location.is_own for s in statements)
+    }
+    if not is_paper:
+        supplied["trust"] = tuple(trust)
+    kind = Paper if is_paper else Study
+    config = gin_config.load(
+        files,
+        bindings,
+        roots=[f"@convt5.sweeps.{kind.__name__}"],
+        supplied=list(supplied),
+        trusted=trust,
+        own_bindings=own_bindings,
+    )
+    return kind(**{**config.arguments(kind), **supplied})
 
 
 def studies_of(paper: Paper, trust: Sequence[str] = ()) -> dict[str, Study]:
@@ -47,7 +61,7 @@ def studies_of(paper: Paper, trust: Sequence[str] = ()) -> dict[str, Study]:
     for name, settings in paper.studies.items():
         bindings = [f"{key}={gin_text(v)}" for key, v in settings.items() if key != "gin_file"]
         try:
-            study = read([settings["gin_file"]], bindings, trust)
+            study = read([settings["gin_file"]], bindings, trust, own_bindings=paper.is_own)
         except errors.UserError as error:
             raise type(error)(f"the study {name} of the paper cannot be read: {error}") from error
         if isinstance(study, Paper):

@@ -87,6 +87,7 @@ def _check_configuration(run: StudyRun, name: str) -> None:
             roots=["@trainer.train"],
             supplied=["config_text"],
             trusted=run.point.trust,
+            own_bindings=run.point.is_own,
         )
         trainer.TrainRun(**config.arguments(trainer.train)).check()
     except errors.UserError as error:

@@ -33,6 +33,7 @@ class Point(NamedTuple):
         bindings: NAME=VALUE as after `--gin.`.
         first: the run from whose last parameters it starts, or None.
         trust: modules that gin files of a model may name; not a setting of the run.
+        is_own: whether the user wrote the study, or it came with a model.
     """
 
     labels: dict[str, str]
@@ -40,6 +41,7 @@ class Point(NamedTuple):
     bindings: tuple[str, ...]
     first: "Point | None" = None
     trust: tuple[str, ...] = ()
+    is_own: bool = True
 
     @property
     def name(self) -> str:
@@ -128,6 +130,8 @@ class Study:
             of what they are called.
         trust: modules that gin files of a model may name, as with `--trust`, whatever a gin file
             says.
+        is_own: whether the user wrote it; settings of a study that came with a model may name no
+            more than those of its other files. Whatever a gin file says.
     """
 
     output_dir: str
@@ -145,6 +149,7 @@ class Study:
     first_stage: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     trust: Sequence[str] = ()
+    is_own: bool = True
 
     def __post_init__(self):
         faults = [
@@ -293,6 +298,7 @@ class Study:
             tuple(files),
             tuple(f"{name}={gin_text(value)}" for name, value in settings.items()),
             trust=tuple(self.trust),
+            is_own=self.is_own,
         )
 
 
