@@ -127,13 +127,11 @@ def main(argv: Sequence[str]) -> int:
         running.check(study)
         print(describe(study))
         return 0
+    # Before the export, which may replace the same file: a file that is refused stays.
+    if flags.import_results is not None:
+        count = archive.read(study, flags.import_results)
+        print(f"imported the results of {count} runs from {flags.import_results}", file=sys.stderr)
     with _exporting(flags.export_results, functools.partial(archive.write, study)):
-        if flags.import_results is not None:
-            count = archive.read(study, flags.import_results)
-            print(
-                f"imported the results of {count} runs from {flags.import_results}",
-                file=sys.stderr,
-            )
         if not flags.report_only:
             running.check(study)
             running.run_all(study, most_runs=flags.most_runs, processes=flags.processes)
@@ -149,10 +147,10 @@ def _answer(paper: Paper, flags: argparse.Namespace, trust: Sequence[str]) -> No
     if flags.dry_run:
         print(paper_runs.describe(paper, studies))
         return
+    if flags.import_results is not None:
+        for name, count in paper_runs.read_results(studies, flags.import_results).items():
+            print(f"imported the results of {count} runs of {name}", file=sys.stderr)
     with _exporting(flags.export_results, functools.partial(paper_runs.write_results, studies)):
-        if flags.import_results is not None:
-            for name, count in paper_runs.read_results(studies, flags.import_results).items():
-                print(f"imported the results of {count} runs of {name}", file=sys.stderr)
         if not flags.report_only:
             paper_runs.run_all(paper, studies, most_runs=flags.most_runs, processes=flags.processes)
     print(paper_page.write(paper, studies, suffix=flags.plot_suffix))

@@ -116,7 +116,7 @@ def test_command_line_values_are_literals_or_else_text(write, text, value):
     assert gin_config.load([name], [f"X={text}"]).macro("X") == value
 
 
-@pytest.mark.parametrize("text", ["[1, 2", "'open", "@", "%", ""])
+@pytest.mark.parametrize("text", ["[1, 2", "'open", "@", "%", "", "{[1, 2]: 3}", "[-%X]"])
 def test_a_value_that_starts_like_another_kind_is_not_taken_for_text(write, text):
     message = fault([write("a.gin", "X = 0\nMODEL = %X")], [f"X={text}"])
     assert f"--gin.X={text}" in message
@@ -457,7 +457,20 @@ def test_all_files_that_cannot_be_read_are_listed(write):
     assert "a.gin:" in message
 
 
-@pytest.mark.parametrize("line", ["X = depthwise", "X 3", "X = [1, 2", "X = 'open", "= 3"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "X = depthwise",
+        "X 3",
+        "X = [1, 2",
+        "X = 'open",
+        "= 3",
+        "X = -%Y",  # Gin itself reads %Y.
+        "X = [1, -@f()]",
+        "X = {[1, 2]: 3}",
+        "X = {{}: 3}",
+    ],
+)
 def test_a_line_that_is_no_gin_names_file_and_line(write, line):
     message = fault([write("a.gin", line, head="# first line")])
     assert "a.gin:2" in message or "a.gin:3" in message

@@ -404,6 +404,28 @@ def test_results_are_exported_also_when_a_study_is_stopped(tmp_path, monkeypatch
     assert analysis.results(again) == analysis.results(chosen)
 
 
+def test_a_file_of_results_is_replaced_neither_after_a_failed_import_nor_by_nothing(
+    tmp_path, monkeypatch
+):
+    chosen, file = study(tmp_path / "a"), tmp_path / "study.jsonl"
+    running.run_all(chosen, launch=Trainer())
+    monkeypatch.setattr(reading, "read", lambda *_: chosen)
+    sweep.main(["--gin_file=study.gin", f"--export_results={file}", "--report_only"])
+    whole = file.read_text()
+    monkeypatch.setattr(reading, "read", lambda *_: study(tmp_path / "b"))
+    with pytest.raises(UserError, match="no run of the study"):
+        sweep.main(["--gin_file=study.gin", f"--export_results={file}", "--report_only"])
+    assert file.read_text() == whole
+    cut = whole[: len(whole) - 5]
+    file.write_text(cut)
+    for found in (chosen, study(tmp_path / "b")):
+        monkeypatch.setattr(reading, "read", lambda *_, found=found: found)
+        flags = [f"--{name}_results={file}" for name in ("import", "export")]
+        with pytest.raises(UserError, match="truncated"):
+            sweep.main(["--gin_file=study.gin", *flags])
+        assert file.read_text() == cut
+
+
 def first_stages(calls) -> list[list[str]]:
     return [
         call

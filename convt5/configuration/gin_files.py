@@ -394,8 +394,25 @@ class _Values(config_parser.ParserDelegate):
         return Macro(macro_name)
 
 
+class _Parser(config_parser.ConfigParser):
+    """Gin's parser, which itself reads `-%NAME` as `%NAME`, and fails without a line for a key."""
+
+    def _maybe_parse_container(self):
+        try:
+            return super()._maybe_parse_container()
+        except TypeError:
+            self._raise_syntax_error("a list or a dictionary cannot be a key.")
+
+    def _maybe_parse_basic_type(self):
+        is_negative = self._current_token.string == "-"
+        found, value = super()._maybe_parse_basic_type()
+        if is_negative and not found:
+            self._raise_syntax_error("a minus sign may stand only before a number.")
+        return found, value
+
+
 def _parse_text(text: str, *, name: str, is_own: bool = True) -> Iterator[Statement]:
-    for statement in config_parser.ConfigParser(text, _Values()):
+    for statement in _Parser(text, _Values()):
         location = Location(name, statement.location.line_num, is_own)
         if isinstance(statement, config_parser.ImportStatement):
             parsed: Statement = Import(

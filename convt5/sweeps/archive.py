@@ -20,10 +20,14 @@ _KEYS = ("run", "about", "records")
 def write(study: Study, path: pathlib.Path) -> int:
     """Writes the results of all finished runs, replacing the file; returns their number.
 
+    Without any, a file that is there stays as it is.
+
     Raises:
         UserError: the file is not writable, or a run has no value of the metric.
     """
     lines = [_line(study, made) for made in running.runs(study) if made.is_done]
+    if not lines and path.exists():
+        return 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_files.replace_text(path, "".join(lines))
