@@ -430,7 +430,8 @@ def _with_time(records: Sequence[dict[str, Any]], key: str) -> list[dict[str, An
     """
     filled, seconds = [], math.nan
     for record in records:
-        seconds = record.get(key, 0.0 if record["step"] == 0 else seconds)
+        # Text, where it is not finite.
+        seconds = float(record.get(key, 0.0 if record["step"] == 0 else seconds))
         filled.append({**record, key: seconds})
     return filled
 

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import pathlib
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -190,6 +191,20 @@ def test_peers_are_sides_where_they_are(tmp_path, monkeypatch):
         peers.find_peers("decode", config, tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert peers.find_peers("train_step", config, None) == {}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert list(peers.find_peers("train_step", config, None)) == ["Hugging Face"]
+    # It would run on the CPU beside a GPU.
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    assert peers.find_peers("train_step", config, None) == {}
+
+
+@pytest.mark.parametrize(("backend", "has_cuda"), [("gpu", False), ("tpu", False), ("cpu", True)])
+def test_pytorch_is_no_side_on_another_device_than_ours(monkeypatch, backend, has_cuda):
+    cuda = types.SimpleNamespace(is_available=lambda: has_cuda, synchronize=None)
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("jax.default_backend", lambda: backend)
+    assert torch_operators.find_sides(*np.ones((3, 1, 4, 4))) == {}
 
 
 @pytest.mark.parametrize("suite", ["train_step", "decode"])

@@ -255,6 +255,15 @@ def test_not_a_number_is_left_out_of_the_curve(tmp_path):
     assert math.isfinite(run.last.value)
 
 
+def test_a_time_that_is_not_a_number_is_unknown(tmp_path):
+    folder = write_run(tmp_path / "run", [2.0])
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 40, "validation/loss": 3.0, "train_seconds": "nan"}\n')
+    compare.main([str(folder), f"--output={tmp_path}"])
+    (run,) = compare.read_runs([str(folder)])
+    assert run.spent is None
+
+
 def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write_run(tmp_path / "a", [1.0])

@@ -126,6 +126,28 @@ class TestDifferences:
             assert [line.values for line in found.lines] == [pytest.approx((1.0, 1.0, 1.0))] * 2
             assert found.lines[0].ends is None
 
+    def test_are_those_of_numbers_however_these_are_written(self, tmp_path):
+        chosen = study(
+            tmp_path,
+            grids=[Grid(axes={"task": ["a"], "model": ["t5"], "start": [256, 1024]})],
+            rows=["start"],
+            over=None,
+        )
+        finish(chosen, lambda labels: 50.0 + float(labels["start"]) / 1024)
+        for values in ([256, 1024], ["256", "1024"]):
+            contrast, where = {"start": values}, {"task": ["a"], "model": ("t5",)}
+            claim = Claim(text="", studies=["s"], contrast=contrast, where=where)
+            assert evidence.of_claim(claim, {"s": chosen}).mean == pytest.approx(0.75)
+
+    @pytest.mark.parametrize("values", [5, "ab", None, {"a": 1}])
+    def test_of_what_is_no_list_are_refused(self, values):
+        for changes in (
+            {"contrast": {"start": values}},
+            {"contrast": START, "where": {"x": values}},
+        ):
+            with pytest.raises(UserError, match="must be a list of values"):
+                Claim(text="", studies=["s"], **changes)
+
     def test_of_a_loss_are_positive_where_it_falls(self, tmp_path):
         chosen = study(tmp_path, metric="validation/loss", perfect=None)
         finish(chosen, lambda labels: 3.0 - 0.5 * (labels["start"] == "long"))
@@ -276,11 +298,11 @@ def paper(folder, **changes) -> Paper:
     return Paper(**known | changes)
 
 
-def measured(folder) -> None:
-    (folder / "bench").mkdir(exist_ok=True)
+def measured(folder, name: str = "bench") -> None:
+    (folder / name).mkdir(exist_ok=True, parents=True)
     machine = {"suite": "machine", "device": "cpu", "processor": "AMD", "processors": 2, "jax": "1"}
     lines = [json.dumps(r) + "\n" for r in [machine, *records((2.0, 1.0), (8.0, 2.0))]]
-    (folder / "bench" / "records.jsonl").write_text("".join(lines))
+    (folder / name / "records.jsonl").write_text("".join(lines))
 
 
 def test_the_page_has_a_verdict_a_table_and_a_picture(tmp_path):
@@ -329,8 +351,8 @@ class TestRuns:
     def bench(self, tmp_path, calls, code=0):
         def run(arguments):
             calls.append(list(arguments))
-            if code == 0:
-                measured(tmp_path)
+            # Also where it fails: at some lengths it had measured before.
+            measured(tmp_path, "bench/unfinished")
             return code
 
         return run
@@ -352,7 +374,8 @@ class TestRuns:
         tasks = [next(a for a in call if a.startswith("--gin.TASK")) for call in calls]
         assert tasks == ["--gin.TASK='a'"] * 4 + ["--gin.TASK='b'"] * 4
         expected = ["--suites=train_step", "--lengths=128,512", "--only_ours"]
-        assert benches == [[*expected, f"--output={tmp_path / 'bench'}"]]
+        assert benches == [[*expected, f"--output={tmp_path / 'bench' / 'unfinished'}"]]
+        assert [path.name for path in (tmp_path / "bench").iterdir()] == ["records.jsonl"]
 
     def test_the_number_of_runs_is_that_of_all_studies(self, tmp_path):
         studies = {
@@ -369,12 +392,18 @@ class TestRuns:
         for code, kind in ((2, UserError), (1, TrainingError)):
             with pytest.raises(kind, match=f"exit code {code}"):
                 paper_runs.run_all(paper(tmp_path), studies, bench=self.bench(tmp_path, [], code))
+            assert paper_runs.missing_costs(paper(tmp_path))
 
     def test_a_benchmark_without_the_cases_is_named(self, tmp_path):
         studies = {"s": study(tmp_path / "s", tasks=("a",), seeds=(0,))}
         finish(studies["s"], accuracy)
+
+        def bench(_):
+            (tmp_path / "bench" / "unfinished").mkdir(parents=True)
+            return 0
+
         with pytest.raises(UserError, match="no seconds of t5 and dynamic"):
-            paper_runs.run_all(paper(tmp_path), studies, bench=lambda _: 0)
+            paper_runs.run_all(paper(tmp_path), studies, bench=bench)
 
     def test_results_travel_by_the_names_of_studies(self, tmp_path):
         studies = {"s": study(tmp_path / "s"), "t": study(tmp_path / "t")}
@@ -395,7 +424,7 @@ class TestBadInput:
             ({"studies": []}, "must name at least one"),
             ({"contrast": {}}, "one axis or two"),
             ({"contrast": {"start": ["short"]}}, "two different values"),
-            ({"contrast": {"start": "xy"}}, "two different values"),
+            ({"contrast": {"start": ["x"]}}, "two different values"),
             ({"where": {"start": ["short"]}}, "both contrast and where"),
             ({"where": {"seed": ["0"]}}, "paired by seed"),
         ],

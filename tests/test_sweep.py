@@ -1,5 +1,6 @@
 """A study runs every point of its grid once, goes on where it stopped, and sums up its results."""
 
+import dataclasses
 import json
 import math
 import os
@@ -402,6 +403,33 @@ def test_results_are_exported_also_when_a_study_is_stopped(tmp_path, monkeypatch
     monkeypatch.setattr(reading, "read", lambda *_: again)
     sweep.main(["--gin_file=study.gin", f"--import_results={file}", "--report_only"])
     assert analysis.results(again) == analysis.results(chosen)
+
+
+def test_runs_of_a_gin_file_that_was_changed_are_not_taken_for_runs_of_what_it_holds_now(tmp_path):
+    own, part = tmp_path / "own.gin", tmp_path / "part.gin"
+    own.write_text("include 'gin/runs/digits.gin'\ninclude 'part.gin'\nNUM_STEPS = 3\n")
+    part.write_text("LEVEL = 1\n")
+    files = {"gin_files": [str(own)], "grids": [Grid(axes={"schedule.Cosine.peak": [0.1]})]}
+    chosen = study(tmp_path / "s", **files, rows=["schedule.Cosine.peak"], seeds=[0])
+    running.run_all(chosen, launch=Trainer())
+    more = dataclasses.replace(chosen, seeds=[0, 1])
+    part.write_text("# A comment.\nLEVEL  =  1\n")
+    assert [made.is_done for made in running.runs(more)] == [True, False]
+    part.write_text("LEVEL = 2\n")
+    results = tmp_path / "results.jsonl"
+    with pytest.raises(UserError, match=r"own\.gin as they were before they were changed"):
+        running.run_all(more, launch=Trainer())
+    part.write_text("LEVEL = 1\n")
+    archive.write(chosen, results)
+    part.write_text("LEVEL = 2\n")
+    with pytest.raises(UserError, match="before they were changed"):
+        archive.read(dataclasses.replace(chosen, output_dir=str(tmp_path / "t")), results)
+    # A run that failed goes on with what was mended.
+    again = dataclasses.replace(chosen, output_dir=str(tmp_path / "u"))
+    with pytest.raises(TrainingError):
+        running.run_all(again, launch=Trainer(fails="peak"))
+    part.write_text("LEVEL = 3\n")
+    assert running.run_all(again, launch=Trainer()) == 1
 
 
 def test_a_file_of_results_is_replaced_neither_after_a_failed_import_nor_by_nothing(

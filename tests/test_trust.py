@@ -491,9 +491,9 @@ def paper_with(place, study: pathlib.Path, **settings) -> pathlib.Path:
 def test_settings_of_a_study_that_came_with_a_model_run_nothing(place, setting):
     call = {name: value.format(sprung=place.sprung) for name, value in CALL.items()}
     if setting == "paper":
-        reference = {f"sweeps.Study.{n}": v for n, v in zip(["metric"], call.values(), strict=False)}
-        command = {name: v for name, v in call.items() if name.endswith(".cmd")}
-        studies = {"one": {"gin_file": str(study_with(place)), **reference, **command}}
+        reference, command = call.items()
+        of_study = dict([("sweeps.Study.metric", reference[1]), command])
+        studies = {"one": {"gin_file": str(study_with(place)), **of_study}}
         file = paper_with(place, place.run / "study.gin", studies=studies)
     elif setting == "axes":
         file = study_with(place, axes={"NUM_STEPS": {"1": call}})

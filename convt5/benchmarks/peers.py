@@ -4,6 +4,8 @@ import functools
 import importlib.util
 import pathlib
 
+import jax
+
 from convt5.benchmarks import hugging_face, t5x
 from convt5.benchmarks.sides import Side
 from convt5.modeling.architecture import ConvT5Config
@@ -24,7 +26,8 @@ def find_peers(
         suite: what they should run, "train_step" or "decode".
         config: the model with their widths and numbers of layers.
         checkout: the folder of a checkout of T5X, or None.
-        with_hugging_face: whether to include Hugging Face's, if installed.
+        with_hugging_face: whether to include Hugging Face's, if installed. It runs on the CPU, so
+            it is a peer only where JAX does too.
 
     Raises:
         UserError: `checkout` is not a checkout of T5X.
@@ -34,7 +37,10 @@ def find_peers(
     if checkout is not None:
         make = t5x.decoder if decodes else t5x.train_step
         sides["T5X"] = functools.partial(make, t5x.make_model(checkout, config), config)
-    if with_hugging_face and all(map(importlib.util.find_spec, HUGGING_FACE_NEEDS)):
+    is_here = jax.default_backend() == "cpu" and all(
+        map(importlib.util.find_spec, HUGGING_FACE_NEEDS)
+    )
+    if with_hugging_face and is_here:
         make = hugging_face.decoder if decodes else hugging_face.train_step
         sides["Hugging Face"] = functools.partial(make, config)
     return sides

@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 _MOST_CAUSAL_TAPS = 4  # Of the kernels of causal-conv1d.
@@ -14,7 +15,7 @@ _MOST_CAUSAL_TAPS = 4  # Of the kernels of causal-conv1d.
 def find_sides(x: Any, kernel: Any, cotangent: Any) -> Mapping[str, Callable[[], Any]]:
     """Returns forward and backward pass of the libraries that are installed and can run the case.
 
-    They run on the GPU if PyTorch sees one, else on the CPU, where causal-conv1d does not run.
+    They run on the device of JAX, or not at all; causal-conv1d only on a GPU.
 
     Args:
         x, cotangent: arrays [batch, length, embed] of JAX.
@@ -25,6 +26,8 @@ def find_sides(x: Any, kernel: Any, cotangent: Any) -> Mapping[str, Callable[[],
     import torch
 
     on_gpu = torch.cuda.is_available()
+    if jax.default_backend() != ("gpu" if on_gpu else "cpu"):
+        return {}
     sides = {"torch conv1d": _timed(_conv1d(len(kernel)), x, kernel, cotangent)}
     is_served = on_gpu and 2 <= len(kernel) <= _MOST_CAUSAL_TAPS
     if is_served and importlib.util.find_spec("causal_conv1d") is not None:

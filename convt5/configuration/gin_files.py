@@ -220,6 +220,26 @@ def read_all(names: Sequence[str]) -> list[Import | Binding]:
     return statements
 
 
+def lines_of_users(names: Sequence[str]) -> list[str]:
+    """Returns the statements of files, and of their includes, that are not convt5's own.
+
+    Comments, spaces and the places of files make no difference. Raises `UserError` as `read_all`.
+    """
+    reader, folder = _Reader(), own_gin_folder()
+
+    def lines(file: GinFile | None) -> Iterator[str]:
+        if file is None or file.path.is_relative_to(folder):
+            return
+        for statement in file.statements:
+            yield repr(dataclasses.replace(statement, location=COMMAND_LINE))
+            if isinstance(statement, Include):
+                yield from lines(reader.read(statement.path, statement.location, inside=file))
+
+    found = [line for name in names for line in lines(reader.read(name, None))]
+    errors.raise_all(reader.faults, where="configuration")
+    return found
+
+
 class _Reader:
     """Reads files and their includes, and counts what it has read."""
 
@@ -404,7 +424,8 @@ class _Parser(config_parser.ConfigParser):
             self._raise_syntax_error("a list or a dictionary cannot be a key.")
 
     def _maybe_parse_basic_type(self):
-        is_negative = self._current_token.string == "-"
+        token: Any = self._current_token
+        is_negative = token.string == "-"
         found, value = super()._maybe_parse_basic_type()
         if is_negative and not found:
             self._raise_syntax_error("a minus sign may stand only before a number.")

@@ -62,7 +62,7 @@ def read(study: Study, path: pathlib.Path) -> int:
             continue
         where = f"{where}: the run {result['run']}"
         about, records = result["about"], result["records"]
-        running.check_settings(made.point, about["settings"], where=where)
+        running.check_settings(made.point, about, where=where)
         if about["status"] == "finished":
             running.check_metric(study.metric, records, where=where)
         taken.append((made.folder, about, records))

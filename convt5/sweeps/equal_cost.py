@@ -5,7 +5,7 @@ Imports nothing heavy before widths are needed.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from convt5 import errors

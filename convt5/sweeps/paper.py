@@ -55,7 +55,19 @@ class Claim:
     least: float | None = None
 
     def __post_init__(self):
-        faults = []
+        faults = [
+            f"{name}[{axis!r}]={errors.clip(values)} must be a list of values."
+            for name in ("contrast", "where")
+            for axis, values in getattr(self, name).items()
+            if not isinstance(values, list | tuple)
+        ]
+        errors.raise_all(faults, where=f"Claim {self.text!r}")
+        for name in ("contrast", "where"):
+            # As `Grid.values` names them.
+            labels = {
+                axis: [str(v) for v in values] for axis, values in getattr(self, name).items()
+            }
+            object.__setattr__(self, name, labels)
         if not self.studies:
             faults.append("studies=[] must name at least one study.")
         if len(self.contrast) not in (1, 2):
@@ -63,7 +75,7 @@ class Claim:
         faults += [
             f"contrast[{axis!r}]={list(values)!r} must be two different values."
             for axis, values in self.contrast.items()
-            if isinstance(values, str) or len(set(values)) != 2 or len(values) != 2
+            if len(set(values)) != 2 or len(values) != 2
         ]
         faults += [
             f"{axis!r} is an axis of both contrast and where; leave it out of one."

@@ -105,10 +105,16 @@ def describe(paper: Paper, studies: Mapping[str, Study]) -> str:
 
 
 def _measure(paper: Paper, bench: Bench) -> None:
-    flags = {"suites": "train_step", **paper.bench, "output": paper.records.parent}
+    folder = paper.records.parent
+    # Measurements that were stopped in between would pass for all.
+    unfinished = folder / "unfinished"
+    flags = {"suites": "train_step", **paper.bench, "output": unfinished}
     print("costs", file=sys.stderr)
     code = bench([flag for name, value in flags.items() for flag in _flags(name, value)])
     if code == 0:
+        for path in unfinished.iterdir():
+            path.replace(folder / path.name)
+        unfinished.rmdir()
         unmeasured = missing_costs(paper)
         errors.raise_all(
             [

@@ -4,6 +4,7 @@ A finished run is not repeated; a killed one resumes from its last checkpoint.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import pathlib
@@ -18,6 +19,7 @@ from concurrent import futures
 from typing import Any, BinaryIO, Literal, NamedTuple, TextIO, get_args
 
 from convt5 import errors
+from convt5.configuration import gin_files
 from convt5.runtime import atomic_files, cores, foreign_files
 from convt5.runtime.amounts import duration
 from convt5.runtime.bars import Bar
@@ -358,21 +360,38 @@ def _state(point: Point, folder: pathlib.Path) -> StudyRun:
     about = read_about(folder)
     if about is None:
         return StudyRun(point, folder, None)
-    check_settings(point, about["settings"], where=str(folder))
+    check_settings(point, about, where=str(folder))
     return StudyRun(point, folder, about["status"], about["message"])
 
 
-def check_settings(point: Point, recorded: Any, *, where: str) -> None:
-    """Checks that a run in a folder has the settings of this point.
+def check_settings(point: Point, about: Mapping[str, Any], *, where: str) -> None:
+    """Checks that a run has the settings of this point, as its `read_about` tells.
 
     Raises:
-        UserError: it has other settings, or the study has changed since.
+        UserError: it has other settings; or it is done, and a gin file has changed since.
     """
+    recorded = about["settings"]
     if recorded != _settings(point):
         raise errors.UserError(
             f"{where} holds a run of other settings ({errors.clip(recorded, limit=2000)}, now "
             f"{_settings(point)}); restore the study's settings, or choose another output_dir."
         )
+    # Earlier versions recorded none; a run that is not done goes on with what is changed.
+    of_run, now = about.get("contents"), _contents(point)
+    if about["status"] != "started" and of_run and now and of_run != now:
+        raise errors.UserError(
+            f"{where} holds a run of {', '.join(point.gin_files)} as they were before they were "
+            "changed; restore the files, or choose another output_dir."
+        )
+
+
+def _contents(point: Point) -> str | None:
+    """Returns a digest of the user's own gin files of a run; None if one cannot be read."""
+    try:
+        lines = gin_files.lines_of_users(point.gin_files)
+    except errors.UserError:
+        return None
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def read_about(folder: pathlib.Path) -> dict[str, Any] | None:
@@ -419,7 +438,12 @@ def write_about(folder: pathlib.Path, about: Mapping[str, Any]) -> None:
 
 
 def _write(made: StudyRun, status: Status, message: str = "") -> StudyRun:
-    about = {"settings": _settings(made.point), "status": status, "message": message}
+    about = {
+        "settings": _settings(made.point),
+        "contents": _contents(made.point),
+        "status": status,
+        "message": message,
+    }
     write_about(made.folder, about)
     return made._replace(status=status, message=message)
 
