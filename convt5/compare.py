@@ -352,6 +352,9 @@ def _name_runs(names: Sequence[str]) -> list[tuple[str, pathlib.Path]]:
     """Splits NAME=DIR; a directory alone is named by the shortest distinct part of its path.
 
     Runs of a study, such as "model=t5,seed=0", are named by what differs between them.
+
+    Raises:
+        UserError: two runs have one name.
     """
     given = [_split(name) for name in names]
     folders = [command_line.path(folder) for _, folder in given]
@@ -360,10 +363,16 @@ def _name_runs(names: Sequence[str]) -> list[tuple[str, pathlib.Path]]:
     while depth < max(map(len, parts)) and len({p[-depth:] for p in parts}) < len(set(parts)):
         depth += 1
     own = _without_shared(["/".join(part[-depth:]) for part in parts])
-    return [
-        (name or short, folder)
-        for (name, _), folder, short in zip(given, folders, own, strict=True)
-    ]
+    found = [name or short for (name, _), short in zip(given, own, strict=True)]
+    errors.raise_all(
+        [
+            f"{found.count(name)} runs are called {name!r}; give each a name of its own, NAME=DIR."
+            for name in dict.fromkeys(found)
+            if found.count(name) > 1
+        ],
+        where="compare",
+    )
+    return list(zip(found, folders, strict=True))
 
 
 def _without_shared(names: Sequence[str]) -> Sequence[str]:

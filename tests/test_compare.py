@@ -264,6 +264,14 @@ def test_a_time_that_is_not_a_number_is_unknown(tmp_path):
     assert run.spent is None
 
 
+def test_two_runs_of_one_name_are_refused(tmp_path):
+    for name in ("x", "y"):
+        write_run(tmp_path / name, [1.0])
+    for given in ([f"a={tmp_path}/x", f"a={tmp_path}/y"], [f"{tmp_path}/x"] * 2):
+        with pytest.raises(UserError, match=r"2 runs are called '[ax]'; give each a name"):
+            compare.main([*given, f"--output={tmp_path}/out"])
+
+
 def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write_run(tmp_path / "a", [1.0])
