@@ -170,6 +170,31 @@ def test_a_missing_file_is_named():
         inputs.from_files("/nowhere/in.txt")
 
 
+def test_what_can_be_read_only_once_is_refused(tmp_path):
+    """Inputs are counted first; then a pipe would be empty."""
+    end, start = os.pipe()
+    os.write(start, b"one\ntwo\n")
+    os.close(start)
+    os.mkfifo(tmp_path / "in.txt")
+    for path in (f"/dev/fd/{end}", tmp_path, tmp_path / "in.*"):
+        with pytest.raises(UserError, match=r"input=\S+ is no regular file, .*--input=-"):
+            inputs.from_files(str(path))
+    os.close(end)
+
+
+@pytest.mark.parametrize("texts", [[], ["one"], ["one", "two", "more"]])
+def test_files_that_change_after_they_were_counted_are_told(tmp_path, texts):
+    path = tmp_path / "in.txt"
+    path.write_text("one\ntwo\n")
+    found = inputs.from_files(str(path))
+    path.write_text("".join(f"{text}\n" for text in texts))
+    read = []
+    with pytest.raises(UserError, match=rf"in\.txt holds {len(texts)} inputs, .* 2 before"):
+        read.extend(item.text for item in found.read())
+    path.write_text("one\ntwo\n")
+    assert len([*found.read()]) == 2
+
+
 def test_a_stream_is_read_no_further_than_it_is_answered():
     taken = []
 

@@ -77,6 +77,14 @@ def from_files(
             f"input={path} names no file (working directory {os.getcwd()!r}); correct the path, "
             f"or give {STDIN} for standard input."
         ) from None
+    for name in names:
+        try:
+            foreign_files.check_regular(name)
+        except ValueError:
+            raise errors.UserError(
+                f"input={name} is no regular file, and inputs are read twice; give "
+                f"--input={STDIN} and pipe to standard input."
+            ) from None
 
     def read(tally: Any) -> Iterator[Item]:
         for name in names:
@@ -97,7 +105,19 @@ def from_files(
 
     tally = local_files.Tally()
     total = sum(1 for _ in read(tally))
-    return Inputs(path, total, lambda: read(local_files.Tally()), tally.faults)
+
+    def read_again() -> Iterator[Item]:
+        count = 0
+        for item in read(local_files.Tally()):
+            count += 1
+            yield item
+        if count != total:
+            raise errors.TrainingError(
+                f"input={path} holds {count} inputs, but held {total} before predictions began; "
+                "leave its files unchanged while they are read, and repeat the command."
+            )
+
+    return Inputs(path, total, read_again, tally.faults)
 
 
 def from_stream(
