@@ -195,6 +195,59 @@ def test_files_that_change_after_they_were_counted_are_told(tmp_path, texts):
     assert len([*found.read()]) == 2
 
 
+@pytest.mark.parametrize(
+    ("given", "output"),
+    [
+        ("in.txt", "in.txt"),
+        ("in.txt", "../link/in.txt"),
+        (".", "out.jsonl"),
+        ("../link", "new/deep/out.jsonl"),
+        ("*", "out.jsonl"),
+        ("*.json", "out.jsonl"),  # The settings beside it.
+        ("../[h]*/*.t?t", "new.txt"),
+        ("**/*.txt", "new/deep/out.txt"),
+        ("../link/[io]*", "out.jsonl"),
+    ],
+)
+def test_an_output_among_the_inputs_is_refused_before_it_is_there(
+    tmp_path, monkeypatch, given, output
+):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for name in ("in.txt", "in.json"):
+        (here / name).write_text('{"text": "one"}\n')
+    (tmp_path / "link").symlink_to(here)
+    with pytest.raises(UserError, match=r"output=\S+ lies among the files of input=\S+; write it"):
+        inputs.from_files(given, output=output)
+
+
+@pytest.mark.parametrize(
+    ("given", "output"),
+    [
+        ("in.txt", "out.txt"),
+        ("in[1].txt", "in1.txt"),
+        (".", "../out.jsonl"),
+        (".", ".out/out.jsonl"),
+        ("*.txt", "out.jsonl"),
+        ("*", "new/out.jsonl"),
+        ("[in]*.txt", "sub/in.txt"),
+        ("**/in.txt", "sub/out.txt"),
+    ],
+)
+def test_an_output_beside_the_inputs_is_none_of_them(tmp_path, monkeypatch, given, output):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ("in[1].txt" if "1" in given else "in.txt")).write_text("one\n")
+    assert inputs.from_files(given, output=output).total == 1
+
+
+def test_the_command_reads_nothing_that_it_writes(run_dir, tmp_path):
+    (tmp_path / "in.txt").write_text("one\n")
+    argv = [f"--checkpoint={run_dir}", f"--input={tmp_path}", f"--output={tmp_path}/out.jsonl"]
+    with pytest.raises(UserError, match=r"out\.jsonl lies among the files of input="):
+        infer.main([*argv, "--dry_run"])
+
+
 def test_a_stream_is_read_no_further_than_it_is_answered():
     taken = []
 

@@ -166,7 +166,7 @@ def _open_inputs(
         return _task_inputs(flags, features, config, vocab_size)
     how = {"invalid_utf8": flags.invalid_utf8 or "refuse"}
     if flags.input and flags.input != inputs.STDIN:
-        return inputs.from_files(flags.input, flags.field, format, **how)
+        return inputs.from_files(flags.input, flags.field, format, **how, output=flags.output)
     lines = foreign_files.lines_as_they_come(sys.stdin.buffer, "standard input")
     return inputs.from_stream(lines, flags.field, format, **how)
 

@@ -1,7 +1,9 @@
 """The inputs of `infer`: lines of text, fields of rows, standard input, or a split of a task."""
 
+import fnmatch
+import glob
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from convt5 import errors
@@ -47,6 +49,7 @@ def from_files(
     format: TaskFormat | None = None,
     *,
     invalid_utf8: str = "refuse",
+    output: str | None = None,
 ) -> Inputs:
     """Reads the lines of text files, or fields of the rows of JSON lines and tables.
 
@@ -61,6 +64,7 @@ def from_files(
         format: the input format of the task; None uses texts unchanged.
         invalid_utf8: what to do with lines that are not UTF-8, as in training: "refuse", "replace"
             or "skip".
+        output: a file that will be written while these are read, and must be none of them.
 
     Raises:
         UserError: a file is missing or unreadable, or a line has no text; names the line.
@@ -85,6 +89,8 @@ def from_files(
                 f"input={name} is no regular file, and inputs are read twice; give "
                 f"--input={STDIN} and pipe to standard input."
             ) from None
+    if output is not None:
+        _check_apart(path, names, output)
 
     def read(tally: Any) -> Iterator[Item]:
         for name in names:
@@ -165,6 +171,33 @@ def chunks(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
         raise
     if chunk:
         yield chunk
+
+
+def _check_apart(path: str, names: Sequence[str], output: str) -> None:
+    """Raises `UserError` if `path` names the output, or will once it is there."""
+    output = os.path.expanduser(output)
+    read = {os.path.realpath(name) for name in names}
+    pattern = os.path.realpath(path)
+    if os.path.exists(pattern):
+        pattern = os.path.join(glob.escape(pattern), *["**"] * os.path.isdir(pattern))
+    for written in map(os.path.realpath, (output, f"{output}.settings.json")):
+        if written in read or _matches(written.split(os.sep), pattern.split(os.sep)):
+            raise errors.UserError(
+                f"output={output} lies among the files of input={path}; write it elsewhere, or "
+                "narrow --input."
+            )
+
+
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Returns whether the parts of a path match those of a glob, where `**` is any number."""
+    if not parts or not pattern:
+        return not parts and set(pattern) <= {"**"}
+    (part, *rest), (first, *others) = parts, pattern
+    if part.startswith(".") and not first.startswith("."):
+        return first == "**" and _matches(parts, others)
+    if first == "**":
+        return _matches(parts, others) or _matches(rest, pattern)
+    return fnmatch.fnmatchcase(part, first) and _matches(rest, others)
 
 
 _FIELDS = ("inputs", "input", "text", "sentence")
