@@ -77,7 +77,8 @@ COMMAND = command_line.Command(
         *PREDICT_FLAGS,
         Flag(
             "dry_run",
-            "checks checkpoints, tasks, splits and vocabularies; evaluates nothing.",
+            "checks checkpoints, tasks, splits, vocabularies and the paths of results; evaluates "
+            "nothing.",
             {"action": "store_true"},
         ),
         *multi_host.FLAGS,

@@ -672,6 +672,19 @@ def test_what_is_in_the_way_of_results_is_found_before_anything_is_measured(tmp_
         Results(tmp_path, {}).exists("t", "validation", 1)
 
 
+@pytest.mark.parametrize("flags", [["--step=all"], ["--dry_run"], ["--follow", "--dry_run"]])
+@pytest.mark.parametrize("name", ["", "tiny_reviews", "tiny_reviews/validation/step_20.json"])
+def test_the_command_finds_what_is_in_the_way_of_results_before_it_loads_a_model(
+    run_dir, tmp_path, monkeypatch, name, flags
+):
+    path = tmp_path / "results" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(path)
+    monkeypatch.setattr(checkpoints, "load_if_there", None)
+    with pytest.raises(UserError, match=rf"output_dir=.* must be a folder .*{name} is .*--output_"):
+        evaluation.main([f"--checkpoint={run_dir}", f"--output_dir={tmp_path}/results", *flags])
+
+
 def test_nothing_is_written_where_the_results_of_a_run_are_a_link(run_dir, tmp_path):
     run = shutil.copytree(run_dir, tmp_path / "run")
     (run / "evaluation").symlink_to(tmp_path)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import sys
 import time
@@ -98,12 +99,16 @@ def run(arguments: command_line.Arguments) -> int:
     settings, checkpoint = _settings(arguments)
     found = _first(checkpoint, flags)
     plan = make_plan(found, checkpoint, settings, flags)
-    if flags.dry_run:
-        print(describe(plan, flags))
-        return 0
     steps = []
     outcomes = 0
     with _open_results(plan, found, flags.output_dir) as results:
+        if results is not None:
+            known = [found] if flags.follow else checkpoints.select(plan.checkpoint, flags.step)
+            for task, one in itertools.product(plan.tasks, known):
+                results.check_writable(task.name, plan.split, one.step)
+        if flags.dry_run:
+            print(describe(plan, flags))
+            return 0
         coming = _note_steps(_checkpoints(plan, flags), steps)
         for _ in evaluate(plan, coming, results, skip=flags.follow):
             outcomes += 1

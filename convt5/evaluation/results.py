@@ -63,7 +63,7 @@ class Results:
             UserError: `write` could not write them.
         """
         path = self.path(task, split, step)
-        self._check_writable(path)
+        self.check_writable(task, split, step)
         content = read_object(path)
         return content is not None and content.get("settings") == self._settings
 
@@ -74,7 +74,7 @@ class Results:
             UserError: the folder is not writable.
         """
         path = self.path(outcome.task, outcome.split, step)
-        self._check_writable(path)
+        self.check_writable(outcome.task, outcome.split, step)
         summary = {
             "task": outcome.task,
             "split": outcome.split,
@@ -99,8 +99,13 @@ class Results:
             self._write_tensorboard(outcome, step)
         return path
 
-    def _check_writable(self, path: epath.Path) -> None:
-        """Checks that files can be written: early, because measuring may take hours, and again."""
+    def check_writable(self, task: str, split: str, step: int | None) -> None:
+        """Checks that files can be written: early, because measuring may take hours, and again.
+
+        Raises:
+            UserError: something is in their way, or the folder is not writable.
+        """
+        path = self.path(task, split, step)
         if atomic_files.is_remote(path):
             return
         folders = [self.folder / "tensorboard", path.parent, path.parent.parent]
