@@ -246,6 +246,30 @@ def test_flags_win_over_settings():
     assert from_flags(config, flags()) == config
 
 
+def test_flags_of_a_beam_win_one_by_one():
+    config = PredictConfig(strategy=BeamSearch(beam_size=4, length_penalty=0.6))
+    for given in ({}, {"strategy": "beam"}):
+        for size in (2, 8):
+            changed = from_flags(config, flags(beam_size=size, **given))
+            assert changed.strategy == BeamSearch(beam_size=size, length_penalty=0.6)
+            assert changed.described()["strategy"]["num_results"] == size
+    chosen = from_flags(config, flags(strategy="beam", num_results=2)).strategy
+    assert chosen == BeamSearch(beam_size=4, length_penalty=0.6, num_results=2)
+    with pytest.raises(UserError, match="num_results=2 must be between 1 and beam_size=1"):
+        from_flags(PredictConfig(strategy=chosen), flags(beam_size=1))
+
+
+def test_settings_are_described_as_earlier_versions_did():
+    """Or their outputs could not be resumed."""
+    assert PredictConfig(strategy=BeamSearch(beam_size=3)).described()["strategy"] == {
+        "name": "BeamSearch",
+        "beam_size": 3,
+        "length_penalty": 1.0,
+        "num_results": 3,
+        "early_stopping": False,
+    }
+
+
 def test_a_flag_of_another_strategy_names_the_one_it_needs():
     with pytest.raises(UserError, match=r"--beam_size=4 does not apply to Greedy.*--strategy=beam"):
         from_flags(PredictConfig(), flags(beam_size=4))

@@ -118,6 +118,8 @@ class PredictConfig:
         strategy = self.strategy or Greedy()
         values = dataclasses.asdict(dataclasses.replace(self, strategy=strategy))
         del values["batch_size"]
+        if isinstance(strategy, BeamSearch):  # Outputs state the number, whether set or derived.
+            values["strategy"]["num_results"] = strategy.num_results or strategy.beam_size
         return values | {"strategy": {"name": type(strategy).__name__, **values["strategy"]}}
 
 
@@ -162,7 +164,9 @@ def from_flags(config: PredictConfig, flags: Mapping[str, Any]) -> PredictConfig
     """
     strategy_flags = {name: flags[name] for name in STRATEGY_FLAGS if flags[name] is not None}
     chosen = flags["strategy"]
-    strategy = _STRATEGIES[chosen]() if chosen else config.strategy or Greedy()
+    strategy = config.strategy or Greedy()
+    if chosen and not isinstance(strategy, _STRATEGIES[chosen]):
+        strategy = _STRATEGIES[chosen]()
     known = {field.name for field in dataclasses.fields(strategy)}
     name = chosen or type(strategy).__name__
     errors.raise_all(
@@ -174,15 +178,13 @@ def from_flags(config: PredictConfig, flags: Mapping[str, Any]) -> PredictConfig
         ],
         where="strategy",
     )
-    if chosen:
-        strategy = _STRATEGIES[chosen](**strategy_flags)
-    else:
-        strategy = (
-            dataclasses.replace(strategy, **strategy_flags) if strategy_flags else config.strategy
+    if chosen or strategy_flags:
+        config = dataclasses.replace(
+            config, strategy=dataclasses.replace(strategy, **strategy_flags)
         )
     names = ("max_length", "max_input_length", "long_inputs", "batch_size", "seed")
     values = {name: flags[name] for name in names if flags[name] is not None}
-    return dataclasses.replace(config, strategy=strategy, **values)
+    return dataclasses.replace(config, **values)
 
 
 def _seed_faults(seed: int) -> list[str]:

@@ -129,7 +129,7 @@ def decode(
     _check_forced(strategy, prefix)
     keys = _row_keys(key, batch, strategy)
     if batch == 0:
-        return _nothing(strategy.num_results, max_length)
+        return _nothing(strategy.num_results or getattr(strategy, "beam_size", 1), max_length)
     shape = (_row_bucket(batch, batch_sharding), _length_bucket(model, max_length))
     # Only rows that request no result can have a longer prefix.
     inputs = _pad_inputs(model, sources, prefix[:, :max_length], limits, keys, shape=shape)
@@ -494,8 +494,8 @@ def _place(inputs, sharding: jax.sharding.Sharding | None):
     return jax.tree.map(place, inputs)
 
 
-def _nothing(num_results: int | None, max_length: int) -> Found:
-    shape = (0, num_results or 1)
+def _nothing(num_results: int, max_length: int) -> Found:
+    shape = (0, num_results)
     numbers = np.zeros(shape, np.float32)
     return Found(
         np.zeros((*shape, max_length), np.int32),

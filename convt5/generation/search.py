@@ -99,9 +99,7 @@ class BeamSearch:
         checks.make_plain(self)
         faults = checks.count_faults(self, ("beam_size",))
         faults += checks.count_faults(self, ("num_results",), none="beam_size")
-        if self.num_results is None:
-            object.__setattr__(self, "num_results", self.beam_size)
-        elif not faults and self.num_results > self.beam_size:
+        if not faults and self.num_results is not None and self.num_results > self.beam_size:
             faults.append(
                 f"num_results={self.num_results} must be between 1 and beam_size="
                 f"{self.beam_size}; a search keeps no more than beam_size results."
