@@ -183,6 +183,18 @@ def test_records_tell_texts_predictions_and_scores():
     }
 
 
+def test_an_input_that_is_not_utf_8_is_shown_with_its_bytes_replaced():
+    latin = task("tiny_latin_input", rows=[{"text": b"caf\xe9", "label": "yes"}])
+    (record,) = Evaluator(latin, "validation", CONFIG).evaluate(Known()).records
+    assert record["input"] == "caf\ufffd"
+
+
+def test_a_target_that_is_not_utf_8_is_named_before_anything_is_measured():
+    rows = [{"text": "good", "label": "yes"}, {"text": "fine", "label": b"\xe9"}]
+    with pytest.raises(UserError, match="the 'targets' of example 2 of split="):
+        Evaluator(task("tiny_latin_target", rows=rows), "validation", CONFIG)
+
+
 def test_examples_are_decoded_only_where_a_metric_or_the_user_asks():
     scored = task("tiny_scored", metric_fns=[mean_score])
     outcome = Evaluator(scored, "validation", CONFIG).evaluate(Known())

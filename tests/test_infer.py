@@ -454,6 +454,16 @@ def test_a_task_that_ranks_labels_is_answered_once_a_row(run_dir, capsys):
     assert [r["target"].encode() for r in found] == [r["targets_pretokenized"] for r in rows]
 
 
+def test_an_input_that_is_not_utf_8_is_answered_and_such_a_target_is_named(run_dir, capsys):
+    tiny_run.add_task("tiny_cafe", rows=[{"text": b"caf\xe9", "label": "yes"}])
+    tiny_run.add_task("tiny_oui", rows=[{"text": "fine", "label": b"o\xf9i"}])
+    assert infer.main([f"--checkpoint={run_dir}", "--task=tiny_cafe"]) == 0
+    (found,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (found["input"], found["target"]) == ("caf\ufffd", "yes")
+    with pytest.raises(UserError, match="task=tiny_oui: the 'targets' of example 1 of split="):
+        infer.main([f"--checkpoint={run_dir}", "--task=tiny_oui"])
+
+
 @pytest.mark.slow
 def test_the_average_of_a_run_predicts_where_it_is_asked_for(task, tmp_path, capsys):
     run = tiny_run.write_run(tmp_path / "run", steps=(10, 20), task=task, average=10)

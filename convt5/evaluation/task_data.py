@@ -145,7 +145,7 @@ def read_examples(
         seed: random seed of preprocessors.
 
     Raises:
-        UserError: there is no example.
+        UserError: there is no example, or a target is not UTF-8.
         TrainingError: the data cannot be read.
     """
     given = dict(lengths) if needs_lengths(task) else None
@@ -178,6 +178,15 @@ def read_examples(
         ) from error
     if not examples:
         raise errors.UserError(f"split={split} of task={task.name} holds no example.")
+    for number, example in enumerate(examples, start=1):
+        try:
+            if isinstance(target := example.get("targets_pretokenized"), bytes):
+                target.decode()
+        except UnicodeDecodeError as error:
+            raise errors.UserError(
+                f"task={task.name}: the 'targets' of example {number} of split={split} are not "
+                f"UTF-8 ({error}), but metrics compare texts; correct the data."
+            ) from None
     return examples
 
 
@@ -218,11 +227,14 @@ def are_answers(examples: Sequence[Example]) -> list[bool]:
 
 
 def original_text(example: Example, feature: str, decode: Callable[[list[int]], str]) -> str:
-    """Returns the text of a feature before tokenization, or else its decoded ids."""
+    """Returns the text of a feature before tokenization, or else its decoded ids.
+
+    Bytes that are not UTF-8 become U+FFFD; `read_examples` refuses them in targets.
+    """
     text = example.get(f"{feature}_pretokenized")
     if text is None:
         return decode(np.asarray(example[feature]).tolist())
-    return text.decode() if isinstance(text, bytes) else str(text)
+    return text.decode(errors="replace") if isinstance(text, bytes) else str(text)
 
 
 def _ranks_labels(example: Mapping[str, Any]) -> bool:
