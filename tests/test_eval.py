@@ -608,6 +608,12 @@ def test_a_timeout_without_following_is_refused(run_dir):
         evaluation.main([f"--checkpoint={run_dir}", "--timeout=0.5", "--dry_run"])
 
 
+@pytest.mark.parametrize("timeout", ["nan", "-1"])
+def test_a_timeout_that_is_no_time_is_refused(run_dir, timeout):
+    with pytest.raises(UserError, match=rf"--timeout={timeout} must be at least 0"):
+        evaluation.main([f"--checkpoint={run_dir}", "--follow", f"--timeout={timeout}"])
+
+
 def test_the_dry_run_computes_nothing(run_dir, capsys):
     assert evaluation.main([f"--checkpoint={run_dir}", "--step=all", "--dry_run"]) == 0
     printed = capsys.readouterr().out
@@ -636,6 +642,18 @@ def test_gin_sets_what_flags_set(run_dir, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "BeamSearch(beam_size=3, length_penalty=0.5" in printed
     assert "24 tokens in, 4 out" in printed
+
+
+def test_tasks_themselves_say_what_they_rank(run_dir, tmp_path):
+    (tmp_path / "rank.gin").write_text(
+        "from __gin__ import dynamic_registration\n"
+        "from convt5 import evaluation\n"
+        "from convt5.evaluation import settings\n"
+        "evaluation.PredictConfig.strategy = @settings.Rank()\n"
+    )
+    argv = [f"--checkpoint={run_dir}", f"--gin_file={tmp_path / 'rank.gin'}", "--dry_run"]
+    with pytest.raises(UserError, match="strategy=rank chooses among the labels of the task"):
+        evaluation.main(argv)
 
 
 @pytest.mark.parametrize(

@@ -539,6 +539,10 @@ def test_a_run_whose_training_data_is_gone_can_be_used_with_a_vocabulary(task, t
         (["--checkpoint={run}", "--step=all,", "--task=a"], "step=all, must be latest"),
         (["--checkpoint={run}", "--task=tiny_infer", "--split=test"], "split=test is none of"),
         (
+            ["--checkpoint={run}", "--task=tiny_infer", "--strategy=rank", "--dry_run"],
+            "strategy=rank chooses among the labels of the task",
+        ),
+        (
             ["--checkpoint={run}", "--task=tiny_infer", "--ema"],
             "holds no moving average of the parameters",
         ),

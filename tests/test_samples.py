@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from convt5.errors import UserError
 from convt5.generation import samples
 from convt5.generation.samples import SpanExample, render, render_span_samples, span_examples
 from convt5.modeling.architecture import ConvT5Config, StackConfig
@@ -205,3 +206,9 @@ def test_seqio_vocabularies_render(kind, request):
     shown = render(np.array(ids), vocabulary)
     assert re.fullmatch(r"Thank you.*<1>.*me", shown)
     assert shown.replace("<1>", "") == "Thank you for inviting me"
+
+
+@pytest.mark.parametrize("num", [-1, 0, 2.5, True])
+def test_a_number_of_samples_that_is_no_count_is_refused(num):
+    with pytest.raises(UserError, match=f"SpanSamples: num={num} must be an integer of at least 1"):
+        samples.SpanSamples(num=num)

@@ -96,6 +96,10 @@ def run(arguments: command_line.Arguments) -> int:
     flags = arguments.flags
     if flags.timeout is not None and not flags.follow:
         raise errors.UserError(f"--timeout={flags.timeout:g} is for --follow; leave it out.")
+    if not _timeout(flags) >= 0:  # NaN is not.
+        raise errors.UserError(
+            f"--timeout={flags.timeout:g} must be at least 0 seconds; correct it, or leave it out."
+        )
     settings, checkpoint = _settings(arguments)
     found = _first(checkpoint, flags)
     plan = make_plan(found, checkpoint, settings, flags)
@@ -168,6 +172,7 @@ def _text_plan(
 
     config = checkpoints.model_config(found)
     predict = settings.predict.completed(config, settings.trained_lengths())
+    predict.strategy_for(None)  # Predictors of evaluation get no format whose labels they rank.
     named = list(settings.evaluate.tasks)
     own = getattr(settings.data, "mixture", None)
     if not named and own is None:

@@ -228,11 +228,6 @@ class Predictor:
         if not isinstance(self.strategy, Rank):
             return []
         labels = self.format.labels if self.format else ()
-        if not labels:
-            raise errors.UserError(
-                "strategy=rank chooses among the labels of the task, but the model keeps no task "
-                "with labels; choose greedy, sampling or beam."
-            )
         limit = self._lengths["targets"]
         whole = [self._with_end(self.target_vocabulary.encode(label)) for label in labels]
         ids = [truncate(tokens, limit, self.end_id).tokens for tokens in whole]

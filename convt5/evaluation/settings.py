@@ -104,8 +104,18 @@ class PredictConfig:
         return dataclasses.replace(self, **values)
 
     def strategy_for(self, format: TaskFormat | None) -> "Strategy | Rank":
-        """Returns the strategy; if None, chosen by the kind of answers of the task."""
-        return self.strategy or (Rank() if format and format.labels else Greedy())
+        """Returns the strategy; if None, chosen by the kind of answers of the task.
+
+        Raises:
+            UserError: labels are to be ranked, but there are none.
+        """
+        has_labels = format is not None and bool(format.labels)
+        if isinstance(self.strategy, Rank) and not has_labels:
+            raise errors.UserError(
+                "strategy=rank chooses among the labels of the task, but the model keeps no task "
+                "with labels; choose greedy, sampling or beam."
+            )
+        return self.strategy or (Rank() if has_labels else Greedy())
 
     def task_lengths(self) -> dict[str, int]:
         """Returns the lengths by the features of a seqio task; all lengths must be set."""

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from convt5.errors import checks
+from convt5 import errors
+from convt5.errors import checks, rules
 from convt5.generation import decoding
 from convt5.modeling.model import ConvT5, HostOrDevice
 from convt5.text import sentinels
@@ -56,7 +57,10 @@ class SpanSamples:
         num: number of examples to show.
     """
 
-    num: int = 3
+    num: int = rules.ruled(rules.count, 3)
+
+    def __post_init__(self):
+        errors.raise_all(rules.faults(self), where="SpanSamples")
 
     def check_model(self, model: object) -> None:
         """Raises `UserError` if the described model does not read text."""
