@@ -56,8 +56,6 @@ def select(directory: epath.PathLike, which: str = LATEST) -> list[Found]:
             )
         return [Found(epath.Path(directory), None, epath.Path(directory))]
     newest = reading.find_checkpoint(directory)
-    if newest == epath.Path(directory) and which == LATEST:
-        return [_describe_folder(newest)]
     folder = newest.parent
     if which == LATEST:
         return [_describe_folder(newest)]

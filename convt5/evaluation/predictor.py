@@ -566,13 +566,15 @@ def _reads_sentinels_as_letters(vocabulary: TextVocabulary) -> bool:
 def _check_several(**given: object) -> None:
     """Raises an error for a single input, and for inputs without an order."""
     for name, value in given.items():
-        shown = errors.clip(value)
         if isinstance(value, str | bytes | Mapping):
+            shown = errors.clip(value)
             raise errors.UserError(
                 f"{name}={shown} is a single text, but must be a list of texts; give [{shown}]."
             )
         if isinstance(value, Set) or not isinstance(value, Iterable):
-            raise errors.UserError(f"{name}={shown} must be a list of texts, in their order.")
+            raise errors.UserError(
+                f"{name}={errors.clip(value)} must be a list of texts, in their order."
+            )
 
 
 def _ranking(
