@@ -281,23 +281,27 @@ class TableSource(ItemSource):
         self._table(split)
         return self._tallies[split]
 
-    def check_rows(self, num_rows: int = 20) -> None:
-        """Reads the first rows of each file.
+    def check_rows(self, split: str, num_rows: int = 20) -> None:
+        """Reads the first rows of each file of a split; others may be for other uses.
 
         Raises:
             UserError: a row lacks a field or is otherwise invalid, or no file has a row.
         """
-        for split, files in self._files.items():
-            num_found = 0
-            for file in files:
-                rows = read_rows(
-                    file, self._columns, layout=self._layout, invalid_utf8=self._invalid_utf8
-                )
-                for row in itertools.islice(rows, num_rows):
-                    self._parse(row)
-                    num_found += 1
-            if not num_found:
-                raise errors.UserError(f"split={split!r} has no row: {files} were read.")
+        files = self._files_of(split)
+        num_found = 0
+        for file in files:
+            rows = read_rows(
+                file, self._columns, layout=self._layout, invalid_utf8=self._invalid_utf8
+            )
+            for row in itertools.islice(rows, num_rows):
+                self._parse(row)
+                num_found += 1
+        if not num_found:
+            raise errors.UserError(f"split={split!r} has no row: {files} were read.")
+
+    def _files_of(self, split: str) -> list[str]:
+        """Returns the files of a split; rows that are held out are in those of "train"."""
+        return self._files.get(split, self._files.get("train", []))
 
     def _table(self, split: str) -> dict[str, Any]:
         """Returns the examples of a split, one tensor per field; files are read once."""
@@ -310,7 +314,7 @@ class TableSource(ItemSource):
             examples = self._examples(split)
             if not examples:
                 raise errors.UserError(
-                    f"split={split!r} has no row: {self._files.get(split, self._files)} were read."
+                    f"split={split!r} has no row: {self._files_of(split)} were read."
                 )
             self._tables[split] = {
                 name: _tensor([example[name] for example in examples]) for name in examples[0]
@@ -318,7 +322,7 @@ class TableSource(ItemSource):
         return self._tables[split]
 
     def _examples(self, split: str) -> list[Example]:
-        files = self._files.get(split, self._files.get("train", []))
+        files = self._files_of(split)
         tally = self._tallies[split] = local_files.Tally()
         settings = {"layout": self._layout, "invalid_utf8": self._invalid_utf8, "tally": tally}
         rows = (row for file in files for row in read_rows(file, self._columns, **settings))

@@ -8,7 +8,7 @@ import pytest
 from convt5.tasks import generation, glue
 from convt5.tasks.glue import CLASSIFICATIONS
 
-from convt5 import errors, evaluation
+from convt5 import data, errors, evaluation
 from convt5.configuration import gin_config
 
 PAIR = {"sentence1": "A cat sat .", "sentence2": 'It\'s a cat, "sat"'}
@@ -101,8 +101,12 @@ def test_files_as_glue_publishes_them_are_read(tmp_path, name):
     lines = ([header] if header else []) + [row.format(**FIELDS[name])] * 2
     file = "dev_matched" if name == "mnli" else "dev"
     (tmp_path / f"{file}.tsv").write_text("\n".join(lines) + "\n")
+    (tmp_path / "test.tsv").write_text("index\tsentence\n0\tNo answer is published.\n")
     task = read(name, tmp_path)
-    task.source.check_rows()  # As a dry run does.
+    config = data.DataConfig(
+        mixture=task, split="validation", batch_size=1, encoder_length=8, decoder_length=8
+    )
+    config.check_rows()  # As a dry run does.
     given = {**FIELDS[name], "label": 3.75 if name == "stsb" else 1}
     expected = texts(read(name, write_json(tmp_path / "rows.jsonl", [given] * 2)))
     assert texts(task, "validation") == expected

@@ -137,7 +137,7 @@ class DataConfig:
             label_checks.check_lengths(task, self.decoder_length, "decoder_length")
 
     def check_rows(self) -> None:
-        """Reads the first rows of each local file.
+        """Reads the first rows of each local file of the split.
 
         Raises:
             UserError: one of them lacks a field, or is invalid otherwise.
@@ -145,7 +145,7 @@ class DataConfig:
         for task in seqio.get_subtasks(self.provider()):
             check = getattr(task.source, "check_rows", None)
             if check:
-                check()
+                check(self.split)
             elif isinstance(task.source, seqio.FileDataSource):
                 data_report.check_reads(task, self)
 
