@@ -13,12 +13,12 @@ import os
 import pathlib
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import tensorflow as tf
 
 from convt5 import errors
-from convt5.runtime import foreign_files
+from convt5.runtime import atomic_files, foreign_files
 from convt5.runtime.atomic_files import is_remote
 
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
@@ -38,26 +38,68 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A path or glob, or several of them."""
 
 
+class NoFileError(errors.UserError):
+    """Raised for a path that stands for no file."""
+
+
 def find(paths: Paths) -> list[str]:
     """Returns the files of one or several paths, globs or folders, in order, without duplicates.
 
     An existing file or folder of exactly that name precedes its matches as a glob; `**` matches
-    folders of any depth. A folder means all files in it, at any depth. Names that begin with a dot
-    match only globs that begin with a dot.
+    folders of any depth. A folder means all files in it, at any depth, and where links lead. Names
+    that begin with a dot match only globs that begin with a dot.
 
     Raises:
-        UserError: a path matches no file.
+        NoFileError: a path matches no file.
+        UserError: a folder cannot be read, or as `check`.
     """
     patterns = [paths] if isinstance(paths, str | os.PathLike) else paths
     files: dict[str, str] = {}
     for pattern in patterns:
         for name in _matches(os.fspath(pattern)):
             files.setdefault(name if is_remote(name) else os.path.abspath(name), name)
+    check(files)
     return list(files.values())
 
 
+def check(names: Iterable[str]) -> None:
+    """Checks that files can be read, and hold different rows.
+
+    Args:
+        names: remote files, and absolute paths of local ones.
+
+    Raises:
+        UserError: one is no regular file, or is there both compressed and not.
+    """
+    plain: dict[str, str] = {}
+    for name in names:
+        if not is_remote(name) and not os.path.isfile(name):
+            kind = atomic_files.kind(pathlib.Path(name))
+            raise errors.UserError(
+                f"file {name!r} is {kind}, not a regular file or a link to one; fetch the content "
+                "of a link (`git annex get`, `dvc pull`), write that of a pipe to a file (`infer "
+                "--input=-` reads standard input), or leave it out of the path."
+            )
+        other = plain.setdefault(without_compression(name), name)
+        if other != name:
+            raise errors.UserError(
+                f"files {other!r} and {name!r} hold the same rows by their names, which would be "
+                "read twice; remove one, or rename it."
+            )
+
+
 def _matches(pattern: str) -> list[str]:
-    pattern = os.path.expanduser(pattern)
+    try:
+        return _names(os.path.expanduser(pattern))
+    except tf.errors.OpError as error:
+        is_unknown = isinstance(error, tf.errors.UnimplementedError)  # The kind of URL.
+        raise (None if is_unknown else errors.of_files(error)) or errors.UserError(
+            f"text path={pattern!r} cannot be listed ({error.message}); copy the files to a local "
+            "or mounted disk, or to Google Cloud Storage (gs://)."
+        ) from error
+
+
+def _names(pattern: str) -> list[str]:
     if os.path.isfile(pattern):
         return [pattern]
     is_folder = tf.io.gfile.isdir if is_remote(pattern) else os.path.isdir
@@ -72,24 +114,32 @@ def _matches(pattern: str) -> list[str]:
     if names:
         return sorted(names)
     folder, name = os.path.split(pattern)
-    siblings = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-    raise errors.UserError(
+    siblings = []
+    with contextlib.suppress(OSError, ValueError):  # One may enter folders that one may not list.
+        siblings = os.listdir(folder or ".")
+    raise NoFileError(
         f"text path={pattern!r} matches no file; set it to a path or a glob of text files "
         f"(working directory {os.getcwd()!r}).{errors.suggest(name, siblings)}"
     )
 
 
 def _files_below(folder: str) -> list[str]:
-    walk = tf.io.gfile.walk if is_remote(folder) else os.walk
-    files = []
-    for parent, folders, names in walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        files += [os.path.join(parent, name) for name in names if not name.startswith(".")]
-    if not files:
-        raise errors.UserError(
+    files = _remote_files(folder) if is_remote(folder) else foreign_files.files_below(folder)
+    names = sorted(files)
+    if not names:
+        raise NoFileError(
             f"text path={folder!r} is a folder without files; set it to files with text."
         )
-    return sorted(files)
+    return names
+
+
+def _remote_files(folder: str) -> Iterator[str]:
+    def refuse(error: Exception) -> NoReturn:
+        raise error
+
+    for parent, folders, names in tf.io.gfile.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (os.path.join(parent, name) for name in names if not name.startswith("."))
 
 
 @dataclasses.dataclass
@@ -214,8 +264,8 @@ def contents(name: str) -> tuple[str, int, str | int]:
 
 def without_compression(name: str) -> str:
     """Returns a file's name without the suffix of its compression."""
-    path = pathlib.PurePath(name)
-    return str(path.with_suffix("")) if path.suffix.lower() in OPENERS else name
+    suffix = pathlib.PurePath(name).suffix
+    return name.removesuffix(suffix) if suffix.lower() in OPENERS else name
 
 
 def suffix(name: str) -> str:

@@ -128,7 +128,7 @@ def find_splits(path: Path) -> dict[str, list[str]]:
             or a mapping from splits to these.
 
     Raises:
-        UserError: there is no file, or one is both compressed and uncompressed.
+        UserError: there is no file, or as `local_files.find`.
     """
     if isinstance(path, Mapping):
         if not path:
@@ -144,24 +144,14 @@ def find_splits(path: Path) -> dict[str, list[str]]:
 
 def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[str]]:
     splits: dict[str, list[str]] = {}
-    contents: dict[str, str] = {}
     # Names that begin with a dot are not data, such as metadata files of macOS.
-    files = [
-        file.relative_to(folder)
-        for file in sorted(folder.rglob("*"))
-        if _suffix(str(file)) and file.is_file()
-    ]
+    files = sorted(
+        pathlib.Path(file) for file in foreign_files.files_below(folder) if _suffix(file)
+    )
+    local_files.check(map(str, files))
     for file in files:
-        if any(part.startswith(".") for part in file.parts):
-            continue
-        other = contents.setdefault(local_files.without_compression(str(file)), str(file))
-        if other != str(file):
-            raise errors.UserError(
-                f"path={str(folder)!r} holds {other} and {file}, which are the same rows by their "
-                "names and would be read twice; remove or rename one."
-            )
-        name = file.parts[0].partition(".")[0]
-        splits.setdefault(_SPLIT_NAMES.get(name, name), []).append(str(folder / file))
+        name = file.relative_to(folder).parts[0].partition(".")[0]
+        splits.setdefault(_SPLIT_NAMES.get(name, name), []).append(str(file))
     if not splits:
         raise errors.UserError(
             f"path={str(folder)!r} is a folder without a {', '.join(SUFFIXES)} file, also "

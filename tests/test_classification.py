@@ -555,7 +555,7 @@ def test_no_row_of_a_folder_is_read_twice(folder):
     (path / "._dev.jsonl").write_bytes(b"\0\5\x16\7")
     assert len(texts(paper_task("sst2", folder), "validation")) == 3
     write_rows(path / "train.jsonl", ROWS)
-    with pytest.raises(errors.UserError, match=r"holds train\.jsonl and train\.jsonl\.gz.*twice"):
+    with pytest.raises(errors.UserError, match=r"train\.jsonl' and .*train\.jsonl\.gz' .*twice"):
         paper_task("sst2", folder)
 
 

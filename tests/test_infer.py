@@ -177,7 +177,7 @@ def test_what_can_be_read_only_once_is_refused(tmp_path):
     os.close(start)
     os.mkfifo(tmp_path / "in.txt")
     for path in (f"/dev/fd/{end}", tmp_path, tmp_path / "in.*"):
-        with pytest.raises(UserError, match=r"input=\S+ is no regular file, .*--input=-"):
+        with pytest.raises(UserError, match=r"file \S+ is .*, not a regular file .*--input=-"):
             inputs.from_files(str(path))
     os.close(end)
 
@@ -246,6 +246,13 @@ def test_the_command_reads_nothing_that_it_writes(run_dir, tmp_path):
     argv = [f"--checkpoint={run_dir}", f"--input={tmp_path}", f"--output={tmp_path}/out.jsonl"]
     with pytest.raises(UserError, match=r"out\.jsonl lies among the files of input="):
         infer.main([*argv, "--dry_run"])
+
+
+def test_inputs_that_would_be_answered_twice_are_told(tmp_path):
+    (tmp_path / "in.txt").write_text("one\n")
+    (tmp_path / "in.txt.gz").write_bytes(gzip.compress(b"one\n"))
+    with pytest.raises(UserError, match="would be read twice"):
+        inputs.from_files(str(tmp_path))
 
 
 def test_a_stream_is_read_no_further_than_it_is_answered():

@@ -1,6 +1,7 @@
 """Text of any form becomes documents, once, and what is no text is named."""
 
 import bz2
+import errno
 import functools
 import gzip
 import json
@@ -166,6 +167,73 @@ def test_a_folder_stands_for_the_files_in_it_and_below(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(errors.UserError, match="is a folder without files"):
         TextFiles(path=str(tmp_path / "empty"))
+
+
+def test_links_to_folders_are_followed_and_loops_end(tmp_path):
+    folder, elsewhere = tmp_path / "corpus", tmp_path / "elsewhere"
+    for each, name in ((folder, "train"), (elsewhere, "more")):
+        each.mkdir()
+        write(each / f"{name}.jsonl", json.dumps({"text": name}))
+    (folder / "dev").symlink_to(elsewhere)
+    (folder / "loop").symlink_to(folder)
+    (elsewhere / "back").symlink_to(folder)
+    assert list(TextFiles(path=folder).documents()) == [b"more", b"train"]
+    files = {"train": [f"{folder}/train.jsonl"], "validation": [f"{folder}/dev/more.jsonl"]}
+    assert tables.find_splits(folder) == files
+    assert local_files.find(elsewhere) == [
+        f"{elsewhere}/back/train.jsonl",
+        f"{elsewhere}/more.jsonl",
+    ]
+
+
+@pytest.mark.parametrize("read", [local_files.find, tables.find_splits])
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch, read):
+    (tmp_path / "closed").mkdir()
+    write(tmp_path / "train.jsonl", "{}")
+    scandir = os.scandir
+
+    def scan(path):
+        if os.path.basename(path) == "closed":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    with pytest.raises(errors.UserError, match=r"closed' cannot be read \(Permission denied\); "):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("pattern", ["", "*", "train.jsonl*"])
+@pytest.mark.parametrize("read", [local_files.find, tables.find_splits])
+def test_a_file_beside_its_compressed_copy_is_refused(tmp_path, read, pattern):
+    for suffix in ("", ".gz"):
+        write(tmp_path / f"train.jsonl{suffix}", "{}", suffix)
+    with pytest.raises(errors.UserError, match=r"train\.jsonl' and .*\.jsonl\.gz' .* read twice"):
+        read(tmp_path / pattern)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize("pattern", ["", "*", "train.jsonl"])
+@pytest.mark.parametrize("read", [local_files.find, tables.find_splits])
+def test_what_is_no_regular_file_is_named(tmp_path, read, pattern, kind):
+    path = tmp_path / "train.jsonl"
+    path.symlink_to("absent") if kind == "link" else os.mkfifo(path)
+    with pytest.raises(errors.UserError, match=rf"train\.jsonl' is a {kind}, not a regular file"):
+        read(tmp_path / pattern)
+
+
+@pytest.mark.parametrize("scheme", ["https", "hdfs", "ftp", "s3"])
+def test_a_url_that_cannot_be_read_is_named(scheme):
+    with pytest.raises(errors.UserError, match=rf"'{scheme}://.*cannot be listed.* copy the files"):
+        TextFiles(path=f"{scheme}://example.org/text.txt")
+
+
+def test_a_path_in_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(errors.UserError, match="matches no file"):
+        TextFiles(path=tmp_path / "text.txt")
 
 
 @pytest.mark.parametrize("text", ["", "\n \n\n"])

@@ -272,6 +272,13 @@ def test_hidden_folders_and_files_are_no_classes_and_no_images(folder):
     assert (opened.class_names, opened.size, opened.labels) == (("cat", "dog"), 4, (0, 1))
 
 
+def test_links_to_folders_of_images_are_followed(folder, tmp_path):
+    (folder / "cat").rename(tmp_path / "elsewhere")
+    (folder / "cat").mkdir()
+    (folder / "cat" / "more").symlink_to(tmp_path / "elsewhere")
+    assert Folder(path=str(folder), channels=1).open("train").size == 4
+
+
 def written(root: pathlib.Path, splits: dict[str, str]) -> Folder:
     """One image in each of the class folders, whose names are letters, of each split."""
     tf = tensorflow()

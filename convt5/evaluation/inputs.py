@@ -76,19 +76,11 @@ def from_files(
     path = os.path.expanduser(path)
     try:
         names = local_files.find(path)
-    except errors.UserError:
+    except local_files.NoFileError:
         raise errors.UserError(
             f"input={path} names no file (working directory {os.getcwd()!r}); correct the path, "
             f"or give {STDIN} for standard input."
         ) from None
-    for name in names:
-        try:
-            foreign_files.check_regular(name)
-        except ValueError:
-            raise errors.UserError(
-                f"input={name} is no regular file, and inputs are read twice; give "
-                f"--input={STDIN} and pipe to standard input."
-            ) from None
     if output is not None:
         _check_apart(path, names, output)
 

@@ -121,6 +121,36 @@ def check_regular(path: epath.PathLike) -> None:
         raise ValueError("it is no regular file")
 
 
+def files_below(folder: str | os.PathLike[str], around: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yields the files in a folder, at any depth, whose names do not begin with a dot.
+
+    Links are followed, except to a folder that holds them. No system call is made per file.
+
+    Args:
+        folder: the folder.
+        around: real paths of the folders that lead to it.
+
+    Raises:
+        UserError: a folder cannot be read.
+    """
+    around = (*around, os.path.realpath(folder))
+    try:
+        with os.scandir(folder) as scanned:
+            entries = [entry for entry in scanned if not entry.name.startswith(".")]
+    except OSError as error:
+        raise errors.UserError(
+            f"folder {os.fspath(folder)!r} cannot be read ({error.strerror}); change its "
+            "permissions, or leave it out of the path."
+        ) from error
+    for entry in entries:
+        # A link that leads nowhere is a file, which its reader refuses.
+        is_folder = os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
+        if not is_folder:
+            yield entry.path
+        elif os.path.realpath(entry.path) not in around:
+            yield from files_below(entry.path, around)
+
+
 def lines(file: IO[bytes]) -> Iterator[bytes]:
     """Yields the lines of a file; raises `TooLargeError` for a line of more than 64 MiB."""
     number, rest = 1, b""

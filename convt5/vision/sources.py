@@ -290,11 +290,8 @@ def _class_folders(root: pathlib.Path) -> list[str]:
 
 
 def _image_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the files of a class, at any depth; walks without a system call per file."""
-    paths = []
-    for inner, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        paths += [pathlib.Path(inner, name) for name in files if not name.startswith(".")]
+    """Returns the files of a class, at any depth."""
+    paths = map(pathlib.Path, foreign_files.files_below(folder))
     return sorted(path for path in paths if path.suffix.lower() in _SUFFIXES)
 
 
