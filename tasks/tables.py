@@ -67,7 +67,7 @@ class Row:
         """Returns the value of a field.
 
         Raises:
-            UserError: the field is missing or empty, or cannot be encoded in UTF-8.
+            UserError: the field is missing, empty or NaN, or cannot be encoded in UTF-8.
         """
         if field not in self.values:
             raise self.error(
@@ -75,7 +75,9 @@ class Row:
                 f"{errors.suggest(field, self.values)}"
             )
         value = self.values[field]
-        if value is None or value == [] or (isinstance(value, str) and not value.strip()):
+        # pandas writes NaN for what is missing.
+        is_missing = value is None or value == [] or value != value
+        if is_missing or (isinstance(value, str) and not value.strip()):
             raise self.error(f"has nothing under {field!r}; fill it in, or remove the line.")
         try:
             (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()

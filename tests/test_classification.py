@@ -300,6 +300,7 @@ class TestBadInput:
             ),
             ('{"text": " ", "label": "positive"}', r"line 3 has nothing under 'text'"),
             ('{"text": "x", "label": null}', r"line 3 has nothing under 'label'"),
+            ('{"text": NaN, "label": "positive"}', r"line 3 has nothing under 'text'"),
             ('{"body": "x", "label": "positive"}', r"no field 'text'; .*\['body', 'label'\]"),
             ('{"text": ["x"], "label": "positive"}', r"line 3 has \['x'\] under 'text'"),
         ],
@@ -328,9 +329,12 @@ class TestBadInput:
         with pytest.raises(errors.UserError, match="'positive' under 'label', no number"):
             read(self.GOOD, threshold=0.5)
 
-    @pytest.mark.parametrize("missing", ["NaN", '"nan"'])
-    def test_a_missing_number_is_on_neither_side_of_a_threshold(self, read, missing):
-        with pytest.raises(errors.UserError, match="line 1 has 'nan' under 'label', no number"):
+    @pytest.mark.parametrize(
+        ("missing", "message"),
+        [("NaN", "nothing under 'label'"), ('"nan"', "'nan' under 'label', no number")],
+    )
+    def test_a_missing_number_is_on_neither_side_of_a_threshold(self, read, missing, message):
+        with pytest.raises(errors.UserError, match=f"line 1 has {message}"):
             read(f'{{"text": "x", "label": {missing}}}\n', threshold=0.5)
 
     def test_a_threshold_that_is_no_number_is_refused(self, folder):

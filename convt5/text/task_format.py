@@ -164,7 +164,7 @@ class TaskFormat:
         return json.dumps(dict.fromkeys(self.fields, "..."), ensure_ascii=False)
 
     def _text(self, value: Any, field: str) -> str:
-        if not isinstance(value, str | int | float):
+        if not isinstance(value, str | int | float) or value != value:  # NaN is no text.
             raise FieldError(f"has {value!r} in the field {field!r}, which must be text")
         text = str(value).strip() if self.strip else str(value)
         if not text.strip() and not self.is_plain:
