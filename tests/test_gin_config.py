@@ -1,5 +1,7 @@
 """Gin files and bindings are read strictly, resolved completely, and built as gin would."""
 
+import errno
+import os
 import pathlib
 import sys
 
@@ -629,6 +631,17 @@ def test_user_errors_of_constructors_come_without_the_lines_of_gin(write):
     assert type(caught.value) is errors.UserError
     assert "configurable" not in str(caught.value)
     assert "total_steps=-1" in str(caught.value)
+
+
+def test_errors_of_files_in_constructors_keep_the_path(write, monkeypatch):
+    def refuse(_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "text.txt")
+
+    monkeypatch.setattr(schedule.Cosine, "__post_init__", refuse)
+    config = gin_config.load([write("a.gin", COSINE)], roots=["%RATE"])
+    with pytest.raises(PermissionError) as caught:
+        config.macro("RATE")
+    assert (caught.value.filename, caught.value.errno) == ("text.txt", errno.EACCES)
 
 
 def test_arguments_of_a_function_are_built(write):

@@ -8,7 +8,6 @@ import copy
 import functools
 import itertools
 import posixpath
-import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -170,14 +169,12 @@ def _command_line_binding(text: str, is_own: bool) -> Binding:
 
 
 def _unwrap_errors(build: Callable[[], Any]) -> Any:
-    """Calls `build`; raises user errors without the lines that gin adds to them."""
+    """Calls `build`; raises errors for the user as they were before gin added lines to them."""
     try:
         return build()
-    except errors.UserError as error:
-        # Gin raises an ad-hoc subclass of the original exception.
-        kind = next(
-            base
-            for base in type(error).__mro__
-            if getattr(sys.modules.get(base.__module__), base.__name__, None) is base
-        )
-        raise kind(str(error).split("\n  In call to configurable")[0]) from None
+    except (errors.UserError, OSError) as raised:
+        error: BaseException | None = raised
+    # Gin raises a stand-in, without path and number of an `OSError`; its context is the original.
+    while "__getattr__" in vars(type(error)) and error.__context__:
+        error = error.__context__
+    raise error
