@@ -233,6 +233,14 @@ def test_a_vocabulary_that_cannot_be_is_refused(text, tmp_path, monkeypatch, fla
     assert not pathlib.Path("spm.model").exists()
 
 
+@pytest.mark.parametrize("folder", ["file", "/proc/none"])
+def test_a_vocabulary_that_cannot_be_written_is_refused_first(text, tmp_path, monkeypatch, folder):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(vocabulary, "_train", lambda *_: pytest.fail("it was trained"))
+    with pytest.raises(errors.UserError, match=rf"output='.*{folder}/a.model' cannot be written"):
+        vocabulary.main([f"--text={text}", f"--output={tmp_path / folder / 'a.model'}"])
+
+
 def test_text_that_is_no_utf8_ends_with_its_file_and_line(tmp_path):
     path = tmp_path / "bad.txt"
     path.write_bytes(b"good\n" + b"\xff\xfe bad\n")

@@ -10,6 +10,7 @@ import io
 import os
 import pathlib
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -87,9 +88,9 @@ def main(argv: Sequence[str]) -> int:
     from convt5.tasks import text_files
 
     files = text_files.TextFiles(path=flags.text, invalid_utf8=flags.invalid_utf8)
+    _check_writable(output)
     lines = _Lines(_cut(files.documents()))
     model = _train(lines, flags)
-    output.parent.mkdir(parents=True, exist_ok=True)
     with atomic_files.replacing(output) as partial:
         partial.write_bytes(model)
     measured = lines.held_out or lines.first
@@ -117,6 +118,19 @@ def _check(flags: argparse.Namespace, output: pathlib.Path) -> None:
             "Choose another name, or remove it."
         )
     errors.raise_all(faults, where="vocabulary")
+
+
+def _check_writable(output: pathlib.Path) -> None:
+    """Makes the folder of the output; raises `UserError` if nothing can be written there."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output.parent):
+            pass
+    except OSError as error:
+        raise errors.of_full_disk(error) or errors.UserError(
+            f"output={str(output)!r} cannot be written ({error.strerror}); name a file in a folder "
+            "that can."
+        ) from error
 
 
 class _Lines:
