@@ -182,6 +182,14 @@ def test_a_start_tells_what_the_rows_are_and_what_was_counted_when_they_were_mad
     assert config(folder).describe().endswith("rows of 6 + 4 tokens\n  10 rows")
 
 
+def test_a_long_description_is_cut(tmp_path):
+    writer = cached_data.Writer(tmp_path / "cache")
+    writer.vocabulary(vocabularies.characters(), None)
+    list(writer.write("train", [made()]))
+    writer.finish(made_from={}, described={"train": "task " * 10**5})
+    assert "made of task task" in config(tmp_path / "cache").describe()
+
+
 def test_damage_and_mistakes_are_named(folder, tmp_path):
     with pytest.raises(errors.UserError, match=r"holds no cache.*convt5\.cache"):
         built(tmp_path)

@@ -514,7 +514,7 @@ class Writer:
                 "fingerprint": progress["digest"][:32],
                 "tokens": progress.get("tokens", {}),
                 "counts": progress.get("counts", {}),
-                "described": (described or {}).get(split, ""),
+                "described": (described or {}).get(split, "")[:_LONGEST_DESCRIPTION],
             }
             for split, progress in self._progress["splits"].items()
         }
