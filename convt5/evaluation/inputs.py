@@ -103,19 +103,9 @@ def from_files(
 
     tally = local_files.Tally()
     total = sum(1 for _ in read(tally))
-
-    def read_again() -> Iterator[Item]:
-        count = 0
-        for item in read(local_files.Tally()):
-            count += 1
-            yield item
-        if count != total:
-            raise errors.TrainingError(
-                f"input={path} holds {count} inputs, but held {total} before predictions began; "
-                "leave its files unchanged while they are read, and repeat the command."
-            )
-
-    return Inputs(path, total, read_again, tally.faults)
+    return Inputs(
+        path, total, lambda: _as_many(total, read(local_files.Tally()), path), tally.faults
+    )
 
 
 def from_stream(
@@ -163,6 +153,18 @@ def chunks(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
         raise
     if chunk:
         yield chunk
+
+
+def _as_many(total: int, items: Iterable[Item], path: str) -> Iterator[Item]:
+    """Yields inputs; raises `TrainingError` if they are not as many as were counted."""
+    count = 0
+    for count, item in enumerate(items, start=1):  # noqa: B007
+        yield item
+    if count != total:
+        raise errors.TrainingError(
+            f"input={path} holds {count} inputs, but held {total} before predictions began; "
+            "leave its files unchanged while they are read, and repeat the command."
+        )
 
 
 def _check_apart(path: str, names: Sequence[str], output: str) -> None:

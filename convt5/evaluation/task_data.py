@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -178,16 +178,20 @@ def read_examples(
         ) from error
     if not examples:
         raise errors.UserError(f"split={split} of task={task.name} holds no example.")
+    _check_targets(examples, where=f"split={split} of task={task.name}")
+    return examples
+
+
+def _check_targets(examples: Iterable[Example], *, where: str) -> None:
     for number, example in enumerate(examples, start=1):
         try:
             if isinstance(target := example.get("targets_pretokenized"), bytes):
                 target.decode()
         except UnicodeDecodeError as error:
             raise errors.UserError(
-                f"task={task.name}: the 'targets' of example {number} of split={split} are not "
-                f"UTF-8 ({error}), but metrics compare texts; correct the data."
+                f"{where}: the 'targets' of example {number} are not UTF-8 ({error}), but metrics "
+                "compare texts; correct the data."
             ) from None
-    return examples
 
 
 @contextlib.contextmanager
