@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Collection
 
@@ -208,6 +209,29 @@ def unchecked():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+    """The folder where the files of gs://bucket and the like lie, for epath and for orbax."""
+    from etils.epath import backend, gpath
+    from orbax.checkpoint._src.path import gcs_utils
+
+    def here(path):
+        return re.sub(r"^\w+:/", str(tmp_path), str(path))
+
+    class Store:
+        def __getattr__(self, name):
+            act = getattr(backend.os_backend, name)
+            return lambda *paths, **settings: act(*map(here, paths), **settings)
+
+    store, disk = Store(), backend.os_backend
+    backends = property(lambda path: store if path._uri_scheme else disk)
+    monkeypatch.setattr(gpath._GPath, "_backend", backends)
+    monkeypatch.setattr(
+        gcs_utils, "get_kvstore_for_gcs", lambda url: {"driver": "file", "path": here(url)}
+    )
+    return tmp_path / "bucket"
 
 
 @pytest.fixture

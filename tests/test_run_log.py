@@ -3,8 +3,10 @@
 import io
 import json
 import math
+import struct
 
 import pytest
+from tensorboardX.proto import event_pb2
 
 from convt5 import errors
 from convt5.training import run_log
@@ -79,14 +81,25 @@ def test_numbers_that_json_lacks_become_strings(path):
     assert json.loads(path.read_text()) == {"step": 1, "loss": "nan", "other": "inf"}
 
 
-def test_tensorboard_files_are_written(tmp_path):
-    writer = run_log.TensorBoard(tmp_path / "tensorboard", last_step=0)
+def read_events(path):
+    content = path.read_bytes()
+    while content:  # Of each its length, a checksum, itself and another checksum.
+        (length,) = struct.unpack("<Q", content[:8])
+        yield event_pb2.Event.FromString(content[12 : 12 + length])
+        content = content[16 + length :]
+
+
+@pytest.mark.parametrize("scheme", ["", "gs", "az"])
+def test_tensorboard_files_are_written_to_disks_and_buckets(bucket, scheme):
+    writer = run_log.TensorBoard(f"{scheme}://bucket" if scheme else bucket, last_step=0)
     writer.write(1, {"loss": 1.0, "validation/loss": 2.0})
+    writer.sync()
+    writer.write(2, {"loss": 0.5})
     writer.close()
-    (events,) = (tmp_path / "tensorboard").iterdir()
-    content = events.read_bytes()
-    assert b"train/loss" in content
-    assert b"validation/loss" in content
+    (path,) = bucket.iterdir()
+    found = [(e.step, v.tag, v.simple_value) for e in read_events(path) for v in e.summary.value]
+    first = [(1, "train/loss", 1.0), (1, "validation/loss", 2.0)]
+    assert found == [*first, (2, "train/loss", 0.5)]
 
 
 def test_wandb_without_its_package_says_what_to_install(tmp_path, monkeypatch):

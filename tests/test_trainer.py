@@ -300,6 +300,15 @@ def test_a_run_stopped_by_sigterm_continues_as_if_it_had_not(run, tmp_path, stop
     assert [r.get(validation) for r in stopped] == [r.get(validation) for r in whole]
 
 
+def test_a_run_in_a_bucket_trains_continues_and_keeps_every_event(run, bucket, tmp_path):
+    run(num_steps=10)
+    for num_steps in (6, 10):
+        run(run_dir="gs://bucket/run", num_steps=num_steps, config_text="a = 1\n")
+    np.testing.assert_array_equal(final_kernel(bucket), final_kernel(tmp_path))
+    assert [r["loss"] for r in records(bucket)] == [r["loss"] for r in records(tmp_path)]
+    assert len(list((bucket / "run" / "tensorboard").iterdir())) == 2
+
+
 def test_records_beyond_the_checkpoint_are_dropped_when_a_run_continues(run, tmp_path):
     run(num_steps=8)
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:

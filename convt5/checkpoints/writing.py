@@ -9,7 +9,12 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint._src.path import gcs_utils
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
+
+# Asking whether a bucket has folders takes google-cloud-storage, and a permission that training
+# does not need. Steps are found by their files, with or without folders.
+gcs_utils.is_hierarchical_namespace_enabled = lambda path: False
 
 
 class Manager(ocp.CheckpointManager):

@@ -13,6 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Protocol, TextIO
 
 from etils import epath
@@ -250,8 +251,11 @@ class TensorBoard:
         epath.Path(folder).mkdir(parents=True, exist_ok=True)
         # The random part prevents links planted under the name: events_pb2 opens by name.
         unique = f"{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex}"
-        name = f"events.out.tfevents.{unique}"
-        self._file = record_writer.RecordWriter(os.path.join(os.fspath(folder), name))
+        path = os.path.join(os.fspath(folder), f"events.out.tfevents.{unique}")
+        if atomic_files.is_remote(path):  # tensorboardX needs packages for these, or has no writer.
+            scheme = path.partition(":")[0]
+            record_writer.register_writer_factory(scheme, SimpleNamespace(open=_WholeFile))
+        self._file = record_writer.RecordWriter(path)
         self._made: Any = event_pb2  # Its contents are generated at import.
         self._add(0, file_version="brain.Event:2")
         if last_step:  # Hides records that an interrupted run logged beyond its checkpoint.
@@ -278,6 +282,22 @@ class TensorBoard:
     def _add(self, step: int, **content: Any) -> None:
         event = self._made.Event(wall_time=time.time(), step=step, **content)
         self._file.write(event.SerializeToString())
+
+
+class _WholeFile:
+    """A file in an object store, which cannot append: each `flush` writes all of it."""
+
+    def __init__(self, path: str):
+        self._path, self._content = epath.Path(path), bytearray()
+
+    def write(self, content: bytes) -> None:
+        self._content += content
+
+    def flush(self) -> None:
+        self._path.write_bytes(bytes(self._content))
+
+    def close(self) -> None:
+        pass
 
 
 class WeightsAndBiases:
