@@ -1,5 +1,6 @@
 """Checkpoints come back exactly, on any mesh, and say what is wrong when they do not fit."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -363,6 +364,25 @@ def test_a_checkpoint_survives_a_kill_while_it_is_replaced(open_run, tmp_path, w
     restored = open_run().restore(abstract(make_state()))
     assert_same(restored.state, make_state(4))
     assert not aside.parent.exists()
+
+
+def test_a_checkpoint_half_written_to_a_bucket_counts_for_none(bucket):
+    def start():
+        return checkpoint.Checkpointer(
+            "gs://bucket/checkpoints", checkpoint.CheckpointConfig(), model_config=ModelConfig()
+        )
+
+    with contextlib.closing(start()) as checkpointer:
+        save_steps(checkpointer, 4, 8)
+    # Killed while 8 was replaced: orbax writes it under its name, and this file last.
+    shutil.copytree(bucket / "checkpoints" / "8", bucket / "replaced" / "8")
+    (bucket / "checkpoints" / "8" / "commit_success.txt").unlink()
+    shutil.rmtree(bucket / "checkpoints" / "8" / "params")
+    assert reading.steps_in("gs://bucket/checkpoints") == [4]
+    assert reading.find_checkpoint("gs://bucket").name == "4"
+    with contextlib.closing(start()) as checkpointer:
+        assert_same(checkpointer.restore(abstract(make_state())).state, make_state(8))
+    assert not (bucket / "replaced").exists()
 
 
 def test_a_single_checkpoint_is_not_taken_for_another_step(open_run, tmp_path, monkeypatch):

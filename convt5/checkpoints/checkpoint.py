@@ -2,7 +2,7 @@
 
 `Checkpointer` writes them in the background and restores the newest readable one, for the trainer;
 others read them with `checkpoints.reading`. A checkpoint is a folder named after its step, which
-appears under that name only when complete.
+counts only when complete (`reading.steps_in`).
 """
 
 import base64
@@ -453,6 +453,7 @@ def _put_back(directory: epath.Path) -> None:
     if jax.process_index() == 0 and aside.exists():
         for step in set(reading.steps_in(aside)) - set(reading.steps_in(directory)):
             directory.mkdir(parents=True, exist_ok=True)
+            (directory / str(step)).rmtree(missing_ok=True)  # Its replacement, if incomplete.
             (aside / str(step)).rename(directory / str(step))
         aside.rmtree()
     _wait_for_all("checkpoints that were moved aside are put back")

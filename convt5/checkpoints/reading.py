@@ -1,10 +1,12 @@
 """Reads checkpoints outside the run that wrote them: evaluation, inference, fine-tuning, export.
 
-A checkpoint is a folder named after its step; incomplete ones have other names.
+A checkpoint is a folder named after its step; incomplete ones have other names, or in gs:// lack
+the file that is written last.
 """
 
 import contextlib
 import math
+import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
@@ -59,7 +61,13 @@ def steps_in(folder: epath.PathLike) -> list[int]:
     folder = epath.Path(folder)
     if not folder.is_dir():
         return []
-    return sorted(int(child.name) for child in folder.iterdir() if _is_step(child.name))
+    steps = (child for child in folder.iterdir() if _is_step(child.name))
+    return sorted(int(step.name) for step in steps if _is_complete(step))
+
+
+def _is_complete(step: epath.Path) -> bool:
+    # Where folders cannot be renamed, orbax writes under the final name, and this file last.
+    return not os.fspath(step).startswith("gs://") or (step / "commit_success.txt").exists()
 
 
 def _is_step(name: str) -> bool:
