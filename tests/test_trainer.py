@@ -637,6 +637,20 @@ def test_a_best_metric_that_is_never_measured_is_refused_before_training(run, tm
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("names", "fault"),
+    [
+        (["a", "b", "a"], r"two tasks named 'a', whose metrics would replace each other"),
+        (["validation"], r"a task named 'validation', whose metrics .* those of eval_data"),
+        (["ema"], r"a task named 'ema', whose metrics would replace those of ema"),
+    ],
+)
+def test_tasks_whose_metrics_would_replace_others_are_refused(run, tmp_path, names, fault):
+    with pytest.raises(errors.UserError, match=f"task_evals has {fault}; set another"):
+        run(task_evals=[Distance(name) for name in names], ema=EMA())
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_new_run_starts_from_the_parameters_of_another(run, tmp_path):
     run(num_steps=4)
     fine = str(tmp_path / "fine")

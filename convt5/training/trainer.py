@@ -4,6 +4,7 @@ A run lives in its run directory. The same call with the same directory resumes 
 batches and random numbers as if it had never stopped.
 """
 
+import collections
 import contextlib
 import dataclasses
 import inspect
@@ -192,7 +193,17 @@ class TrainRun(StepConfig, Intervals):
 
     def _check_measures(self) -> None:
         check_num_batches(self.eval_num_batches, self.eval_data)
-        tasks = (task.name for task in self.task_evals)
+        tasks = [task.name for task in self.task_evals]
+        others = {"validation": "those of eval_data"}
+        if self.ema is not None:
+            others["ema"] = "those of ema"
+        for name, count in collections.Counter([*others, *tasks]).items():
+            if count > 1:
+                raise errors.UserError(
+                    f"task_evals has {'a task' if name in others else 'two tasks'} named {name!r}, "
+                    f"whose metrics would replace {others.get(name, 'each other')}; set another "
+                    "evaluation.TaskEval.name."
+                )
         measured = [*["validation"] * (self.eval_data is not None), *tasks]
         best = self.checkpoints.best_metric
         metric = best.removeprefix("ema/" if self.ema is not None else "")
