@@ -620,6 +620,17 @@ def test_a_run_directory_with_earlier_names_of_metrics_goes_on(run, stopped_in, 
     assert best == checkpoint.best_step(whole / "checkpoints")
 
 
+@pytest.mark.parametrize("metric", ["validation/loss", "validation/token_accuracy"])
+def test_the_metric_tells_which_of_its_values_is_best(metric):
+    config = checkpoint.CheckpointConfig(keep_last=1, best_metric=metric)
+    best, worst = (1, 2) if metric == "validation/loss" else (2, 1)
+    values = {1: 0.25, 2: 0.5, 3: 0.375}
+    assert config.kept([1, 2, 3], values) == {best, 3}
+    assert config.is_better(values[best], values[worst])
+    said = dataclasses.replace(config, best_mode="max" if best == 1 else "min")
+    assert said.kept([1, 2, 3], values) == {worst, 3}
+
+
 def test_more_of_a_metric_can_be_better(run, tmp_path):
     config = checkpoint.CheckpointConfig(
         every_steps=1, keep_last=1, best_metric="distance/norm", best_mode="max"

@@ -43,7 +43,8 @@ class CheckpointConfig:
             the newest is damaged.
         keep_best: number of checkpoints with the best `best_metric` kept as well.
         best_metric: a metric of evaluations, as named in `metrics.jsonl`.
-        best_mode: whether the lowest ("min") or the highest value ("max") is the best.
+        best_mode: whether the lowest ("min") or the highest value ("max") is the best; None judges
+            by the metric's name: the lowest of a loss, perplexity or error, the highest of others.
         keep_every_steps: keeps every checkpoint whose step is a multiple forever; None disables it.
     """
 
@@ -51,7 +52,7 @@ class CheckpointConfig:
     keep_last: int = 2
     keep_best: int = 1
     best_metric: str = "validation/loss"
-    best_mode: BestMode = "min"
+    best_mode: BestMode | None = None
     keep_every_steps: int | None = None
 
     def __post_init__(self):
@@ -63,13 +64,19 @@ class CheckpointConfig:
             faults.append(
                 f"keep_every_steps={self.keep_every_steps} must be at least 1, or None for none."
             )
-        if self.best_mode not in get_args(BestMode):
-            faults.append(f"best_mode={self.best_mode!r} must be min or max.")
+        if self.best_mode not in (*get_args(BestMode), None):
+            faults.append(f"best_mode={self.best_mode!r} must be min or max, or None.")
         errors.raise_all(faults, where="CheckpointConfig")
+
+    @property
+    def mode(self) -> BestMode:
+        """`best_mode`, or what the name of the metric tells."""
+        falls = metric_names.lower_is_better(self.best_metric)
+        return self.best_mode or ("min" if falls else "max")
 
     def ranked(self, values: Mapping[int, float]) -> list[int]:
         """Returns steps sorted by their value of `best_metric`, best first."""
-        return sorted(values, key=values.__getitem__, reverse=self.best_mode == "max")
+        return sorted(values, key=values.__getitem__, reverse=self.mode == "max")
 
     def kept(self, steps: Sequence[int], values: Mapping[int, float]) -> set[int]:
         """Returns which of these checkpoints are kept, given the values of the measured ones."""
@@ -81,7 +88,7 @@ class CheckpointConfig:
 
     def is_better(self, value: float, than: float) -> bool:
         """Returns whether one value of `best_metric` is better than another."""
-        return value > than if self.best_mode == "max" else value < than
+        return value > than if self.mode == "max" else value < than
 
     def unmeasured(self, measured: Iterable[str]) -> str:
         """Returns the message for evaluations that lack `best_metric`."""
@@ -232,7 +239,7 @@ class Checkpointer:
             "model": self._description,
             "best": {
                 "metric": self.config.best_metric,
-                "mode": self.config.best_mode,
+                "mode": self.config.mode,
                 metric_names.PERCENT: True,
                 "value": value,
             },

@@ -29,7 +29,7 @@ class Patience:
         self._best_step, self._best_value, self._since = 0, math.nan, 0
         # The count restarts for another metric. Older states do not name their metric.
         factor = metric_names.factor(state or {}, config.best_metric)
-        if state and factor and state.get("mode", config.best_mode) == config.best_mode:
+        if state and factor and state.get("mode", config.mode) == config.mode:
             self._best_step, self._best_value, self._since = (
                 state["best_step"],
                 factor * float(state["best_value"]),
@@ -59,7 +59,7 @@ class Patience:
         best = self._best_value
         return {
             "metric": self._config.best_metric,
-            "mode": self._config.best_mode,
+            "mode": self._config.mode,
             metric_names.PERCENT: True,
             "best_step": self._best_step,
             "best_value": best if math.isfinite(best) else str(best),
