@@ -300,6 +300,19 @@ def test_a_run_stopped_by_sigterm_continues_as_if_it_had_not(run, tmp_path, stop
     assert [r.get(validation) for r in stopped] == [r.get(validation) for r in whole]
 
 
+def test_a_stop_ends_only_when_the_checkpoint_has_been_read_back(run, stopped_in, monkeypatch):
+    check, handled = checkpoint.read_back.check, {}
+
+    def note(folder, *expected):
+        handled[folder.name] = signal.getsignal(signal.SIGTERM) is not before
+        check(folder, *expected)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(checkpoint.read_back, "check", note)
+    stopped_in(7)
+    assert handled == {"4": True, "7": True}
+
+
 def test_a_run_in_a_bucket_trains_continues_and_keeps_every_event(run, bucket, tmp_path):
     run(num_steps=10)
     for num_steps in (6, 10):

@@ -279,6 +279,7 @@ class Loop:
             if interruption.requested(self.step):
                 self._read_pending()
                 self._save(batches)
+                self._complete()  # Later, a signal would end the process at once.
                 raise interruption.error(self.step)
             if self._pauses():
                 self._pause(batches)
@@ -389,9 +390,12 @@ class Loop:
         if self._meter.num_steps or self._lacks_evaluation():
             self._record()
         self._save(batches)
+        self._complete()
+        self._check_best_metric()
+
+    def _complete(self) -> None:
         with self._watchdog.phase(f"completing the checkpoint of step {self.step}"):
             self._checkpointer.wait()
-        self._check_best_metric()
 
     def _measures(self, step: int) -> bool:
         return self._has_measures and self._intervals.evaluates(step)
@@ -425,8 +429,9 @@ class Loop:
             )
 
     def _check_best_metric(self) -> None:
-        """Raises `UserError` if an evaluation lacked the best metric; the state is saved."""
+        """Raises `UserError` if an evaluation lacked the best metric, once the state is saved."""
         if self._missing_metric:
+            self._complete()
             raise errors.UserError(self._missing_metric)
 
     @property
