@@ -728,6 +728,17 @@ def test_a_run_goes_on_with_other_data_where_another_stopped(run, tmp_path):
         dataclasses.replace(source, exclude=["kernel"])
 
 
+def test_a_run_goes_on_from_a_checkpoint_that_was_renamed(run, tmp_path):
+    run(num_steps=4)
+    kept = (tmp_path / "run" / "checkpoints" / "4").rename(tmp_path / "kept")
+    source = initialization.InitFrom(path=str(kept), continue_training=True)
+    fine = {"run_dir": str(tmp_path / "fine"), "init_from": source}
+    assert run(num_steps=6, **fine).step == 6
+    fine["run_dir"] = str(tmp_path / "none")
+    with pytest.raises(errors.UserError, match=r"num_steps=4 counts all updates, .* after the 4 "):
+        run(num_steps=4, **fine)
+
+
 @dataclasses.dataclass(frozen=True)
 class Counting:
     """A task that counts its evaluations, to see that none is made twice."""

@@ -430,7 +430,7 @@ def _read(
     for line in record.differences(about["model"], description):
         warnings.warn(f"the model's settings differ from {where}: {line}", stacklevel=4)
     return Restored(
-        step=int(folder.name),
+        step=reading.step_of(folder),
         state=_join(abstract_state, restored["params"], restored["optimizer"]),
         data=data,
         progress=about["progress"],

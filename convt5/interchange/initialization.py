@@ -95,7 +95,7 @@ class InitFrom:
 
     def check_num_steps(self, num_steps: int) -> None:
         """Raises `UserError` if continued training has no update left to make."""
-        step = int(self._checkpoint().name) if self.continue_training else -1
+        step = reading.step_of(self._checkpoint()) if self.continue_training else -1
         if step >= num_steps:
             raise errors.UserError(
                 f"num_steps={num_steps} counts all updates, and InitFrom.continue_training "
