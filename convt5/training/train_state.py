@@ -156,23 +156,10 @@ def new_state(
 
 
 def abstract_state(
-    model_config: ModelConfig,
-    optimizer: optax.GradientTransformation,
-    *,
-    with_ema: bool = False,
-    with_spikes: bool = False,
-    frozen: Sequence[str] = (),
+    model_config: ModelConfig, optimizer: optax.GradientTransformation, **settings: Any
 ) -> TrainState:
-    """Returns the state with shapes in place of arrays; allocates nothing."""
-    make = functools.partial(
-        new_state,
-        model_config,
-        optimizer,
-        with_ema=with_ema,
-        with_spikes=with_spikes,
-        frozen=frozen,
-    )
-    return shapes_of(make)
+    """Returns the shapes of a `new_state` with these settings; allocates nothing."""
+    return shapes_of(functools.partial(new_state, model_config, optimizer, **settings))
 
 
 def shapes_of(make: MakeState) -> TrainState:
