@@ -3,18 +3,21 @@
 Only the first write imports this module, because orbax takes a second to import.
 """
 
+import contextlib
 import dataclasses
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
 from etils import epath
-from orbax.checkpoint._src.path import gcs_utils
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 # Asking whether a bucket has folders takes google-cloud-storage, and a permission that training
 # does not need. Steps are found by their files, with or without folders.
-gcs_utils.is_hierarchical_namespace_enabled = lambda path: False
+with contextlib.suppress(ImportError):  # The module is private to orbax.
+    _gcs_utils: Any = importlib.import_module("orbax.checkpoint._src.path.gcs_utils")
+    _gcs_utils.is_hierarchical_namespace_enabled = lambda path: False
 
 
 class Manager(ocp.CheckpointManager):

@@ -178,19 +178,19 @@ def read_examples(
         ) from error
     if not examples:
         raise errors.UserError(f"split={split} of task={task.name} holds no example.")
-    _check_targets(examples, where=f"split={split} of task={task.name}")
+    _check_targets(examples, task.name, split)
     return examples
 
 
-def _check_targets(examples: Iterable[Example], *, where: str) -> None:
+def _check_targets(examples: Iterable[Example], task: str, split: str) -> None:
     for number, example in enumerate(examples, start=1):
         try:
             if isinstance(target := example.get("targets_pretokenized"), bytes):
                 target.decode()
         except UnicodeDecodeError as error:
             raise errors.UserError(
-                f"{where}: the 'targets' of example {number} are not UTF-8 ({error}), but metrics "
-                "compare texts; correct the data."
+                f"task={task}: the 'targets' of example {number} of split={split} are not UTF-8 "
+                f"({error}), but metrics compare texts; correct the data."
             ) from None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 _LESS = (
     *("loss", "objective", "nll", "entropy", "perplexity", "bits", "error", "errors", "mse", "mae"),
     *("wer", "cer", "distance", "invalid", "skipped", "norm", "seconds", "bytes", "wait"),
+    *("rmse", "ppl", "bpb", "kl", "brier", "ece", "ter", "fid"),
 )
 """Words in the names of metrics that are better when lower; others, such as f1, when higher."""
 
