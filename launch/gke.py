@@ -59,7 +59,17 @@ def main(argv: Sequence[str]) -> int:
             if flags.dry_run:
                 print(text if stdin is None else f"{text} <<'END'\n{stdin}\nEND")
                 continue
-            code = subprocess.run(command, input=stdin, text=True, check=False).returncode
+            try:
+                code = subprocess.run(command, input=stdin, text=True, check=False).returncode
+            except FileNotFoundError:
+                print(
+                    f"gke: {command[0]} is not on the PATH; install it, or show the commands with "
+                    "--dry_run.",
+                    file=sys.stderr,
+                )
+                return 127
+            except KeyboardInterrupt:  # How one stops to follow the logs.
+                return 130
             if code:
                 print(f"gke: exit code {code} of: {text}", file=sys.stderr)
                 return code

@@ -70,10 +70,14 @@ done
 [[ $poll_secs =~ ^[0-9]+$ ]] || usage "--poll_secs=$poll_secs must be an integer of at least 0."
 flags=$(printf ' %q' "$@")
 
+say() { echo "tpu_vm: $*" >&2; }
+
+[[ -n $dry_run ]] || command -v gcloud >/dev/null || {
+  say "gcloud is not on the PATH; install the Google Cloud CLI, or show the commands with --dry_run."
+  exit 127
+}
 gcloud_errors=$(mktemp)
 trap 'rm -f "$gcloud_errors"' EXIT
-
-say() { echo "tpu_vm: $*" >&2; }
 
 # Runs a command, or prints it.
 run() {
@@ -159,8 +163,9 @@ create() {
 # The checkout goes to all workers, so that uncommitted changes are what runs.
 install() {
   run mkdir -p logs || return
-  run tar --exclude=.git --exclude=.venv --exclude=runs --exclude=logs -czf "logs/$name.tar.gz" . \
-    || return
+  # --exclude=runs would leave gin/runs out too, and GNU's and macOS's tar anchor it differently.
+  local GLOBIGNORE=.git:.venv:runs:exports:logs
+  run tar -czf "logs/$name.tar.gz" -- * || return
   run gcloud compute tpus tpu-vm scp "logs/$name.tar.gz" "$name:convt5.tar.gz" \
     --zone="$zone" --worker=all || return
   on_all_workers "set -e

@@ -9,6 +9,7 @@ import os
 import pathlib
 import shutil
 import sys
+import tarfile
 
 import commands
 import jobset_schema
@@ -234,6 +235,29 @@ exit 0
             env=os.environ | {"PATH": f"{stub.parent}:{os.environ['PATH']}"},
         )
         return done, (folder / "calls").read_text()
+
+    def test_the_workers_receive_the_checkout_without_what_runs_and_exports_left(self, tmp_path):
+        sent = {"gin/runs/quickstart.gin", "docs/logs/a", "pyproject.toml", ".ci/run"}
+        left = {"runs/a/summary.json", "exports/a", "logs/b/0.log", ".venv/bin/python", ".git/HEAD"}
+        for name in sent | left:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).touch()
+        done, calls = self.act("install", tmp_path, "")
+        assert done.returncode == 0, done.stderr
+        assert "scp logs/conv.tar.gz conv:convt5.tar.gz" in calls
+        with tarfile.open(tmp_path / "logs" / "conv.tar.gz") as archive:
+            names = {name.removeprefix("./") for name in archive.getnames()}
+        assert sent <= names
+        assert not left & names
+
+    @pytest.mark.parametrize("action", ["keep", "wait", "logs"])
+    def test_without_gcloud_nothing_is_said_of_the_slice(self, tmp_path, action):
+        command = [shutil.which("bash"), ROOT / "launch" / "tpu_vm.sh", action, *self.ARGUMENTS]
+        env = os.environ | {"PATH": os.fspath(tmp_path)}
+        done = commands.run([*command, "--", *FLAGS], cwd=tmp_path, env=env)
+        assert done.returncode == 127
+        assert "gcloud is not on the PATH; install" in done.stderr
+        assert done.stderr.count("\n") == 1
 
     def test_a_run_that_fails_again_and_again_is_given_up(self, tmp_path):
         done, calls = self.keep(
@@ -497,6 +521,20 @@ class TestGke:
         assert done.returncode == 2
         assert flag in done.stderr
         assert rule in done.stderr
+
+    def test_an_absent_program_is_told_in_one_line(self, tmp_path):
+        env = os.environ | {"PATH": os.fspath(tmp_path)}
+        done = call("gke.py", "stop", *self.ARGUMENTS, env=env)
+        assert done.returncode == 127
+        assert done.stderr.startswith("gke: kubectl is not on the PATH; install it")
+        assert done.stderr.count("\n") == 1
+
+    def test_ctrl_c_while_logs_are_followed_leaves_no_traceback(self, tmp_path):
+        (tmp_path / "kubectl").write_text("#!/bin/sh\nkill -INT $PPID\nexec sleep 1\n")
+        (tmp_path / "kubectl").chmod(0o755)
+        env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        done = call("gke.py", "logs", *self.ARGUMENTS, env=env)
+        assert (done.returncode, done.stderr) == (130, "")
 
     def test_a_reader_that_has_enough_ends_it_without_a_traceback(self):
         command = [
