@@ -8,6 +8,7 @@ import warnings
 import jax
 import numpy as np
 import pytest
+from etils import epath
 
 import convt5
 from convt5 import convert
@@ -152,6 +153,13 @@ def test_a_config_that_does_not_fit_is_named_and_nothing_is_written(
 ):
     (pathlib.Path(checkpoint).parent / "operative_config.gin").write_text(text)
     assert_refused(capsys, checkpoint, tmp_path, message)
+
+
+def test_the_operative_config_beside_a_checkpoint_in_a_bucket_is_found(monkeypatch):
+    beside = "gs://bucket/t5/operative_config.gin"
+    monkeypatch.setattr(type(epath.Path(beside)), "is_file", lambda path: str(path) == beside)
+    assert converting._beside("gs://bucket/t5/model.ckpt-7") == beside
+    assert converting._beside("gs://bucket/other/model.ckpt-7") is None
 
 
 def assert_refused(capsys, prefix, tmp_path, message: str) -> None:

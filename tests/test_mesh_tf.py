@@ -423,11 +423,79 @@ def test_what_shapes_do_not_show_is_asked_for_or_noted(tmp_path):
             "taps from -4 to 4 are 9, but the checkpoint holds 5",
         ),
         ("num_heads = 3\nUnitransformer.max_length = 31", "max_length=31"),
+        ("num_heads = 3\nDenseReluDense.activation = 'gelu'", "encoder/.*activation='gelu'"),
+        (
+            "num_heads = 3\ndecoder/DenseReluDense.activation = ['gelu', 'linear']",
+            r"decoder/DenseReluDense.activation=\['gelu', 'linear'\] contradicts",
+        ),
+        (
+            "num_heads = 3\nencoder/sublayer_dropout.dropout_rate = 0.1\n"
+            "decoder/sublayer_dropout.dropout_rate = 0.0",
+            "sublayer_dropout.dropout_rate is 0.1 in the encoder and 0.0 in the decoder",
+        ),
     ],
 )
 def test_a_config_that_contradicts_the_shapes_is_named(tmp_path, text, message):
     with pytest.raises(UserError, match=message):
         read_small(tmp_path, OperativeConfig(text))
+
+
+def gated(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the variables with two inward projections in each feed-forward layer."""
+    inward = {n: a for n, a in arrays.items() if n.endswith("/wi/kernel")}
+    both = {n.replace("wi", f"wi_{i}"): a + i for n, a in inward.items() for i in range(2)}
+    return {n: a for n, a in arrays.items() if n not in inward} | both
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (("['gelu', 'linear']",) * 2, "gated_gelu"),
+        (("['swish', 'linear']",) * 2, "gated_silu"),
+        (("['silu', 'linear']", "('swish', 'linear')"), "gated_silu"),
+        ((None, None), "gated_gelu"),
+        (
+            ("['relu', 'linear']",) * 2,
+            r"\['relu', 'linear'\] contradicts .* or \['swish', ",
+        ),
+        (("['linear', 'sigmoid']",) * 2, "encoder/.*sigmoid.*decoder/.*sigmoid"),
+        (("'relu'",) * 2, "activation='relu' contradicts"),
+        (("[['gelu'], 'linear']",) * 2, "contradicts"),
+        (("['gelu', 'linear']", "['silu', 'linear']"), "gated_gelu in the encoder and gated_silu"),
+    ],
+)
+def test_the_activations_of_gated_layers_are_those_of_the_config(tmp_path, told, expected):
+    lines = [
+        f"{stack}/transformer_layers.DenseReluDense.activation = {value}"
+        for stack, value in zip(("encoder", "decoder"), told, strict=True)
+        if value
+    ]
+    config = OperativeConfig("\n".join(["num_heads = 3", *lines]))
+    checkpoint = Checkpoint(write_checkpoint(tmp_path / "model.ckpt-7", gated(small_arrays())))
+    if not expected.startswith("gated") or " " in expected:
+        with pytest.raises(UserError, match=f"(?s){expected}"):
+            mesh_tf.read_model(checkpoint, config)
+        return
+    found = mesh_tf.read_model(checkpoint, config)
+    assert found.config.mlp == expected
+    assert any("activation" in note for note in found.report.notes) == (told == (None, None))
+
+
+@pytest.mark.parametrize("old_names", [True, False])
+def test_dropout_and_epsilon_are_read_where_the_stack_has_them(tmp_path, old_names):
+    arrays = small_arrays()
+    if old_names:
+        arrays = {name.replace("rms_norm", "layer_norm"): array for name, array in arrays.items()}
+    lines = ["num_heads = 3"]
+    for stack in ("encoder", "decoder"):
+        old = (0.25, 1e-5) if old_names else (None, None)
+        lines.append(f"{stack}/transformer.LayerStack.dropout_rate = {old[0]}")
+        lines.append(f"{stack}/transformer.LayerStack.norm_epsilon = {old[1]}")
+    if not old_names:
+        lines += ["sublayer_dropout.dropout_rate = 0.25", "sublayer_rms_norm.epsilon = 1e-05"]
+    checkpoint = Checkpoint(write_checkpoint(tmp_path / "model.ckpt-7", arrays))
+    found = mesh_tf.read_model(checkpoint, OperativeConfig("\n".join(lines))).config
+    assert (found.dropout_rate, found.norm_epsilon) == (0.25, 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -312,6 +312,7 @@ def test_no_name_of_an_array_of_orbax_leads_out_of_its_folder(key):
     [
         ("network.T5Config.emb_dim = 49", "emb_dim=49, but the checkpoint has 48"),
         ("network.T5Config:\n  mlp_activations = ('relu',)", "mlp_activations"),
+        ("network.T5Config:\n  mlp_activations = (['gelu'], 'linear')", "mlp_activations"),
         ("adafactor.Adafactor.beta1 = 0.9", r"beta1=0\.9 is not implemented"),
         ("utils.create_learning_rate_scheduler.factors = 'x'", "factors='x' is not implemented"),
     ],

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
+from etils import epath
 
 from convt5 import errors
 from convt5.interchange import (
@@ -255,7 +256,7 @@ def _strides(text: str | None) -> list[int] | None:
 
 def _beside(prefix: str) -> str | None:
     """Returns the operative config in the folder of a checkpoint, or None."""
-    path = pathlib.Path(prefix).parent / "operative_config.gin"
+    path = epath.Path(prefix).parent / "operative_config.gin"
     return str(path) if path.is_file() else None
 
 

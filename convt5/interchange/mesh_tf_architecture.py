@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from convt5 import errors
 from convt5.interchange.mapping import Shape
-from convt5.interchange.operative_config import OperativeConfig
+from convt5.interchange.operative_config import ACTIVATIONS, OperativeConfig, mlp_kind
 from convt5.modeling.architecture import ConvT5Config, StackConfig
+from convt5.modeling.layers import MlpKind
 from convt5.ops.geometry import pad_widths
 
 StackName = Literal["encoder", "decoder"]
@@ -71,37 +72,44 @@ def infer_architecture(
     emb_dim, vocab_size = _embedding(variables)
     layers: dict[StackName, list[_Layer]] = {s: _layers(variables, s) for s in STACKS}
     heads, head_dim = _heads(variables, operative_config, notes)
-    mlp = _only_shape(variables, r"DenseReluDense/wi(?:_0)?/kernel$", (emb_dim, None))
+    mlp_dim = _only_shape(variables, r"DenseReluDense/wi(?:_0)?/kernel$", (emb_dim, None))[1]
     positions, max_positions = _positions(variables)
     faults = _contradictions(
         operative_config,
         sizes={
             "d_model": emb_dim,
-            "d_ff": mlp[1],
+            "d_ff": mlp_dim,
             "num_heads": heads,
             "d_kv": head_dim,
         },
         max_positions=max_positions,
         layers=layers,
     )
+    mlp = _mlp(variables, operative_config, faults, notes)
+    # Earlier versions had dropout and norm in the stack itself, under other names.
+    is_old = _any(variables, r"/layer_norm/scale$")
+    dropout = "LayerStack" if is_old else "sublayer_dropout"
+    norm = ("LayerStack", "norm_epsilon") if is_old else ("sublayer_rms_norm", "epsilon")
+    dropout_rate = _of_both(operative_config, dropout, "dropout_rate", 0.1, faults)
+    norm_epsilon = _of_both(operative_config, *norm, 1e-6, faults)
     errors.raise_all(faults, where=operative_config.where)
     if operative is None:
         notes.append("no operative config: dropout_rate=0.1 assumed, the original's default.")
     config = ConvT5Config(
         vocab_size=vocab_size,
         emb_dim=emb_dim,
-        mlp_dim=mlp[1],
+        mlp_dim=mlp_dim,
         num_heads=heads,
         head_dim=head_dim,
         encoder=_stack(layers["encoder"], "encoder", operative_config, notes),
         decoder=_stack(layers["decoder"], "decoder", operative_config, notes),
-        norm_epsilon=operative_config.number("sublayer_rms_norm", "epsilon", 1e-6),
-        mlp="gated_gelu" if _any(variables, r"DenseReluDense/wi_0/kernel$") else "relu",
+        norm_epsilon=norm_epsilon,
+        mlp=mlp,
         tie_output="decoder/logits/kernel" not in variables,
         positions=positions,
         max_positions=max_positions,
         relative_buckets=_buckets(variables),
-        dropout_rate=operative_config.number("sublayer_dropout", "dropout_rate", 0.1),
+        dropout_rate=dropout_rate,
         dtype="float32",
         hide_start_token=True,
     )
@@ -349,6 +357,47 @@ def _contradictions(
     if operative.get("VocabEmbedding", "scale_variable_like_classifier_weights"):
         faults.append("VocabEmbedding.scale_variable_like_classifier_weights is not implemented.")
     return faults
+
+
+def _mlp(
+    variables: Mapping[str, Shape], operative: OperativeConfig, faults: list[str], notes: list[str]
+) -> MlpKind:
+    """Returns the kind of the feed-forward layers, which only the config tells."""
+    count = 1 + _any(variables, r"DenseReluDense/wi_0/kernel$")
+    known = [list(names) for names in ACTIVATIONS if len(names) == count]
+    kinds: list[MlpKind] = []
+    for stack in STACKS:
+        told = operative.get("DenseReluDense", "activation", scope=stack)
+        kind = mlp_kind(known[0] if told is None else told, count)
+        if kind is None:
+            faults.append(
+                f"{stack}/DenseReluDense.activation={told!r} contradicts the checkpoint or what "
+                f"convt5 implements: {' or '.join(map(str, known))}."
+            )
+        elif told is None and count > 1:
+            notes.append(f"activation of the {stack} not given: {kind} assumed, as in T5 1.1.")
+        kinds.append(kind or "relu")
+    if len(set(kinds)) > 1 and not faults:
+        faults.append(
+            f"DenseReluDense.activation is {kinds[0]} in the encoder and {kinds[1]} in the "
+            "decoder, but convt5 has one for both."
+        )
+    return kinds[0]
+
+
+def _of_both(
+    operative: OperativeConfig, configurable: str, parameter: str, default: float, faults: list[str]
+) -> Any:
+    """Returns a number that convt5 has for both stacks."""
+    first, second = (
+        operative.number(configurable, parameter, default, scope=stack) for stack in STACKS
+    )
+    if first != second:
+        faults.append(
+            f"{configurable}.{parameter} is {first} in the encoder and {second} in the decoder, "
+            "but convt5 has one for both."
+        )
+    return first
 
 
 def _only_shape(

@@ -11,12 +11,21 @@ from collections.abc import Iterator
 from typing import Any
 
 from convt5 import errors
+from convt5.modeling.layers import MlpKind
 from convt5.runtime import foreign_files
 
 _STATEMENT = re.compile(
     r"^(?P<scope>(?:[\w.-]+/)*)(?P<selector>[A-Za-z_][\w.]*)\s*=\s*(?P<value>.+)$", re.DOTALL
 )
 Number = float | None
+
+ACTIVATIONS: dict[tuple[str, ...], MlpKind] = {
+    ("relu",): "relu",
+    ("gelu", "linear"): "gated_gelu",
+    ("silu", "linear"): "gated_silu",
+    ("swish", "linear"): "gated_silu",
+}
+"""Activations of a feed-forward layer, one for each projection into it."""
 
 _MOST_BYTES = 2**20
 
@@ -152,6 +161,15 @@ class OperativeConfig:
             return ast.literal_eval(text)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             return text
+
+
+def mlp_kind(activations: Any, count: int) -> MlpKind | None:
+    """Returns the feed-forward layer with `count` inward projections of these activations."""
+    names = tuple(activations) if isinstance(activations, list | tuple) else (activations,)
+    for known, kind in ACTIVATIONS.items():
+        if known == names and len(known) == count:
+            return kind
+    return None
 
 
 def _statements(text: str) -> Iterator[str]:

@@ -11,11 +11,10 @@ import numpy as np
 
 from convt5 import errors
 from convt5.interchange.mapping import Arrays, Imported, Shape, Source, import_arrays
-from convt5.interchange.operative_config import OperativeConfig
+from convt5.interchange.operative_config import OperativeConfig, mlp_kind
 from convt5.interchange.run_files import Training
 from convt5.interchange.t5x_files import Files, OneByOne
 from convt5.modeling.architecture import ConvT5Config, StackConfig
-from convt5.modeling.layers import MlpKind
 from convt5.training.losses import TextLoss
 from convt5.training.optimizer import AdafactorConfig, factored_axes
 from convt5.training.schedule import Constant, InverseSqrt, Schedule
@@ -34,12 +33,6 @@ _NORMS = {
         "pre_cross_attention_layer_norm": "cross_norm",
         "pre_mlp_layer_norm": "mlp_norm",
     },
-}
-_ACTIVATIONS: dict[tuple[str, ...], MlpKind] = {
-    ("relu",): "relu",
-    ("gelu", "linear"): "gated_gelu",
-    ("silu", "linear"): "gated_silu",
-    ("swish", "linear"): "gated_silu",
 }
 
 
@@ -149,7 +142,7 @@ def architecture(
     heads, inner = found[bias][0], found[query][1]
     told = settings.get("T5Config", "mlp_activations")
     activations = tuple(told) if isinstance(told, list | tuple) else ()
-    if len(activations) != 1 + is_gated or activations not in _ACTIVATIONS:
+    if mlp_kind(activations, 1 + is_gated) is None:
         activations = ("gelu", "linear") if is_gated else ("relu",)
     values: dict[str, Any] = {
         "vocab_size": found[table][0],
@@ -174,7 +167,7 @@ def architecture(
         head_dim=values["head_dim"],
         encoder=StackConfig(num_layers=values["num_encoder_layers"], mixing="attention"),
         decoder=StackConfig(num_layers=values["num_decoder_layers"], mixing="attention"),
-        mlp=_ACTIVATIONS[activations],
+        mlp=mlp_kind(activations, 1 + is_gated) or "relu",
         tie_output=values["logits_via_embedding"],
         positions="relative",
         relative_buckets=found[bias][1],
