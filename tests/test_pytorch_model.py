@@ -5,12 +5,14 @@ import functools
 import json
 import pathlib
 import re
+import shutil
 import sys
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import word_pieces
 from safetensors.numpy import load_file, save_file
 from test_presets import MODELS, ROOT
 
@@ -458,6 +460,30 @@ def test_a_published_model_is_the_same_in_pytorch(transformers, tmp_path):
 def test_weights_of_another_kind_are_refused(flags, message):
     with pytest.raises(UserError, match=message):
         run(*flags, "--checkpoint=runs/none", "--output_dir=out")
+
+
+@pytest.mark.parametrize("target", ["transformers", "hf"])
+def test_generation_stops_at_the_end_of_the_models_own_vocabulary(capsys, target, tmp_path):
+    stack = StackConfig(num_layers=1, mixing="attention")
+    config = tiny() if target == "transformers" else tiny(encoder=stack, decoder=stack)
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    portable.write_model(source, config, dict(named_leaves(model(config))))
+    pieces = word_pieces.trained_model(eos_id=3, unk_id=1, bos_id=2)
+    kept = vocabulary_files.KeptVocabulary("sentencepiece", 0, pieces)
+    vocabulary_files.write(source / "vocabulary", vocabulary_files.KeptText(kept, kept))
+    convert_to = [f"--to={target}", f"--checkpoint={source}", f"--output_dir={out}"]
+    run("--from=safetensors", *convert_to)
+    for name in ("config.json", "generation_config.json"):
+        told = json.loads((out / name).read_text())
+        assert (told["eos_token_id"], told["pad_token_id"]) == (3, 0)
+    back = [f"--from={target}", "--to=safetensors", f"--checkpoint={out}"]
+    run(*back, f"--output_dir={tmp_path / 'back'}")
+    assert "eos_token_id" not in capsys.readouterr().out
+    shutil.rmtree(out / "vocabulary")
+    (out / "spiece.model").unlink()
+    run(*back, f"--output_dir={tmp_path / 'bare'}")
+    assert "eos_token_id=3" in capsys.readouterr().out
 
 
 def test_a_plain_transformer_stays_an_ordinary_t5(tmp_path):

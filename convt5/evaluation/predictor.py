@@ -18,6 +18,7 @@ from convt5.errors import rules
 from convt5.evaluation.batching import PADDING_ROW, Batch, plan_batches, stack
 from convt5.evaluation.settings import PredictConfig, Rank
 from convt5.generation import decoding, samples
+from convt5.generation.samples import end_id
 from convt5.modeling import sharding
 from convt5.modeling.model import ConvT5
 from convt5.text import sentinels, vocabulary_files
@@ -540,10 +541,6 @@ def truncate(tokens: Sequence[int], limit: int, end: int) -> Fitted:
     if len(tokens) > limit and tokens[-1] == end:
         kept[-1] = end
     return Fitted(kept, max(0, len(tokens) - limit))
-
-
-def end_id(vocabulary: TextVocabulary) -> int:
-    return 1 if vocabulary.eos_id is None else vocabulary.eos_id
 
 
 def _decode_pieces(vocabulary: TextVocabulary, ids: Sequence[int], gap: str) -> Iterator[str]:

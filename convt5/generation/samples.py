@@ -119,7 +119,7 @@ def filled_texts(
     examples = list(itertools.islice(span_examples(batch), num))
     if not examples:
         return []
-    fillings = fill_spans(model, examples, end_id=_end_id(vocabulary))
+    fillings = fill_spans(model, examples, end_id=end_id(vocabulary))
     return [
         FilledText(*(render(ids, vocabulary) for ids in (example.source, tokens, example.target)))
         for example, tokens in zip(examples, fillings, strict=True)
@@ -162,7 +162,7 @@ def fill_spans(model: ConvT5, examples: Sequence[SpanExample], *, end_id: int) -
 
 def render(ids: np.ndarray, vocabulary: TextVocabulary) -> str:
     """Renders ids up to the end token as one line of text, with sentinels as <1>, <2>, ..."""
-    kept = _until_end(ids, _end_id(vocabulary))
+    kept = _until_end(ids, end_id(vocabulary))
     numbers = sentinels.numbers(kept, vocabulary)
     pieces, before, run = [], [], []
     for token, number in [*zip(kept, numbers, strict=True), (None, None)]:
@@ -202,7 +202,8 @@ def _until_end(ids: np.ndarray, end_id: int) -> list[int]:
     return before_end
 
 
-def _end_id(vocabulary: TextVocabulary) -> int:
+def end_id(vocabulary: TextVocabulary) -> int:
+    """Returns the id that ends a text."""
     return 1 if vocabulary.eos_id is None else vocabulary.eos_id
 
 

@@ -80,7 +80,7 @@ def convert(conversion: Conversion, destination: pathlib.Path, vocabulary: Any =
                 folder, imported, state, training, run_dir=destination, origin=origin
             )
         else:
-            _export(folder, imported, conversion)
+            _export(folder, imported, conversion, end_id=text.targets.end_id if text else 1)
     return f"{imported.report.text()}{_next_step(conversion, destination)}"
 
 
@@ -206,7 +206,9 @@ def _new_state(imported: Imported, training: Any) -> Any:
     return import_state(imported, training.optimizer.build(training.schedule))
 
 
-def _export(folder: pathlib.Path, imported: Imported, conversion: Conversion) -> None:
+def _export(
+    folder: pathlib.Path, imported: Imported, conversion: Conversion, *, end_id: int
+) -> None:
     if conversion.target != "safetensors" and not isinstance(imported.config, ConvT5Config):
         raise errors.UserError(
             f"--to={conversion.target} is for text models, and {conversion.checkpoint} holds a "
@@ -218,9 +220,11 @@ def _export(folder: pathlib.Path, imported: Imported, conversion: Conversion) ->
     if conversion.target == "transformers":
         is_t5 = hugging_face.is_t5(imported.config)
         if is_t5:
-            hugging_face.write_model(folder, imported.config, imported.params)
+            hugging_face.write_model(folder, imported.config, imported.params, end_id=end_id)
         else:
-            pytorch_model.write_model(folder, imported.config, imported.params, step=imported.step)
+            pytorch_model.write_model(
+                folder, imported.config, imported.params, step=imported.step, end_id=end_id
+            )
         card = model_card.text(
             imported,
             origin=conversion.checkpoint,
@@ -229,7 +233,7 @@ def _export(folder: pathlib.Path, imported: Imported, conversion: Conversion) ->
         )
         (folder / model_card.FILE).write_text(card)
     elif conversion.target == "hf":
-        hugging_face.write_model(folder, imported.config, imported.params)
+        hugging_face.write_model(folder, imported.config, imported.params, end_id=end_id)
     elif conversion.target == "safetensors":
         portable.write_model(folder, imported.config, imported.params, step=imported.step)
     else:

@@ -24,8 +24,10 @@ from convt5.interchange.mapping import (
 from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.modeling.layers import MlpKind
 from convt5.runtime import foreign_files
+from convt5.text import vocabulary_files
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 WEIGHTS = "model.safetensors"
 
 _MLP: dict[str, MlpKind] = {
@@ -90,29 +92,52 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
         allow_unmapped=allow_unmapped,
         where=str(folder),
     )
-    imported.report.notes += notes
+    imported.report.notes += [*notes, *end_notes(settings, folder)]
     _check_copies(read, imported.report.skipped, where=str(folder))
     return imported
 
 
 def write_model(
-    path: str | pathlib.Path, config: ConvT5Config, params: Mapping[str, np.ndarray]
+    path: str | pathlib.Path,
+    config: ConvT5Config,
+    params: Mapping[str, np.ndarray],
+    *,
+    end_id: int = 1,
 ) -> None:
     """Writes config.json and model.safetensors into an existing folder.
+
+    `end_id` is the token at which generation stops.
 
     Raises:
         UserError: the model is not T5 1.0 or 1.1; names every setting that differs.
     """
-    settings = as_settings(config)
+    settings = as_settings(config, end_id=end_id)
     folder = pathlib.Path(path)
     arrays = take_apart(parameter_table(config), params)
     # transformers refuses files that do not name their framework.
     safetensors_files.write(folder / WEIGHTS, arrays, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
-    generation = {
-        name: settings[name] for name in ("decoder_start_token_id", "eos_token_id", "pad_token_id")
-    }
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    write_json(folder / CONFIG, settings)
+    write_json(folder / GENERATION, special_ids(end_id))
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def special_ids(end_id: int) -> dict[str, int]:
+    """Returns the ids that transformers must know in order to generate."""
+    return {"pad_token_id": 0, "eos_token_id": end_id, "decoder_start_token_id": 0}
+
+
+def end_notes(settings: Mapping[str, Any], folder: pathlib.Path) -> list[str]:
+    """Returns a note on an end token that only a vocabulary tells, where there is none."""
+    end = settings.get("eos_token_id")
+    if end in (None, 1) or vocabulary_files.load(folder) is not None:
+        return []
+    return [
+        f"eos_token_id={errors.clip(end)} of {CONFIG} is not kept, and without a vocabulary texts "
+        "end with 1; name the model's with --vocabulary=FILE.model."
+    ]
 
 
 def architecture(settings: Mapping[str, Any], *, where: str = CONFIG) -> ConvT5Config:
@@ -183,7 +208,7 @@ def is_t5(config: ConvT5Config) -> bool:
     return True
 
 
-def as_settings(config: ConvT5Config) -> dict[str, Any]:
+def as_settings(config: ConvT5Config, *, end_id: int = 1) -> dict[str, Any]:
     """Returns the config.json of a model; raises `UserError` if transformers' T5 differs."""
     layers = (*config.encoder_layers, *config.decoder_layers)
     kinds = {layer.kind for layer in layers}
@@ -233,9 +258,7 @@ def as_settings(config: ConvT5Config) -> dict[str, Any]:
         "dropout_rate": config.dropout_rate,
         "initializer_factor": 1.0,
         "use_cache": True,
-        "decoder_start_token_id": 0,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
+        **special_ids(end_id),
         "dtype": "float32",
         "torch_dtype": "float32",
     }

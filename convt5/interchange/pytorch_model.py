@@ -6,7 +6,6 @@ names, so a round trip is exact bit for bit. On import folders are data: their P
 read.
 """
 
-import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +25,6 @@ KIND = "convt5"
 CODE = "modeling_convt5.py"
 _MODEL = "ConvT5ForConditionalGeneration"
 _REMEDY = "pass a folder that convt5.convert --to=transformers or save_pretrained wrote."
-_SPECIAL_IDS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
 
 
 def is_directory(path: epath.PathLike) -> bool:
@@ -41,13 +39,18 @@ def write_model(
     params: Mapping[str, np.ndarray],
     *,
     step: int = 0,
+    end_id: int = 1,
 ) -> None:
-    """Writes config.json, generation_config.json, weights and code into an existing folder."""
+    """Writes config.json, generation_config.json, weights and code into an existing folder.
+
+    `end_id` is the token at which generation stops.
+    """
     folder = pathlib.Path(path)
     arrays = {_name(path): array for path, array in params.items()}
     safetensors_files.write(folder / hugging_face.WEIGHTS, arrays, metadata={"format": "pt"})
-    _write_json(folder / hugging_face.CONFIG, as_settings(config, step=step))
-    _write_json(folder / "generation_config.json", _SPECIAL_IDS)
+    settings = as_settings(config, step=step, end_id=end_id)
+    hugging_face.write_json(folder / hugging_face.CONFIG, settings)
+    hugging_face.write_json(folder / hugging_face.GENERATION, hugging_face.special_ids(end_id))
     code = pathlib.Path(__file__).with_name(CODE).read_text()
     (folder / CODE).write_text(code)
 
@@ -66,7 +69,7 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
         why = f"step={errors.clip(step)}, or what it describes is no text model"
         raise foreign_files.unreadable(folder / hugging_face.CONFIG, why, _REMEDY)
     files = hugging_face.open_weights(folder)
-    return import_named(
+    imported = import_named(
         config,
         files.shapes,
         files.read,
@@ -75,9 +78,11 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
         allow_unmapped=allow_unmapped,
         where=str(folder),
     )
+    imported.report.notes += hugging_face.end_notes(settings, folder)
+    return imported
 
 
-def as_settings(config: ConvT5Config, *, step: int = 0) -> dict[str, Any]:
+def as_settings(config: ConvT5Config, *, step: int = 0, end_id: int = 1) -> dict[str, Any]:
     """Returns the config.json of a model."""
     module = CODE.removesuffix(".py")
     return {
@@ -90,7 +95,7 @@ def as_settings(config: ConvT5Config, *, step: int = 0) -> dict[str, Any]:
         "is_encoder_decoder": True,
         # A tied output uses the token table itself, so there are no two tensors to tie.
         "tie_word_embeddings": False,
-        **_SPECIAL_IDS,
+        **hugging_face.special_ids(end_id),
         "vocab_size": config.vocab_size,
         "hidden_size": config.emb_dim,
         "dtype": "float32",
@@ -103,7 +108,3 @@ def as_settings(config: ConvT5Config, *, step: int = 0) -> dict[str, Any]:
 def _name(path: str) -> str:
     """Returns the PyTorch name of a parameter."""
     return path.replace("/", ".")
-
-
-def _write_json(path: pathlib.Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")

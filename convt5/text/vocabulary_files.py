@@ -68,6 +68,11 @@ class KeptVocabulary(NamedTuple):
         content = hashlib.sha256(self.model).hexdigest()[:32]
         return f"{self.kind} {content}, {self.num_sentinels} sentinels"
 
+    @property
+    def end_id(self) -> int:
+        """The id that ends a text."""
+        return 1 if self.kind == "characters" else _processor(self.model).eos_id()
+
     def agrees_with(self, other: "KeptVocabulary") -> bool:
         """Returns whether ids mean the same text; the number of sentinels may differ."""
         return self.kind == other.kind and same_pieces(self.model, other.model)
