@@ -111,6 +111,7 @@ def main(argv: Sequence[str]) -> None:
     flags = arguments.flags
     _check_flags(flags, pipeline_options)
     from convt5.data import cache_shards, cached_data, counts
+    from convt5.runtime import object_stores
 
     run = _run(arguments)
     _check_data(run)
@@ -124,6 +125,8 @@ def main(argv: Sequence[str]) -> None:
         shards = [Shard(i, flags.shards, whole.shard(i)) for i in whole.missing()]
     elif cache_shards.exists(folder):
         raise cached_data.exists_already(folder)
+    elif is_remote:  # Its files are written last.
+        object_stores.Store(folder).check_writable()
     started = time.perf_counter()
     if flags.runner is None:
         tokens = sum(_make(run, flags, argv, shard) for shard in shards)
@@ -236,7 +239,15 @@ def _make(run: "TrainRun", flags: argparse.Namespace, argv: Sequence[str], shard
     with tempfile.TemporaryDirectory(prefix="convt5_cache") as folder:
         local = pathlib.Path(folder, "cache")
         tokens = _make_local(run, flags, argv, shard._replace(folder=os.fspath(local)))
-        object_stores.Store(shard.folder).upload(local, last=cached_data.ABOUT_FILE)
+        try:
+            object_stores.Store(shard.folder).upload(local, last=cached_data.ABOUT_FILE)
+        except errors.TrainingError as error:
+            if shard.count > 1:  # The same command makes only this one again.
+                raise
+            kept = local.rename(tempfile.mkdtemp(prefix="convt5_cache"))
+            raise errors.TrainingError(
+                f"{error} Or copy the cache yourself: its rows are kept in {kept}."
+            ) from None
     return tokens
 
 

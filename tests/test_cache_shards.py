@@ -4,6 +4,7 @@ import json
 import pathlib
 import re
 import sys
+import tempfile
 
 import commands
 import numpy as np
@@ -212,6 +213,52 @@ def test_a_file_that_left_an_object_store_is_named(joined):
 def test_a_url_without_store_is_refused():
     with pytest.raises(errors.UserError, match=r"foo://bucket cannot be opened .* gs:// or s3://"):
         object_stores.Store("foo://bucket")
+
+
+def test_a_store_that_refuses_is_told_with_its_reason_and_the_remedy(tmp_path):
+    (tmp_path / "train").touch()  # Where a folder is needed.
+    store = object_stores.Store(f"file://{tmp_path}")
+    with pytest.raises(
+        errors.TrainingError, match=r"train/a cannot be used .*Not a directory.*; c"
+    ):
+        store.write("train/a", b"")
+    with pytest.raises(errors.TrainingError, match=r"train/ cannot be used \(Invalid key"):
+        store.read("train/")
+
+
+def test_a_bucket_that_cannot_be_written_is_told_before_any_work(settings, monkeypatch):
+    monkeypatch.setattr(cache, "_make", lambda *_: pytest.fail("rows were made"))
+    with pytest.raises(errors.TrainingError, match=r"file:///proc/refused/cache/.* cannot be used"):
+        cache.main([*settings, "--output_dir=file:///proc/refused/cache"])
+
+
+def test_a_bucket_that_can_be_written_is_left_as_it_was(settings, monkeypatch, tmp_path):
+    monkeypatch.setattr(cache, "_make", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        cache.main([*settings, f"--output_dir=file://{tmp_path}"])
+    assert not contents(tmp_path)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_rows_that_cannot_be_uploaded_are_kept(monkeypatch, tmp_path, count):
+    def make_local(run, flags, argv, shard):
+        make("", pathlib.Path(shard.folder), 0)
+        return 3
+
+    def refuse(store, name, content):
+        raise errors.of_store(name, ValueError("PERMISSION_DENIED"))
+
+    monkeypatch.setattr(cache, "_make_local", make_local)
+    monkeypatch.setattr(object_stores.Store, "write", refuse)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    shard = cache.Shard(0, count, "memory://refusing/cache")
+    with pytest.raises(errors.TrainingError, match="PERMISSION_DENIED") as caught:
+        cache._make(None, None, [], shard)
+    kept = list(tmp_path.iterdir())
+    assert len(kept) == (count == 1)  # One shard of many is made again.
+    for folder in kept:
+        assert f"its rows are kept in {folder}" in str(caught.value)
+        assert len(rows(folder)) == 10
 
 
 @pytest.mark.parametrize("shards", [[3], [5, 5], [3, 3, 3], ["3", 3]])

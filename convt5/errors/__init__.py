@@ -82,10 +82,7 @@ def of_files(error: BaseException) -> UserError | None:
     if full := of_full_disk(error):
         return full
     if url := _BUCKET.search(str(error)) if type(error).__module__ == _OF_STORES else None:
-        return TrainingError(
-            f"{url[0]} cannot be used ({' '.join(str(error).split())[:300]}); check the name of "
-            "the bucket, your permissions and the network, then repeat the command."
-        )
+        return of_store(url[0], error)
     if isinstance(error, FileNotFoundError) and _NO_TEMPORARY in str(error):
         return TrainingError(
             f"{error.strerror}: none of these folders can be written. Free space there, raise the "
@@ -95,6 +92,14 @@ def of_files(error: BaseException) -> UserError | None:
         return None
     return UserError(
         f"{os.fsdecode(error.filename)!r}: {error.strerror}; {_OF_PATHS[error.errno]}."
+    )
+
+
+def of_store(url: str, error: BaseException) -> TrainingError:
+    """Returns the user error for an object store that refuses or does not answer."""
+    return TrainingError(
+        f"{url} cannot be used ({' '.join(str(error).split())[:300]}); check the name of the "
+        "bucket, your permissions and the network, then repeat the command."
     )
 
 

@@ -3,8 +3,11 @@
 Object stores have no append, no rename and no locks: files are written whole, and read in parts.
 """
 
+import contextlib
 import os
 import pathlib
+import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import tensorstore as ts
@@ -12,6 +15,7 @@ import tensorstore as ts
 from convt5 import errors
 
 _CONTEXT = ts.Context()  # All stores of memory:// are one.
+_ERRORS = (OSError, ValueError, RuntimeError)  # What TensorStore raises.
 
 
 class Store:
@@ -22,11 +26,13 @@ class Store:
 
     Raises:
         UserError: TensorStore cannot open the URL.
+        TrainingError: from all methods, where the store refuses or does not answer.
     """
 
     def __init__(self, url: str):
+        self._url = url.rstrip("/")
         try:
-            opened: Any = ts.KvStore.open(url.rstrip("/") + "/", context=_CONTEXT)
+            opened: Any = ts.KvStore.open(self._url + "/", context=_CONTEXT)
             self._files = opened.result()
         except (OSError, ValueError) as error:
             raise errors.UserError(
@@ -40,12 +46,21 @@ class Store:
 
     def read(self, name: str) -> bytes | None:
         """Returns a file; None if it does not exist."""
-        found = self.request(name).result()
+        with self._telling(name):
+            found = self.request(name).result()
         return None if found.state == "missing" else found.value
 
     def write(self, name: str, content: bytes) -> None:
         """Writes a file, which appears whole or not at all."""
-        self._files.write(name, content).result()
+        with self._telling(name):
+            self._files.write(name, content).result()
+
+    def check_writable(self) -> None:
+        """Writes a small file, and removes it where that is allowed."""
+        name = f"writable_{uuid.uuid4().hex}"
+        self.write(name, b"")
+        with contextlib.suppress(*_ERRORS):
+            self._files.write(name, None).result()
 
     def upload(self, folder: pathlib.Path, *, last: str) -> None:
         """Writes the files of a local folder, and finally the file `last`."""
@@ -60,6 +75,14 @@ class Store:
             if content is not None:
                 (folder / os.path.basename(name)).write_bytes(content)
 
+    @contextlib.contextmanager
+    def _telling(self, name: str) -> Iterator[None]:
+        """Context in which errors of TensorStore become one message."""
+        try:
+            yield
+        except _ERRORS as error:
+            raise errors.of_store(f"{self._url}/{name}", error) from None
+
 
 def received(request: Any) -> bytes:
     """Waits for requested bytes.
@@ -69,7 +92,7 @@ def received(request: Any) -> bytes:
     """
     try:
         found = request.result()
-    except (OSError, ValueError, RuntimeError) as error:
+    except _ERRORS as error:
         raise OSError(0, str(error)) from None
     if found.state == "missing":
         raise OSError(0, "it is not there")
