@@ -2,18 +2,28 @@
 
 import json
 
+import pytest
+from etils import epath
+
 from convt5.interchange import model_card
+from convt5.runtime import foreign_files
 from convt5.text import task_format
 
 
 def test_names_of_a_run_add_no_line_and_no_cell_to_the_card(tmp_path):
     name = "a|b`c``d\n# Title\x1b[2J"
     (tmp_path / "config.gin").write_text(f"train/data.DataConfig.mixture = {name!r}\n")
-    summary = {"metric": name, "metric_value": 0.5, "train_loss": True, "validation_loss": "1.0"}
+    summary = {
+        "step": 7,
+        "metric": name,
+        "metric_value": 0.5,
+        "train_loss": True,
+        "validation_loss": "1.0",
+    }
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     (data,) = model_card._data(tmp_path)
     assert data == r"Trained on ``` a|b`c``d\n# Title\x1b[2J ```."
-    (metrics,) = model_card._metrics(tmp_path)
+    (metrics,) = model_card._metrics(tmp_path, step=7)
     header, rule, row = metrics.splitlines()
     assert row == r"| a\|b`c``d\n# Title\x1b[2J | 0.5000 |"
     assert len(header) == len(rule) == len(row)
@@ -21,7 +31,27 @@ def test_names_of_a_run_add_no_line_and_no_cell_to_the_card(tmp_path):
 
 def test_what_is_not_recorded_is_said_to_be_so(tmp_path):
     assert model_card._data(tmp_path) == ["Not recorded."]
-    assert model_card._metrics(tmp_path) == ["Not recorded."]
+    assert model_card._metrics(tmp_path, step=0) == ["Not recorded."]
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/7"])
+def test_figures_are_those_of_the_exported_step_wherever_it_is_named(tmp_path, inside):
+    (tmp_path / "checkpoints" / "7").mkdir(parents=True)
+    (tmp_path / "config.gin").write_text("train/data.DataConfig.mixture = 'english'\n")
+    (tmp_path / "summary.json").write_text(json.dumps({"step": 7, "train_loss": 0.25}))
+    origin = tmp_path / inside
+    assert model_card._data(origin) == ["Trained on `english`."]
+    assert "0.2500" in model_card._metrics(origin, step=7)[0]
+    assert model_card._metrics(origin, step=5) == ["Not recorded for this step."]
+
+
+def test_figures_of_a_run_in_a_bucket_are_found(monkeypatch):
+    summary = "gs://bucket/run/summary.json"
+    of_store = type(epath.Path(summary))
+    monkeypatch.setattr(of_store, "exists", lambda path: str(path) == summary)
+    found = {summary: {"step": 7, "train_loss": 0.25}}
+    monkeypatch.setattr(foreign_files, "find_json", lambda path: found.get(str(path)))
+    assert "0.2500" in model_card._metrics("gs://bucket/run/checkpoints/7", step=7)[0]
 
 
 def test_a_run_on_cached_rows_has_the_tasks_that_these_were_made_of(tmp_path):

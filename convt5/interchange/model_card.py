@@ -1,16 +1,19 @@
 """The README.md of an exported model: description, data, metrics, licence, usage.
 
-Data and metrics come from the run directory; what is not recorded there is called unknown.
+Data and metrics come from the run directory; what is not recorded there, or only of another step,
+is called unknown.
 """
 
-import pathlib
+import contextlib
 from typing import Any
+
+from etils import epath
 
 from convt5 import errors
 from convt5.interchange.mapping import Imported
 from convt5.interchange.operative_config import OperativeConfig
 from convt5.reports import markdown
-from convt5.runtime import foreign_files
+from convt5.runtime import folders, foreign_files
 from convt5.text import task_format
 
 FILE = "README.md"
@@ -51,11 +54,11 @@ def text(imported: Imported, *, origin: str, licence: str | None, needs_code: bo
                 "",
                 "## Data",
                 "",
-                *_data(pathlib.Path(origin)),
+                *_data(origin),
                 "",
                 "## Metrics",
                 "",
-                *_metrics(pathlib.Path(origin)),
+                *_metrics(origin, step=imported.step),
                 "",
                 "## Licence",
                 "",
@@ -90,20 +93,23 @@ def _description(imported: Imported) -> list[str]:
     return lines
 
 
-def _data(origin: pathlib.Path) -> list[str]:
-    try:
-        settings = OperativeConfig.read(origin / "config.gin")
-        mixture = settings.get("DataConfig", "mixture", scope="train")
-    except errors.UserError:
-        mixture = None
+def _data(origin: epath.PathLike) -> list[str]:
+    run, mixture = folders.run_folder(origin, "config.gin"), None
+    if run is not None:
+        with contextlib.suppress(errors.UserError):
+            settings = OperativeConfig.read(run / "config.gin")
+            mixture = settings.get("DataConfig", "mixture", scope="train")
     # The settings of a run on cached rows name none; the tasks of the rows come with these.
     tasks = [mixture] if mixture else [each.task for each in task_format.load(origin) or ()]
     names = ", ".join(markdown.code(str(each)) for each in tasks)
     return [f"Trained on {names}." if names else "Not recorded."]
 
 
-def _metrics(origin: pathlib.Path) -> list[str]:
-    summary: dict[str, Any] = foreign_files.find_json(origin / "summary.json") or {}
+def _metrics(origin: epath.PathLike, *, step: int) -> list[str]:
+    run = folders.run_folder(origin, "summary.json")
+    summary: dict[str, Any] = (run and foreign_files.find_json(run / "summary.json")) or {}
+    if summary and summary.get("step") != step:
+        return ["Not recorded for this step."]
     rows = [(words, summary.get(name)) for name, words in _FIGURES.items()]
     rows.append((str(summary.get("metric")), summary.get("metric_value")))
     rows = [

@@ -5,10 +5,11 @@ it. Only literal values, lists and macros matter here.
 """
 
 import ast
-import pathlib
 import re
 from collections.abc import Iterator
 from typing import Any
+
+from etils import epath
 
 from convt5 import errors
 from convt5.modeling.layers import MlpKind
@@ -59,7 +60,7 @@ class OperativeConfig:
             self._add(match["scope"].strip("/"), match["selector"], match["value"].strip())
 
     @classmethod
-    def read(cls, path: str | pathlib.Path) -> "OperativeConfig":
+    def read(cls, path: epath.PathLike) -> "OperativeConfig":
         """Reads a file.
 
         Raises:
