@@ -234,6 +234,11 @@ def test_an_output_directory_below_a_file_is_refused(tmp_path):
         conversion.check_destination(str(tmp_path / "file" / "run"))
 
 
+def test_the_root_is_no_output_directory():
+    with pytest.raises(UserError, match=r"output_dir=/ (is in use|cannot be made)"):
+        conversion.check_destination("/")
+
+
 def test_an_empty_output_directory_is_filled(capsys, checkpoint, tmp_path):
     (tmp_path / "run").mkdir()
     run(capsys, "--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={tmp_path}/run")

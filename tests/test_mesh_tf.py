@@ -505,6 +505,8 @@ def test_dropout_and_epsilon_are_read_where_the_stack_has_them(tmp_path, old_nam
         ({"encoder/block_000/layer_000/rms_norm/scale": None}, "scale is missing"),
         ({"encoder/mystery": np.zeros(3, np.float32)}, "encoder/mystery .* belongs to no part"),
         ({"encoder/mystery": np.zeros(3, np.int8)}, "stored as int8"),
+        ({"global_step": np.asarray(-1, np.int64)}, r"global_step \(its step is -1\)"),
+        ({"global_step": np.asarray(2**31, np.int64)}, r"global_step \(its step is 2147483648\)"),
         ({"decoder/rms_norm/scale": np.zeros(25, np.float32)}, r"shape \(25,\), expected \(24,\)"),
         (
             {"encoder/block_000/layer_000/SelfAttention/q": np.zeros((24, 24), np.float32)},

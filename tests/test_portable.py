@@ -148,6 +148,7 @@ def test_a_description_of_another_version_is_named(exported):
     [
         (lambda about: about.update(step="ten"), "step='ten' must be an integer"),
         (lambda about: about.update(step=-1), "step=-1 must be an integer"),
+        (lambda about: about.update(step=2**31), "step=2147483648 must be .* below 2147483648"),
         (lambda about: about.update(model=["dynamic"]), "must map settings to values"),
         (lambda about: about["model"].update(stem="conv"), "stem='conv' must hold the settings"),
     ],

@@ -318,6 +318,7 @@ def test_a_folder_is_data_and_its_code_is_never_run(tmp_path):
         ({"convt5": None}, "the model is None; it must map settings to values"),
         ({"convt5": {"vocab_size": 7}}, "encoder is missing"),
         ({"step": -1}, "step=-1"),
+        ({"step": 2**31}, "step=2147483648"),
         ({"step": "3"}, "step='3'"),
     ],
 )

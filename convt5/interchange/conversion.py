@@ -105,7 +105,8 @@ def check_destination(output_dir: str) -> pathlib.Path:
     destination = pathlib.Path(os.path.realpath(given))
     if destination.exists() and not destination.is_dir():
         raise errors.UserError(f"output_dir={output_dir} is a file; name a folder to create.")
-    parent = next(folder for folder in destination.parents if folder.exists())
+    above = (*destination.parents, destination)  # The root has no parents.
+    parent = next(folder for folder in above if folder.exists())
     if not (parent.is_dir() and os.access(parent, os.W_OK)):
         raise errors.UserError(
             f"output_dir={output_dir} cannot be made: {parent} is no folder that can be written; "

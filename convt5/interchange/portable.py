@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from convt5 import errors
+from convt5.errors.checks import MOST_STEPS
 from convt5.interchange import safetensors_files
 from convt5.interchange.mapping import Imported, import_named
 from convt5.modeling.architecture import ConvT5Config, StackConfig, TextStemConfig
@@ -57,8 +58,8 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
     if form != FORMAT:
         why = f"format {errors.clip(form)}, this version reads {FORMAT}"
         raise foreign_files.unreadable(folder / DESCRIPTION, why, remedy)
-    if type(step) is not int or not 0 <= step < 2**63:
-        why = f"step={errors.clip(step)} must be an integer of at least 0"
+    if type(step) is not int or not 0 <= step < MOST_STEPS:
+        why = f"step={errors.clip(step)} must be an integer of at least 0, and below {MOST_STEPS}"
         raise foreign_files.unreadable(folder / DESCRIPTION, why, remedy)
     config = revive(about.get("model"), where=str(folder / DESCRIPTION))
     files = safetensors_files.open_all(folder)

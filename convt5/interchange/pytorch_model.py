@@ -14,6 +14,7 @@ import numpy as np
 from etils import epath
 
 from convt5 import errors
+from convt5.errors.checks import MOST_STEPS
 from convt5.interchange import hugging_face, portable, safetensors_files
 from convt5.interchange.mapping import Imported, import_named
 from convt5.modeling.architecture import ConvT5Config
@@ -65,7 +66,7 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
     settings = foreign_files.read_json(folder / hugging_face.CONFIG, remedy=_REMEDY)
     config = portable.revive(settings.get(KIND), where=str(folder / hugging_face.CONFIG))
     step = settings.get("step", 0)
-    if not isinstance(config, ConvT5Config) or type(step) is not int or not 0 <= step < 2**63:
+    if not isinstance(config, ConvT5Config) or type(step) is not int or not 0 <= step < MOST_STEPS:
         why = f"step={errors.clip(step)}, or what it describes is no text model"
         raise foreign_files.unreadable(folder / hugging_face.CONFIG, why, _REMEDY)
     files = hugging_face.open_weights(folder)

@@ -19,6 +19,7 @@ from etils import epath
 
 from convt5 import errors
 from convt5.checkpoints import array_files
+from convt5.errors.checks import MOST_STEPS
 from convt5.interchange.mapping import Shape
 from convt5.runtime import foreign_files
 
@@ -64,10 +65,7 @@ class Files:
     def read(self, name: str) -> np.ndarray:
         """Returns an array in float32; raises `UserError` if it cannot be read."""
         try:
-            array = self._reader.read(name)
-            if not np.issubdtype(np.asarray(array, np.float32).dtype, np.floating):
-                raise ValueError("it holds no numbers")
-            return np.asarray(array, np.float32)
+            return np.asarray(self._reader.read(name), np.float32)
         except errors.UserError:
             raise
         except Exception as error:
@@ -79,7 +77,7 @@ class Files:
         if "state/step" not in self.shapes:
             return 0
         value = float(self.read("state/step").reshape(-1)[0])
-        if not 0 <= value < 2**31 or value != int(value):
+        if not 0 <= value < MOST_STEPS or value != int(value):
             raise foreign_files.unreadable(self.folder, f"its step is {value}", _REMEDY)
         return int(value)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from convt5 import errors
+from convt5.errors.checks import MOST_STEPS
 from convt5.interchange.mapping import Shape
 from convt5.runtime import atomic_files, quiet_imports
 
@@ -81,7 +82,10 @@ class Checkpoint:
         if STEP not in self.shapes:
             return 0
         try:
-            return int(self._reader.get_tensor(STEP))
+            step = int(self._reader.get_tensor(STEP))
+            if not 0 <= step < MOST_STEPS:
+                raise ValueError(f"its step is {step}")
+            return step
         except (TypeError, *self._errors) as error:
             raise self._damaged(error, STEP) from None
 
