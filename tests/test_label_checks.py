@@ -81,7 +81,7 @@ def test_a_label_that_does_not_come_back_is_refused(tmp_path, words, label, back
 @pytest.mark.parametrize(
     ("binding", "message"),
     [
-        ("TEXT_FIELD='body'", r"dev\.jsonl', line 1 has no field 'body'"),
+        ("TEXT_FIELD='body'", r"train\.jsonl', line 1 has no field 'body'"),
         ("LABELS=['good', 'worse']", r"line 1 has the unknown label 'bad'"),
         ("LABELS=['bad', 'MeanOfTransportation']", r"decoder_length=16 leaves"),
     ],
