@@ -77,10 +77,7 @@ def from_files(
     try:
         names = local_files.find(path)
     except local_files.NoFileError:
-        raise errors.UserError(
-            f"input={path} names no file (working directory {os.getcwd()!r}); correct the path, "
-            f"or give {STDIN} for standard input."
-        ) from None
+        raise _names_no_file(path) from None
     if output is not None:
         _check_apart(path, names, output)
 
@@ -155,10 +152,18 @@ def chunks(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
         yield chunk
 
 
+def _names_no_file(path: str) -> errors.UserError:
+    return errors.UserError(
+        f"input={path} names no file (working directory {os.getcwd()!r}); correct the path, or "
+        f"give {STDIN} for standard input."
+    )
+
+
 def _as_many(total: int, items: Iterable[Item], path: str) -> Iterator[Item]:
     """Yields inputs; raises `TrainingError` if they are not as many as were counted."""
     count = 0
-    for count, item in enumerate(items, start=1):  # noqa: B007
+    for item in items:
+        count += 1
         yield item
     if count != total:
         raise errors.TrainingError(
