@@ -203,13 +203,27 @@ def test_decoding_memory_is_that_of_the_real_state():
     assert cost.decoding_bytes == size
 
 
+PREDICTED_TAPS = StackConfig(num_layers=2, mixing="dynamic", kernel_size=63)
+
+
 @pytest.mark.parametrize(
-    "stack", [CONVOLUTION, ATTENTION, RELEASED], ids=["dynamic", "attention", "released"]
+    ("stack", "source", "target", "dtype"),
+    [
+        (CONVOLUTION, 96, 40, "float32"),
+        (ATTENTION, 96, 40, "float32"),
+        (ATTENTION, 1024, 256, "bfloat16"),
+        (RELEASED, 96, 40, "float32"),
+        (PREDICTED_TAPS, 96, 40, "bfloat16"),
+    ],
+    ids=["dynamic", "attention", "long attention", "released", "predicted taps"],
 )
-def test_activation_memory_is_what_plain_autodiff_keeps_within_a_factor(stack):
+def test_activation_memory_is_what_plain_autodiff_keeps_within_a_factor(
+    stack, source, target, dtype
+):
     """Autodiff without a compiler keeps every intermediate of norms and masks as well."""
-    model_config = config(stack, emb_dim=64, mlp_dim=256, num_heads=4, head_dim=16)
-    rows, source, target = 2, 96, 40
+    sizes = {"emb_dim": 64, "mlp_dim": 256, "num_heads": 4, "head_dim": 16}
+    model_config = config(stack, dtype=dtype, **sizes)
+    rows = 2
     batch = abstract_batch(rows, source, target)
 
     def backward(model, batch):
@@ -220,6 +234,15 @@ def test_activation_memory_is_what_plain_autodiff_keeps_within_a_factor(stack):
     cost = costs.model_cost(model_config, encoder_length=source, decoder_length=target)
     estimate = rows * (cost.activation_bytes + cost.logits_bytes)
     assert estimate <= size <= 3 * estimate
+
+
+@pytest.mark.parametrize("stack", [CONVOLUTION, ATTENTION], ids=["dynamic", "attention"])
+def test_activation_memory_grows_linearly_with_the_lengths(stack):
+    short, long = (
+        costs.model_cost(config(stack), encoder_length=2 * length, decoder_length=length)
+        for length in (32, 64)
+    )
+    assert long.activation_bytes == 2 * short.activation_bytes
 
 
 def test_training_memory_grows_with_rows_in_activations_and_logits_only():

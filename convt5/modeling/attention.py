@@ -284,14 +284,13 @@ def flops(sizes: ModelSizes, *, queries: int, keys: int) -> int | float:
 def activation_bytes(sizes: ModelSizes, *, queries: int, keys: int) -> int | float:
     """Returns the bytes that the backward pass of whole sequences reads.
 
-    These are the inputs of the norm and of the queries, q, k, v, their result, and the float32
-    weights.
+    These are the inputs of the norm and of the queries, q, k, v, their result, and a float32
+    logsumexp for each query and head; `ops.attend` recomputes the weights.
     """
     width = jnp.dtype(sizes.dtype).itemsize
     inner = sizes.num_heads * sizes.head_dim
     vectors = 2 * sizes.emb_dim * queries + 2 * inner * (queries + keys)
-    weight_bytes = FLOAT32_BYTES + (width if width < FLOAT32_BYTES else 0)
-    return width * vectors + weight_bytes * sizes.num_heads * queries * keys
+    return width * vectors + FLOAT32_BYTES * sizes.num_heads * queries
 
 
 def cache_size(sizes: ModelSizes, length: int) -> int:

@@ -35,7 +35,7 @@ class Dynamic(ConvolutionConfig):
 
     def activation_bytes(self, sizes: ModelSizes, length: int) -> int | float:
         weights = self.kernel_size * (self.num_kernels or sizes.emb_dim)
-        return super().activation_bytes(sizes, length) + jnp.dtype(jnp.float32).itemsize * weights
+        return super().activation_bytes(sizes, length) + jnp.dtype(sizes.dtype).itemsize * weights
 
 
 class DynamicConvolution(Convolution):
