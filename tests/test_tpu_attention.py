@@ -67,6 +67,29 @@ def test_kernels_equal_attention_in_blocks(monkeypatch, case):
         np.testing.assert_allclose(ours, theirs, atol=2e-6 * scale)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    "transform", [jax.vmap, lambda f: lambda a: jax.jvp(f, (a[0],), (a[1],))], ids=["vmap", "jvp"]
+)
+def test_plain_gradients_follow_the_forward_kernel(transform, biased):
+    """Only the backward pass is plain, because kernels have no rules for these transforms."""
+    (rows, bias), ids = draw(2, 24, 40, 2, 64), (packed(2, 24), packed(2, 40))
+    directions = jnp.asarray(np.random.default_rng(1).normal(size=(3, *rows[0].shape)), jnp.float32)
+
+    def pull_back(choice):
+        def output(rows, bias):
+            return attend(*rows, *ids, distance_bias=bias if biased else None)
+
+        with dispatch.using(choice=choice):
+            return jax.jit(transform(jax.vjp(output, rows, bias)[1]))(directions)
+
+    expected = pull_back("plain")
+    for ours, theirs in zip(
+        *map(jax.tree.leaves, (pull_back("interpreted kernels"), expected)), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=2e-6 * np.abs(theirs).max())
+
+
 def test_devices_compute_their_own_rows_and_heads():
     (rows, bias), ids = draw(4, 32, 128, 4, 64), (packed(4, 32), packed(4, 128))
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))

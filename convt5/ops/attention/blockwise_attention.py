@@ -33,16 +33,23 @@ Rows whose size is a power of two bytes map to the same sets of a CPU's cache, w
 them four times slower.
 """
 
+NO_LSE = -float("inf")
+"""Stands for an `lse` that the forward pass has not stored; no query has this one."""
 
-def table(direction: str, causal: bool, query, key) -> dispatch.Table:
+
+def table(
+    direction: str, causal: bool, query, key, *, beside_kernels: bool = False
+) -> dispatch.Table:
     """Returns the formulations of `attend` or `gradients`, with a block size for each platform.
 
     Args:
         direction: "attend" or "gradients".
         causal: as in `attend`.
         query, key: arrays of these shapes and dtypes.
+        beside_kernels: whether the forward pass may be a kernel, which stores no `lse`. The
+            backward pass can be plain all the same: kernels have no batching rule.
     """
-    compute = attend if direction == "attend" else gradients
+    compute = attend if direction == "attend" else functools.partial(gradients, beside_kernels)
     batch, target, heads, _ = query.shape
     row_bytes = key.shape[1] * jnp.promote_types(query.dtype, jnp.float32).itemsize
 
@@ -98,14 +105,19 @@ def attend(causal: bool, size: "_Size", query, key, value, bias, query_ids, key_
     return out, lse[..., 0]
 
 
-def gradients(causal: bool, size: "_Size", query, key, value, bias, *rest):
+def gradients(beside_kernels: bool, causal: bool, size: "_Size", query, key, value, bias, *rest):
     """Returns the gradients of `attend` in query, key, value and bias.
 
     Args:
+        beside_kernels: see `table`.
         causal, size, query, key, value, bias: the arguments of `attend`.
         rest: its segment ids of queries and keys, its results, and the cotangent of its output.
     """
     query_ids, key_ids, out, lse, d_out = rest
+    if beside_kernels:
+        arguments = query, key, value, bias, query_ids, key_ids
+        is_missing, kept = jnp.any(lse == NO_LSE), lse
+        lse = lax.cond(is_missing, lambda: attend(causal, size, *arguments)[1], lambda: kept)
     wide = jnp.promote_types(query.dtype, jnp.float32)
     # A single group gets no copy of its arrays: XLA would repeat the transpose or the padding
     # wherever they are read.

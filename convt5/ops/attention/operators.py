@@ -103,7 +103,7 @@ _attend = dispatch.differentiable(1, _output, forward=_forward, backward=_backwa
 
 
 def _run(compute, causal, *arrays):
-    """Applies `whole` to the arrays, sharded over devices where the context says so."""
+    """Applies `compute` to the arrays, sharded over devices where the context says so."""
     devices = dispatch.devices()
     if devices is not None:
         return sharded_attention.attend(causal, devices, compute, *arrays)
@@ -121,11 +121,11 @@ def _unsplit_gradients(causal, *arrays):
 
 
 def _table(direction: str, causal: bool, query, key, value, *_) -> dispatch.Table:
-    table = blockwise_attention.table(direction, causal, query, key)
+    tables = functools.partial(blockwise_attention.table, direction, causal, query, key)
     if not dispatch.may_use_kernels() or dispatch.has_old_tpus():
-        return table
+        return tables()
     # Deferred: importing Pallas takes time, which programs without TPUs need not spend.
     from convt5.ops.attention import tpu
 
     kernels = tpu.kernels(direction, causal, query, key, value, interpret=dispatch.interpreted())
-    return table._replace(tpu=kernels)
+    return tables(beside_kernels=kernels is not None)._replace(tpu=kernels)

@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from convt5.ops.attention.blockwise_attention import NO_LSE
 from convt5.ops.tpu_kernels import LANES, dot, padded, result
 
 LOGITS = 2**18
@@ -68,8 +69,8 @@ def kernels(direction: str, causal: bool, query, key, value, *, interpret: bool)
 def _attend(settings: Settings, heads: int, query, key, value, bias, *ids):
     biases = () if bias is None else (bias,)
     out = attend(settings, *map(_merge_heads, (query, key, value)), *ids, *biases)
-    # The forward kernel stores no logsumexp; the backward kernel recomputes it.
-    return _split_heads(out, heads), jnp.zeros(query.shape[:3], jnp.float32)
+    # The forward kernel stores no logsumexp; gradients recompute it, in a kernel or not.
+    return _split_heads(out, heads), jnp.full(query.shape[:3], NO_LSE, jnp.float32)
 
 
 def _gradients(settings: Settings, heads: int, query, key, value, bias, *rest):
