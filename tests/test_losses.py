@@ -162,6 +162,18 @@ def test_sums_and_gradients_equal_those_through_logits(
     np.testing.assert_array_equal(alone, found[0][1])
 
 
+@pytest.mark.parametrize(("dtype", "scale"), [(jnp.bfloat16, 1 / 3), (jnp.float16, 2.0**16)])
+def test_the_scale_of_a_loss_is_not_rounded_to_the_dtype_of_x(dtype, scale):
+    x, table, targets, weights = outputs_and_table(dtype)
+
+    def gradient(scale):
+        loss = lambda x: scale * linear_cross_entropy(x, table, targets, weights / 256).loss  # noqa: E731
+        return jax.jit(jax.grad(loss))(x)
+
+    expected = scale * np.asarray(gradient(1.0), np.float64)
+    np.testing.assert_array_equal(gradient(scale), jnp.asarray(expected, dtype))
+
+
 def test_only_the_loss_has_gradients():
     x, table, targets, weights = outputs_and_table(np.float32)
     sums = lambda x: linear_cross_entropy(x, table, targets, weights, z_loss=0.1)  # noqa: E731

@@ -109,7 +109,8 @@ def _sums_forward(z_loss, label_smoothing, x, table, targets, weights):
 
 def _sums_backward(z_loss, label_smoothing, gradients, cotangents):
     del z_loss, label_smoothing
-    dx, dtable = (a * cotangents.loss.astype(a.dtype) for a in gradients)
+    # The cotangent has the accumulated dtype; a loss scale can be too large for that of x.
+    dx, dtable = ((a * cotangents.loss).astype(a.dtype) for a in gradients)
     return dx, dtable, None, None
 
 
