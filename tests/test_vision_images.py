@@ -264,6 +264,13 @@ def test_a_folder_has_a_class_in_each_of_its_folders(folder):
     assert batch["labels"].tolist() == [0, 0, 1, 1]
 
 
+def test_a_folder_holds_images_of_every_kind_of_file(tmp_path):
+    (tmp_path / "cat").mkdir()
+    for kind in ("bmp", "gif", "jpeg", "jpg", "PNG", "webp"):
+        Image.fromarray(pixels(4, 4)).save(tmp_path / "cat" / f"1.{kind}")
+    assert Folder(path=str(tmp_path)).open("train").size == 6
+
+
 def test_hidden_folders_and_files_are_no_classes_and_no_images(folder):
     (folder / ".ipynb_checkpoints").mkdir()
     (folder / "cat" / "folder.png").mkdir()

@@ -26,7 +26,7 @@ MOST_PIXELS = 2**26
 """Most pixels of an image in a file: 67 million."""
 
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
-_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
+_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
 _SPLIT = "{split}"
 
 
