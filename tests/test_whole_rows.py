@@ -148,6 +148,14 @@ def test_bfloat16_rows_are_summed_in_float32():
         assert np.sqrt(np.mean(np.square(error))) < tolerance * np.std(expected)
 
 
+def test_many_blocks_of_bfloat16_are_no_less_accurate_than_few():
+    x, kernel, _, dy = (jnp.asarray(a, jnp.bfloat16) for a in arrays(512, 512))
+    found = both("default", "CAUSAL", x, kernel, None, dy)
+    for a, b in zip(found, direct_sums("CAUSAL", x, kernel, None, dy), strict=True):
+        error = np.asarray(a, np.float64) - b
+        assert np.sqrt(np.mean(np.square(error))) < 1.5 * 2**-8 * np.std(b)
+
+
 def test_rows_that_devices_share_are_convolved_exactly():
     x, kernel, ids, dy = arrays(64, 64)
     expected = direct_sums("CAUSAL", x, kernel, ids, dy)

@@ -57,8 +57,9 @@ def long_conv(
 ) -> Float[Array, "batch length embed"]:
     """Returns `depthwise_conv(x, kernel, ...)`, faster for hundreds of taps or more.
 
-    Sums are computed in at least float32; on TPU, operands of the transforms have the dtype of `x`.
-    The backward pass keeps `x` and `kernel`.
+    Sums are computed in at least float32. On TPU, operands and results of the transforms have the
+    dtype of `x`: sums in float32 would access half as much memory again. The backward pass keeps
+    `x` and `kernel`.
 
     Args:
         x, kernel, padding: as in `depthwise_conv`; taps beyond the row read nothing.
@@ -223,6 +224,9 @@ def _across_by_products(x, taps):
     sent = product(
         "fn,bpcnd->bpcfd", waves[:, :block], x.reshape(batch, parts, count, block, embed)
     )
+    if count > 1:  # Sums over blocks, here and in the backward pass.
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        sent, spectra = sent.astype(wide), spectra.astype(wide)
     real, imaginary = 0.0, 0.0
     for sender in range(count):
         # Windows that lead from this block to each block of the other half, in order.
