@@ -220,3 +220,12 @@ def test_a_failure_leaves_nothing_half_written(tmp_path):
     with pytest.raises(errors.UserError):
         write_half(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("scheme", ["s3", "az", "hf"])
+def test_a_store_to_which_no_checkpoint_can_be_written_is_refused(scheme):
+    with pytest.raises(
+        errors.UserError, match=rf"run_dir='{scheme}://bucket/run': .*begins with gs://"
+    ):
+        run_directory.check(f"{scheme}://bucket/run")
+    run_directory.check("gs://bucket/run")
