@@ -121,11 +121,17 @@ def _unsplit_gradients(causal, *arrays):
 
 
 def _table(direction: str, causal: bool, query, key, value, *_) -> dispatch.Table:
-    tables = functools.partial(blockwise_attention.table, direction, causal, query, key)
+    table = blockwise_attention.table(direction, causal, query, key)
     if not dispatch.may_use_kernels() or dispatch.has_old_tpus():
-        return tables()
+        return table
     # Deferred: importing Pallas takes time, which programs without TPUs need not spend.
     from convt5.ops.attention import tpu
 
     kernels = tpu.kernels(direction, causal, query, key, value, interpret=dispatch.interpreted())
-    return tables(beside_kernels=kernels is not None)._replace(tpu=kernels)
+    if kernels is None:
+        return table
+    beside = blockwise_attention.table(direction, causal, query, key, beside_kernels=True)
+    if dispatch.interpreted():
+        return beside._replace(tpu=kernels)
+    # Other platforms have no kernels, and need no second way to compute `lse`.
+    return table._replace(default=beside.default, gpu=table.default, tpu=kernels)
