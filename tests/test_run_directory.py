@@ -225,7 +225,7 @@ def test_a_failure_leaves_nothing_half_written(tmp_path):
 @pytest.mark.parametrize("scheme", ["s3", "az", "hf"])
 def test_a_store_to_which_no_checkpoint_can_be_written_is_refused(scheme):
     with pytest.raises(
-        errors.UserError, match=rf"run_dir='{scheme}://bucket/run': .*begins with gs://"
+        errors.UserError, match=rf"run_dir='{scheme}://bucket/run' .* begin with gs://;"
     ):
         run_directory.check(f"{scheme}://bucket/run")
     run_directory.check("gs://bucket/run")

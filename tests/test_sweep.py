@@ -424,6 +424,17 @@ def test_runs_of_a_gin_file_that_was_changed_are_not_taken_for_runs_of_what_it_h
     part.write_text("LEVEL = 2\n")
     with pytest.raises(UserError, match="before they were changed"):
         archive.read(dataclasses.replace(chosen, output_dir=str(tmp_path / "t")), results)
+    # Nor is one whose file changed while it was made.
+    part.write_text("LEVEL = 1\n")
+    trainer = Trainer()
+
+    def changes_while_training(arguments, log):
+        part.write_text("LEVEL = 2\n")
+        return trainer(arguments, log)
+
+    during = dataclasses.replace(chosen, output_dir=str(tmp_path / "v"))
+    with pytest.raises(UserError, match="before they were changed"):
+        running.run_all(during, launch=changes_while_training)
     # A run that failed goes on with what was mended.
     again = dataclasses.replace(chosen, output_dir=str(tmp_path / "u"))
     with pytest.raises(TrainingError):

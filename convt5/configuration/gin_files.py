@@ -227,15 +227,17 @@ def lines_of_users(names: Sequence[str]) -> list[str]:
     """
     reader, folder = _Reader(), own_gin_folder()
 
-    def lines(file: GinFile | None) -> Iterator[str]:
-        if file is None or file.path.is_relative_to(folder):
+    def lines(name: str, where: Location | None, inside: GinFile | None) -> Iterator[str]:
+        path = _find(name, inside.path.parent if inside else None)
+        if path is not None and path.resolve().is_relative_to(folder):
             return
-        for statement in file.statements:
+        file = reader.read(name, where, inside)
+        for statement in file.statements if file else ():
             yield repr(dataclasses.replace(statement, location=COMMAND_LINE))
             if isinstance(statement, Include):
-                yield from lines(reader.read(statement.path, statement.location, inside=file))
+                yield from lines(statement.path, statement.location, file)
 
-    found = [line for name in names for line in lines(reader.read(name, None))]
+    found = [line for name in names for line in lines(name, None, None)]
     errors.raise_all(reader.faults, where="configuration")
     return found
 

@@ -7,7 +7,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -103,18 +103,18 @@ def run(arguments: command_line.Arguments) -> int:
     settings, checkpoint = _settings(arguments)
     found = _first(checkpoint, flags)
     plan = make_plan(found, checkpoint, settings, flags)
+    known = None if flags.follow else checkpoints.select(plan.checkpoint, flags.step)
     steps = []
     outcomes = 0
     with _open_results(plan, found, flags.output_dir) as results:
         if results is not None:
-            known = [found] if flags.follow else checkpoints.select(plan.checkpoint, flags.step)
-            for task, one in itertools.product(plan.tasks, known):
+            for task, one in itertools.product(plan.tasks, known or [found]):
                 results.check_writable(task.name, plan.split, one.step)
         if flags.dry_run:
             print(describe(plan, flags))
             return 0
-        coming = _note_steps(_checkpoints(plan, flags), steps)
-        for _ in evaluate(plan, coming, results, skip=flags.follow):
+        coming = _follow(plan, flags) if known is None else known
+        for _ in evaluate(plan, _note_steps(coming, steps), results, skip=flags.follow):
             outcomes += 1
     # If everything was evaluated before, nothing is left to do.
     if not outcomes and not (flags.follow and steps):
@@ -325,14 +325,12 @@ def _first(checkpoint: str, flags: Any) -> checkpoints.Found:
     return checkpoints.select(checkpoint, flags.step)[0]
 
 
-def _checkpoints(plan: Plan, flags: Any) -> Iterator[checkpoints.Found]:
-    if not flags.follow:
-        return iter(checkpoints.select(plan.checkpoint, flags.step))
+def _follow(plan: Plan, flags: Any) -> Iterator[checkpoints.Found]:
     return checkpoints.follow(plan.checkpoint, last_step=plan.last_step, timeout=_timeout(flags))
 
 
 def _note_steps(
-    found: Iterator[checkpoints.Found], steps: list[int | None]
+    found: Iterable[checkpoints.Found], steps: list[int | None]
 ) -> Iterator[checkpoints.Found]:
     for one in found:
         steps.append(one.step)

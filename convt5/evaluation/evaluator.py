@@ -22,7 +22,6 @@ from convt5.evaluation.predictor import (
     Progress,
     TargetScore,
     decode_text,
-    end_id,
     truncate,
 )
 from convt5.evaluation.results import Outcome
@@ -35,6 +34,7 @@ from convt5.evaluation.task_data import (
     row_numbers,
 )
 from convt5.generation.decoding import NO_REGULARIZERS, Regularizers
+from convt5.generation.samples import end_id
 from convt5.tasks import vocabularies
 from convt5.training.losses import TextLoss
 

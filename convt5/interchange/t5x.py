@@ -11,7 +11,7 @@ import numpy as np
 
 from convt5 import errors
 from convt5.interchange.mapping import Arrays, Imported, Shape, Source, import_arrays
-from convt5.interchange.operative_config import OperativeConfig, mlp_kind
+from convt5.interchange.operative_config import ACTIVATIONS, OperativeConfig, mlp_kind
 from convt5.interchange.run_files import Training
 from convt5.interchange.t5x_files import Files, OneByOne
 from convt5.modeling.architecture import ConvT5Config, StackConfig
@@ -167,7 +167,7 @@ def architecture(
         head_dim=values["head_dim"],
         encoder=StackConfig(num_layers=values["num_encoder_layers"], mixing="attention"),
         decoder=StackConfig(num_layers=values["num_decoder_layers"], mixing="attention"),
-        mlp=mlp_kind(activations, 1 + is_gated) or "relu",
+        mlp=ACTIVATIONS[activations],
         tie_output=values["logits_via_embedding"],
         positions="relative",
         relative_buckets=found[bias][1],

@@ -4,6 +4,7 @@ A finished run is not repeated; a killed one resumes from its last checkpoint.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -321,9 +322,11 @@ def _finish(study: Study, first: StudyRun, launch: Launch) -> StudyRun:
 def _run(study: Study, made: StudyRun, launch: Launch) -> StudyRun:
     """Makes a run whose first stage is finished; returns it with its status."""
     made.folder.mkdir(parents=True, exist_ok=True)
+    # Once: while the run is made, its gin files may change.
+    write = functools.partial(_write, made, contents=_contents(made.point))
     if made.first is not None and made.first.status == "diverged":
-        return _write(made, "diverged", f"its first stage diverged: {made.first.message}")
-    _write(made, "started")
+        return write("diverged", f"its first stage diverged: {made.first.message}")
+    write("started")
     arguments = [f"--gin_file={name}" for name in made.point.gin_files]
     arguments += [f"--gin.{binding}" for binding in _bindings(made)]
     arguments += [f"--trust={module}" for module in made.point.trust]
@@ -333,12 +336,12 @@ def _run(study: Study, made: StudyRun, launch: Launch) -> StudyRun:
     if code == 0:
         where = f"the run in {made.folder}"
         check_metric(study.metric, read_metrics(made.folder), where=where)
-        return _write(made, "finished")
+        return write("finished")
     output = _lines(log, after=length)
     # Threads and libraries may print something after the trainer's error.
     diverged = [line for line in output if line.startswith("error:") and _NOT_FINITE in line]
     if code == errors.TrainingError.exit_code and diverged:
-        return _write(made, "diverged", diverged[-1])
+        return write("diverged", diverged[-1])
     what = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
     kind = errors.UserError if code == errors.UserError.exit_code else errors.TrainingError
     raise kind(
@@ -377,8 +380,8 @@ def check_settings(point: Point, about: Mapping[str, Any], *, where: str) -> Non
             f"{_settings(point)}); restore the study's settings, or choose another output_dir."
         )
     # Earlier versions recorded none; a run that is not done goes on with what is changed.
-    of_run, now = about.get("contents"), _contents(point)
-    if about["status"] != "started" and of_run and now and of_run != now:
+    of_run = about.get("contents")
+    if about["status"] != "started" and of_run and _contents(point) not in (of_run, None):
         raise errors.UserError(
             f"{where} holds a run of {', '.join(point.gin_files)} as they were before they were "
             "changed; restore the files, or choose another output_dir."
@@ -437,10 +440,10 @@ def write_about(folder: pathlib.Path, about: Mapping[str, Any]) -> None:
     atomic_files.replace_text(folder / STATUS_FILE, json.dumps(about, indent=2) + "\n")
 
 
-def _write(made: StudyRun, status: Status, message: str = "") -> StudyRun:
+def _write(made: StudyRun, status: Status, message: str = "", *, contents: Any) -> StudyRun:
     about = {
         "settings": _settings(made.point),
-        "contents": _contents(made.point),
+        "contents": contents,
         "status": status,
         "message": message,
     }

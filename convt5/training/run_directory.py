@@ -88,11 +88,6 @@ def check(run_dir: epath.PathLike) -> None:
         raise errors.UserError("run_dir='' must name a folder; `.` is the working directory.")
     folders.check(run_dir, what="run_dir")
     if atomic_files.is_remote(run_dir):
-        if not str(run_dir).startswith("gs://"):  # Orbax takes others for local folders.
-            raise errors.UserError(
-                f"run_dir={str(run_dir)!r}: checkpoints are written to local folders and Google "
-                "Cloud Storage only; name a folder, or one that begins with gs://."
-            )
         return
     folder = pathlib.Path(folders.literal(run_dir))
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))

@@ -78,7 +78,7 @@ def read(run_dir: epath.PathLike) -> Overview:
     folder = epath.Path(run_dir)
     machines = run_log.read_notes(folder / run_log.MACHINES_FILE)
     return Overview(
-        records(folder),
+        _with_flops(run_log.read_metrics(folder), machines),
         _settings(folder / run_directory.CONFIG_FILE),
         run_log.read_samples(folder),
         machines[max(machines)] if machines else {},
