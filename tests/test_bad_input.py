@@ -8,7 +8,7 @@ import types
 import commands
 import pytest
 
-from convt5 import errors, train
+from convt5 import errors, inspect, train
 from convt5.training import data_checks
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -83,6 +83,22 @@ def test_a_complete_configuration_passes_the_dry_run(run_file, capsys):
     assert "data=8" in printed
     assert "/nowhere" in printed
     assert not pathlib.Path("/nowhere").exists()
+
+
+@pytest.mark.parametrize("command", [train, inspect], ids=["train", "inspect"])
+def test_settings_that_no_layer_uses_are_told(command, run_file, capsys):
+    bindings = [
+        "architecture.StackConfig.mixing='depthwise'",
+        "architecture.StackConfig.num_kernels=None",
+        "encoder/architecture.StackConfig.tap_dropout_rate=0.1",
+        "RUN_DIR=/nowhere",
+    ]
+    dry = ["--dry_run"] if command is train else []
+    argv = [f"--gin_file={run_file}", *(f"--gin.{b}" for b in bindings), *dry]
+    assert command.main(argv) == 0
+    said = "".join(capsys.readouterr())
+    assert "encoder.tap_dropout_rate=0.1 has no effect: no layer there has the mixing " in said
+    assert "decoder.tap_dropout_rate" not in said
 
 
 def test_missing_settings_are_listed_together(run_file):

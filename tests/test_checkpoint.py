@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -366,13 +367,14 @@ def test_a_checkpoint_survives_a_kill_while_it_is_replaced(open_run, tmp_path, w
     assert not aside.parent.exists()
 
 
-def test_a_checkpoint_half_written_to_a_bucket_counts_for_none(bucket):
-    def start():
-        return checkpoint.Checkpointer(
-            "gs://bucket/checkpoints", checkpoint.CheckpointConfig(), model_config=ModelConfig()
-        )
+def run_in_bucket():
+    return checkpoint.Checkpointer(
+        "gs://bucket/checkpoints", checkpoint.CheckpointConfig(), model_config=ModelConfig()
+    )
 
-    with contextlib.closing(start()) as checkpointer:
+
+def test_a_checkpoint_half_written_to_a_bucket_counts_for_none(bucket):
+    with contextlib.closing(run_in_bucket()) as checkpointer:
         save_steps(checkpointer, 4, 8)
     # Killed while 8 was replaced: orbax writes it under its name, and this file last.
     shutil.copytree(bucket / "checkpoints" / "8", bucket / "replaced" / "8")
@@ -380,9 +382,81 @@ def test_a_checkpoint_half_written_to_a_bucket_counts_for_none(bucket):
     shutil.rmtree(bucket / "checkpoints" / "8" / "params")
     assert reading.steps_in("gs://bucket/checkpoints") == [4]
     assert reading.find_checkpoint("gs://bucket").name == "4"
-    with contextlib.closing(start()) as checkpointer:
+    with contextlib.closing(run_in_bucket()) as checkpointer:
         assert_same(checkpointer.restore(abstract(make_state())).state, make_state(8))
     assert not (bucket / "replaced").exists()
+
+
+class Killed(BaseException):
+    """The end of a process, in the middle of an operation."""
+
+
+def kill_after(monkeypatch, num_files):
+    """Lets a store copy and remove so many files, one by one as it does, and then kills."""
+    left = iter(range(num_files))
+    path = type(epath.Path("gs://bucket"))
+    copy, unlink, rmtree = path.copy, path.unlink, path.rmtree
+
+    def count():
+        if next(left, None) is None:
+            raise Killed
+
+    def counted_copy(self, *args, **settings):
+        count()
+        return copy(self, *args, **settings)
+
+    def counted_unlink(self, **settings):
+        count()
+        unlink(self, **settings)
+
+    def files_of(folder):
+        for child in sorted(folder.iterdir()):
+            yield from files_of(child) if child.is_dir() else (child,)
+
+    def remove_one_by_one(self, **settings):
+        for file in files_of(self) if self.exists() else ():
+            file.unlink()
+        rmtree(self, **settings)
+
+    def move_one_by_one(self, target):
+        for file in files_of(self):
+            copied = target / file.relative_to(self)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            file.copy(copied)
+            file.unlink()
+        rmtree(self)
+
+    for name, function in {
+        "copy": counted_copy,
+        "unlink": counted_unlink,
+        "rmtree": remove_one_by_one,
+        "rename": move_one_by_one,
+    }.items():
+        monkeypatch.setattr(path, name, function)
+
+
+@pytest.mark.parametrize("way", ["aside", "back"])
+def test_a_checkpoint_in_a_bucket_survives_a_kill_while_it_is_moved(bucket, monkeypatch, way):
+    with contextlib.closing(run_in_bucket()) as run:
+        save_steps(run, 4)
+    folder = bucket / "checkpoints" / "4"
+    num_files = sum(len(names) for _, _, names in os.walk(folder))
+    for killed_after in range(0, 2 * num_files, 3):
+        if way == "back":
+            (bucket / "replaced").mkdir()
+            shutil.move(folder, bucket / "replaced")
+        with contextlib.ExitStack() as stack:
+            run = None
+            if way == "aside":
+                run = stack.enter_context(contextlib.closing(run_in_bucket()))
+            kill_after(stack.enter_context(monkeypatch.context()), killed_after)
+            with pytest.raises(Killed):
+                run.save(4, make_state(5), data=NO_DATA) if run else run_in_bucket()
+        with contextlib.closing(run_in_bucket()) as run:
+            assert reading.steps_in("gs://bucket/checkpoints") == [4]
+            assert not (bucket / "replaced").exists()
+    with contextlib.closing(run_in_bucket()) as run:
+        assert_same(run.restore(abstract(make_state())).state, make_state(4))
 
 
 def test_a_single_checkpoint_is_not_taken_for_another_step(open_run, tmp_path, monkeypatch):

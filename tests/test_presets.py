@@ -73,6 +73,7 @@ def test_a_model_file_builds_and_states_its_parameters(name):
     stated = re.match(r"# .*: ([\d,]+) parameters\.", (ROOT / name).read_text())
     assert stated is not None
     assert f"{num_parameters(name):,}" == stated[1]
+    assert not getattr(model(name), "unused", list)()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -107,6 +107,8 @@ def _of_text(
     if target is not None:
         flags.devices = len(target.devices)
     subject = make_subject(name, step, vars(flags))
+    for sentence in subject.config.unused():
+        print(sentence, file=sys.stderr)
     if step.frozen:
         print(
             f"frozen={list(step.frozen)}: closed-form FLOPs and activations assume that every "

@@ -335,7 +335,7 @@ class Checkpointer:
         if jax.process_index() == 0:
             aside = _aside(self.directory)
             atomic_files.make_folder(aside)
-            (self.directory / str(step)).rename(aside / str(step))
+            _move(self.directory / str(step), aside / str(step))
         _wait_for_all("a checkpoint is moved aside")
         self._manager.reload()
 
@@ -391,7 +391,7 @@ class Checkpointer:
                 target = aside / str(step)
                 if target.exists():
                     target.rmtree()
-                (self.directory / str(step)).rename(target)
+                _move(self.directory / str(step), target)
         _wait_for_all("damaged checkpoints are set aside")
         self._manager.reload()
 
@@ -461,9 +461,29 @@ def _put_back(directory: epath.Path) -> None:
         for step in set(reading.steps_in(aside)) - set(reading.steps_in(directory)):
             directory.mkdir(parents=True, exist_ok=True)
             (directory / str(step)).rmtree(missing_ok=True)  # Its replacement, if incomplete.
-            (aside / str(step)).rename(directory / str(step))
+            _move(aside / str(step), directory / str(step))
         aside.rmtree()
     _wait_for_all("checkpoints that were moved aside are put back")
+
+
+def _move(folder: epath.Path, target: epath.Path) -> None:
+    """Moves a checkpoint; whenever the process is killed, one of the two is complete."""
+    if not atomic_files.is_remote(folder):
+        folder.rename(target)
+        return
+    # A store would move file after file. What makes the folder count is copied last, removed first.
+    mark = folder / reading.COMMITTED
+    for file in [*(file for file in _files(folder) if file != mark), mark]:
+        copy = target / file.relative_to(folder)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        file.copy(copy, overwrite=True)
+    mark.unlink()
+    folder.rmtree()
+
+
+def _files(folder: epath.Path) -> Iterator[epath.Path]:
+    for child in folder.iterdir():
+        yield from _files(child) if child.is_dir() else (child,)
 
 
 def _remove_aside(directory: epath.Path) -> None:

@@ -21,6 +21,8 @@ from convt5.checkpoints import array_files, late_errors, named_arrays, record
 from convt5.checkpoints.checksums import find_mismatches
 from convt5.runtime import atomic_files, folders, foreign_files
 
+COMMITTED = "commit_success.txt"
+"""The file that completes a checkpoint in gs://, where orbax writes it last."""
 EMA = "ema"
 """Name of the model average, in the state and beside the optimizer state on disk."""
 
@@ -66,8 +68,8 @@ def steps_in(folder: epath.PathLike) -> list[int]:
 
 
 def _is_complete(step: epath.Path) -> bool:
-    # Where folders cannot be renamed, orbax writes under the final name, and this file last.
-    return not os.fspath(step).startswith("gs://") or (step / "commit_success.txt").exists()
+    # Elsewhere, orbax renames the folder of a complete checkpoint.
+    return not os.fspath(step).startswith("gs://") or (step / COMMITTED).exists()
 
 
 def _is_step(name: str) -> bool:

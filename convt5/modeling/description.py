@@ -36,6 +36,11 @@ _MIXER_FIELDS = {
 """The settings of all mixing kinds, by name, which a stack passes to its layers."""
 
 
+def _settings_of(kind: type[MixerConfig]) -> set[str]:
+    """Returns the names of the settings that layers of a kind use."""
+    return {field.name for field in dataclasses.fields(kind)} - {*kind.unused}
+
+
 def _with_mixer_settings(stack: type[T]) -> type[T]:
     """Adds the settings and names of all mixing kinds to a stack, so each is declared once."""
     names: Any = Literal
@@ -128,6 +133,16 @@ class StackConfig:
             layer_faults = layer.faults(f"{where}[layer {i}]", emb_dim=emb_dim)
             faults += [fault for fault in layer_faults if fault not in faults]
         return faults
+
+    def unused(self, where: str) -> list[str]:
+        """Returns a sentence for each setting that is changed, and that no layer's kind uses."""
+        used = {name for layer in self.layers() for name in _settings_of(type(layer))}
+        return [
+            f"{where}.{name}={getattr(self, name)!r} has no effect: no layer there has the mixing "
+            f"{' or '.join(kind for kind in KINDS if name in _settings_of(KINDS[kind]))}."
+            for name, field in _MIXER_FIELDS.items()
+            if name not in used and getattr(self, name) != field.default
+        ]
 
     def _setting_faults(self, where: str) -> list[str]:
         """Returns the broken rules of single settings, which mixing kinds declare with them."""
@@ -371,6 +386,10 @@ class ModelDescription:
             if stride > 1 and name.endswith("encoder_length")
         }
         return {**lengths, **shortened}
+
+    def unused(self) -> list[str]:
+        """Returns a sentence for each setting of a stack that none of its layers uses."""
+        return self.encoder.unused("encoder") + self.decoder.unused("decoder")
 
     @property
     def encoder_layers(self) -> tuple[MixerConfig, ...]:

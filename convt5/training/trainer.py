@@ -142,6 +142,10 @@ class TrainRun(StepConfig, Intervals):
         """Returns whether all vocabulary files exist on this machine, none in a bucket."""
         return data_checks.vocabulary_is_here(self.data)
 
+    def unused(self) -> list[str]:
+        """Returns a sentence for each setting of a text model that no layer uses."""
+        return getattr(self.model, "unused", list)()
+
     def plan(self, devices: Sequence[Any] | None = None) -> Plan:
         """Returns mesh, shapes, shardings and step functions; allocates and compiles nothing.
 
@@ -411,6 +415,8 @@ class _Session:
             f"{plan.mesh.devices.size} x {device.device_kind}{f' ({mesh})' if mesh else ''}, run "
             f"directory {self._folder}"
         )
+        for sentence in run.unused():
+            self._log.message(sentence)
         if repeats := determinism.describe(device.platform):
             self._log.message(repeats)
         if step:

@@ -168,6 +168,9 @@ class MixerConfig(CanonConfig):
     reads_distances: ClassVar[bool] = False
     """Whether the relative positions of a model are a bias of this kind."""
 
+    unused: ClassVar[tuple[str, ...]] = ()
+    """Settings that the kind inherits but does not use."""
+
     sharding_rules: ClassVar[tuple[Rule, ...]] = ()
     """Sharding rules of the parameters, whose names begin with `mixing/`."""
 

@@ -18,6 +18,7 @@ class Depthwise(ConvolutionConfig):
     """One free kernel of `kernel_size` taps per channel."""
 
     kind = "depthwise"
+    unused = ("predictor_bias", "normalize_taps", "tap_dropout_rate")
     sharding_rules = (
         Rule(r"mixing/kernel$", (None, "tensor"), optional=True),
         *ConvolutionConfig.sharding_rules,

@@ -23,6 +23,7 @@ class Lightweight(ConvolutionConfig):
     """Kernels normalised by a softmax over their taps, shared by groups of channels."""
 
     kind = "lightweight"
+    unused = ("predictor_bias",)
     sharding_rules = (
         # There may be fewer kernels than devices, and they are small.
         Rule(r"mixing/kernel_logits$", optional=True),
