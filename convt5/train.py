@@ -114,8 +114,10 @@ def dry_run(run: "TrainRun") -> str:
     plan = run.plan()
     if run.statistics is not None:
         run.statistics.build(plan)
-    # A resumed run has its own parameters.
-    if run.init_from is not None and not _steps(run.run_dir):
+    if _steps(run.run_dir):  # A resumed run has its own parameters.
+        if run.has_vocabulary_here():
+            run.check_kept_vocabulary()
+    elif run.init_from is not None:
         run.init_from.check(plan.abstract.model)
         run.init_from.check_num_steps(run.num_steps)
         if run.has_vocabulary_here():

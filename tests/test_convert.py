@@ -208,6 +208,13 @@ def test_an_output_directory_in_use_is_left_alone(capsys, checkpoint, tmp_path):
     assert entries(out) == {"notes.txt"}
 
 
+@pytest.mark.parametrize("source", ["t5x", "transformers", "hf", "pycls", "safetensors"])
+def test_a_model_in_a_bucket_that_must_be_copied_first_is_named(source, tmp_path):
+    flags = (f"--from={source}", f"--output_dir={tmp_path}/out")
+    with pytest.raises(UserError, match=r"gs://bucket/model must be a local folder.*copy it"):
+        convert.main([*flags, "--checkpoint=gs://bucket/model"])
+
+
 def test_an_output_directory_in_a_bucket_or_a_file_is_refused(tmp_path):
     with pytest.raises(UserError, match="must be a local folder"):
         conversion.check_destination("gs://bucket/run")
@@ -398,6 +405,77 @@ def test_training_continues_from_an_import(capsys, tmp_path):
     assert json.loads((out / "summary.json").read_text())["step"] == 9
     assert find_checkpoint(out).name == "9"
     assert jax.tree.leaves(convt5.load_model(out))
+
+
+def test_an_import_without_a_vocabulary_has_not_that_of_the_data_to_go_on_with(
+    capsys, checkpoint, tmp_path
+):
+    out = tmp_path / "run"
+    told = run(capsys, "--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={out}")
+    assert "no vocabulary lies beside the checkpoint" in told
+    config = out / "config.gin"
+    data = ("@pretraining.c4_span_corruption()", "'pydoc_span_corruption'")
+    config.write_text(config.read_text().replace(*data))
+    with pytest.raises(UserError, match="name the vocabulary that the model was trained with"):
+        convt5.load_vocabulary(out)
+    (out / "conversion.txt").unlink()  # A run of an earlier version, which kept none.
+    assert convt5.load_vocabulary(out).vocab_size == 359
+
+
+@pytest.fixture
+def with_words(capsys, checkpoint, tmp_path):
+    """An imported run with a vocabulary of 25 pieces and 100 sentinels, and a text of its words."""
+    model = tmp_path / "words.model"
+    model.write_bytes(word_pieces.trained_model())
+    (tmp_path / "text.txt").write_text(f"{word_pieces.TEXT}\n" * 40)
+    out = tmp_path / "run"
+    flags = ("--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={out}")
+    run(capsys, *flags, f"--vocabulary={model}")
+    model.unlink()
+    return out
+
+
+def training(folder: pathlib.Path, *mixture: str) -> list[str]:
+    return [
+        f"--gin_file={folder}/config.gin",
+        "--gin.NUM_STEPS=8",
+        *mixture,
+        "--gin.data.DataConfig.batch_size=8",
+        "--gin.data.DataConfig.encoder_length=16",
+        "--gin.data.DataConfig.decoder_length=8",
+        "--gin.trainer.train.eval_num_batches=1",
+    ]
+
+
+def test_an_import_goes_on_in_its_own_vocabulary_wherever_it_lies(with_words, tmp_path):
+    from convt5 import train
+
+    moved = shutil.move(with_words, tmp_path / "moved")
+    text = (
+        "--gin.data.DataConfig.mixture=@pretraining.text_span_corruption()",
+        f"--gin.pretraining.text_span_corruption.path={tmp_path}/text.txt",
+        "--gin.pretraining.text_span_corruption.validation_fraction=0.5",
+    )
+    before = (moved / "vocabulary" / "inputs.model").read_bytes()
+    assert train.main(training(moved, *text)) == 0
+    assert json.loads((moved / "summary.json").read_text())["step"] == 8
+    assert (moved / "vocabulary" / "inputs.model").read_bytes() == before
+
+
+@pytest.mark.parametrize("flags", [["--dry_run"], []])
+def test_an_import_does_not_go_on_with_ids_of_another_vocabulary(with_words, flags, tmp_path):
+    from convt5 import train
+
+    (tmp_path / "other.model").write_bytes(word_pieces.trained_model(word_pieces.TEXT[::-1]))
+    other = (
+        "--gin.data.DataConfig.mixture=@pretraining.text_span_corruption()",
+        f"--gin.pretraining.text_span_corruption.path={tmp_path}/text.txt",
+        "--gin.pretraining.text_span_corruption.validation_fraction=0.5",
+        f"--gin.vocabularies.named.source={tmp_path}/other.model",
+    )
+    with pytest.raises(UserError, match="run was trained with another vocabulary of inputs"):
+        train.main([*training(with_words, *other), *flags])
+    assert convt5.load_vocabulary(with_words).vocab_size == 125
 
 
 def test_a_name_as_long_as_can_be_is_that_of_an_export(tmp_path):

@@ -829,7 +829,7 @@ FLIPPED = {
     "cache.json": (json.dumps(ABOUT).encode(), lambda folder: cached_data.read_about(str(folder))),
     "config.json": (
         json.dumps(T5).encode(),
-        lambda f: hugging_face.architecture(hugging_face._read_settings(f)),
+        hugging_face.read_description,
     ),
     "convt5.json": (
         json.dumps({"format": 1, "model": DESCRIPTION}).encode(),

@@ -8,6 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import word_pieces
 from quick import quick
 from safetensors.numpy import load_file, save_file
 
@@ -199,6 +200,15 @@ def test_an_untied_output_is_recognised_in_what_transformers_5_writes(tmp_path):
     settings |= {"tie_word_embeddings": True, "scale_decoder_outputs": False}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert not hugging_face.read_model(tmp_path).config.tie_output
+
+
+def test_added_tokens_that_are_not_read_are_noted(tmp_path):
+    written(tmp_path, tiny())
+    (tmp_path / "spiece.model").write_bytes(word_pieces.trained_model())
+    assert not hugging_face.read_model(tmp_path).report.notes
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<sep>": 125}))
+    (note,) = hugging_face.read_model(tmp_path).report.notes
+    assert "read as letters: '<sep>'" in note
 
 
 def test_shards_are_read_and_a_missing_one_is_named(tmp_path):

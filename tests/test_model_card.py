@@ -54,6 +54,14 @@ def test_figures_of_a_run_in_a_bucket_are_found(monkeypatch):
     assert "0.2500" in model_card._metrics("gs://bucket/run/checkpoints/7", step=7)[0]
 
 
+def test_an_import_was_not_trained_on_the_data_with_which_it_may_go_on(tmp_path):
+    (tmp_path / "config.gin").write_text("data.DataConfig.mixture = 'c4'\n")
+    (tmp_path / "conversion.txt").write_text("Imported from t5 (hf) by convt5.convert.\n")
+    assert model_card._data(tmp_path) == ["Not recorded."]
+    task_format.write(tmp_path, [task_format.plain("english")])  # Of the export, or of training.
+    assert model_card._data(tmp_path) == ["Trained on `english`."]
+
+
 def test_a_run_on_cached_rows_has_the_tasks_that_these_were_made_of(tmp_path):
     (tmp_path / "config.gin").write_text(
         "import convt5.data.cached_data\ncached_data.CachedDataConfig.path = 'cache'\n"

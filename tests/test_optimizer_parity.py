@@ -13,12 +13,17 @@ from quick import quick
 from convt5.errors import UserError
 from convt5.interchange.mapping import Imported, Source, take_apart
 from convt5.interchange.operative_config import OperativeConfig
-from convt5.interchange.optimizer_state import import_state
+from convt5.interchange.optimizer_state import import_state, of_sum
+from convt5.interchange.run_files import Training
 from convt5.modeling.placement import TEXT_RULES
 from convt5.modeling.sharding import MeshConfig, batch_sharding
 from convt5.modeling.tree_paths import named_leaves
 from convt5.ops import shift_right
-from convt5.training.optimizer import AdafactorConfig, SecondMomentState
+from convt5.training.optimizer import (
+    AdafactorConfig,
+    SecondMomentState,
+    scale_by_second_moment,
+)
 from convt5.training.schedule import Constant, InverseSqrt
 from convt5.training.train_state import TrainState, abstract_state, parameters, state_shardings
 from convt5.training.train_step import StepConfig, make_train_step
@@ -39,7 +44,7 @@ TOLERANCE = 1e-5
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-def read(folder, step: int) -> tuple[Checkpoint, Imported, mesh_tf.TrainingSettings]:
+def read(folder, step: int) -> tuple[Checkpoint, Imported, Training]:
     checkpoint = Checkpoint(str(folder / f"model.ckpt-{step}"))
     operative = OperativeConfig.read(folder / "operative_config.gin")
     return (
@@ -131,7 +136,7 @@ def test_ten_steps_equal_the_originals(golden, family):
     assert_trajectory(recorded, state, metrics, imported)
 
 
-def factored(imported: Imported, settings) -> tuple[Imported, mesh_tf.TrainingSettings]:
+def factored(imported: Imported, settings) -> tuple[Imported, Training]:
     """The settings of trajectory B: packed rows, a falling rate, factored from 16 on."""
     config = dataclasses.replace(imported.config, taps_cross_segments=True)
     settings = settings._replace(
@@ -222,3 +227,24 @@ def test_fine_tuning_settings_are_read():
     settings = mesh_tf.training_settings(OperativeConfig(text))
     assert settings.schedule == Constant(rate=0.001)
     assert settings.loss.label_smoothing == 0.1
+
+
+def test_a_loss_that_was_divided_by_a_constant_is_read_as_a_sum():
+    text = "decoder/Unitransformer.loss_denominator = 233472"
+    divided = mesh_tf.training_settings(OperativeConfig(text))
+    assert (divided.loss_divisor, divided.loss.normalize_by) == (233_472, "nothing")
+    usual = mesh_tf.training_settings(OperativeConfig(text.replace("233472", "None")))
+    assert (usual.loss_divisor, usual.loss.normalize_by) == (1, "positions")
+
+
+def test_updates_of_a_sum_are_those_of_a_quotient_with_its_memory():
+    divisor, random = 1000.0, np.random.default_rng(0)
+    update = scale_by_second_moment(decay_exponent=0.8, epsilon=1e-30, min_dim_to_factor=2)
+    gradients = {"matrix": random.normal(size=(3, 5)), "vector": random.normal(size=4)}
+    quotients = {name: array / divisor for name, array in gradients.items()}
+    _, state = update.update(quotients, update.init(quotients))
+    later = {name: array[::-1] for name, array in gradients.items()}
+    expected, _ = update.update({name: array / divisor for name, array in later.items()}, state)
+    found, _ = update.update(later, state._replace(moments=of_sum(state.moments, divisor)))
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-9)

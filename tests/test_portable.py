@@ -12,7 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 import convt5
 from convt5.errors import UserError
-from convt5.interchange import portable, stablehlo
+from convt5.evaluation import checkpoints
+from convt5.interchange import hugging_face, portable, pytorch_model, stablehlo
 from convt5.interchange.optimizer_state import import_state
 from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.modeling.model import ConvT5
@@ -85,6 +86,20 @@ def test_load_model_reads_an_export_and_gives_equal_logits(model, exported):
     loaded = convt5.load_model(exported)
     forward = jax.jit(lambda m: m(SOURCES, TARGETS))
     np.testing.assert_array_equal(forward(loaded), forward(model))
+
+
+@pytest.mark.parametrize("kind", ["portable", "transformers", "t5"])
+def test_a_folder_is_described_without_its_weights(kind, model, tmp_path):
+    config, params = model.config, dict(named_leaves(model))
+    if kind == "t5":
+        stack = StackConfig(num_layers=1, mixing="attention")
+        config = hybrid(encoder=stack, decoder=stack)
+        params = dict(named_leaves(jax.jit(config.build)(jax.random.key(0))))
+    writer = {"portable": portable, "transformers": pytorch_model, "t5": hugging_face}[kind]
+    writer.write_model(tmp_path, config, params)
+    (tmp_path / "model.safetensors").unlink()
+    (found,) = checkpoints.select(tmp_path)
+    assert checkpoints.model_config(found) == config
 
 
 def test_settings_can_be_changed_when_a_model_is_loaded(exported):

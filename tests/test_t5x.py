@@ -16,7 +16,7 @@ import pytest
 from quick import quick
 
 from convt5 import convert
-from convt5.checkpoints.reading import find_checkpoint
+from convt5.checkpoints.reading import find_checkpoint, load_everything
 from convt5.errors import UserError
 from convt5.generation.decoding import Greedy, decode
 from convt5.interchange import t5x, t5x_files
@@ -307,6 +307,9 @@ def test_no_name_of_an_array_of_orbax_leads_out_of_its_folder(key):
         t5x_files._check_names({"tree_metadata": {"x": {"key_metadata": path}}})
 
 
+DIVIDED_BY = "models.EncoderDecoderModel.loss_normalizing_factor"
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -315,6 +318,8 @@ def test_no_name_of_an_array_of_orbax_leads_out_of_its_folder(key):
         ("network.T5Config:\n  mlp_activations = (['gelu'], 'linear')", "mlp_activations"),
         ("adafactor.Adafactor.beta1 = 0.9", r"beta1=0\.9 is not implemented"),
         ("utils.create_learning_rate_scheduler.factors = 'x'", "factors='x' is not implemented"),
+        (f"{DIVIDED_BY} = 'AVERAGE_PER_SEQUENCE'", "'AVERAGE_PER_SEQUENCE' is not implemented"),
+        (f"{DIVIDED_BY} = 0", "=0 must be above 0"),
     ],
 )
 def test_settings_that_do_not_fit_are_named(golden, tmp_path, line, message):
@@ -323,6 +328,36 @@ def test_settings_that_do_not_fit_are_named(golden, tmp_path, line, message):
     flags = (f"--checkpoint={golden / 't5x' / 'v1_1'}", f"--output_dir={tmp_path / 'out'}")
     with pytest.raises(UserError, match=message):
         convert.main(["--from=t5x", *flags, f"--operative_config={gin}"])
+
+
+@pytest.mark.parametrize(
+    ("factor", "expected"),
+    [
+        ("None", ("nothing", 1)),
+        ("233472", ("nothing", 233_472)),
+        ("'NUM_REAL_TARGET_TOKENS'", ("tokens", 1)),
+        ("'num_total_target_tokens'", ("positions", 1)),
+    ],
+)
+def test_what_divided_the_loss_divides_it_further(factor, expected):
+    text = f"FACTOR = {factor}\n{DIVIDED_BY} = %FACTOR"
+    training = t5x.training_settings(OperativeConfig(text))
+    assert (training.loss.normalize_by, training.loss_divisor) == expected
+
+
+def test_the_memory_of_a_divided_loss_is_that_of_its_sum(golden, tmp_path):
+    gin = tmp_path / "model.gin"
+    source = golden / "t5x" / "v1_1"
+    told = (source / "model.gin").read_text()
+    gin.write_text(told.replace("LOSS_NORMALIZING_FACTOR = None", "LOSS_NORMALIZING_FACTOR = 8"))
+    flags = ("--from=t5x", f"--checkpoint={source}", "--optimizer")
+    for name, settings in (("sum", []), ("quotient", [f"--operative_config={gin}"])):
+        assert convert.main([*flags, *settings, f"--output_dir={tmp_path / name}"]) == 0
+    states = [load_everything(find_checkpoint(tmp_path / n)) for n in ("sum", "quotient")]
+    moments = [{k: v for k, v in state["optimizer"].items() if "moments" in k} for state in states]
+    assert moments[0]
+    for name, array in moments[0].items():
+        np.testing.assert_array_equal(moments[1][name], 64 * np.asarray(array), err_msg=name)
 
 
 def test_bindings_in_blocks_are_those_of_their_name():

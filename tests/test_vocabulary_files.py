@@ -1,6 +1,7 @@
 """A model keeps its vocabulary: it is used without its data, and never with another vocabulary."""
 
 import json
+import pathlib
 import shutil
 
 import numpy as np
@@ -143,6 +144,26 @@ class TestFiles:
         found = convt5.load_vocabulary(folder)
         assert found.vocab_size == 25 + 100
         assert found.encode("the cat") == vocabularies.sentencepiece(words).encode("the cat")
+
+    @pytest.mark.parametrize("count", [0, 7, 100])
+    def test_a_folder_of_hugging_face_has_as_many_sentinels_as_its_export(
+        self, tmp_path, words, count
+    ):
+        content = pathlib.Path(words).read_bytes()
+        kept = vocabulary_files.KeptVocabulary("sentencepiece", count, content)
+        text = vocabulary_files.KeptText(kept, kept)
+        vocabulary_files.write_for_hugging_face(tmp_path, text)
+        assert vocabulary_files.load(tmp_path) == text
+
+    def test_tokens_that_a_folder_adds_are_told(self, tmp_path, words):
+        shutil.copy(words, tmp_path / "spiece.model")
+        assert vocabulary_files.added_tokens(tmp_path) == []
+        names = ["<pad>", "</s>", "<unk>", "<extra_id_0>", "<hl>"]
+        by_id = {str(i): {"content": name} for i, name in enumerate(names)}
+        about = {"added_tokens_decoder": by_id | {"9": {"content": 3}, "10": None}}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+        (tmp_path / "added_tokens.json").write_text(json.dumps({"<sep>": 126, "<hl>": 125}))
+        assert vocabulary_files.added_tokens(tmp_path) == ["<hl>", "<sep>"]
 
     def test_settings_name_a_file_a_model_or_bytes(self, tmp_path, words):
         vocabulary = vocabularies.sentencepiece(words, 7)

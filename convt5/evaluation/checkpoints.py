@@ -186,7 +186,7 @@ def load_if_there(found: Found, mesh: Mesh, *, ema: bool = False) -> Any:
 def any_config(found: Found) -> Any:
     """Returns the description of a text or vision model, without its parameters."""
     if found.step is None:
-        return loading.read_exported(found.folder).config
+        return loading.exported_config(found.folder)
     return loading.run_config(found.folder)
 
 

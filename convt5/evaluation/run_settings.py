@@ -17,6 +17,7 @@ from convt5 import errors
 from convt5.configuration import gin_config, gin_files
 from convt5.configuration.trust import Untrusted, named_by_own
 from convt5.evaluation.settings import EvalConfig, PredictConfig, Rank
+from convt5.interchange.run_files import REPORT
 from convt5.runtime import folders
 from convt5.text import task_format as formats
 from convt5.text import vocabulary_files
@@ -234,7 +235,7 @@ def text_features(
         if settings is None:
             has_run = config_file(source) is not None
             settings = read(source, trust=trust) if has_run else RunSettings.unknown()
-        features = _features_of_data(settings)
+        features = _features_of_data(source, settings)
     if features is None:
         raise errors.UserError(
             f"vocabulary: {source} is neither a SentencePiece file, nor a model with a "
@@ -253,12 +254,15 @@ def trained_features(checkpoint: str, settings: RunSettings) -> TextFeatures | N
     Raises:
         UserError: the vocabulary cannot be read, or the data is gone.
     """
-    return vocabulary_files.load_features(checkpoint) or _features_of_data(settings)
+    return vocabulary_files.load_features(checkpoint) or _features_of_data(checkpoint, settings)
 
 
-def _features_of_data(settings: RunSettings) -> TextFeatures | None:
+def _features_of_data(checkpoint: str, settings: RunSettings) -> TextFeatures | None:
+    """Returns the vocabularies of the data that a run without saved ones was trained on."""
     import seqio
 
+    if _is_import(checkpoint):
+        return None
     data = settings.trained_on() if settings.trained_on else settings.data
     cached = getattr(data, "vocabulary", None)
     if cached is not None:
@@ -283,6 +287,14 @@ def _features_of_data(settings: RunSettings) -> TextFeatures | None:
     return TextFeatures(inputs.vocabulary, targets.vocabulary, inputs.add_eos)
 
 
+def _is_import(checkpoint: epath.PathLike) -> bool:
+    """Returns whether a run began as an import: its settings name the data to go on with.
+
+    What it was trained on since is saved with it, as vocabulary and task formats.
+    """
+    return folders.run_folder(checkpoint, REPORT) is not None
+
+
 def task_format(
     checkpoint: str, settings: RunSettings, name: str | None = None, *, raw: bool = False
 ) -> TaskFormat | None:
@@ -300,7 +312,7 @@ def task_format(
     """
     kept = formats.load(checkpoint)
     known_formats: Sequence[TaskFormat] = kept or ()
-    if kept is None:
+    if kept is None and not _is_import(checkpoint):
         with contextlib.suppress(errors.UserError):  # The data may be gone.
             data = settings.trained_on() if settings.trained_on else settings.data
             known_formats = formats.of_data(data)

@@ -13,6 +13,8 @@ TARGETS = ("run", "transformers", "hf", "safetensors", "stablehlo")
 WEIGHTS = ("float32", "bfloat16")
 _WEIGHT_FILES = ("transformers", "hf", "safetensors")
 
+_READ_FROM_BUCKETS = ("mesh_tf", "run")
+
 _ONLY_FOR = {
     ("mesh_tf", "t5x"): ("operative_config", "optimizer"),
     ("pycls",): ("num_heads", "image_size", "stem_strides"),
@@ -84,6 +86,11 @@ class Conversion:
         lengths = (self.encoder_length, self.decoder_length)
         if self.target != "stablehlo" and lengths != (None, None):
             faults.append("--encoder_length and --decoder_length are for --to=stablehlo.")
+        if self.source not in _READ_FROM_BUCKETS and atomic_files.is_remote(self.checkpoint):
+            faults.append(
+                f"--checkpoint={self.checkpoint} must be a local folder for --from={self.source}; "
+                "copy it first, for example with gcloud storage cp --recursive."
+            )
         errors.raise_all(faults, where="convert")
 
 

@@ -31,13 +31,18 @@ from convt5.interchange import (
 from convt5.interchange.conversion import Conversion
 from convt5.interchange.mapping import Imported
 from convt5.interchange.operative_config import OperativeConfig
-from convt5.interchange.optimizer_state import import_state
+from convt5.interchange.optimizer_state import import_state, of_sum
 from convt5.interchange.t5x_files import Files
 from convt5.interchange.tf_checkpoint import Checkpoint
 from convt5.modeling.architecture import ConvT5Config
 from convt5.runtime import atomic_files
 from convt5.text import task_format, vocabulary_files
 from convt5.training import run_directory
+
+_NO_VOCABULARY = (
+    "no vocabulary lies beside the checkpoint: predictions will ask for it, and "
+    f"{run_files.RUN_FILE} trains in that of T5; name the model's with --vocabulary=FILE.model."
+)
 
 
 def convert(conversion: Conversion, destination: pathlib.Path, vocabulary: Any = None) -> str:
@@ -67,6 +72,8 @@ def convert(conversion: Conversion, destination: pathlib.Path, vocabulary: Any =
     origin = f"Imported from {conversion.checkpoint} ({conversion.source}) by convt5.convert."
     text = _text_of(conversion, imported, vocabulary)
     formats = task_format.load(conversion.checkpoint)
+    if text is None and conversion.target == "run" and isinstance(imported.config, ConvT5Config):
+        imported.report.notes.append(_NO_VOCABULARY)
     with new_directory(destination) as folder:
         if formats:
             task_format.write(folder, formats)
@@ -77,7 +84,13 @@ def convert(conversion: Conversion, destination: pathlib.Path, vocabulary: Any =
         if conversion.target == "run":
             state = make_state(imported)
             run_files.write_run(
-                folder, imported, state, training, run_dir=destination, origin=origin
+                folder,
+                imported,
+                state,
+                training,
+                run_dir=destination,
+                origin=origin,
+                keeps_vocabulary=text is not None and text.inputs == text.targets,
             )
         else:
             _export(folder, imported, conversion, end_id=text.targets.end_id if text else 1)
@@ -147,14 +160,16 @@ def _read_mesh_tf(conversion: Conversion) -> tuple[Imported, Callable[..., Any],
     imported = mesh_tf.read_model(checkpoint, operative, allow_unmapped=conversion.allow_unmapped)
     if path and not conversion.operative_config:
         imported.report.notes.append(f"settings read from {path}, found beside the checkpoint.")
-    moments = mesh_tf.read_moments(checkpoint, imported) if conversion.optimizer else None
+    moments = None
+    if conversion.optimizer:
+        moments = of_sum(mesh_tf.read_moments(checkpoint, imported), settings.loss_divisor)
     checkpoint.check_unread()
 
     def make_state(imported):
         optimizer = settings.optimizer.build(settings.schedule)
         return import_state(imported, optimizer, moments)
 
-    return imported, make_state, run_files.Training(*settings)
+    return imported, make_state, settings
 
 
 def _read_t5x(conversion: Conversion) -> tuple[Imported, Callable[..., Any], Any]:
@@ -168,7 +183,7 @@ def _read_t5x(conversion: Conversion) -> tuple[Imported, Callable[..., Any], Any
         imported.report.notes.append(f"settings read from {path}, found beside the checkpoint.")
     moments = None
     if conversion.optimizer:
-        moments = t5x.read_moments(files, imported)
+        moments = of_sum(t5x.read_moments(files, imported), training.loss_divisor)
         training = t5x.factoring_as_kept(training, files, imported)
 
     def make_state(imported):

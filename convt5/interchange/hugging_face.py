@@ -62,8 +62,7 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
         UserError: another architecture, shapes that contradict the config, or damaged files.
     """
     folder = pathlib.Path(path)
-    settings = _read_settings(folder)
-    config = architecture(settings, where=str(folder / CONFIG))
+    config, _ = read_description(folder)
     files = open_weights(folder)
     check_layers(config, files.shapes, where=str(folder))
     copies = dict(_COPIES)
@@ -92,9 +91,20 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
         allow_unmapped=allow_unmapped,
         where=str(folder),
     )
-    imported.report.notes += [*notes, *end_notes(settings, folder)]
+    imported.report.notes += [*notes, *text_notes(folder)]
     _check_copies(read, imported.report.skipped, where=str(folder))
     return imported
+
+
+def read_description(path: str | pathlib.Path) -> tuple[ConvT5Config, int]:
+    """Returns the model that a folder holds, without its arrays, and 0, as it records no step.
+
+    Raises:
+        UserError: config.json is missing or damaged, or describes another architecture.
+    """
+    file = pathlib.Path(path) / CONFIG
+    remedy = "pass the folder of a T5 that holds config.json and its weights."
+    return architecture(foreign_files.read_json(file, remedy=remedy), where=str(file)), 0
 
 
 def write_model(
@@ -129,9 +139,14 @@ def special_ids(end_id: int) -> dict[str, int]:
     return {"pad_token_id": 0, "eos_token_id": end_id, "decoder_start_token_id": 0}
 
 
-def end_notes(settings: Mapping[str, Any], folder: pathlib.Path) -> list[str]:
-    """Returns a note on an end token that only a vocabulary tells, where there is none."""
-    end = settings.get("eos_token_id")
+def text_notes(folder: pathlib.Path) -> list[str]:
+    """Returns notes on tokens that are not kept: added ones, and the end without a vocabulary."""
+    if tokens := vocabulary_files.added_tokens(folder):
+        shown = ", ".join(errors.abbreviate([errors.clip(token) for token in tokens]))
+        return [
+            f"tokens added to {vocabulary_files.HUGGING_FACE_FILE} are read as letters: {shown}."
+        ]
+    end = (foreign_files.find_json(folder / CONFIG) or {}).get("eos_token_id")
     if end in (None, 1) or vocabulary_files.load(folder) is not None:
         return []
     return [
@@ -318,13 +333,6 @@ def open_weights(folder: pathlib.Path) -> safetensors_files.Files | torch_files.
     raise errors.UserError(
         f"{folder} holds none of {names}; download one of them, or convert other files with "
         "transformers' save_pretrained first."
-    )
-
-
-def _read_settings(folder: pathlib.Path) -> dict[str, Any]:
-    return foreign_files.read_json(
-        folder / CONFIG,
-        remedy="pass the folder of a T5 that holds config.json and its weights.",
     )
 
 

@@ -125,19 +125,9 @@ class InitFrom:
         Args:
             text: the text of each id in the new run; None if unknown.
         """
-        taken = matches(TOKEN_TABLE, self.include) and not matches(TOKEN_TABLE, self.exclude)
-        before = vocabulary_files.load(self.path) if text and taken else None
-        if text is None or before is None:
-            return
-        for name in ("inputs", "targets"):
-            own, other = getattr(text, name), getattr(before, name)
-            if not own.agrees_with(other):
-                raise errors.UserError(
-                    f"InitFrom: {self.path} was trained with another vocabulary of {name} "
-                    f"({other.fingerprint}) than this run ({own.fingerprint}), so ids would "
-                    "stand for other text; give the run the vocabulary of the checkpoint, or "
-                    f"exclude {TOKEN_TABLE!r} to start with new embeddings."
-                )
+        if matches(TOKEN_TABLE, self.include) and not matches(TOKEN_TABLE, self.exclude):
+            remedy = f"exclude {TOKEN_TABLE!r} to start with new embeddings"
+            vocabulary_files.check_same_ids(text, self.path, where="InitFrom", remedy=remedy)
 
     def apply(self, model: Any) -> tuple[Any, Report]:
         """Returns the model with the copied parameters, sharded as before, and a report.

@@ -67,8 +67,18 @@ def is_exported(directory: epath.PathLike) -> bool:
 def read_exported(directory: epath.PathLike, *, allow_unmapped: bool = False) -> Imported:
     """Reads a folder for which `is_exported` is true."""
     path = pathlib.Path(os.path.expanduser(directory))
-    reader = portable if portable.is_directory(path) else of_transformers(path)
-    return reader.read_model(path, allow_unmapped=allow_unmapped)
+    return _reader(path).read_model(path, allow_unmapped=allow_unmapped)
+
+
+def exported_config(directory: epath.PathLike) -> Any:
+    """Returns the description of the model in such a folder, without reading its weights."""
+    path = pathlib.Path(os.path.expanduser(directory))
+    config, _ = _reader(path).read_description(path)
+    return config
+
+
+def _reader(path: pathlib.Path) -> Any:
+    return portable if portable.is_directory(path) else of_transformers(path)
 
 
 def of_transformers(directory: epath.PathLike) -> Any:

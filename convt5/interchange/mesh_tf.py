@@ -7,7 +7,7 @@ the run. `parameter_table` is the only definition of the names.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from convt5 import errors
 from convt5.interchange.mapping import Arrays, Imported, Shape, Source, import_arrays
 from convt5.interchange.mesh_tf_architecture import NORMS, STACKS, TAPS, infer_architecture
 from convt5.interchange.operative_config import OperativeConfig
+from convt5.interchange.run_files import Training
 from convt5.interchange.tf_checkpoint import STEP, Checkpoint
 from convt5.modeling.architecture import ConvT5Config
 from convt5.modeling.mixers.convolution import ConvolutionConfig
@@ -23,14 +24,6 @@ from convt5.training.optimizer import AdafactorConfig
 from convt5.training.schedule import Constant, InverseSqrt, Schedule
 
 _FINAL_NORMS = ("rms_norm", "final_layer_norm", "layer_norm")
-
-
-class TrainingSettings(NamedTuple):
-    """The training of a checkpoint by its operative config, with T5's settings as defaults."""
-
-    optimizer: AdafactorConfig
-    schedule: Schedule
-    loss: TextLoss
 
 
 def read_model(
@@ -99,8 +92,8 @@ def read_moments(checkpoint: Checkpoint, imported: Imported) -> dict[str, Arrays
     return moments
 
 
-def training_settings(operative: OperativeConfig | None) -> TrainingSettings:
-    """Returns optimizer, schedule and loss of the original run.
+def training_settings(operative: OperativeConfig | None) -> Training:
+    """Returns optimizer, schedule and loss of the original run, with T5's settings as defaults.
 
     Raises:
         UserError: a setting is invalid, or not implemented in convt5, such as momentum.
@@ -126,7 +119,7 @@ def training_settings(operative: OperativeConfig | None) -> TrainingSettings:
     ]
     errors.raise_all(faults, where=operative.where)
     try:
-        return TrainingSettings(_optimizer(operative), _schedule(operative), _loss(operative))
+        return Training(_optimizer(operative), _schedule(operative), *_loss_and_divisor(operative))
     except errors.UserError as error:
         if str(error).startswith(operative.where):
             raise
@@ -158,13 +151,16 @@ def _schedule(operative: OperativeConfig) -> Schedule:
     )
 
 
-def _loss(operative: OperativeConfig) -> TextLoss:
+def _loss_and_divisor(operative: OperativeConfig) -> tuple[TextLoss, float]:
+    """Returns the loss, and the constant by which the original divided it instead of positions."""
     number = functools.partial(operative.number, "Unitransformer", scope="decoder")
-    return TextLoss(
+    is_constant = number("loss_denominator", None) is not None
+    loss = TextLoss(
         z_loss=number("z_loss", 1e-4),
         label_smoothing=number("label_smoothing", 0.0),
-        normalize_by="positions",
+        normalize_by="nothing" if is_constant else "positions",
     )
+    return loss, operative.divisor("Unitransformer", "loss_denominator", scope="decoder")
 
 
 def as_moment(

@@ -10,6 +10,7 @@ from typing import Any
 from etils import epath
 
 from convt5 import errors
+from convt5.interchange import run_files
 from convt5.interchange.mapping import Imported
 from convt5.interchange.operative_config import OperativeConfig
 from convt5.reports import markdown
@@ -95,7 +96,9 @@ def _description(imported: Imported) -> list[str]:
 
 def _data(origin: epath.PathLike) -> list[str]:
     run, mixture = folders.run_folder(origin, "config.gin"), None
-    if run is not None:
+    # The settings of an import name the data with which training may go on.
+    is_import = folders.run_folder(origin, run_files.REPORT) is not None
+    if run is not None and not is_import:
         with contextlib.suppress(errors.UserError):
             settings = OperativeConfig.read(run / "config.gin")
             mixture = settings.get("DataConfig", "mixture", scope="train")

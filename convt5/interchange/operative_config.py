@@ -121,6 +121,17 @@ class OperativeConfig:
             configurable, parameter, value, "an integer" if whole else "a number"
         )
 
+    def divisor(self, configurable: str, parameter: str, *, scope: str = "") -> float:
+        """Returns a number by which a loss is divided, as `get` does, or 1 if nothing is bound.
+
+        Raises:
+            UserError: the value is not such a number.
+        """
+        value = self.number(configurable, parameter, 1.0, scope=scope)
+        if 0 < value < 2**63:  # Its square fits in float32.
+            return float(value)
+        raise self._of_wrong_kind(configurable, parameter, value, "above 0, and below 2**63")
+
     def switch(self, configurable: str, parameter: str, default: bool) -> bool:
         """Returns True or False as `get` does, or the default if nothing is bound.
 

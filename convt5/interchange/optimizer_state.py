@@ -38,6 +38,18 @@ def import_state(
     return TrainState(jnp.asarray(imported.step, jnp.int32), model, opt_state)
 
 
+def of_sum(moments: Mapping[str, Arrays], divisor: float) -> dict[str, Arrays]:
+    """Returns Adafactor's moments of a loss that is a sum, from those of this sum / divisor.
+
+    Updates are then the same, because they do not depend on the scale of the loss.
+    """
+    factor = divisor**2
+    return {
+        path: {kind: array * factor for kind, array in kinds.items()}
+        for path, kinds in moments.items()
+    }
+
+
 def _part(abstract: Any, step: int, moments: Mapping[str, Arrays] | None) -> Any:
     """Returns the state of one of the chained transformations."""
     if isinstance(abstract, SecondMomentState) and moments is not None:

@@ -52,16 +52,7 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
         UserError: files are missing or damaged, or arrays do not fit the description.
     """
     folder = pathlib.Path(path)
-    remedy = "pass a folder written by convt5.convert --to=safetensors."
-    about = foreign_files.read_json(folder / DESCRIPTION, remedy=remedy)
-    form, step = about.get("format"), about.get("step", 0)
-    if form != FORMAT:
-        why = f"format {errors.clip(form)}, this version reads {FORMAT}"
-        raise foreign_files.unreadable(folder / DESCRIPTION, why, remedy)
-    if type(step) is not int or not 0 <= step < MOST_STEPS:
-        why = f"step={errors.clip(step)} must be an integer of at least 0, and below {MOST_STEPS}"
-        raise foreign_files.unreadable(folder / DESCRIPTION, why, remedy)
-    config = revive(about.get("model"), where=str(folder / DESCRIPTION))
+    config, step = read_description(folder)
     files = safetensors_files.open_all(folder)
     return import_named(
         config,
@@ -71,6 +62,25 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
         allow_unmapped=allow_unmapped,
         where=str(folder),
     )
+
+
+def read_description(path: str | pathlib.Path) -> tuple[Description, int]:
+    """Returns what a folder of `write_model` holds, without its arrays, and its step.
+
+    Raises:
+        UserError: the description is missing or damaged.
+    """
+    file = pathlib.Path(path) / DESCRIPTION
+    remedy = "pass a folder written by convt5.convert --to=safetensors."
+    about = foreign_files.read_json(file, remedy=remedy)
+    form, step = about.get("format"), about.get("step", 0)
+    if form != FORMAT:
+        why = f"format {errors.clip(form)}, this version reads {FORMAT}"
+        raise foreign_files.unreadable(file, why, remedy)
+    if type(step) is not int or not 0 <= step < MOST_STEPS:
+        why = f"step={errors.clip(step)} must be an integer of at least 0, and below {MOST_STEPS}"
+        raise foreign_files.unreadable(file, why, remedy)
+    return revive(about.get("model"), where=str(file)), step
 
 
 def describe(config: Description) -> dict[str, Any]:

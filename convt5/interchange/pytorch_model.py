@@ -63,12 +63,7 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
         UserError: files are missing or damaged, or arrays do not fit the description.
     """
     folder = pathlib.Path(path)
-    settings = foreign_files.read_json(folder / hugging_face.CONFIG, remedy=_REMEDY)
-    config = portable.revive(settings.get(KIND), where=str(folder / hugging_face.CONFIG))
-    step = settings.get("step", 0)
-    if not isinstance(config, ConvT5Config) or type(step) is not int or not 0 <= step < MOST_STEPS:
-        why = f"step={errors.clip(step)}, or what it describes is no text model"
-        raise foreign_files.unreadable(folder / hugging_face.CONFIG, why, _REMEDY)
+    config, step = read_description(folder)
     files = hugging_face.open_weights(folder)
     imported = import_named(
         config,
@@ -79,8 +74,23 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
         allow_unmapped=allow_unmapped,
         where=str(folder),
     )
-    imported.report.notes += hugging_face.end_notes(settings, folder)
+    imported.report.notes += hugging_face.text_notes(folder)
     return imported
+
+
+def read_description(path: str | pathlib.Path) -> tuple[ConvT5Config, int]:
+    """Returns what a folder of `write_model` holds, without its arrays, and its step.
+
+    Raises:
+        UserError: the description is missing or damaged.
+    """
+    file = pathlib.Path(path) / hugging_face.CONFIG
+    settings = foreign_files.read_json(file, remedy=_REMEDY)
+    config, step = portable.revive(settings.get(KIND), where=str(file)), settings.get("step", 0)
+    if not isinstance(config, ConvT5Config) or type(step) is not int or not 0 <= step < MOST_STEPS:
+        why = f"step={errors.clip(step)}, or what it describes is no text model"
+        raise foreign_files.unreadable(file, why, _REMEDY)
+    return config, step
 
 
 def as_settings(config: ConvT5Config, *, step: int = 0, end_id: int = 1) -> dict[str, Any]:

@@ -26,11 +26,17 @@ _LONGEST = {"encoder_length": 512, "decoder_length": 114}
 
 
 class Training(NamedTuple):
-    """How training continues; by default as T5 was pre-trained."""
+    """How training continues; by default as T5 was pre-trained.
+
+    Attributes:
+        optimizer, schedule, loss: as `trainer.train` has them.
+        loss_divisor: the constant by which the original divided the sum that `loss` is.
+    """
 
     optimizer: OptimizerConfig = AdafactorConfig()
     schedule: Schedule = InverseSqrt()
     loss: Loss = TextLoss(z_loss=1e-4)
+    loss_divisor: float = 1.0
 
 
 # 400 epochs of ImageNet with batch size 2048, as in arXiv 2106.14881.
@@ -55,8 +61,12 @@ def write_run(
     *,
     run_dir: pathlib.Path,
     origin: str,
+    keeps_vocabulary: bool = False,
 ) -> None:
-    """Writes everything into `folder`, which will be moved to `run_dir`."""
+    """Writes everything but the vocabulary into `folder`, which will be moved to `run_dir`.
+
+    `keeps_vocabulary` says whether one vocabulary, of inputs and targets, is written there too.
+    """
     checkpointer = Checkpointer(
         folder / "checkpoints", CheckpointConfig(), model_config=imported.config
     )
@@ -67,8 +77,12 @@ def write_run(
     finally:
         checkpointer.close()
     (folder / MODEL_FILE).write_text(model_gin(imported.config, origin=origin))
-    make_run = vision_run_gin if isinstance(imported.config, ViTConfig) else run_gin
-    (folder / RUN_FILE).write_text(make_run(imported, training, run_dir=run_dir, origin=origin))
+    about: dict[str, Any] = {"run_dir": run_dir, "origin": origin}
+    if isinstance(imported.config, ViTConfig):
+        run = vision_run_gin(imported, training, **about)
+    else:
+        run = run_gin(imported, training, **about, keeps_vocabulary=keeps_vocabulary)
+    (folder / RUN_FILE).write_text(run)
     (folder / REPORT).write_text(f"{origin}\n{imported.report.text()}")
 
 
@@ -124,10 +138,28 @@ _RUN_MODULES = (
 )
 
 
-def run_gin(imported: Imported, training: Training, *, run_dir: pathlib.Path, origin: str) -> str:
+_VOCABULARY_FLAGS = (
+    "#   --gin.pretraining.text_span_corruption.vocabulary='@vocabularies.named()'",
+    "#   --gin.vocabularies.named.source=spm.model",
+)
+_KEPT_VOCABULARY = (
+    "pretraining.c4_span_corruption.vocabulary = @vocabularies.named()",
+    "pretraining.text_span_corruption.vocabulary = @vocabularies.named()",
+)
+
+
+def run_gin(
+    imported: Imported,
+    training: Training,
+    *,
+    run_dir: pathlib.Path,
+    origin: str,
+    keeps_vocabulary: bool = False,
+) -> str:
     """Returns a run file that continues pre-training where the import ends."""
     limit = imported.config.max_positions or max(_LONGEST.values())
     schedule = type(training.schedule).__name__
+    kept = [*_KEPT_VOCABULARY, f"vocabularies.named.source = {str(run_dir)!r}"]
     lines = [
         _comment(origin),
         "#",
@@ -138,8 +170,7 @@ def run_gin(imported: Imported, training: Training, *, run_dir: pathlib.Path, or
         "#",
         "#   --gin.data.DataConfig.mixture='@pretraining.text_span_corruption()'",
         "#   --gin.pretraining.text_span_corruption.path='corpus/*.txt'",
-        "#   --gin.pretraining.text_span_corruption.vocabulary='@vocabularies.sentencepiece()'",
-        "#   --gin.vocabularies.sentencepiece.path=spm.model",
+        *(() if keeps_vocabulary else _VOCABULARY_FLAGS),
         f"include {MODEL_FILE!r}",
         "from __gin__ import dynamic_registration",
         *(f"from convt5 import {name}" for name in _RUN_MODULES),
@@ -167,6 +198,7 @@ def run_gin(imported: Imported, training: Training, *, run_dir: pathlib.Path, or
         *_bindings(f"schedule.{schedule}", training.schedule),
         "",
         "data.DataConfig.mixture = @pretraining.c4_span_corruption()",
+        *(kept if keeps_vocabulary else ()),
         "data.DataConfig.batch_size = 128",
         *(f"data.DataConfig.{name} = {min(longest, limit)}" for name, longest in _LONGEST.items()),
         "train/data.DataConfig.split = 'train'",

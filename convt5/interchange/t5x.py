@@ -24,6 +24,7 @@ GIN_FILES = ("model.gin", "config.gin", "operative_config.gin")
 _TARGET = "target/"
 _STATE = "state/param_states/"
 _KINDS = ("m", "v", "v_row", "v_col")
+_NORMALIZATIONS = {"NUM_REAL_TARGET_TOKENS": "tokens", "NUM_TOTAL_TARGET_TOKENS": "positions"}
 _ATTENTION = {"encoder": {"attention": "mixing"}, "decoder": {}}
 _ATTENTION["decoder"] = {"self_attention": "mixing", "encoder_decoder_attention": "cross_attention"}
 _NORMS = {
@@ -203,12 +204,13 @@ def training_settings(settings: OperativeConfig | None) -> Training:
         min_parameter_scale=settings.number("Adafactor", "epsilon2", 1e-3),
         min_dim_to_factor=fewest if is_factored else 2**31,
     )
+    normalize_by, divisor = _normalization(settings)
     loss = TextLoss(
         z_loss=settings.number("EncoderDecoderModel", "z_loss", 1e-4),
         label_smoothing=settings.number("EncoderDecoderModel", "label_smoothing", 0.0),
-        normalize_by="nothing",
+        normalize_by=normalize_by,
     )
-    return Training(optimizer, _schedule(settings), loss)
+    return Training(optimizer, _schedule(settings), loss, divisor)
 
 
 def factoring_as_kept(training: Training, files: Files, imported: Imported) -> Training:
@@ -225,6 +227,20 @@ def factoring_as_kept(training: Training, files: Files, imported: Imported) -> T
     if max(whole) < least <= fewest or max(whole) >= fewest:
         return training
     return training._replace(optimizer=dataclasses.replace(optimizer, min_dim_to_factor=fewest))
+
+
+def _normalization(settings: OperativeConfig) -> tuple[str, float]:
+    """Returns `TextLoss.normalize_by`, and the constant by which the loss was divided too."""
+    name = ("EncoderDecoderModel", "loss_normalizing_factor")
+    factor = settings.get(*name)
+    if not isinstance(factor, str):
+        return "nothing", settings.divisor(*name)
+    if factor.upper() not in _NORMALIZATIONS:
+        raise errors.UserError(
+            f"{settings.where}: {'.'.join(name)}={factor!r} is not implemented; remove the line to "
+            "minimise the sum over the batch."
+        )
+    return _NORMALIZATIONS[factor.upper()], 1.0
 
 
 def _schedule(settings: OperativeConfig) -> Schedule:

@@ -121,6 +121,30 @@ class TextFeatures(NamedTuple):
     add_eos: bool = True
 
 
+def check_same_ids(
+    text: KeptText | None, model: epath.PathLike, *, where: str, remedy: str
+) -> None:
+    """Raises `UserError` if a model would read and write ids that mean other text to it.
+
+    Args:
+        text: the text of each id from now on; None if unknown.
+        model: where the model lies, with the vocabularies that it was trained with, if known.
+        where: begins the message.
+        remedy: ends the message, after "give the run the vocabulary of the checkpoint, or".
+    """
+    before = load(model) if text else None
+    if text is None or before is None:
+        return
+    for name in ("inputs", "targets"):
+        own, other = getattr(text, name), getattr(before, name)
+        if not own.agrees_with(other):
+            raise errors.UserError(
+                f"{where}: {model} was trained with another vocabulary of {name} "
+                f"({other.fingerprint}) than this run ({own.fingerprint}), so ids would stand for "
+                f"other text; give the run the vocabulary of the checkpoint, or {remedy}."
+            )
+
+
 def check_size(vocabulary: Any, vocab_size: int) -> None:
     """Raises `UserError` if a seqio vocabulary has ids for which a model has no embedding."""
     if vocabulary.vocab_size > vocab_size:
@@ -210,6 +234,27 @@ def load(model: epath.PathLike) -> KeptText | None:
             raise foreign_files.unreadable(exported, error, remedy) from None
         kept = KeptVocabulary("sentencepiece", _num_sentinels(exported, pieces), pieces)
     return KeptText(kept, kept)
+
+
+def added_tokens(model: epath.PathLike) -> list[str]:
+    """Returns the tokens that a transformers folder adds to its SentencePiece model and sentinels.
+
+    Their ids are not read: in texts, they are letters.
+    """
+    file = _of_hugging_face(model)
+    if file is None or file.name != HUGGING_FACE_FILE:
+        return []
+    settings = foreign_files.find_json(file.parent / _TOKENIZER_FILE) or {}
+    by_id = settings.get("added_tokens_decoder")
+    described = by_id.values() if isinstance(by_id, dict) else []
+    tokens = [about.get("content") for about in described if isinstance(about, dict)]
+    tokens += foreign_files.find_json(file.parent / "added_tokens.json") or {}
+    try:
+        processor = _processor(read_model(file))
+    except (OSError, ValueError, RuntimeError):  # It is damaged, which is told where it is read.
+        return []
+    unread = [t for t in tokens if isinstance(t, str) and not sentinels.MARK.fullmatch(t)]
+    return [t for t in dict.fromkeys(unread) if processor.IdToPiece(processor.PieceToId(t)) != t]
 
 
 def write_for_hugging_face(folder: epath.PathLike, text: KeptText) -> None:
@@ -331,7 +376,7 @@ def _num_sentinels(file: epath.Path, model: bytes) -> int:
     except RuntimeError:  # It is damaged, which is told where it is read.
         own = 0
     given = (foreign_files.find_json(file.parent / _TOKENIZER_FILE) or {}).get("extra_ids")
-    if type(given) is not int or not 0 < given <= MOST_TOKENS:
+    if type(given) is not int or not 0 <= given <= MOST_TOKENS:
         given = sentinels.T5_SENTINELS
     return own or given
 

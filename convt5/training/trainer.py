@@ -175,6 +175,16 @@ class TrainRun(StepConfig, Intervals):
         lengths = {name: getattr(data, name, None) for name in ("encoder_length", "decoder_length")}
         return text._replace(**lengths)
 
+    def check_kept_vocabulary(self) -> None:
+        """Raises `UserError` if the run directory has another vocabulary than the data.
+
+        The position of a run that has read data says so too; a model that was imported has none.
+        """
+        remedy = "start a new run_dir with init_from"
+        vocabulary_files.check_same_ids(
+            self.kept_text(), self.run_dir, where="run_dir", remedy=remedy
+        )
+
     def train(self, *, keep_programs: bool = False) -> Result:
         """Trains the model, or resumes training, up to `num_steps` updates.
 
@@ -326,6 +336,8 @@ class _Session:
         rows = shards.own_rows(plan.batch_sharding, run.train_data.batch_size)
         with self._watchdog.phase("reading the last checkpoint"):
             restored = self._checkpointer.restore(plan.abstract, shards_read=rows.shards)
+        if restored is not None and not restored.data.num_shards:
+            run.check_kept_vocabulary()
         if restored is not None or run.init_from is None:
             return restored
         self._source = str(run.init_from.path)
