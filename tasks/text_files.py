@@ -2,7 +2,8 @@
 
 Files are read once and stored as shuffled TFRecord files in a cache folder, because tf.data can
 neither read .xz and JSON lines nor distribute documents to hosts and epochs in a new order. The
-folder is `$XDG_CACHE_HOME/convt5/text`; it can be deleted, and is renewed when a file changes.
+folder is `$XDG_CACHE_HOME/convt5/text`; it can be deleted, in part or as a whole, and is renewed
+when a file changes.
 """
 
 import dataclasses
@@ -28,8 +29,8 @@ from . import local_files
 
 Separator = Literal["auto", "line", "blank_line"]
 
-_FORMAT = 2
-_TALLY_FILE = "tally.json"
+_FORMAT = 3
+_ABOUT_FILE = "about.json"
 _NUM_SHARDS = 64
 _SHARD_BYTES = 2**20
 _BLOCK_BYTES = 256 * 2**20
@@ -91,7 +92,7 @@ class TextFiles:
         """
         folder = self._folder()
         try:
-            if not folder.exists():
+            if not _is_whole(folder):
                 self._store(folder)
         except (OSError, tf.errors.OpError) as error:
             raise errors.UserError(
@@ -106,7 +107,7 @@ class TextFiles:
     def is_at_hand(self) -> bool:
         """Returns whether the documents are stored, or small."""
         sizes = (local_files.identity(name)[1] for name in self.files())
-        return self._folder().exists() or sum(sizes) <= _FEW_BYTES
+        return _is_whole(self._folder()) or sum(sizes) <= _FEW_BYTES
 
     def check(self, num_documents: int = 20) -> None:
         """Reads the first documents of each file.
@@ -123,7 +124,8 @@ class TextFiles:
     def tally(self) -> local_files.Tally:
         """Returns the counts of reading the files, which are stored if needed."""
         self.stored()
-        return local_files.Tally(**json.loads((self._folder() / _TALLY_FILE).read_text()))
+        about = json.loads((self._folder() / _ABOUT_FILE).read_text())
+        return local_files.Tally(**about["tally"])
 
     def documents(self) -> Iterator[bytes]:
         """Yields the documents in the order of the files, as UTF-8.
@@ -160,10 +162,12 @@ class TextFiles:
         unfinished = pathlib.Path(tempfile.mkdtemp(prefix="unfinished-", dir=folder.parent))
         try:
             self._write(unfinished)
+            if not _is_whole(folder):
+                shutil.rmtree(folder, ignore_errors=True)
             try:
                 unfinished.rename(folder)
             except OSError:
-                if not folder.exists():  # Otherwise another process has stored the same.
+                if not _is_whole(folder):  # Otherwise another process has stored the same.
                     raise
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -178,7 +182,9 @@ class TextFiles:
             writer.close()
         tally = reader.tally
         self._check_not_empty(tally)
-        (folder / _TALLY_FILE).write_text(json.dumps(dataclasses.asdict(tally)))
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+        about = {"tally": dataclasses.asdict(tally), "sizes": sizes}
+        (folder / _ABOUT_FILE).write_text(json.dumps(about))
         if tally.faults():
             logging.warning("text path=%s: %s", self.path, tally.faults())
 
@@ -195,6 +201,15 @@ def cache_folder() -> pathlib.Path:
     """Returns the folder of stored text, which `XDG_CACHE_HOME` changes."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return pathlib.Path(home) / "convt5" / "text"
+
+
+def _is_whole(folder: pathlib.Path) -> bool:
+    """Returns whether stored text has each of its files; what cleans up caches removes some."""
+    about = foreign_files.find_json(folder / _ABOUT_FILE)
+    if about is None:
+        return False
+    files = [(folder / name, size) for name, size in about["sizes"].items()]
+    return all(path.exists() and path.stat().st_size == size for path, size in files)
 
 
 class _ShardWriter:

@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 import seqio
 import tensorflow as tf
-from convt5.tasks import pretraining, sources, synthetic, text_files
+from convt5.tasks import (
+    classification,
+    pretraining,
+    sources,
+    synthetic,
+    text_files,
+    vocabularies,
+    word_recall,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -492,6 +500,52 @@ def test_a_mixture_read_once_gives_every_row_of_every_task():
     assert np.bincount(rows[:, 0], minlength=5)[3:].tolist() == [5, 40]
 
 
+def test_a_task_of_a_mixture_that_lacks_the_split_is_left_out(task, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "one", "label": "very much too long"}\n' * 9)
+    only_train = [
+        pretraining.text_span_corruption(
+            str(tmp_path / "text.txt"), validation_fraction=0, name="text"
+        ),
+        classification.text_classification(
+            str(tmp_path / "rows.jsonl"),
+            ["no", "very much too long"],
+            validation_fraction=0,
+            name="rows",
+        ),
+    ]
+    mixture = seqio.Mixture("some", [(each, 1.0) for each in (task, *only_train)])
+    held_out = config(mixture, split="validation", num_epochs=1, decoder_length=14)
+    held_out.check_labels()
+    held_out.check_rows()
+    assert held_out.is_at_hand()
+    assert held_out.num_examples() == {task.name: 4}
+    assert "  rows:" not in held_out.describe()
+    with pytest.raises(errors.UserError, match="label 'very much too long' takes 19 tokens"):
+        config(mixture, decoder_length=14).check_labels()
+
+
+def test_what_makes_other_rows_is_of_another_identity(task, tmp_path):
+    path = tmp_path / "text.txt"
+
+    def identity(mixture):
+        return json.dumps(config(mixture).identity())
+
+    def mixed(rate):
+        return seqio.Mixture("both", [(task, rate), (synthetic.gap_copy(), 1.0)])
+
+    assert identity(task) == identity(task_of(path))
+    assert identity(mixed(1.0)) == identity(mixed(1.0))
+    others = [
+        task,
+        pretraining.text_span_corruption(str(path), validation_fraction=0.1, noise_density=0.1),
+        mixed(1.0),
+        mixed(1.01),
+        synthetic.gap_copy(gap=3),
+        synthetic.gap_copy(gap=4),
+    ]
+    assert len({identity(other) for other in others}) == len(others)
+
+
 @pytest.fixture
 def no_caches():
     yield
@@ -558,6 +612,34 @@ class TestMistakes:
         )
         with pytest.raises(errors.UserError, match=r"'own' has a custom sample_fn"):
             build(mixture)
+
+    def test_tasks_of_one_name_are_refused_in_a_mixture(self, task):
+        mixture = seqio.Mixture("twins", [(task, 1.0), (task_of("README.md"), 1.0)])
+        with pytest.raises(errors.UserError, match=r"'twins' has two .* called 'text_span_corrupt"):
+            build(mixture)
+        again = seqio.Mixture("again", [(task, 1.0), (task, 2.0)])
+        assert_equal_batches(take(build(again), 2), take(build(task), 2))
+
+    def test_tasks_whose_ids_mean_other_texts_are_refused_in_a_mixture(self, task, tmp_path):
+        fewer = vocabularies.characters(10)
+        features = dict.fromkeys(("inputs", "targets"), seqio.Feature(fewer, add_eos=True))
+        other = task.replace(name="other", output_features=features)
+        mixture = seqio.Mixture("babel", [(task, 1.0), (other, 1.0)])
+        message = (
+            r"'babel': the inputs of 'other' have the vocabulary ByteVocabulary with 10 sentinels, "
+            r"and those of 'text_span_corruption' have ByteVocabulary with 100 sentinels"
+        )
+        for check in (build, lambda mixture: config(mixture).check_vocabularies()):
+            with pytest.raises(errors.UserError, match=message):
+                check(mixture)
+
+    def test_copies_of_a_vocabulary_are_the_same(self, tmp_path):
+        copy = shutil.copy(word_recall.VOCABULARY_FILE, tmp_path)
+        one, other = (
+            pretraining.pydoc_span_corruption(vocabularies.sentencepiece(path), name=f"of_{i}")
+            for i, path in enumerate([word_recall.VOCABULARY_FILE, copy])
+        )
+        config(seqio.Mixture("copies", [(one, 1.0), (other, 1.0)])).check_vocabularies()
 
     def test_an_unknown_mixture_is_answered_with_close_names(self):
         with pytest.raises(errors.UserError, match=r"Did you mean pydoc_span_corruption"):

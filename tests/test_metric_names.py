@@ -55,3 +55,16 @@ def test_saved_values_of_accuracies_become_percentages(saved, wanted, factor):
 )
 def test_losses_have_four_decimals_and_others_four_digits(metric, value, text):
     assert metric_names.format_value(metric, value) == text
+
+
+@pytest.mark.parametrize(
+    ("metric", "falls"),
+    [
+        *[(name, True) for name in ("validation/loss", "task/WER", "task/Edit Distance")],
+        *[(name, True) for name in ("task/val-loss", "task/RMSE", "bits_per_byte")],
+        *[(name, False) for name in ("task/f1", "task/chrF", "tokens_per_second", "loss/f1")],
+        *[(name, False) for name in ("task/flawless", "bytes_per_second_per_chip")],
+    ],
+)
+def test_errors_and_losses_are_better_when_lower_however_they_are_spelled(metric, falls):
+    assert metric_names.lower_is_better(metric) == falls

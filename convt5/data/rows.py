@@ -6,6 +6,7 @@ a feature may be empty, or contain the padding id. This module does not depend o
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -75,6 +76,14 @@ class Examples:
     @property
     def count(self) -> int:
         return len(self.inputs.lengths)
+
+    def digest(self) -> str:
+        """Returns a value that other examples do not have."""
+        digest = hashlib.sha256()
+        for side in (self.inputs, self.targets):
+            for values in (side.lengths, side.values):
+                digest.update(np.ascontiguousarray(values, np.int64).tobytes())
+        return digest.hexdigest()
 
     def take(self, numbers: np.ndarray) -> "Examples":
         """Returns the examples with these indices, in this order."""

@@ -20,7 +20,7 @@ import tensorflow as tf
 from convt5 import errors
 from convt5.data import data_report
 from convt5.data.counts import Counts
-from convt5.data.mixing import MakeBlock, MixedStream, TaskStream
+from convt5.data.mixing import BlockPlace, MakeBlock, MixedStream, TaskStream
 from convt5.data.prefetching import (
     MOST_SKIPPED,
     Prefetcher,
@@ -93,8 +93,8 @@ class DataConfig:
         """Returns the task or mixture.
 
         Raises:
-            UserError: the name is not registered, the split or a feature is missing, or the task
-                ranks labels.
+            UserError: the name is not registered, the split or a feature is missing, a task ranks
+                labels, or two tasks have one name.
         """
         provider = self.mixture
         if isinstance(provider, str):
@@ -115,6 +115,12 @@ class DataConfig:
                 f"mixture={provider.name!r} has no feature {' and '.join(sorted(missing))}; "
                 "an encoder-decoder reads 'inputs' and 'targets'."
             )
+        names = [task.name for task in seqio.get_subtasks(provider)]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise errors.UserError(
+                f"mixture={provider.name!r} has two different tasks called {twice.pop()!r}, of "
+                "which only one would be read; give each a name of its own."
+            )
         ranking = [task.name for task in seqio.get_subtasks(provider) if _holds_every_label(task)]
         if ranking:
             raise errors.UserError(
@@ -131,9 +137,22 @@ class DataConfig:
         if self.pack:
             checks.check_reads_packed(model, "pack=True puts", "set data.DataConfig.pack = False")
 
+    def check_vocabularies(self) -> None:
+        """Raises `UserError` if ids of different tasks of a mixture mean different texts."""
+        first, *others = seqio.get_subtasks(self.provider())
+        for task in others:
+            for name in ("inputs", "targets"):
+                one, other = (each.output_features[name].vocabulary for each in (first, task))
+                if one != other and not _are_copies(one, other):
+                    raise errors.UserError(
+                        f"mixture={getattr(self.mixture, 'name', self.mixture)!r}: the {name} of "
+                        f"{first.name!r} have the vocabulary {_described(one)}, and those of "
+                        f"{task.name!r} have {_described(other)}; give all its tasks the same one."
+                    )
+
     def check_labels(self) -> None:
         """Raises `UserError` for a label that `decoder_length` would truncate."""
-        for task in seqio.get_subtasks(self.provider()):
+        for task in self._tasks():
             label_checks.check_lengths(task, self.decoder_length, "decoder_length")
 
     def check_rows(self) -> None:
@@ -142,7 +161,7 @@ class DataConfig:
         Raises:
             UserError: one of them lacks a field, or is invalid otherwise.
         """
-        for task in seqio.get_subtasks(self.provider()):
+        for task in self._tasks():
             check = getattr(task.source, "check_rows", None)
             if check:
                 check(self.split)
@@ -151,8 +170,7 @@ class DataConfig:
 
     def is_at_hand(self) -> bool:
         """Returns whether first examples are available without reading much text first."""
-        tasks = seqio.get_subtasks(self.provider())
-        return all(getattr(task.source, "is_at_hand", True) for task in tasks)
+        return all(getattr(task.source, "is_at_hand", True) for task in self._tasks())
 
     def describe(self) -> str:
         """Returns the data report by task: documents, tokens, rows, truncation and padding.
@@ -206,6 +224,7 @@ class DataConfig:
         provider = self.provider()
         _load_vocabulary(provider.output_features["inputs"].vocabulary)
         vocabulary = _load_vocabulary(provider.output_features["targets"].vocabulary)
+        self.check_vocabularies()
         self.check_labels()
         endless = self.num_epochs is None
         # Hosts must agree on the number of batches, so each reads all of finite data.
@@ -263,9 +282,13 @@ class DataConfig:
         }
         return MixedStream(streams, list(rates.values()), self.seed)
 
+    def _tasks(self) -> list[seqio.Task]:
+        """Returns the tasks that have the split."""
+        return [t for t in seqio.get_subtasks(self.provider()) if self.split in t.splits]
+
     def _rates(self, provider: seqio.Task | seqio.Mixture) -> dict[seqio.Task, float]:
         """Returns the tasks to read, with their relative rates."""
-        tasks = [task for task in seqio.get_subtasks(provider) if self.split in task.splits]
+        tasks = self._tasks()
         rates = _rates(provider, tasks)
         return {task: rate for task, rate in zip(tasks, rates, strict=True) if rate}
 
@@ -295,8 +318,18 @@ class DataConfig:
         )
 
     def identity(self) -> dict[str, Any]:
-        """Returns what determines the rows: settings, and the identity of data and vocabulary."""
-        return json.loads(json.dumps(self._settings(self.provider())))
+        """Returns what determines the rows: settings, rates, identity of data and vocabulary.
+
+        Settings of the tasks themselves show in the first block of each.
+        """
+        provider = self.provider()
+        rates = {task.name: rate for task, rate in self._rates(provider).items()}
+        first = {
+            name: blocks.make(BlockPlace()).examples.digest()
+            for name, blocks in self.task_blocks().items()
+        }
+        settings = self._settings(provider) | {"rates": rates, "first_blocks": first}
+        return json.loads(json.dumps(settings))
 
     def _settings(self, provider: seqio.Task | seqio.Mixture) -> dict[str, Any]:
         """Returns the settings that must be equal for a position to mean the same batches."""
@@ -516,6 +549,18 @@ def _makes_every_label(step: Any) -> bool:
         return True
     name = f"{function.__module__}.{getattr(function, '__name__', '')}"
     return name.startswith("t5.data.preprocessors.rank_classification") and mode != "train"
+
+
+def _are_copies(one: seqio.Vocabulary, other: seqio.Vocabulary) -> bool:
+    """Returns whether two vocabularies come from copies of a file."""
+    kept = [vocabulary_files.of(each) for each in (one, other)]
+    return kept[0] is not None and kept[0] == kept[1]
+
+
+def _described(vocabulary: seqio.Vocabulary) -> str:
+    """Describes a vocabulary without reading its file."""
+    name = getattr(vocabulary, "sentencepiece_model_file", type(vocabulary).__name__)
+    return f"{name} with {int(vocabulary.extra_ids or 0)} sentinels"
 
 
 def _load_vocabulary(vocabulary: seqio.Vocabulary) -> seqio.Vocabulary:

@@ -3,9 +3,11 @@
 All accuracies are percentages, as T5's metrics are. This module imports nothing of convt5.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+_WORD = re.compile(r"[^\W_]+")
 _LESS = (
     *("loss", "objective", "nll", "entropy", "perplexity", "bits", "error", "errors", "mse", "mae"),
     *("wer", "cer", "distance", "invalid", "skipped", "norm", "seconds", "bytes", "wait"),
@@ -45,8 +47,8 @@ TASKS = {
 
 def lower_is_better(metric: str) -> bool:
     """Returns whether lower is better, judged by the last part of the metric's name."""
-    name = metric.rsplit("/", 1)[-1]
-    return "per_second" not in name and any(part in _LESS for part in name.split("_"))
+    words = _WORD.findall(metric.rsplit("/", 1)[-1].lower())
+    return "per_second" not in "_".join(words) and any(word in _LESS for word in words)
 
 
 def format_value(metric: str, value: float) -> str:

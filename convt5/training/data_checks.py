@@ -35,11 +35,17 @@ def check_lengths(model: Any, data: Data) -> None:
 
 
 def check_vocabulary(model: Any, data: Data) -> None:
-    """Raises `UserError` if the data has more token ids than the model has embeddings."""
+    """Checks that the tasks of a mixture have one vocabulary, with an embedding for each id.
+
+    Raises:
+        UserError: they have not.
+    """
     limit = getattr(model, "vocab_size", None)
     if limit is None:
         return  # No text: nothing to compare.
     for name, config in data.items():
+        if hasattr(config, "check_vocabularies"):
+            config.check_vocabularies()
         for feature, size in _vocabulary_sizes(config).items():
             if size > limit:
                 raise errors.UserError(
