@@ -193,6 +193,7 @@ def test_a_study_is_reported_where_the_data_of_its_runs_is_not(tmp_path):
         bindings={"TEXT": "gone.txt", "VOCABULARY": "gone.model"},
         grids=[sweeps.Grid(axes={"NUM_STEPS": [3], "schedule.InverseSqrt.warmup_steps": [5, 10]})],
         metric="validation/accuracy",
+        perfect=1.0,
         rows=["NUM_STEPS"],
         over="schedule.InverseSqrt.warmup_steps",
     )

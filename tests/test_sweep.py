@@ -622,6 +622,9 @@ def test_a_metric_that_a_finished_run_lacks_is_no_divergence(tmp_path):
         ({"seeds": [1, 1]}, "must differ"),
         ({"grids": [Grid(axes={"A": [1]}), Grid(axes={"B": [1]})]}, "same axes"),
         ({"grids": [Grid(axes={"model": [1]})] * 2}, "two runs are called"),
+        ({"perfect": None}, "metric='validation/accuracy' is better when higher"),
+        ({"perfect": None, "metric": "task/bleu"}, "metric='task/bleu' is better when higher"),
+        ({"metric": "validation/loss"}, "metric='validation/loss' is better when lower"),
     ],
 )
 def test_studies_that_cannot_be_are_named(changes, message, tmp_path):
@@ -742,6 +745,16 @@ def test_a_line_that_diverged_is_compared_with_nothing(tmp_path):
     title = "Steps of the best settings to an error that all reach, but for those that diverged"
     assert row_of(text, title, "P") == ["", "P", "0.0500", "2", ""]
     assert row_of(text, title, "C") == ["", "C", "-", "-", ""]
+
+
+@pytest.mark.parametrize("over", [None, "clip"])
+def test_an_infinite_value_of_an_axis_stands_beside_the_others(over, tmp_path):
+    axes = {"clip": {"1": 1.0, "inf": None}, "schedule.Cosine.peak": [0.1], "model": ["p.gin"]}
+    chosen = study(tmp_path, grids=[Grid(axes=axes)], over=over)
+    running.run_all(chosen, launch=Trainer())
+    assert "inf" in report.write(chosen)
+    assert chosen.is_numeric("schedule.Cosine.peak")
+    assert not chosen.is_numeric("clip")
 
 
 class TestPlots:

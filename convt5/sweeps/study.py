@@ -6,6 +6,7 @@ nothing heavy.
 
 import dataclasses
 import hashlib
+import math
 import os
 import pathlib
 import re
@@ -116,7 +117,8 @@ class Study:
         seed_name: the setting of the seed.
         metric: the metric to compare, as named in `metrics.jsonl`.
         perfect: the value of the metric without error, 100 for accuracies; then `perfect - metric`
-            is compared. None for metrics that are errors themselves.
+            is compared. None for metrics that are errors themselves, by their names better when
+            lower (`metric_names.lower_is_better`).
         rows: axes whose values are compared, at most three: the last one as lines, those before it
             as panels. Distributions are over all other axes and the seeds.
         versus: one of `rows` with two values, whose difference is shown, or None.
@@ -187,13 +189,28 @@ class Study:
             faults.append(f"seeds={list(self.seeds)} must differ from each other.")
         if self.over in self.rows:
             faults.append(f"over={self.over!r} must be none of rows={list(self.rows)}.")
-        errors.raise_all(faults, where="Study")
+        errors.raise_all([*faults, *self._metric_faults()], where="Study")
         names = [point.name for point in self._unpaired()]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise errors.UserError(
                 f"Study: two runs are called {twice}; grids must not share a point, and labels "
                 "must differ in letters or digits."
+            )
+
+    def _metric_faults(self) -> Iterator[str]:
+        """Yields a setting of `perfect` with which the worst run would count as the best."""
+        is_error = metric_names.lower_is_better(self.metric)
+        if is_error and self.perfect is not None:
+            yield (
+                f"perfect={self.perfect!r} is for metrics that are better when higher, but "
+                f"metric={self.metric!r} is better when lower; set sweeps.Study.perfect to None."
+            )
+        if not is_error and self.perfect is None:
+            yield (
+                f"perfect=None is for metrics that are better when lower, but metric="
+                f"{self.metric!r} is better when higher, as its name has no word such as loss or "
+                "error; set sweeps.Study.perfect to its best value, 100 for a percentage."
             )
 
     @property
@@ -211,11 +228,12 @@ class Study:
         return sorted(labels, key=float) if self.is_numeric(axis) else list(labels)
 
     def is_numeric(self, axis: str) -> bool:
-        """Returns whether all values of an axis are positive numbers, for a logarithmic scale."""
+        """Returns whether all values of an axis are numbers that a logarithmic scale can show."""
         try:
-            return all(float(label) > 0 for grid in self.grids for label in grid.values(axis))
+            values = [float(label) for grid in self.grids for label in grid.values(axis)]
         except ValueError:
             return False
+        return all(0 < value < math.inf for value in values)
 
     def word(self, name: str) -> str:
         """Returns an axis or a value as figures name it: by `names`, or its last words."""
