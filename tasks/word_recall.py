@@ -1,8 +1,9 @@
-"""Word recall: filling in words of which the first letters are left, as in a crossword.
+"""Word recall: the task to complete words of which only the first letters are given.
 
-The text says each of them elsewhere too. A model learns this within minutes, long before it can
-guess words from their context alone. The quick start trains it on English sentences that every
-installation has: the documentation of Python, and the docstrings of its library and of JAX.
+Each of these words also stands elsewhere in the same text. A model learns this within minutes, long
+before it can guess words from their context alone. The quick start trains it on English sentences
+that every installation has: the documentation of Python, and the docstrings of its library and of
+JAX.
 """
 
 import functools

@@ -71,7 +71,7 @@ def train_step(config: ConvT5Config, length: int, batch_size: int) -> Measured:
 def compiled_step(
     config: ConvT5Config, length: int, batch_size: int
 ) -> tuple[Callable[[], Any], CompiledStep]:
-    """Returns what makes the next step on a random batch, and the program of the step."""
+    """Returns a function that makes one training step on a random batch, and its program."""
     update = StepConfig(
         model=config, loss=TextLoss(), optimizer=AdafactorConfig(), schedule=InverseSqrt()
     )

@@ -55,9 +55,9 @@ def macro_faults(
 
 
 def without_unused_macros(final: Mapping[Any, Setting], roots: Sequence[Any]) -> dict[Any, Setting]:
-    """Drops macros whose every use was overridden by another setting.
+    """Drops macros that nothing uses any more, because each use was overridden.
 
-    A file with only the macro would be refused by `macro_faults`.
+    The configuration that a run saves must not hold them: `macro_faults` refuses unused macros.
     """
     kept = dict(final)
     while True:

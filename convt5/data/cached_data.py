@@ -568,10 +568,10 @@ def clear(unfinished: pathlib.Path) -> None:
 
 
 def publish(unfinished: pathlib.Path, folder: pathlib.Path) -> None:
-    """Gives a whole cache its name.
+    """Renames a complete cache to its final folder.
 
     Raises:
-        UserError: something else has this name by now.
+        UserError: it cannot be renamed, for instance because the folder exists by now.
     """
     try:
         unfinished.rename(folder)

@@ -80,7 +80,7 @@ def end_example(
     output_features: Mapping[str, Any],
     lengths: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Returns an example whose features are as `end_and_cut` makes them; others are as they are."""
+    """Returns an example with `end_and_cut` applied to each feature that is a sequence."""
     ended = dict(example)
     for name, feature in output_features.items():
         if name in ended and feature.rank == 1:

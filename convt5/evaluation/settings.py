@@ -67,7 +67,9 @@ class PredictConfig:
         ]
         faults += _seed_faults(self.seed)
         if self.strategy is not None and not checks.is_description(self.strategy):
-            faults.append(f"strategy={self.strategy!r} must be one such as search.BeamSearch().")
+            faults.append(
+                f"strategy={self.strategy!r} must be a strategy, such as search.BeamSearch()."
+            )
         if self.long_inputs not in LONG_INPUTS:
             faults.append(
                 f"long_inputs={self.long_inputs!r} must be one of {', '.join(LONG_INPUTS)}."

@@ -63,7 +63,7 @@ class Source:
 
 
 def take_apart(sources: Iterable[Source], values: Mapping[str, np.ndarray]) -> Arrays:
-    """Returns all foreign arrays of a model, or of its gradients, given by path."""
+    """Converts parameters by path, or their gradients, to the arrays of the foreign format."""
     return {
         name: array
         for source in sources

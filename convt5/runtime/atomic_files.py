@@ -67,9 +67,10 @@ def remove_left_overs(folder: AnyPath) -> None:
 
 
 def unfinished(folder: pathlib.Path, ending: str) -> pathlib.Path:
-    """Returns the hidden path, always the same, of a folder until it is complete.
+    """Returns the hidden path beside a folder at which it is written until it is complete.
 
-    Shortens its name if needed; a link at this path is removed, not followed.
+    The path depends on the arguments alone. Long names are shortened; a link at this path is
+    removed, not followed.
     """
     name = folder.name
     if len(os.fsencode(name)) > _LONG_NAME:

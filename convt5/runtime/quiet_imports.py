@@ -1,7 +1,7 @@
-"""Imports TensorFlow without what reading data does not need, and without its messages.
+"""Imports TensorFlow without its log messages, and without the parts that reading data never uses.
 
-TF_CPP_MIN_LOG_LEVEL has no effect before TensorFlow has initialised its logging, and these messages
-would be the first that a new user sees.
+TF_CPP_MIN_LOG_LEVEL has no effect before TensorFlow has initialised its logging, and a new user
+would see these messages first.
 """
 
 import contextlib

@@ -154,7 +154,7 @@ class Kept:
     outputs: Outputs
 
     def load(self, args: Sequence[Any], lowered: Any = None) -> Program | None:
-        """Returns the program for arguments like `args`; None if none is kept, or loads.
+        """Returns the program for arguments like `args`, or None if none can be loaded.
 
         Args:
             args: the arguments; shapes, types and shardings suffice.

@@ -406,7 +406,7 @@ class Progress:
         self.message("  ".join(filter(None, parts)))
 
     def status(self, text: str) -> None:
-        """Shows in the bar, until the next step, what is done beside steps."""
+        """Shows in the bar what the run does between steps; the next step replaces it."""
         self._bar.update(0, facts=[text])
 
     def message(self, text: str) -> None:
@@ -454,7 +454,7 @@ class RunLog:
             self._progress.step(step, metrics)
 
     def status(self, text: str) -> None:
-        """Shows in a terminal what is done beside steps, until the next step."""
+        """Shows in the terminal's bar what the run does between steps, such as "evaluating"."""
         if self._progress:
             self._progress.status(text)
 

@@ -58,8 +58,8 @@ class Overview(NamedTuple):
         records: of `metrics.jsonl`.
         settings: of `config.gin`, as they are written there.
         samples: texts by step.
-        machine: with what the last steps were made, and what a step takes; empty if unknown.
-        summary: of a run that has ended; else empty.
+        machine: versions, devices and costs of the last steps; empty if unknown.
+        summary: final figures of a run that has ended; else empty.
     """
 
     records: Sequence[Mapping[str, Any]]

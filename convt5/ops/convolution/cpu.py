@@ -155,7 +155,7 @@ def static_weight_gradient(taps: Taps, x, dy, segment_ids):
 
 
 def dynamic_weight_gradient(taps: Taps, x, dy, segment_ids, num_kernels):
-    """Returns `reference.dynamic_weight_gradient`."""
+    """Computes what `reference.dynamic_weight_gradient` does, in the fastest formulation."""
     gradient = _fastest(taps, x.shape[1], x.shape[2] // num_kernels)
     return gradient(taps, x, dy, segment_ids, num_kernels)
 

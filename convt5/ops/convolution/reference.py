@@ -177,7 +177,10 @@ def drops(rate: float, key) -> bool:
 
 
 class Formulation(NamedTuple):
-    """One formulation of a convolution and of its gradients: their four sums."""
+    """The four sums over taps of which a convolution and its gradients consist.
+
+    A platform replaces those that it computes faster.
+    """
 
     weighted_sum: Callable[..., Any] = weighted_sum
     transposed_sum: Callable[..., Any] = transposed_sum

@@ -63,12 +63,12 @@ class Blocks:
 
     @property
     def reader_lanes(self) -> Window:
-        """`readers`, for arrays whose positions lie along the lanes."""
+        """The same rows as `readers`, rounded to whole lanes for arrays with positions on lanes."""
         return self._window(self.taps.right, self.taps.left, LANES)
 
     @property
     def segments(self) -> Window:
-        """Covers `inputs` and `readers`, with positions along the lanes."""
+        """The rows of `inputs` and `readers` together, rounded to whole lanes."""
         reach = max(self.taps.left, self.taps.right)
         return self._window(reach, reach, LANES)
 
