@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 
 from convt5 import data, errors
 from convt5.data import mixing, prefetching, seqio_batches, task_blocks
+from convt5.evaluation import task_data
 
 NAMES = {
     "encoder_input_tokens",
@@ -552,17 +553,9 @@ def no_caches():
     seqio.set_global_cache_dirs([])
 
 
-@pytest.mark.usefixtures("no_caches")
-def test_a_task_is_read_from_where_seqio_cached_it(tmp_path):
-    def first_only(dataset):
-        raise AssertionError("this was done when the cache was made")
-
-    task = text_task(some_texts, [first_only, seqio.CacheDatasetPlaceholder(required=True)])
-    with pytest.raises(errors.UserError, match=r"'texts' can only be read .*cache_tasks_main --ta"):
-        build(task)
-    folder = tmp_path / "texts"
+def make_cache(folder, rows):
+    """Writes a task's examples into a folder, as seqio's own tool does."""
     folder.mkdir()
-    rows = [{"inputs": np.array([i, 5]), "targets": np.array([i])} for i in range(3, 9)]
     with tf.io.TFRecordWriter(str(folder / "train.tfrecord-00000-of-00001")) as writer:
         for row in rows:
             writer.write(seqio.utils.dict_to_tfexample(row).SerializeToString())
@@ -572,13 +565,71 @@ def test_a_task_is_read_from_where_seqio_cached_it(tmp_path):
         "seqio_version": seqio.__version__,
     }
     (folder / "info.train.json").write_text(json.dumps(info))
-    (folder / "stats.train.json").write_text(json.dumps({"examples": 6}))
+    (folder / "stats.train.json").write_text(json.dumps({"examples": len(rows)}))
     (folder / "COMPLETED").write_text("")
+
+
+ROWS = [{"inputs": np.array([i, 5]), "targets": np.array([i])} for i in range(3, 9)]
+
+
+@pytest.mark.usefixtures("no_caches")
+def test_a_task_is_read_from_where_seqio_cached_it(tmp_path):
+    def first_only(dataset):
+        raise AssertionError("this was done when the cache was made")
+
+    task = text_task(some_texts, [first_only, seqio.CacheDatasetPlaceholder(required=True)])
+    with pytest.raises(errors.UserError, match=r"'texts' can only be read .*cache_tasks_main --ta"):
+        build(task)
+    make_cache(tmp_path / "texts", ROWS)
     cached = [task.preprocessors[1], seqio.preprocessors.append_eos_after_trim]
     task = task.replace(preprocessors=[first_only, *cached])
     batches = build(task, cache_dirs=[str(tmp_path)], num_epochs=1)
     tokens = np.concatenate([batch["encoder_input_tokens"] for batch in batches])
     assert sorted(tokens[:6, :3].tolist()) == [[i, 5, 1] for i in range(3, 9)]
+
+
+@pytest.mark.usefixtures("no_caches")
+def test_a_cached_task_needs_no_source(tmp_path):
+    source = seqio.TfdsDataSource("glue/cola:2.0.0", tfds_data_dir=str(tmp_path / "tfds"))
+    steps = [
+        seqio.CacheDatasetPlaceholder(required=True),
+        seqio.preprocessors.append_eos_after_trim,
+    ]
+    task = text_task(some_texts).replace(source=source, preprocessors=steps)
+    unprepared = (
+        rf"'texts': its data set 'glue/cola:2\.0\.0' of TFDS is not prepared in {tmp_path}/tf"
+    )
+    with pytest.raises(errors.UserError, match=unprepared):
+        build(task)
+    with pytest.raises(errors.UserError, match=unprepared):
+        task_data.check_split(task, "train")
+    make_cache(tmp_path / "texts", ROWS)
+    mixture = seqio.Mixture("all", [task], default_rate=seqio.mixing_rate_num_examples)
+    cached = config(mixture, cache_dirs=[str(tmp_path)], num_epochs=1)
+    cached.check_rows()
+    assert cached._rates(mixture) == {task: len(ROWS)}
+    assert cached.num_examples() is None
+    assert "texts: an unknown number of documents" in cached.describe()
+    tokens = next(cached.build(process_index=0, process_count=1))["encoder_input_tokens"]
+    assert tokens.shape == (4, 64)
+    with pytest.raises(errors.UserError, match=r"split='test' is none of \['train'\]"):
+        config(task, split="test").provider()
+    task_data.check_split(task, "train")
+    examples = task_data.read_examples(task, "train", lengths={"inputs": 64, "targets": 20})
+    assert [example["inputs"].tolist() for example in examples] == [[i, 5, 1] for i in range(3, 9)]
+
+
+def test_files_that_are_not_there_are_named(tmp_path):
+    source = seqio.TextLineDataSource({"train": str(tmp_path / "gone*.txt")})
+    task = text_task(some_texts).replace(source=source)
+    for read in (
+        build,
+        lambda task: config(task).describe(),
+        lambda task: config(task).check_rows(),
+        lambda task: task_data.read_examples(task, "train", lengths={}),
+    ):
+        with pytest.raises(errors.UserError, match=r"'texts', split='train': no .*gone\*\.txt"):
+            read(task)
 
 
 def test_a_position_of_an_earlier_version_goes_on_with_a_new_pass(task):

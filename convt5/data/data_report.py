@@ -16,7 +16,7 @@ import seqio
 import tensorflow as tf
 
 from convt5 import errors
-from convt5.data import row_ends, task_blocks
+from convt5.data import row_ends, task_blocks, task_sources
 from convt5.data.rows import RowLayout
 from convt5.tasks import vocabularies
 from convt5.text import sentinels
@@ -99,9 +99,7 @@ def measure(config: Any) -> list[TaskReport]:
         UserError: a task cannot be read, or has no example.
         TrainingError: the data cannot be read.
     """
-    provider = config.provider()
-    tasks = [task for task in seqio.get_subtasks(provider) if config.split in task.splits]
-    return [_measure(task, config) for task in tasks]
+    return [_measure(task, config) for task in config.tasks()]
 
 
 def check_reads(task: seqio.Task, config: Any) -> None:
@@ -193,6 +191,7 @@ class _Sample:
         arguments = {"split": config.split, "shuffle": False}
         sampled = row_ends.untruncated(task if is_cached else row_ends.without_cache(task))
         if not is_cached:
+            task_sources.check_files(task, task.source, config.split)
             source = task.source.get_dataset(**arguments, seed=config.seed)
             self._count(source)
             sampled = copy.copy(sampled)

@@ -18,7 +18,7 @@ import seqio
 import tensorflow as tf
 
 from convt5 import errors
-from convt5.data import data_report
+from convt5.data import data_report, task_sources
 from convt5.data.counts import Counts
 from convt5.data.mixing import BlockPlace, MakeBlock, MixedStream, TaskStream
 from convt5.data.prefetching import (
@@ -88,6 +88,7 @@ class DataConfig:
             ),
             where="DataConfig",
         )
+        task_sources.use_caches(self.cache_dirs)
 
     def provider(self) -> seqio.Task | seqio.Mixture:
         """Returns the task or mixture.
@@ -104,10 +105,11 @@ class DataConfig:
                 f"mixture={provider!r} is not a seqio task or mixture; name a registered one, "
                 "or a function that returns one, such as @pretraining.text_span_corruption()."
             )
-        if self.split not in provider.splits:
+        splits = {s for task in seqio.get_subtasks(provider) for s in self._splits(task)}
+        if self.split not in splits:
             raise errors.UserError(
-                f"split={self.split!r} is none of {sorted(provider.splits)}, the splits of "
-                f"{provider.name}.{errors.suggest(self.split, provider.splits)}"
+                f"split={self.split!r} is none of {sorted(splits)}, the splits of "
+                f"{provider.name}.{errors.suggest(self.split, splits)}"
             )
         missing = {"inputs", "targets"} - set(provider.output_features)
         if missing:
@@ -152,7 +154,7 @@ class DataConfig:
 
     def check_labels(self) -> None:
         """Raises `UserError` for a label that `decoder_length` would truncate."""
-        for task in self._tasks():
+        for task in self.tasks():
             label_checks.check_lengths(task, self.decoder_length, "decoder_length")
 
     def check_rows(self) -> None:
@@ -161,7 +163,7 @@ class DataConfig:
         Raises:
             UserError: one of them lacks a field, or is invalid otherwise.
         """
-        for task in self._tasks():
+        for task in self.tasks():
             check = getattr(task.source, "check_rows", None)
             if check:
                 check(self.split)
@@ -170,7 +172,7 @@ class DataConfig:
 
     def is_at_hand(self) -> bool:
         """Returns whether first examples are available without reading much text first."""
-        return all(getattr(task.source, "is_at_hand", True) for task in self._tasks())
+        return all(getattr(task.source, "is_at_hand", True) for task in self.tasks())
 
     def describe(self) -> str:
         """Returns the data report by task: documents, tokens, rows, truncation and padding.
@@ -282,30 +284,37 @@ class DataConfig:
         }
         return MixedStream(streams, list(rates.values()), self.seed)
 
-    def _tasks(self) -> list[seqio.Task]:
+    def tasks(self) -> list[seqio.Task]:
         """Returns the tasks that have the split."""
-        return [t for t in seqio.get_subtasks(self.provider()) if self.split in t.splits]
+        tasks = seqio.get_subtasks(self.provider())
+        return [task for task in tasks if self.split in self._splits(task)]
+
+    def _splits(self, task: seqio.Task) -> list[str]:
+        return task_sources.splits(task, cached=self._wants_cache(task))
 
     def _rates(self, provider: seqio.Task | seqio.Mixture) -> dict[seqio.Task, float]:
         """Returns the tasks to read, with their relative rates."""
-        tasks = self._tasks()
+        tasks = self.tasks()
         rates = _rates(provider, tasks)
         return {task: rate for task, rate in zip(tasks, rates, strict=True) if rate}
 
     def num_examples(self) -> dict[str, int] | None:
         """Returns the source examples per epoch of each task; None if one is unknown."""
-        counts = {t.name: t.num_input_examples(self.split) for t in self._rates(self.provider())}
+        counts = {
+            task.name: None if self.is_cached(task) else task.num_input_examples(self.split)
+            for task in self._rates(self.provider())
+        }
         known = {name: count for name, count in counts.items() if count}
         return known if len(known) == len(counts) else None
 
     def is_cached(self, task: seqio.Task) -> bool:
-        """Returns whether a task is read from seqio's cache."""
-        is_requested = task.requires_caching or (self.use_cached and task.supports_caching)
-        if not is_requested:
+        """Returns whether a task is read from seqio's cache.
+
+        Raises:
+            UserError: it is to be, but there is none.
+        """
+        if not self._wants_cache(task):
             return False
-        seqio.add_global_cache_dirs(
-            [name for name in self.cache_dirs if name not in seqio.get_global_cache_dirs()]
-        )
         if task.cache_dir:
             return True
         why = "can only be" if task.requires_caching else "is to be"
@@ -316,6 +325,9 @@ class DataConfig:
             "--module_import=MODULE, and set data.DataConfig.cache_dirs = ['DIR'], or leave "
             "use_cached unset and CacheDatasetPlaceholder out of the task."
         )
+
+    def _wants_cache(self, task: seqio.Task) -> bool:
+        return task.requires_caching or (self.use_cached and task.supports_caching)
 
     def identity(self) -> dict[str, Any]:
         """Returns what determines the rows: settings, rates, identity of data and vocabulary.

@@ -17,7 +17,7 @@ import seqio
 import tensorflow as tf
 
 from convt5 import errors
-from convt5.data import row_ends
+from convt5.data import row_ends, task_sources
 from convt5.data.mixing import NO_BLOCK, Block, BlockPlace, seeds
 from convt5.data.rows import Examples, Ragged
 from convt5.runtime import cores, quiet_imports
@@ -92,6 +92,7 @@ class TaskBlocks:
         self._seed = seed
         self._share = share
         self._source = task._get_cached_source(split) if cached else task.source
+        task_sources.check_files(task, self._source, split)
         longest = _ROWS * _BYTES_PER_TOKEN * max(lengths.values())
         self._block_bytes = max(_LEAST_BYTES, longest)
         opened = self._open(0)

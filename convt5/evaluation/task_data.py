@@ -11,7 +11,7 @@ import tensorflow as tf
 from etils import epath
 
 from convt5 import errors
-from convt5.data import row_ends, task_blocks
+from convt5.data import row_ends, task_blocks, task_sources
 from convt5.evaluation.predictor import TextVocabulary
 from convt5.evaluation.registry import find_registered
 from convt5.evaluation.run_settings import check_readable
@@ -70,10 +70,11 @@ def find_format(named: Any) -> TaskFormat:
 
 def check_split(task: seqio.Task, split: str) -> None:
     """Raises `UserError` if a task does not have this split."""
-    if split not in task.splits:
+    splits = task_sources.splits(task, cached=task.requires_caching)
+    if split not in splits:
         raise errors.UserError(
-            f"split={split} is none of {', '.join(sorted(task.splits))}, the splits of "
-            f"{task.name}; choose one of these.{errors.suggest(split, task.splits)}"
+            f"split={split} is none of {', '.join(splits)}, the splits of "
+            f"{task.name}; choose one of these.{errors.suggest(split, splits)}"
         )
 
 
@@ -149,10 +150,16 @@ def read_examples(
         TrainingError: the data cannot be read.
     """
     given = dict(lengths) if needs_lengths(task) else None
+    # Tasks that require their cache may have a source that only their authors can read.
+    is_cached = bool(task.requires_caching and task.cache_dir)
+    if not is_cached:
+        task_sources.check_files(task, task.source, split)
+        task = row_ends.without_cache(task)
     with _naming_lengths(lengths):
-        dataset = row_ends.untruncated(row_ends.without_cache(task)).get_dataset(
+        dataset = row_ends.untruncated(task).get_dataset(
             sequence_length=given,
             split=split,
+            use_cached=is_cached,
             shuffle=False,
             seed=seed,
             num_epochs=1,

@@ -1,0 +1,60 @@
+"""What seqio tasks are read from, their source or their cache, with errors that name the task."""
+
+import functools
+import os
+import re
+from collections.abc import Iterable
+
+import seqio
+import tensorflow as tf
+
+from convt5 import errors
+
+_CACHED_SPLIT = re.compile(r"info\.(.+)\.json")
+
+
+def use_caches(folders: Iterable[str]) -> None:
+    """Makes folders of caches known to seqio, on whose tasks rates and sources then depend."""
+    known = seqio.get_global_cache_dirs()
+    seqio.add_global_cache_dirs([name for name in folders if name not in known])
+
+
+def splits(task: seqio.Task, *, cached: bool) -> list[str]:
+    """Returns the splits of a task.
+
+    Args:
+        task: the task.
+        cached: whether it is read from its cache, whose source may be gone.
+
+    Raises:
+        UserError: the data of its source is not there.
+    """
+    if cached and task.cache_dir:
+        return _cached_splits(task.cache_dir)
+    try:
+        return sorted(task.splits)
+    except (AssertionError, LookupError, OSError, ValueError) as error:
+        if isinstance(error, errors.UserError) or not isinstance(task.source, seqio.TfdsDataSource):
+            raise
+        name, folder = task.source.tfds_dataset.name, task.source.tfds_dataset.data_dir
+        raise errors.UserError(
+            f"task {task.name!r}: its data set {name!r} of TFDS is not prepared in "
+            f"{folder or 'the default folder of TFDS'}; prepare it with `tfds build {name}`, set "
+            "TFDS_DATA_DIR to where it is, or read the task from a cache of seqio."
+        ) from error
+
+
+@functools.cache
+def _cached_splits(folder: str) -> list[str]:
+    names = map(_CACHED_SPLIT.fullmatch, tf.io.gfile.listdir(folder))
+    return sorted(name[1] for name in names if name)
+
+
+def check_files(task: seqio.Task, source: seqio.DataSource, split: str) -> None:
+    """Raises `UserError` if no file matches the names that a source was given."""
+    if isinstance(source, seqio.FileDataSource) and not source.list_shards(split):
+        pattern = getattr(source, "_split_to_filepattern", {}).get(split)
+        raise errors.UserError(
+            f"task {task.name!r}, split={split!r}: no file matches {pattern!r} (working directory "
+            f"{os.getcwd()!r}); correct the path in the task."
+        )
