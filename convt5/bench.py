@@ -8,7 +8,7 @@ import functools
 import json
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from convt5 import errors
@@ -36,6 +36,9 @@ _QUICK = {
     "decode": (32, 64),
     "data": (256,),
 }
+_ROWS = {"train_step": ("encoder", "decoder"), "decode": ("decoder", "encoder")}
+"""Of suites that run models: the stack with rows of the given length, and that of shorter rows."""
+
 _FED_MODEL = "gin/models/dynamic_tiny.gin"
 
 COMMAND = command_line.Command(
@@ -117,6 +120,7 @@ def main(argv: Sequence[str]) -> None:
     _check_served(suites, arguments)
     models = _models(arguments.gin_files, arguments.gin_bindings, trust=arguments.trust)
     lengths = {suite: _lengths(suite, flags) for suite in suites}
+    errors.raise_all(_position_faults(models, lengths), where="lengths")
     # Deferred, so that help and usage errors are fast.
     from convt5.benchmarks import machine, report, t5x
 
@@ -299,6 +303,25 @@ def _lengths(suite: str, flags: argparse.Namespace) -> Sequence[int]:
             "such as 128,512."
         )
     return lengths
+
+
+def _position_faults(
+    models: Mapping[str, Any], lengths: Mapping[str, Sequence[int]]
+) -> Iterator[str]:
+    """Yields lengths that exceed the learned positions of a model, before any is measured."""
+    from convt5.benchmarks.sides import TARGETS
+
+    for suite, (longer, shorter) in _ROWS.items():
+        for name, model in models.items():
+            most = model.most_tokens(longer)
+            if most is None:
+                continue
+            limit = min(most, TARGETS * model.most_tokens(shorter))
+            if any(length > limit for length in lengths.get(suite, ())):
+                yield (
+                    f"{suite} of {name} at {max(lengths[suite])} tokens exceeds its learned "
+                    f"positions; give --lengths up to {limit}, or leave out the model."
+                )
 
 
 def _writable(folder: pathlib.Path) -> pathlib.Path:

@@ -73,7 +73,8 @@ class Run:
 
     Attributes:
         name: the name to show.
-        points: values of the compared metric, by step; empty if it was never finite.
+        points: values of the compared metric, by step; empty if it was never finite, or not
+            recorded yet.
         tokens_per_second: median over the run by wall clock; None if not recorded.
         bits_per_byte: last validation value; None if not recorded.
         diverged: whether the last recorded value is not finite; `points` are those before.
@@ -180,7 +181,7 @@ def _comparable(
         return metric, None, ""
     bits = f"{place or 'validation'}/bits_per_byte"
     warning = f"The runs have different vocabularies, so that {metric}, of tokens, compares nothing"
-    if not all(bits in _recorded_names(folder) for folder in folders):
+    if not all(bits in names for names in _recorded_by_each(folders)):
         return metric, None, f"{warning}; not all of them recorded {bits}, which would."
     warning = f"{warning}: they are ranked by {bits}."
     return (metric, bits, warning) if is_asked else (bits, None, warning)
@@ -194,7 +195,7 @@ def common_metric(names: Sequence[str]) -> str:
     """
     folders = [folder for _, folder in _name_runs(names)]
     chosen = {_chosen_metric(folder) for folder in folders} - {None}
-    recorded = [_recorded_names(folder) for folder in folders]
+    recorded = _recorded_by_each(folders)
     common = [name for name in recorded[0] if all(name in other for other in recorded)]
     candidates = [name for name in chosen if len(chosen) == 1 and name in common]
     candidates += [
@@ -211,6 +212,12 @@ def _chosen_metric(folder: pathlib.Path) -> str | None:
     return metric if isinstance(metric, str) else None
 
 
+def _recorded_by_each(folders: Sequence[pathlib.Path]) -> list[dict[str, None]]:
+    """Returns the recorded names of each run that was evaluated; of all runs if none was."""
+    recorded = [_recorded_names(folder) for folder in folders]
+    return [names for names in recorded if any("/" in name for name in names)] or recorded
+
+
 def _recorded_names(folder: pathlib.Path) -> dict[str, None]:
     """Returns the names of a run's recorded metrics, in order."""
     return dict.fromkeys(name for record in read_metrics(folder) for name in record)
@@ -222,16 +229,19 @@ def read_runs(
     """Reads run directories, each given as `DIR` or `NAME=DIR`, in the given order.
 
     Raises:
-        UserError: listing each directory without records of `metric`; or no run recorded what the
+        UserError: listing each directory that is no run; or no run recorded the metric, or what the
             clock counts.
     """
     runs, faults = [], []
-    for name, folder in _name_runs(names):
+    named = _name_runs(names)
+    for name, folder in named:
         run_or_fault = _read_run(name, folder, metric, CLOCKS[clock].key)
         if isinstance(run_or_fault, Run):
             runs.append(run_or_fault)
         else:
             faults.append(run_or_fault)
+    if not any(run.points or run.diverged for run in runs):
+        faults += [_unrecorded(folder, metric) for _, folder in named if not faults]
     errors.raise_all(faults, where="compare")
     if clock != "wall" and all(run.spent is None for run in runs):
         needed = "flops_per_step" if clock == "flops" else CLOCKS[clock].key
@@ -334,7 +344,7 @@ def _label(run: Run, metric: str) -> str:
 def _best_first(runs: Sequence[Run], metric: str) -> list[Run]:
     """Returns the runs sorted by their last values; diverged runs come last."""
     sign = 1 if metric_names.lower_is_better(metric) else -1
-    worst = math.inf  # For runs that were never finite, after those that once were.
+    worst = math.inf  # For runs without a finite value.
 
     def rank(run: Run) -> float:
         if run.rank is not None:
@@ -345,7 +355,9 @@ def _best_first(runs: Sequence[Run], metric: str) -> list[Run]:
 
 
 def _last_value(run: Run, metric: str) -> str:
-    return "not finite" if run.diverged or run.last is None else _number(metric, run.last.value)
+    if run.diverged:
+        return "not finite"
+    return "none" if run.last is None else _number(metric, run.last.value)
 
 
 def _name_runs(names: Sequence[str]) -> list[tuple[str, pathlib.Path]]:
@@ -407,10 +419,6 @@ def _read_run(name: str, folder: pathlib.Path, metric: str, time_key: str) -> Ru
         for record in _with_time(records, time_key)
         if _is_finite(record.get(metric))
     )
-    if not finite:
-        held = sorted(_recorded_names(folder).keys() - {"step"})
-        hint = errors.suggest(metric, held) or f" It records: {', '.join(held) or 'nothing yet'}."
-        return f"{folder} has no record of {metric!r}; choose another with --metric.{hint}"
     speeds = _numbers(records, "tokens_per_second")
     bits = _numbers(records, "validation/bits_per_byte")
     return Run(
@@ -418,8 +426,14 @@ def _read_run(name: str, folder: pathlib.Path, metric: str, time_key: str) -> Ru
         points=points,
         tokens_per_second=statistics.median(speeds) if speeds else None,
         bits_per_byte=bits[-1] if bits else None,
-        diverged=not finite[-1],
+        diverged=bool(finite) and not finite[-1],
     )
+
+
+def _unrecorded(folder: pathlib.Path, metric: str) -> str:
+    held = sorted(_recorded_names(folder).keys() - {"step"})
+    hint = errors.suggest(metric, held) or f" It records: {', '.join(held) or 'nothing yet'}."
+    return f"{folder} has no record of {metric!r}; choose another with --metric.{hint}"
 
 
 def _is_finite(value: Any) -> bool:

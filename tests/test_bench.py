@@ -261,6 +261,15 @@ def test_what_no_suite_would_heed_is_refused_before_anything_is_measured(
         bench.main([*flags, f"--output={tmp_path}"])
 
 
+@pytest.mark.parametrize("suite", ["train_step", "decode"])
+def test_lengths_beyond_learned_positions_are_refused_before_anything_is_measured(suite, tmp_path):
+    model = "--gin_file=gin/models/released/lconv_small.gin"
+    flags = [model, f"--suites={suite}", f"--output={tmp_path}/bench"]
+    with pytest.raises(errors.UserError, match=f"{suite} of lconv_small at 516 .*up to 512"):
+        bench.main([*flags, "--lengths=8,516"])
+    assert not (tmp_path / "bench").exists()
+
+
 def test_lengths_are_measured_ascending_and_in_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     flags = command_line.parse(bench.COMMAND, ["--lengths=512,8,512", "--output=~/bench"]).flags

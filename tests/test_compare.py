@@ -479,6 +479,16 @@ def test_a_record_before_the_first_step_can_be_compared(tmp_path):
     assert (row["steps"], row["s/step"]) == ("0", "0.00")
 
 
+def test_a_run_that_was_not_evaluated_yet_is_listed_after_the_others(two_runs, tmp_path):
+    (tmp_path / "young").mkdir()
+    (tmp_path / "young" / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n')
+    names = [str(tmp_path / "young"), *two_runs]
+    assert compare.common_metric(names) == compare.common_metric(two_runs)
+    compare.main([*names, f"--output={tmp_path}"])
+    row = cells((tmp_path / "comparison.md").read_text())[-1]
+    assert (row["run"], row["steps"], row["last validation/loss"]) == ("young", "", "none")
+
+
 def test_every_directory_that_is_no_run_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError) as caught:

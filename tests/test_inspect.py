@@ -419,11 +419,19 @@ def test_a_vision_model_is_no_pair_of_a_text_model(gin_file):
         inspect.main([gin_file, f"--pair_with={VIT}"])
 
 
-def test_a_vision_model_is_not_measured(gin_file, monkeypatch):
-    model = types.SimpleNamespace(config=inspect_command.read_step([VIT], [])[0].model)
+@pytest.mark.parametrize(
+    ("own", "other", "flag"),
+    [("text", VIT, "--measure"), ("text", VIT, "--prove"), (VIT, "text", "--prove")],
+)
+def test_a_checkpoint_of_the_other_kind_of_model_is_refused(
+    gin_file, monkeypatch, own, other, flag
+):
+    text = gin_file.removeprefix("--gin_file=")
+    own, other = (text if name == "text" else name for name in (own, other))
+    model = types.SimpleNamespace(config=inspect_command.read_step([other], [])[0].model)
     monkeypatch.setattr("convt5.interchange.loading.load_model", lambda _: model)
-    with pytest.raises(UserError, match=r"--checkpoint=runs/images holds a .*for text models"):
-        inspect.main([gin_file, "--measure", "--checkpoint=runs/images"])
+    with pytest.raises(UserError, match=r"--checkpoint=runs/other holds a .* gin files describe"):
+        inspect.main([f"--gin_file={own}", flag, "--checkpoint=runs/other"])
 
 
 @pytest.mark.parametrize(

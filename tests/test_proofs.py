@@ -304,6 +304,18 @@ architecture.StackConfig.kernel_size = [2, 3]
         assert found[0]["result"] == "fails"
         assert found[0]["worst_violation"] == "nan"
 
+    def test_a_checkpoint_that_differs_from_the_gin_files_is_told_of(self, flags, tmp_path, capsys):
+        other = dataclasses.replace(TEXT, vocab_size=TEXT.vocab_size + 8)
+        named = dict(named_leaves(results.random_model(other)))
+        (tmp_path / "export").mkdir()
+        portable.write_model(tmp_path / "export", other, named)
+        assert inspect.main([*flags, "--prove", f"--checkpoint={tmp_path}/export"]) == 0
+        told = capsys.readouterr()
+        assert (
+            "export holds a model that differs from that of the gin files in vocab_size" in told.err
+        )
+        assert f"Proofs of {tmp_path}/export, with trained parameters" in told.out
+
     @pytest.mark.parametrize("flag", ["--mesh=data=2", "--checkpoint=runs/a"])
     def test_flags_of_a_proof_alone_are_named(self, flags, flag):
         with pytest.raises(errors.UserError, match=r"is for --(prove|measure or --prove); add it"):

@@ -1,7 +1,6 @@
 """The command `python -m convt5.inspect`: reports a model, its costs, its proofs and its data."""
 
 import json
-import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,10 +14,9 @@ from convt5.analysis.proofs import meshes as proof_meshes
 from convt5.analysis.proofs import report as proofs
 from convt5.configuration import command_line, gin_config, gin_files
 from convt5.generation import samples
-from convt5.interchange import loading
+from convt5.interchange import loading, portable
 from convt5.modeling.architecture import ConvT5Config
 from convt5.modeling.description import StackName
-from convt5.modeling.model import ConvT5
 from convt5.modeling.sharding import MeshConfig
 from convt5.reports import figures
 from convt5.text import vocabulary_files
@@ -103,6 +101,7 @@ def _of_text(
 ) -> _Report:
     if flags.plot:
         figures.check_path(flags.plot, flag="plot")
+    trained = _load(flags.checkpoint, step.model)
     target = topology.load(flags.topology) if flags.topology else None
     if target is not None:
         flags.devices = len(target.devices)
@@ -122,14 +121,14 @@ def _of_text(
         compiled = compiled_step.make_report(compiling, target)
         report.add("compiled_step", compiled.as_text(), compiled.as_json())
     if flags.measure:
-        report.add("measured_receptive_field", *_measure(subject, flags.checkpoint, flags.plot))
+        report.add("measured_receptive_field", *_measure(subject, flags, trained))
     if flags.pair_with:
         report.add("equal_cost", *_pair(subject, flags.pair_with, flags.multiple, trust))
     if flags.prove:
         lengths = (subject.encoder_length, subject.decoder_length)
-        checkpoint = flags.checkpoint
+        named = flags.checkpoint or name
         report.add_proofs(
-            proofs.make_report(name, step, lengths=lengths, checkpoint=checkpoint, meshes=meshes)
+            proofs.make_report(named, step, lengths=lengths, trained=trained, meshes=meshes)
         )
     _add_data(report, _data(step), flags.examples)
     return report
@@ -163,9 +162,35 @@ def _of_images(
     values = {"name": name, **vision_costs.as_json(config)}
     report = _Report(f"{name}: {vision_costs.as_text(config)}", values)
     if flags["prove"]:
-        checkpoint = flags["checkpoint"]
-        report.add_proofs(proofs.make_report(name, step, checkpoint=checkpoint, meshes=meshes))
+        trained = _load(flags["checkpoint"], config)
+        named = flags["checkpoint"] or name
+        report.add_proofs(proofs.make_report(named, step, trained=trained, meshes=meshes))
     return report
+
+
+def _load(checkpoint: str | None, config: Any) -> Any:
+    """Returns the model of a checkpoint, and tells how it differs from that of the gin files.
+
+    Raises:
+        UserError: one is a text model, and the other a vision model.
+    """
+    if checkpoint is None:
+        return None
+    trained: Any = loading.load_model(checkpoint)
+    if type(trained.config) is not type(config):
+        raise errors.UserError(
+            f"--checkpoint={checkpoint} holds a {type(trained.config).__name__}, but the gin files "
+            f"describe a {type(config).__name__}; give the config.gin of the run as --gin_file."
+        )
+    held, described = portable.describe(trained.config), portable.describe(config)
+    if other := [name for name, value in held.items() if described[name] != value]:
+        print(
+            f"{checkpoint} holds a model that differs from that of the gin files in "
+            f"{', '.join(other)}: what is proven or measured is that of {checkpoint}, and all "
+            "other figures are those of the gin files.",
+            file=sys.stderr,
+        )
+    return trained
 
 
 def read_step(
@@ -242,21 +267,13 @@ def make_subject(name: str, step: StepConfig, flags: Mapping[str, Any]) -> Subje
     )
 
 
-def _measure(
-    subject: Subject, checkpoint: str | None, plot: pathlib.Path | None
-) -> tuple[str, list[dict[str, Any]]]:
+def _measure(subject: Subject, flags: Any, trained: Any) -> tuple[str, list[dict[str, Any]]]:
     """Returns the measured receptive fields as text and as plain values; plots them if asked."""
-    config = subject.config
-    if checkpoint is None:
-        model, name = jax.jit(config.build)(jax.random.key(0)), "at initialisation"
+    plot = flags.plot
+    if trained is None:
+        model, name = jax.jit(subject.config.build)(jax.random.key(0)), "at initialisation"
     else:
-        model, name = loading.load_model(checkpoint), f"of {checkpoint}"
-        if not isinstance(model, ConvT5):
-            raise errors.UserError(
-                f"--checkpoint={checkpoint} holds a {type(model).__name__}; --measure is for text "
-                "models."
-            )
-        config = model.config
+        model, name = trained, f"of {flags.checkpoint}"
     lengths: dict[StackName, int] = {
         "encoder": subject.encoder_length,
         "decoder": subject.decoder_length,
@@ -264,7 +281,7 @@ def _measure(
     halves = {
         half: receptive_field.measure(
             model,
-            jax.random.randint(jax.random.key(1), (2, length), 3, config.vocab_size),
+            jax.random.randint(jax.random.key(1), (2, length), 3, model.config.vocab_size),
             stack=half,
         )
         for half, length in lengths.items()

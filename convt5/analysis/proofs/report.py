@@ -18,7 +18,6 @@ from convt5.analysis.proofs import meshes as mesh_proofs
 from convt5.analysis.proofs import vision
 from convt5.analysis.proofs.results import Proof, in_float64, random_model, table
 from convt5.analysis.proofs.text import TextProofs
-from convt5.interchange import loading
 from convt5.modeling.model import ConvT5
 from convt5.modeling.sharding import MeshConfig
 from convt5.training.train_step import StepConfig
@@ -61,27 +60,23 @@ def make_report(
     step: StepConfig,
     *,
     lengths: Sequence[int] = (),
-    checkpoint: str | None = None,
+    trained: ConvT5 | ViT | None = None,
     meshes: Sequence[MeshConfig] = (),
 ) -> ProofReport:
-    """Proves every property of a model, with the parameters of a checkpoint or random ones.
+    """Proves every property of a model, with its trained parameters or random ones.
 
     Args:
         name: name of the model.
         step: the model, and the update that is proven on meshes.
         lengths: tokens per encoder row and per decoder row, for a text model.
-        checkpoint: a run directory, or another folder that `load_model` accepts; its model replaces
-            that of `step`.
+        trained: a trained model, which replaces that of `step`; None means random parameters.
         meshes: meshes on which the update must equal that on one device.
 
     Raises:
-        UserError: the checkpoint cannot be loaded, rows are too short for several examples, or a
-            mesh does not divide the model.
+        UserError: rows are too short for several examples, or a mesh does not divide the model.
     """
-    if checkpoint is None:
-        model, parameters = random_model(step.model, seed=SEED), "random parameters"
-    else:
-        model, parameters = loading.load_model(checkpoint), f"the parameters of {checkpoint}"
+    model = random_model(step.model, seed=SEED) if trained is None else trained
+    parameters = "random parameters" if trained is None else "trained parameters"
     proofs = prove(model, *lengths)
     if meshes:
         proofs += mesh_proofs.prove(step, model, meshes, lengths=lengths)
