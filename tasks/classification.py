@@ -16,7 +16,7 @@ import tensorflow as tf
 from convt5 import errors
 from convt5.text import task_format
 
-from . import formats, label_checks, metrics, vocabularies
+from . import formats, label_checks, metrics, registration, vocabularies
 from .local_files import InvalidUtf8
 from .sources import PreparedTfdsSource, shuffle_buffer_size
 from .tables import Example, Layout, Path, Row, TableSource
@@ -534,4 +534,4 @@ def _to_ranked_label(
 for _name in PAPER_TASKS:
     for _rank in (False, True):
         _task = paper_task(_name, rank=_rank)
-        seqio.TaskRegistry.add_provider(_task.name, _task)
+        registration.add(_task)

@@ -16,7 +16,7 @@ import tensorflow as tf
 from convt5 import errors
 from convt5.text import sentinels
 
-from . import pretraining
+from . import pretraining, registration
 from .span_corruption import check_lengths_given, segment_sizes, span_corruption, split_documents
 
 PREFIX_LM_DENSITY = 0.5
@@ -271,6 +271,6 @@ for _name, _corpus in (
     ("c4", pretraining.c4_span_corruption()),
 ):
     _prefix_lm = prefix_lm(_corpus, name=f"{_name}_prefix_lm")
-    seqio.TaskRegistry.add_provider(_prefix_lm.name, _prefix_lm)
+    registration.add(_prefix_lm)
     _ul2 = ul2(_corpus, name=f"{_name}_ul2")
-    seqio.MixtureRegistry.add_provider(_ul2.name, _ul2)
+    registration.add(_ul2)

@@ -12,7 +12,7 @@ import seqio
 
 from convt5 import errors
 
-from . import vocabularies
+from . import registration, vocabularies
 from .local_files import InvalidUtf8
 from .sources import EmbeddedTextSource, PreparedTfdsSource, TextFilesSource
 from .span_corruption import MEAN_SPAN_LENGTH, NOISE_DENSITY, span_corruption
@@ -199,5 +199,5 @@ def pydoc_span_corruption(
     )
 
 
-seqio.TaskRegistry.add_provider("pydoc_span_corruption", pydoc_span_corruption())
-seqio.TaskRegistry.add_provider("c4_span_corruption", c4_span_corruption())
+registration.add(pydoc_span_corruption())
+registration.add(c4_span_corruption())

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from convt5.text import task_format
 
-from . import formats, metrics, vocabularies
+from . import formats, metrics, registration, vocabularies
 from .local_files import InvalidUtf8
 from .sources import PreparedTfdsSource, shuffle_buffer_size
 from .tables import Example, Path, Row, TableSource
@@ -104,4 +104,4 @@ def _answers(
     return [tf.compat.as_text(answer) for answer in example["answers"]]
 
 
-seqio.TaskRegistry.add_provider("squad", squad())
+registration.add(squad())

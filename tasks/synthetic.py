@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from convt5 import errors
 
-from . import formats, metrics, vocabularies
+from . import formats, metrics, registration, vocabularies
 from .classification import classification_task
 from .sources import ItemSource, shuffle_buffer_size
 
@@ -534,4 +534,4 @@ for _function in (
     pointer_hops,
     entailment,
 ):
-    seqio.TaskRegistry.add_provider(_function.__name__, _function())
+    registration.add(_function())

@@ -151,9 +151,20 @@ def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[str]]:
         pathlib.Path(file) for file in foreign_files.files_below(folder) if _suffix(file)
     )
     local_files.check(map(str, files))
+    first: dict[tuple[str, str], pathlib.Path] = {}
     for file in files:
-        name = file.relative_to(folder).parts[0].partition(".")[0]
-        splits.setdefault(_SPLIT_NAMES.get(name, name), []).append(str(file))
+        below = local_files.without_compression(str(file.relative_to(folder)))
+        name, _, rest = below.removesuffix(pathlib.PurePath(below).suffix).partition(os.sep)
+        name, _, part = name.partition(".")
+        split = _SPLIT_NAMES.get(name, name)
+        other = first.setdefault((split, f"{part}/{rest}"), file)
+        if other != file:
+            raise errors.UserError(
+                f"files {str(other)!r} and {str(file)!r} hold the same rows of split={split!r} by "
+                "their names, which would be read twice; remove one, or put both into a folder "
+                f"{split!r} under different names."
+            )
+        splits.setdefault(split, []).append(str(file))
     if not splits:
         raise errors.UserError(
             f"path={str(folder)!r} is a folder without a {', '.join(SUFFIXES)} file, also "

@@ -23,7 +23,7 @@ import tensorflow as tf
 from convt5 import errors
 from convt5.text import sentinels
 
-from . import span_corruption
+from . import registration, span_corruption
 from .sources import ItemSource
 
 VOCABULARY_FILE = str(pathlib.Path(__file__).with_name("pydoc.model"))
@@ -245,4 +245,4 @@ def pydoc_words() -> seqio.Task:
     )
 
 
-seqio.TaskRegistry.add_provider("pydoc_words", pydoc_words())
+registration.add(pydoc_words())

@@ -9,7 +9,16 @@ import shutil
 import pytest
 import seqio
 import tensorflow_datasets as tfds
-from convt5.tasks import classification, cogs, formats, generation, glue, squad, vocabularies
+from convt5.tasks import (
+    classification,
+    cogs,
+    formats,
+    generation,
+    glue,
+    squad,
+    tables,
+    vocabularies,
+)
 from convt5.tasks.classification import PAPER_TASKS, paper_task, text_classification
 
 from convt5 import data, errors, evaluation
@@ -561,6 +570,31 @@ def test_no_row_of_a_folder_is_read_twice(folder):
     write_rows(path / "train.jsonl", ROWS)
     with pytest.raises(errors.UserError, match=r"train\.jsonl' and .*train\.jsonl\.gz' .*twice"):
         paper_task("sst2", folder)
+
+
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        (["train.csv", "train.jsonl.gz"], None),
+        (["dev.csv", "validation.csv"], None),
+        (["train/a.tsv", "train/a.csv"], None),
+        (["train.1.csv", "train.2.csv", "train/1.csv"], {"train": 3}),
+        (
+            ["train/x/a.csv", "train/y/a.csv", "dev.tsv", "b/a.csv"],
+            {"train": 2, "validation": 1, "b": 1},
+        ),
+    ],
+)
+def test_files_that_stand_for_the_same_rows_are_refused(tmp_path, names, splits):
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    if splits is None:
+        with pytest.raises(errors.UserError, match=r"hold the same rows of split=.*read twice"):
+            tables.find_splits(tmp_path)
+    else:
+        found = tables.find_splits(tmp_path)
+        assert {split: len(files) for split, files in found.items()} == splits
 
 
 def test_files_may_end_in_capitals(tmp_path):

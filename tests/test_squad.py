@@ -5,7 +5,7 @@ import json
 import pytest
 import seqio
 import tensorflow_datasets as tfds
-from convt5.tasks import squad, vocabularies
+from convt5.tasks import registration, squad, vocabularies
 
 from convt5 import errors
 
@@ -67,6 +67,13 @@ class TestTfds:
 
     def test_it_is_registered_under_its_name(self):
         assert set(seqio.get_mixture_or_task("squad").splits) == {"train", "validation"}
+
+    def test_the_task_that_another_project_has_under_the_name_stays(self, caplog):
+        before = seqio.get_mixture_or_task("squad")
+        registration.add(squad.squad())
+        registration.add(seqio.Mixture("squad", [(before, 1.0)]))
+        assert seqio.get_mixture_or_task("squad") is before
+        assert caplog.text.count("seqio has another task 'squad', which stays") == 2
 
 
 @pytest.mark.parametrize(
