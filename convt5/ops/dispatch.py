@@ -296,13 +296,32 @@ def _lower_for_tpu(context: mlir.LoweringRuleContext, *arguments, **parameters):
 
 
 def _lower(which: int, context: mlir.LoweringRuleContext, *arguments, **parameters):
-    forced, is_choice = parameters["forced"], len(parameters["programs"]) > 1
-    which = (which if forced is None else forced) if is_choice else _PLAIN
+    which = _chosen(which, parameters)
     if which != _PLAIN:
         same = [a.update_manual_axis_type(ManualAxisType()) for a in context.avals_in]
         context = context.replace(avals_in=same)
     lower = mlir.lower_fun(functools.partial(_evaluate, which, **parameters), multiple_results=True)
     return lower(context, *arguments)
+
+
+def _chosen(which: int, parameters: Mapping[str, Any]) -> int:
+    """Returns the index of the program that runs where a platform has that of `which`."""
+    forced, is_choice = parameters["forced"], len(parameters["programs"]) > 1
+    return (which if forced is None else forced) if is_choice else _PLAIN
+
+
+def program_of(parameters: Mapping[str, Any], *, on_tpu: bool, is_alone: bool) -> core.Jaxpr | None:
+    """Returns the program that an operation of `run` runs; None for other operations.
+
+    Args:
+        parameters: those of the operation in a traced program.
+        on_tpu: whether TPUs run it.
+        is_alone: whether one device runs it, or each its own inside shard_map.
+    """
+    if not parameters.keys() >= {"programs", "num_consts", "forced"}:
+        return None
+    kernels = _KERNELS if is_alone else _SHARED
+    return parameters["programs"][_chosen(kernels if on_tpu else _PLAIN, parameters)]
 
 
 def _batch(arguments, axes, **parameters):

@@ -14,6 +14,7 @@ import jax
 from jax.core import Tracer
 
 from convt5.runtime import stages
+from convt5.training import flops
 from convt5.training.programs import Kept, Program, found_by_jax, is_own
 
 # Dense bfloat16 FLOPs per second of one jax device, from vendors' data sheets. On TPU v2 and v3 a
@@ -47,8 +48,8 @@ class CompiledStep(NamedTuple):
     Attributes:
         call: runs the function.
         seconds: time to compile it, or to load it from the cache.
-        flops: FLOPs of one call over all devices, as stated by the program before optimisation;
-            None if unknown. Does not include Pallas kernels.
+        flops: FLOPs of one call over all devices, as stated by the program before optimisation,
+            with every step of its loops; None if unknown. Does not include Pallas kernels.
         temporary_bytes: memory per device beside arguments and results; None if unknown.
         was_kept: whether an earlier process compiled it.
     """
@@ -74,7 +75,8 @@ def compile_step(jitted: Any, *args: Any, kept: Kept | None = None) -> CompiledS
     if program is not None:
         return _loaded(program, start)
     with stages.stage("trace"):
-        lowered = jitted.lower(*args)
+        traced = jitted.trace(*args)
+        lowered = traced.lower()
     with stages.stage("load"):
         program = None if kept is None else kept.load(args, lowered)
     if program is not None:
@@ -85,12 +87,22 @@ def compile_step(jitted: Any, *args: Any, kept: Kept | None = None) -> CompiledS
     costs = lowered.cost_analysis()
     memory = compiled.memory_analysis()
     facts = {
-        "flops": costs.get("flops") if isinstance(costs, dict) else None,
+        "flops": _flops(traced, costs, args),
         "temporary_bytes": getattr(memory, "temp_size_in_bytes", None),
     }
     if kept is not None and not was_found():
         kept.save(args, lowered, compiled, facts)
     return CompiledStep(compiled, seconds, **facts)
+
+
+def _flops(traced: Any, costs: Any, args: Sequence[Any]) -> float | None:
+    """Returns the FLOPs of a program, with all steps of its loops and all devices; or None."""
+    counted = costs.get("flops") if isinstance(costs, dict) else None
+    if counted is None:
+        return None
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
+    devices = next((list(s.device_set) for s in shardings if s), jax.local_devices()[:1])
+    return counted + flops.uncounted(traced.jaxpr, devices)
 
 
 def _loaded(program: Program, start: float) -> CompiledStep:
