@@ -102,6 +102,17 @@ def test_tensorboard_files_are_written_to_disks_and_buckets(bucket, scheme):
     assert found == [*first, (2, "train/loss", 0.5)]
 
 
+@pytest.mark.parametrize("last_step", [0, 2])
+def test_tensorboard_hides_what_a_killed_process_logged_beyond_the_checkpoint(tmp_path, last_step):
+    for _ in range(2):
+        run_log.TensorBoard(tmp_path, last_step=last_step).close()
+    starts = [
+        [e.step for e in read_events(path) if e.session_log.status == event_pb2.SessionLog.START]
+        for path in tmp_path.iterdir()
+    ]
+    assert starts == [[last_step + 1]] * 2
+
+
 def test_wandb_without_its_package_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(errors.UserError, match=r"pip install 'convt5\[wandb\]'"):

@@ -258,9 +258,9 @@ class TensorBoard:
         self._file = record_writer.RecordWriter(path)
         self._made: Any = event_pb2  # Its contents are generated at import.
         self._add(0, file_version="brain.Event:2")
-        if last_step:  # Hides records that an interrupted run logged beyond its checkpoint.
-            status = self._made.SessionLog.START
-            self._add(last_step + 1, session_log=self._made.SessionLog(status=status))
+        # Hides records that a killed process logged beyond the checkpoint, or before the first one.
+        status = self._made.SessionLog.START
+        self._add(last_step + 1, session_log=self._made.SessionLog(status=status))
 
     def write(self, step: int, record: Record) -> None:
         from tensorboardX import summary
