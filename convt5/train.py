@@ -121,7 +121,7 @@ def dry_run(run: "TrainRun") -> str:
         run.init_from.check(plan.abstract.model)
         run.init_from.check_num_steps(run.num_steps)
         if run.has_vocabulary_here():
-            run.init_from.check_vocabulary(run.kept_text())
+            run.init_from.check_vocabulary(run.kept_text(), plan.abstract.model)
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
     return "\n".join(
         [

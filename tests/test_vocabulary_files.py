@@ -15,6 +15,7 @@ import convt5
 from convt5 import convert, errors, infer, train
 from convt5 import eval as convt5_eval
 from convt5.evaluation import run_settings
+from convt5.interchange import initialization
 from convt5.text import vocabulary_files
 from convt5.training.run_directory import CONFIG_FILE
 
@@ -294,6 +295,27 @@ initialization.InitFrom.path = '{trained}'
         exclude = "initialization.InitFrom.exclude = ['token_embedder/embedding']\n"
         tuned = gin_file(tmp_path, "tuned", rows=data, model=other, extra=start + exclude)
         assert train.main([f"--gin_file={tuned}"]) == 0
+
+    def test_fine_tuning_refuses_an_output_head_of_another_vocabulary(self, tmp_path, words):
+        def kept(model):
+            return vocabulary_files.of(vocabularies.sentencepiece(str(model)))
+
+        own, other = kept(words), kept(tmp_path / "other.model")
+        vocabulary_files.write(
+            tmp_path / "run" / vocabulary_files.FOLDER, vocabulary_files.KeptText(own, own)
+        )
+
+        def check(*, targets, **settings):
+            model = tiny_run.make_model(tie_output=False)
+            text = vocabulary_files.KeptText(other, targets)
+            source = initialization.InitFrom(path=str(tmp_path / "run"), **settings)
+            source.check_vocabulary(text, model)
+
+        check(targets=own, exclude=["token_embedder"])
+        check(targets=other, exclude=["token_embedder", "output_head"])
+        for excluded, taken in (("token_embedder", "output_head"), ("output_head", "token_embed")):
+            with pytest.raises(errors.UserError, match=rf"vocabulary of .*exclude \['{taken}"):
+                check(targets=other, exclude=[excluded])
 
     def test_what_is_made_of_a_run_has_its_vocabulary(self, trained, tmp_path, data, words):
         export = tmp_path / "export"

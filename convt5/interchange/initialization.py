@@ -19,6 +19,7 @@ from convt5.modeling.tree_paths import matches, named_leaves, pattern_faults
 from convt5.text import vocabulary_files
 
 TOKEN_TABLE = "token_embedder/embedding"
+OUTPUT_TABLE = "output_head/kernel"
 
 
 class Report(NamedTuple):
@@ -119,15 +120,28 @@ class InitFrom:
             )
         return reading.find_checkpoint(self.path, step=self.step)
 
-    def check_vocabulary(self, text: vocabulary_files.KeptText | None) -> None:
-        """Raises `UserError` if token embeddings would be copied to ids that mean other text.
+    def check_vocabulary(self, text: vocabulary_files.KeptText | None, model: Any) -> None:
+        """Raises `UserError` if tables would be copied to ids that mean other text.
 
         Args:
             text: the text of each id in the new run; None if unknown.
+            model: its model; abstract shapes suffice.
         """
-        if matches(TOKEN_TABLE, self.include) and not matches(TOKEN_TABLE, self.exclude):
-            remedy = f"exclude {TOKEN_TABLE!r} to start with new embeddings"
-            vocabulary_files.check_same_ids(text, self.path, where="InitFrom", remedy=remedy)
+        names = {name for name, _ in named_leaves(model)}
+        taken = [table for table in (TOKEN_TABLE, OUTPUT_TABLE) if table in names]
+        taken = [table for table in taken if self._takes(table)]
+        if taken:
+            vocabulary_files.check_same_ids(
+                text,
+                self.path,
+                where="InitFrom",
+                remedy=f"exclude {taken!r} to start with new ones",
+                halves=("inputs", "targets") if TOKEN_TABLE in taken else ("targets",),
+            )
+
+    def _takes(self, name: str) -> bool:
+        """Returns whether a parameter is to be copied."""
+        return matches(name, self.include) and not matches(name, self.exclude)
 
     def apply(self, model: Any) -> tuple[Any, Report]:
         """Returns the model with the copied parameters, sharded as before, and a report.
@@ -166,7 +180,7 @@ class InitFrom:
                 if not any(matches(name, [pattern]) for name in every):
                     faults.append(f"{field}: {pattern!r} matches no parameter; correct it.")
         for name in every:
-            if not matches(name, self.include) or matches(name, self.exclude):
+            if not self._takes(name):
                 if name in model:
                     report.fresh.append(name)
                 if name in saved:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from etils import epath
@@ -122,7 +122,12 @@ class TextFeatures(NamedTuple):
 
 
 def check_same_ids(
-    text: KeptText | None, model: epath.PathLike, *, where: str, remedy: str
+    text: KeptText | None,
+    model: epath.PathLike,
+    *,
+    where: str,
+    remedy: str,
+    halves: Sequence[str] = ("inputs", "targets"),
 ) -> None:
     """Raises `UserError` if a model would read and write ids that mean other text to it.
 
@@ -131,11 +136,12 @@ def check_same_ids(
         model: where the model lies, with the vocabularies that it was trained with, if known.
         where: begins the message.
         remedy: ends the message, after "give the run the vocabulary of the checkpoint, or".
+        halves: whose ids are compared.
     """
     before = load(model) if text else None
     if text is None or before is None:
         return
-    for name in ("inputs", "targets"):
+    for name in halves:
         own, other = getattr(text, name), getattr(before, name)
         if not own.agrees_with(other):
             raise errors.UserError(

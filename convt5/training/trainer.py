@@ -341,7 +341,7 @@ class _Session:
         if restored is not None or run.init_from is None:
             return restored
         self._source = str(run.init_from.path)
-        run.init_from.check_vocabulary(self._text)
+        run.init_from.check_vocabulary(self._text, plan.abstract.model)
         if not run.init_from.continue_training:
             return None
         run.init_from.check_num_steps(run.num_steps)
