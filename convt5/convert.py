@@ -136,12 +136,13 @@ COMMAND = command_line.Command(
         ),
         command_line.Flag(
             "encoder_length",
-            "input length of stablehlo programs, in tokens (default: 512).",
+            "input length of stablehlo programs, in tokens (default: 512, or what the model's "
+            "positions reach).",
             {"type": int},
         ),
         command_line.Flag(
             "decoder_length",
-            "most decoding steps of stablehlo programs (default: 114).",
+            "most decoding steps of stablehlo programs (default: 114, or as few).",
             {"type": int},
         ),
     ],

@@ -422,6 +422,16 @@ def test_an_import_without_a_vocabulary_has_not_that_of_the_data_to_go_on_with(
     assert convt5.load_vocabulary(out).vocab_size == 359
 
 
+def test_a_damaged_vocabulary_is_named_before_anything_is_written(tmp_path):
+    write_t5(tmp_path, tiny())
+    (tmp_path / "spiece.model").write_bytes(word_pieces.trained_model()[:-9])
+    for target in ("run", "transformers"):
+        flags = ("--from=hf", f"--to={target}", f"--checkpoint={tmp_path}")
+        with pytest.raises(UserError, match=r"spiece\.model cannot be read \(it is no Sentence"):
+            convert.main([*flags, f"--output_dir={tmp_path}/out"])
+        assert not (tmp_path / "out").exists()
+
+
 @pytest.fixture
 def with_words(capsys, checkpoint, tmp_path):
     """An imported run with a vocabulary of 25 pieces and 100 sentinels, and a text of its words."""

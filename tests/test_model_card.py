@@ -6,6 +6,8 @@ import pytest
 from etils import epath
 
 from convt5.interchange import model_card
+from convt5.interchange.mapping import Imported, Report
+from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.runtime import foreign_files
 from convt5.text import task_format
 
@@ -27,6 +29,18 @@ def test_names_of_a_run_add_no_line_and_no_cell_to_the_card(tmp_path):
     header, rule, row = metrics.splitlines()
     assert row == r"| a\|b`c``d\n# Title\x1b[2J | 0.5000 |"
     assert len(header) == len(rule) == len(row)
+
+
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_a_card_shows_a_tokenizer_where_there_is_one(has_tokenizer, tmp_path):
+    sizes = {"vocab_size": 9, "emb_dim": 4, "mlp_dim": 4, "num_heads": 1, "head_dim": 4}
+    stack = StackConfig(num_layers=1, mixing="attention")
+    config = ConvT5Config(**sizes, encoder=stack, decoder=stack)
+    imported = Imported(config, {}, (), Report())
+    about = {"origin": str(tmp_path), "licence": None, "needs_code": True}
+    card = model_card.text(imported, **about, has_tokenizer=has_tokenizer)
+    assert ("AutoTokenizer" in card) == has_tokenizer
+    assert 'AutoModelForSeq2SeqLM.from_pretrained(".", trust_remote_code=True)' in card
 
 
 def test_what_is_not_recorded_is_said_to_be_so(tmp_path):

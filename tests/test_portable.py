@@ -246,3 +246,11 @@ def test_programs_with_attention_in_the_encoder_take_any_batch():
 def test_lengths_of_programs_are_checked(model, tmp_path):
     with pytest.raises(UserError, match="encoder_length=0 must be at least 1"):
         stablehlo.write_programs(tmp_path, model, encoder_length=0, decoder_length=4)
+    stack = StackConfig(num_layers=1, mixing="depthwise", kernel_size=2)
+    config = hybrid(encoder=stack, decoder=stack, positions="learned", max_positions=6)
+    learned = jax.jit(config.build)(jax.random.key(1))
+    with pytest.raises(UserError, match="decoder_length=7 must be at least 1, and at most 6"):
+        stablehlo.write_programs(tmp_path, learned, decoder_length=7)
+    stablehlo.write_programs(tmp_path, learned)
+    about = json.loads((tmp_path / "programs.json").read_text())
+    assert (about["encoder_length"], about["decoder_length"]) == (6, 6)

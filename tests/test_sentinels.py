@@ -1,6 +1,7 @@
 """Sentinels are those of the vocabulary, wherever it has them, in every part that meets them."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from convt5.tasks import vocabularies
 from convt5.tasks.span_corruption import span_corruption
 from hypothesis import given
 from hypothesis import strategies as st
+from sentencepiece import sentencepiece_model_pb2
 
 import convt5
 from convt5.evaluation import predictor
@@ -158,5 +160,30 @@ def test_a_published_byte_level_t5_brings_its_vocabulary(tmp_path, file):
 
 def test_what_transformers_has_no_tokenizer_of_is_not_written(vocabulary, tmp_path):
     one, other = (vocabulary_files.of(vocabulary[name]) for name in ("bytes", "t5"))
-    vocabulary_files.write_for_hugging_face(tmp_path, vocabulary_files.KeptText(one, other))
+    text = vocabulary_files.KeptText(one, other)
+    assert not vocabulary_files.write_for_hugging_face(tmp_path, text)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("options", [{"model_type": "bpe"}, {"user_defined_symbols": ["<sep>"]}])
+def test_what_transformers_would_split_into_other_ids_is_not_written(options, tmp_path):
+    model = word_pieces.trained_model(vocab_size=27, **options)
+    kept = vocabulary_files.KeptVocabulary("sentencepiece", 7, model)
+    text = vocabulary_files.KeptText(kept, kept)
+    assert not vocabulary_files.write_for_hugging_face(tmp_path, text)
+    assert not list(tmp_path.iterdir())
+
+
+def test_ids_of_special_pieces_are_those_of_the_pieces_not_of_the_training(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    messages: Any = sentencepiece_model_pb2  # Its contents are generated at import.
+    model = messages.ModelProto.FromString(word_pieces.trained_model())
+    model.pieces.insert(2, model.pieces[1])
+    model.pieces[2].piece = "<s>"  # As in T5's model with 100 sentinels.
+    kept = vocabulary_files.KeptVocabulary("sentencepiece", 7, model.SerializeToString())
+    assert model.trainer_spec.unk_id == 2
+    assert vocabulary_files.write_for_hugging_face(tmp_path, vocabulary_files.KeptText(kept, kept))
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    ours = vocabulary_files.build_vocabulary(kept, tmp_path / "spiece.model")
+    assert 3 in ours.encode("the Ж cat")
+    assert tokenizer.encode("the Ж cat").ids == [*ours.encode("the Ж cat"), 1]

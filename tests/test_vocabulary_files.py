@@ -108,6 +108,10 @@ class TestFiles:
             lambda folder: (folder / "about.json").write_text('{"inputs": {"words": 3}}'),
             lambda folder: (folder / "about.json").write_text('{"inputs": {"characters": -1}}'),
             lambda folder: (folder / "inputs.model").unlink(),
+            lambda folder: (folder / "inputs.model").write_bytes(b"{}"),
+            lambda folder: (folder / "inputs.model").write_bytes(
+                word_pieces.trained_model(eos_id=-1)
+            ),
         ],
     )
     def test_damaged_files_end_in_one_message(self, tmp_path, words, damage):

@@ -74,13 +74,14 @@ def convert(conversion: Conversion, destination: pathlib.Path, vocabulary: Any =
     formats = task_format.load(conversion.checkpoint)
     if text is None and conversion.target == "run" and isinstance(imported.config, ConvT5Config):
         imported.report.notes.append(_NO_VOCABULARY)
+    has_tokenizer = False
     with new_directory(destination) as folder:
         if formats:
             task_format.write(folder, formats)
         if text is not None:
             vocabulary_files.write(folder / vocabulary_files.FOLDER, text)
             if conversion.target in ("transformers", "hf"):
-                vocabulary_files.write_for_hugging_face(folder, text)
+                has_tokenizer = vocabulary_files.write_for_hugging_face(folder, text)
         if conversion.target == "run":
             state = make_state(imported)
             run_files.write_run(
@@ -93,7 +94,8 @@ def convert(conversion: Conversion, destination: pathlib.Path, vocabulary: Any =
                 keeps_vocabulary=text is not None and text.inputs == text.targets,
             )
         else:
-            _export(folder, imported, conversion, end_id=text.targets.end_id if text else 1)
+            end_id = text.targets.end_id if text else 1
+            _export(folder, imported, conversion, end_id=end_id, has_tokenizer=has_tokenizer)
     return f"{imported.report.text()}{_next_step(conversion, destination)}"
 
 
@@ -222,7 +224,12 @@ def _new_state(imported: Imported, training: Any) -> Any:
 
 
 def _export(
-    folder: pathlib.Path, imported: Imported, conversion: Conversion, *, end_id: int
+    folder: pathlib.Path,
+    imported: Imported,
+    conversion: Conversion,
+    *,
+    end_id: int,
+    has_tokenizer: bool,
 ) -> None:
     if conversion.target != "safetensors" and not isinstance(imported.config, ConvT5Config):
         raise errors.UserError(
@@ -245,6 +252,7 @@ def _export(
             origin=conversion.checkpoint,
             licence=conversion.license,
             needs_code=not is_t5,
+            has_tokenizer=has_tokenizer,
         )
         (folder / model_card.FILE).write_text(card)
     elif conversion.target == "hf":
@@ -252,13 +260,11 @@ def _export(
     elif conversion.target == "safetensors":
         portable.write_model(folder, imported.config, imported.params, step=imported.step)
     else:
-        given = {
-            "encoder_length": conversion.encoder_length,
-            "decoder_length": conversion.decoder_length,
-        }
-        lengths = {name: value for name, value in given.items() if value is not None}
         stablehlo.write_programs(
-            folder, imported.model(), **{"encoder_length": 512, "decoder_length": 114, **lengths}
+            folder,
+            imported.model(),
+            encoder_length=conversion.encoder_length,
+            decoder_length=conversion.decoder_length,
         )
 
 

@@ -26,7 +26,14 @@ _FIGURES = {
 }
 
 
-def text(imported: Imported, *, origin: str, licence: str | None, needs_code: bool) -> str:
+def text(
+    imported: Imported,
+    *,
+    origin: str,
+    licence: str | None,
+    needs_code: bool,
+    has_tokenizer: bool,
+) -> str:
     """Returns the model card.
 
     Args:
@@ -34,8 +41,8 @@ def text(imported: Imported, *, origin: str, licence: str | None, needs_code: bo
         origin: the run directory or folder from which it was read.
         licence: licence of the weights, an identifier such as "apache-2.0"; None if unknown.
         needs_code: whether transformers needs the PyTorch file in the folder.
+        has_tokenizer: whether the folder has a tokenizer of transformers.
     """
-    trust = ", trust_remote_code=True" if needs_code else ""
     return (
         "\n".join(
             [
@@ -45,12 +52,9 @@ def text(imported: Imported, *, origin: str, licence: str | None, needs_code: bo
                 *_description(imported),
                 "",
                 "```python",
-                "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer",
-                "",
-                f'tokenizer = AutoTokenizer.from_pretrained("."{trust})  # This folder.',
-                f'model = AutoModelForSeq2SeqLM.from_pretrained("."{trust})',
-                'inputs = tokenizer("a text", return_tensors="pt")',
-                "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))",
+                *(_use if has_tokenizer else _use_of_ids)(
+                    ", trust_remote_code=True" if needs_code else ""
+                ),
                 "```",
                 "",
                 "## Data",
@@ -69,6 +73,26 @@ def text(imported: Imported, *, origin: str, licence: str | None, needs_code: bo
         )
         + "\n"
     )
+
+
+def _use(trust: str) -> list[str]:
+    return [
+        "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer",
+        "",
+        f'tokenizer = AutoTokenizer.from_pretrained("."{trust})  # This folder.',
+        f'model = AutoModelForSeq2SeqLM.from_pretrained("."{trust})',
+        'inputs = tokenizer("a text", return_tensors="pt")',
+        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))",
+    ]
+
+
+def _use_of_ids(trust: str) -> list[str]:
+    return [
+        "from transformers import AutoModelForSeq2SeqLM",
+        "",
+        "# The folder has no tokenizer of transformers: the model reads and writes token ids.",
+        f'model = AutoModelForSeq2SeqLM.from_pretrained("."{trust})  # This folder.',
+    ]
 
 
 def _front_matter(licence: str | None) -> list[str]:

@@ -35,27 +35,34 @@ Arrays = Mapping[str, Any]
 
 
 def write_programs(
-    path: str | pathlib.Path, model: ConvT5, *, encoder_length: int, decoder_length: int
+    path: str | pathlib.Path,
+    model: ConvT5,
+    *,
+    encoder_length: int | None = None,
+    decoder_length: int | None = None,
 ) -> None:
     """Writes parameters and programs into an existing folder.
 
     Args:
         path: the folder.
         model: the model.
-        encoder_length: tokens per source, padded with 0.
-        decoder_length: maximum number of decoding steps.
+        encoder_length: tokens per source, padded with 0; None means 512, or what its learned
+            positions reach.
+        decoder_length: maximum number of decoding steps; None means 114, or what they reach.
 
     Raises:
-        UserError: a length that is not positive.
+        UserError: a length that is not positive, or more than the model's positions reach.
     """
+    first, second = model.config.most_tokens("encoder"), model.config.most_tokens("decoder")
+    encoder_length = min(512, first or 512) if encoder_length is None else encoder_length
+    decoder_length = min(114, second or 114) if decoder_length is None else decoder_length
+    lengths = (("encoder", encoder_length, first), ("decoder", decoder_length, second))
     errors.raise_all(
         [
-            f"{name}={value} must be at least 1."
-            for name, value in (
-                ("encoder_length", encoder_length),
-                ("decoder_length", decoder_length),
-            )
-            if value < 1
+            f"{stack}_length={value} must be at least 1"
+            + (f", and at most {limit}, which the model's positions reach." if limit else ".")
+            for stack, value, limit in lengths
+            if value < 1 or (limit and value > limit)
         ],
         where="stablehlo",
     )

@@ -10,11 +10,14 @@ from typing import Any
 
 _SPACE = "▁"
 _UNIGRAM = 1
-_CONTROL, _USER_DEFINED = 3, 4
+_SPECIAL_TYPES = _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 
 
 def describe(model: bytes, marks: Mapping[int, str]) -> dict[str, Any] | None:
-    """Returns the contents of tokenizer.json; None for a model of another type than unigram.
+    """Returns the contents of tokenizer.json; None for a model that it cannot express.
+
+    Such are models of another type than unigram, and those with symbols that a user defined beside
+    sentinels: `tokenizers` begins a new text behind each, without the space before it.
 
     Args:
         model: contents of a SentencePiece model file.
@@ -25,26 +28,27 @@ def describe(model: bytes, marks: Mapping[int, str]) -> dict[str, Any] | None:
     messages: Any = sentencepiece_model_pb2  # Its contents are generated at import.
     proto = messages.ModelProto.FromString(model)
     trained = proto.trainer_spec
-    if trained.model_type != _UNIGRAM:
+    by_type = {t: {i for i, p in enumerate(proto.pieces) if p.type == t} for t in _SPECIAL_TYPES}
+    if trained.model_type != _UNIGRAM or by_type[_USER_DEFINED] - marks.keys():
         return None
+    # Not the ids of `trained`: pieces may have been put in since.
+    (unknown,) = by_type[_UNKNOWN]
+    end = next(i for i, piece in enumerate(proto.pieces) if piece.piece == trained.eos_piece)
     pieces = [[piece.piece, piece.score] for piece in proto.pieces]
     pieces += [["", 0.0] for _ in range(len(pieces), max(marks, default=0) + 1)]
     for token, mark in marks.items():
         pieces[token] = [mark, 0.0]
-    special = {i for i, piece in enumerate(proto.pieces) if piece.type == _CONTROL} | marks.keys()
-    added = special | {i for i, piece in enumerate(proto.pieces) if piece.type == _USER_DEFINED}
-    added |= {trained.unk_id}
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            _added(token, pieces[token][0], is_special=token in special or token == trained.unk_id)
-            for token in sorted(added)
+            _added(token, pieces[token][0])
+            for token in sorted(by_type[_CONTROL] | {unknown} | marks.keys())
         ],
         "normalizer": {"type": "Sequence", "normalizers": _normalizers(proto.normalizer_spec)},
         "pre_tokenizer": None,
-        "post_processor": _end_token(trained.eos_id, pieces[trained.eos_id][0]),
+        "post_processor": _end_token(end, pieces[end][0]),
         "decoder": {
             "type": "Sequence",
             "decoders": [
@@ -56,7 +60,7 @@ def describe(model: bytes, marks: Mapping[int, str]) -> dict[str, Any] | None:
         },
         "model": {
             "type": "Unigram",
-            "unk_id": trained.unk_id,
+            "unk_id": unknown,
             "vocab": pieces,
             "byte_fallback": trained.byte_fallback,
         },
@@ -80,9 +84,9 @@ def _replace(pattern: str, content: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
 
 
-def _added(token: int, content: str, *, is_special: bool) -> dict[str, Any]:
+def _added(token: int, content: str) -> dict[str, Any]:
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": token, "content": content, **plain, "special": is_special}
+    return {"id": token, "content": content, **plain, "special": True}
 
 
 def _end_token(token: int, content: str) -> dict[str, Any]:

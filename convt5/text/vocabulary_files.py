@@ -257,52 +257,58 @@ def added_tokens(model: epath.PathLike) -> list[str]:
     tokens += foreign_files.find_json(file.parent / "added_tokens.json") or {}
     try:
         processor = _processor(read_model(file))
-    except (OSError, ValueError, RuntimeError):  # It is damaged, which is told where it is read.
+    except (OSError, ValueError):  # It is damaged, which is told where it is read.
         return []
     unread = [t for t in tokens if isinstance(t, str) and not sentinels.MARK.fullmatch(t)]
     return [t for t in dict.fromkeys(unread) if processor.IdToPiece(processor.PieceToId(t)) != t]
 
 
-def write_for_hugging_face(folder: epath.PathLike, text: KeptText) -> None:
-    """Writes the vocabulary in the format of transformers, into an existing folder.
+def write_for_hugging_face(folder: epath.PathLike, text: KeptText) -> bool:
+    """Writes the vocabulary in the format of transformers; returns whether there is such a one.
 
-    Writes only vocabularies for which transformers has a tokenizer, the same for inputs and
-    targets: SentencePiece, and bytes. Of published byte-level T5s, which have no sentinel ids of
-    their own, it writes no sentinels.
+    Writes only vocabularies for which transformers has a tokenizer with the same ids, the same for
+    inputs and targets: bytes, and what `tokenizer_files` describes. Of published byte-level T5s,
+    which have no sentinel ids of their own, it writes no sentinels.
+
+    Args:
+        folder: an existing folder.
+        text: the text of ids.
     """
     folder, kept = epath.Path(folder), text.inputs
     if text.targets != kept:
-        return
-    about: dict[str, Any] = {"tokenizer_class": _BYTE_TOKENIZER, "extra_ids": 125}
+        return False
+    about: dict[str, Any] | None = {"tokenizer_class": _BYTE_TOKENIZER, "extra_ids": 125}
     if kept.kind == "sentencepiece":
         about = _write_pieces(folder, kept)
     elif kept.num_sentinels:
         about |= {"extra_ids": 0, "added_tokens_decoder": _byte_sentinels(kept.num_sentinels)}
+    if about is None:
+        return False
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     (folder / _TOKENIZER_FILE).write_text(json.dumps(special | about, indent=2) + "\n")
+    return True
 
 
-def _write_pieces(folder: epath.Path, kept: KeptVocabulary) -> dict[str, Any]:
+def _write_pieces(folder: epath.Path, kept: KeptVocabulary) -> dict[str, Any] | None:
     """Writes a SentencePiece vocabulary, and returns what tokenizer_config.json says of it."""
-    (folder / HUGGING_FACE_FILE).write_bytes(kept.model)
     processor = _processor(kept.model)
     own, size = sentinels.own_pieces(processor), processor.GetPieceSize()
     marks = own or range(size + kept.num_sentinels - 1, size - 1, -1)
     spelled = {token: sentinels.mark(number) for number, token in enumerate(marks)}
-    about: dict[str, Any] = {
-        "tokenizer_class": "T5Tokenizer",
+    contents = tokenizer_files.describe(kept.model, spelled)
+    if contents is None:
+        return None
+    (folder / HUGGING_FACE_FILE).write_bytes(kept.model)
+    (folder / "tokenizer.json").write_text(json.dumps(contents, indent=1) + "\n")
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
         "extra_ids": 0 if own else kept.num_sentinels,
         "pad_token": processor.IdToPiece(0),
         "eos_token": processor.IdToPiece(processor.eos_id()),
         "unk_token": processor.IdToPiece(processor.unk_id()),
+        "clean_up_tokenization_spaces": False,
+        "additional_special_tokens": list(spelled.values()),
     }
-    contents = tokenizer_files.describe(kept.model, spelled)
-    if contents is not None:
-        (folder / "tokenizer.json").write_text(json.dumps(contents, indent=1) + "\n")
-        about["tokenizer_class"] = "PreTrainedTokenizerFast"
-        about["clean_up_tokenization_spaces"] = False
-        about["additional_special_tokens"] = list(spelled.values())
-    return about
 
 
 def _byte_sentinels(count: int) -> dict[str, dict[str, Any]]:
@@ -377,10 +383,7 @@ def _of_hugging_face(model: epath.PathLike) -> epath.Path | None:
 
 def _num_sentinels(file: epath.Path, model: bytes) -> int:
     """Returns how many sentinels a SentencePiece model of transformers has, or is given there."""
-    try:
-        own = len(_own_sentinels(model))
-    except RuntimeError:  # It is damaged, which is told where it is read.
-        own = 0
+    own = len(sentinels.own_pieces(_processor(model)))
     given = (foreign_files.find_json(file.parent / _TOKENIZER_FILE) or {}).get("extra_ids")
     if type(given) is not int or not 0 <= given <= MOST_TOKENS:
         given = sentinels.T5_SENTINELS
@@ -421,8 +424,15 @@ def _read_vocabulary(about: Mapping[str, Any], file: epath.Path) -> KeptVocabula
 
 
 def read_model(file: epath.PathLike) -> bytes:
-    """Returns a SentencePiece model as it is; raises `ValueError` for a file that is too large."""
-    return foreign_files.read_bytes(file, foreign_files.MOST_VOCABULARY_BYTES)
+    """Returns a SentencePiece model as it is; raises `ValueError` for a file that is none."""
+    model = foreign_files.read_bytes(file, foreign_files.MOST_VOCABULARY_BYTES)
+    try:
+        processor = _processor(model)
+    except RuntimeError:
+        raise ValueError("it is no SentencePiece model") from None
+    if processor.eos_id() < 0:
+        raise ValueError("it has no end piece")
+    return model
 
 
 def _count(value: Any, *, none: bool = False) -> Any:
@@ -438,10 +448,6 @@ def _pieces(model: bytes) -> list[str]:
     while pieces and SENTINEL_PIECE.fullmatch(pieces[-1]):
         pieces.pop()
     return pieces
-
-
-def _own_sentinels(model: bytes) -> tuple[int, ...]:
-    return sentinels.own_pieces(_processor(model))
 
 
 def _processor(model: bytes) -> Any:
