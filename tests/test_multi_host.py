@@ -1,6 +1,7 @@
 """Flags and environment say which process of a run this is, and mistakes are told."""
 
 import argparse
+import socket
 
 import pytest
 
@@ -66,6 +67,17 @@ def test_an_address_without_a_port_that_exists_is_told(address):
 @pytest.mark.parametrize("address", ["head:1", "10.0.0.2:65535", "[::1]:8476"])
 def test_an_address_is_a_host_and_a_port(address):
     assert settings(ALL, coordinator_address=address)["coordinator_address"] == address
+
+
+@pytest.mark.parametrize("bound", [None, "127.0.0.1"])
+def test_a_port_in_use_is_told_before_jax_crashes(monkeypatch, bound):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if bound:
+            monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", f"{bound}:{port}")
+        flags = [f"--coordinator_address=here:{port}", "--num_processes=2", "--process_id=0"]
+        with pytest.raises(errors.UserError, match=r"cannot listen on port \d+ \(Address alr"):
+            train.main(["--gin_file=none.gin", *flags])
 
 
 def test_the_commands_have_the_flags():

@@ -6,8 +6,10 @@ slices, GKE, SLURM and with `launch/local.py`.
 
 import argparse
 import contextlib
+import errno
 import os
 import re
+import socket
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -84,12 +86,14 @@ def join(flags: argparse.Namespace) -> Iterator[None]:
     others may be waiting for this process.
 
     Raises:
-        UserError: as `settings`, or the other hosts cannot be found.
+        UserError: as `settings`, the other hosts cannot be found, or they cannot reach this one.
     """
     arguments = settings(flags)
     if arguments is None:
         yield
         return
+    if arguments.get("process_id") == 0 and "coordinator_address" in arguments:
+        _check_can_listen(arguments["coordinator_address"])
     import jax
 
     try:
@@ -127,6 +131,28 @@ def _check_address(address: str) -> None:
             f"coordinator_address={address!r} must be HOST:PORT with a port from 1 to 65535, such "
             "as 10.0.0.2:8476."
         )
+
+
+def _check_can_listen(address: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Checks the port of the first process, because JAX's runtime crashes where it is in use."""
+    port = address.rpartition(":")[2]
+    everywhere = f"{'[::]' if socket.has_dualstack_ipv6() else ''}:{port}"
+    bound = environ.get("JAX_COORDINATOR_BIND_ADDRESS", everywhere)
+    host, _, port = bound.rpartition(":")
+    if not port.isdecimal():
+        return  # JAX tells what is wrong with its variable.
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, int(port)), family=family, dualstack_ipv6=host == "::").close()
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            return  # JAX tells the rest.
+        raise errors.UserError(
+            f"coordinator_address={address!r}: this process cannot listen on port {port} "
+            f"({os.strerror(error.errno)}); stop what uses it, or choose another port for all "
+            "processes."
+        ) from error
 
 
 def _heartbeat(environ: Mapping[str, str]) -> int:
