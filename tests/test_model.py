@@ -315,6 +315,7 @@ RELATIVE = {
         ({"encoder": stack(num_kernels=3)}, "num_kernels=3 must divide emb_dim=8"),
         ({"decoder": stack(padding="CENTERED")}, "must be causal"),
         ({"encoder": stack(mixing="dynmic")}, "Did you mean dynamic"),
+        ({"encoder": stack(mixing={})}, "encoder.mixing={} must be one of"),
         ({"encoder": stack(attention_layers=(2,))}, "attention_layers holds 2"),
         ({"positions": "learned"}, "max_positions=None must be the longest"),
         ({"max_positions": -4}, "max_positions=-4 must be an integer of at least 1"),

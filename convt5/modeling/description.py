@@ -158,8 +158,9 @@ class StackConfig:
 
     def _kind_faults(self, where: str) -> list[str]:
         rule = rules.choice(*KINDS)
-        kinds = dict.fromkeys(self.mixing if _is_list(self.mixing) else (self.mixing,))
-        return [f"{where}.mixing={kind!r} {wrong}" for kind in kinds if (wrong := rule(kind))]
+        kinds = self.mixing if _is_list(self.mixing) else (self.mixing,)
+        faults = (f"{where}.mixing={kind!r} {wrong}" for kind in kinds if (wrong := rule(kind)))
+        return list(dict.fromkeys(faults))
 
     def _attention_faults(self, where: str) -> list[str]:
         if not _is_list(self.attention_layers):
