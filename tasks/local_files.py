@@ -26,6 +26,9 @@ OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 
 COMPRESSION_RULE = f"Of compressed files those are read whose names end in {', '.join(OPENERS)}."
 
+_UTF_16 = tuple(
+    mark.decode("utf-8", "surrogateescape") for mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+)
 _WHOLE_BYTES = 2**24
 _NUM_BLOCKS = 64
 _BLOCK_BYTES = 2**16
@@ -213,9 +216,10 @@ def handle_invalid(
     except UnicodeEncodeError as error:
         if policy == "refuse":
             byte = ord(text[error.start]) & 0xFF
+            encoding = "utf-16" if line == 1 and text.startswith(_UTF_16) else "latin1"
             raise errors.UserError(
                 f"file {name!r}, line {line} is not UTF-8 (byte 0x{byte:02x} after "
-                f"{text[: error.start][-20:]!r}); convert the file (iconv -f latin1 -t utf-8), "
+                f"{text[: error.start][-20:]!r}); convert the file (iconv -f {encoding} -t utf-8), "
                 "leave it out of the path, or set invalid_utf8 to 'replace' or 'skip'. "
                 f"{COMPRESSION_RULE}"
             ) from None

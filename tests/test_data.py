@@ -605,7 +605,7 @@ def test_a_cached_task_needs_no_source(tmp_path):
         task_data.check_split(task, "train")
     make_cache(tmp_path / "texts", ROWS)
     mixture = seqio.Mixture("all", [task], default_rate=seqio.mixing_rate_num_examples)
-    cached = config(mixture, cache_dirs=[str(tmp_path)], num_epochs=1)
+    cached = config(mixture, cache_dirs=str(tmp_path), num_epochs=1)
     cached.check_rows()
     assert cached._rates(mixture) == {task: len(ROWS)}
     assert cached.num_examples() is None

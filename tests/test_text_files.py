@@ -269,6 +269,20 @@ def test_bytes_that_are_no_text_are_named(tmp_path):
         TextFiles(path=str(tmp_path / "image.txt")).stored()
 
 
+@pytest.mark.parametrize(
+    ("encoding", "named"), [("utf-16-le", "utf-16"), ("utf-16-be", "utf-16"), ("latin1", "latin1")]
+)
+def test_the_encoding_of_text_that_is_no_utf_8_is_guessed(tmp_path, encoding, named):
+    mark = "" if encoding == "latin1" else "\ufeff"
+    (tmp_path / "rows.csv").write_bytes(f"{mark}text\nnaïve\n".encode(encoding))
+    for read in (
+        TextFiles(path=tmp_path).stored,
+        lambda: [*tables.read_rows(f"{tmp_path}/rows.csv")],
+    ):
+        with pytest.raises(errors.UserError, match=rf"iconv -f {named} -t utf-8"):
+            read()
+
+
 def test_a_cut_off_archive_is_named(tmp_path):
     whole = gzip.compress(b"one\ntwo\n" * 1000)
     (tmp_path / "cut.txt.gz").write_bytes(whole[: len(whole) // 2])

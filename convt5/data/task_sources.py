@@ -13,8 +13,9 @@ from convt5 import errors
 _CACHED_SPLIT = re.compile(r"info\.(.+)\.json")
 
 
-def use_caches(folders: Iterable[str]) -> None:
+def use_caches(folders: str | Iterable[str]) -> None:
     """Makes folders of caches known to seqio, on whose tasks rates and sources then depend."""
+    folders = [folders] if isinstance(folders, str) else folders
     known = seqio.get_global_cache_dirs()
     seqio.add_global_cache_dirs([name for name in folders if name not in known])
 
