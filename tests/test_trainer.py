@@ -300,6 +300,13 @@ def test_a_run_stopped_by_sigterm_continues_as_if_it_had_not(run, tmp_path, stop
     assert [r.get(validation) for r in stopped] == [r.get(validation) for r in whole]
 
 
+def test_other_intervals_of_records_evaluate_no_other_step(run, stopped_in, tmp_path):
+    stopped_in(3, log_every_steps=50)
+    run(log_every_steps=3)
+    assert [r["step"] for r in records(tmp_path) if "validation/loss" in r] == [5, 10]
+    assert [r["step"] for r in records(tmp_path)] == [1, 5, 6, 9, 10]
+
+
 def test_a_stop_ends_only_when_the_checkpoint_has_been_read_back(run, stopped_in, monkeypatch):
     check, handled = checkpoint.read_back.check, {}
 
@@ -385,6 +392,14 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_gradient(run
     assert caught.value.exit_code == 1
     assert np.isfinite(final_kernel(tmp_path, step=4)).all()
     assert [r["step"] for r in records(tmp_path)] == list(range(1, 7))
+
+
+def test_a_checkpoint_of_another_run_is_not_called_one_of_this_run(run, tmp_path):
+    run(num_steps=4)
+    source = initialization.InitFrom(path=str(tmp_path / "run"), continue_training=True)
+    fine = {"run_dir": str(tmp_path / "fine"), "init_from": source}
+    with pytest.raises(errors.TrainingError, match="no checkpoint was written before"):
+        run(train_data=RandomData(poisoned_batch=1), **fine)
 
 
 def test_a_stopped_run_can_go_on_with_better_data(run, tmp_path):

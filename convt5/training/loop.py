@@ -15,6 +15,7 @@ from flax import nnx
 
 import convt5
 from convt5 import errors
+from convt5.checkpoints import reading
 from convt5.checkpoints.checkpoint import Checkpointer, DataPositions, Restored
 from convt5.errors import checks
 from convt5.runtime import amounts, machine, stages
@@ -209,7 +210,9 @@ class Loop:
             placed = jax.device_put(memory, plan.shardings.spikes)
             self._state = dataclasses.replace(self._state, spikes=placed)
         self.step = restored.step if restored else 0
-        self._saved_step = self.step
+        # The state may come from another run.
+        saved = reading.steps_in(checkpointer.directory) if self.step else []
+        self._saved_step = self.step if self.step in saved else 0
         self._is_saved = True
         # Runs of versions that did not note it are taken to be evaluated.
         progress = restored.progress if restored else {}
@@ -256,8 +259,8 @@ class Loop:
             TrainingError: a step was not finite.
             Interrupted: a stop was requested; the state is saved.
         """
-        if self._meter.num_steps and self._intervals.logs(self.step):
-            self._record()  # The run was interrupted just before the record of its last step.
+        if self._meter.num_steps and self._measures(self.step):
+            self._record()  # The run was interrupted just before this evaluation.
             self._save(batches)
             self._check_best_metric()
         while self.step < self._intervals.num_steps and not self._patience.is_exhausted:
