@@ -50,9 +50,9 @@ def task(tmp_path, monkeypatch):
     return task_of(tmp_path / "text.txt")
 
 
-def task_of(path):
+def task_of(path, **settings):
     task = pretraining.text_span_corruption(
-        str(path), validation_fraction=0.1, merge_documents=False
+        str(path), validation_fraction=0.1, merge_documents=False, **settings
     )
     return task.replace(shuffle_buffer_size=50)
 
@@ -195,6 +195,15 @@ def test_changed_text_is_named_when_a_run_goes_on(task, tmp_path):
     (tmp_path / "text.txt").write_text("other text\n" * 50)
     with pytest.raises(errors.UserError, match=r"changed since its checkpoint \(content: "):
         build(task).set_state(state)
+
+
+def test_changed_settings_of_a_task_are_told_when_a_run_goes_on(task, tmp_path):
+    batches = build(task)
+    take(batches, 2)
+    resumed = build(task_of(tmp_path / "text.txt", noise_density=0.1))
+    resumed.set_state(batches.get_state())
+    with pytest.warns(UserWarning, match="its settings, its functions or a library have changed"):
+        next(resumed)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Streams of examples: each block is made from its place alone, and a position is a few numbers."""
 
 import concurrent.futures
+import contextlib
 import json
 
 import numpy as np
@@ -123,6 +124,18 @@ def test_a_position_without_counts_counts_from_there():
     source.set_state([0, 1, 3, 1])
     take(source, 1)
     assert source.counts == Counts(1, 1, 0, 0)
+
+
+@pytest.mark.parametrize(("taken", "is_told"), [(4, True), (3, False)])
+def test_a_position_in_a_block_that_is_another_by_now_is_told(taken, is_told):
+    before, now = stream(5, task=1), stream(5, task=2)
+    take(before, taken)
+    position = before.get_state()
+    now.set_state(position)
+    assert now.get_state() == position
+    with pytest.warns(UserWarning, match="other examples") if is_told else contextlib.nullcontext():
+        take(now, 1)
+    take(now, 1)  # Told once.
 
 
 def test_tasks_are_drawn_by_their_rates():

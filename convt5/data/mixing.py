@@ -5,6 +5,7 @@ a position consists of the block and the number of examples taken from it. This 
 depend on TensorFlow; `task_blocks` makes the blocks.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, NamedTuple
@@ -64,17 +65,20 @@ class TaskStream:
         make: makes a block; may run in another thread.
         executor: runs it.
         num_epochs: number of epochs; None never ends.
+        name: the name of the task, for messages.
 
     Attributes:
         counts: counts of the examples taken since the first.
     """
 
-    def __init__(self, make: MakeBlock, executor: Executor, num_epochs: int | None):
+    def __init__(self, make: MakeBlock, executor: Executor, num_epochs: int | None, name: str = ""):
         self._make = make
         self._executor = executor
         self._num_epochs = num_epochs
+        self._name = name
         self._requests: dict[BlockPlace, Future[Block]] = {}
         self._place, self._taken = BlockPlace(), 0
+        self._saved_digest = 0  # Of the block at a saved position, until it is made again.
         self.counts = Counts()
 
     def peek(self, count: int) -> Examples:
@@ -101,7 +105,7 @@ class TaskStream:
     def advance(self, count: int) -> None:
         """Consumes examples returned by `peek`."""
         while count > 0:
-            block = self._request(self._place).result()
+            block = self._block(self._place)
             taken = max(0, min(count, block.examples.count - self._taken))
             flags = block.examples.flags[self._taken : self._taken + taken]
             self.counts = self.counts.plus(flags)
@@ -114,21 +118,29 @@ class TaskStream:
     def get_state(self) -> list[int]:
         """Returns the position: epoch, block, source examples before it, examples taken from it.
 
-        Then follow the counts of the examples before it.
+        Then follow the counts of the examples before it, and the digest of a block that was begun.
         """
-        return [*self._place, self._taken, *self.counts]
+        digest = self._saved_digest
+        if self._taken and not digest:
+            digest = self._block(self._place).examples.digest()
+        return [*self._place, self._taken, *self.counts, digest]
 
     def set_state(self, state: Sequence[int]) -> None:
-        """Moves to a position; raises `ValueError` for one that no stream has."""
-        epoch, number, first, taken, *counts = map(int, state)
-        if not all(0 <= n < _MOST_COUNTED for n in (epoch, number, first, taken, *counts)):
+        """Moves to a position; raises `ValueError` for one that no stream has.
+
+        Warns when the block of the position is made, if it has other examples than it had.
+        """
+        epoch, number, first, taken, *others = map(int, state)
+        if not all(0 <= n < _MOST_COUNTED for n in (epoch, number, first, taken, *others)):
             raise ValueError(f"a task is at {errors.clip(list(state))}")
         self._go_to(BlockPlace(epoch, number, first))
         self._taken = taken
-        self.counts = Counts(*counts)  # Positions of earlier runs have none.
+        # Positions of earlier runs have no counts, or no digest.
+        self.counts = Counts(*others[: len(Counts._fields)])
+        self._saved_digest = others[-1] if len(others) > len(Counts._fields) else 0
 
     def _go_to(self, place: BlockPlace) -> None:
-        self._place, self._taken = place, 0
+        self._place, self._taken, self._saved_digest = place, 0, 0
         self._requests = {p: r for p, r in self._requests.items() if p >= place}
 
     def _is_over(self, place: BlockPlace) -> bool:
@@ -139,7 +151,7 @@ class TaskStream:
         place, skipped = self._place, self._taken
         in_epoch = None  # Examples so far in the epoch; None if its start was not seen.
         while not self._is_over(place):
-            block = self._request(place).result()
+            block = self._block(place)
             in_epoch = 0 if not place.number else in_epoch
             if in_epoch is not None:
                 in_epoch += block.examples.count
@@ -164,6 +176,19 @@ class TaskStream:
             if not request.done() or request.exception() or request.result().num_read:
                 return
             place = place.after(request.result().num_read)
+
+    def _block(self, place: BlockPlace) -> Block:
+        block = self._request(place).result()
+        if place == self._place and self._saved_digest:
+            saved, self._saved_digest = self._saved_digest, 0
+            if block.examples.digest() != saved:
+                warnings.warn(
+                    f"task {self._name!r} gives other examples at the position of the checkpoint "
+                    "than it gave before: its settings, its functions or a library have changed, "
+                    "or they draw at random; training goes on with the new ones",
+                    stacklevel=2,
+                )
+        return block
 
     def _request(self, place: BlockPlace) -> "Future[Block]":
         if place not in self._requests:

@@ -280,7 +280,7 @@ class DataConfig:
             makers = {task.name: maker(task.name) for task in rates}
         executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="convt5-blocks")
         streams = {
-            name: TaskStream(make, executor, self.num_epochs) for name, make in makers.items()
+            name: TaskStream(make, executor, self.num_epochs, name) for name, make in makers.items()
         }
         return MixedStream(streams, list(rates.values()), self.seed)
 
