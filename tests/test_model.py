@@ -398,6 +398,34 @@ def test_every_allowed_number_of_buckets_tells_distances_apart(bidirectional, fe
                 assert behind[max_distance] == num_buckets - 1
 
 
+def bucket_in_whole_numbers(distance: int, num_buckets: int, max_distance: int) -> int:
+    """The largest exact + k with (distance / exact) ** m >= (max_distance / exact) ** k."""
+    exact = num_buckets // 2
+    if distance < exact:
+        return distance
+    m, k = num_buckets - exact, 0
+    while k < m - 1 and distance**m * exact ** (k + 1) >= max_distance ** (k + 1) * exact**m:
+        k += 1
+    return exact + k
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_buckets_are_those_of_whole_numbers(jit):
+    distances = jnp.arange(601)
+    for num_buckets in (2, 3, 4, 7, 8, 16, 17, 32, 64):
+        for max_distance in (33, 40, 64, 100, 108, 128, 200, 256, 400):
+            settings = {"num_buckets": num_buckets, "max_distance": max_distance}
+            bucket = functools.partial(relative_position_bucket, bidirectional=False, **settings)
+            found = (jax.jit(bucket) if jit else bucket)(-distances)
+            expected = [bucket_in_whole_numbers(int(d), **settings) for d in distances]
+            np.testing.assert_array_equal(found, expected, err_msg=str(settings))
+
+
+def test_buckets_may_reach_farther_than_any_distance():
+    settings = {"bidirectional": False, "num_buckets": 8, "max_distance": 2**40}
+    assert relative_position_bucket(jnp.asarray([-4, -(2**30)]), **settings).tolist() == [4, 6]
+
+
 @pytest.mark.parametrize("settings", [{"num_buckets": 2}, {"max_distance": 8}])
 def test_buckets_that_cannot_tell_distances_apart_are_refused(settings):
     with pytest.raises(ValueError, match="must be above the"):

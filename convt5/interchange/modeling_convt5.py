@@ -376,9 +376,9 @@ class Stack(nn.Module):
         if not self.is_decoder:
             count, distance, offset = count // 2, distance.abs(), count // 2 * (distance > 0)
         distance, exact = (-distance if self.is_decoder else distance).clamp(min=0), count // 2
-        ratio = torch.log(distance.clamp(min=1).float() / exact)
-        ratio = ratio / math.log(self.sizes.relative_max_distance / exact) * (count - exact)
-        far = (exact + ratio.long()).clamp(max=count - 1)
+        growth, wide = self.sizes.relative_max_distance / exact, count - exact
+        begins = [math.ceil(exact * growth ** (k / wide) * (1 - 1e-12)) for k in range(1, wide)]
+        far = exact + torch.bucketize(distance, distance.new_tensor(begins), right=True)
         return offset + torch.where(distance < exact, distance, far)
 
 

@@ -19,6 +19,7 @@ from convt5.modeling.sizes import ModelSizes, Size
 from convt5.ops import attend
 
 FLOAT32_BYTES = 4
+_FARTHEST = 2**31 - 1  # Distances have 32 bits.
 
 
 class AttentionState(NamedTuple):
@@ -260,11 +261,21 @@ def relative_position_bucket(
             f"max_distance={max_distance} must be above the {exact} distances that have a bucket "
             "of their own in each direction, at least 1."
         )
-    # The argument of log is kept positive; small distances take the exact branch anyway.
-    ratio = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / exact)
-    ratio = ratio / math.log(max_distance / exact) * (num_buckets - exact)
-    logarithmic = jnp.minimum(exact + ratio.astype(jnp.int32), num_buckets - 1)
-    return offset + jnp.where(distance < exact, distance, logarithmic)
+    # Float32 logarithms would put a distance at which a bucket begins on either side of it.
+    begins = jnp.asarray(_begins(exact, num_buckets - exact, max_distance), jnp.int32)
+    logarithmic = exact + jnp.searchsorted(begins, distance, side="right", method="compare_all")
+    return offset + jnp.where(distance < exact, distance, logarithmic.astype(distance.dtype))
+
+
+def _begins(exact: int, count: int, max_distance: int) -> list[int]:
+    """Returns the first distance of each of `count` buckets that grow from `exact`, but the first.
+
+    That of the k-th is the least that is at least exact * (max_distance / exact) ** (k / count).
+    """
+    growth = max_distance / exact
+    # Whole numbers come out of float64 as such, or within a few of its digits.
+    begins = [math.ceil(exact * growth ** (k / count) * (1 - 1e-12)) for k in range(1, count)]
+    return [min(distance, _FARTHEST) for distance in begins]
 
 
 def sharding_rules(name: str) -> tuple[Rule, ...]:
