@@ -18,8 +18,9 @@ from etils import epath
 import convt5
 from convt5 import eval as evaluation
 from convt5.errors import UserError
-from convt5.evaluation import checkpoints, registry, task_data
+from convt5.evaluation import checkpoints, registry, run_settings, task_data
 from convt5.evaluation.batching import stack
+from convt5.evaluation.eval_command import TextPlan
 from convt5.evaluation.evaluator import Evaluator
 from convt5.evaluation.in_training import TaskEval
 from convt5.evaluation.predictor import Prediction, Predictor, TargetScore
@@ -681,7 +682,34 @@ def test_results_of_other_settings_count_as_absent(tmp_path):
     assert not results.exists("tiny_reviews", "validation", None)
     assert results.write(outcome, None).name == "model.json"
     assert results.exists("tiny_reviews", "validation", None)
-    assert not Results(tmp_path, {"max_length": 7}).exists("tiny_reviews", "validation", None)
+    assert not results.replaced("tiny_reviews", "validation", None)
+    other = Results(tmp_path, {"max_length": 7})
+    assert not other.exists("tiny_reviews", "validation", None)
+    assert "max_length: 6 -> 7" in other.replaced("tiny_reviews", "validation", None)
+
+
+def test_results_tell_the_data_that_they_are_of(tmp_path):
+    def described(name, text):
+        folder = _reviews(tmp_path / name, [{"text": text, "label": "yes"}] * 3)
+        tasks = [classification.text_classification(folder, ["no", "yes"], validation_fraction=0)]
+        settings = run_settings.RunSettings.unknown()
+        plan = TextPlan(
+            checkpoint="", tasks=tasks, split="train", settings=settings, predict=CONFIG
+        )
+        return plan.described()
+
+    before = described("before", "good")
+    assert described("copy", "good") == before
+    results = Results(tmp_path, before)
+    results.write(Evaluator(task(), "validation", CONFIG).evaluate(Known()), None)
+    assert results.exists("tiny_reviews", "validation", None)
+    other = Results(tmp_path, described("other", "bad"))
+    assert not other.exists("tiny_reviews", "validation", None)
+    assert "content.text_classification: " in other.replaced("tiny_reviews", "validation", None)
+    # Of results before, which do not tell, nothing else is known.
+    path = results.path("tiny_reviews", "validation", None)
+    path.write_text(json.dumps({"settings": {k: v for k, v in before.items() if k != "content"}}))
+    assert other.exists("tiny_reviews", "validation", None)
 
 
 @pytest.mark.parametrize(

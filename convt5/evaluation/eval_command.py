@@ -70,8 +70,15 @@ class TextPlan:
     def described(self) -> dict[str, Any]:
         """Returns what results depend on, as JSON values."""
         evaluate = self.settings.evaluate
+        sources = {task.name: task.source for task in self.tasks}
+        contents = {
+            name: source.fingerprint()
+            for name, source in sources.items()
+            if hasattr(source, "fingerprint")
+        }
         return {
             **self.predict.described(),
+            **({"content": contents} if contents else {}),
             "num_examples": evaluate.num_examples,
             **({"every_nth": evaluate.every_nth} if evaluate.every_nth > 1 else {}),
             "predict": evaluate.predict,
@@ -110,6 +117,8 @@ def run(arguments: command_line.Arguments) -> int:
         if results is not None:
             for task, one in itertools.product(plan.tasks, known or [found]):
                 results.check_writable(task.name, plan.split, one.step)
+                if replaced := results.replaced(task.name, plan.split, one.step):
+                    print(replaced, file=sys.stderr)
         if flags.dry_run:
             print(describe(plan, flags))
             return 0

@@ -65,7 +65,27 @@ class Results:
         path = self.path(task, split, step)
         self.check_writable(task, split, step)
         content = read_object(path)
-        return content is not None and content.get("settings") == self._settings
+        return content is not None and not self._changes(content)
+
+    def replaced(self, task: str, split: str, step: int | None) -> str:
+        """Returns a sentence if `write` will replace results of other settings; else ""."""
+        path = self.path(task, split, step)
+        content = read_object(path)
+        if content is None or not (changes := self._changes(content)):
+            return ""
+        return (
+            f"{path} holds results of other settings ({'; '.join(changes)}), which will be "
+            "replaced; to keep both, name a folder with --output_dir."
+        )
+
+    def _changes(self, content: Mapping[str, Any]) -> list[str]:
+        """Returns how the settings of results differ; earlier ones do not tell their data."""
+        before, now = content.get("settings"), dict(self._settings)
+        if not isinstance(before, dict):
+            return ["unknown"]
+        if "content" not in before:
+            now.pop("content", None)
+        return differences(before, now)
 
     def write(self, outcome: Outcome, step: int | None) -> epath.Path:
         """Writes all files of one task and step; returns the path of the metrics.
