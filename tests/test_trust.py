@@ -460,6 +460,7 @@ def study_with(place, **settings) -> pathlib.Path:
         "gin_files": ["gin/runs/digits.gin"],
         "rows": ["NUM_STEPS"],
         "metric": "validation/accuracy",
+        "perfect": 100.0,
         **settings,
     }
     axes = study.pop("axes", {"NUM_STEPS": [1]})
