@@ -11,6 +11,7 @@ import io
 import lzma
 import os
 import pathlib
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NoReturn
@@ -29,6 +30,7 @@ COMPRESSION_RULE = f"Of compressed files those are read whose names end in {', '
 _UTF_16 = tuple(
     mark.decode("utf-8", "surrogateescape") for mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 )
+_SHARD = re.compile(r"-\d+-of-\d+$")
 _WHOLE_BYTES = 2**24
 _NUM_BLOCKS = 64
 _BLOCK_BYTES = 2**16
@@ -282,7 +284,8 @@ def suffix(name: str) -> str:
 
 def is_json_lines(name: str) -> bool:
     """Returns whether a file has a JSON value per line, judged by its name; .json counts too."""
-    suffixes = pathlib.PurePath(name.lower()).suffixes
+    name = _SHARD.sub("", name.lower())
+    suffixes = pathlib.PurePath(name).suffixes
     return ".jsonl" in suffixes or suffix(name) in (".ndjson", ".json")
 
 

@@ -67,6 +67,13 @@ def test_json_lines_hold_a_document_each(tmp_path, suffix):
     assert documents == [b"one\n\nstill one", "naïve".encode()]
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "ndjson", "json"])
+def test_json_lines_are_known_by_the_names_of_shards(tmp_path, ending):
+    for number in range(2):
+        write(tmp_path / f"rows.{ending}-{number:05d}-of-00002", json.dumps({"text": str(number)}))
+    assert list(TextFiles(path=tmp_path).documents()) == [b"0", b"1"]
+
+
 def test_another_key_of_json_lines_may_hold_the_text(tmp_path):
     path = write(tmp_path / "rows.jsonl", '{"body": "one", "text": 3}\n')
     assert list(TextFiles(path=path, text_key="body").documents()) == [b"one"]
