@@ -407,6 +407,13 @@ def test_command_runs_without_tensorflow_and_exits_with_zero(gin_file):
 VIT = "gin/models/vit_c_tiny.gin"
 
 
+def test_a_model_of_few_ids_is_measured(gin_file, capsys):
+    few = "--gin.architecture.ConvT5Config.vocab_size=2"
+    lengths = ("--encoder_length=4", "--decoder_length=4", "--batch_size=8")
+    report = as_json(capsys, gin_file, "--measure", few, *lengths)
+    assert len(report["measured_receptive_field"]) == len(report["layers"])
+
+
 @pytest.mark.parametrize("flag", ["--batch_size=4", "--devices=3", "--measure"])
 def test_flags_of_text_models_are_refused_for_a_vision_model(flag):
     message = f"{flag.partition('=')[0]} is for text models, and vit_c_tiny is a vision model"

@@ -193,6 +193,12 @@ class TestNothingIsShown:
         with pytest.raises(errors.UserError, match="--decoder_length=3 gives rows of 3 positions"):
             report.prove(results.random_model(TEXT), 24, 3)
 
+    @pytest.mark.parametrize("vocab_size", [1, 2])
+    def test_ids_too_few_to_exchange_are_refused(self, vocab_size):
+        model = results.random_model(dataclasses.replace(TEXT, vocab_size=vocab_size))
+        with pytest.raises(errors.UserError, match=f"vocab_size={vocab_size} must be at least 3"):
+            report.prove(model, *LENGTHS)
+
 
 def test_proofs_that_take_long_say_so_and_what_takes_less(capsys, monkeypatch):
     monkeypatch.setattr(report, "LONG_FLOPS", 1e3)

@@ -278,10 +278,12 @@ def _measure(subject: Subject, flags: Any, trained: Any) -> tuple[str, list[dict
         "encoder": subject.encoder_length,
         "decoder": subject.decoder_length,
     }
+    vocab_size = model.config.vocab_size
+    lowest = min(3, vocab_size - 1)  # Lower ids are mostly padding, end and unknown.
     halves = {
         half: receptive_field.measure(
             model,
-            jax.random.randint(jax.random.key(1), (2, length), 3, model.config.vocab_size),
+            jax.random.randint(jax.random.key(1), (2, length), lowest, vocab_size),
             stack=half,
         )
         for half, length in lengths.items()

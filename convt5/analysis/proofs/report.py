@@ -92,7 +92,7 @@ def prove(model: ConvT5 | ViT, encoder_length: int = 64, decoder_length: int = 6
         encoder_length, decoder_length: tokens per row; unused for a vision model.
 
     Raises:
-        UserError: rows are too short for several examples.
+        UserError: as for `TextProofs`.
     """
     random = np.random.default_rng(SEED)
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):

@@ -22,6 +22,7 @@ from convt5.ops import shift_right
 
 NUM_SEGMENTS = 3
 LEAST_ROWS = 2 * NUM_SEGMENTS
+LEAST_IDS = 3
 
 _PASSES = 12
 
@@ -85,8 +86,15 @@ class TextProofs:
             random: generator of the inputs and of their changes.
 
         Raises:
-            UserError: rows are too short for several examples.
+            UserError: rows are too short for several examples, or there are no two tokens to
+                exchange.
         """
+        if model.config.vocab_size < LEAST_IDS:
+            raise errors.UserError(
+                f"prove: vocab_size={model.config.vocab_size} must be at least {LEAST_IDS}: every "
+                "proof puts another token in the place of one, and neither is padding (0); inspect "
+                "the model without --prove, or with more ids."
+            )
         self.model = model
         self.lengths: dict[StackName, int] = {"encoder": source, "decoder": target}
         self.random = random
