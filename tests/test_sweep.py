@@ -955,6 +955,7 @@ sweeps.Study.bindings = {{
 sweeps.Study.grids = [@sweeps.Grid()]
 sweeps.Study.seeds = [0]
 sweeps.Study.metric = 'validation/accuracy'
+sweeps.Study.perfect = 100.0
 sweeps.Study.rows = ['model']
 sweeps.Grid.axes = {{
     'schedule.Cosine.peak': [0.001, 1e30], 'model': ['gin/models/vit_p_micro.gin']}}

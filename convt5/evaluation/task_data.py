@@ -150,23 +150,10 @@ def read_examples(
         TrainingError: the data cannot be read.
     """
     given = dict(lengths) if needs_lengths(task) else None
-    # Tasks that require their cache may have a source that only their authors can read.
-    is_cached = bool(task.requires_caching and task.cache_dir)
-    if not is_cached:
-        task_sources.check_files(task, task.source, split)
-        task = row_ends.without_cache(task)
     with _naming_lengths(lengths):
-        dataset = row_ends.untruncated(task).get_dataset(
-            sequence_length=given,
-            split=split,
-            use_cached=is_cached,
-            shuffle=False,
-            seed=seed,
-            num_epochs=1,
-            try_in_mem_cache=False,
-        )
-    dataset = dataset.with_options(task_blocks.options())
-    if _ranks_labels(dataset.element_spec):
+        dataset = _open(task, split, given, seed)
+    spec: Any = dataset.element_spec
+    if _ranks_labels(spec):
         dataset = _of_rows(dataset, num_examples, every_nth)
     else:
         dataset = dataset.shard(every_nth, 0)
@@ -187,6 +174,26 @@ def read_examples(
         raise errors.UserError(f"split={split} of task={task.name} holds no example.")
     _check_targets(examples, task.name, split)
     return examples
+
+
+def _open(
+    task: seqio.Task, split: str, lengths: Mapping[str, int] | None, seed: int
+) -> tf.data.Dataset:
+    # Tasks that require their cache may have a source that only their authors can read.
+    is_cached = bool(task.requires_caching and task.cache_dir)
+    if not is_cached:
+        task_sources.check_files(task, task.source, split)
+        task = row_ends.without_cache(task)
+    dataset = row_ends.untruncated(task).get_dataset(
+        sequence_length=lengths,
+        split=split,
+        use_cached=is_cached,
+        shuffle=False,
+        seed=seed,
+        num_epochs=1,
+        try_in_mem_cache=False,
+    )
+    return dataset.with_options(task_blocks.options())
 
 
 def _check_targets(examples: Iterable[Example], task: str, split: str) -> None:
