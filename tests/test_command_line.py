@@ -56,6 +56,18 @@ def start(*argv: str, cwd=ROOT) -> subprocess.CompletedProcess:
     )
 
 
+def test_a_warning_of_convt5_is_a_line_and_others_tell_their_place():
+    code = """
+import warnings
+from convt5.configuration import command_line
+ours = compile("import warnings; warnings.warn('odd')", command_line.__file__, "exec")
+command_line.run(lambda argv: (exec(ours), warnings.warn("foreign"))[1])
+"""
+    done = start("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "warning: odd\n<string>:5: UserWarning: foreign\n"
+
+
 def test_files_and_bindings_are_collected_in_order():
     found = parse("--gin_file=a.gin", "--gin.A=1", "--gin_file", "b.gin", "--gin.x/m.C.p=[1, 2]")
     assert found.gin_files == ("a.gin", "b.gin")

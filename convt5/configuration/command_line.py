@@ -12,6 +12,7 @@ import os
 import pathlib
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -179,6 +180,7 @@ def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     standard_streams.tolerate_closed_stderr()
     _print_any_text()
     terminal.protect()
+    _format_warnings()
     with ctrl_c.CtrlC() as interruption:
         code = _code(main, interruption)
     _drop_what_cannot_be_written()
@@ -235,6 +237,18 @@ def _tell(text: str) -> None:
     with contextlib.suppress(OSError):  # The exit code is still correct.
         print(text, file=sys.stderr)
         sys.stderr.flush()
+
+
+def _format_warnings() -> None:
+    """Shows warnings of convt5 like its errors; others tell their place in the code."""
+    package, usual = os.path.dirname(errors.__path__[0]), warnings.formatwarning
+
+    def formatted(message, category, filename, lineno, line=None) -> str:
+        if category is UserWarning and filename.startswith(package):
+            return f"warning: {message}\n"
+        return usual(message, category, filename, lineno, line)
+
+    warnings.formatwarning = formatted
 
 
 def _drop_what_cannot_be_written() -> None:
