@@ -308,7 +308,7 @@ def main(argv: Sequence[str]) -> None:
     finished = Kept(path).finished
     if not finished:
         raise errors.UserError(f"--report_only: {settings.output} holds no finished side.")
-    text = "\n".join(
+    text = "\n\n".join(
         table(budget, {name: r for (b, name), r in finished.items() if b == budget})
         for budget in sorted({minutes for minutes, _ in finished})
     )
