@@ -120,10 +120,10 @@ def main(argv: Sequence[str]) -> None:
     _check_served(suites, arguments)
     models = _models(arguments.gin_files, arguments.gin_bindings, trust=arguments.trust)
     lengths = {suite: _lengths(suite, flags) for suite in suites}
-    errors.raise_all(_position_faults(models, lengths), where="lengths")
     # Deferred, so that help and usage errors are fast.
-    from convt5.benchmarks import machine, report, t5x
+    from convt5.benchmarks import machine, report, sides, t5x
 
+    errors.raise_all(_position_faults(models, lengths, sides.TARGETS), where="lengths")
     if flags.t5x is not None:
         t5x.check(flags.t5x)
     folder = _writable(flags.output)
@@ -306,17 +306,15 @@ def _lengths(suite: str, flags: argparse.Namespace) -> Sequence[int]:
 
 
 def _position_faults(
-    models: Mapping[str, Any], lengths: Mapping[str, Sequence[int]]
+    models: Mapping[str, Any], lengths: Mapping[str, Sequence[int]], shorter_by: int
 ) -> Iterator[str]:
     """Yields lengths that exceed the learned positions of a model, before any is measured."""
-    from convt5.benchmarks.sides import TARGETS
-
     for suite, (longer, shorter) in _ROWS.items():
         for name, model in models.items():
             most = model.most_tokens(longer)
             if most is None:
                 continue
-            limit = min(most, TARGETS * model.most_tokens(shorter))
+            limit = min(most, shorter_by * model.most_tokens(shorter))
             if any(length > limit for length in lengths.get(suite, ())):
                 yield (
                     f"{suite} of {name} at {max(lengths[suite])} tokens exceeds its learned "

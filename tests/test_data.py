@@ -616,7 +616,7 @@ def test_a_cached_task_needs_no_source(tmp_path):
     mixture = seqio.Mixture("all", [task], default_rate=seqio.mixing_rate_num_examples)
     cached = config(mixture, cache_dirs=str(tmp_path), num_epochs=1)
     cached.check_rows()
-    assert cached._rates(mixture) == {task: len(ROWS)}
+    assert cached._rates() == {task: len(ROWS)}
     assert cached.num_examples() is None
     assert "texts: an unknown number of documents" in cached.describe()
     tokens = next(cached.build(process_index=0, process_count=1))["encoder_input_tokens"]

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from convt5 import errors
@@ -49,6 +49,12 @@ def rows_per_host(batch_size: int, process_count: int) -> int:
             f"to a multiple of {process_count}."
         )
     return batch_size // process_count
+
+
+def fingerprints(tasks: Iterable[Any]) -> dict[str, str]:
+    """Returns what identifies the content of each seqio task's source, by task, where known."""
+    known = {task.name: getattr(task.source, "fingerprint", None) for task in tasks}
+    return {name: fingerprint() for name, fingerprint in known.items() if fingerprint}
 
 
 def check_settings(current: Mapping[str, Any], saved: Mapping[str, Any], *, item: str) -> None:

@@ -25,6 +25,7 @@ from convt5.data.prefetching import (
     MOST_SKIPPED,
     Prefetcher,
     check_settings,
+    fingerprints,
     naming_damage,
     position,
     rows_per_host,
@@ -238,7 +239,7 @@ class DataConfig:
             settings["share"] = [share.index, share.num_shards]
         first = 0 if endless else process_index * rows
         return BatchIterator(
-            self._examples(provider, share, maker),
+            self._examples(share, maker),
             RowLayout(self.encoder_length, self.decoder_length, self.pack),
             batch_size=rows if endless else self.batch_size,
             row_slice=slice(first, first + rows),
@@ -263,16 +264,15 @@ class DataConfig:
                 share=share,
                 cached=self.is_cached(task),
             )
-            for task in self._rates(self.provider())
+            for task in self._rates()
         }
 
     def _examples(
         self,
-        provider: seqio.Task | seqio.Mixture,
         share: seqio.ShardInfo | None,
         maker: Callable[[str], MakeBlock] | None,
     ) -> MixedStream:
-        rates = self._rates(provider)
+        rates = self._rates()
         if maker is None:
             blocks = self.task_blocks(share)
             makers = {name: task_blocks.make for name, task_blocks in blocks.items()}
@@ -292,17 +292,17 @@ class DataConfig:
     def _splits(self, task: seqio.Task) -> list[str]:
         return task_sources.splits(task, cached=self._wants_cache(task))
 
-    def _rates(self, provider: seqio.Task | seqio.Mixture) -> dict[seqio.Task, float]:
+    def _rates(self) -> dict[seqio.Task, float]:
         """Returns the tasks to read, with their relative rates."""
         tasks = self.tasks()
-        rates = _rates(provider, tasks)
+        rates = _rates(self.provider(), tasks)
         return {task: rate for task, rate in zip(tasks, rates, strict=True) if rate}
 
     def num_examples(self) -> dict[str, int] | None:
         """Returns the source examples per epoch of each task; None if one is unknown."""
         counts = {
             task.name: None if self.is_cached(task) else task.num_input_examples(self.split)
-            for task in self._rates(self.provider())
+            for task in self._rates()
         }
         known = {name: count for name, count in counts.items() if count}
         return known if len(known) == len(counts) else None
@@ -335,7 +335,7 @@ class DataConfig:
         Settings of the tasks themselves show in the first block of each.
         """
         provider = self.provider()
-        rates = {task.name: rate for task, rate in self._rates(provider).items()}
+        rates = {task.name: rate for task, rate in self._rates().items()}
         first = {
             name: blocks.make(BlockPlace()).examples.digest()
             for name, blocks in self.task_blocks().items()
@@ -348,10 +348,8 @@ class DataConfig:
         settings = dataclasses.asdict(dataclasses.replace(self, mixture=provider.name))
         settings["shuffle"] = self.shuffle is not False
         settings.pop("cache_dirs")
-        fingerprints = [
-            getattr(task.source, "fingerprint", None) for task in seqio.get_subtasks(provider)
-        ]
-        contents = list(dict.fromkeys(each() for each in fingerprints if each))
+        found = fingerprints(seqio.get_subtasks(provider))
+        contents = list(dict.fromkeys(found.values()))
         text = self.kept_text()
         return {
             **settings,

@@ -16,6 +16,7 @@ from etils import epath
 from convt5 import errors
 from convt5.checkpoints.reading import steps_in
 from convt5.configuration import command_line
+from convt5.data.prefetching import fingerprints
 from convt5.evaluation import checkpoints, images, run_settings
 from convt5.evaluation.flags import PREDICT_FLAGS, TASK_FLAGS
 from convt5.evaluation.hosts import first_hosts
@@ -70,12 +71,7 @@ class TextPlan:
     def described(self) -> dict[str, Any]:
         """Returns what results depend on, as JSON values."""
         evaluate = self.settings.evaluate
-        sources = {task.name: task.source for task in self.tasks}
-        contents = {
-            name: source.fingerprint()
-            for name, source in sources.items()
-            if hasattr(source, "fingerprint")
-        }
+        contents = fingerprints(self.tasks)
         return {
             **self.predict.described(),
             **({"content": contents} if contents else {}),

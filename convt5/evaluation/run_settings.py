@@ -17,7 +17,7 @@ from convt5 import errors
 from convt5.configuration import gin_config, gin_files
 from convt5.configuration.trust import Untrusted, named_by_own
 from convt5.evaluation.settings import EvalConfig, PredictConfig, Rank
-from convt5.interchange.run_files import REPORT
+from convt5.interchange import run_files
 from convt5.runtime import folders
 from convt5.text import task_format as formats
 from convt5.text import vocabulary_files
@@ -261,7 +261,7 @@ def _features_of_data(checkpoint: str, settings: RunSettings) -> TextFeatures | 
     """Returns the vocabularies of the data that a run without saved ones was trained on."""
     import seqio
 
-    if _is_import(checkpoint):
+    if run_files.is_import(checkpoint):
         return None
     data = settings.trained_on() if settings.trained_on else settings.data
     cached = getattr(data, "vocabulary", None)
@@ -287,14 +287,6 @@ def _features_of_data(checkpoint: str, settings: RunSettings) -> TextFeatures | 
     return TextFeatures(inputs.vocabulary, targets.vocabulary, inputs.add_eos)
 
 
-def _is_import(checkpoint: epath.PathLike) -> bool:
-    """Returns whether a run began as an import: its settings name the data to go on with.
-
-    What it was trained on since is saved with it, as vocabulary and task formats.
-    """
-    return folders.run_folder(checkpoint, REPORT) is not None
-
-
 def task_format(
     checkpoint: str, settings: RunSettings, name: str | None = None, *, raw: bool = False
 ) -> TaskFormat | None:
@@ -312,7 +304,7 @@ def task_format(
     """
     kept = formats.load(checkpoint)
     known_formats: Sequence[TaskFormat] = kept or ()
-    if kept is None and not _is_import(checkpoint):
+    if kept is None and not run_files.is_import(checkpoint):
         with contextlib.suppress(errors.UserError):  # The data may be gone.
             data = settings.trained_on() if settings.trained_on else settings.data
             known_formats = formats.of_data(data)

@@ -120,9 +120,7 @@ def _description(imported: Imported) -> list[str]:
 
 def _data(origin: epath.PathLike) -> list[str]:
     run, mixture = folders.run_folder(origin, "config.gin"), None
-    # The settings of an import name the data with which training may go on.
-    is_import = folders.run_folder(origin, run_files.REPORT) is not None
-    if run is not None and not is_import:
+    if run is not None and not run_files.is_import(origin):
         with contextlib.suppress(errors.UserError):
             settings = OperativeConfig.read(run / "config.gin")
             mixture = settings.get("DataConfig", "mixture", scope="train")

@@ -6,9 +6,12 @@ import shlex
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from etils import epath
+
 from convt5.checkpoints.checkpoint import CheckpointConfig, Checkpointer, DataPositions
 from convt5.interchange.mapping import Imported
 from convt5.modeling.architecture import ConvT5Config, StackConfig
+from convt5.runtime import folders
 from convt5.training.losses import TextLoss
 from convt5.training.optimizer import AdafactorConfig, AdamWConfig, OptimizerConfig
 from convt5.training.schedule import Cosine, InverseSqrt, Schedule
@@ -51,6 +54,14 @@ _VISION_TRAINING = Training(
 def default_training(config: ConvT5Config | ViTConfig) -> Training:
     """Returns the default training of a kind of model."""
     return _VISION_TRAINING if isinstance(config, ViTConfig) else Training()
+
+
+def is_import(checkpoint: epath.PathLike) -> bool:
+    """Returns whether a run began as an import: its settings name the data to go on with.
+
+    What it was trained on since is saved with it, as vocabulary and task formats.
+    """
+    return folders.run_folder(checkpoint, REPORT) is not None
 
 
 def write_run(
