@@ -4,6 +4,8 @@ import io
 import json
 import math
 import struct
+import sys
+import types
 
 import pytest
 from tensorboardX.proto import event_pb2
@@ -117,6 +119,52 @@ def test_wandb_without_its_package_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(errors.UserError, match=r"pip install 'convt5\[wandb\]'"):
         run_log.WeightsAndBiases(tmp_path, project="p", config={})
+
+
+class WandbError(Exception):
+    pass
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """Stands in for the package; what `failing` names raises the error given there."""
+    failing, logged = {}, []
+
+    def call(name, *args):
+        if name in failing:
+            raise failing[name]
+        logged.append((name, *args))
+
+    run = types.SimpleNamespace(
+        define_metric=lambda *_, **__: call("define_metric"),
+        log=lambda record: call("log", record),
+        finish=lambda: call("finish"),
+    )
+    module = types.SimpleNamespace(
+        errors=types.SimpleNamespace(Error=WandbError), init=lambda **_: call("init") or run
+    )
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return types.SimpleNamespace(failing=failing, logged=logged)
+
+
+def test_wandb_without_a_login_is_told_with_what_to_do(tmp_path, wandb):
+    wandb.failing["init"] = WandbError("api_key not configured (no-tty)")
+    with pytest.raises(errors.UserError, match=r"api_key not .*`wandb login`, set WANDB_MODE"):
+        run_log.WeightsAndBiases(tmp_path, project="p", config={})
+
+
+@pytest.mark.parametrize("failing", ["define_metric", "log", "finish"])
+def test_wandb_that_fails_later_ends_no_run(tmp_path, wandb, failing):
+    def use():
+        log = run_log.WeightsAndBiases(tmp_path, project="p", config={})
+        log.write(1, {"loss": 2.0})
+        log.close()
+
+    wandb.failing[failing] = BrokenPipeError("gone")
+    with pytest.warns(UserWarning, match=r"wandb failed \(BrokenPipeError: gone\); the run goes"):
+        use()
+    expected = [("init",), ("define_metric",), ("log", {"step": 1, "loss": 2.0})]
+    assert wandb.logged == expected[: 1 + ["define_metric", "log", "finish"].index(failing)]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 import uuid
+import warnings
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol, TextIO
@@ -303,7 +304,11 @@ class _WholeFile:
 class WeightsAndBiases:
     """Scalars for wandb.ai; requires the extra `wandb`.
 
-    A resumed run finds its id in the run directory and continues the same page.
+    A resumed run finds its id in the run directory and continues the same page. If wandb fails
+    later, the run goes on without it.
+
+    Raises:
+        UserError: the package is missing, or wandb refuses the run, for instance without a login.
     """
 
     def __init__(self, run_dir: epath.PathLike, *, project: str, config: Mapping[str, Any]):
@@ -317,24 +322,44 @@ class WeightsAndBiases:
         id_file = epath.Path(run_dir) / "wandb_id"
         if not id_file.exists():
             atomic_files.replace_text(id_file, uuid.uuid4().hex)
-        self._run = wandb.init(
-            project=project,
-            id=id_file.read_text(),
-            resume="allow",
-            name=epath.Path(run_dir).name,
-            config=dict(config),
-        )
+        try:
+            self._run: Any = wandb.init(
+                project=project,
+                id=id_file.read_text(),
+                resume="allow",
+                name=epath.Path(run_dir).name,
+                config=dict(config),
+            )
+        except wandb.errors.Error as error:
+            raise errors.UserError(
+                f"wandb_project={project!r} cannot be opened ({error}); log in with `wandb login`, "
+                "set WANDB_MODE=offline, or leave wandb_project unset."
+            ) from error
         # A step axis of our own, because wandb's refuses steps that are repeated after a kill.
-        self._run.define_metric("*", step_metric="step")
+        self._call("define_metric", "*", step_metric="step")
 
     def write(self, step: int, record: Record) -> None:
-        self._run.log({"step": step, **record})
+        self._call("log", {"step": step, **record})
 
     def sync(self) -> None:
         pass
 
     def close(self) -> None:
-        self._run.finish()
+        self._call("finish")
+
+    def _call(self, name: str, *args: Any, **settings: Any) -> None:
+        """Calls a method of the run on wandb.ai, until one has failed."""
+        if self._run is None:
+            return
+        try:
+            getattr(self._run, name)(*args, **settings)
+        except Exception as error:  # Its service fails in many ways, and no step depends on it.
+            self._run = None
+            warnings.warn(
+                f"wandb failed ({type(error).__name__}: {error}); the run goes on without it, and "
+                f"{METRICS_FILE} has every record.",
+                stacklevel=2,
+            )
 
 
 class Progress:
