@@ -616,4 +616,5 @@ def test_data_that_cannot_be_read_ends_the_run_and_is_continued_once_it_can(run,
 
     with pytest.raises(errors.TrainingError, match="its data cannot be read"):
         run(train_data=counting_run.Meddling(batch_size=8, act=fail))
+    assert reading.steps_in(tmp_path / "run" / "checkpoints") == [4, 7]
     assert_ends_as_one_left_alone(run, tmp_path / "run")

@@ -4,7 +4,10 @@ import dataclasses
 import inspect
 import json
 import os
+import re
 import signal
+import time
+from collections.abc import Callable
 from typing import get_type_hints
 
 import counting_run
@@ -377,8 +380,9 @@ def test_a_finished_run_goes_on_when_more_steps_are_asked_for(run, tmp_path):
     np.testing.assert_array_equal(final_kernel(tmp_path), final_kernel(tmp_path / "whole"))
 
 
-def test_training_ends_with_the_data(run, tmp_path):
+def test_training_ends_with_the_data(run, tmp_path, capsys):
     assert run(train_data=RandomData(num_batches=6)).step == 6
+    assert "the training data ends after step 6 of 10" in capsys.readouterr().err
     assert records(tmp_path)[-1]["step"] == 6
     assert final_kernel(tmp_path, step=6).shape == (WIDTH, WIDTH)
 
@@ -429,6 +433,19 @@ def test_a_run_directory_that_cannot_be_written_is_refused(run, tmp_path):
         run(run_dir=str(tmp_path / "file" / "run"))
 
 
+@pytest.mark.parametrize("kind", [schedule.Cosine, schedule.Linear])
+def test_steps_without_a_learning_rate_are_told(run, tmp_path, capsys, kind):
+    for total_steps, final_fraction, is_told in ((4, 0.0, True), (4, 0.1, False), (6, 0.0, False)):
+        rate = kind(peak=0.1, total_steps=total_steps, final_fraction=final_fraction)
+        folder = tmp_path / f"{total_steps} {final_fraction}"
+        run(run_dir=str(folder), schedule=rate, num_steps=6)
+        told = f"rate is 0 after step 4, the total_steps of {kind.__name__}"
+        assert (told in capsys.readouterr().err) == is_told
+        rates = [r["learning_rate"] for r in run_log.read_metrics(folder)]
+        assert (rates[4:] == [0.0, 0.0]) == is_told
+        assert all(rates[:4])
+
+
 def test_settings_are_kept_and_changed_ones_beside_them(run, tmp_path, capsys):
     run(num_steps=4, config_text="rate = 1\n")
     run(num_steps=8, config_text="rate = 2\n")
@@ -467,6 +484,20 @@ def test_the_best_checkpoint_is_kept(run, tmp_path):
     kept = {int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit()}
     assert best < 5
     assert kept == {best, 5}
+
+
+@pytest.mark.parametrize("every_steps", [1, 4])
+def test_a_best_step_that_has_no_checkpoint_is_told(run, tmp_path, capsys, every_steps):
+    run(
+        num_steps=5,
+        eval_every_steps=1,
+        eval_data=RandomData(seed=1, num_batches=3, shift=2),  # Gets worse with every step.
+        every_steps=every_steps,
+    )
+    best = min(records(tmp_path), key=lambda r: r["validation/loss"])["step"]
+    assert best < 4
+    told = f"after step {best}, which has no checkpoint\n" in capsys.readouterr().err
+    assert told == (every_steps == 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -823,6 +854,92 @@ def test_a_checkpoint_saved_on_request_is_the_best_if_its_evaluation_was(run, st
     run(**settings)
     best = [checkpoint.best_step(f / "run" / "checkpoints") for f in (tmp_path, tmp_path / "whole")]
     assert best == [4, 4]
+
+
+@dataclasses.dataclass(frozen=True)
+class Interfering:
+    """A task whose first evaluations do something else."""
+
+    act: Callable[[], object]
+    name: str = "interfering"
+
+    def build(self, model, mesh):
+        return self
+
+    def measure(self, model):
+        self.act()
+        return {"norm": float(jnp.linalg.norm(model.kernel[...]))}
+
+
+class UnreadableData(RandomData):
+    """Data whose seventh batch cannot be read."""
+
+    def build(self, *, process_index, process_count):
+        return UnreadableBatches(self)
+
+
+class UnreadableBatches(RandomBatches):
+    def __next__(self):
+        if self.count == 6:
+            raise OSError("broken")
+        return super().__next__()
+
+
+def break_down(*_):
+    raise OSError("broken")
+
+
+@pytest.mark.parametrize(
+    ("broken", "step"),
+    [
+        ({"task_evals": [Interfering(break_down)]}, 5),
+        ({"report": break_down, "report_every_steps": 3}, 3),
+        ({"train_data": UnreadableData()}, 6),
+    ],
+    ids=["evaluation", "report", "data"],
+)
+def test_what_fails_between_steps_costs_none_of_them(run, tmp_path, capsys, broken, step):
+    settings = {"every_steps": 100, "log_every_steps": 3}
+    settings["task_evals"] = [Interfering(lambda: None)]
+    run(run_dir=str(tmp_path / "whole" / "run"), **settings)
+    with pytest.raises(OSError, match="broken"):
+        run(**settings | broken)
+    assert reading.steps_in(tmp_path / "run" / "checkpoints") == [step]
+    assert f"step {step} is saved" in capsys.readouterr().err
+    run(**settings)
+    assert_equal_runs(tmp_path, tmp_path / "whole")
+
+
+def assert_equal_runs(folder, other):
+    np.testing.assert_array_equal(final_kernel(folder), final_kernel(other))
+    clocks = re.compile("second|data_wait")
+    ours, theirs = (
+        [{k: v for k, v in record.items() if not clocks.search(k)} for record in records(each)]
+        for each in (folder, other)
+    )
+    assert ours == theirs
+
+
+def test_a_stop_does_not_wait_for_an_evaluation_or_a_report(run, tmp_path):
+    ended = []
+
+    def stop(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)  # The signal is handled before.
+        ended.append(True)
+
+    settings = {"every_steps": 100, "task_evals": [Interfering(lambda: None)]}
+    run(run_dir=str(tmp_path / "whole" / "run"), **settings)
+    with pytest.raises(Interrupted, match="SIGTERM after step 3, which is saved"):
+        run(**settings, report=stop, report_every_steps=3)
+    with pytest.raises(Interrupted, match="SIGTERM after step 5, which is saved"):
+        run(**settings | {"task_evals": [Interfering(stop)]})
+    assert not ended
+    assert reading.steps_in(tmp_path / "run" / "checkpoints") == [3, 5]
+    with pytest.raises(Interrupted, match="SIGTERM after step 5, which is saved"):
+        run(**settings | {"task_evals": [Interfering(stop)]})
+    run(**settings)
+    assert_equal_runs(tmp_path, tmp_path / "whole")
 
 
 @pytest.mark.parametrize("steps", quick([(1, 4), (4, 4), (1, 6), (4, 6)], chosen=[(1, 4), (1, 6)]))

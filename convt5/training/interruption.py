@@ -1,8 +1,10 @@
 """Stops a run on request: saves the state after the current step, then ends."""
 
+import contextlib
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Protocol
 
@@ -19,6 +21,14 @@ class Interrupted(errors.TrainingError):
     def __init__(self, message: str, *, signal_number: int):
         super().__init__(message)
         self.exit_code = 128 + signal_number
+
+
+class StopAtOnce(BaseException):
+    """Raised by a request to stop in the context `Interruption.at_once`.
+
+    It is no `Exception`, like KeyboardInterrupt, so that few handlers of errors catch it. Where one
+    does, the run stops after the next step.
+    """
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -54,6 +64,7 @@ class Interruption:
         self._hosts = hosts
         self._before: dict[signal.Signals, Any] = {}
         self._noted_at = 0.0
+        self._is_at_once = False
         self.received: signal.Signals | None = None
 
     def requested(self, step: int) -> bool:
@@ -61,6 +72,17 @@ class Interruption:
         if self._hosts is not None and self._hosts.reached_preemption(step):
             self.received = signal.SIGTERM
         return self.received is not None
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Context that a request ends with `StopAtOnce`, if this object handles the signals."""
+        self._is_at_once = True
+        try:
+            if self.received is not None:
+                raise StopAtOnce
+            yield
+        finally:
+            self._is_at_once = False
 
     def error(self, step: int) -> Interrupted:
         """Returns the error to raise once the state is saved."""
@@ -85,6 +107,8 @@ class Interruption:
         now = time.monotonic()
         if self.received is None:
             self.received, self._noted_at = signal.Signals(number), now
+            if self._is_at_once:
+                raise StopAtOnce
         # A closing terminal may send SIGHUP several times, which is not a second request.
         elif number != signal.SIGHUP and now - self._noted_at > _ONE_REQUEST_SECS:
             self._restore()

@@ -4,10 +4,11 @@ Step n is dispatched before the metrics of step n-1 are read, so that devices ne
 host. The log of a step reaches the disk before its checkpoint does.
 """
 
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -21,7 +22,7 @@ from convt5.errors import checks
 from convt5.runtime import amounts, machine, stages
 from convt5.text.vocabulary_files import KeptText
 from convt5.training import compilation, run_log
-from convt5.training.interruption import Interruption
+from convt5.training.interruption import Interruption, StopAtOnce
 from convt5.training.patience import Patience
 from convt5.training.plan import Plan
 from convt5.training.spikes import SpikeMemory
@@ -260,7 +261,8 @@ class Loop:
             Interrupted: a stop was requested; the state is saved.
         """
         if self._meter.num_steps and self._measures(self.step):
-            self._record()  # The run was interrupted just before this evaluation.
+            # The run was interrupted before the end of this evaluation.
+            self._record(batches, interruption)
             self._save(batches)
             self._check_best_metric()
         while self.step < self._intervals.num_steps and not self._patience.is_exhausted:
@@ -272,7 +274,12 @@ class Loop:
                 ):
                     batch = next(batches)
             except StopIteration:
+                of = f"step {self.step} of {self._intervals.num_steps}"
+                self._log.message(f"the training data ends after {of}")
                 break
+            except Exception:
+                self._save_after_failure(batches)
+                raise
             waited = max(0.0, time.perf_counter() - requested_at)
             if self._compiled is None:
                 before_first()
@@ -285,8 +292,8 @@ class Loop:
                 self._complete()  # Later, a signal would end the process at once.
                 raise interruption.error(self.step)
             if self._pauses():
-                self._pause(batches)
-        self._end(batches)
+                self._pause(batches, interruption)
+        self._end(batches, interruption)
         if self._patience.is_exhausted:
             self._log.message(self._patience.text())
 
@@ -371,30 +378,55 @@ class Loop:
             or self._intervals.reports(self.step)
         )
 
-    def _pause(self, batches: Batches) -> None:
+    def _pause(self, batches: Batches, interruption: Interruption) -> None:
         """Evaluates, saves and reports if due; the time does not count as training."""
         self._read_pending()
         self._meter.stop()
         if self._measures(self.step):
-            self._record()
+            self._record(batches, interruption)
         if self._checkpointer.is_due(self.step) or self._is_best_so_far or self._missing_metric:
             self._save(batches)
         self._check_best_metric()
         if self._report is not None and self._intervals.reports(self.step):
             self._log.status("sampling")
-            with self._watchdog.phase(f"sampling after step {self.step}"):
+            phase = f"sampling after step {self.step}"
+            with self._watchdog.phase(phase), self._losing_no_step(batches, interruption):
                 self._log.sample(self.step, f"step {self.step}\n{self._report(self.model)}")
         self._meter.start()
 
-    def _end(self, batches: Batches) -> None:
+    def _end(self, batches: Batches, interruption: Interruption) -> None:
         """Evaluates and saves after the last step, which may be where the data ends."""
         self._read_pending(is_last=True)
         self._meter.stop()
         if self._meter.num_steps or self._lacks_evaluation():
-            self._record()
+            self._record(batches, interruption)
         self._save(batches)
         self._complete()
         self._check_best_metric()
+
+    @contextlib.contextmanager
+    def _losing_no_step(self, batches: Batches, interruption: Interruption) -> Iterator[None]:
+        """Context of what changes no parameter: saves all steps if it fails, or a stop comes."""
+        try:
+            with interruption.at_once():
+                yield
+        except StopAtOnce:
+            self._save(batches)
+            self._complete()
+            raise interruption.error(self.step) from None
+        except Exception:
+            self._save_after_failure(batches)
+            raise
+
+    def _save_after_failure(self, batches: Batches) -> None:
+        """Saves the steps made, as far as possible; the failure is for the caller to raise."""
+        if self._is_saved or jax.process_count() > 1:
+            return  # All hosts save together, and the others may not have failed.
+        with contextlib.suppress(Exception):
+            self._read_pending()
+            self._save(batches)
+            self._complete()
+            self._log.message(f"step {self.step} is saved; the same command resumes there")
 
     def _complete(self) -> None:
         with self._watchdog.phase(f"completing the checkpoint of step {self.step}"):
@@ -411,12 +443,13 @@ class Loop:
     def _has_measures(self) -> bool:
         return self._validation is not None or bool(self._task_measures)
 
-    def _record(self) -> None:
+    def _record(self, batches: Batches, interruption: Interruption) -> None:
         """Writes the record of this step, with validation metrics if there is evaluation data."""
-        record = self._meter.take()
         self._log.status("evaluating")
-        with self._watchdog.phase(f"evaluating after step {self.step}"):
-            record |= self._measure_all()
+        phase = f"evaluating after step {self.step}"
+        with self._watchdog.phase(phase), self._losing_no_step(batches, interruption):
+            measured = self._measure_all()
+        record = self._meter.take() | measured
         self._measured_step = self.step
         # The checkpoint of this step lacks the value and the re-estimated statistics.
         self._is_saved = False

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections.abc import Collection
 
 import jax
 from etils import epath
@@ -46,8 +47,8 @@ class Result:
     best_step: int | None = None
 
 
-def describe(result: Result) -> str:
-    """Returns the final lines that a run prints."""
+def describe(result: Result, *, saved: Collection[int]) -> str:
+    """Returns the final lines that a run prints; `saved` holds the steps of its checkpoints."""
     lines = [
         f"{result.step} steps done"
         + (
@@ -69,6 +70,7 @@ def describe(result: Result) -> str:
         if metric == result.metric and result.best_value is not None:
             best = metric_names.format_value(metric, result.best_value)
             line += f"  best {best} after step {result.best_step}"
+            line += "" if result.best_step in saved else ", which has no checkpoint"
         lines.append(line)
     if result.target_unigram_entropy is not None:
         lines.append(

@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from convt5 import errors
+from convt5.checkpoints import reading
 from convt5.checkpoints.checkpoint import CheckpointConfig, Checkpointer, DataPositions, Restored
 from convt5.checkpoints.record import describe_config
 from convt5.data import counts
@@ -143,8 +144,16 @@ class TrainRun(StepConfig, Intervals):
         return data_checks.vocabulary_is_here(self.data)
 
     def unused(self) -> list[str]:
-        """Returns a sentence for each setting of a text model that no layer uses."""
-        return getattr(self.model, "unused", list)()
+        """Returns a sentence for each setting that no layer uses, and one for idle steps."""
+        sentences = getattr(self.model, "unused", list)()
+        end = getattr(self.schedule, "total_steps", self.num_steps)
+        if end < self.num_steps and not getattr(self.schedule, "final_fraction", 1):
+            sentences.append(
+                f"the learning rate is 0 after step {end}, the total_steps of "
+                f"{type(self.schedule).__name__}: the steps from there to num_steps="
+                f"{self.num_steps} change no parameter; raise total_steps, or final_fraction."
+            )
+        return sentences
 
     def plan(self, devices: Sequence[Any] | None = None) -> Plan:
         """Returns mesh, shapes, shardings and step functions; allocates and compiles nothing.
@@ -318,7 +327,8 @@ class _Session:
                 loop.run(batches, interruption, before_first=self._write_settings)
         log.end_progress()
         result = results.write(self._folder, self._plan, loop, self._validation, run.checkpoints)
-        log.message(results.describe(result))
+        saved = reading.steps_in(self._checkpointer.directory)
+        log.message(results.describe(result, saved=saved))
         if batches is not None:
             self._tell_of_reading(batches)
         if run.report is not None:
