@@ -490,6 +490,13 @@ def test_includes_resolve_beside_the_including_file(write):
     assert gin_config.load([name], roots=["%RATE"]).macro("RATE").peak == 0.5
 
 
+def test_an_include_is_the_file_beside_even_where_the_working_directory_has_one_of_its_name(write):
+    write("part.gin", COSINE.replace("0.5", "0.25"))
+    write("deep/part.gin", COSINE)
+    name = write("deep/a.gin", "include 'part.gin'")
+    assert gin_config.load([name], roots=["%RATE"]).macro("RATE").peak == 0.5
+
+
 def test_files_of_the_working_directory_come_before_those_of_the_package(write):
     name = write("gin/models/dynamic_tiny.gin", COSINE)
     assert gin_config.load([name], roots=["%RATE"]).macro("RATE").peak == 0.5

@@ -364,9 +364,13 @@ def parse_key(text: str) -> tuple[str, str, str]:
 
 
 def _find(name: str, beside: pathlib.Path | None) -> pathlib.Path | None:
-    """Returns the path of a file, without resolving symbolic links; None if it is missing."""
+    """Returns the path of a file, without resolving symbolic links; None if it is missing.
+
+    An include is first looked for in the folder of its file, `beside`: the working directory may
+    hold another file of this name, such as the `model.gin` of another run.
+    """
     path = pathlib.Path(os.path.expanduser(name))
-    folders = [pathlib.Path.cwd(), *([beside] if beside else []), *roots()[1:]]
+    folders = [*([beside] if beside else []), *roots()]
     candidates = [path] if path.is_absolute() else [folder / path for folder in folders]
     return next((p for p in candidates if os.path.isfile(p)), None)
 
