@@ -8,7 +8,12 @@
 #   --time=T           time limit of one job (default: 24:00:00)
 #   --name=NAME        name of the job (default: convt5)
 #   --save_secs=S      seconds before the time limit at which the job must save (default: 120)
-#   --gpus_per_node=0  one process per node, on its CPUs
+#   --gpus_per_node=0  one process per node, on all of its CPUs
+#
+# Other options of sbatch can be set as variables, such as SBATCH_ACCOUNT=A, and for more than one
+# CPU per GPU, where the partition gives no more, SBATCH_CPUS_PER_GPU=8.
+#
+# `scancel JOB` ends a job for good: it saves, if that takes less than SLURM's KillWait.
 #
 # Example:
 #   launch/slurm.sh --nodes=4 --gpus_per_node=8 -- --gin_file=gin/runs/pretrain_c4.gin \
@@ -58,7 +63,8 @@ submission=(
   --output="logs/${name}_%j.log" --signal="TERM@$save_secs"
   --ntasks-per-node="$((gpus > 0 ? gpus : 1))"
 )
-((gpus == 0)) || submission+=(--gpus-per-node="$gpus")
+# Without --exclusive, a job has one CPU for each of its processes.
+if ((gpus > 0)); then submission+=(--gpus-per-node="$gpus"); else submission+=(--exclusive); fi
 [[ -z $partition ]] || submission+=(--partition="$partition")
 submission+=(launch/slurm_job.sh "$@")
 

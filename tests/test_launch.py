@@ -404,6 +404,11 @@ class TestSlurm:
         assert "srun --label --kill-on-bad-exit=1 .venv/bin/python -m convt5.train" in text
         assert text.count(QUOTED) == 2
 
+    def test_a_job_without_gpus_has_all_cpus_of_its_nodes(self):
+        text = shown("slurm.sh", "--dry_run", "--nodes=4", "--gpus_per_node=0")
+        assert "--ntasks-per-node=1 --exclusive launch/slurm_job.sh" in text
+        assert "--gpus" not in text
+
     @pytest.mark.parametrize(
         "flag", ["--nodes=0", "--nodes=two", "--gpus_per_node=-1", "--save_secs=1m"]
     )
@@ -413,9 +418,10 @@ class TestSlurm:
         assert done.returncode == 2
         assert f"{flag} must be an integer" in done.stderr
 
-    def job(self, folder, srun):
-        """Runs a job with a stand-in for srun; returns its exit code and what was requeued."""
-        for name, text in (("srun", srun), ("scontrol", 'echo "$@" > requeued')):
+    def job(self, folder, srun, *, squeue="echo 'RUNNING   None   N/A   '"):
+        """Runs a job with stand-ins for SLURM; returns its exit code and what was requeued."""
+        programs = {"srun": srun, "scontrol": 'echo "$@" > requeued', "squeue": squeue}
+        for name, text in programs.items():
             (folder / name).write_text(f"#!/bin/sh\n{text}\n")
             (folder / name).chmod(0o755)
         done = commands.run(
@@ -429,6 +435,20 @@ class TestSlurm:
     @pytest.mark.parametrize(("code", "requeued"), [(143, "requeue 17\n"), (0, None), (1, None)])
     def test_a_job_that_was_asked_to_save_is_queued_again(self, tmp_path, code, requeued):
         assert self.job(tmp_path, f"exit {code}") == (code, requeued)
+
+    @pytest.mark.parametrize(
+        ("answer", "requeued"),
+        [
+            ("COMPLETING          None                N/A", None),
+            ("CANCELLED           None                N/A", None),
+            ("COMPLETING          TimeLimit           N/A", "requeue 17\n"),
+            ("COMPLETING          None                2026-01-02T03:04:05", "requeue 17\n"),
+            ("", "requeue 17\n"),
+        ],
+    )
+    def test_a_job_that_someone_cancelled_is_not_queued_again(self, tmp_path, answer, requeued):
+        squeue = f"echo '{answer}'\nexit {int(not answer)}"
+        assert self.job(tmp_path, "exit 143", squeue=squeue) == (143, requeued)
 
     @pytest.mark.parametrize(("code", "requeued"), [(143, "requeue 17\n"), (0, None)])
     def test_a_job_asked_to_end_when_training_ends_has_the_code_of_training(
