@@ -22,6 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 from convt5 import errors
 from convt5.checkpoints import checkpoint, reading
+from convt5.training.optimizer import AdafactorConfig
+from convt5.training.schedule import Constant
 
 NO_DATA = checkpoint.DataPositions()
 
@@ -262,6 +264,22 @@ def test_another_optimizer_is_refused(open_run):
     save_steps(open_run(), 1)
     with pytest.raises(errors.UserError, match="another optimizer"):
         open_run().restore(abstract(make_state(optimizer=optax.sgd(1e-3, momentum=0.9))))
+
+
+@pytest.mark.parametrize("change", [{"weight_decay": 0.1}, {"clipping_threshold": None}])
+@pytest.mark.parametrize("is_added", [True, False])
+def test_parts_without_arrays_may_join_and_leave_an_optimizer(open_run, change, is_added):
+    pair = [AdafactorConfig(**kept).build(Constant(rate=1.0)) for kept in ({}, change)]
+    before, now = pair if is_added else pair[::-1]
+    state = make_state(1, optimizer=before)
+    numbers = iter(range(1, 100))
+    moments = jax.tree.map(lambda leaf: leaf + next(numbers), state.opt_state)
+    checkpointer = open_run()
+    checkpointer.save(1, dataclasses.replace(state, opt_state=moments), data=NO_DATA)
+    checkpointer.wait()
+    restored = open_run().restore(abstract(make_state(optimizer=now))).state
+    assert_same(jax.tree.leaves(restored.opt_state), jax.tree.leaves(moments))
+    assert_same(restored.model, state.model)
 
 
 def test_a_setting_that_changes_no_shape_is_reported(open_run):

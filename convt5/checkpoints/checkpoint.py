@@ -420,18 +420,24 @@ def _read(
     where = f"the checkpoint of step {folder.name} in {folder.parent}"
     record.check_shapes(about["params"], record.shapes(params), what="parameters", where=where)
     _check_ema(about["optimizer"], optimizer, where=where)
+    saved = record.saved_names(about["optimizer"], optimizer)
+    optimizer = {saved[name]: leaf for name, leaf in optimizer.items()}
     record.check_shapes(
         about["optimizer"], record.shapes(optimizer), what="optimizer state", where=where
     )
-    restored = {
-        part: named_arrays.nest(reading.read_arrays(folder, part, leaves, about))
+    read_params, read_optimizer = (
+        reading.read_arrays(folder, part, leaves, about)
         for part, leaves in (("params", params), ("optimizer", optimizer))
-    }
+    )
     for line in record.differences(about["model"], description):
         warnings.warn(f"the model's settings differ from {where}: {line}", stacklevel=4)
     return Restored(
         step=reading.step_of(folder),
-        state=_join(abstract_state, restored["params"], restored["optimizer"]),
+        state=_join(
+            abstract_state,
+            named_arrays.nest(read_params),
+            named_arrays.nest({name: read_optimizer[saved[name]] for name in saved}),
+        ),
         data=data,
         progress=about["progress"],
     )

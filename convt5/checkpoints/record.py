@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from convt5.runtime import foreign_files
 FORMAT = 1
 _MOST_BYTES = 2**26
 _SHAPE = re.compile(r"[^\[\]]{1,40}\[(\d{1,15}(,\d{1,15})*)?\]")
+_PART = re.compile(r"state/(\d+)")  # Of a chain of transformations.
 _SEAL = "sha256"  # Checksum of all else in the file.
 
 
@@ -85,6 +86,28 @@ def check_shapes(
         + f"\nUse the {settings} it was made with (config.gin in its run directory), or choose "
         "another run_dir."
     )
+
+
+def saved_names(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
+    """Returns under which name each array of an optimizer state was saved.
+
+    A name holds the position of a part of the optimizer, of which those without arrays, such as
+    weight decay, may have been added or left out since.
+    """
+    wanted = list(wanted)
+    before, now = (
+        sorted({int(found[1]) for name in names if (found := _PART.match(name))})
+        for names in (saved, wanted)
+    )
+    moved = dict(zip(now, before, strict=True)) if len(now) == len(before) else {}
+
+    def saved_name(name: str) -> str:
+        found = _PART.match(name)
+        if found is None or int(found[1]) not in moved:
+            return name
+        return f"state/{moved[int(found[1])]}{name[found.end() :]}"
+
+    return {name: saved_name(name) for name in wanted}
 
 
 def describe_config(config: Any) -> Any:
