@@ -551,6 +551,17 @@ def test_a_path_without_checkpoint_is_named(tmp_path):
         Checkpoint(str(tmp_path / "model.ckpt-3"))
 
 
+@pytest.mark.parametrize("name", ["model.ckpt-0", "model.ckpt-9", "\x80"])
+def test_a_copied_folder_is_read_whatever_its_file_checkpoint_names(copied, name):
+    other = copied / "other"
+    other.mkdir()
+    for path in copied.glob("model.ckpt-0.*"):
+        shutil.copyfile(path, other / path.name.replace("model.ckpt-0", name))
+    text = f'model_checkpoint_path: "{other}/{name}"\n'
+    (copied / "checkpoint").write_bytes(text.encode("latin-1"))
+    assert Checkpoint(str(copied)).prefix == str(copied / "model.ckpt-0")
+
+
 def test_the_folder_or_any_file_of_a_checkpoint_names_it(copied):
     prefix = str(copied / "model.ckpt-0")
     assert Checkpoint(str(copied)).prefix == prefix

@@ -1,5 +1,6 @@
 """Checkpoints of T5X: its numbers, its next steps of training, and what is no such checkpoint."""
 
+import ast
 import dataclasses
 import functools
 import gzip
@@ -358,6 +359,13 @@ def test_the_memory_of_a_divided_loss_is_that_of_its_sum(golden, tmp_path):
     assert moments[0]
     for name, array in moments[0].items():
         np.testing.assert_array_equal(moments[1][name], 64 * np.asarray(array), err_msg=name)
+
+
+@pytest.mark.parametrize("text", [r"r'state/(.*'", r"'it\'s [ # fine'", '"{: ("  # )'])
+def test_brackets_and_signs_in_texts_end_no_statement(text):
+    config = OperativeConfig(f"a.f.x = {text}\na.f.y = 0.0\n")
+    assert config.number("f", "y", 0.1) == 0.0
+    assert config.get("f", "x") == ast.literal_eval(text.partition("  #")[0])
 
 
 def test_bindings_in_blocks_are_those_of_their_name():

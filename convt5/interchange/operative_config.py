@@ -33,7 +33,8 @@ _MOST_BYTES = 2**20
 _BLOCK = re.compile(r"^(?P<name>[\w./]+):\s*(#.*)?$")
 _IN_BLOCK = re.compile(r"^\s+[A-Za-z_]\w*\s*=(?!=)")
 
-_COMMENT = re.compile(r"""^((?:[^'"#]|'[^']*'|"[^"]*")*)#.*$""")
+_TEXT = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_COMMENT = re.compile(rf"""^((?:[^'"#]|{_TEXT})*)#.*$""")
 
 
 class OperativeConfig:
@@ -194,7 +195,8 @@ def _statements(text: str) -> Iterator[str]:
         is_continued = part.endswith("\\")
         if part := part.removesuffix("\\").rstrip():
             parts.append(part)
-            depth += sum(map(part.count, "([{")) - sum(map(part.count, ")]}"))
+            outside = re.sub(_TEXT, "", part)
+            depth += sum(map(outside.count, "([{")) - sum(map(outside.count, ")]}"))
         if parts and depth <= 0 and not is_continued:
             yield " ".join(parts)
             parts, depth = [], 0

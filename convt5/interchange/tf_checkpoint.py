@@ -149,9 +149,9 @@ def find_prefix(path: str) -> str:
     if tf.io.gfile.exists(f"{prefix}.index"):
         return prefix
     if tf.io.gfile.isdir(prefix):
-        latest = tf.train.latest_checkpoint(prefix)
-        if latest:
-            return latest
+        name = _named_newest(tf, prefix)
+        if name and tf.io.gfile.exists(f"{prefix}/{name}.index"):
+            return f"{prefix}/{name}"
         prefixes = sorted(name[: -len(".index")] for name in tf.io.gfile.glob(f"{prefix}/*.index"))
         if prefixes:
             return max(prefixes, key=lambda name: int((re.findall(r"\d+$", name) or ["0"])[0]))
@@ -159,6 +159,18 @@ def find_prefix(path: str) -> str:
         f"checkpoint={path} does not exist: expected the files {path}.index and "
         f"{path}.data-00000-of-.... Pass the prefix, such as model.ckpt-524288, without endings."
     )
+
+
+def _named_newest(tf: Any, folder: str) -> str:
+    """Returns the name in the file `checkpoint` of a folder; empty if it names none.
+
+    The path around the name is often that of the folder of which this one is a copy.
+    """
+    try:
+        state = tf.train.get_checkpoint_state(folder)
+    except UnicodeDecodeError:  # The file is of another format, such as T5X's.
+        state = None
+    return pathlib.PurePath(state.model_checkpoint_path).name if state else ""
 
 
 def _tensorflow():
