@@ -19,6 +19,7 @@ from convt5.interchange.mapping import Imported, build_model, take_apart
 from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.modeling.attention import relative_position_bucket
 from convt5.modeling.tree_paths import named_leaves
+from convt5.text import vocabulary_files
 from convt5.training.losses import TextLoss
 
 VERSIONS = ["v1_0", "v1_1"]
@@ -202,6 +203,18 @@ def test_an_untied_output_is_recognised_in_what_transformers_5_writes(tmp_path):
     assert not hugging_face.read_model(tmp_path).config.tie_output
 
 
+def test_a_separate_output_is_not_taken_for_a_token_table_under_another_name(tmp_path):
+    written(tmp_path, tiny(tie_output=False))
+    arrays = load_file(tmp_path / "model.safetensors")
+    table = arrays["decoder.embed_tokens.weight"] = arrays.pop("shared.weight")
+    save_file(arrays, tmp_path / "model.safetensors")
+    found = hugging_face.read_model(tmp_path)
+    np.testing.assert_array_equal(found.params["token_embedder/embedding"], table)
+    np.testing.assert_array_equal(
+        found.params["output_head/kernel"], arrays["lm_head.weight"].T, strict=True
+    )
+
+
 def test_added_tokens_that_are_not_read_are_noted(tmp_path):
     written(tmp_path, tiny())
     (tmp_path / "spiece.model").write_bytes(word_pieces.trained_model())
@@ -255,6 +268,16 @@ def test_truncated_weights_are_named(folder, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match="truncated"):
         hugging_face.read_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "spiece.model"])
+def test_a_pointer_of_git_lfs_is_named(name, tmp_path):
+    written(tmp_path, tiny())
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n"
+    (tmp_path / name).write_text(pointer)
+    read = vocabulary_files.load if name == "spiece.model" else hugging_face.read_model
+    with pytest.raises(UserError, match=rf"{name} is a pointer of Git LFS .* run git lfs pull"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize(

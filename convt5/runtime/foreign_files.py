@@ -38,6 +38,7 @@ _ALWAYS_ALLOWED = 2**26
 _NUMBERS = "biuf"
 _TFDS_CLASS = ("type", "pythonClassName", "python_class_name")
 _PIECE = 2**20
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _SHOWN = 300
 _LONGEST_NAME = 255
 _MOST_DEPTH = 100
@@ -107,11 +108,28 @@ def is_file_name(name: object) -> bool:
 
 def unreadable(path: epath.PathLike, why: BaseException | str, remedy: str) -> errors.UserError:
     """Returns the error for an unreadable file."""
+    if _is_pointer(path):
+        return errors.UserError(
+            f"{os.fspath(path)} is a pointer of Git LFS to the file, and not the file; run git lfs "
+            "pull in its repository, or download the file."
+        )
     if isinstance(why, OSError):
         why = why.strerror or str(why)
     shown = " ".join(str(why).split())  # It may quote the contents of the file.
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
     return errors.UserError(f"{os.fspath(path)} cannot be read ({shown}); {remedy}")
+
+
+def _is_pointer(path: epath.PathLike) -> bool:
+    """Returns whether a local file is what Git leaves of a large one where LFS is not installed."""
+    name = os.fspath(path)
+    if atomic_files.is_remote(name) or not os.path.isfile(name):
+        return False
+    try:
+        with open(name, "rb") as file:
+            return file.read(len(_POINTER)) == _POINTER
+    except OSError:
+        return False
 
 
 def check_regular(path: epath.PathLike) -> None:
