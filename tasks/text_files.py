@@ -11,7 +11,6 @@ import hashlib
 import io
 import itertools
 import json
-import os
 import pathlib
 import shutil
 import tempfile
@@ -23,7 +22,7 @@ import tensorflow as tf
 from absl import logging
 
 from convt5 import errors
-from convt5.runtime import foreign_files
+from convt5.runtime import folders, foreign_files
 
 from . import local_files
 
@@ -137,7 +136,13 @@ class TextFiles:
     def _folder(self) -> pathlib.Path:
         # Named by the modification times of the files, so that any change is noticed.
         about = [local_files.identity(name) for name in self.files()]
-        return cache_folder() / self._name(_FORMAT, about)
+        cache = folders.user_cache()
+        if cache is None:
+            raise errors.UserError(
+                f"text path={self.path!r} is stored in the user's cache, but this user has no home "
+                "folder; set XDG_CACHE_HOME to a folder that can be written."
+            )
+        return cache / "text" / self._name(_FORMAT, about)
 
     def _reader(self) -> "_Reader":
         separator = self.separator
@@ -195,12 +200,6 @@ class TextFiles:
                 f"text path={self.path!r} holds no document: {len(self.files())} files were read "
                 f"and all are empty or blank{skipped}; set it to files with text."
             )
-
-
-def cache_folder() -> pathlib.Path:
-    """Returns the folder of stored text, which `XDG_CACHE_HOME` changes."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return pathlib.Path(home) / "convt5" / "text"
 
 
 def _is_whole(folder: pathlib.Path) -> bool:

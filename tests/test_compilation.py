@@ -1,6 +1,7 @@
 """Steps are compiled once, on the record, and not again by the next process."""
 
 import os
+import pwd
 import sys
 import types
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from convt5.runtime import folders
 from convt5.training import compilation
 
 PRINT_CACHE = (
@@ -75,6 +77,18 @@ def test_programs_that_another_user_could_write_are_not_run(tmp_path, monkeypatc
     folder.chmod(0o777)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(jax, "config", types.SimpleNamespace(values=UNSET))
+    assert compilation.enable_persistent_cache() is None
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch):
+    def unknown(number):
+        raise KeyError(number)
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(jax, "config", types.SimpleNamespace(values=UNSET))
+    assert folders.user_cache() is None
     assert compilation.enable_persistent_cache() is None
 
 

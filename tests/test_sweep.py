@@ -276,6 +276,19 @@ def test_results_go_on_on_another_machine_and_report_the_same(tmp_path):
     assert not any(made.is_done for made in running.states(third))
 
 
+def test_results_that_are_of_no_run_of_the_study_are_named(tmp_path, capsys):
+    file = tmp_path / "study.jsonl"
+    here = study(tmp_path / "here")
+    running.run_all(here, launch=Trainer())
+    archive.write(here, file)
+    fewer = study(tmp_path / "there", seeds=here.seeds[:1])
+    assert archive.read(fewer, file) == 4
+    message = capsys.readouterr().err
+    assert f"{file}: left out 4 runs that are not of this study: " in message
+    assert f"seed={here.seeds[1]}" in message
+    assert archive.read(fewer, file) == 0
+
+
 def test_results_under_earlier_names_of_metrics_are_taken_over(tmp_path):
     """Those of text, kept while accuracies were shares of 1, are in docs/."""
     here, there = (

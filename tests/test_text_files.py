@@ -17,6 +17,7 @@ from convt5.tasks.text_files import TextFiles
 
 from convt5 import errors
 from convt5.evaluation import task_data
+from convt5.runtime import folders
 
 PARAGRAPHS = "First line.\nIts second line.\n\n\nOther document.\n \nThird.\n"
 OPENERS = {"": open, ".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
@@ -352,6 +353,13 @@ def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     path = write(tmp_path / "text.txt", "one\n")
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
     with pytest.raises(errors.UserError, match=r"/proc/nothing/.* cannot be written.*XDG_CACHE_HO"):
+        TextFiles(path=path).stored()
+
+
+def test_a_cache_needs_a_home(tmp_path, monkeypatch):
+    path = write(tmp_path / "text.txt", "one\n")
+    monkeypatch.setattr(folders, "user_cache", lambda: None)
+    with pytest.raises(errors.UserError, match="this user has no home folder; set XDG_CACHE_HOME"):
         TextFiles(path=path).stored()
 
 

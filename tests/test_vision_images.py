@@ -456,6 +456,8 @@ def test_an_empty_or_missing_folder_is_named(tmp_path):
         Folder(path=str(tmp_path)).open("train")
     with pytest.raises(UserError, match="is no folder"):
         Folder(path=f"{tmp_path}/{{split}}").open("train")
+    with pytest.raises(UserError, match="~nobody-here/images is no folder"):
+        Folder(path="~nobody-here/images").open("train")
 
 
 @pytest.mark.parametrize(

@@ -165,8 +165,8 @@ def _impossible(
         f"{what} within {tolerance:.1%}"
     )
     remedy = (
-        "change num_layers so that the costs are closer, raise largest_change, or lower "
-        f"multiple={multiple}."
+        f"change num_layers so that the costs are closer, or lower multiple={multiple} (in a "
+        "study, largest_change may be raised too)."
     )
     if nearest is None:
         return f"{start}: {largest_change:g} times more or less holds none; {remedy}"

@@ -1,4 +1,4 @@
-"""Checks the names of checkpoint folders: literal on a local disk, or refused.
+"""Folders of checkpoints, whose names are taken literally or refused; of runs; of the user's cache.
 
 orbax finds its files by glob patterns that begin with the folder's name, and TensorStore
 interprets some characters of a local name. Either could write what nobody can read again.
@@ -6,6 +6,7 @@ interprets some characters of a local name. Either could write what nobody can r
 
 import glob
 import os
+import pathlib
 from collections.abc import Iterator
 
 from etils import epath
@@ -54,6 +55,15 @@ def run_folder(model: epath.PathLike, kept: str) -> epath.Path | None:
             run = inside.parent
             break
     return run if (run / kept).exists() else None
+
+
+def user_cache() -> pathlib.Path | None:
+    """Returns convt5's folder in the user's cache (XDG_CACHE_HOME, by default ~/.cache).
+
+    Returns None for a user without a home, such as a number that no container knows.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return None if base.startswith("~") else pathlib.Path(base, "convt5")
 
 
 def check(path: epath.PathLike, *, what: str = "the checkpoint folder") -> None:

@@ -6,6 +6,7 @@ Checkpoints, logs and the records between evaluations are not included.
 
 import json
 import pathlib
+import sys
 from typing import Any
 
 from convt5 import errors
@@ -41,8 +42,8 @@ def write(study: Study, path: pathlib.Path) -> int:
 def read(study: Study, path: pathlib.Path) -> int:
     """Imports results from a file for runs of the study that were never started here.
 
-    Returns the number of imported runs. Runs that exist here are not changed, and runs in the file
-    that do not belong to the study are ignored.
+    Returns the number of imported runs. Runs that exist here are not changed; runs in the file that
+    do not belong to the study are left out, and named on standard error.
 
     Raises:
         UserError: the file does not exist, a line is not a result, or a run has other settings or
@@ -53,11 +54,13 @@ def read(study: Study, path: pathlib.Path) -> int:
             f"--import_results={path} is not a file; give one written by --export_results."
         )
     existing = {made.point.name: made for made in running.runs(study)}
-    taken = []
+    taken, strange = [], []
     for number, line in enumerate(_results(path), start=1):
         where = f"{path}, line {number}"
         result = _check(line, where)
         made = existing.get(result["run"])
+        if made is None:
+            strange.append(result["run"])
         if made is None or made.status is not None:
             continue
         where = f"{where}: the run {result['run']}"
@@ -72,6 +75,10 @@ def read(study: Study, path: pathlib.Path) -> int:
             folder / METRICS_FILE, "".join(json.dumps(r) + "\n" for r in records)
         )
         running.write_about(folder, about)
+    if strange:
+        shown = "; ".join(errors.abbreviate(strange, limit=3))
+        text = f"{path}: left out {len(strange)} runs that are not of this study: {shown}"
+        print(text, file=sys.stderr)
     return len(taken)
 
 

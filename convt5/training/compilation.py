@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
-from convt5.runtime import stages
+from convt5.runtime import folders, stages
 from convt5.training import flops
 from convt5.training.programs import Kept, Program, found_by_jax, is_own
 
@@ -155,8 +155,10 @@ def enable_persistent_cache() -> pathlib.Path | None:
     settings = jax.config.values
     if settings["jax_compilation_cache_dir"] or not settings["jax_enable_compilation_cache"]:
         return None
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    folder = pathlib.Path(base) / "convt5" / "compiled"
+    cache = folders.user_cache()
+    if cache is None:
+        return None
+    folder = cache / "compiled"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         programs = folder.with_name("programs")

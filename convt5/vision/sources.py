@@ -113,7 +113,7 @@ class Npz:
                 self._checked(file)
 
     def _file(self, split: str) -> pathlib.Path:
-        return pathlib.Path(self.path.replace(_SPLIT, split)).expanduser()
+        return pathlib.Path(os.path.expanduser(self.path.replace(_SPLIT, split)))
 
     def _checked(self, file: foreign_files.Npz) -> tuple[int, ...]:
         """Returns the shape [N, H, W, C] of the images in a file, from its headers."""
@@ -174,7 +174,7 @@ class Folder:
         )
 
     def _root(self, split: str) -> pathlib.Path:
-        return pathlib.Path(self.path.replace(_SPLIT, split)).expanduser()
+        return pathlib.Path(os.path.expanduser(self.path.replace(_SPLIT, split)))
 
     def _classes(self, root: pathlib.Path) -> list[str]:
         """Returns the classes in the order of their numbers."""
