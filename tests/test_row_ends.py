@@ -53,7 +53,7 @@ def features(task, lengths):
         trim_output_features=False,
     )
     examples = [
-        row_ends.end_example(example, task.output_features, lengths)
+        row_ends.end_example(example, task.output_features, lengths, task=task.name)
         for example in whole.as_numpy_iterator()
     ]
     return [tuple(example[name].tolist() for name in LENGTHS) for example in examples]
@@ -114,7 +114,9 @@ def test_examples_end_with_their_end_token_whichever_steps_append_it(steps):
 )
 def test_a_feature_without_an_end_token_gets_none(feature):
     values = np.ones((3, 2)) if feature.rank == 2 else np.arange(1, 4)
-    example = row_ends.end_example({"inputs": values, "other": "x"}, {"inputs": feature}, {})
+    example = row_ends.end_example(
+        {"inputs": values, "other": "x"}, {"inputs": feature}, {}, task="texts"
+    )
     assert example["other"] == "x"
     np.testing.assert_array_equal(example["inputs"], values)
 
@@ -122,7 +124,9 @@ def test_a_feature_without_an_end_token_gets_none(feature):
 @pytest.mark.parametrize("dtype", [tf.int32, tf.int64, np.int32])
 def test_ids_of_any_integer_type_end(dtype):
     feature: Any = seqio.Feature(vocabularies.characters(), dtype=dtype)
-    example = row_ends.end_example({"targets": np.array([5, 6])}, {"targets": feature}, {})
+    example = row_ends.end_example(
+        {"targets": np.array([5, 6])}, {"targets": feature}, {}, task="texts"
+    )
     assert example["targets"].tolist() == [5, 6, EOS]
 
 

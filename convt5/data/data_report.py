@@ -209,7 +209,9 @@ class _Sample:
         dataset = dataset.with_options(task_blocks.options())
         taken = itertools.islice(dataset.as_numpy_iterator(), _MOST_EXAMPLES)
         features = task.output_features
-        self.examples = [row_ends.end_example(example, features, {}) for example in taken]
+        self.examples = [
+            row_ends.end_example(example, features, {}, task=task.name) for example in taken
+        ]
 
     def _count(self, source: tf.data.Dataset) -> None:
         sizes = source.take(_MOST_DOCUMENTS + 1).map(_num_bytes)

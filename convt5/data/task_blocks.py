@@ -106,6 +106,7 @@ class TaskBlocks:
 
         Raises:
             TrainingError: the data cannot be read.
+            UserError: an id is not in its vocabulary.
         """
         windows, num_read = self._read(place)
         if not windows:
@@ -304,17 +305,18 @@ class _Preprocessing:
                 built = self._build(examples, seed=seed).with_options(options(in_order=True))
                 batches = list(_gather(built))
         (inputs, cut_inputs), (targets, cut_targets) = (
-            row_ends.end_and_cut(
-                _concatenated([batch[name] for batch in batches]),
-                self._task.output_features[name],
-                self._lengths[name],
-            )
+            self._ended(name, _concatenated([batch[name] for batch in batches]))
             for name in FEATURES
         )
         unknown = np.zeros(targets.lengths.shape, bool)
         if self._unknown_id is not None:
             unknown = targets.holding(self._unknown_id)
         return Examples(inputs, targets, np.stack([cut_inputs, cut_targets, unknown], axis=1))
+
+    def _ended(self, name: str, sequences: Ragged) -> tuple[Ragged, np.ndarray]:
+        feature = self._task.output_features[name]
+        row_ends.check_ids(sequences, feature, name=name, task=self._task.name)
+        return row_ends.end_and_cut(sequences, feature, self._lengths[name])
 
     def _gathered(self, examples: tf.data.Dataset, seed: tf.Tensor) -> tf.data.Dataset:
         with _random_numbers_from(seed):

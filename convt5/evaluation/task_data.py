@@ -162,7 +162,8 @@ def read_examples(
     try:
         read: Any = dataset.as_numpy_iterator()
         examples: list[Any] = [
-            row_ends.end_example(example, task.output_features, given or {}) for example in read
+            row_ends.end_example(example, task.output_features, given or {}, task=task.name)
+            for example in read
         ]
     except tf.errors.OpError as error:
         raise errors.TrainingError(
