@@ -13,7 +13,7 @@ import os
 import pathlib
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 import tensorflow as tf
@@ -50,21 +50,19 @@ class NoFileError(errors.UserError):
 def find(paths: Paths) -> list[str]:
     """Returns the files of one or several paths, globs or folders, in order, without duplicates.
 
-    An existing file or folder of exactly that name precedes its matches as a glob; `**` matches
-    folders of any depth. A folder means all files in it, at any depth, and where links lead. Names
-    that begin with a dot match only globs that begin with a dot.
+    Links to a file count as that file. An existing file or folder of exactly that name precedes its
+    matches as a glob; `**` matches folders of any depth. A folder means all files in it, at any
+    depth, and where links lead. Names that begin with a dot match only globs that begin with a dot.
 
     Raises:
         NoFileError: a path matches no file.
         UserError: a folder cannot be read, or as `check`.
     """
     patterns = [paths] if isinstance(paths, str | os.PathLike) else paths
-    files: dict[str, str] = {}
-    for pattern in patterns:
-        for name in _matches(os.fspath(pattern)):
-            files.setdefault(name if is_remote(name) else os.path.abspath(name), name)
-    check(files)
-    return list(files.values())
+    names = [name for pattern in patterns for name in _matches(os.fspath(pattern))]
+    files = distinct(names)
+    check(name if is_remote(name) else os.path.abspath(name) for name in files)
+    return files
 
 
 def check(names: Iterable[str]) -> None:
@@ -74,7 +72,8 @@ def check(names: Iterable[str]) -> None:
         names: remote files, and absolute paths of local ones.
 
     Raises:
-        UserError: one is no regular file, or is there both compressed and not.
+        UserError: one is no regular file, is an archive of others, or is there both compressed and
+            not.
     """
     plain: dict[str, str] = {}
     for name in names:
@@ -85,12 +84,67 @@ def check(names: Iterable[str]) -> None:
                 "of a link (`git annex get`, `dvc pull`), write that of a pipe to a file (`infer "
                 "--input=-` reads standard input), or leave it out of the path."
             )
+        if suffix(name) == ".tar":
+            raise errors.UserError(
+                f"file {name!r} is an archive of other files, whose headers are no text; unpack it "
+                "(tar -xf), or leave it out of the path."
+            )
         other = plain.setdefault(without_compression(name), name)
         if other != name:
             raise errors.UserError(
                 f"files {other!r} and {name!r} hold the same rows by their names, which would be "
                 "read twice; remove one, or rename it."
             )
+
+
+def distinct(names: Iterable[str]) -> list[str]:
+    """Returns names of files, in order, without further links to the same files."""
+    return list(_by_place(names).values())
+
+
+def check_apart(splits: Mapping[str, Sequence[str]]) -> None:
+    """Checks that the files that measure a model are not among those that it is trained on.
+
+    The same files for both are let be: somebody wants to see whether a model learns them.
+
+    Args:
+        splits: names of the files of each split.
+
+    Raises:
+        UserError: some files of a split are also in "train", but not all, or others are.
+    """
+    for split in splits.keys() - {"train"}:
+        _check_held_out(splits.get("train", []), splits[split], split)
+
+
+def _check_held_out(train: Sequence[str], held_out: Sequence[str], split: str) -> None:
+    ours, others = (
+        {without_compression(place): name for place, name in _by_place(names).items()}
+        for names in (train, held_out)
+    )
+    both = [name for place, name in others.items() if place in ours]
+    if both and ours.keys() != others.keys():
+        raise errors.UserError(
+            f"file {both[0]!r} of split={split!r} is also among the files of 'train', so what "
+            "measures the model would be trained on; leave it out of one of the two paths, for "
+            "instance by a glob that matches only one of them."
+        )
+
+
+def _by_place(names: Iterable[str]) -> dict[str, str]:
+    """Returns the first of the names of each file, by the name that links to it lead to."""
+    files: dict[str, str] = {}
+    folders: dict[str, str] = {}  # Each is resolved once, as there may be very many files.
+    for name in names:
+        place = name
+        if not is_remote(name):
+            folder, base = os.path.split(name)
+            if folder not in folders:
+                folders[folder] = os.path.realpath(folder)
+            place = os.path.join(folders[folder], base)
+            place = os.path.realpath(place) if os.path.islink(place) else place
+        files.setdefault(place, name)
+    return files
 
 
 def _matches(pattern: str) -> list[str]:

@@ -12,7 +12,7 @@ import seqio
 
 from convt5 import errors
 
-from . import registration, vocabularies
+from . import local_files, registration, vocabularies
 from .local_files import InvalidUtf8
 from .sources import EmbeddedTextSource, PreparedTfdsSource, TextFilesSource
 from .span_corruption import MEAN_SPAN_LENGTH, NOISE_DENSITY, span_corruption
@@ -102,7 +102,8 @@ def text_span_corruption(
         name: name of the task; use the same one if you register it.
 
     Raises:
-        UserError: a path matches nothing, or a value is out of range.
+        UserError: a path matches nothing, a value is out of range, or files of `validation_path`
+            are also among those of `path`.
     """
     if not 0 <= validation_fraction <= 0.5:
         raise errors.UserError(
@@ -113,8 +114,9 @@ def text_span_corruption(
         TextFiles, separator=separator, text_key=text_key, invalid_utf8=invalid_utf8
     )
     if validation_path is not None:
-        train = files(path=path)
-        splits = {"train": (train, "train"), "validation": (files(path=validation_path), "train")}
+        train, held_out = files(path=path), files(path=validation_path)
+        local_files.check_apart({"train": train.files(), "validation": held_out.files()})
+        splits = {"train": (train, "train"), "validation": (held_out, "train")}
     elif validation_fraction:
         both = files(path=path, holdout_every=round(1 / validation_fraction))
         splits = {"train": (both, "train"), "validation": (both, "validation")}

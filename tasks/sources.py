@@ -3,6 +3,7 @@
 The order of documents is determined by the seed, separately for each host and epoch.
 """
 
+import collections
 import contextlib
 import functools
 import os
@@ -151,6 +152,7 @@ class PreparedTfdsSource(seqio.TfdsDataSource):
     def get_dataset(self, split: str | None = None, *args, **kwargs) -> tf.data.Dataset:
         split = split or "train"
         with self._explained(split):
+            self._check_apart(split)
             dataset = super().get_dataset(split, *args, **kwargs)
         spec: Any = dataset.element_spec
         missing = [name for name in self._fields if name not in spec]
@@ -176,6 +178,20 @@ class PreparedTfdsSource(seqio.TfdsDataSource):
                 f"TFDS says: {str(error).partition(chr(10))[0]}"
             ) from error
 
+    def _check_apart(self, split: str) -> None:
+        """Raises `UserError` if a part of a split, but not all, is also in "train"."""
+        names = [self._names.get(name, name) for name in ("train", split)]
+        if "train" not in self._names or names[0] == names[1]:
+            return
+        known = self.tfds_dataset.info.splits
+        if known and _have_common_examples(*(known[name].file_instructions for name in names)):
+            raise errors.UserError(
+                f"split={split!r} of tfds_name={self._tfds_name!r} is {names[1]!r} of TFDS, and "
+                f"'train' is {names[0]!r}, which has some of its examples, so what measures the "
+                "model would be trained on; set splits, such as {'train': 'train[:99%]', "
+                "'validation': 'train[99%:]'}."
+            )
+
     def _check_split(self, split: str) -> None:
         """Raises `UserError` for a split that an existing data set does not have."""
         try:
@@ -192,6 +208,18 @@ class PreparedTfdsSource(seqio.TfdsDataSource):
                 f"{sorted(known)}; choose one of these, or, where the task has the setting splits, "
                 "set it, such as {'train': 'train[:99%]', 'validation': 'train[99%:]'}."
             )
+
+
+def _have_common_examples(train: Sequence[Any], held_out: Sequence[Any]) -> bool:
+    """Returns whether parts of files that TFDS reads for two splits overlap."""
+    of_file = collections.defaultdict(list)
+    for part in train:
+        of_file[part.filename].append(part)
+    return any(
+        max(part.skip, other.skip) < min(part.skip + part.take, other.skip + other.take)
+        for part in held_out
+        for other in of_file[part.filename]
+    )
 
 
 class ItemSource(seqio.DataSource):

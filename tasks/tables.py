@@ -165,6 +165,7 @@ def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[str]]:
                 f"{split!r} under different names."
             )
         splits.setdefault(split, []).append(str(file))
+    splits = {split: local_files.distinct(names) for split, names in splits.items()}
     if not splits:
         raise errors.UserError(
             f"path={str(folder)!r} is a folder without a {', '.join(SUFFIXES)} file, also "
@@ -252,6 +253,7 @@ class TableSource(ItemSource):
                 "one row of ten."
             )
         self._files = find_splits(path)
+        local_files.check_apart(self._files)
         self._parse = parse
         self._columns = columns
         self._invalid_utf8: local_files.InvalidUtf8 = invalid_utf8
@@ -354,8 +356,8 @@ def _json_rows(file: str, lines: Iterator[str], readable: _Readable) -> Iterator
         if line is None or not line.strip():
             continue
         try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            values = foreign_files.parse_json(line)
+        except ValueError as error:
             raise errors.UserError(
                 f"file {file!r}, line {number} is not JSON ({error}); .jsonl files hold one object "
                 "a line."

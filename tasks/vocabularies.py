@@ -92,7 +92,8 @@ def token_bytes(vocabulary: seqio.Vocabulary) -> np.ndarray | None:
     """Returns the number of UTF-8 bytes of text of each id; None if unknown.
 
     Special ids and sentinels count zero, except byte ids that serve as both. An unknown piece
-    counts as one byte, the minimum, so that bits per byte are never underestimated.
+    counts as one byte, the minimum of its text. The space that SentencePiece puts before a text
+    counts like any other.
     """
     if isinstance(vocabulary, seqio.ByteVocabulary):
         sizes = np.zeros(vocabulary.vocab_size, np.int32)

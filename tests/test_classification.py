@@ -459,6 +459,7 @@ class TestUnusualFiles:
             (r'{"text": "half \ud83d tail", "label": "positive"}', r"line 2 has half of a char"),
             ("[" * 100_000, r"line 2 is not JSON"),
             ('{"text": ' + "9" * 5000 + "}", r"line 2 is not JSON"),
+            ('{"label": "x", "label": "positive"}', r"line 2 is not JSON \('label' is there twice"),
         ],
     )
     def test_json_that_stands_for_no_text_is_named_by_its_line(self, tmp_path, line, message):
@@ -561,6 +562,15 @@ def test_rows_that_are_cut_end_with_their_end_token(tmp_path):
         for example in task.get_dataset(lengths, "train", shuffle=False).as_numpy_iterator():
             assert {name: len(example[name]) for name in lengths} == lengths
             assert [example[name][-1] for name in lengths] == [1, 1]
+
+
+@pytest.mark.parametrize("file", ["dev.jsonl", "dev.jsonl.gz"])
+def test_rows_that_measure_a_model_are_not_trained_on(folder, file):
+    (pathlib.Path(folder) / file).touch()
+    train = [f"{folder}/train.jsonl.gz", f"{folder}/{file}"]
+    path = {"train": train, "validation": f"{folder}/dev.jsonl"}
+    with pytest.raises(errors.UserError, match=r"dev\.jsonl' of split='validation' is also among"):
+        paper_task("sst2", path)
 
 
 def test_no_row_of_a_folder_is_read_twice(folder):

@@ -125,6 +125,24 @@ def test_validation_files_may_be_given(tmp_path):
     assert ["held out" in text for text in texts] == [False, True]
 
 
+@pytest.mark.parametrize("held_out", ["valid.txt", "link.txt", "below/valid.txt"])
+def test_validation_files_are_not_trained_on(tmp_path, held_out):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for name in ("train", "valid"):
+        (folder / f"{name}.txt").write_text("some text\n")
+    (folder / "link.txt").symlink_to("valid.txt")
+    (folder / "below").symlink_to(folder)
+    with pytest.raises(errors.UserError, match=r"of split='validation' is also among the files of"):
+        pretraining.text_span_corruption(str(folder), validation_path=f"{folder}/{held_out}")
+
+
+def test_the_same_file_may_be_for_training_and_validation(tmp_path):
+    (tmp_path / "text.txt").write_text("some text\n")
+    path = str(tmp_path / "text.txt")
+    assert pretraining.text_span_corruption(path, validation_path=path).splits
+
+
 def test_too_few_documents_to_hold_any_out_are_an_error(tmp_path):
     (tmp_path / "text.txt").write_text("only one document")
     task = pretraining.text_span_corruption(str(tmp_path / "text.txt"))
@@ -206,6 +224,12 @@ def test_a_data_set_without_validation_is_told_and_can_be_divided(tmp_path):
     divided = make(splits={"train": "train[:90%]", "validation": "train[90%:]"})
     text = b"".join(e["targets"].tobytes() for e in examples(divided, "validation"))
     assert text
+    for slices in (
+        {"train": "train", "validation": "train[90%:]"},
+        {"train": "train[:95%]", "validation": "train[:10%]+train[99%:]"},
+    ):
+        with pytest.raises(errors.UserError, match=r"'validation' of .* some of its examples"):
+            examples(make(splits=slices), "validation")
     with pytest.raises(errors.UserError, match=r"has no feature 'body', but \['n', 'text'\]"):
         PreparedTfdsSource("only_train:1.0.0", str(tmp_path), fields=("body",)).get_dataset("train")
 

@@ -339,6 +339,7 @@ def test_damaged_archives_are_named(tmp_path, compression):
     ("line", "message"),
     [
         (r'{"text": "half \ud83d tail"}', r"line 2 holds half of a character"),
+        ('{"text": "one", "text": "two"}', r"line 2 is not JSON \('text' is there twice\)"),
         ("[" * 100_000, r"line 2 is not JSON"),
         ('{"text": ' + "9" * 5000 + "}", r"line 2 is not JSON"),
     ],
@@ -410,6 +411,24 @@ def test_a_file_is_read_once_however_often_it_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     paths = ["a.txt", f"{tmp_path}/*.txt", "./b.txt"]
     assert list(TextFiles(path=paths).documents()) == [b"one", b"two", b"three"]
+
+
+@pytest.mark.parametrize("read", [local_files.find, lambda path: tables.find_splits(path)["train"]])
+def test_a_file_is_read_once_however_many_links_lead_to_it(tmp_path, read):
+    folder = tmp_path / "train"
+    folder.mkdir()
+    file = write(folder / "a.jsonl", "{}")
+    (folder / "latest.jsonl").symlink_to("a.jsonl")
+    (folder / "again").symlink_to(folder)
+    assert read(tmp_path) == [file]
+
+
+@pytest.mark.parametrize("name", ["text.tar", "text.tar.gz", "TEXT.TAR.XZ"])
+def test_an_archive_of_files_is_no_text(tmp_path, name):
+    (tmp_path / name).touch()
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(errors.UserError, match=rf"{name}' is an archive .*tar -xf"):
+            TextFiles(path=path)
 
 
 def test_capitals_in_a_name_mean_the_same(tmp_path, cache):

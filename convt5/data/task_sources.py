@@ -9,6 +9,7 @@ import seqio
 import tensorflow as tf
 
 from convt5 import errors
+from convt5.tasks import local_files
 
 _CACHED_SPLIT = re.compile(r"info\.(.+)\.json")
 
@@ -52,8 +53,16 @@ def _cached_splits(folder: str) -> list[str]:
 
 
 def check_files(task: seqio.Task, source: seqio.DataSource, split: str) -> None:
-    """Raises `UserError` if no file matches the names that a source was given."""
-    if isinstance(source, seqio.FileDataSource) and not source.list_shards(split):
+    """Checks the files of a source that was given their names.
+
+    Raises:
+        UserError: no file matches the names of a split, or some of the split are also in "train".
+    """
+    if not isinstance(source, seqio.FileDataSource):
+        return
+    splits = {split, "train"} & {*source.splits}
+    local_files.check_apart({name: source.list_shards(name) for name in splits})
+    if not source.list_shards(split):
         pattern = getattr(source, "_split_to_filepattern", {}).get(split)
         raise errors.UserError(
             f"task {task.name!r}, split={split!r}: no file matches {pattern!r} (working directory "
