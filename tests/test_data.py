@@ -641,6 +641,75 @@ def test_files_that_are_not_there_are_named(tmp_path):
             read(task)
 
 
+def ways_to_read(task):
+    """Yields how training, reports and evaluation read a task."""
+    yield lambda: next(build(task))
+    yield lambda: config(task).describe()
+    yield lambda: task_data.read_examples(task, "train", lengths={"inputs": 64, "targets": 20})
+
+
+@pytest.mark.parametrize("feature", ["inputs", "targets"])
+@pytest.mark.parametrize("token", [-100, 359, 70_000])
+def test_ids_that_the_vocabulary_does_not_have_are_refused(feature, token):
+    rows = {"inputs": [[5, 6], [7]], "targets": [[8], [9, 10]]}
+    rows[feature][1].append(token)
+    message = rf"'given_ids': its '{feature}' hold the id {token}, .* the ids 0 to 358; "
+    for read in ways_to_read(make_task(rows)):
+        with pytest.raises(errors.UserError, match=message):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda x: {**x, "targets": "text"}, r"'targets' string of rank 0, .* int32 of rank 1; .*"),
+        (lambda x: {"inputs": x["inputs"]}, r"no feature 'targets', but \['inputs'\]; "),
+        (lambda x: {**x, "inputs": [x["inputs"]]}, r"'inputs' int32 of rank 2, but .* of rank 1; "),
+    ],
+    ids=["text", "none", "rank"],
+)
+def test_features_that_are_not_as_their_task_says_are_named(step, message):
+    task = make_task({"inputs": [[5, 6], [7]], "targets": [[8], [9, 10]]})
+    task = task.replace(preprocessors=[lambda dataset: dataset.map(step)])
+    for read in ways_to_read(task):
+        with pytest.raises(errors.UserError, match=rf"task 'given_ids': .* make {message}"):
+            read()
+
+
+def test_files_to_measure_a_task_of_lines_are_not_trained_on(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.txt").write_text("a\n")
+    files = {"train": f"{tmp_path}/*.txt", "validation": f"{tmp_path}/two.txt"}
+    task = text_task(some_texts).replace(source=seqio.TextLineDataSource(files))
+    with pytest.raises(errors.UserError, match=r"two\.txt' of split='validation' is also among"):
+        build(task, split="validation")
+
+
+def test_tasks_that_share_documents_read_them_in_orders_of_their_own(monkeypatch):
+    monkeypatch.setattr(task_blocks, "_WIDEST_WINDOW", 2)
+    monkeypatch.setattr(task_blocks, "_MOST_EXAMPLES", 8)
+    source = sources.EmbeddedTextSource({"train": [f"{i:03d}" for i in range(1000)]})
+    steps = [
+        lambda dataset: dataset.map(lambda x: {"inputs": x["text"], "targets": x["text"]}),
+        seqio.preprocessors.tokenize,
+    ]
+    task = text_task(some_texts).replace(source=source, preprocessors=steps)
+    both = seqio.Mixture("both", [(task.replace(name=name), 1.0) for name in ("one", "two")])
+
+    def first_documents(mixture, **settings):
+        blocks = config(mixture, **settings).task_blocks().values()
+        made = (block.make(mixing.BlockPlace()).examples.targets for block in blocks)
+        return [{tuple(row) for row in each.values.reshape(-1, 4).tolist()} for each in made]
+
+    one, two = first_documents(both)
+    assert len(one) == len(two) < 100
+    assert len(one & two) < len(one) / 4
+    assert first_documents(both) == [one, two]
+    assert first_documents(both, seed=1) != [one, two]
+    alone = seqio.Mixture("alone", [(task, 1.0)])
+    assert first_documents(alone) == first_documents(task)
+
+
 def test_a_position_of_an_earlier_version_goes_on_with_a_new_pass(task):
     batches = build(task)
     archive = io.BytesIO()

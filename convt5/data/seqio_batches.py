@@ -11,6 +11,7 @@ import io
 import json
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ import tensorflow as tf
 from convt5 import errors
 from convt5.data import data_report, task_sources
 from convt5.data.counts import Counts
-from convt5.data.mixing import BlockPlace, MakeBlock, MixedStream, TaskStream
+from convt5.data.mixing import BlockPlace, MakeBlock, MixedStream, TaskStream, seeds
 from convt5.data.prefetching import (
     MOST_SKIPPED,
     Prefetcher,
@@ -62,7 +63,8 @@ class DataConfig:
         encoder_length: tokens per encoder row, including the end token.
         decoder_length: tokens per decoder row, including the end token.
         pack: packs several short examples into a row; taps and attention do not cross between them.
-        shuffle: False keeps the order of the data; None and True shuffle.
+        shuffle: False keeps the order of the source, which for text files is a random one; None and
+            True shuffle.
         seed: random seed of the order, and of everything random in the task.
         num_epochs: passes over each task; None never ends. The last batch of finite data is padded
             with empty rows of weight 0.
@@ -254,18 +256,28 @@ class DataConfig:
             UserError: a task cannot be read as configured.
         """
         lengths = {"inputs": self.encoder_length, "targets": self.decoder_length}
+        tasks = list(self._rates())
         return {
             task.name: TaskBlocks(
                 task,
                 self.split,
                 lengths,
                 shuffle=self.shuffle is not False,
-                seed=self.seed,
+                seed=self.seed if len(tasks) == 1 else self._seed_of(task),
                 share=share,
                 cached=self.is_cached(task),
             )
-            for task in self._rates()
+            for task in tasks
         }
+
+    def _seed_of(self, task: seqio.Task) -> int:
+        """Returns the seed of a task in a mixture, where each reads in an order of its own.
+
+        Tasks that share documents, such as the denoisers of UL2, would otherwise read the same ones
+        at the same time, and a run would see a fraction of the documents several times.
+        """
+        number = zlib.crc32(task.name.encode())
+        return int(seeds(self.seed, number).generate_state(1)[0])
 
     def _examples(
         self,
