@@ -263,6 +263,18 @@ def test_decoding_steps_without_rows_or_source_have_logits():
         assert logits.shape == (batch, VOCAB)
 
 
+def test_more_decoding_steps_than_attention_has_room_for_are_refused():
+    def start(model):
+        ids = jnp.ones((2, 3), int)
+        return model.init_decoding(jnp.zeros((2, 3, 8)), encoder_segment_ids=ids, length=4)
+
+    convolution, model = tiny_model("dynamic"), tiny_model("hybrid")
+    assert convolution.decoder.room(start(convolution).layers) is None
+    full = start(model)._replace(position=jnp.full((2,), 4))
+    with pytest.raises(UserError, match="step 5 is one more than length=4 of init_decoding"):
+        model.decode_step(full, jnp.zeros((2,), int))
+
+
 def test_sequence_longer_than_the_position_table_is_refused():
     model = tiny_model(positions="learned", max_positions=6)
     with pytest.raises(UserError, match="7 tokens is longer than max_positions=6"):

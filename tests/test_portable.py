@@ -243,6 +243,23 @@ def test_programs_with_attention_in_the_encoder_take_any_batch():
             np.testing.assert_allclose(now, logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mixing", ["attention", "dynamic"])
+def test_programs_have_no_logits_where_attention_has_no_room(mixing):
+    stack = StackConfig(num_layers=1, mixing=mixing, kernel_size=2)
+    model = jax.jit(hybrid(encoder=stack, decoder=stack).build)(jax.random.key(1))
+    programs = stablehlo.export_programs(model, encoder_length=5, decoder_length=2)
+    params = dict(named_leaves(model))
+    state = programs["start"].call(params, programs["encode"].call(params, SOURCES), SOURCES)
+    expected = jax.jit(ConvT5.__call__)(model, SOURCES, TARGETS)
+    for step, tokens in enumerate(TARGETS.T):
+        logits, state = programs["step"].call(params, state, tokens)
+        if mixing == "attention" and step >= 2:
+            assert np.isnan(logits).all()
+        else:
+            np.testing.assert_allclose(logits, expected[:, step], rtol=0, atol=1e-5)
+
+
 def test_lengths_of_programs_are_checked(model, tmp_path):
     with pytest.raises(UserError, match="encoder_length=0 must be at least 1"):
         stablehlo.write_programs(tmp_path, model, encoder_length=0, decoder_length=4)

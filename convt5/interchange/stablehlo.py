@@ -10,7 +10,8 @@ every program is the dictionary of parameters. Load them with:
 
 `start` takes (parameters, encoded, encoder_input_tokens) and returns the state before the first
 step. `step` takes (parameters, state, tokens) and returns logits [batch, vocab] and the next state,
-a flat dictionary of arrays. The batch size is symbolic; the lengths are fixed.
+a flat dictionary of arrays. The batch size is symbolic; the lengths are fixed. After as many steps
+as attention has room for, or learned positions reach, logits are NaN.
 """
 
 import json
@@ -108,6 +109,8 @@ def export_programs(
     def step(params: Arrays, state: Arrays, tokens):
         whole = jax.tree.unflatten(state_def, [state[name] for name in state_names])
         logits, after = revived(params).decode_step(whole, tokens)
+        if room is not None:
+            logits = jnp.where((whole.position < room)[:, None], logits, jnp.nan)
         return logits, _flat(after)
 
     (batch,) = jax.export.symbolic_shape("batch")
@@ -121,6 +124,7 @@ def export_programs(
         source,
     )
     state_def, state_names = jax.tree.structure(abstract), list(_flat(abstract))
+    room = model.decoder.room(abstract.layers) or model.config.most_tokens("decoder")
     token = jax.ShapeDtypeStruct((batch,), jnp.int32)
     return {
         "encode": _export(encode, shapes, source),

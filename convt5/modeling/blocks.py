@@ -255,21 +255,23 @@ class Stack(nnx.Module):
     ) -> tuple[Float[Array, "rows 1 embed"], tuple[LayerState, ...]]:
         """Decodes position `index` of every row through all layers."""
         bias = None
-        if self.relative_bias is not None:
-            rooms = (
-                layer.mixing.room(state.mixing)
-                for layer, state in zip(self.layers, states, strict=True)
-            )
-            length = next((room for room in rooms if room is not None), None)
-            # Only some layers of the stack may be attention.
-            if length is not None:
-                bias = self.relative_bias(index[:, None], jnp.arange(length))
+        length = self.room(states)
+        if self.relative_bias is not None and length is not None:
+            bias = self.relative_bias(index[:, None], jnp.arange(length))
         position = Position(index, readable=readable, bias=bias)
         after = []
         for layer, state in zip(self.layers, states, strict=True):
             x, state = layer.step(x, state, position, memory_mask=memory_mask)
             after.append(state)
         return self._finish(x), tuple(after)
+
+    def room(self, states: tuple[LayerState, ...]) -> int | None:
+        """Returns how many positions the states have room for; None if none of them grows."""
+        rooms = (
+            layer.mixing.room(state.mixing)
+            for layer, state in zip(self.layers, states, strict=True)
+        )
+        return next((room for room in rooms if room is not None), None)
 
     def lowest(self, count: int) -> "Stack":
         """Returns a stack of the `count` lowest layers, which share their parameters with it."""

@@ -253,7 +253,12 @@ class ConvT5(nnx.Module):
             tokens: the previous token of each row, 0 at the start.
             hide_start_token: overrides the config. False reproduces the decoding of the original,
                 which differs from the function that was trained.
+
+        Raises:
+            UserError: more steps than `init_decoding` made room for. Not checked inside `jax.jit`,
+                where their number is unknown.
         """
+        self._check_room(state)
         tokens = jnp.asarray(tokens)[:, None]
         x = self.embed(tokens, state.position[:, None])
         x, layers = self.decoder.step(
@@ -350,6 +355,15 @@ class ConvT5(nnx.Module):
                 f"position {unknown[0]} must be in [0, max_positions={rows}), the rows of the "
                 "learned position table; count positions from 0 in each example, and shorten it or "
                 "train with a larger max_positions."
+            )
+
+    def _check_room(self, state: DecoderState) -> None:
+        room = self.decoder.room(state.layers)
+        positions = None if room is None else _known(state.position)
+        if positions is not None and positions.max(initial=0) >= room:
+            raise errors.UserError(
+                f"step {positions.max() + 1} is one more than length={room} of init_decoding, for "
+                "which attention has room; make a state of more steps."
             )
 
     def _check_not_packed(self, encoder_segment_ids) -> None:
