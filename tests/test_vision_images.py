@@ -326,6 +326,7 @@ def test_without_train_splits_of_different_classes_are_refused(tmp_path):
         ("gif", "P", 0),
         ("jpeg", "CMYK", 6),
         ("webp", "RGB", 0),
+        ("webp", "RGBA", 0),
     ],
 )
 def test_every_kind_of_file_is_read_in_colour_and_grey(channels, kind, mode, tolerance, tmp_path):

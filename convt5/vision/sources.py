@@ -318,8 +318,9 @@ def decode(path: pathlib.Path, *, channels: int) -> np.ndarray:
             raise _NoImageError("it is no regular file")
         content = path.read_bytes()
         _check_size(content)
-        # TensorFlow ignores the palette of a .bmp, and unpacks all images of a .gif.
-        by_pillow = content.startswith((b"BM", b"GIF"))
+        # TensorFlow ignores the palette of a .bmp, unpacks all images of a .gif, and refuses
+        # transparency in a .webp.
+        by_pillow = content.startswith((b"BM", b"GIF")) or content[8:12] == b"WEBP"
         return (_by_pillow if by_pillow else _decode_bytes)(content, channels)
     except (OSError, _NoImageError) as error:
         raise CorruptImage(
