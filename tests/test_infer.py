@@ -12,8 +12,9 @@ import re
 
 import pytest
 import seqio
+import tensorflow as tf
 import tiny_run
-from convt5.tasks import synthetic
+from convt5.tasks import synthetic, vocabularies
 
 from convt5 import infer
 from convt5.errors import UserError
@@ -459,6 +460,31 @@ def test_a_task_that_ranks_labels_is_answered_once_a_row(run_dir, capsys):
     task = seqio.TaskRegistry.get("listops")
     rows = task.get_dataset(None, "validation", shuffle=False).take(2).as_numpy_iterator()
     assert [r["target"].encode() for r in found] == [r["targets_pretokenized"] for r in rows]
+
+
+def test_rows_with_several_right_labels_or_none_are_answered_once_too(run_dir, capsys):
+    right = {"good": "yn", "unknown": "", "bad": "n"}
+    rows = [(text, label, i) for i, text in enumerate(right) for label in "yn"]
+    columns = {
+        "inputs": [text for text, _, _ in rows],
+        "targets": [label for _, label, _ in rows],
+        "idx": [[i, "yn".index(label)] for _, label, i in rows],
+        "is_correct": [label in right[text] for text, label, _ in rows],
+    }
+    feature = seqio.Feature(vocabularies.characters())
+    seqio.TaskRegistry.add(
+        "tiny_ranked_rows",
+        source=seqio.FunctionDataSource(
+            lambda split, shuffle_files, seed=None: tf.data.Dataset.from_tensor_slices(columns),
+            splits=["validation"],
+        ),
+        preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+        output_features={"inputs": feature, "targets": feature},
+    )
+    assert infer.main([f"--checkpoint={run_dir}", "--task=tiny_ranked_rows"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [r["input"] for r in found] == list(right)
+    assert [r.get("target") for r in found] == ["y", None, "n"]
 
 
 def test_an_input_that_is_not_utf_8_is_answered_and_such_a_target_is_named(run_dir, capsys):

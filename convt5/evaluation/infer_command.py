@@ -5,6 +5,8 @@ import dataclasses
 import functools
 import importlib
 import io
+import itertools
+import operator
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -213,20 +215,18 @@ def _task_inputs(flags: Any, features: TextFeatures, config: Any, vocab_size: in
         task, split, lengths=config.task_lengths(), num_examples=flags.num_examples
     )
 
+    def text(example: task_data.Example, name: str) -> str:
+        decode = functools.partial(decode_text, task.output_features[name].vocabulary)
+        return task_data.original_text(example, name, decode)
+
     def items() -> Iterator[inputs.Item]:
-        for example in examples:
+        numbered = zip(task_data.row_numbers(examples), examples, strict=True)
+        for _, pairs in itertools.groupby(numbered, key=operator.itemgetter(0)):
             # Tasks that rank labels have one example per label, with equal inputs.
-            if not example.get("is_correct", True):
-                continue
-            source, target = (
-                task_data.original_text(
-                    example,
-                    name,
-                    functools.partial(decode_text, task.output_features[name].vocabulary),
-                )
-                for name in ("inputs", "targets")
-            )
-            yield inputs.Item(source, example["inputs"].tolist(), target)
+            of_row = [example for _, example in pairs]
+            right = [example for example in of_row if example.get("is_correct", True)]
+            target = text(right[0], "targets") if right else None
+            yield inputs.Item(text(of_row[0], "inputs"), of_row[0]["inputs"].tolist(), target)
 
     return inputs.from_examples(f"{task.name}/{split}", items())
 
