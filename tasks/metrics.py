@@ -8,6 +8,7 @@ import collections
 import contextlib
 import importlib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -178,14 +179,26 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return (last - (counts - 1) / 2)[places].tolist()
 
 
+_ROUGE_WORD = re.compile("[a-z0-9]")
+
+
 def rouge(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
     """Returns the F-measures `rouge1`, `rouge2` and `rougeLsum` of summaries.
 
-    As in T5, they are medians of resampled means, with fixed random numbers.
+    As in T5, they are medians of resampled means, with fixed random numbers. Of a text they read
+    only the letters a to z and digits; if there are targets without any, a warning tells that they
+    count as 0.
 
     Raises:
         UserError: the package t5 is not installed.
     """
+    if unread := sum(not _ROUGE_WORD.search(target.lower()) for target in targets):
+        logging.warning(
+            "ROUGE reads only the letters a to z and digits: %d of %d targets have none, and count "
+            "as 0 whatever is predicted",
+            unread,
+            len(targets),
+        )
     with _same_random_numbers():
         scores = of_t5("evaluation.metrics", "ROUGE").rouge(targets, predictions)
     return {name: float(value) for name, value in scores.items()}
@@ -215,7 +228,7 @@ def rank_classification(
     """Returns the metrics of selecting the label with the highest log-probability.
 
     If an example has several correct labels, each of them counts as correct, and only accuracy is
-    returned, as in t5.
+    returned, as in t5. An example with a score that is not a number (NaN) is wrong.
 
     Args:
         targets: every label of every example, in any order.
@@ -239,7 +252,7 @@ def rank_classification(
             f"{len(targets)} scores hold those of none; raise num_examples."
         )
     right = [[i for i, (_, correct) in ranked.items() if correct] for ranked in whole]
-    chosen = [max(sorted(ranked), key=lambda i: ranked[i][0]) for ranked in whole]
+    chosen = [_likeliest({i: score for i, (score, _) in ranked.items()}) for ranked in whole]
     if not all(right):
         raise errors.UserError(
             "rank classification needs a right label for each example, but one has none; the "
@@ -248,11 +261,19 @@ def rank_classification(
     if max(map(len, right)) > 1:
         hits = sum(choice in numbers for choice, numbers in zip(chosen, right, strict=True))
         return {"accuracy": 100 * hits / len(whole)}
-    answers = [labels[number] for (number,) in right], [labels[choice] for choice in chosen]
+    predictions = ["" if choice is None else labels[choice] for choice in chosen]
+    answers = [labels[number] for (number,) in right], predictions
     metrics = of_labels(*answers, labels=labels)
     for function in metric_fns:
         metrics |= function(*answers, labels=labels)
     return metrics
+
+
+def _likeliest(scores: Mapping[int, float]) -> int | None:
+    """Returns the label of the highest score, the lowest of equal ones; None if one is NaN."""
+    if any(map(math.isnan, scores.values())):
+        return None
+    return max(sorted(scores), key=lambda label: scores[label])
 
 
 def of_labels(

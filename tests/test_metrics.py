@@ -1,6 +1,7 @@
 """Metrics give the percentages of T5's own, and count what is no label as wrong."""
 
 import functools
+import math
 import sys
 import warnings
 
@@ -108,6 +109,16 @@ class TestRankClassification:
         found = metrics.rank_classification(targets, scores, labels=labels)
         assert found["accuracy"] == pytest.approx(expected["accuracy"])
         assert found["macro_f1"] == pytest.approx(expected["mean_3class_f1"])
+
+    @pytest.mark.parametrize("right", [0, 1])
+    def test_scores_that_are_no_numbers_make_an_example_wrong(self, right):
+        targets = [RankedLabel(i, j, j == right) for i in range(2) for j in range(2)]
+        scores = [math.nan, math.nan, -1.0, math.nan]
+        found = metrics.rank_classification(targets, scores, labels=LABELS)
+        assert found == {"accuracy": 0.0, "f1": 0.0, "macro_f1": 0.0}
+        several = [target._replace(is_correct=True) for target in targets]
+        found = metrics.rank_classification(several, scores, labels=LABELS)
+        assert found == {"accuracy": 0.0}
 
     def test_order_does_not_matter(self):
         scores = [-1.0, -2.0, -3.0, -1.0, -9.0, -8.0]
@@ -241,6 +252,16 @@ def test_rouge_is_that_of_t5_and_the_same_at_every_call():
 def test_rouge_at_the_edges(prediction, expected):
     pytest.importorskip("t5.evaluation.metrics")
     assert set(metrics.rouge(["a b c"], [prediction]).values()) == {expected}
+
+
+def test_targets_that_rouge_cannot_read_are_told(caplog):
+    pytest.importorskip("t5.evaluation.metrics")
+    texts = ["日本語の要約", "Краткое изложение", "ein Überblick"]
+    with caplog.at_level("WARNING", logger="absl"):
+        metrics.rouge(texts[2:], texts[2:])
+        assert not caplog.records
+        metrics.rouge(texts, texts)
+    assert "2 of 3 targets have none, and count as 0" in caplog.text
 
 
 def test_more_metrics_stand_beside_those_of_ranked_labels():

@@ -15,16 +15,17 @@ import seqio
 import tiny_run
 from convt5.tasks import vocabularies
 
-from convt5.errors import UserError
+from convt5.errors import TrainingError, UserError
 from convt5.evaluation import hosts
 from convt5.evaluation.batching import PADDING_ROW, length_bucket, plan_batches
 from convt5.evaluation.flags import PREDICT_FLAGS
 from convt5.evaluation.predictor import Predictor, decode_text, encode_text, truncate
-from convt5.evaluation.settings import EvalConfig, PredictConfig, from_flags
+from convt5.evaluation.settings import EvalConfig, PredictConfig, Rank, from_flags
 from convt5.generation import decoding
 from convt5.generation.search import BeamSearch, Greedy, Sampling
 from convt5.modeling import sharding
 from convt5.modeling.architecture import TextStemConfig
+from convt5.text import task_format
 
 BYTES = vocabularies.characters()
 TEXTS = ["good", "a film", "", "so so"]  # One shape: tests share the compilation.
@@ -211,6 +212,17 @@ def test_every_target_has_its_input(model, targets):
 def test_a_text_with_halves_of_characters_is_refused(model):
     with pytest.raises(UserError, match=r"the text 'a\\udcff' is not UTF-8"):
         predictor(model).predict(["a\udcff"])
+
+
+@pytest.mark.parametrize(
+    "strategy", [Greedy(), BeamSearch(beam_size=2), Rank()], ids=lambda s: type(s).__name__
+)
+def test_a_model_that_computes_no_numbers_answers_nothing(model, strategy):
+    broken = jax.tree.map(lambda leaf: leaf * np.nan, model)
+    labels = task_format.plain("reviews", labels=("yes", "no"))
+    config = PredictConfig(strategy=strategy, **SHORT, batch_size=4)
+    with pytest.raises(TrainingError, match=r"scores for input 8 are not numbers \(NaN\)"):
+        Predictor(broken, BYTES, config, format=labels).predict(TEXTS, first_number=7)
 
 
 def test_ids_that_stand_for_no_text_are_shown_as_numbers(model):

@@ -45,7 +45,7 @@ _DECODING_FLAGS = (
     ),
     Flag(
         "batch_size",
-        "inputs decoded together (default: 32); does not change results.",
+        "inputs decoded together (default: 32); changes results only by rounding.",
         {"type": int},
     ),
 )

@@ -1,6 +1,7 @@
 """Predicts and scores texts with a model and its vocabulary."""
 
 import dataclasses
+import math
 import os
 import re
 import sys
@@ -91,7 +92,7 @@ class Predictor:
 
     Inputs may have any order and number: they are batched by length in few shapes, and results are
     in the order of the inputs. The result of an input depends only on the input, its number, and
-    the settings.
+    the settings; other shapes of batches round differently, above all in bfloat16.
 
     Args:
         model: the result of `load_model`.
@@ -167,12 +168,15 @@ class Predictor:
             first_number: the number of the first text, on which sampling depends.
 
         Raises:
-            UserError: a string instead of a sequence, an empty or invalid text, fields that the
-                task does not have, or an input that is too long and must not be truncated.
+            UserError: a string instead of a sequence, an empty field or invalid text, fields that
+                the task does not have, or an input that is too long and must not be truncated.
+            TrainingError: as `check_numbers`.
         """
         _check_several(texts=texts)
         sources = self._encode_all(texts, raw, first_number)
-        return self.predict_tokens(sources, first_number=first_number)
+        predictions = self.predict_tokens(sources, first_number=first_number)
+        check_numbers(predictions, first_number)
+        return predictions
 
     def score(
         self, texts: Sequence[Given], targets: Sequence[str], *, raw: bool | None = None
@@ -558,6 +562,19 @@ def _decode_pieces(vocabulary: TextVocabulary, ids: Sequence[int], gap: str) -> 
 def _reads_sentinels_as_letters(vocabulary: TextVocabulary) -> bool:
     """Returns whether <extra_id_0> is encoded as letters rather than as a sentinel piece."""
     return len(vocabulary.encode("<extra_id_0>")) > 2
+
+
+def check_numbers(predictions: Iterable[Prediction], first_number: int = 0) -> None:
+    """Raises `TrainingError` for a prediction whose scores are not numbers (NaN).
+
+    Its texts are nothing that the model chose. In evaluation they count as wrong instead.
+    """
+    for number, prediction in enumerate(predictions, start=first_number + 1):
+        if not prediction.scores or any(map(math.isnan, prediction.scores)):
+            raise errors.TrainingError(
+                f"the model's scores for input {number} are not numbers (NaN), as after training "
+                "that diverged; use an earlier checkpoint, or the model that this one came from."
+            )
 
 
 def _check_several(**given: object) -> None:

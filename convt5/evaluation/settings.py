@@ -48,7 +48,8 @@ class PredictConfig:
             length used in training.
         long_inputs: "truncate" cuts longer inputs before their end token and counts them; "refuse"
             raises an error.
-        batch_size: inputs decoded together, over all devices of a host. Does not affect results.
+        batch_size: inputs decoded together, over all devices of a host. Changes results only by
+            rounding, which may turn near ties, above all in bfloat16.
         seed: random seed of sampling. Samples depend on it and on the number of the input.
     """
 

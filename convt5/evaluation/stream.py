@@ -6,7 +6,7 @@ from typing import Any, TextIO
 
 from convt5 import errors
 from convt5.evaluation.inputs import Item, chunks
-from convt5.evaluation.predictor import Prediction, Predictor, Progress
+from convt5.evaluation.predictor import Prediction, Predictor, Progress, check_numbers
 
 Record = dict[str, Any]
 
@@ -33,6 +33,7 @@ def predictions(
 
     Raises:
         UserError: an earlier record belongs to another input, or an input is invalid.
+        TrainingError: as `check_numbers`.
     """
     earlier = iter(done)
     rows = predictor.config.batch_size
@@ -47,6 +48,7 @@ def predictions(
                 first_number=first,
                 rows=None if is_all else rows,
             )
+            check_numbers(predicted, first)
             records = [
                 record(first + i, item, prediction)
                 for i, (item, prediction) in enumerate(zip(chunk, predicted, strict=True))

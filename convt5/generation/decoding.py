@@ -1,7 +1,7 @@
 """Decoding and scoring of host arrays with any model, whatever its layers mix with.
 
 Batch sizes and lengths are padded to buckets, so that inputs of many shapes share few compilations.
-Results do not depend on the padding.
+Results do not depend on the padding, apart from rounding, which differs between shapes.
 """
 
 import functools
