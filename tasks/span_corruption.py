@@ -102,6 +102,7 @@ def span_corruption(
         return corrupt(
             tokens,
             seed,
+            first_sentinel=ids[0],
             sentinel_ids=ids,
             noise_density=noise_density,
             mean_span_length=mean_span_length,
@@ -124,12 +125,16 @@ def corrupt(
     tokens: tf.Tensor,
     seed: tf.Tensor,
     *,
-    sentinel_ids: Sequence[int],
+    first_sentinel: int,
+    sentinel_ids: Sequence[int] = (),
     noise_density: float = NOISE_DENSITY,
     mean_span_length: float = MEAN_SPAN_LENGTH,
 ) -> dict[str, tf.Tensor]:
-    """Returns "inputs" and "targets" of one segment, without end tokens; `seed` holds two ints."""
-    sentinel = functools.partial(_sentinel_id, ids=sentinel_ids)
+    """Returns "inputs" and "targets" of one segment, without end tokens; `seed` holds two ints.
+
+    Sentinels count down from `first_sentinel`, unless `sentinel_ids` lists them in order.
+    """
+    sentinel = functools.partial(_sentinel_id, first=first_sentinel, ids=sentinel_ids)
     seeds = tf.unstack(tf.random.split(seed, 6))
     noise = random_spans(
         tf.size(tokens),
@@ -177,10 +182,10 @@ def _random_parts(total: tf.Tensor, num_parts: tf.Tensor, seed: tf.Tensor) -> tf
     return tf.math.segment_sum(tf.ones_like(part), part)
 
 
-def _sentinel_id(numbers: tf.Tensor, *, ids: Sequence[int]) -> tf.Tensor:
+def _sentinel_id(numbers: tf.Tensor, *, first: int, ids: Sequence[int]) -> tf.Tensor:
     """Returns the ids of sentinels numbered from 0; the result for -1 is unused."""
-    if tuple(ids) == tuple(range(ids[0], ids[0] - len(ids), -1)):
-        return ids[0] - numbers
+    if not ids or tuple(ids) == tuple(range(first, first - len(ids), -1)):
+        return first - numbers
     return tf.gather(tf.constant(ids, numbers.dtype), tf.clip_by_value(numbers, 0, len(ids) - 1))
 
 

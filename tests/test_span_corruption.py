@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convt5 import errors
-from convt5.text import sentinels
 
 VOCABULARY = seqio.ByteVocabulary(extra_ids=100)
 FEATURES = {name: seqio.Feature(VOCABULARY) for name in ("inputs", "targets")}
@@ -28,7 +27,7 @@ def corrupt(tokens, seed, noise_density, mean_span_length):
     return span_corruption.corrupt(
         tokens,
         seed,
-        sentinel_ids=sentinels.ids_of(VOCABULARY),
+        first_sentinel=FIRST_SENTINEL,
         noise_density=noise_density,
         mean_span_length=mean_span_length,
     )
