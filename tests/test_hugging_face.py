@@ -203,6 +203,23 @@ def test_an_untied_output_is_recognised_in_what_transformers_5_writes(tmp_path):
     assert not hugging_face.read_model(tmp_path).config.tie_output
 
 
+@pytest.mark.parametrize(
+    ("version", "is_tied", "expected"),
+    [
+        ("4.44.2", True, True),
+        ("4.44.2", False, False),
+        ("4.44.2", None, False),
+        ("5.2", True, False),
+    ],
+)
+def test_the_output_of_mt5_is_scaled_where_transformers_4_has_tied_it(version, is_tied, expected):
+    settings = hugging_face.as_settings(tiny()) | {"model_type": "mt5"}
+    settings |= {"transformers_version": version, "tie_word_embeddings": is_tied}
+    if is_tied is None:
+        del settings["tie_word_embeddings"]
+    assert hugging_face.architecture(settings).tie_output == expected
+
+
 def test_a_separate_output_is_not_taken_for_a_token_table_under_another_name(tmp_path):
     written(tmp_path, tiny(tie_output=False))
     arrays = load_file(tmp_path / "model.safetensors")

@@ -188,6 +188,8 @@ def architecture(settings: Mapping[str, Any], *, where: str = CONFIG) -> ConvT5C
         if isinstance(settings.get(name), bool)
     ]
     errors.raise_all(faults, where=where)
+    # The tied output of mT5 is scaled as that of T5 in transformers 4, and not in 5.
+    is_scaled = kind == "t5" or str(settings.get("transformers_version")).startswith("4.")
     layers = settings["num_layers"]
     decoder_layers = settings.get("num_decoder_layers")
     return ConvT5Config(
@@ -203,8 +205,8 @@ def architecture(settings: Mapping[str, Any], *, where: str = CONFIG) -> ConvT5C
         norm_epsilon=settings.get("layer_norm_epsilon", 1e-6),
         mlp=_MLP[mlp],
         # transformers 5 always writes that the output is tied, and False in this key if it is not.
-        tie_output=kind == "t5"
-        and settings.get("tie_word_embeddings", True)
+        tie_output=is_scaled
+        and settings.get("tie_word_embeddings", kind == "t5")
         and settings.get("scale_decoder_outputs", True),
         positions="relative",
         relative_buckets=settings.get("relative_attention_num_buckets", 32),

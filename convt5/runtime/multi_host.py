@@ -22,7 +22,7 @@ FLAGS = (
     Flag(
         "multi_host",
         "joins the other hosts of a run (jax.distributed). JAX finds them on Cloud TPU, GKE, "
-        "SLURM and Open MPI. Elsewhere give the next three flags, or set "
+        "SLURM and Open MPI 4. Elsewhere give the next three flags, or set "
         "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.",
         {"action": "store_true"},
     ),
