@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import gzip
 import io
 import json
 import os
@@ -683,6 +684,14 @@ def test_files_to_measure_a_task_of_lines_are_not_trained_on(tmp_path):
     task = text_task(some_texts).replace(source=seqio.TextLineDataSource(files))
     with pytest.raises(errors.UserError, match=r"two\.txt' of split='validation' is also among"):
         build(task, split="validation")
+
+
+def test_lines_of_compressed_files_are_not_read_as_they_are(tmp_path):
+    (tmp_path / "text.txt.gz").write_bytes(gzip.compress(b"one\ntwo\n"))
+    source = seqio.TextLineDataSource({"train": f"{tmp_path}/*.gz"})
+    for read in ways_to_read(text_task(some_texts).replace(source=source)):
+        with pytest.raises(errors.UserError, match=r"'texts', .* reads .*gz' as it is, compressed"):
+            read()
 
 
 def test_tasks_that_share_documents_read_them_in_orders_of_their_own(monkeypatch):

@@ -56,13 +56,22 @@ def check_files(task: seqio.Task, source: seqio.DataSource, split: str) -> None:
     """Checks the files of a source that was given their names.
 
     Raises:
-        UserError: no file matches the names of a split, or some of the split are also in "train".
+        UserError: no file matches the names of a split, some of the split are also in "train", or
+            compressed files would be read as they are.
     """
     if not isinstance(source, seqio.FileDataSource):
         return
     splits = {split, "train"} & {*source.splits}
     local_files.check_apart({name: source.list_shards(name) for name in splits})
-    if not source.list_shards(split):
+    files = source.list_shards(split)
+    packed = [name for name in files if local_files.without_compression(name) != name]
+    if packed and isinstance(source, seqio.TextLineDataSource):
+        raise errors.UserError(
+            f"task {task.name!r}, split={split!r}: seqio.TextLineDataSource reads {packed[0]!r} as "
+            "it is, compressed; unpack the files, or read them by a seqio.FunctionDataSource with "
+            "tf.data.TextLineDataset(files, compression_type='GZIP')."
+        )
+    if not files:
         pattern = getattr(source, "_split_to_filepattern", {}).get(split)
         raise errors.UserError(
             f"task {task.name!r}, split={split!r}: no file matches {pattern!r} (working directory "
