@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorflow as tf
 import tiny_run
 from convt5.tasks import classification, vocabularies
 from etils import epath
@@ -128,6 +129,24 @@ def test_metrics_are_those_of_seqios_evaluator():
     # Two of five are "yes"; one label is unknown, and wrong whatever is predicted.
     assert outcome.metrics["exact"] == 0.4
     assert outcome.metrics["loss"] == 1.0
+
+
+def test_padding_that_a_task_adds_itself_is_not_measured():
+    """Training gives it no weight either."""
+
+    @seqio.map_over_dataset
+    def padded(row):
+        return row | {name: tf.pad(row[name], [[0, 60]]) for name in ("inputs", "targets")}
+
+    plain = task()
+    steps = [*plain.preprocessors, padded]
+    given = (
+        Evaluator(plain, "validation", CONFIG),
+        Evaluator(plain.replace(name="tiny_padded", preprocessors=steps), "validation", CONFIG),
+    )
+    expected, found = (subject.evaluate(Known()) for subject in given)
+    assert found.metrics == expected.metrics
+    assert found.counts == expected.counts
 
 
 @pytest.mark.parametrize("normalize_by", ["tokens", "positions"])

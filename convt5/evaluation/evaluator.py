@@ -32,6 +32,7 @@ from convt5.evaluation.task_data import (
     original_text,
     read_examples,
     row_numbers,
+    token_ids,
 )
 from convt5.generation.decoding import NO_REGULARIZERS, Regularizers
 from convt5.generation.samples import end_id
@@ -91,9 +92,10 @@ class Evaluator:
         )
         end = end_id(task.output_features["targets"].vocabulary)
         fitted = [
-            truncate(_ids(example, "targets"), lengths["targets"], end) for example in self.examples
+            truncate(token_ids(example, "targets"), lengths["targets"], end)
+            for example in self.examples
         ]
-        self._sources = [_ids(example, "inputs") for example in self.examples]
+        self._sources = [token_ids(example, "inputs") for example in self.examples]
         self._targets = [target.tokens for target in fitted]
         rows = row_numbers(self.examples)
         # Examples with the same source are computed together, as predictions rank labels.
@@ -296,10 +298,6 @@ def _runs(values: Sequence[Any]) -> list[list[int]]:
 def best(prediction: Prediction) -> tuple[int, ...]:
     """Returns the ids of the best result; empty if there is none."""
     return tuple(prediction.tokens[0]) if prediction.tokens else ()
-
-
-def _ids(example: Example, feature: str) -> list[int]:
-    return np.asarray(example[feature]).tolist()
 
 
 def _number(value: Any) -> float | None:

@@ -226,7 +226,8 @@ def _task_inputs(flags: Any, features: TextFeatures, config: Any, vocab_size: in
             of_row = [example for _, example in pairs]
             right = [example for example in of_row if example.get("is_correct", True)]
             target = text(right[0], "targets") if right else None
-            yield inputs.Item(text(of_row[0], "inputs"), of_row[0]["inputs"].tolist(), target)
+            tokens = task_data.token_ids(of_row[0], "inputs")
+            yield inputs.Item(text(of_row[0], "inputs"), tokens, target)
 
     return inputs.from_examples(f"{task.name}/{split}", items())
 

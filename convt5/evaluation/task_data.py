@@ -245,6 +245,11 @@ def are_answers(examples: Sequence[Example]) -> list[bool]:
     return [True] * len(examples)
 
 
+def token_ids(example: Example, feature: str) -> list[int]:
+    """Returns the ids of a feature, without padding that the task has added at its end."""
+    return np.trim_zeros(np.asarray(example[feature]), "b").tolist()
+
+
 def original_text(example: Example, feature: str, decode: Callable[[list[int]], str]) -> str:
     """Returns the text of a feature before tokenization, or else its decoded ids.
 
