@@ -331,15 +331,14 @@ def without_compression(name: str) -> str:
 def suffix(name: str) -> str:
     """Returns the suffix of a file's name before that of its compression, such as `.txt`.
 
-    It is in lower case.
+    It is in lower case, and without the number of a shard.
     """
-    return pathlib.PurePath(without_compression(name)).suffix.lower()
+    return pathlib.PurePath(_SHARD.sub("", without_compression(name))).suffix.lower()
 
 
 def is_json_lines(name: str) -> bool:
     """Returns whether a file has a JSON value per line, judged by its name; .json counts too."""
-    name = _SHARD.sub("", name.lower())
-    suffixes = pathlib.PurePath(name).suffixes
+    suffixes = pathlib.PurePath(_SHARD.sub("", name.lower())).suffixes
     return ".jsonl" in suffixes or suffix(name) in (".ndjson", ".json")
 
 

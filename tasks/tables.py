@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +33,8 @@ _SPLIT_NAMES = {
     "dev_mismatched": "validation_mismatched",
 }
 """Splits by file name; MultiNLI's two validation sets are named as in TFDS."""
+
+_SHARD = re.compile(r"-\d+-of-\d+(?=\.|$)")
 
 
 class Layout(NamedTuple):
@@ -125,8 +128,9 @@ def find_splits(path: Path) -> dict[str, list[str]]:
     """Returns the files of each split.
 
     Args:
-        path: a folder that has a file, or a folder of files, for each split under its name ("dev"
-            and "valid" mean "validation"); or a file, a glob or a list of these for "train" alone;
+        path: a folder that has a file, numbered files such as train-00000-of-00002.jsonl, or a
+            folder of files for each split under its name ("dev" and "valid" mean "validation"); or
+            a file, a glob or a list of these for "train" alone;
             or a mapping from splits to these.
 
     Raises:
@@ -147,17 +151,13 @@ def find_splits(path: Path) -> dict[str, list[str]]:
 def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[str]]:
     splits: dict[str, list[str]] = {}
     # Names that begin with a dot are not data, such as metadata files of macOS.
-    files = sorted(
-        pathlib.Path(file) for file in foreign_files.files_below(folder) if _suffix(file)
-    )
+    found = sorted(map(pathlib.Path, foreign_files.files_below(folder)))
+    files = [file for file in found if _suffix(str(file))]
     local_files.check(map(str, files))
     first: dict[tuple[str, str], pathlib.Path] = {}
     for file in files:
-        below = local_files.without_compression(str(file.relative_to(folder)))
-        name, _, rest = below.removesuffix(pathlib.PurePath(below).suffix).partition(os.sep)
-        name, _, part = name.partition(".")
-        split = _SPLIT_NAMES.get(name, name)
-        other = first.setdefault((split, f"{part}/{rest}"), file)
+        split, part = _split_and_part(file.relative_to(folder))
+        other = first.setdefault((split, part), file)
         if other != file:
             raise errors.UserError(
                 f"files {str(other)!r} and {str(file)!r} hold the same rows of split={split!r} by "
@@ -171,7 +171,24 @@ def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[str]]:
             f"path={str(folder)!r} is a folder without a {', '.join(SUFFIXES)} file, also "
             "compressed; set it to a folder with files such as train.jsonl and dev.jsonl."
         )
+    # Otherwise rows of "train" would be held out in its place.
+    unread = [file for file in found if file not in files and "validation" not in splits]
+    for file in unread:
+        if _split_and_part(file.relative_to(folder))[0] == "validation":
+            raise errors.UserError(
+                f"file {str(file)!r} is of split='validation' by its name, but of no known kind; "
+                f"convert it to one of {', '.join(SUFFIXES)}, or put it elsewhere."
+            )
     return splits
+
+
+def _split_and_part(path: pathlib.PurePath) -> tuple[str, str]:
+    """Returns the split of a file in a folder, and which part of it, from its name."""
+    shards = "".join(_SHARD.findall(str(path)))
+    below = local_files.without_compression(_SHARD.sub("", str(path)))
+    name, _, rest = below.removesuffix(pathlib.PurePath(below).suffix).partition(os.sep)
+    name, _, part = name.partition(".")
+    return _SPLIT_NAMES.get(name, name), f"{part}{shards}/{rest}"
 
 
 def read_rows(

@@ -589,6 +589,10 @@ def test_no_row_of_a_folder_is_read_twice(folder):
         (["dev.csv", "validation.csv"], None),
         (["train/a.tsv", "train/a.csv"], None),
         (["train.1.csv", "train.2.csv", "train/1.csv"], {"train": 3}),
+        (["train-00000-of-00002.csv", "train-00001-of-00002.csv.gz"], {"train": 2}),
+        (["train-0-of-2.csv", "train-1-of-2.csv", "dev-0-of-1.csv"], {"train": 2, "validation": 1}),
+        (["dev.tsv-0-of-2", "dev.tsv-1-of-2", "b/a-0-of-1.csv"], {"validation": 2, "b": 1}),
+        (["train-0-of-1.csv", "train-0-of-1.tsv"], None),
         (
             ["train/x/a.csv", "train/y/a.csv", "dev.tsv", "b/a.csv"],
             {"train": 2, "validation": 1, "b": 1},
@@ -605,6 +609,16 @@ def test_files_that_stand_for_the_same_rows_are_refused(tmp_path, names, splits)
     else:
         found = tables.find_splits(tmp_path)
         assert {split: len(files) for split, files in found.items()} == splits
+
+
+@pytest.mark.parametrize("name", ["dev.json", "validation.parquet", "valid-00000-of-00001.txt"])
+def test_rows_of_train_are_not_held_out_in_place_of_a_file_that_is_not_read(tmp_path, name):
+    for each in ("train.jsonl", name):
+        (tmp_path / each).touch()
+    with pytest.raises(errors.UserError, match=rf"{name}' is .* but of no known kind; convert"):
+        tables.find_splits(tmp_path)
+    (tmp_path / "dev.jsonl").touch()
+    assert tables.find_splits(tmp_path).keys() == {"train", "validation"}
 
 
 def test_files_may_end_in_capitals(tmp_path):
