@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
 from convt5.data.prefetching import position, split_position
 from convt5.errors import UserError
@@ -338,6 +338,26 @@ def test_every_kind_of_file_is_read_in_colour_and_grey(channels, kind, mode, tol
     found = decode(path, channels=channels)
     assert (found.shape, found.dtype) == ((10, 14, channels), np.uint8)
     np.testing.assert_allclose(found, expected.reshape(found.shape), atol=tolerance)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_photographs_are_turned_upright(orientation, tmp_path):
+    tensorflow()
+    path, exif = tmp_path / "1.jpg", Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    Image.fromarray(pixels(10, 14)).save(path, exif=exif)
+    with Image.open(path) as image:
+        expected = np.asarray(ImageOps.exif_transpose(image))
+    # Decoders of JPEG round differently.
+    np.testing.assert_allclose(decode(path, channels=3), expected, atol=6)
+
+
+def test_damaged_metadata_hide_no_pixels(tmp_path):
+    tensorflow()
+    path, plain = tmp_path / "1.jpg", tmp_path / "2.jpg"
+    Image.fromarray(pixels(10, 14)).save(path, exif=b"Exif\0\0none")
+    Image.fromarray(pixels(10, 14)).save(plain)
+    np.testing.assert_array_equal(decode(path, channels=3), decode(plain, channels=3))
 
 
 @pytest.mark.parametrize("kind", ["bmp", "gif"])

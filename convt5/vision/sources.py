@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 
 from convt5 import errors
 from convt5.runtime import foreign_files, quiet_imports, tfds_features
@@ -310,6 +310,8 @@ def in_memory(images: np.ndarray, labels: np.ndarray) -> ImageSet:
 def decode(path: pathlib.Path, *, channels: int) -> np.ndarray:
     """Returns the pixels of a file, uint8 [height, width, channels]; of animations, the first.
 
+    Photographs are turned upright as their metadata says, as viewers and pycls (by OpenCV) do.
+
     Raises:
         CorruptImage: it cannot be read.
     """
@@ -317,11 +319,12 @@ def decode(path: pathlib.Path, *, channels: int) -> np.ndarray:
         if path.exists() and not path.is_file():  # Opening a pipe may hang.
             raise _NoImageError("it is no regular file")
         content = path.read_bytes()
-        _check_size(content)
+        orientation = _orientation(content)
         # TensorFlow ignores the palette of a .bmp, unpacks all images of a .gif, and refuses
         # transparency in a .webp.
         by_pillow = content.startswith((b"BM", b"GIF")) or content[8:12] == b"WEBP"
-        return (_by_pillow if by_pillow else _decode_bytes)(content, channels)
+        pixels = (_by_pillow if by_pillow else _decode_bytes)(content, channels)
+        return _UPRIGHT.get(orientation, np.asarray)(pixels)
     except (OSError, _NoImageError) as error:
         raise CorruptImage(
             f"{path} cannot be read as an image ({error}); replace or remove it, or set "
@@ -333,25 +336,48 @@ class _NoImageError(Exception):
     """Raised for bytes that are not an image."""
 
 
-def _check_size(content: bytes) -> None:
-    """Raises `_NoImageError` for an image with too many pixels, according to its header.
+_UPRIGHT: dict[int, Callable[[np.ndarray], np.ndarray]] = {
+    2: np.fliplr,
+    3: lambda pixels: np.rot90(pixels, 2),
+    4: np.flipud,
+    5: lambda pixels: pixels.swapaxes(0, 1),
+    6: lambda pixels: np.rot90(pixels, -1),
+    7: lambda pixels: np.rot90(pixels, 2).swapaxes(0, 1),
+    8: np.rot90,
+}
+"""Undoes each orientation of EXIF; 1 is upright."""
 
-    A file of kilobytes may unpack to gigabytes.
+
+def _orientation(content: bytes) -> int:
+    """Returns the orientation of an image according to its header.
+
+    Raises:
+        _NoImageError: it has too many pixels: a file of kilobytes may unpack to gigabytes.
     """
     Image.init()
     for name in _FORMATS:
         factory, accept = Image.OPEN[name]
         if accept is not None and accept(content[:16]) is True:
             try:
-                width, height = factory(io.BytesIO(content), "").size
+                image = factory(io.BytesIO(content), "")
             except Exception as error:  # Pillow raises many kinds.
                 raise _NoImageError(str(error)) from None
+            width, height = image.size
             if width * height > MOST_PIXELS:
                 raise _NoImageError(
                     f"{width}x{height} are more than {MOST_PIXELS:,} pixels; make it smaller"
                 )
-            return
+            return _exif_orientation(image)
     raise _NoImageError(f"it is none of {', '.join(_FORMATS)}")
+
+
+def _exif_orientation(image: Image.Image) -> int:
+    if "exif" not in image.info:  # Pillow would unpack a .png to look for it at the end.
+        return 1
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # Damaged metadata, of which Pillow raises many kinds, hide no pixels.
+        return 1
 
 
 def _decode_bytes(content: bytes, channels: int) -> np.ndarray:
