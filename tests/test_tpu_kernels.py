@@ -140,6 +140,22 @@ def test_kernels_equal_the_plain_formulation_across_blocks(case):
         assert largest_error(found, expected) < 1e-6
 
 
+@pytest.mark.tpu
+@pytest.mark.parametrize("kind", quick(list(CONVOLUTIONS), chosen=["dynamic"]))
+def test_programs_with_numbers_of_64_bits_are_compiled_without_kernels(compiler, x64, kind):
+    device = topology.load("v5e:2x2").devices[0]
+
+    def struct(a):
+        sharding = jax.sharding.SingleDeviceSharding(device)
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+    def slopes(x, weights, dy):
+        return jax.vjp(CONVOLUTIONS[kind], x, weights)[1](dy)
+
+    text = jax.jit(slopes).lower(*map(struct, draw(kind))).compile().as_text() or ""
+    assert "tpu_custom_call" not in text
+
+
 def compiled_gradients(kind, options, *arrays, choice="interpreted kernels"):
     """Compiles the output and both gradients of the public function, for such arrays."""
 

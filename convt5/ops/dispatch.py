@@ -156,8 +156,13 @@ def devices() -> Devices | None:
 def may_use_kernels() -> bool:
     """Returns whether kernels may be chosen; if not, their slow import can be skipped."""
     choice = _context.get().choice
-    is_possible = _may_meet("libtpu") and "tpu" in _platforms()
+    is_possible = _may_meet("libtpu") and "tpu" in _platforms() and not _has_64_bits()
     return "kernels" in choice or (choice == "auto" and is_possible)
+
+
+def _has_64_bits() -> bool:
+    """Returns whether indices take 64 bits, which TPU kernels cannot have."""
+    return jax.dtypes.canonicalize_dtype("int64").itemsize == 8
 
 
 def interpreted() -> bool:
