@@ -357,6 +357,15 @@ def test_arrays_that_do_not_fit_are_refused(unchecked, name, shape):
         attend(**given | {name: jnp.ones(shape, given[name].dtype)})
 
 
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_arrays_of_other_axes_are_refused(unchecked, name):
+    given = dict(zip(("query", "key", "value"), draw(3, 5, dtype=np.float32), strict=False))
+    ids = ids_of(3, 5)
+    for wrong in (given[name][0], given[name].tolist()):
+        with pytest.raises(ValueError, match=f"{name} has shape .*, but must have the axes"):
+            attend(*(given | {name: wrong}).values(), *ids)
+
+
 def test_integers_are_refused(unchecked):
     query, key, value, _ = draw(3, 5, dtype=np.float32)
     with pytest.raises(ValueError, match="query has dtype int32, which the result would be"):

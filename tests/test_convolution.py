@@ -844,6 +844,16 @@ def test_a_share_of_dropped_taps_that_is_none_is_refused(kind, rate):
         CONVOLUTIONS[kind](*draw(kind, dtype=np.float32), tap_dropout_rate=rate)
 
 
+@pytest.mark.parametrize("kind", ["lightweight", "dynamic"])
+def test_a_rate_is_a_number_of_any_kind_that_is_known(unchecked, kind):
+    x, kernel = draw(kind, dtype=np.float32)
+    drop = functools.partial(CONVOLUTIONS[kind], x, kernel, dropout_key=jax.random.key(0))
+    found = drop(tap_dropout_rate=jnp.float32(0.5))
+    np.testing.assert_array_equal(found, drop(tap_dropout_rate=0.5))
+    with pytest.raises(ValueError, match=r"tap_dropout_rate=.* must be in \[0, 1\)"):
+        jax.jit(drop)(tap_dropout_rate=0.5)
+
+
 @pytest.mark.parametrize("dilation", [2.0, 1.5, None])
 def test_a_dilation_that_is_no_integer_is_refused(unchecked, dilation):
     with pytest.raises(ValueError, match=f"dilation={dilation} must be an integer of"):
@@ -865,6 +875,15 @@ def test_segments_that_are_no_integers_are_refused(unchecked, dtype):
         depthwise_conv(x, kernel, segment_ids=jnp.ones(x.shape[:2], dtype))
 
 
+def test_segments_of_more_than_32_bits_are_refused(unchecked):
+    x, kernel = draw("depthwise", dtype=np.float32)
+    ids = np.full(x.shape[:2], 2**32)
+    with pytest.raises(ValueError, match="segment_ids holds ids of more than 32 bits"):
+        depthwise_conv(x, kernel, segment_ids=ids)
+    found = depthwise_conv(x, kernel, segment_ids=ids // 2**32)
+    np.testing.assert_array_equal(found, depthwise_conv(x, kernel))
+
+
 @pytest.mark.parametrize("shape", [(2, 1, 3, 2), (1, 9, 3, 2)])
 def test_logits_of_other_positions_are_refused(unchecked, shape):
     x, _ = draw("dynamic", dtype=np.float32)
@@ -883,6 +902,7 @@ def test_padding_may_be_integers_of_numpy(unchecked):
     x, kernel = draw("depthwise", dtype=np.float32)
     found = depthwise_conv(x, kernel, padding=(np.int64(2), np.int64(0)))
     np.testing.assert_array_equal(found, depthwise_conv(x, kernel, padding=(2, 0)))
+    np.testing.assert_array_equal(found, depthwise_conv(x, kernel, padding=np.array([2, 0])))
     with pytest.raises(ValueError, match="must hold two integers"):
         depthwise_conv(x, kernel, padding=(2.0, 0))
 

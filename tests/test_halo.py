@@ -163,6 +163,20 @@ def test_kernels_of_fewer_groups_than_devices_are_shared():
     assert_equal(*on_one_and_on_many(both, mesh_of(sequence=2, tensor=4), x, logits))
 
 
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_gradients_of_split_rows_are_summed_in_float64(x64, kind):
+    rng = np.random.default_rng(0)
+    shapes = {"depthwise": (3, EMBED), "lightweight": (3, 2), "dynamic": (BATCH, 8, 3, 2)}
+    x, weights = rng.normal(size=(BATCH, 8, EMBED)), rng.normal(size=shapes[kind])
+
+    def slopes(x, weights):
+        return jax.vjp(CONVOLUTIONS[kind], x, weights)[1](jnp.sin(x))
+
+    found, expected = on_one_and_on_many(slopes, mesh_of(sequence=2, tensor=4), x, weights)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
 def test_a_length_that_devices_do_not_divide_is_refused():
     x = jnp.zeros((1, 6, 8))
     with (

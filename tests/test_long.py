@@ -134,6 +134,12 @@ def forced_and_stepwise(model, source, target):
     return model.decode(encoded, beams, encoder_segment_ids=ids), stepwise
 
 
+@pytest.mark.parametrize(("source", "target"), [(0, 4), (3, 0)])
+def test_rows_of_no_positions_have_logits_of_their_shape(source, target):
+    tokens = [jax.ShapeDtypeStruct((2, size), jnp.int32) for size in (source, target)]
+    assert jax.eval_shape(model("glu"), *tokens).shape == (2, target, VOCAB)
+
+
 @pytest.mark.parametrize("variant", quick(list(VARIANTS), chosen=["hyena"]))
 def test_stepping_equals_teacher_forcing(variant):
     source, target = random_tokens(0, 2, SOURCE), shift(random_tokens(1, 2, TARGET))

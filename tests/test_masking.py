@@ -1,5 +1,6 @@
 """Masks of padded and packed rows."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,6 +23,12 @@ def test_a_causal_mask_hides_exactly_the_later_keys():
     both = attention_mask(SEGMENTS, SEGMENTS, causal=False)
     causal = attention_mask(SEGMENTS, SEGMENTS, causal=True)
     np.testing.assert_array_equal(causal, np.tril(np.asarray(both)))
+
+
+def test_a_mask_of_constants_may_be_made_inside_a_program(unchecked):
+    ids = np.asarray(SEGMENTS)
+    found = jax.jit(lambda x: x & attention_mask(ids, ids, causal=True))(True)
+    np.testing.assert_array_equal(found, attention_mask(SEGMENTS, SEGMENTS, causal=True))
 
 
 def test_query_and_key_may_have_different_lengths():

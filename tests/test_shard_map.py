@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from quick import quick
 
@@ -269,6 +269,27 @@ def test_second_derivatives_remat_and_vmap_work_inside_shard_map(name):
     inside = jax.shard_map(products, mesh=mesh(), in_specs=spec, out_specs=((specs, specs), specs))
     given = (arrays, jax.tree.map(jnp.cos, arrays), ids())
     assert_equal(*(jax.jit(f)(*given) for f in (inside, products)))
+
+
+PUBLIC = [name for name in CASES if name not in ("dense", "gate")]
+
+
+@pytest.mark.parametrize("name", quick(PUBLIC, chosen=LOOPS))
+def test_gradients_on_a_mesh_with_explicit_axes_are_those_of_whole_arrays(name):
+    function, arrays, *splits = CASES[name]
+    types = (AxisType.Explicit,) * len(AXES)  # As `jax.make_mesh` builds it by default.
+    explicit = jax.make_mesh((4, 2), AXES, types)
+    expected = jax.jit(functools.partial(gradients, function))(arrays, ids())
+    for specs in filter(None, splits):
+
+        def put(spec, a):
+            return jax.device_put(a, NamedSharding(explicit, spec))
+
+        given = jax.tree.map(put, (specs, TOKENS), (arrays, ids()))
+        found = jax.jit(functools.partial(gradients, function))(*given)
+        assert_equal(found, expected)
+        for a, spec in zip(found, specs, strict=True):
+            assert a.sharding.is_equivalent_to(NamedSharding(explicit, spec), a.ndim)
 
 
 @pytest.mark.tpu

@@ -223,3 +223,22 @@ def test_operations_grow_little_faster_than_the_row():
 @pytest.mark.parametrize("shape", [(0, 5, 2), (2, 0, 2), (2, 5, 0)])
 def test_empty_rows_give_empty_rows(shape):
     assert long_conv(jnp.zeros(shape), jnp.zeros((5, shape[2])), padding="CAUSAL").shape == shape
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": [[[1.0]]]}, "x has shape list, which is no array"),
+        ({"x": jnp.ones((2, 9, 2), int)}, "x has dtype int32"),
+        ({"kernel": jnp.ones(3)}, r"kernel has shape \(3,\), but must have the axes"),
+        ({"kernel": jnp.ones((3, 1))}, "kernel has 1 channels but x has embed=2"),
+        ({"kernel": jnp.ones((0, 2))}, "0 taps"),
+        ({"segment_ids": jnp.ones((2, 9))}, "segment_ids has dtype float32"),
+        ({"segment_ids": jnp.ones((1, 9), int)}, r"segment_ids has shape \(1, 9\) but x has shape"),
+        ({"x": jnp.ones((0, 9, 2)), "kernel": jnp.ones((3, 1))}, "kernel has 1 channels"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(unchecked, changes, message):
+    given = {"x": jnp.ones((2, 9, 2)), "kernel": jnp.ones((3, 2))}
+    with pytest.raises(ValueError, match=message):
+        long_conv(**given | changes)

@@ -18,12 +18,11 @@ def pad_widths(kernel_size: int, dilation: int, padding: Padding) -> tuple[int, 
         ValueError: unknown name, or explicit widths whose sum is not (K - 1) * dilation.
     """
     total = (kernel_size - 1) * dilation
-    if padding == "CENTERED":
-        left = (math.ceil((kernel_size + 1) / 2) - 1) * dilation
-        return left, total - left
-    if padding == "CAUSAL":
-        return total, 0
     if isinstance(padding, str):
+        left = (math.ceil((kernel_size + 1) / 2) - 1) * dilation
+        named = {"CENTERED": (left, total - left), "CAUSAL": (total, 0)}
+        if padding in named:
+            return named[padding]
         raise ValueError(
             f"padding={padding!r} must be 'CENTERED', 'CAUSAL' or (left, right) positions."
         )

@@ -1,6 +1,7 @@
 """Masks for padded and packed rows."""
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 
@@ -12,14 +13,24 @@ def check_axes(name: str, array, axes: str) -> None:
         raise ValueError(f"{name} has shape {found}, but must have the axes [{', '.join(names)}].")
 
 
-def check_segments(name: str, segment_ids) -> None:
-    """Raises ValueError for segment ids that are not an array of integers, [batch, length]."""
+def checked_segments(name: str, segment_ids) -> Int[Array, "batch length"]:
+    """Returns segment ids in the dtype that kernels compare, int32.
+
+    Raises:
+        ValueError: they are not an array of integers, [batch, length], or take more than 32 bits.
+    """
     check_axes(name, segment_ids, "batch length")
     if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise ValueError(
             f"{name} has dtype {segment_ids.dtype}, but numbers packed examples; give integers, 0 "
             "for padding."
         )
+    if isinstance(segment_ids, np.ndarray) and np.any(segment_ids != segment_ids.astype(np.int32)):
+        raise ValueError(
+            f"{name} holds ids of more than 32 bits, which would be cut to others; number the "
+            "examples of a row from 1."
+        )
+    return jnp.asarray(segment_ids, jnp.int32)
 
 
 def attention_mask(
@@ -37,7 +48,8 @@ def attention_mask(
         key_segment_ids: segment of each key position.
         causal: also hides the keys after the query's own position.
     """
-    query, key = query_segment_ids[:, :, None], key_segment_ids[:, None, :]
+    query = checked_segments("query_segment_ids", query_segment_ids)[:, :, None]
+    key = checked_segments("key_segment_ids", key_segment_ids)[:, None, :]
     mask = (query == key) & (key != 0)
     if causal:
         query_index = jnp.arange(query.shape[1])[None, :, None]

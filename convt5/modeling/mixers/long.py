@@ -155,7 +155,8 @@ class LongConvolution(base.Mixer):
         """Mixes a whole sequence; taps read zero at padding and where `readable` is false."""
         gated, query = self._gate_input(x, inputs)
         gated = zero_unless(inputs.readable, gated)
-        behind, *ahead = self._taps(x.shape[1], at_least_float32(x.dtype))
+        # At least one tap, also for rows without positions.
+        behind, *ahead = self._taps(max(1, x.shape[1]), at_least_float32(x.dtype))
         y = long_conv(
             gated,
             jnp.concatenate([behind[::-1], *(taps[1:] for taps in ahead)]),

@@ -12,10 +12,12 @@ from jaxtyping import Array, Float, Int
 
 from convt5.ops import dispatch
 from convt5.ops.attention import blockwise_attention, sharded_attention
-from convt5.ops.masking import attention_mask, check_segments
+from convt5.ops.explicit import partitioned
+from convt5.ops.masking import attention_mask, check_axes, checked_segments
 from convt5.ops.varying import vary_alike
 
 
+@partitioned(4)
 def attend(
     query: Float[Array, "batch target heads head_dim"],
     key: Float[Array, "batch source heads head_dim"],
@@ -47,8 +49,7 @@ def attend(
     Raises:
         ValueError: the shapes of the arrays do not fit together, or query holds integers.
     """
-    ids = query_segment_ids, key_segment_ids
-    _check_shapes(query, key, value, *ids, distance_bias)
+    ids = _checked_ids(query, key, value, query_segment_ids, key_segment_ids, distance_bias)
     if 0 in (*query.shape, *key.shape):
         return jnp.zeros_like(query)
     devices = dispatch.devices()
@@ -59,15 +60,21 @@ def attend(
     return _attend(causal, *vary_alike(query, key, value, distance_bias, *ids))
 
 
-def _check_shapes(query, key, value, query_ids, key_ids, bias) -> None:
-    """Raises ValueError for shapes that would broadcast silently, or would be cut."""
+def _checked_ids(query, key, value, query_ids, key_ids, bias):
+    """Returns the segment ids; raises ValueError for shapes that would broadcast, or be cut."""
+    for name, array in {"query": query, "key": key, "value": value}.items():
+        check_axes(name, array, "batch length heads head_dim")
+    ids = (
+        checked_segments("query_segment_ids", query_ids),
+        checked_segments("key_segment_ids", key_ids),
+    )
     batch, target, heads, _ = query.shape
     source = key.shape[1]
     expected = {
         "key": (key, (batch, source, *query.shape[2:])),
         "value": (value, key.shape),
-        "query_segment_ids": (query_ids, (batch, target)),
-        "key_segment_ids": (key_ids, (batch, source)),
+        "query_segment_ids": (ids[0], (batch, target)),
+        "key_segment_ids": (ids[1], (batch, source)),
     }
     if bias is not None:
         expected["distance_bias"] = (bias, (heads, max(0, target + source - 1)))
@@ -77,13 +84,12 @@ def _check_shapes(query, key, value, query_ids, key_ids, bias) -> None:
                 f"{name} has shape {array.shape}, but must have shape {shape} for query of shape "
                 f"{query.shape} and key of shape {key.shape}."
             )
-    check_segments("query_segment_ids", query_ids)
-    check_segments("key_segment_ids", key_ids)
     if not jnp.issubdtype(query.dtype, jnp.floating):
         raise ValueError(
             f"query has dtype {query.dtype}, which the result would be rounded to; give floating "
             "point."
         )
+    return ids
 
 
 def _output(causal, *arguments):

@@ -10,21 +10,28 @@ and their reach fits fast memory. Everything else is plain JAX.
 
 import dataclasses
 import functools
-import operator
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from convt5.ops import dispatch
 from convt5.ops.convolution import cpu, gpu, reference, sharded
-from convt5.ops.geometry import Padding, Taps, pad_widths
-from convt5.ops.masking import check_axes, check_segments
+from convt5.ops.convolution.checks import (
+    Segments,
+    check_arrays,
+    checked_depthwise,
+    checked_positions,
+    checked_rate,
+    checked_taps,
+    group_size,
+)
+from convt5.ops.explicit import partitioned
+from convt5.ops.geometry import Padding, Taps
 from convt5.ops.varying import vary_alike
 
-Segments = Int[Array, "batch length"] | None
 
-
+@partitioned(3)
 def depthwise_conv(
     x: Float[Array, "batch length embed"],
     kernel: Float[Array, "taps embed"],
@@ -56,19 +63,14 @@ def depthwise_conv(
     Raises:
         ValueError: dilation, padding or array shapes are inconsistent, or x holds integers.
     """
-    _check_axes(x, "kernel", kernel, "taps embed")
-    if kernel.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"kernel has {kernel.shape[1]} channels but x has embed={x.shape[-1]}; a depthwise "
-            "kernel has shape [taps, embed]."
-        )
-    _check_shapes(x, segment_ids)
-    taps = _taps(kernel.shape[0], dilation, padding, taps_cross_segments)
+    crosses = taps_cross_segments
+    taps, segment_ids = checked_depthwise(x, kernel, segment_ids, dilation, padding, crosses)
     if x.size == 0:
         return jnp.zeros_like(x)
     return _static_conv(taps, split_channels, *vary_alike(x, kernel, segment_ids))
 
 
+@partitioned(3)
 def lightweight_conv(
     x: Float[Array, "batch length embed"],
     kernel_logits: Float[Array, "taps kernels"],
@@ -98,18 +100,19 @@ def lightweight_conv(
         ValueError: as in `depthwise_conv`, or the number of kernels does not divide embed, or
             tap_dropout_rate is outside [0, 1).
     """
-    _check_axes(x, "kernel_logits", kernel_logits, "taps kernels")
-    _check_rate(tap_dropout_rate)
-    _check_shapes(x, segment_ids)
-    taps = _taps(kernel_logits.shape[0], dilation, padding, taps_cross_segments)
-    group = _group_size(x, kernel_logits)
+    check_arrays(x, "kernel_logits", kernel_logits, "taps kernels")
+    rate = checked_rate(tap_dropout_rate)
+    segment_ids = checked_positions(x, segment_ids)
+    taps = checked_taps(kernel_logits.shape[0], dilation, padding, taps_cross_segments)
+    group = group_size(x, kernel_logits)
     if x.size == 0:
         return jnp.zeros_like(x)
-    weights = reference.normalize(softmax, tap_dropout_rate, kernel_logits, dropout_key)
+    weights = reference.normalize(softmax, rate, kernel_logits, dropout_key)
     kernel = jnp.repeat(weights, group, axis=1)
     return _static_conv(taps, True, *vary_alike(x, kernel, segment_ids))
 
 
+@partitioned(3)
 def dynamic_conv(
     x: Float[Array, "batch length embed"],
     kernel_logits: Float[Array, "batch length taps kernels"],
@@ -136,74 +139,20 @@ def dynamic_conv(
     Raises:
         ValueError: as in `lightweight_conv`.
     """
-    _check_axes(x, "kernel_logits", kernel_logits, "batch length taps kernels")
-    _check_rate(tap_dropout_rate)
-    _check_shapes(x, segment_ids, kernel_logits=kernel_logits)
-    taps = _taps(kernel_logits.shape[2], dilation, padding, taps_cross_segments)
-    _group_size(x, kernel_logits)
+    check_arrays(x, "kernel_logits", kernel_logits, "batch length taps kernels")
+    rate = checked_rate(tap_dropout_rate)
+    segment_ids = checked_positions(x, segment_ids, kernel_logits=kernel_logits)
+    taps = checked_taps(kernel_logits.shape[2], dilation, padding, taps_cross_segments)
+    group_size(x, kernel_logits)
     if x.size == 0:
         return jnp.zeros_like(x)
     devices = dispatch.devices()
-    if dropout_key is not None and tap_dropout_rate and devices and devices.split_lengths:
+    if dropout_key is not None and rate and devices and devices.split_lengths:
         # Drawn for whole rows before they are split: the same mask on every mesh.
-        weights = reference.normalize(softmax, tap_dropout_rate, kernel_logits, dropout_key)
+        weights = reference.normalize(softmax, rate, kernel_logits, dropout_key)
         return _dynamic_conv(taps, False, 0.0, *vary_alike(x, weights, segment_ids, None))
     arrays = vary_alike(x, kernel_logits, segment_ids, dropout_key)
-    return _dynamic_conv(taps, softmax, tap_dropout_rate, *arrays)
-
-
-def _check_axes(x, name: str, weights, axes: str) -> None:
-    check_axes("x", x, "batch length embed")
-    check_axes(name, weights, axes)
-    if jnp.issubdtype(weights.dtype, jnp.complexfloating):
-        raise ValueError(f"{name} has dtype {weights.dtype}; give real numbers.")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(
-            f"x has dtype {x.dtype}, which the result would be rounded to; give floating point."
-        )
-
-
-def _check_rate(rate: float) -> None:
-    if not 0 <= rate < 1:
-        raise ValueError(f"tap_dropout_rate={rate} must be in [0, 1).")
-
-
-def _check_shapes(x, segment_ids, **of_positions) -> None:
-    """Raises ValueError for shapes that would broadcast silently along positions."""
-    if segment_ids is not None:
-        check_segments("segment_ids", segment_ids)
-    for name, array in (("segment_ids", segment_ids), *of_positions.items()):
-        if array is not None and array.shape[:2] != x.shape[:2]:
-            raise ValueError(
-                f"{name} has shape {array.shape} but x has shape {x.shape}; both begin with "
-                "[batch, length]."
-            )
-
-
-def _taps(kernel_size, dilation, padding, crosses) -> Taps:
-    if kernel_size < 1:
-        raise ValueError("the kernel has 0 taps; it must have at least 1.")
-    try:
-        distance = operator.index(dilation)
-    except TypeError:
-        distance = 0
-    if distance < 1:
-        raise ValueError(
-            f"dilation={dilation} must be an integer of at least 1 (1 means adjacent taps); set it "
-            "to a positive integer."
-        )
-    left, right = pad_widths(kernel_size, distance, padding)
-    return Taps(kernel_size, distance, left, right, crosses)
-
-
-def _group_size(x, kernel_logits) -> int:
-    embed, num_kernels = x.shape[-1], kernel_logits.shape[-1]
-    if num_kernels == 0 or embed % num_kernels:
-        raise ValueError(
-            f"kernel_logits has num_kernels={num_kernels}, which must divide embed={embed}: each "
-            "kernel serves embed / num_kernels neighbouring channels."
-        )
-    return embed // num_kernels
+    return _dynamic_conv(taps, softmax, rate, *arrays)
 
 
 def _static_run(direction, taps, split_channels, segment_ids, *arrays):

@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from convt5.ops import dispatch
+from convt5.ops.convolution.rows import wide_dtype
 from convt5.ops.dispatch import Devices
 from convt5.ops.geometry import Taps
 
@@ -129,13 +130,14 @@ def _piece(
     dx, dweights = results
     (dx,) = jax.linear_transpose(widen_piece, x)(dx)
     if not dynamic:
-        total = lax.psum(dweights.astype(jnp.float32), devices.rows + devices.lengths)
+        total = lax.psum(dweights.astype(wide_dtype(dweights)), devices.rows + devices.lengths)
         return dx, total.astype(dweights.dtype)
     dweights = dweights[:, left : left + piece]
     if devices.count(devices.channels) > 1:
         # The other channels and kernels are on other devices.
         dweights = lax.dynamic_update_slice_in_dim(jnp.zeros_like(weights), dweights, first, axis=3)
-        dweights = lax.psum(dweights.astype(jnp.float32), devices.channels).astype(weights.dtype)
+        total = lax.psum(dweights.astype(wide_dtype(dweights)), devices.channels)
+        dweights = total.astype(weights.dtype)
     return dx, dweights
 
 

@@ -20,8 +20,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from convt5.ops import dispatch
+from convt5.ops.convolution.checks import checked_depthwise
 from convt5.ops.convolution.operators import depthwise_conv
-from convt5.ops.geometry import Padding, pad_widths
+from convt5.ops.explicit import partitioned
+from convt5.ops.geometry import Padding
 from convt5.ops.varying import vary_alike
 
 SUMMED_TAPS = 32
@@ -47,6 +49,7 @@ class Method(NamedTuple):
     across: Callable[[Array, Array], Array]
 
 
+@partitioned(3)
 def long_conv(
     x: Float[Array, "batch length embed"],
     kernel: Float[Array, "taps embed"],
@@ -70,14 +73,15 @@ def long_conv(
     Raises:
         ValueError: as in `depthwise_conv`.
     """
-    left, _ = pad_widths(kernel.shape[0], 1, padding)
+    crosses = taps_cross_segments
+    taps, segment_ids = checked_depthwise(x, kernel, segment_ids, 1, padding, crosses)
     if x.size == 0:
         return jnp.zeros_like(x)
     if segment_ids is not None:
-        if taps_cross_segments:
+        if crosses:
             segment_ids = (segment_ids != 0).astype(jnp.int32)
         segment_ids = _numbered_runs(segment_ids)
-    return _long_conv(left, *vary_alike(x, kernel, segment_ids))
+    return _long_conv(taps.left, *vary_alike(x, kernel, segment_ids))
 
 
 def _run(left: int, *arrays):

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from convt5.ops import dispatch
 from convt5.ops.cross_entropy import chunked, sharded
 from convt5.ops.cross_entropy.chunked import Settings, accumulated_dtype
+from convt5.ops.explicit import partitioned
 from convt5.ops.varying import vary_alike
 
 Scalar = Float[Array, ""]
@@ -34,6 +35,7 @@ class CrossEntropySums(NamedTuple):
     right: Scalar
 
 
+@partitioned(0)
 def linear_cross_entropy(
     x: Float[Array, "batch length embed"],
     table: Float[Array, "vocab embed"],
@@ -140,6 +142,7 @@ def _table(settings: Settings, x, table) -> dispatch.Table:
     return formulations._replace(shared_tpus=sharded.over_rows(devices, compute))
 
 
+@partitioned(2)
 def token_cross_entropy(
     logits: Float[Array, "batch length vocab"],
     targets: Int[Array, "batch length"],
