@@ -373,8 +373,8 @@ def _json_rows(file: str, lines: Iterator[str], readable: _Readable) -> Iterator
         if line is None or not line.strip():
             continue
         try:
-            values = foreign_files.parse_json(line)
-        except ValueError as error:
+            values = json.loads(line, object_pairs_hook=foreign_files.with_different_keys)
+        except (ValueError, RecursionError) as error:
             raise errors.UserError(
                 f"file {file!r}, line {number} is not JSON ({error}); .jsonl files hold one object "
                 "a line."

@@ -326,8 +326,8 @@ def _paragraph_groups(lines: Iterable[str | None]) -> Iterator[str]:
 
 def _text_of_json(line: str, where: str, files: TextFiles) -> str:
     try:
-        row = foreign_files.parse_json(line)
-    except ValueError as error:
+        row = json.loads(line, object_pairs_hook=foreign_files.with_different_keys)
+    except (ValueError, RecursionError) as error:
         raise errors.UserError(
             f"{where} is not JSON ({error}); files of JSON hold one object a line."
         ) from error

@@ -76,7 +76,8 @@ def test_json_lines_are_known_by_the_names_of_shards(tmp_path, ending):
 
 
 def test_another_key_of_json_lines_may_hold_the_text(tmp_path):
-    path = write(tmp_path / "rows.jsonl", '{"body": "one", "text": 3}\n')
+    number = "9" * 78  # As of 256 bits.
+    path = write(tmp_path / "rows.jsonl", f'{{"body": "one", "text": {number}}}\n')
     assert list(TextFiles(path=path, text_key="body").documents()) == [b"one"]
 
 

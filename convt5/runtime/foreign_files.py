@@ -55,13 +55,22 @@ def parse_json(text: str | bytes, *, kind: type = object) -> Any:
     Also refuses nesting deeper than 100, integers of more than 40 digits and repeated keys.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_int=_integer)
+        value = json.loads(text, object_pairs_hook=with_different_keys, parse_int=_integer)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     _check_depth(value)
     if not isinstance(value, kind):
         raise ValueError(f"it holds {type(value).__name__}, not {kind.__name__}")
     return value
+
+
+def with_different_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object; raises `ValueError` for a key that is there twice."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        counts = collections.Counter(name for name, _ in pairs)
+        raise ValueError(f"{counts.most_common(1)[0][0]!r} is there twice")
+    return result
 
 
 def read_json(path: epath.PathLike, *, remedy: str, most_bytes: int = MOST_JSON_BYTES) -> Any:
@@ -358,14 +367,6 @@ def check_tfds(name: str, data_dir: str | None, *, setting: str) -> None:
                 f"{file} names {wrong[0]!r} for a feature, which TFDS would import; data sets may "
                 "have features of tensorflow_datasets alone."
             )
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        counts = collections.Counter(name for name, _ in pairs)
-        raise ValueError(f"{counts.most_common(1)[0][0]!r} is there twice")
-    return result
 
 
 def _integer(digits: str) -> int:
