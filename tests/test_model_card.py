@@ -31,14 +31,35 @@ def test_names_of_a_run_add_no_line_and_no_cell_to_the_card(tmp_path):
     assert len(header) == len(rule) == len(row)
 
 
-@pytest.mark.parametrize("has_tokenizer", [True, False])
-def test_a_card_shows_a_tokenizer_where_there_is_one(has_tokenizer, tmp_path):
+def card_of(origin, **about) -> str:
     sizes = {"vocab_size": 9, "emb_dim": 4, "mlp_dim": 4, "num_heads": 1, "head_dim": 4}
     stack = StackConfig(num_layers=1, mixing="attention")
     config = ConvT5Config(**sizes, encoder=stack, decoder=stack)
     imported = Imported(config, {}, (), Report())
-    about = {"origin": str(tmp_path), "licence": None, "needs_code": True}
-    card = model_card.text(imported, **about, has_tokenizer=has_tokenizer)
+    return model_card.text(imported, origin=str(origin), licence=None, needs_code=True, **about)
+
+
+def test_a_card_tells_how_inputs_are_written_and_how_long_answers_are(tmp_path):
+    assert "Write inputs" not in card_of(tmp_path, has_tokenizer=True)
+    squad = "question: {question} context: {context}"
+    formats = [
+        task_format.plain("english"),
+        task_format.of_template("sst2", "sst2 sentence: {text}"),
+        task_format.of_template("squad", squad, space_punctuation=True),
+        task_format.unknown("own", ["mine"]),
+    ]
+    task_format.write(tmp_path, formats)
+    card = card_of(tmp_path, has_tokenizer=True, longest=114)
+    assert "max_new_tokens=114" in card
+    assert [line for line in card.splitlines() if line.startswith("- `")] == [
+        "- `sst2`: `sst2 sentence: {text}`",
+        f"- `squad`: `{squad}`, with spaces around punctuation",
+    ]
+
+
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_a_card_shows_a_tokenizer_where_there_is_one(has_tokenizer, tmp_path):
+    card = card_of(tmp_path, has_tokenizer=has_tokenizer)
     assert ("AutoTokenizer" in card) == has_tokenizer
     assert 'AutoModelForSeq2SeqLM.from_pretrained(".", trust_remote_code=True)' in card
 

@@ -94,8 +94,7 @@ def convert(conversion: Conversion, destination: pathlib.Path, vocabulary: Any =
                 keeps_vocabulary=text is not None and text.inputs == text.targets,
             )
         else:
-            end_id = text.targets.end_id if text else 1
-            _export(folder, imported, conversion, end_id=end_id, has_tokenizer=has_tokenizer)
+            _export(folder, imported, conversion, text=text, has_tokenizer=has_tokenizer)
     return f"{imported.report.text()}{_next_step(conversion, destination)}"
 
 
@@ -228,9 +227,10 @@ def _export(
     imported: Imported,
     conversion: Conversion,
     *,
-    end_id: int,
+    text: vocabulary_files.KeptText | None,
     has_tokenizer: bool,
 ) -> None:
+    end_id = text.targets.end_id if text else 1
     if conversion.target != "safetensors" and not isinstance(imported.config, ConvT5Config):
         raise errors.UserError(
             f"--to={conversion.target} is for text models, and {conversion.checkpoint} holds a "
@@ -253,6 +253,7 @@ def _export(
             licence=conversion.license,
             needs_code=not is_t5,
             has_tokenizer=has_tokenizer,
+            longest=text.decoder_length if text else None,
         )
         (folder / model_card.FILE).write_text(card)
     elif conversion.target == "hf":

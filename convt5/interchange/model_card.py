@@ -33,6 +33,7 @@ def text(
     licence: str | None,
     needs_code: bool,
     has_tokenizer: bool,
+    longest: int | None = None,
 ) -> str:
     """Returns the model card.
 
@@ -42,7 +43,9 @@ def text(
         licence: licence of the weights, an identifier such as "apache-2.0"; None if unknown.
         needs_code: whether transformers needs the PyTorch file in the folder.
         has_tokenizer: whether the folder has a tokenizer of transformers.
+        longest: tokens of the longest answer in training, if known.
     """
+    trust = ", trust_remote_code=True" if needs_code else ""
     return (
         "\n".join(
             [
@@ -51,10 +54,9 @@ def text(
                 "",
                 *_description(imported),
                 "",
+                *_inputs(origin),
                 "```python",
-                *(_use if has_tokenizer else _use_of_ids)(
-                    ", trust_remote_code=True" if needs_code else ""
-                ),
+                *(_use(trust, longest or 50) if has_tokenizer else _use_of_ids(trust)),
                 "```",
                 "",
                 "## Data",
@@ -75,14 +77,14 @@ def text(
     )
 
 
-def _use(trust: str) -> list[str]:
+def _use(trust: str, longest: int) -> list[str]:
     return [
         "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer",
         "",
         f'tokenizer = AutoTokenizer.from_pretrained("."{trust})  # This folder.',
         f'model = AutoModelForSeq2SeqLM.from_pretrained("."{trust})',
         'inputs = tokenizer("a text", return_tensors="pt")',
-        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))",
+        f"print(tokenizer.decode(model.generate(**inputs, max_new_tokens={longest})[0]))",
     ]
 
 
@@ -116,6 +118,17 @@ def _description(imported: Imported) -> list[str]:
         lines.append(f"- {name}: {len(layers)} layers that mix by {', '.join(kinds)};")
     lines.append(f"- {config.emb_dim} channels, a vocabulary of {config.vocab_size}.")
     return lines
+
+
+def _inputs(origin: epath.PathLike) -> list[str]:
+    """Returns how the tasks of a model write their inputs, unless as plain texts."""
+    lines = [
+        f"- {markdown.code(each.task)}: {markdown.code(each.template())}"
+        + ", with spaces around punctuation" * each.space_punctuation
+        for each in task_format.load(origin) or ()
+        if each.parts and not each.is_plain
+    ]
+    return ["Write inputs as in training:", "", *lines, ""] if lines else []
 
 
 def _data(origin: epath.PathLike) -> list[str]:
