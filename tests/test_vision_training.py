@@ -19,7 +19,7 @@ from convt5.data.cached_data import CachedDataConfig
 from convt5.errors import UserError
 from convt5.modeling import sharding
 from convt5.modeling.tree_paths import named_leaves
-from convt5.training import optimizer, schedule
+from convt5.training import data_checks, optimizer, schedule
 from convt5.training.plan import make_plan
 from convt5.training.train_state import parameters
 from convt5.training.train_step import StepConfig
@@ -27,7 +27,7 @@ from convt5.training.trainer import train
 from convt5.vision import losses, placement
 from convt5.vision.architecture import ViTConfig
 from convt5.vision.images import ImageDataConfig
-from convt5.vision.sources import in_memory
+from convt5.vision.sources import Folder, Npz, in_memory
 from convt5.vision.statistics import Reestimate
 
 MODEL = ViTConfig(
@@ -270,3 +270,23 @@ def test_images_of_another_size_than_the_model_are_refused(tmp_path):
     )
     with pytest.raises(UserError, match="image_size=4 of the images differs from image_size=8"):
         run(tmp_path / "run", train_data=data, eval_data=None)
+
+
+@pytest.mark.parametrize("kind", [Npz, Folder])
+def test_images_to_measure_a_model_are_not_those_that_it_is_trained_on(tmp_path, kind):
+    def of(name, split="train"):
+        return ImageDataConfig(
+            source=kind(path=str(tmp_path / name)),
+            split=split,
+            batch_size=16,
+            image_size=8,
+            in_channels=1,
+            num_classes=3,
+            num_epochs=1,
+        )
+
+    with pytest.raises(UserError, match=r"split='validation' of path=.*images' is the same images"):
+        run(tmp_path / "run", train_data=of("images"), eval_data=of("images", "validation"))
+    for held_out in (of("others", "validation"), of("images"), None):
+        data_checks.check_images_apart(of("images"), held_out)
+    data_checks.check_images_apart(of("{split}"), of("{split}", "validation"))

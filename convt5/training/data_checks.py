@@ -34,6 +34,21 @@ def check_lengths(model: Any, data: Data) -> None:
     errors.raise_all(faults, where="configuration")
 
 
+def check_images_apart(train: Any, held_out: Any) -> None:
+    """Raises `UserError` if two splits are the same images, because their path names no split."""
+    source = getattr(held_out, "source", None)
+    path = getattr(source, "path", None)
+    if path is None or "{split}" in path or source != getattr(train, "source", None):
+        return
+    if held_out.split != train.split:
+        raise errors.UserError(
+            f"eval_data: split={held_out.split!r} of path={path!r} is the same images as split="
+            f"{train.split!r} of train_data, because the path is without {{split}}; write it where "
+            "the paths of the splits differ, such as 'images_{split}.npz', or bind one path in the "
+            "scope train/ and another in eval/."
+        )
+
+
 def check_vocabulary(model: Any, data: Data) -> None:
     """Checks that the tasks of a mixture have one vocabulary, with an embedding for each id.
 

@@ -127,6 +127,7 @@ class TrainRun(StepConfig, Intervals):
         run_directory.check(self.run_dir)
         data_checks.check_model(self.model, *self.data.values(), self.loss, self.report)
         data_checks.check_lengths(self.model, self.data)
+        data_checks.check_images_apart(self.train_data, self.eval_data)
         self._check_measures()
 
     def check_data(self) -> None:
