@@ -152,7 +152,7 @@ class PreparedTfdsSource(seqio.TfdsDataSource):
     def get_dataset(self, split: str | None = None, *args, **kwargs) -> tf.data.Dataset:
         split = split or "train"
         with self._explained(split):
-            self._check_apart(split)
+            check_tfds_apart(self, split)
             dataset = super().get_dataset(split, *args, **kwargs)
         spec: Any = dataset.element_spec
         missing = [name for name in self._fields if name not in spec]
@@ -178,20 +178,6 @@ class PreparedTfdsSource(seqio.TfdsDataSource):
                 f"TFDS says: {str(error).partition(chr(10))[0]}"
             ) from error
 
-    def _check_apart(self, split: str) -> None:
-        """Raises `UserError` if a part of a split, but not all, is also in "train"."""
-        names = [self._names.get(name, name) for name in ("train", split)]
-        if "train" not in self._names or names[0] == names[1]:
-            return
-        known = self.tfds_dataset.info.splits
-        if known and _have_common_examples(*(known[name].file_instructions for name in names)):
-            raise errors.UserError(
-                f"split={split!r} of tfds_name={self._tfds_name!r} is {names[1]!r} of TFDS, and "
-                f"'train' is {names[0]!r}, which has some of its examples, so what measures the "
-                "model would be trained on; set splits, such as {'train': 'train[:99%]', "
-                "'validation': 'train[99%:]'}."
-            )
-
     def _check_split(self, split: str) -> None:
         """Raises `UserError` for a split that an existing data set does not have."""
         try:
@@ -208,6 +194,28 @@ class PreparedTfdsSource(seqio.TfdsDataSource):
                 f"{sorted(known)}; choose one of these, or, where the task has the setting splits, "
                 "set it, such as {'train': 'train[:99%]', 'validation': 'train[99%:]'}."
             )
+
+
+def check_tfds_apart(source: seqio.TfdsDataSource, split: str) -> None:
+    """Raises `UserError` if a part of a split, but not all, is also in "train"."""
+    names = source.tfds_dataset._split_map or {}
+    train, held_out = names.get("train"), names.get(split)
+    if not isinstance(train, str) or not isinstance(held_out, str) or train == held_out:
+        return
+    try:
+        known = source.tfds_dataset.info.splits
+        is_apart = not _have_common_examples(
+            known[train].file_instructions, known[held_out].file_instructions
+        )
+    except _TFDS_ERRORS:
+        return  # Reading it tells what is wrong.
+    if not is_apart:
+        raise errors.UserError(
+            f"split={split!r} of tfds_name={source.tfds_dataset.name!r} is {held_out!r} of TFDS, "
+            f"and 'train' is {train!r}, which has some of its examples, so what measures the model "
+            "would be trained on; set splits, such as {'train': 'train[:99%]', 'validation': "
+            "'train[99%:]'}."
+        )
 
 
 def _have_common_examples(train: Sequence[Any], held_out: Sequence[Any]) -> bool:

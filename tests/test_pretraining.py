@@ -12,6 +12,7 @@ from convt5.tasks import pretraining, vocabularies
 from convt5.tasks.sources import PreparedTfdsSource
 
 from convt5 import errors
+from convt5.data import task_sources
 
 LENGTHS = {"inputs": 64, "targets": 20}
 
@@ -230,6 +231,11 @@ def test_a_data_set_without_validation_is_told_and_can_be_divided(tmp_path):
     ):
         with pytest.raises(errors.UserError, match=r"'validation' of .* some of its examples"):
             examples(make(splits=slices), "validation")
+        source = seqio.TfdsDataSource(
+            "only_train:1.0.0", tfds_data_dir=str(tmp_path), splits=slices
+        )
+        with pytest.raises(errors.UserError, match=r"'validation' of .* some of its examples"):
+            task_sources.check_files(make(), source, "validation")
     with pytest.raises(errors.UserError, match=r"has no feature 'body', but \['n', 'text'\]"):
         PreparedTfdsSource("only_train:1.0.0", str(tmp_path), fields=("body",)).get_dataset("train")
 

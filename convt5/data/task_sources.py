@@ -9,7 +9,7 @@ import seqio
 import tensorflow as tf
 
 from convt5 import errors
-from convt5.tasks import local_files
+from convt5.tasks import local_files, sources
 
 _CACHED_SPLIT = re.compile(r"info\.(.+)\.json")
 
@@ -59,6 +59,8 @@ def check_files(task: seqio.Task, source: seqio.DataSource, split: str) -> None:
         UserError: no file matches the names of a split, some of the split are also in "train", or
             compressed files would be read as they are.
     """
+    if isinstance(source, seqio.TfdsDataSource):
+        sources.check_tfds_apart(source, split)
     if not isinstance(source, seqio.FileDataSource):
         return
     splits = {split, "train"} & {*source.splits}
