@@ -548,10 +548,15 @@ def test_bfloat16_models_decode_with_float32_scores():
     assert np.all(np.isfinite(found.scores))
 
 
+AXIS_TYPES = [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit]
+"""Of a mesh of `jax.sharding.Mesh`, and of one of `jax.make_mesh`."""
+
+
+@pytest.mark.parametrize("axes", AXIS_TYPES)
 @pytest.mark.parametrize("strategy", quick(["sampling", "beam"], chosen=["beam"]))
-def test_rows_spread_over_devices_decode_alike(strategy):
+def test_rows_spread_over_devices_decode_alike(strategy, axes):
     model, source = tiny_model(), sources()
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor"))
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), (axes,) * 2)
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     settings = {"max_length": 9, "strategy": STRATEGIES[strategy], "key": jax.random.key(0)}
@@ -561,12 +566,14 @@ def test_rows_spread_over_devices_decode_alike(strategy):
     np.testing.assert_allclose(spread.scores, one.scores, atol=1e-5)
 
 
-def test_rows_spread_over_devices_score_alike():
+@pytest.mark.parametrize("axes", AXIS_TYPES)
+def test_rows_spread_over_devices_score_alike(axes):
     model, source = tiny_model(), sources()
     targets = np.stack([sources(seed, length=9) for seed in (1, 2, 3)], axis=1)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor"))
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), (axes,) * 2)
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    spread = score(model, source, targets, batch_sharding=rows)
+    with jax.set_mesh(mesh):
+        spread = score(model, source, targets, batch_sharding=rows)
     np.testing.assert_allclose(spread.scores, score(model, source, targets).scores, atol=1e-4)
 
 

@@ -4,6 +4,7 @@ Batch sizes and lengths are padded to buckets, so that inputs of many shapes sha
 Results do not depend on the padding, apart from rounding, which differs between shapes.
 """
 
+import contextlib
 import functools
 import operator
 from typing import NamedTuple, SupportsIndex
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from convt5 import errors
@@ -27,6 +29,7 @@ from convt5.generation.search import (
     search,
 )
 from convt5.modeling.model import ConvT5, HostOrDevice
+from convt5.modeling.sharding import has_explicit_axes, with_auto_axes
 from convt5.ops import shift_right, token_cross_entropy
 
 __all__ = [
@@ -133,10 +136,8 @@ def decode(
     shape = (_row_bucket(batch, batch_sharding), _length_bucket(model, max_length))
     # Only rows that request no result can have a longer prefix.
     inputs = _pad_inputs(model, sources, prefix[:, :max_length], limits, keys, shape=shape)
-    placed = _place(inputs, batch_sharding)
-    results = _search(
-        model, placed, strategy=strategy, end_id=end_id, hide_start_token=hide_start_token
-    )
+    settings = {"strategy": strategy, "end_id": end_id, "hide_start_token": hide_start_token}
+    results = _on_devices(batch_sharding, _search, model, inputs, **settings)
     results = jax.tree.map(lambda x: _on_host(x)[:batch], results)
     return results._replace(tokens=results.tokens[:, :, :max_length])
 
@@ -226,7 +227,7 @@ def score(
         _pad(lengths, (rows, columns)),
         _pad(starts, (rows,)),
     )
-    parts = _score_tokens(model, *_place(inputs, batch_sharding), regularizers=regularizers)
+    parts = _on_devices(batch_sharding, _score_tokens, model, *inputs, regularizers=regularizers)
     token_log_probs, token_objectives = (_on_host(x)[:batch, :choices, :longest] for x in parts)
     log_probs = token_log_probs.sum(axis=-1)
     scored = np.maximum(lengths - starts[:, None], 1).astype(np.float32)
@@ -478,6 +479,24 @@ def _on_host(x: Array) -> np.ndarray:
     """Returns the whole array, even if its rows are on several hosts, which must all call it."""
     whole = x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(whole)
+
+
+def _on_devices(batch_sharding, compute, model: ConvT5, *inputs, **settings):
+    """Runs a program with inputs placed on the devices of the batch, on a mesh of any axes."""
+
+    def move(a):
+        kept = getattr(a, "sharding", None)
+        automatic = with_auto_axes(kept)
+        return a if automatic is kept else jax.device_put(a, automatic)
+
+    model, sharding = jax.tree.map(move, model), with_auto_axes(batch_sharding)
+    used = [sharding, *(getattr(a, "sharding", None) for a in jax.tree.leaves(model))]
+    meshes = [s.mesh for s in used if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh)]
+    context = contextlib.nullcontext()
+    if meshes and has_explicit_axes(jax.sharding.get_abstract_mesh()):
+        context = jax.set_mesh(meshes[0])
+    with context:
+        return compute(model, *_place(inputs, sharding), **settings)
 
 
 def _place(inputs, sharding: jax.sharding.Sharding | None):

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from convt5 import errors
@@ -202,6 +203,26 @@ def tree_shardings(tree: Tree, parameters: Tree, mesh: Mesh, rules: Sequence[Rul
     shardings = jax.tree_util.tree_map_with_path(place, tree)
     errors.raise_all(faults, where=f"mesh {dict(mesh.shape)}")
     return shardings
+
+
+def with_auto_axes(sharding: Any) -> Any:
+    """Returns a sharding over a mesh that leaves intermediate results to the compiler.
+
+    On a mesh of `jax.make_mesh`, whose axes are explicit by default, JAX would derive their
+    shardings from rules, which are ambiguous for a model. Other values are returned unchanged.
+    """
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    if not isinstance(mesh, Mesh) or not has_explicit_axes(mesh):
+        return sharding
+    automatic = Mesh(
+        np.asarray(mesh.devices), mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim
+    )
+    return NamedSharding(automatic, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
+    """Returns whether types of arrays hold their shardings over this mesh."""
+    return AxisType.Explicit in mesh.axis_types
 
 
 def without_fsdp(shardings: Tree) -> Tree:
