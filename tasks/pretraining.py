@@ -102,8 +102,7 @@ def text_span_corruption(
         name: name of the task; use the same one if you register it.
 
     Raises:
-        UserError: a path matches nothing, a value is out of range, or files of `validation_path`
-            are also among those of `path`.
+        UserError: a path matches nothing, files belong to both, or a value is out of range.
     """
     if not 0 <= validation_fraction <= 0.5:
         raise errors.UserError(
