@@ -238,12 +238,37 @@ def test_a_checkpoint_that_finds_the_disk_full_ends_the_run_too(run, tmp_path, s
     rules = (*counting_run.rules(), sharding.Rule(r"unused$"))
     settings = {"model": Wide(), "sharding_rules": rules}
     told = r"checkpoint could not be written to .*checkpoints: File too large\. Free space"
-    with pytest.raises(errors.TrainingError, match=told):
+    failed = r"step 8 could not be written to .*: File too large; the next one is written instead"
+    with pytest.raises(errors.TrainingError, match=told), pytest.warns(UserWarning, match=failed):
         run(train_data=counting_run.Meddling(batch_size=8, act=fill), **settings)
     assert not [said for said in caplog.records if said.exc_info]  # As the message says it all.
     small_files(resource.RLIM_INFINITY)
     assert reading.steps_in(folder / "checkpoints") == [4]
     assert run(**settings).step == 12
+
+
+def test_a_checkpoint_that_fails_once_costs_no_later_one(tmp_path, small_files):
+    wide = {"unused": jax.random.normal(jax.random.key(0), (64, 256))}
+    states = {n: State(wide | {"step": jnp.float32(n)}, {}, jnp.int32(n)) for n in (1, 2, 3, 4)}
+    writer = open_checkpoints(tmp_path)
+
+    def save(step):
+        writer.save(step, states[step], data=checkpoint.DataPositions(), best_value=1 / step)
+
+    save(1)
+    small_files(8_000)
+    save(2)
+    while any(thread.name == "save_finalize" for thread in threading.enumerate()):
+        time.sleep(0.01)
+    small_files(resource.RLIM_INFINITY)
+    with pytest.warns(UserWarning, match=r"step 2 could not be written .*File too large; the next"):
+        save(3)
+    assert reading.steps_in(tmp_path / "checkpoints") == [1, 3]
+    save(4)
+    writer.close()
+    assert reading.steps_in(tmp_path / "checkpoints") == [3, 4]
+    restored = open_checkpoints(tmp_path).restore(shapes(states[1])).state
+    jax.tree.map(np.testing.assert_array_equal, restored, states[4])
 
 
 def test_errors_that_nobody_raises_are_still_shown(caplog, monkeypatch):

@@ -1,6 +1,7 @@
 """Flags and environment say which process of a run this is, and mistakes are told."""
 
 import argparse
+import concurrent.futures
 import socket
 
 import pytest
@@ -78,6 +79,27 @@ def test_a_port_in_use_is_told_before_jax_crashes(monkeypatch, bound):
         flags = [f"--coordinator_address=here:{port}", "--num_processes=2", "--process_id=0"]
         with pytest.raises(errors.UserError, match=r"cannot listen on port \d+ \(Address alr"):
             train.main(["--gin_file=none.gin", *flags])
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "host.invalid"])
+def test_a_first_process_that_is_not_there_is_told_before_jax_crashes(monkeypatch, host):
+    monkeypatch.setattr(multi_host, "_WAIT_SECS", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    flags = [f"--coordinator_address={host}:{port}", "--num_processes=2", "--process_id=1"]
+    # Exit code 1: the first process may be on its way, and a repeated command may help.
+    told = r"no process has listened there for 0 seconds \("
+    with pytest.raises(errors.TrainingError, match=told):
+        train.main(["--gin_file=none.gin", *flags])
+
+
+def test_a_first_process_that_starts_later_is_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        waiting = threads.submit(multi_host._wait_for_first, f"127.0.0.1:{port}")
+        with socket.create_server(("127.0.0.1", port)):
+            waiting.result(timeout=60)
 
 
 def test_the_commands_have_the_flags():

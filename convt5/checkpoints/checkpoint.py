@@ -177,12 +177,12 @@ class Checkpointer:
     ) -> None:
         """Copies the state off the devices, then writes it in the background.
 
-        The next call raises an error of the background. An existing checkpoint of this step is
+        The next call warns of an error of the background. An existing checkpoint of this step is
         replaced before this returns; if the process is killed meanwhile, the run resumes from the
         one before.
 
-        The first checkpoint of a process is complete and has been read back when this returns;
-        until then, no older one is deleted.
+        The first checkpoint of a process, and one after a failure, is complete and has been read
+        back when this returns; until the first is, no older one is deleted.
 
         Args:
             step: number of updates made; the name of the checkpoint.
@@ -194,7 +194,8 @@ class Checkpointer:
                 measured.
 
         Raises:
-            TrainingError: this checkpoint, or the one before, could not be written or read back.
+            TrainingError: this checkpoint could not be written or read back; in a run of several
+                processes, also if that was so of the one before.
         """
         params, optimizer = _split(state)
         if best_value is not None and math.isfinite(best_value):
@@ -207,6 +208,7 @@ class Checkpointer:
         with self._naming_write_errors():
             self._check_room(params | optimizer)
             manager = self._manager
+            has_failed = self._has_failed()
             replaces = step in manager.all_steps()
             if replaces:
                 self._move_aside(step)
@@ -218,7 +220,7 @@ class Checkpointer:
                 positions={shard: _stored(content) for shard, content in data.by_shard.items()},
             )
             self._unread = _Unread(step, about, data, *map(read_back.smallest, (params, optimizer)))
-        if replaces or self._keeps_all:
+        if replaces or self._keeps_all or has_failed:
             self.wait()
         with self._naming_write_errors():
             if replaces:
@@ -307,6 +309,28 @@ class Checkpointer:
                 "there, or change its permissions; the same command then resumes from the last "
                 "complete checkpoint."
             ) from error
+
+    def _has_failed(self) -> bool:
+        """Returns whether the checkpoint before could not be written; warns, as the next one may.
+
+        With several processes it raises the error, of which the others may not know.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:  # Writers fail in many ways, some of them only once.
+            if self._unread is None or jax.process_count() > 1:
+                raise
+            step, self._unread = self._unread.step, None
+            self._values.pop(step, None)
+            self._manager.reload()
+            reason = errors.lack_of_room(error) or reading.first_line(error)
+            warnings.warn(
+                f"the checkpoint of step {step} could not be written to {self.directory}: "
+                f"{reason}; the next one is written instead.",
+                stacklevel=4,
+            )
+            return True
+        return False
 
     def _read_back(self, saved: _Unread) -> None:
         """Reads a checkpoint as a later start would; moves it aside if that fails."""

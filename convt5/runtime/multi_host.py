@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -36,6 +37,7 @@ _VARIABLES = {
     "process_id": "JAX_PROCESS_ID",
 }
 _HEARTBEAT_SECS = 100  # JAX's default.
+_WAIT_SECS = 300.0  # As long as JAX waits for all processes.
 
 
 def settings(
@@ -87,13 +89,15 @@ def join(flags: argparse.Namespace) -> Iterator[None]:
 
     Raises:
         UserError: as `settings`, the other hosts cannot be found, or they cannot reach this one.
+        TrainingError: the first process does not listen.
     """
     arguments = settings(flags)
     if arguments is None:
         yield
         return
-    if arguments.get("process_id") == 0 and "coordinator_address" in arguments:
-        _check_can_listen(arguments["coordinator_address"])
+    index, address = arguments.get("process_id"), arguments.get("coordinator_address")
+    if index is not None and address is not None:
+        _wait_for_first(address) if index else _check_can_listen(address)
     import jax
 
     try:
@@ -153,6 +157,23 @@ def _check_can_listen(address: str, environ: Mapping[str, str] = os.environ) -> 
             f"({os.strerror(error.errno)}); stop what uses it, or choose another port for all "
             "processes."
         ) from error
+
+
+def _wait_for_first(address: str) -> None:
+    """Waits until the first process listens, because JAX's runtime crashes if it never does."""
+    host, _, port = address.rpartition(":")
+    end = time.monotonic() + _WAIT_SECS
+    while True:
+        try:
+            return socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        except OSError as error:
+            if time.monotonic() > end:
+                raise errors.TrainingError(
+                    f"coordinator_address={address!r}: no process has listened there for "
+                    f"{_WAIT_SECS:.0f} seconds ({error.strerror or error}); start process 0, and "
+                    "check its address and the firewalls between the hosts."
+                ) from error
+        time.sleep(0.1)
 
 
 def _heartbeat(environ: Mapping[str, str]) -> int:
