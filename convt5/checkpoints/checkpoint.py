@@ -159,7 +159,7 @@ class Checkpointer:
         late_errors.silence()
         _put_back(self.directory)
         self._values = _values(_read_measured(self.directory), config.best_metric)
-        # Until one of this process has been read back, none is deleted.
+        # Until one has been read back, at the start and after a failure, none is deleted.
         self._keeps_all = True
         self._unread: _Unread | None = None
 
@@ -182,7 +182,7 @@ class Checkpointer:
         one before.
 
         The first checkpoint of a process, and one after a failure, is complete and has been read
-        back when this returns; until the first is, no older one is deleted.
+        back when this returns; until then, no older one is deleted.
 
         Args:
             step: number of updates made; the name of the checkpoint.
@@ -207,12 +207,11 @@ class Checkpointer:
         }
         with self._naming_write_errors():
             self._check_room(params | optimizer)
-            manager = self._manager
-            has_failed = self._has_failed()
-            replaces = step in manager.all_steps()
+            self._forget_failed()
+            replaces = step in self._manager.all_steps()
             if replaces:
                 self._move_aside(step)
-            manager.write(
+            self._manager.write(
                 step,
                 params=named_arrays.nest(params),
                 optimizer=named_arrays.nest(optimizer),
@@ -220,7 +219,7 @@ class Checkpointer:
                 positions={shard: _stored(content) for shard, content in data.by_shard.items()},
             )
             self._unread = _Unread(step, about, data, *map(read_back.smallest, (params, optimizer)))
-        if replaces or self._keeps_all or has_failed:
+        if replaces or self._keeps_all:
             self.wait()
         with self._naming_write_errors():
             if replaces:
@@ -310,8 +309,8 @@ class Checkpointer:
                 "complete checkpoint."
             ) from error
 
-    def _has_failed(self) -> bool:
-        """Returns whether the checkpoint before could not be written; warns, as the next one may.
+    def _forget_failed(self) -> None:
+        """Warns if the checkpoint before could not be written, as the next one may be.
 
         With several processes it raises the error, of which the others may not know.
         """
@@ -323,14 +322,13 @@ class Checkpointer:
             step, self._unread = self._unread.step, None
             self._values.pop(step, None)
             self._manager.reload()
+            self._keeps_all = True
             reason = errors.lack_of_room(error) or reading.first_line(error)
             warnings.warn(
                 f"the checkpoint of step {step} could not be written to {self.directory}: "
                 f"{reason}; the next one is written instead.",
                 stacklevel=4,
             )
-            return True
-        return False
 
     def _read_back(self, saved: _Unread) -> None:
         """Reads a checkpoint as a later start would; moves it aside if that fails."""

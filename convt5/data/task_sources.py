@@ -63,9 +63,10 @@ def check_files(task: seqio.Task, source: seqio.DataSource, split: str) -> None:
         sources.check_tfds_apart(source, split)
     if not isinstance(source, seqio.FileDataSource):
         return
-    splits = {split, "train"} & {*source.splits}
-    local_files.check_apart({name: source.list_shards(name) for name in splits})
-    files = source.list_shards(split)
+    splits = {split, *({"train"} & {*source.splits})}
+    found = {name: source.list_shards(name) for name in splits}
+    local_files.check_apart(found)
+    files = found[split]
     packed = [name for name in files if local_files.without_compression(name) != name]
     if packed and isinstance(source, seqio.TextLineDataSource):
         raise errors.UserError(

@@ -287,9 +287,7 @@ class Loop:
             self._read_pending()
             self._pending = _Pending(self.step, metrics, batch.num_tokens, waited)
             if interruption.requested(self.step):
-                self._read_pending()
-                self._save(batches)
-                self._complete()  # Later, a signal would end the process at once.
+                self._save_whole(batches)  # Later, a signal would end the process at once.
                 raise interruption.error(self.step)
             if self._pauses():
                 self._pause(batches, interruption)
@@ -411,8 +409,7 @@ class Loop:
             with interruption.at_once():
                 yield
         except StopAtOnce:
-            self._save(batches)
-            self._complete()
+            self._save_whole(batches)
             raise interruption.error(self.step) from None
         except Exception:
             self._save_after_failure(batches)
@@ -423,10 +420,14 @@ class Loop:
         if self._is_saved or jax.process_count() > 1:
             return  # All hosts save together, and the others may not have failed.
         with contextlib.suppress(Exception):
-            self._read_pending()
-            self._save(batches)
-            self._complete()
+            self._save_whole(batches)
             self._log.message(f"step {self.step} is saved; the same command resumes there")
+
+    def _save_whole(self, batches: Batches) -> None:
+        """Saves all steps made, completely on disk."""
+        self._read_pending()
+        self._save(batches)
+        self._complete()
 
     def _complete(self) -> None:
         with self._watchdog.phase(f"completing the checkpoint of step {self.step}"):
