@@ -178,8 +178,7 @@ class Checkpointer:
         """Copies the state off the devices, then writes it in the background.
 
         The next call warns of an error of the background. An existing checkpoint of this step is
-        replaced before this returns; if the process is killed meanwhile, the run resumes from the
-        one before.
+        replaced before this returns; if killed meanwhile, the run resumes from the one before.
 
         The first checkpoint of a process, and one after a failure, is complete and has been read
         back when this returns; until then, no older one is deleted.
