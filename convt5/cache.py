@@ -117,21 +117,22 @@ def main(argv: Sequence[str]) -> None:
     _check_data(run)
     is_remote = atomic_files.is_remote(flags.output_dir)
     folder = flags.output_dir if is_remote else os.path.expanduser(flags.output_dir)
+    if flags.shards == 1:
+        if cache_shards.exists(folder):
+            raise cached_data.exists_already(folder)
+        if is_remote:  # Its files are written last.
+            object_stores.Store(folder).check_writable()
+    identity = _identity(run, flags)
     whole = None
     shards = [Shard(0, 1, folder)]
     if flags.shards > 1:
-        identity = _identity(_plan(run, flags, None), flags)
         whole = cache_shards.ShardedCache(folder, flags.shards, identity)
         shards = [Shard(i, flags.shards, whole.shard(i)) for i in whole.missing()]
-    elif cache_shards.exists(folder):
-        raise cached_data.exists_already(folder)
-    elif is_remote:  # Its files are written last.
-        object_stores.Store(folder).check_writable()
     started = time.perf_counter()
     if flags.runner is None:
-        tokens = sum(_make(run, flags, argv, shard) for shard in shards)
+        tokens = sum(_make(run, flags, argv, shard, identity) for shard in shards)
     else:
-        _make_on_beam(argv, shards, flags.runner, pipeline_options)
+        _make_on_beam(argv, shards, identity, flags.runner, pipeline_options)
         tokens = sum(_num_tokens(cached_data.read_about(shard.folder)) for shard in shards)
     about = cached_data.read_about(folder) if whole is None else whole.join()
     for name, split in about["splits"].items():
@@ -147,14 +148,14 @@ def main(argv: Sequence[str]) -> None:
     )
 
 
-def make_shard(argv: Sequence[str], place: tuple[int, int, str]) -> None:
+def make_shard(argv: Sequence[str], identity: str, place: tuple[int, int, str]) -> None:
     """Makes a shard, given as a plain tuple, in any process of the same command."""
     from convt5.data import cache_shards
 
     shard = Shard(*place)
     if not cache_shards.exists(shard.folder):
         arguments = command_line.parse(COMMAND, argv)
-        _make(_run(arguments), arguments.flags, argv, shard)
+        _make(_run(arguments), arguments.flags, argv, shard, identity)
 
 
 def _split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -204,7 +205,11 @@ def _check_data(run: "TrainRun") -> None:
 
 
 def _make_on_beam(
-    argv: Sequence[str], shards: Sequence[Shard], runner: str, options: Sequence[str]
+    argv: Sequence[str],
+    shards: Sequence[Shard],
+    identity: str,
+    runner: str,
+    options: Sequence[str],
 ) -> None:
     """Makes shards on Apache Beam.
 
@@ -219,7 +224,8 @@ def _make_on_beam(
             "'convt5[beam]', or leave --runner out and use --processes."
         ) from None
     # This file may run as `__main__`, which a worker could not import, nor `Shard` from it.
-    make = functools.partial(importlib.import_module("convt5.cache").make_shard, list(argv))
+    function = importlib.import_module("convt5.cache").make_shard
+    make = functools.partial(function, list(argv), identity)
     beam_jobs.run(make, [tuple(shard) for shard in shards], runner=runner, options=options)
     missing = [shard.index for shard in shards if not _is_made(shard)]
     if missing:
@@ -229,16 +235,19 @@ def _make_on_beam(
         )
 
 
-def _make(run: "TrainRun", flags: argparse.Namespace, argv: Sequence[str], shard: Shard) -> int:
+def _make(
+    run: "TrainRun", flags: argparse.Namespace, argv: Sequence[str], shard: Shard, identity: str
+) -> int:
     """Makes a shard; returns the tokens that were written."""
     from convt5.data import cached_data
     from convt5.runtime import object_stores
 
     if not atomic_files.is_remote(shard.folder):
-        return _make_local(run, flags, argv, shard)
+        return _make_local(run, flags, argv, shard, identity)
     with tempfile.TemporaryDirectory(prefix="convt5_cache") as folder:
         local = pathlib.Path(folder, "cache")
-        tokens = _make_local(run, flags, argv, shard._replace(folder=os.fspath(local)))
+        here = shard._replace(folder=os.fspath(local))
+        tokens = _make_local(run, flags, argv, here, identity)
         try:
             object_stores.Store(shard.folder).upload(local, last=cached_data.ABOUT_FILE)
         except errors.TrainingError as error:
@@ -252,12 +261,12 @@ def _make(run: "TrainRun", flags: argparse.Namespace, argv: Sequence[str], shard
 
 
 def _make_local(
-    run: "TrainRun", flags: argparse.Namespace, argv: Sequence[str], shard: Shard
+    run: "TrainRun", flags: argparse.Namespace, argv: Sequence[str], shard: Shard, identity: str
 ) -> int:
     from convt5.data import cached_data
 
     wanted = _plan(run, flags, shard)
-    writer = cached_data.Writer(pathlib.Path(shard.folder), identity=_identity(wanted, flags))
+    writer = cached_data.Writer(pathlib.Path(shard.folder), identity=identity)
     tokens, described = 0, {}
     for split, of_split in wanted.items():
         if not shard.index:
@@ -308,8 +317,9 @@ def _plan_split(
     return _SplitPlan(config, num_batches and num_batches * config.batch_size, None)
 
 
-def _identity(wanted: Mapping[str, _SplitPlan], flags: argparse.Namespace) -> str:
-    """Returns what must be equal for an unfinished cache to be continued."""
+def _identity(run: "TrainRun", flags: argparse.Namespace) -> str:
+    """Returns what must be equal for an unfinished cache, or shard of it, to be continued."""
+    wanted = _plan(run, flags, None)
     about = {split: [each.config.identity(), each.most] for split, each in wanted.items()}
     shards = [] if flags.shards == 1 else [flags.shards]
     return hashlib.sha256(json.dumps([about, flags.epochs, *shards]).encode()).hexdigest()

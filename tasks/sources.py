@@ -234,7 +234,7 @@ class ItemSource(seqio.DataSource):
     """A source of items that every host can access at once, such as row numbers of a table.
 
     Hosts share the items, shuffle their own in every epoch, and then make examples of them. A saved
-    position thus holds items rather than examples. Subclasses implement `items` and `make_example`.
+    position thus holds items rather than examples. Subclasses implement `items` and `examples`.
     """
 
     def __init__(self, splits: Sequence[str]):
@@ -244,8 +244,8 @@ class ItemSource(seqio.DataSource):
         """Returns the items of a split in order, and the size of the shuffle buffer."""
         raise NotImplementedError
 
-    def make_example(self, split: str, item: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Returns the example of an item; traced once."""
+    def examples(self, split: str, items: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns the example of each item, in order."""
         raise NotImplementedError
 
     @property
@@ -275,7 +275,7 @@ class ItemSource(seqio.DataSource):
         items = _take_share(items, shard_info)
         if shuffle:
             items = items.shuffle(shuffled, seed=seed)
-        return items.map(lambda item: self.make_example(split, item))
+        return self.examples(split, items)
 
 
 class EmbeddedTextSource(ItemSource):
@@ -289,8 +289,8 @@ class EmbeddedTextSource(ItemSource):
         documents = self._documents[split]
         return tf.data.Dataset.from_tensor_slices(documents), len(documents)
 
-    def make_example(self, split: str, item: tf.Tensor) -> dict[str, tf.Tensor]:
-        return {"text": item}
+    def examples(self, split: str, items: tf.data.Dataset) -> tf.data.Dataset:
+        return items.map(lambda text: {"text": text})
 
 
 def shuffle_buffer_size(source: seqio.DataSource) -> int | None:

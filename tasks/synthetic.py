@@ -31,6 +31,7 @@ FILLER, COPY_MARK, QUERY_MARK = ".", "=", "?"
 
 _SPLITS: tuple[str, ...] = ("train", "validation", "test")
 _SHUFFLED = 2**16
+_GENERATED_TOGETHER = 32
 _OPERATORS: dict[str, Callable[[list[int]], int]] = {
     "[MIN": min,
     "[MAX": max,
@@ -91,14 +92,19 @@ class GeneratedSource(ItemSource):
         size = self._sizes[split]
         return tf.data.Dataset.range(size), min(size, _SHUFFLED)
 
-    def make_example(self, split: str, item: tf.Tensor) -> dict[str, tf.Tensor]:
-        texts = tf.numpy_function(
-            lambda number: tuple(text.encode() for text in self.example(split, int(number))),
-            [item],
-            [tf.string] * len(self._fields),
-            stateful=False,
-        )
-        return {f: tf.ensure_shape(t, []) for f, t in zip(self._fields, texts, strict=True)}
+    def examples(self, split: str, items: tf.data.Dataset) -> tf.data.Dataset:
+        def generated(numbers: np.ndarray) -> list[np.ndarray]:
+            pairs = [self.example(split, int(number)) for number in numbers]
+            fields = zip(*pairs, strict=True)
+            return [np.array([text.encode() for text in texts], object) for texts in fields]
+
+        def made(numbers: tf.Tensor) -> dict[str, tf.Tensor]:
+            kinds = [tf.string] * len(self._fields)
+            texts = tf.numpy_function(generated, [numbers], kinds, stateful=False)
+            return {f: tf.ensure_shape(t, [None]) for f, t in zip(self._fields, texts, strict=True)}
+
+        # A call of Python from TensorFlow takes longer than generating an example.
+        return items.batch(_GENERATED_TOGETHER).map(made).unbatch()
 
 
 def listops(

@@ -295,8 +295,9 @@ class TableSource(ItemSource):
         num_rows = len(next(iter(self._table(split).values())))
         return tf.data.Dataset.range(num_rows), num_rows
 
-    def make_example(self, split: str, item: tf.Tensor) -> dict[str, tf.Tensor]:
-        return {name: values[item] for name, values in self._table(split).items()}
+    def examples(self, split: str, items: tf.data.Dataset) -> tf.data.Dataset:
+        table = self._table(split)
+        return items.map(lambda item: {name: values[item] for name, values in table.items()})
 
     def tally(self, split: str) -> local_files.Tally:
         """Returns the counts of reading a split, which is read if needed."""

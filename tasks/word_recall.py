@@ -222,8 +222,8 @@ class _Passages(ItemSource):
             found = [text for text in texts if text not in held_out] + jax_passages()
         return tf.data.Dataset.from_tensor_slices(found), len(found)
 
-    def make_example(self, split: str, item: tf.Tensor) -> dict[str, tf.Tensor]:
-        return {"text": item}
+    def examples(self, split: str, items: tf.data.Dataset) -> tf.data.Dataset:
+        return items.map(lambda text: {"text": text})
 
 
 def pydoc_words() -> seqio.Task:

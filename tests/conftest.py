@@ -15,6 +15,8 @@ from collections.abc import Collection
 import commands
 
 commands.settle()
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    commands.keep_to_one_core(int(worker.removeprefix("gw")))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
     [

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quick import quick
-from test_vision_training import LOSS, MODEL, Stripes, batch
+from test_vision_training import LOSS, PLAIN, Stripes, batch
 from test_vision_training import run as run_stripes
 
 import convt5
@@ -100,9 +100,9 @@ def plan(ema=None, mesh=(1, 1, 1)):
     data, fsdp, tensor = mesh
     return make_plan(
         StepConfig(
-            model=MODEL,
+            model=PLAIN,
             loss=LOSS,
-            optimizer=optimizer.AdamWConfig(),
+            optimizer=optimizer.SGDConfig(),
             schedule=schedule.Constant(rate=0.1),
             mesh=sharding.MeshConfig(data=data, fsdp=fsdp, tensor=tensor),
             sharding_rules=placement.rules(),
@@ -148,7 +148,7 @@ def test_without_an_average_step_and_checkpoint_are_as_if_there_were_none(tmp_pa
 
 
 def saved_names(folder, state) -> dict[str, list[str]]:
-    checkpointer = Checkpointer(folder, CheckpointConfig(), model_config=MODEL)
+    checkpointer = Checkpointer(folder, CheckpointConfig(), model_config=PLAIN)
     checkpointer.save(1, state, data=DataPositions())
     checkpointer.wait()
     checkpointer.close()
@@ -161,6 +161,7 @@ def ema_run(folder, **changes):
         source=Stripes(), batch_size=16, image_size=8, in_channels=1, num_classes=3, seed=5
     )
     known = {
+        "model": PLAIN,
         "ema": EMA(decay=0.9),
         "statistics": Reestimate(data=data, num_batches=2),
         "checkpoint": checkpoint.CheckpointConfig(every_steps=4, best_metric="ema/validation/loss"),
@@ -169,7 +170,7 @@ def ema_run(folder, **changes):
 
 
 def loaded(folder, *, ema):
-    abstract = jax.eval_shape(MODEL.build, jax.random.key(0))
+    abstract = jax.eval_shape(PLAIN.build, jax.random.key(0))
     return reading.load_params(folder, abstract, ema=ema)
 
 
@@ -199,14 +200,15 @@ def test_raw_and_averaged_metrics_are_reported_and_the_average_is_loaded(tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_steps")
 def test_a_run_without_an_average_is_named_where_one_is_wanted(tmp_path):
-    run_stripes(tmp_path, num_steps=1)
+    run_stripes(tmp_path, model=PLAIN, num_steps=1)
     with pytest.raises(UserError, match="holds no moving average of the parameters"):
         convt5.load_model(tmp_path, ema=True)
     with pytest.raises(UserError, match=r"best_metric='ema/validation/loss' is never recorded"):
         ema_run(tmp_path / "b", ema=None)
     with pytest.raises(UserError, match="was made without ema, but the run now continues with ema"):
-        run_stripes(tmp_path, num_steps=2, ema=EMA())
+        run_stripes(tmp_path, model=PLAIN, num_steps=2, ema=EMA())
 
 
 def test_a_start_from_other_parameters_averages_from_these():

@@ -541,8 +541,10 @@ def test_what_makes_other_rows_is_of_another_identity(task, tmp_path):
     def identity(mixture):
         return json.dumps(config(mixture).identity())
 
+    gaps = functools.partial(synthetic.gap_copy, num_train=50)
+
     def mixed(rate):
-        return seqio.Mixture("both", [(task, rate), (synthetic.gap_copy(), 1.0)])
+        return seqio.Mixture("both", [(task, rate), (gaps(), 1.0)])
 
     assert identity(task) == identity(task_of(path))
     assert identity(mixed(1.0)) == identity(mixed(1.0))
@@ -551,8 +553,8 @@ def test_what_makes_other_rows_is_of_another_identity(task, tmp_path):
         pretraining.text_span_corruption(str(path), validation_fraction=0.1, noise_density=0.1),
         mixed(1.0),
         mixed(1.01),
-        synthetic.gap_copy(gap=3),
-        synthetic.gap_copy(gap=4),
+        gaps(gap=3),
+        gaps(gap=4),
     ]
     assert len({identity(other) for other in others}) == len(others)
 

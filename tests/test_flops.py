@@ -56,7 +56,7 @@ def step_flops(*, devices=1, scan_layers=False, **settings):
     config = StepConfig(
         model=model,
         loss=losses.TextLoss(),
-        optimizer=optimizer.AdafactorConfig(),
+        optimizer=optimizer.SGDConfig(),
         schedule=schedule.Constant(rate=0.1),
         **settings,
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from quick import quick
 from test_model import VOCAB, random_tokens, shift, tiny_config
-from test_train_step import ADAFACTOR, ONE_DEVICE, assert_same_state, new_state, run_text
+from test_train_step import ONE_DEVICE, OPTIMIZERS, assert_same_state, new_state, run_text
 from test_whole_rows import direct_sums, use_small_blocks
 
 from convt5.analysis import costs
@@ -21,7 +21,6 @@ from convt5.modeling.mixers.long import Long
 from convt5.modeling.model import ConvT5
 from convt5.modeling.sharding import MeshConfig
 from convt5.modeling.tree_paths import named_leaves
-from convt5.training.schedule import InverseSqrt
 
 FILTER: dict[str, Any] = {"filter_scale": 12, "filter_width": 4, "filter_bands": 2}
 VARIANTS = {
@@ -181,12 +180,11 @@ def test_the_future_and_other_examples_are_never_read_and_packed_equals_separate
 def test_one_update_is_the_same_on_a_mesh_of_every_axis():
     changes = {"emb_dim": 16, "num_heads": 8, "head_dim": 2}
     model_config = config("hyena", **changes)
-    start = jax.device_get(
-        new_state(model_config, ADAFACTOR.build(InverseSqrt()), jax.random.key(0))
-    )
-    _, expected, _ = run_text(model_config, ONE_DEVICE, start, InverseSqrt())
+    made_by, schedule = OPTIMIZERS["sgd"]
+    start = jax.device_get(new_state(model_config, made_by.build(schedule), jax.random.key(0)))
+    _, expected, _ = run_text(model_config, ONE_DEVICE, start, schedule, made_by=made_by)
     mesh = MeshConfig(fsdp=2, sequence=2, tensor=2, data=1)
-    _, found, _ = run_text(model_config, mesh, start, InverseSqrt())
+    _, found, _ = run_text(model_config, mesh, start, schedule, made_by=made_by)
     assert_same_state(found, expected)
 
 

@@ -24,7 +24,7 @@ from convt5.modeling.sharding import MeshConfig, token_sharding
 from convt5.modeling.stem import TextStem, window_segments
 from convt5.modeling.tree_paths import named_leaves
 from convt5.training.losses import TextLoss
-from convt5.training.optimizer import AdafactorConfig
+from convt5.training.optimizer import SGDConfig
 from convt5.training.schedule import Constant
 from convt5.training.train_state import (
     abstract_state,
@@ -349,8 +349,8 @@ def updated(mesh: MeshConfig, count: int) -> dict[str, np.ndarray]:
     update = StepConfig(
         model=about,
         loss=TextLoss(),
-        optimizer=AdafactorConfig(min_dim_to_factor=8),
-        schedule=Constant(rate=0.1),
+        optimizer=SGDConfig(),
+        schedule=Constant(rate=1.0),
     )
     optimizer = update.optimizer.build(update.schedule)
     placed = mesh.build(jax.devices()[:count])

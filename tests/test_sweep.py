@@ -964,7 +964,8 @@ sweeps.Study.bindings = {{
     'NUM_STEPS': 80,
     'images.ImageDataConfig.batch_size': 16,
     'trainer.train.log_every_steps': 1,
-    'trainer.train.statistics': None}}
+    'trainer.train.statistics': None,
+    'architecture.ViTConfig.num_layers': 1}}
 sweeps.Study.grids = [@sweeps.Grid()]
 sweeps.Study.seeds = [0]
 sweeps.Study.metric = 'validation/accuracy'

@@ -30,8 +30,8 @@ from convt5.training.train_state import abstract_state, parameters, state_shardi
 from convt5.training.train_step import StepConfig, make_train_step
 
 VERSIONS = ["v1_0", "v1_1", "v1_1_bf16"]
-# A float64 re-implementation differs from T5X's float32 logits by up to 2.1e-5.
-TOLERANCE = 4e-5
+# Of T5X's float32 logits, from which another float64 implementation differs by up to 2.1e-5.
+TOLERANCE = 2.5e-5
 BATCH = (
     *("encoder_input_tokens", "decoder_input_tokens"),
     *("decoder_target_tokens", "decoder_loss_weights"),
@@ -56,9 +56,11 @@ def folder(request, golden):
     return golden / "t5x" / request.param
 
 
-def test_logits_and_greedy_ids_equal_those_of_t5x(folder):
+def test_logits_and_greedy_ids_equal_those_of_t5x(folder, x64):
+    """In float64: the rounding of float32 depends on the processor, and is up to twice T5X's."""
     _, imported, _ = opened(folder / "checkpoint_3")
-    ref, model = reference(folder), imported.model()
+    exact = dataclasses.replace(imported.config, dtype="float64")
+    ref, model = reference(folder), imported._replace(config=exact).model()
     logits = jax.jit(lambda m, *tokens: m(*tokens))(model, *(ref[name] for name in BATCH[:2]))
     where = ref["decoder_loss_weights"] > 0
     np.testing.assert_allclose(

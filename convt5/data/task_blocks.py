@@ -34,7 +34,7 @@ _LEAST_BYTES = 2**20
 _ROWS, _BYTES_PER_TOKEN = 128, 4
 # Examples are read in windows of about this many bytes, estimated from the first ones.
 _WINDOW_BYTES, _WIDEST_WINDOW, _JUDGED = 2**16, 256, 32
-_WINDOWS_AHEAD = 16  # Read while a block is made: as many as a block has.
+_MOST_WINDOWS = 16  # Of a block of the least bytes; as many are read while a block is made.
 # Sources without their own shuffling are shuffled fully up to this many examples, else in a buffer.
 _SHUFFLED_WHOLLY, _SHUFFLED = 100_000, 1_000
 _RAGGED_BATCH = 512
@@ -219,7 +219,8 @@ def _in_windows(examples: tf.data.Dataset, width: int) -> tf.data.Dataset:
         return tf.data.Dataset.zip(together, sizes.batch(width))
 
     windows = examples.map(counted).window(width).flat_map(window)
-    return windows.prefetch(_WINDOWS_AHEAD).with_options(options())
+    of_most_examples = -(-_MOST_EXAMPLES // width)
+    return windows.prefetch(min(_MOST_WINDOWS, of_most_examples)).with_options(options())
 
 
 def _num_bytes(example: Any) -> tf.Tensor:
