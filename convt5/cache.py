@@ -98,11 +98,13 @@ class Shard(NamedTuple):
         index: its number, from 0.
         count: number of shards of the cache.
         folder: the folder or URL to write it to.
+        identity: what must be equal for unfinished rows to be continued.
     """
 
     index: int
     count: int
     folder: str
+    identity: str
 
 
 def main(argv: Sequence[str]) -> None:
@@ -124,15 +126,15 @@ def main(argv: Sequence[str]) -> None:
             object_stores.Store(folder).check_writable()
     identity = _identity(run, flags)
     whole = None
-    shards = [Shard(0, 1, folder)]
+    shards = [Shard(0, 1, folder, identity)]
     if flags.shards > 1:
         whole = cache_shards.ShardedCache(folder, flags.shards, identity)
-        shards = [Shard(i, flags.shards, whole.shard(i)) for i in whole.missing()]
+        shards = [Shard(i, flags.shards, whole.shard(i), identity) for i in whole.missing()]
     started = time.perf_counter()
     if flags.runner is None:
-        tokens = sum(_make(run, flags, argv, shard, identity) for shard in shards)
+        tokens = sum(_make(run, flags, argv, shard) for shard in shards)
     else:
-        _make_on_beam(argv, shards, identity, flags.runner, pipeline_options)
+        _make_on_beam(argv, shards, flags.runner, pipeline_options)
         tokens = sum(_num_tokens(cached_data.read_about(shard.folder)) for shard in shards)
     about = cached_data.read_about(folder) if whole is None else whole.join()
     for name, split in about["splits"].items():
@@ -148,14 +150,14 @@ def main(argv: Sequence[str]) -> None:
     )
 
 
-def make_shard(argv: Sequence[str], identity: str, place: tuple[int, int, str]) -> None:
+def make_shard(argv: Sequence[str], place: tuple[int, int, str, str]) -> None:
     """Makes a shard, given as a plain tuple, in any process of the same command."""
     from convt5.data import cache_shards
 
     shard = Shard(*place)
     if not cache_shards.exists(shard.folder):
         arguments = command_line.parse(COMMAND, argv)
-        _make(_run(arguments), arguments.flags, argv, shard, identity)
+        _make(_run(arguments), arguments.flags, argv, shard)
 
 
 def _split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -205,11 +207,7 @@ def _check_data(run: "TrainRun") -> None:
 
 
 def _make_on_beam(
-    argv: Sequence[str],
-    shards: Sequence[Shard],
-    identity: str,
-    runner: str,
-    options: Sequence[str],
+    argv: Sequence[str], shards: Sequence[Shard], runner: str, options: Sequence[str]
 ) -> None:
     """Makes shards on Apache Beam.
 
@@ -224,8 +222,7 @@ def _make_on_beam(
             "'convt5[beam]', or leave --runner out and use --processes."
         ) from None
     # This file may run as `__main__`, which a worker could not import, nor `Shard` from it.
-    function = importlib.import_module("convt5.cache").make_shard
-    make = functools.partial(function, list(argv), identity)
+    make = functools.partial(importlib.import_module("convt5.cache").make_shard, list(argv))
     beam_jobs.run(make, [tuple(shard) for shard in shards], runner=runner, options=options)
     missing = [shard.index for shard in shards if not _is_made(shard)]
     if missing:
@@ -235,19 +232,16 @@ def _make_on_beam(
         )
 
 
-def _make(
-    run: "TrainRun", flags: argparse.Namespace, argv: Sequence[str], shard: Shard, identity: str
-) -> int:
+def _make(run: "TrainRun", flags: argparse.Namespace, argv: Sequence[str], shard: Shard) -> int:
     """Makes a shard; returns the tokens that were written."""
     from convt5.data import cached_data
     from convt5.runtime import object_stores
 
     if not atomic_files.is_remote(shard.folder):
-        return _make_local(run, flags, argv, shard, identity)
+        return _make_local(run, flags, argv, shard)
     with tempfile.TemporaryDirectory(prefix="convt5_cache") as folder:
         local = pathlib.Path(folder, "cache")
-        here = shard._replace(folder=os.fspath(local))
-        tokens = _make_local(run, flags, argv, here, identity)
+        tokens = _make_local(run, flags, argv, shard._replace(folder=os.fspath(local)))
         try:
             object_stores.Store(shard.folder).upload(local, last=cached_data.ABOUT_FILE)
         except errors.TrainingError as error:
@@ -261,12 +255,12 @@ def _make(
 
 
 def _make_local(
-    run: "TrainRun", flags: argparse.Namespace, argv: Sequence[str], shard: Shard, identity: str
+    run: "TrainRun", flags: argparse.Namespace, argv: Sequence[str], shard: Shard
 ) -> int:
     from convt5.data import cached_data
 
     wanted = _plan(run, flags, shard)
-    writer = cached_data.Writer(pathlib.Path(shard.folder), identity=identity)
+    writer = cached_data.Writer(pathlib.Path(shard.folder), identity=shard.identity)
     tokens, described = 0, {}
     for split, of_split in wanted.items():
         if not shard.index:

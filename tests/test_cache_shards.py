@@ -134,11 +134,11 @@ def test_shards_that_exist_are_kept_and_others_made(local, settings, tmp_path, c
     made = []
     make = cache._make
 
-    def note(run, flags, argv, shard, identity):
+    def note(run, flags, argv, shard):
         if len(made) == 2:
             raise KeyboardInterrupt
         made.append(shard.index)
-        return make(run, flags, argv, shard, identity)
+        return make(run, flags, argv, shard)
 
     monkeypatch.setattr(cache, "_make", note)
     argv = [*settings, f"--shards={SHARDS}", f"--output_dir={tmp_path}/cache"]
@@ -241,7 +241,7 @@ def test_a_bucket_that_can_be_written_is_left_as_it_was(settings, monkeypatch, t
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_rows_that_cannot_be_uploaded_are_kept(monkeypatch, tmp_path, count):
-    def make_local(run, flags, argv, shard, identity):
+    def make_local(run, flags, argv, shard):
         make("", pathlib.Path(shard.folder), 0)
         return 3
 
@@ -251,9 +251,9 @@ def test_rows_that_cannot_be_uploaded_are_kept(monkeypatch, tmp_path, count):
     monkeypatch.setattr(cache, "_make_local", make_local)
     monkeypatch.setattr(object_stores.Store, "write", refuse)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    shard = cache.Shard(0, count, "memory://refusing/cache")
+    shard = cache.Shard(0, count, "memory://refusing/cache", "")
     with pytest.raises(errors.TrainingError, match="PERMISSION_DENIED") as caught:
-        cache._make(None, None, [], shard, "")
+        cache._make(None, None, [], shard)
     kept = list(tmp_path.iterdir())
     assert len(kept) == (count == 1)  # One shard of many is made again.
     for folder in kept:
