@@ -1,8 +1,10 @@
 """A cache in shards has the same rows whoever makes them, wherever they lie."""
 
 import json
+import os
 import pathlib
 import re
+import socket
 import sys
 import tempfile
 
@@ -287,6 +289,46 @@ def test_faulty_flags_are_explained(settings, tmp_path, flags, message):
         cache.main([*settings, f"--output_dir={tmp_path}/cache", *flags])
 
 
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """Pipeline options for workers in processes of their own, behind a job server of Beam's."""
+    pytest.importorskip("apache_beam")
+    folder = tmp_path_factory.mktemp("cluster")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        pool = free.getsockname()[1]
+    log = folder / "log"
+    # The pool starts workers as `python`.
+    paths = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    with log.open("w") as file:
+        started = [
+            commands.start(
+                [sys.executable, "-m", f"apache_beam.runners.{module}", *flags],
+                env=os.environ | {"PATH": paths},
+                cwd=folder,
+                stdout=file,
+                stderr=file,
+            )
+            for module, flags in {
+                "portability.local_job_service_main": ["--port=0"],
+                "worker.worker_pool_main": [f"--service_port={pool}"],
+            }.items()
+        ]
+    listening = re.compile(r"Listening for beam jobs on port (\d+)")
+    commands.wait_until(
+        lambda: listening.search(log.read_text()) and "Started worker pool" in log.read_text(),
+        *started,
+    )
+    yield [
+        f"--job_endpoint=localhost:{listening.search(log.read_text()).group(1)}",
+        "--environment_type=EXTERNAL",
+        f"--environment_config=localhost:{pool}",
+    ]
+    for process in started:
+        process.terminate()
+        process.wait()
+
+
 class TestBeam:
     @pytest.mark.slow
     def test_without_the_extra_one_message_has_the_remedy(self, settings, tmp_path, monkeypatch):
@@ -324,13 +366,23 @@ class TestBeam:
         assert contents(tmp_path / "cache") == contents(local)
 
     @pytest.mark.slow
+    @pytest.mark.parametrize("runner", ["FlinkRunner", "SparkRunner"])
+    def test_workers_behind_a_job_server_write_the_same_files(
+        self, local, settings, cluster, tmp_path, runner
+    ):
+        command = [sys.executable, "-m", "convt5.cache", *settings, f"--shards={SHARDS}"]
+        flags = [f"--runner={runner}", f"--output_dir={tmp_path}/cache", "--", *cluster]
+        commands.run([*command, *flags], check=True)
+        assert contents(tmp_path / "cache") == contents(local)
+
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("flags", "message"),
         [
             (["--runner=NoRunner"], "--runner=NoRunner cannot be used with"),
             (
                 ["--runner=DirectRunner", "--", "--direct_num_workers=two"],
-                "--runner=DirectRunner cannot be used with",
+                "invalid int value: 'two'); correct the options after --",
             ),
         ],
     )
@@ -346,20 +398,35 @@ class TestBeam:
         done = commands.run([*command, *flags])
         assert done.returncode == 2
         assert message in done.stderr
-        assert "Traceback" not in done.stderr
+        assert f"{flags[0]} cannot be used with" in done.stderr
+        assert not re.search("Traceback|usage:", done.stderr)
 
     @pytest.mark.slow
-    def test_what_a_worker_says_to_the_user_is_the_message(self):
+    @pytest.mark.parametrize("has_server", [False, True])
+    def test_what_a_worker_says_is_the_message(self, tmp_path, request, has_server):
         pytest.importorskip("apache_beam")
+        (tmp_path / "work.py").write_text(
+            "from convt5 import errors\n"
+            "def advise(item): raise errors.UserError(f'item={item} is wrong; choose another.')\n"
+            "def fail(item): raise ValueError('no such thing')\n"
+        )
+        runner, options = "DirectRunner", []
+        if has_server:
+            runner, options = "FlinkRunner", request.getfixturevalue("cluster")[:1]
+            options.append("--environment_type=LOOPBACK")
         code = (
+            "import work\n"
             "from convt5 import errors\n"
             "from convt5.data import beam_jobs\n"
-            "def work(item): raise errors.UserError(f'item={item} is wrong; choose another.')\n"
-            "try: beam_jobs.run(work, [3], runner='DirectRunner', options=[])\n"
-            "except errors.UserError as error: print(error)\n"
+            "for make in (work.advise, work.fail):\n"
+            f"    try: beam_jobs.run(make, [3], runner={runner!r}, options={options})\n"
+            "    except errors.UserError as error: print(error)\n"
         )
-        done = commands.run([sys.executable, "-c", code], check=True)
-        assert done.stdout == "item=3 is wrong; choose another.\n"
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        done = commands.run([sys.executable, "-c", code], env=environment, check=True)
+        advice, failure = done.stdout.splitlines()
+        assert advice == "item=3 is wrong; choose another."
+        assert re.fullmatch(rf"--runner={runner} failed \(.*no such thing.\)\.", failure)
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """Runs independent work on Apache Beam, which only this module imports."""
 
+import contextlib
 import functools
+import io
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +14,10 @@ from convt5 import errors
 
 # Otherwise Beam's direct runner would first download another program, and run that.
 _IN_PYTHON = "--allow_unsafe_triggers"
-_OWN_MESSAGE = re.compile(r"convt5\.errors\.\w+: (.*?)(?: \[while running|\n\n|\Z)", re.DOTALL)
+_OWN_MESSAGE = re.compile(r"convt5\.errors\.\w+: (.*?)(?:\n\n|\Z)", re.DOTALL)
+_STEP = re.compile(r" \[while running '[^']*'\]")
+_FRAMES = re.compile(r"^ .*\n", re.MULTILINE)
+"""Lines of a traceback, behind the last of which is what went wrong."""
 
 
 def run(
@@ -33,12 +38,17 @@ def run(
     flags = [f"--runner={runner}", *options]
     if runner == "DirectRunner":
         flags.append(_IN_PYTHON)
+    usage = io.StringIO()
     try:
-        pipeline = beam.Pipeline(options=PipelineOptions(flags))
+        with contextlib.redirect_stderr(usage):
+            chosen = PipelineOptions(flags)
+            chosen.get_all_options()  # Which reads them: until then any are accepted.
+        pipeline = beam.Pipeline(options=chosen)
     except (ImportError, SystemExit, ValueError) as error:
+        reason = usage.getvalue().splitlines()[-1:] or [str(error)]
         raise errors.UserError(
-            f"--runner={runner} cannot be used with {list(options)} ({error}); correct the options "
-            "after --, or install what the runner needs, such as apache-beam[gcp]."
+            f"--runner={runner} cannot be used with {list(options)} ({reason[0]}); correct the "
+            "options after --, or install what the runner needs, such as apache-beam[gcp]."
         ) from None
     _ = (
         pipeline
@@ -49,11 +59,13 @@ def run(
     try:
         pipeline.run().wait_until_finish()
     except Exception as error:  # Runners raise errors of their own, with those of workers as text.
-        own = _OWN_MESSAGE.search(str(error))
+        text = _STEP.sub("", str(error)).rstrip()
+        own = _OWN_MESSAGE.search(text)
         if isinstance(error, errors.UserError) or own:
-            raise errors.UserError(own.group(1) if own else str(error)) from None
+            raise errors.UserError(own.group(1) if own else text) from None
+        reason = _FRAMES.split(text)[-1]
         raise errors.TrainingError(
-            f"--runner={runner} failed ({errors.clip(str(error), limit=2000)})."
+            f"--runner={runner} failed ({errors.clip(reason, limit=2000)})."
         ) from error
 
 
