@@ -36,8 +36,8 @@ _NUM_BLOCKS = 64
 _BLOCK_BYTES = 2**16
 
 InvalidUtf8 = Literal["refuse", "replace", "skip"]
-"""What to do with text that is not UTF-8: raise an error that names file and line, insert U+FFFD,
-or skip the document or row."""
+"""What to do with text that is not UTF-8, or holds NUL, as text in UTF-16 does: raise an error that
+names file and line, insert U+FFFD, or skip the document or row."""
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A path or glob, or several of them."""
@@ -266,19 +266,16 @@ def handle_invalid(
     Raises:
         UserError: the text is invalid and the policy is "refuse".
     """
-    try:
-        text.encode()
+    at = _invalid_place(text)
+    if at is None:
         return text
-    except UnicodeEncodeError as error:
-        if policy == "refuse":
-            byte = ord(text[error.start]) & 0xFF
-            encoding = "utf-16" if line == 1 and text.startswith(_UTF_16) else "latin1"
-            raise errors.UserError(
-                f"file {name!r}, line {line} is not UTF-8 (byte 0x{byte:02x} after "
-                f"{text[: error.start][-20:]!r}); convert the file (iconv -f {encoding} -t utf-8), "
-                "leave it out of the path, or set invalid_utf8 to 'replace' or 'skip'. "
-                f"{COMPRESSION_RULE}"
-            ) from None
+    if policy == "refuse":
+        raise errors.UserError(
+            f"file {name!r}, line {line} is not UTF-8 (byte 0x{ord(text[at]) & 0xFF:02x} after "
+            f"{text[:at][-20:]!r}); convert the file ({_conversion(text, at, line)}), "
+            "leave it out of the path, or set invalid_utf8 to 'replace' or 'skip'. "
+            f"{COMPRESSION_RULE}"
+        )
     if policy == "skip":
         tally.skipped += 1
         return None
@@ -287,8 +284,29 @@ def handle_invalid(
 
 
 def replace_invalid(text: str) -> str:
-    """Replaces invalid bytes in text from `text_lines` by U+FFFD."""
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    """Replaces invalid bytes and NUL in text from `text_lines` by U+FFFD."""
+    whole = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return whole.replace("\0", "\ufffd")
+
+
+def _invalid_place(text: str) -> int | None:
+    """Returns the index of the first character that is not UTF-8, or of NUL; None without one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return text.index("\0") if "\0" in text else None
+
+
+def _conversion(text: str, at: int, line: int) -> str:
+    """Returns the command that probably makes UTF-8 of a file whose line is invalid at `at`."""
+    if line == 1 and text.startswith(_UTF_16):
+        return "iconv -f utf-16 -t utf-8"
+    if line == 1 and "\0" in text:
+        # Every second byte of ASCII in UTF-16 is NUL.
+        before = text[: text.index("\0")].encode("utf-8", "surrogateescape")
+        return f"iconv -f utf-16{'le' if len(before) % 2 else 'be'} -t utf-8"
+    return "tr -d '\\000'" if text[at] == "\0" else "iconv -f latin1 -t utf-8"
 
 
 def identity(name: str) -> tuple[str, int, int]:

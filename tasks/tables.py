@@ -396,7 +396,8 @@ def _csv_cells(file: str, lines: Iterator[str]) -> Iterator[tuple[int, list[str]
             yield reader.line_num, cells
     except csv.Error as error:
         raise errors.UserError(
-            f"file {file!r}, line {reader.line_num} is not CSV ({error})."
+            f"file {file!r}, line {reader.line_num} is not CSV ({error}); correct its quotes, and "
+            "write the file in UTF-8."
         ) from error
 
 

@@ -28,7 +28,7 @@ from . import local_files
 
 Separator = Literal["auto", "line", "blank_line"]
 
-_FORMAT = 3
+_FORMAT = 4
 _ABOUT_FILE = "about.json"
 _NUM_SHARDS = 64
 _SHARD_BYTES = 2**20

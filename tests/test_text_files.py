@@ -16,7 +16,7 @@ from convt5.tasks.sources import TextFilesSource
 from convt5.tasks.text_files import TextFiles
 
 from convt5 import errors
-from convt5.evaluation import task_data
+from convt5.evaluation import inputs, task_data
 from convt5.runtime import folders
 
 PARAGRAPHS = "First line.\nIts second line.\n\n\nOther document.\n \nThird.\n"
@@ -279,17 +279,48 @@ def test_bytes_that_are_no_text_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("encoding", "named"), [("utf-16-le", "utf-16"), ("utf-16-be", "utf-16"), ("latin1", "latin1")]
+    ("encoding", "mark", "named"),
+    [
+        ("utf-16-le", "\ufeff", "iconv -f utf-16 -t utf-8"),
+        ("utf-16-be", "\ufeff", "iconv -f utf-16 -t utf-8"),
+        ("utf-16-le", "", "iconv -f utf-16le -t utf-8"),
+        ("utf-16-be", "", "iconv -f utf-16be -t utf-8"),
+        ("latin1", "", "iconv -f latin1 -t utf-8"),
+    ],
 )
-def test_the_encoding_of_text_that_is_no_utf_8_is_guessed(tmp_path, encoding, named):
-    mark = "" if encoding == "latin1" else "\ufeff"
-    (tmp_path / "rows.csv").write_bytes(f"{mark}text\nnaïve\n".encode(encoding))
-    for read in (
-        TextFiles(path=tmp_path).stored,
-        lambda: [*tables.read_rows(f"{tmp_path}/rows.csv")],
+def test_the_encoding_of_text_that_is_no_utf_8_is_guessed(tmp_path, encoding, mark, named):
+    for name, text in (
+        ("rows.csv", "text\nnaïve\n"),
+        ("rows.tsv", "text\nnaïve\n"),
+        ("rows.jsonl", '{"text": "naïve"}\n'),
     ):
-        with pytest.raises(errors.UserError, match=rf"iconv -f {named} -t utf-8"):
-            read()
+        path = tmp_path / name
+        path.write_bytes(f"{mark}{text}".encode(encoding))
+        for read in (
+            TextFiles(path=path).check,
+            lambda path=path: [*tables.read_rows(str(path))],
+            lambda path=path: inputs.from_files(str(path)),
+        ):
+            with pytest.raises(errors.UserError, match=rf"{name}', line . is not .*\({named}\)"):
+                read()
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.tsv", "a.csv"])
+def test_nul_is_no_text(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(b"one\ntwo\0\nthree\n")
+
+    def read(policy):
+        if name == "a.txt":
+            return [d.decode() for d in TextFiles(path=path, invalid_utf8=policy).documents()]
+        rows = tables.read_rows(str(path), ["one"], invalid_utf8=policy)
+        return ["one", *(row.text("one") for row in rows)]
+
+    fault = rf"{name}', line 2 is not UTF-8 \(byte 0x00 after 'two'\); .* \(tr -d '.000'\)"
+    with pytest.raises(errors.UserError, match=fault):
+        read("refuse")
+    assert read("replace") == ["one", "two\ufffd", "three"]
+    assert read("skip") == ["one", "three"]
 
 
 def test_a_cut_off_archive_is_named(tmp_path):
@@ -455,7 +486,6 @@ LINES = [
     "a\rb",
     "page\fbreak",
     "u\u2028v\u0085w",
-    "nul\0nul",
     "long " * 100_000,
 ]
 
@@ -473,10 +503,11 @@ def test_text_is_what_is_in_the_file(tmp_path, suffix, end, separator):
 
 
 def test_text_of_json_is_what_is_in_the_file(tmp_path):
-    rows = "".join(json.dumps({"text": line}) + "\r\n" for line in LINES)
+    lines = [*LINES, "nul\0nul"]
+    rows = "".join(json.dumps({"text": line}) + "\r\n" for line in lines)
     (tmp_path / "rows.jsonl").write_bytes(f"\ufeff{rows}".encode())
     found = [d.decode() for d in TextFiles(path=tmp_path / "rows.jsonl").documents()]
-    assert found == LINES
+    assert found == lines
 
 
 LATIN = "eins\nzwei für\ndrei\n\nvier\n".encode("latin1")
