@@ -209,6 +209,7 @@ class Tally:
         files, empty_files: number of files read, and of those that were empty.
         documents, text_bytes: number of documents or rows, and bytes of their text.
         replaced, skipped: documents or rows that are not UTF-8, by how they were handled.
+        quoted: rows of .tsv files with a field that is quoted as in .csv files.
     """
 
     files: int = 0
@@ -217,6 +218,7 @@ class Tally:
     text_bytes: int = 0
     replaced: int = 0
     skipped: int = 0
+    quoted: int = 0
 
     def faults(self) -> str:
         """Returns a warning for the user, or an empty text."""
@@ -224,6 +226,8 @@ class Tally:
             "empty files": self.empty_files,
             "documents with bytes that are no UTF-8, which were replaced": self.replaced,
             "documents left out for bytes that are no UTF-8": self.skipped,
+            "rows of .tsv quoted like .csv, as pandas does, whose quotes are kept as text (write "
+            "the file with csv.QUOTE_NONE, or as .csv)": self.quoted,
         }
         return ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
 

@@ -35,6 +35,8 @@ _SPLIT_NAMES = {
 """Splits by file name; MultiNLI's two validation sets are named as in TFDS."""
 
 _SHARD = re.compile(r"-\d+-of-\d+(?=\.|$)")
+_QUOTED = re.compile(r'"[^"]*(?:""[^"]*)+"', re.DOTALL)
+"""A field with quotes inside as the module csv and pandas write it."""
 
 
 class Layout(NamedTuple):
@@ -201,6 +203,9 @@ def read_rows(
 ) -> Iterator[Row]:
     """Yields the rows of a file, skipping empty lines.
 
+    Quotes are text in .tsv files, as GLUE publishes them; only tabs and lines separate fields. Rows
+    with a field that is quoted like one of .csv, with doubled quotes inside, are counted.
+
     Args:
         file: a .jsonl, .tsv or .csv file, optionally compressed: .gz, .xz or .bz2.
         columns: fields of .tsv and .csv files without a header line; None means those of layout.
@@ -231,7 +236,7 @@ def read_rows(
         if suffix == ".jsonl":
             rows = _json_rows(file, lines, readable)
         else:
-            cells = _csv_cells(file, lines) if suffix == ".csv" else _tsv_cells(lines)
+            cells = _csv_cells(file, lines) if suffix == ".csv" else _tsv_cells(lines, tally)
             rows = _table_rows(file, _handle_invalid_cells(cells, readable), layout)
         for row in rows:
             tally.documents += 1
@@ -401,9 +406,11 @@ def _csv_cells(file: str, lines: Iterator[str]) -> Iterator[tuple[int, list[str]
         ) from error
 
 
-def _tsv_cells(lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
+def _tsv_cells(lines: Iterator[str], tally: local_files.Tally) -> Iterator[tuple[int, list[str]]]:
     for number, line in enumerate(lines, start=1):
-        yield number, line.split("\t") if line else []
+        cells = line.split("\t") if line else []
+        tally.quoted += any(map(_QUOTED.fullmatch, cells))
+        yield number, cells
 
 
 def _handle_invalid_cells(

@@ -322,6 +322,15 @@ class TestBadInput:
         with pytest.raises(errors.UserError, match="line 2 has 3 columns, not 2"):
             read("text\tlabel\na\tb\tpositive\n", "train.tsv")
 
+    @pytest.mark.parametrize(
+        ("field", "is_counted"),
+        [('"He said ""no"" twice"', 1), ('""""', 1), ('"lone', 0), ('"a", "b"', 0), ('"a"', 0)],
+    )
+    def test_quotes_of_a_table_with_tabs_are_text(self, read, caplog, field, is_counted):
+        (example,) = read(f"text\tlabel\n{field}\tpositive\n", "train.tsv")
+        assert example == (f"text_classification text: {field}", "positive")
+        assert ("1 rows of .tsv quoted like .csv" in caplog.text) == is_counted
+
     def test_broken_quotes_of_csv_are_named(self, read):
         with pytest.raises(errors.UserError, match="line 2 is not CSV"):
             read('text,label\n"a"b,positive\n', "train.csv")
