@@ -688,6 +688,16 @@ def test_files_to_measure_a_task_of_lines_are_not_trained_on(tmp_path):
         build(task, split="validation")
 
 
+@pytest.mark.parametrize("again", ["*e.txt", "link.text"])
+def test_lines_of_a_file_are_not_read_twice(tmp_path, again):
+    (tmp_path / "one.txt").write_text("a\n")
+    (tmp_path / "link.text").symlink_to(tmp_path / "one.txt")
+    source = seqio.TextLineDataSource({"train": [f"{tmp_path}/*.txt", f"{tmp_path}/{again}"]})
+    for read in ways_to_read(text_task(some_texts).replace(source=source)):
+        with pytest.raises(errors.UserError, match=r"'texts', split='train': .* match .* twice"):
+            read()
+
+
 def test_lines_of_compressed_files_are_not_read_as_they_are(tmp_path):
     (tmp_path / "text.txt.gz").write_bytes(gzip.compress(b"one\ntwo\n"))
     source = seqio.TextLineDataSource({"train": f"{tmp_path}/*.gz"})

@@ -1,5 +1,6 @@
 """What seqio tasks are read from, their source or their cache, with errors that name the task."""
 
+import collections
 import functools
 import os
 import re
@@ -56,8 +57,8 @@ def check_files(task: seqio.Task, source: seqio.DataSource, split: str) -> None:
     """Checks the files of a source that was given their names.
 
     Raises:
-        UserError: no file matches the names of a split, some of the split are also in "train", or
-            compressed files would be read as they are.
+        UserError: no file matches the names of a split, one would be read twice, some of the split
+            are also in "train", or compressed files would be read as they are.
     """
     if isinstance(source, seqio.TfdsDataSource):
         sources.check_tfds_apart(source, split)
@@ -74,8 +75,13 @@ def check_files(task: seqio.Task, source: seqio.DataSource, split: str) -> None:
             "it is, compressed; unpack the files, or read them by a seqio.FunctionDataSource with "
             "tf.data.TextLineDataset(files, compression_type='GZIP')."
         )
+    pattern = getattr(source, "_split_to_filepattern", {}).get(split)
+    if twice := collections.Counter(files) - collections.Counter(local_files.distinct(files)):
+        raise errors.UserError(
+            f"task {task.name!r}, split={split!r}: {pattern!r} match {next(iter(twice))!r} twice, "
+            "by its name or a link, and would read its rows twice; correct the patterns in it."
+        )
     if not files:
-        pattern = getattr(source, "_split_to_filepattern", {}).get(split)
         raise errors.UserError(
             f"task {task.name!r}, split={split!r}: no file matches {pattern!r} (working directory "
             f"{os.getcwd()!r}); correct the path in the task."
