@@ -164,9 +164,11 @@ def _names(pattern: str) -> list[str]:
     is_folder = tf.io.gfile.isdir if is_remote(pattern) else os.path.isdir
     if is_folder(pattern):
         return _files_below(pattern)
-    matched = (
-        tf.io.gfile.glob(pattern) if is_remote(pattern) else glob.glob(pattern, recursive=True)
-    )
+    if is_remote(pattern):
+        matched = tf.io.gfile.glob(pattern)
+    else:
+        _check_readable(pattern)
+        matched = glob.glob(pattern, recursive=True)
     names = [name for name in matched if not is_folder(name)]
     if not os.path.basename(pattern).startswith("."):
         names = [name for name in names if not os.path.basename(name).startswith(".")]
@@ -180,6 +182,24 @@ def _names(pattern: str) -> list[str]:
         f"text path={pattern!r} matches no file; set it to a path or a glob of text files "
         f"(working directory {os.getcwd()!r}).{errors.suggest(name, siblings)}"
     )
+
+
+def _check_readable(pattern: str) -> None:
+    """Raises `UserError` for a folder that `glob` would list, but skips as it cannot be read."""
+    head, tail = os.path.split(pattern)
+    if head not in ("", pattern):
+        _check_readable(head)
+    if not glob.has_magic(tail):
+        return
+    listed = os.path.join(head or ".", "**" if tail == "**" else "", "")
+    for folder in glob.iglob(listed, recursive=True):
+        try:
+            os.scandir(folder).close()
+        except OSError as error:
+            raise errors.UserError(
+                f"text path={pattern!r} matches in folder {folder!r}, which cannot be read "
+                f"({error.strerror}); change its permissions, or leave it out of the path."
+            ) from error
 
 
 def _files_below(folder: str) -> list[str]:

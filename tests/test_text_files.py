@@ -222,13 +222,17 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch, read):
     scandir = os.scandir
 
     def scan(path):
-        if os.path.basename(path) == "closed":
+        if os.path.basename(os.path.normpath(path)) == "closed":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", scan)
     with pytest.raises(errors.UserError, match=r"closed' cannot be read \(Permission denied\); "):
         read(tmp_path)
+    for pattern in ("**", "**/*.jsonl", "*/*.jsonl", "clo*/../[c]*/*"):
+        with pytest.raises(errors.UserError, match=r"closed/', which cannot be read \(Permission"):
+            read(tmp_path / pattern)
+    assert local_files.find(tmp_path / "*.jsonl") == [f"{tmp_path}/train.jsonl"]
 
 
 @pytest.mark.parametrize("pattern", ["", "*", "train.jsonl*"])
