@@ -149,6 +149,19 @@ def test_padding_that_a_task_adds_itself_is_not_measured():
     assert found.counts == expected.counts
 
 
+def test_padding_inside_of_targets_is_told(caplog):
+    @seqio.map_over_dataset
+    def padded(row):
+        return row | {"targets": tf.concat([row["targets"][:1], [0], row["targets"][1:]], axis=0)}
+
+    plain = task()
+    Evaluator(plain, "validation", CONFIG)
+    assert "the id 0" not in caplog.text
+    steps = [*plain.preprocessors, padded]
+    Evaluator(plain.replace(name="tiny_gaps", preprocessors=steps), "validation", CONFIG)
+    assert "task=tiny_gaps: 5 targets hold the id 0 before their end" in caplog.text
+
+
 @pytest.mark.parametrize("normalize_by", ["tokens", "positions"])
 def test_what_is_minimised_is_reported_beside_the_cross_entropy(normalize_by):
     """As the trainer's own loss has both, on the same targets."""

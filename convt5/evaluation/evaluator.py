@@ -97,6 +97,12 @@ class Evaluator:
         ]
         self._sources = [token_ids(example, "inputs") for example in self.examples]
         self._targets = [target.tokens for target in fitted]
+        if num_padded := sum(0 in target for target in self._targets):
+            logging.warning(
+                "task=%s: %d targets hold the id 0 before their end; training takes it for padding "
+                "and leaves it out of the loss, but the loss here counts it.",
+                *(task.name, num_padded),
+            )
         rows = row_numbers(self.examples)
         # Examples with the same source are computed together, as predictions rank labels.
         self._groups = _runs(list(zip(rows, self._sources, strict=True)))
