@@ -384,7 +384,7 @@ class Predictor:
         key = None
         if isinstance(strategy, decoding.Sampling):
             at = np.array([0 if i == PADDING_ROW else numbers[i] for i in batch.examples])
-            seed = jax.random.key(self.config.seed)
+            seed = decoding.seed_key(self.config.seed)
             key = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(seed, jnp.asarray(at))
         return decoding.decode(
             self.model,
