@@ -95,12 +95,16 @@ class TextFilesSource(seqio.DataSource):
             documents = tf.data.TFRecordDataset(tf.strings.join([folder, name], os.sep))
             return documents.batch(_SPLIT_TOGETHER).map(_split_long).unbatch()
 
-        return shards.interleave(
+        documents = shards.interleave(
             read,
             cycle_length=_OPEN_FILES,
             block_length=1,
             num_parallel_calls=tf.data.AUTOTUNE,
-        ).map(lambda text: {"text": text})
+        )
+        # All files are open at once: tasks with the same files would read the same documents.
+        if shuffle and len(names) <= _OPEN_FILES:
+            documents = documents.shuffle(self.num_input_examples(split), seed=seed)
+        return documents.map(lambda text: {"text": text})
 
 
 class PreparedTfdsSource(seqio.TfdsDataSource):

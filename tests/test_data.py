@@ -679,6 +679,18 @@ def test_features_that_are_not_as_their_task_says_are_named(step, message):
             read()
 
 
+def test_features_that_are_no_token_ids_are_refused():
+    task = make_task({"inputs": [[5, 6], [7]], "targets": [[8], [9, 10]]})
+    floats = seqio.ContinuousFeature(dtype=tf.float32)
+    to_floats = seqio.map_over_dataset(lambda x: x | {"inputs": tf.cast(x["inputs"], tf.float32)})
+    task = task.replace(
+        preprocessors=[to_floats], output_features={**task.output_features, "inputs": floats}
+    )
+    for read in ways_to_read(task):
+        with pytest.raises(errors.UserError, match="'inputs' are float32 of rank 1, but models of"):
+            read()
+
+
 def test_files_to_measure_a_task_of_lines_are_not_trained_on(tmp_path):
     for name in ("one", "two"):
         (tmp_path / f"{name}.txt").write_text("a\n")
@@ -706,10 +718,18 @@ def test_lines_of_compressed_files_are_not_read_as_they_are(tmp_path):
             read()
 
 
-def test_tasks_that_share_documents_read_them_in_orders_of_their_own(monkeypatch):
+@pytest.mark.parametrize("source", ["memory", "files"])
+def test_tasks_that_share_documents_read_them_in_orders_of_their_own(tmp_path, monkeypatch, source):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(task_blocks, "_WIDEST_WINDOW", 2)
     monkeypatch.setattr(task_blocks, "_MOST_EXAMPLES", 8)
-    source = sources.EmbeddedTextSource({"train": [f"{i:03d}" for i in range(1000)]})
+    documents = [f"{i:03d}" for i in range(1000)]
+    (tmp_path / "text.txt").write_text("\n".join(documents))
+    if source == "memory":
+        source = sources.EmbeddedTextSource({"train": documents})
+    else:
+        files = text_files.TextFiles(path=tmp_path / "text.txt")
+        source = sources.TextFilesSource({"train": (files, "train")})
     steps = [
         lambda dataset: dataset.map(lambda x: {"inputs": x["text"], "targets": x["text"]}),
         seqio.preprocessors.tokenize,

@@ -167,6 +167,11 @@ def _check_features(
                     f"its preprocessors make {name!r} {found}, but its seqio.Feature is "
                     f"{declared}; seqio.preprocessors.tokenize makes ids of text."
                 )
+            elif name in ("inputs", "targets") and not _holds_ids(feature):
+                faults.append(
+                    f"its {name!r} are {declared}, but models of text read token ids: integers of "
+                    "rank 1; make ids of them, and declare a seqio.Feature with their vocabulary."
+                )
         elif feature.required:
             faults.append(
                 f"its preprocessors make no feature {name!r}, but {list(made)}; add or correct the "
