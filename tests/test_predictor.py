@@ -135,6 +135,13 @@ def test_a_prediction_depends_on_its_own_input_alone(model, strategy):
         np.testing.assert_allclose(alone.scores, together[number].scores, rtol=1e-5)
 
 
+def test_all_bits_of_a_seed_count(model):
+    one, other = (
+        predictor(model, Sampling(num_results=2), seed=seed).predict(TEXTS) for seed in (0, 2**32)
+    )
+    assert [found.tokens for found in one] != [found.tokens for found in other]
+
+
 def test_few_shapes_are_computed(model, monkeypatch):
     """What `decoding` compiles is one program for each shape of sources."""
     shapes = []
@@ -312,7 +319,7 @@ def test_an_input_may_be_as_long_as_the_positions_behind_the_stem():
 
 @pytest.mark.parametrize("seed", [2**63, -(2**63) - 1])
 def test_a_seed_of_more_than_64_bits_is_refused(seed):
-    PredictConfig(seed=2**63 - 1)
+    jax.random.key(PredictConfig(seed=2**63 - 1).seed)
     for config in (PredictConfig, EvalConfig):
         with pytest.raises(UserError, match=f"seed={seed} must fit into 64 bits"):
             config(seed=seed)
