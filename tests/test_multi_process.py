@@ -209,6 +209,29 @@ def test_a_death_ends_the_run_the_next_start_goes_on_and_all_stop_at_one_step(st
     assert [r["step"] for r in records(run_dir)] == list(range(1, saved + 1))
 
 
+def test_steps_before_a_failure_of_all_are_saved_and_those_before_one_of_some_are_told(
+    start, two_processes, tmp_path
+):
+    data = {"trainer.train.train_data": "@train/counting_run.Meddling()", "SAVE_EVERY": 100}
+    data["train/counting_run.Meddling.batch_size"] = 8
+    name = "counting_run.Meddling.act"
+    failing = {name: "@counting_run.break_down"}, {name: "@counting_run.break_the_first"}
+    started = [
+        start(tmp_path / str(n), processes=2, devices=4, **data | failing[n]) for n in range(2)
+    ]
+    all_failed, one_failed = (process.communicate(timeout=300)[0] for process in started)
+    assert [process.returncode for process in started] == [1, 1]
+    assert "step 7 is saved; the same command resumes there" in all_failed
+    assert "step 7 could not be saved" in one_failed
+    assert "resumes from its start" in one_failed
+    saved = [reading.steps_in(tmp_path / str(n) / "checkpoints") for n in range(2)]
+    assert saved == [[7], []]
+    assert "resumes from the checkpoint of step 7" in finish(
+        start(tmp_path / "0", processes=2, devices=4)
+    )
+    assert_alike(tmp_path / "0", two_processes)
+
+
 def flip_a_bit(folder):
     """Turns over a bit of the parameters' numbers."""
     files = [path for path in (folder / "params").rglob("d/*") if path.is_file()]

@@ -885,7 +885,7 @@ class UnreadableBatches(RandomBatches):
         return super().__next__()
 
 
-def break_down(*_):
+def break_down(*_, **__):
     raise OSError("broken")
 
 
@@ -908,6 +908,15 @@ def test_what_fails_between_steps_costs_none_of_them(run, tmp_path, capsys, brok
     assert f"step {step} is saved" in capsys.readouterr().err
     run(**settings)
     assert_equal_runs(tmp_path, tmp_path / "whole")
+
+
+def test_steps_that_cannot_be_saved_after_a_failure_are_told(run, monkeypatch):
+    monkeypatch.setattr(checkpoint.Checkpointer, "save", break_down)
+    with (
+        pytest.raises(OSError, match="broken"),
+        pytest.warns(match=r"step 6 could not be saved \(OSError: broken\); .* from its start$"),
+    ):
+        run(train_data=UnreadableData(), every_steps=100)
 
 
 def assert_equal_runs(folder, other):

@@ -9,8 +9,10 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint import multihost
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 # Asking whether a bucket has folders takes google-cloud-storage, and a permission that training
@@ -72,6 +74,13 @@ class Manager(ocp.CheckpointManager):
             ),
             force=True,
         )
+
+    def wait_for_failures(self, phase: str, *, secs: int) -> None:
+        """See `Checkpointer.wait_for_failures`."""
+        try:
+            multihost.get_barrier_sync_fn()(key=phase, timeout_ms=1000 * secs)
+        except jax.errors.JaxRuntimeError as error:
+            raise TimeoutError(f"other processes have not failed while {phase}") from error
 
 
 class _Kept(PreservationPolicy):

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -268,17 +269,15 @@ class Loop:
         while self.step < self._intervals.num_steps and not self._patience.is_exhausted:
             requested_at = time.perf_counter()
             try:
-                with (
-                    self._watchdog.phase(f"reading the batch of step {self.step + 1}"),
-                    stages.stage("data"),
-                ):
+                phase = f"reading the batch of step {self.step + 1}"
+                with self._watchdog.phase(phase), stages.stage("data"):
                     batch = next(batches)
             except StopIteration:
                 of = f"step {self.step} of {self._intervals.num_steps}"
                 self._log.message(f"the training data ends after {of}")
                 break
             except Exception:
-                self._save_after_failure(batches)
+                self._save_after_failure(phase, batches)
                 raise
             waited = max(0.0, time.perf_counter() - requested_at)
             if self._compiled is None:
@@ -388,7 +387,7 @@ class Loop:
         if self._report is not None and self._intervals.reports(self.step):
             self._log.status("sampling")
             phase = f"sampling after step {self.step}"
-            with self._watchdog.phase(phase), self._losing_no_step(batches, interruption):
+            with self._losing_no_step(phase, batches, interruption):
                 self._log.sample(self.step, f"step {self.step}\n{self._report(self.model)}")
         self._meter.start()
 
@@ -403,24 +402,39 @@ class Loop:
         self._check_best_metric()
 
     @contextlib.contextmanager
-    def _losing_no_step(self, batches: Batches, interruption: Interruption) -> Iterator[None]:
+    def _losing_no_step(
+        self, phase: str, batches: Batches, interruption: Interruption
+    ) -> Iterator[None]:
         """Context of what changes no parameter: saves all steps if it fails, or a stop comes."""
         try:
-            with interruption.at_once():
+            with self._watchdog.phase(phase), interruption.at_once():
                 yield
         except StopAtOnce:
             self._save_whole(batches)
             raise interruption.error(self.step) from None
         except Exception:
-            self._save_after_failure(batches)
+            self._save_after_failure(phase, batches)
             raise
 
-    def _save_after_failure(self, batches: Batches) -> None:
-        """Saves the steps made, as far as possible; the failure is for the caller to raise."""
-        if self._is_saved or jax.process_count() > 1:
-            return  # All hosts save together, and the others may not have failed.
-        with contextlib.suppress(Exception):
+    def _save_after_failure(self, phase: str, batches: Batches) -> None:
+        """Saves the steps made, as far as possible; the failure is for the caller to raise.
+
+        All processes save together. They can if all have failed in the same phase, as with an
+        error in a metric; otherwise the others still compute.
+        """
+        if self._is_saved:
+            return
+        resumes = f"after step {self._saved_step}" if self._saved_step else "from its start"
+        try:
+            self._checkpointer.wait_for_failures(phase)
             self._save_whole(batches)
+        except Exception as error:
+            warnings.warn(
+                f"step {self.step} could not be saved ({reading.first_line(error)}); the same "
+                f"command resumes {resumes}",
+                stacklevel=2,
+            )
+        else:
             self._log.message(f"step {self.step} is saved; the same command resumes there")
 
     def _save_whole(self, batches: Batches) -> None:
@@ -448,7 +462,7 @@ class Loop:
         """Writes the record of this step, with validation metrics if there is evaluation data."""
         self._log.status("evaluating")
         phase = f"evaluating after step {self.step}"
-        with self._watchdog.phase(phase), self._losing_no_step(batches, interruption):
+        with self._losing_no_step(phase, batches, interruption):
             measured = self._measure_all()
         record = self._meter.take() | measured
         self._measured_step = self.step
