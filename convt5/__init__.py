@@ -34,6 +34,10 @@ if _IS_COMMAND and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     # Until `command_line.run` takes over, Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+if _IS_COMMAND and os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    # The first process of a container never gets a signal for which it has no handler.
+    signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+
 if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and sys.path:
     # `python -m convt5.NAME` searches the working directory first, where a `json.py` that came with
     # a model would be run. Moved to the end, it still provides the user's own modules.

@@ -5,6 +5,7 @@ import gzip
 import importlib.util
 import json
 import pathlib
+import signal
 import sys
 
 import commands
@@ -153,6 +154,19 @@ import convt5.tasks
 """
     done = commands.run([sys.executable, "-c", code], check=True)
     assert (done.stdout, done.stderr) == ("", "")
+
+
+@pytest.mark.parametrize(("process", "code"), [(1, 128 + signal.SIGTERM), (2, -signal.SIGTERM)])
+def test_the_first_process_of_a_container_can_be_stopped_before_its_command_runs(process, code):
+    program = f"""
+import os, signal, sys
+this = os.getpid()
+os.getpid = lambda: {process}
+sys.argv = ["convt5"]
+import convt5
+os.kill(this, signal.SIGTERM)
+"""
+    assert commands.run([sys.executable, "-c", program]).returncode == code
 
 
 def test_editors_see_every_lazy_name():
