@@ -143,7 +143,7 @@ def test_averaged_statistics_keep_the_rank_of_their_parameter():
     "config", [AdamWConfig(weight_decay=0.5), SGDConfig(weight_decay=0.5)], ids=["adamw", "sgd"]
 )
 def test_weight_decay_spares_norms_and_biases(config):
-    names = ("mlp/wi/kernel", "mlp/wi/bias", "mlp_norm/scale", "mixing/conv_bias")
+    names = ("mlp/wi/kernel", "mlp/wi/bias", "mlp_norm/scale", "mixing/conv_bias", "mixing/skip")
     names += ("encoder/relative_bias/embedding", "token_embedder/embedding")
     params = {name: np.ones(3, np.float32) for name in names}
     zeros = jax.tree.map(np.zeros_like, params)

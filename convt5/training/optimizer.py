@@ -27,8 +27,8 @@ STACKED_TAPS = (
 )
 """Taps of a convolution, which are one array here and one variable per tap in the original."""
 
-NOT_DECAYED = (r"(^|/)\w*bias(/|$)", r"norm/scale$")
-"""Biases, relative biases and norm scales, which should not decay towards zero."""
+NOT_DECAYED = (r"(^|/)\w*bias(/|$)", r"norm/scale$", r"mixing/skip$")
+"""Biases, relative biases, norm scales and the D of Hyena, which should not decay towards zero."""
 
 
 class OptimizerConfig(Protocol):
