@@ -366,6 +366,18 @@ def test_arrays_of_other_axes_are_refused(unchecked, name):
             attend(*(given | {name: wrong}).values(), *ids)
 
 
+def test_a_bias_of_other_axes_is_refused(unchecked):
+    *arrays, bias = draw(3, 5, dtype=np.float32)
+    with pytest.raises(ValueError, match="distance_bias has shape list, which is no array"):
+        attend(*arrays, *ids_of(3, 5), distance_bias=bias.tolist())
+
+
+def test_a_flag_is_true_or_false(unchecked):
+    *arrays, _ = draw(3, 5, dtype=np.float32)
+    with pytest.raises(ValueError, match="causal='no' must be True or False"):
+        attend(*arrays, *ids_of(3, 5), causal="no")
+
+
 def test_integers_are_refused(unchecked):
     query, key, value, _ = draw(3, 5, dtype=np.float32)
     with pytest.raises(ValueError, match="query has dtype int32, which the result would be"):

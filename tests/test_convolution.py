@@ -854,6 +854,24 @@ def test_a_rate_is_a_number_of_any_kind_that_is_known(unchecked, kind):
         jax.jit(drop)(tap_dropout_rate=0.5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("depthwise", "taps_cross_segments"),
+        ("depthwise", "split_channels"),
+        ("lightweight", "softmax"),
+        ("dynamic", "softmax"),
+    ],
+)
+def test_a_flag_is_true_or_false(unchecked, kind, name):
+    convolve = functools.partial(CONVOLUTIONS[kind], *draw(kind, dtype=np.float32))
+    found = convolve(**{name: np.bool_(True)})
+    np.testing.assert_array_equal(found, convolve(**{name: True}))
+    for wrong in ("no", None, jnp.array(True)):
+        with pytest.raises(ValueError, match=f"{name}=.* must be True or False"):
+            convolve(**{name: wrong})
+
+
 @pytest.mark.parametrize("dilation", [2.0, 1.5, None])
 def test_a_dilation_that_is_no_integer_is_refused(unchecked, dilation):
     with pytest.raises(ValueError, match=f"dilation={dilation} must be an integer of"):

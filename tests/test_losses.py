@@ -111,6 +111,9 @@ def test_no_probabilities_are_kept_for_the_backward_pass():
 # --- From outputs and the table, without logits in memory -----------------------------------------
 
 
+ARGUMENTS = ("x", "table", "targets", "weights")
+
+
 def outputs_and_table(dtype: DTypeLike = np.float64, batch=2, length=5, embed=6, vocab=11):
     rng = np.random.default_rng(1)
     x = jnp.asarray(2 * rng.normal(size=(batch, length, embed)) / embed**0.5, dtype)
@@ -284,11 +287,11 @@ def test_no_tokens_cost_nothing(sizes):
         ({"weights": jnp.ones((5,))}, r"weights has shape \(5,\) but x has shape \(2, 5, 6\)"),
         ({"table": jnp.ones((11, 7))}, r"table has shape \(11, 7\) but x has shape"),
         ({"x": jnp.ones((2, 5, 6), int)}, "x has dtype int32, which the table would be rounded to"),
+        *(({name: [1]}, f"{name} is a list; give an array") for name in ARGUMENTS),
     ],
 )
 def test_arrays_that_do_not_fit_the_tokens_are_refused(unchecked, changes, message):
-    names = ("x", "table", "targets", "weights")
-    given = dict(zip(names, outputs_and_table(np.float32), strict=True)) | changes
+    given = dict(zip(ARGUMENTS, outputs_and_table(np.float32), strict=True)) | changes
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(**given)
 
@@ -315,6 +318,8 @@ def test_targets_that_do_not_fit_the_logits_are_refused(unchecked):
     for given in (logits, logits[0]):
         with pytest.raises(ValueError, match=r"targets has shape \(3,\) but logits has shape"):
             token_cross_entropy(given, jnp.zeros((3,), int))
+    with pytest.raises(ValueError, match="logits is a list; give an array"):
+        token_cross_entropy(logits.tolist(), jnp.zeros((3,), int))
 
 
 def test_a_factor_that_is_no_number_is_refused():

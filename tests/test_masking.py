@@ -57,3 +57,22 @@ def test_shift_right_starts_every_segment_with_zero():
 @pytest.mark.parametrize("length", [1, 2])
 def test_shift_right_keeps_the_shape_of_short_rows(length):
     assert shift_right(jnp.ones((1, length), jnp.int32)).tolist() == [[0] + [1] * (length - 1)]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ((SEGMENTS.tolist(),), "tokens has shape list, which is no array"),
+        ((SEGMENTS[0],), r"tokens has shape \(6,\), but must have the axes"),
+        ((SEGMENTS, SEGMENTS.tolist()), "segment_ids has shape list, which is no array"),
+        ((SEGMENTS, SEGMENTS[:1]), r"segment_ids has shape \(1, 6\) but tokens has shape \(2, 6\)"),
+    ],
+)
+def test_shift_right_refuses_what_does_not_fit(unchecked, arrays, message):
+    with pytest.raises(ValueError, match=message):
+        shift_right(*arrays)
+
+
+def test_a_mask_is_causal_or_not(unchecked):
+    with pytest.raises(ValueError, match="causal='no' must be True or False"):
+        attention_mask(SEGMENTS, SEGMENTS, causal="no")

@@ -13,6 +13,24 @@ def check_axes(name: str, array, axes: str) -> None:
         raise ValueError(f"{name} has shape {found}, but must have the axes [{', '.join(names)}].")
 
 
+def check_are_arrays(**arrays) -> None:
+    """Raises ValueError for what is no array, such as a list."""
+    for name, array in arrays.items():
+        if not hasattr(array, "dtype"):
+            raise ValueError(f"{name} is a {type(array).__name__}; give an array.")
+
+
+def checked_flag(name: str, value) -> bool:
+    """Returns a flag as Python's own, which is a static part of a program.
+
+    Raises:
+        ValueError: it is neither True nor False, or a value known only when the program runs.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name}={value!r} must be True or False.")
+    return bool(value)
+
+
 def checked_segments(name: str, segment_ids) -> Int[Array, "batch length"]:
     """Returns segment ids in the dtype that kernels compare, int32.
 
@@ -51,7 +69,7 @@ def attention_mask(
     query = checked_segments("query_segment_ids", query_segment_ids)[:, :, None]
     key = checked_segments("key_segment_ids", key_segment_ids)[:, None, :]
     mask = (query == key) & (key != 0)
-    if causal:
+    if checked_flag("causal", causal):
         query_index = jnp.arange(query.shape[1])[None, :, None]
         key_index = jnp.arange(key.shape[2])[None, None, :]
         mask &= key_index <= query_index
@@ -72,10 +90,20 @@ def shift_right(
     """Returns the decoder inputs for target `tokens`: each position holds the token before it.
 
     The first position of each row, and of each segment if ids are given, holds 0.
+
+    Raises:
+        ValueError: the arrays are not of one shape, [batch, length].
     """
+    check_axes("tokens", tokens, "batch length")
     shifted = _after_zero(tokens)
     if segment_ids is None:
         return shifted
+    check_axes("segment_ids", segment_ids, "batch length")
+    if segment_ids.shape != tokens.shape:
+        raise ValueError(
+            f"segment_ids has shape {segment_ids.shape} but tokens has shape {tokens.shape}; give "
+            "one id for each token."
+        )
     return jnp.where(segment_ids == _after_zero(segment_ids), shifted, 0)
 
 

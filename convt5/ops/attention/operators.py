@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from convt5.ops import dispatch
 from convt5.ops.attention import blockwise_attention, sharded_attention
 from convt5.ops.explicit import partitioned
-from convt5.ops.masking import attention_mask, check_axes, checked_segments
+from convt5.ops.masking import attention_mask, check_axes, checked_flag, checked_segments
 from convt5.ops.varying import vary_alike
 
 
@@ -50,6 +50,7 @@ def attend(
         ValueError: the shapes of the arrays do not fit together, or query holds integers.
     """
     ids = _checked_ids(query, key, value, query_segment_ids, key_segment_ids, distance_bias)
+    causal = checked_flag("causal", causal)
     if 0 in (*query.shape, *key.shape):
         return jnp.zeros_like(query)
     devices = dispatch.devices()
@@ -77,6 +78,7 @@ def _checked_ids(query, key, value, query_ids, key_ids, bias):
         "key_segment_ids": (ids[1], (batch, source)),
     }
     if bias is not None:
+        check_axes("distance_bias", bias, "heads distances")
         expected["distance_bias"] = (bias, (heads, max(0, target + source - 1)))
     for name, (array, shape) in expected.items():
         if array.shape != shape:

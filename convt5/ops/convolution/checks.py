@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from convt5.ops.geometry import Taps, pad_widths
-from convt5.ops.masking import check_axes, checked_segments
+from convt5.ops.masking import check_axes, checked_flag, checked_segments
 
 Segments = Int[Array, "batch length"] | None
 
@@ -77,6 +77,7 @@ def checked_taps(kernel_size, dilation, padding, crosses) -> Taps:
             "to a positive integer."
         )
     left, right = pad_widths(kernel_size, distance, padding)
+    crosses = checked_flag("taps_cross_segments", crosses)
     return Taps(kernel_size, distance, left, right, crosses)
 
 

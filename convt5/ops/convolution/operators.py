@@ -28,6 +28,7 @@ from convt5.ops.convolution.checks import (
 )
 from convt5.ops.explicit import partitioned
 from convt5.ops.geometry import Padding, Taps
+from convt5.ops.masking import checked_flag
 from convt5.ops.varying import vary_alike
 
 
@@ -65,6 +66,7 @@ def depthwise_conv(
     """
     crosses = taps_cross_segments
     taps, segment_ids = checked_depthwise(x, kernel, segment_ids, dilation, padding, crosses)
+    split_channels = checked_flag("split_channels", split_channels)
     if x.size == 0:
         return jnp.zeros_like(x)
     return _static_conv(taps, split_channels, *vary_alike(x, kernel, segment_ids))
@@ -101,7 +103,7 @@ def lightweight_conv(
             tap_dropout_rate is outside [0, 1).
     """
     check_arrays(x, "kernel_logits", kernel_logits, "taps kernels")
-    rate = checked_rate(tap_dropout_rate)
+    rate, softmax = checked_rate(tap_dropout_rate), checked_flag("softmax", softmax)
     segment_ids = checked_positions(x, segment_ids)
     taps = checked_taps(kernel_logits.shape[0], dilation, padding, taps_cross_segments)
     group = group_size(x, kernel_logits)
@@ -140,7 +142,7 @@ def dynamic_conv(
         ValueError: as in `lightweight_conv`.
     """
     check_arrays(x, "kernel_logits", kernel_logits, "batch length taps kernels")
-    rate = checked_rate(tap_dropout_rate)
+    rate, softmax = checked_rate(tap_dropout_rate), checked_flag("softmax", softmax)
     segment_ids = checked_positions(x, segment_ids, kernel_logits=kernel_logits)
     taps = checked_taps(kernel_logits.shape[2], dilation, padding, taps_cross_segments)
     group_size(x, kernel_logits)

@@ -78,7 +78,7 @@ def long_conv(
     if x.size == 0:
         return jnp.zeros_like(x)
     if segment_ids is not None:
-        if crosses:
+        if taps.cross_segments:
             segment_ids = (segment_ids != 0).astype(jnp.int32)
         segment_ids = _numbered_runs(segment_ids)
     return _long_conv(taps.left, *vary_alike(x, kernel, segment_ids))

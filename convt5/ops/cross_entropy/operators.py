@@ -12,6 +12,7 @@ from convt5.ops import dispatch
 from convt5.ops.cross_entropy import chunked, sharded
 from convt5.ops.cross_entropy.chunked import Settings, accumulated_dtype
 from convt5.ops.explicit import partitioned
+from convt5.ops.masking import check_are_arrays
 from convt5.ops.varying import vary_alike
 
 Scalar = Float[Array, ""]
@@ -59,6 +60,7 @@ def linear_cross_entropy(
         ValueError: the array shapes are inconsistent, targets are not integers, or x holds
             integers.
     """
+    check_are_arrays(x=x, table=table, targets=targets, weights=weights)
     if table.ndim != 2 or table.shape[1:] != x.shape[-1:]:
         raise ValueError(
             f"table has shape {table.shape} but x has shape {x.shape}; both end with [embed]."
@@ -161,6 +163,7 @@ def token_cross_entropy(
     Raises:
         ValueError: targets are not one integer per token.
     """
+    check_are_arrays(logits=logits, targets=targets)
     targets = _check_targets(targets, logits=logits)
     return _cross_entropy(z_loss, label_smoothing, *vary_alike(logits, targets))
 
