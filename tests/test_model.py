@@ -9,12 +9,14 @@ import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from quick import quick
 from second_derivatives import hessian_products
 
 from convt5.checkpoints import record
 from convt5.errors import UserError
 from convt5.interchange import portable
+from convt5.modeling import placement, sharding
 from convt5.modeling.architecture import ConvT5Config, StackConfig, TextStemConfig
 from convt5.modeling.attention import relative_position_bucket
 from convt5.modeling.model import ConvT5
@@ -216,6 +218,21 @@ def test_first_loss_is_near_the_log_of_the_vocabulary():
     sums = jax.jit(TextLoss())(model, batch)
     # A tied unit-variance embedding adds about half a nat of noise to a uniform guess.
     assert abs(sums.loss_sum / sums.weight_sum - np.log(512)) < 0.8
+
+
+def test_the_loss_on_a_mesh_with_explicit_axes_is_that_of_one_device():
+    encoder = StackConfig(num_layers=1, **VARIANTS["dynamic"])
+    decoder = StackConfig(num_layers=1, **VARIANTS["attention"])
+    model, batch = tiny_model(encoder=encoder, decoder=decoder), random_batch(4, 6)
+    mesh = jax.make_mesh((4, 1, 1, 2), sharding.AXES)  # Its axes are explicit by default.
+    split = sharding.tree_shardings(model, model, mesh, placement.TEXT_RULES)
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    compute = jax.jit(jax.value_and_grad(lambda model, batch: TextLoss()(model, batch).loss_sum))
+    loss, gradients = compute(jax.device_put(model, split), jax.device_put(batch, rows))
+    expected, expected_gradients = compute(model, batch)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    for found, wanted in zip(*map(jax.tree.leaves, (gradients, expected_gradients)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_padding_targets_do_not_count_in_the_loss():

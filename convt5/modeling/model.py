@@ -26,6 +26,7 @@ from convt5.modeling.layers import (
 )
 from convt5.modeling.mixers.base import StackInputs
 from convt5.modeling.stem import StemOutput, TextStem, window_segments
+from convt5.ops.explicit import partitioned
 
 HostOrDevice = jax.Array | np.ndarray
 Tokens = Int[HostOrDevice, "batch length"]
@@ -66,6 +67,7 @@ class ConvT5(nnx.Module):
         )
         self.config = config
 
+    @partitioned(2, like="decoder_input_tokens")
     def __call__(
         self,
         encoder_input_tokens: Int[HostOrDevice, "batch source"],
@@ -102,6 +104,7 @@ class ConvT5(nnx.Module):
             )
         )
 
+    @partitioned(2, like="decoder_input_tokens")
     def outputs(
         self,
         encoder_input_tokens: Int[HostOrDevice, "batch source"],
@@ -147,6 +150,7 @@ class ConvT5(nnx.Module):
         head = self.output_head
         return self.token_embedder.embedding[...] if head is None else head.kernel[...].T
 
+    @partitioned(1, like="tokens")
     def encode(
         self,
         tokens: Tokens,
@@ -189,6 +193,7 @@ class ConvT5(nnx.Module):
             positions = jnp.asarray(positions)[:, ::stride] // stride
         return StemOutput(self.with_positions(x, positions), segment_ids)
 
+    @partitioned(2, like="tokens")
     def decode(
         self,
         encoded: Float[Array, "batch positions embed"],

@@ -16,33 +16,39 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def partitioned(num_axes: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def partitioned(
+    num_axes: int, *, like: str | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Returns a decorator that leaves the sharding inside of an operator to XLA's partitioner.
 
     Args:
-        num_axes: the results are sharded like so many leading axes of the first argument.
+        num_axes: the results are sharded like so many leading axes of one of the arguments.
+        like: its name; None: the first.
     """
 
     def decorate(operator: Callable[P, R]) -> Callable[P, R]:
         signature, compute = inspect.signature(operator), _untyped(operator)
+        pattern = like or next(iter(signature.parameters))
 
         @functools.wraps(operator)
         def call(*arguments: P.args, **settings: P.kwargs) -> R:
             given = signature.bind(*arguments, **settings).arguments
-            arrays = {name: a for name, a in given.items() if isinstance(a, jax.Array)}
+            leaves, structure = jax.tree.flatten(given)
+            arrays = {n: a for n, a in enumerate(leaves) if isinstance(a, jax.Array)}
             meshes = [jax.typeof(a).sharding.mesh for a in arrays.values()]
             mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
             if mesh is None:
                 return operator(*arguments, **settings)
-            first = jax.typeof(next(iter(given.values()))).sharding.spec
-            sharding = NamedSharding(mesh, PartitionSpec(*first[:num_axes]))
+            spec = jax.typeof(given[pattern]).sharding.spec
+            sharding = NamedSharding(mesh, PartitionSpec(*spec[:num_axes]))
 
             @jax.jit
             @functools.partial(
                 jax.sharding.auto_axes, axes=mesh.explicit_axes, out_sharding=sharding
             )
             def run(arrays):
-                return compute(**given | arrays)
+                whole = [arrays.get(n, a) for n, a in enumerate(leaves)]
+                return compute(**jax.tree.unflatten(structure, whole))
 
             return run(arrays)
 
