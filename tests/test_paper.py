@@ -222,6 +222,20 @@ def test_a_single_seed_says_nothing(tmp_path):
     assert found.verdict == "cannot be said at this scale"
 
 
+@pytest.mark.parametrize(
+    ("interval", "shown"),
+    [
+        ((-12.34, 5.6), "-12.3 to 5.6"),
+        ((-0.25, 0.5), "-0.250 to 0.500"),
+        ((-0.00042, 0.0009), "-0.000420 to 0.000900"),
+        ((0.0, 0.0), "0.0 to 0.0"),
+        (None, "-"),
+    ],
+)
+def test_intervals_have_three_digits(interval, shown):
+    assert paper_page._interval(interval) == shown
+
+
 def records(*seconds):
     return [
         {
@@ -266,6 +280,13 @@ class TestCosts:
             for record in records((2.0, 1.0), (8.0, 2.0))
         ]
         assert evidence.of_costs(self.claim, known).lines == ()
+
+    def test_of_nothing_are_not_measured(self):
+        claim = CostClaim(text="", first="t5", second="dynamic", quantity="temporary_bytes")
+        known = [r | {"temporary_bytes": r["seconds"]} for r in records((1.0, 0.0), (2.0, 1.0))]
+        found = evidence.of_costs(claim, known)
+        assert [line.values for line in found.lines] == [(2.0,)]
+        assert found.num_missing == 1
 
     def test_without_an_interval_are_exact(self):
         claim = CostClaim(text="", first="t5", second="dynamic", quantity="flops")

@@ -9,6 +9,7 @@ from quick import quick
 from convt5.analysis import receptive_field
 from convt5.analysis.costs import Reach
 from convt5.analysis.receptive_field import Field
+from convt5.errors import UserError
 from convt5.modeling.architecture import ConvT5Config, StackConfig
 
 
@@ -73,6 +74,13 @@ def test_other_packed_examples_are_not_read():
     found = receptive_field.measure(model(stack), tokens(40), segment_ids=ids)
     assert found[-1].reach == Reach(6, 6)
     assert found[-1].extent == Reach(2, 6)
+
+
+@pytest.mark.parametrize("norm", [0.0, np.nan])
+def test_an_output_without_a_gradient_has_no_field(monkeypatch, norm):
+    monkeypatch.setattr(receptive_field, "_gradient_norms", lambda *_: np.full(8, norm))
+    with pytest.raises(UserError, match=rf"add up to {norm:g}, which is no field; give rows"):
+        receptive_field.measure(model(STACKS["doubling"]), tokens(8))
 
 
 def test_a_taps_own_weight_is_its_share_of_the_gradient():

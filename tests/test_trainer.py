@@ -524,7 +524,7 @@ def test_a_run_shows_the_metric_of_its_task_and_its_best_value(run, tmp_path, ca
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     for found in (summary, dataclasses.asdict(result)):
         assert found["metric"] == "distance/norm"
-        assert found["metric_value"] == values[5]
+        assert (found["metric_step"], found["metric_value"]) == (5, values[5])
         assert (found["best_step"], found["best_value"]) == (best, values[best])
     shown = capsys.readouterr().err
     assert f"distance norm {values[5]:.4f}" in shown

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from convt5 import errors
 from convt5.analysis import costs
 from convt5.modeling.blocks import Stack
 from convt5.modeling.description import StackName
@@ -94,6 +95,9 @@ def measure(
         segment_ids: packed examples; positions outside the output's example are not read.
         num_draws: number of random directions.
         seed: random seed of the directions.
+
+    Raises:
+        UserError: an output reads nothing, as at padding after a stem, or is not finite.
     """
     rows, length = tokens.shape
     ids = jnp.ones_like(tokens) if segment_ids is None else segment_ids
@@ -116,6 +120,12 @@ def measure(
         lowest = getattr(model, stack).lowest(index + 1)
         norms = _gradient_norms(stack, output, model, lowest, embedded, ids, inputs, directions)
         mass = np.asarray(norms, np.float64)
+        if not 0 < mass.sum() < np.inf:
+            raise errors.UserError(
+                f"the gradients of position {position} of {stack} layer {index} in its inputs "
+                f"add up to {mass.sum():g}, which is no field; give rows without padding there, "
+                "and a model whose parameters are finite."
+            )
         fields.append(
             Field(stack=stack, index=index, position=position, mass=mass / mass.sum(), reach=reach)
         )

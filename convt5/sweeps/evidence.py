@@ -103,14 +103,15 @@ def of_costs(claim: CostClaim, records: Sequence[Mapping[str, Any]]) -> Evidence
     """Returns the evidence of benchmark records: how many times the cost of `second` `first` has.
 
     The claim is reproduced if `second` costs less at every length, beyond the intervals of repeats.
-    Times without an interval, as earlier versions recorded them, are not measured.
+    Times without an interval, as earlier versions recorded them, are not measured. Nor are costs of
+    0, of which no other cost is a multiple.
     """
     is_time = claim.quantity == "seconds"
     ends = ("low_seconds", "seconds", "high_seconds") if is_time else (claim.quantity,) * 3
     by_case = {
         (record["case"], record["length"]): record
         for record in records
-        if record.get("suite") == "train_step" and all(end in record for end in ends)
+        if record.get("suite") == "train_step" and all(map(record.get, ends))
     }
     lengths = sorted({length for case, length in by_case if case == claim.first})
     lines = []

@@ -1,5 +1,6 @@
 """The page of a paper: a verdict for each claim, and for each question tables and a plot."""
 
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -170,7 +171,9 @@ def _number(found: Evidence, value: float) -> str:
 def _decimals(*values: float) -> int:
     """Returns how many decimals show three digits of the largest value, but one at least."""
     largest = max(map(abs, values))
-    return 1 if largest >= 10 else 2 if largest >= 1 else 3
+    if not 0 < largest < 10:
+        return 1
+    return 2 - math.floor(math.log10(largest))
 
 
 def _plain(value: float) -> str:

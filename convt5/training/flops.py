@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 
@@ -58,23 +59,24 @@ def uncounted(traced: ClosedJaxpr, devices: Sequence[Any]) -> float:
     target = _Target((platform, *_ALIASES.get(platform, ())), len(devices) == 1)
     # As JAX does before XLA sees it.
     jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
-    return _count(jaxpr, target, repeats=True) - _count(jaxpr, target, repeats=False)
+    counted, once = _count(jaxpr, target)
+    return float(counted - once)
 
 
-def _count(program: Jaxpr | ClosedJaxpr, target: _Target, *, repeats: bool) -> float:
-    """Returns the FLOPs of a program, with its loops and devices counted, or once each."""
+def _count(program: Jaxpr | ClosedJaxpr, target: _Target) -> np.ndarray:
+    """Returns the FLOPs of a program, with its loops and devices counted, and once each."""
     jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
-    total = 0.0
+    total = np.zeros(2)
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
         inside = target._replace(is_alone=True) if name == "shard_map" else target
-        inner = [_count(part, inside, repeats=repeats) for part in _parts(params, target)]
+        inner = [_count(part, inside) for part in _parts(params, target)]
         if not inner:
             total += _of_operation(equation)
         elif "branches" in params:
-            total += max(inner)  # One of them runs.
+            total += np.max(inner, axis=0)  # One of them runs.
         else:
-            total += sum(inner) * (_times(name, params) if repeats else 1)
+            total += np.sum(inner, axis=0) * (_times(name, params), 1)
     return total
 
 

@@ -30,7 +30,7 @@ class Result:
         target_unigram_entropy: entropy of the target tokens of the evaluation data, in nats per
             token: the lowest loss of a model without context. None without target tokens.
         metric: the metric that selects the best checkpoint, such as "trec6/accuracy".
-        metric_value: its last value; None if never measured.
+        metric_value, metric_step: its last value, None if never measured, and the step of that.
         best_value, best_step: its best value, and the step of that.
     """
 
@@ -43,6 +43,7 @@ class Result:
     target_unigram_entropy: float | None = None
     metric: str | None = None
     metric_value: float | None = None
+    metric_step: int | None = None
     best_value: float | None = None
     best_step: int | None = None
 
@@ -94,6 +95,7 @@ def write(
     record = (records[-1] if records else {}) | (loop.last_record or {})
     metric = checkpoint.best_metric
     measured = {int(r["step"]): r[metric] for r in records if metric in r}
+    last = max(measured, default=None)
     ranked = checkpoint.ranked({s: v for s, v in measured.items() if math.isfinite(v)})
     entropy = validation.target_unigram_entropy() if validation else None
     if entropy is None and path.exists():
@@ -108,7 +110,8 @@ def write(
         validation_loss=record.get("validation/loss"),
         target_unigram_entropy=entropy,
         metric=metric if measured else None,
-        metric_value=measured[max(measured)] if measured else None,
+        metric_value=None if last is None else measured[last],
+        metric_step=last,
         best_value=measured[ranked[0]] if ranked else None,
         best_step=ranked[0] if ranked else None,
     )
