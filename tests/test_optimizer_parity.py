@@ -217,9 +217,17 @@ def test_factored_memory_is_placed_by_the_axis_it_was_averaged_over(shape, trans
     np.testing.assert_allclose(moment["column"], ours.mean(1 - axis, keepdims=True), rtol=1e-6)
 
 
-def test_settings_of_the_original_that_are_not_implemented_are_named():
-    with pytest.raises(UserError, match=r"AdafactorOptimizer\.beta1=0\.9"):
-        mesh_tf.training_settings(OperativeConfig("AdafactorOptimizer.beta1 = 0.9"))
+@pytest.mark.parametrize(
+    "text",
+    [
+        "AdafactorOptimizer.beta1 = 0.9",
+        "run.optimizer = @optimize.SgdOptimizer",
+        "utils.run.learning_rate_schedule = @learning_rate_schedules.linear_warmup",
+    ],
+)
+def test_settings_of_the_original_that_are_not_implemented_are_named(text):
+    with pytest.raises(UserError, match=r"\.(beta1=0\.9|optimizer='Sgd|learning_rate_.*='linear_)"):
+        mesh_tf.training_settings(OperativeConfig(text))
 
 
 def test_fine_tuning_settings_are_read():
@@ -227,6 +235,20 @@ def test_fine_tuning_settings_are_read():
     settings = mesh_tf.training_settings(OperativeConfig(text))
     assert settings.schedule == Constant(rate=0.001)
     assert settings.loss.label_smoothing == 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("constant_learning_rate", Constant), ("learning_rate_schedule_noam", InverseSqrt)],
+)
+def test_of_two_schedules_the_one_that_the_original_ran_is_read(name, expected):
+    text = (
+        "constant_learning_rate.learning_rate = 0.001\n"
+        "learning_rate_schedule_noam.warmup_steps = 10\n"
+        "run.optimizer = @optimize.AdafactorOptimizer\n"
+        f"run.learning_rate_schedule = @learning_rate_schedules.{name}"
+    )
+    assert isinstance(mesh_tf.training_settings(OperativeConfig(text)).schedule, expected)
 
 
 def test_a_loss_that_was_divided_by_a_constant_is_read_as_a_sum():

@@ -320,6 +320,12 @@ DIVIDED_BY = "models.EncoderDecoderModel.loss_normalizing_factor"
         ("network.T5Config:\n  mlp_activations = ('relu',)", "mlp_activations"),
         ("network.T5Config:\n  mlp_activations = (['gelu'], 'linear')", "mlp_activations"),
         ("adafactor.Adafactor.beta1 = 0.9", r"beta1=0\.9 is not implemented"),
+        (
+            "OPTIMIZER = @t5x.optimizers.adamw()\n"
+            "models.EncoderDecoderModel.optimizer_def = %OPTIMIZER",
+            r"EncoderDecoderModel\.optimizer_def='adamw' is not implemented; remove the line to",
+        ),
+        ("trainer.Trainer.learning_rate_fn = @my.ramp()", "learning_rate_fn='ramp' is not impl"),
         ("utils.create_learning_rate_scheduler.factors = 'x'", "factors='x' is not implemented"),
         (f"{DIVIDED_BY} = 'AVERAGE_PER_SEQUENCE'", "'AVERAGE_PER_SEQUENCE' is not implemented"),
         (f"{DIVIDED_BY} = 0", "=0 must be above 0"),

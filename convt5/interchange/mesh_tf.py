@@ -7,7 +7,6 @@ the run. `parameter_table` is the only definition of the names.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -96,28 +95,22 @@ def training_settings(operative: OperativeConfig | None) -> Training:
     """Returns optimizer, schedule and loss of the original run, with T5's settings as defaults.
 
     Raises:
-        UserError: a setting is invalid, or not implemented in convt5, such as momentum.
+        UserError: a setting is invalid, or not implemented in convt5, such as momentum or another
+            optimizer.
     """
     operative = operative or OperativeConfig("")
-
-    def setting(configurable: str, parameter: str, default: Any) -> Any:
-        value = operative.get(configurable, parameter, scope="decoder")
-        return default if value is None else value
-
-    faults = [
-        f"{configurable}.{parameter}={value!r} is not implemented; remove the line to train with "
-        f"{expected!r} instead."
-        for configurable, parameter, expected in (
-            ("AdafactorOptimizer", "beta1", 0.0),
-            ("AdafactorOptimizer", "decay_rate", None),
-            ("AdafactorOptimizer", "exclude_from_parameter_scale", None),
-            ("adafactor_decay_rate_pow", "offset", 0),
-            ("learning_rate_schedule_noam", "linear_decay_fraction", 0.0),
-            ("learning_rate_schedule_noam", "offset", 0),
-        )
-        if (value := setting(configurable, parameter, expected)) != expected
-    ]
-    errors.raise_all(faults, where=operative.where)
+    operative.check(
+        {
+            ("run", "optimizer"): "AdafactorOptimizer",
+            ("AdafactorOptimizer", "beta1"): 0.0,
+            ("AdafactorOptimizer", "decay_rate"): None,
+            ("AdafactorOptimizer", "exclude_from_parameter_scale"): None,
+            ("adafactor_decay_rate_pow", "offset"): 0,
+            ("learning_rate_schedule_noam", "linear_decay_fraction"): 0.0,
+            ("learning_rate_schedule_noam", "offset"): 0,
+        },
+        scope="decoder",
+    )
     try:
         return Training(_optimizer(operative), _schedule(operative), *_loss_and_divisor(operative))
     except errors.UserError as error:
@@ -144,7 +137,13 @@ def _schedule(operative: OperativeConfig) -> Schedule:
     number = functools.partial(operative.number, "learning_rate_schedule_noam")
     warmup = number("warmup_steps", None, whole=True)
     constant = operative.number("constant_learning_rate", "learning_rate", None)
-    if warmup is None and constant is not None:
+    told = operative.reference("run", "learning_rate_schedule")
+    if told not in (None, "learning_rate_schedule_noam", "constant_learning_rate"):
+        raise errors.UserError(
+            f"run.learning_rate_schedule={told!r} is not implemented; remove the line, and set "
+            "trainer.train.schedule of the run to what you want."
+        )
+    if constant is not None and (told == "constant_learning_rate" or told is warmup is None):
         return Constant(rate=constant)
     return InverseSqrt(
         multiplier=number("multiplier", 1.0), warmup_steps=10_000 if warmup is None else warmup

@@ -6,7 +6,7 @@ it. Only literal values, lists and macros matter here.
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from etils import epath
@@ -143,6 +143,32 @@ class OperativeConfig:
         if value is None or isinstance(value, bool):
             return default if value is None else value
         raise self._of_wrong_kind(configurable, parameter, value, "True or False")
+
+    def check(self, usual: Mapping[tuple[str, str], Any], *, scope: str = "") -> None:
+        """Checks that settings that convt5 lacks are unset, or have the usual values.
+
+        Args:
+            usual: the value of each configurable and parameter; None means unset.
+            scope: as in `get`.
+
+        Raises:
+            UserError: names every other value.
+        """
+        errors.raise_all(
+            [
+                f"{'.'.join(name)}={value!r} is not implemented; remove the line to train with "
+                f"{expected!r} instead."
+                for name, expected in usual.items()
+                if (value := self.reference(*name, scope=scope)) not in (None, expected)
+            ],
+            where=self.where,
+        )
+
+    def reference(self, configurable: str, parameter: str, *, scope: str = "") -> Any:
+        """Returns a value as `get` does, but of a reference (@module.f()) only its name f."""
+        value = self.get(configurable, parameter, scope=scope)
+        match = re.fullmatch(r"@(?:[\w.-]+[./])*(\w+)(?:\(\))?", str(value))
+        return match[1] if match else value
 
     def _of_wrong_kind(
         self, configurable: str, parameter: str, value: Any, wanted: str

@@ -181,18 +181,18 @@ def training_settings(settings: OperativeConfig | None) -> Training:
     """Returns optimizer, schedule and loss of the original run, as far as its settings tell.
 
     Raises:
-        UserError: a setting that convt5 does not implement, such as momentum.
+        UserError: a setting that convt5 does not implement, such as momentum or another
+            optimizer.
     """
     settings = settings or OperativeConfig("")
-    expected = {"beta1": None, "weight_decay_rate": None, "step_offset": 0}
-    errors.raise_all(
-        [
-            f"Adafactor.{name}={value!r} is not implemented; remove the line to train with "
-            f"{usual!r} instead."
-            for name, usual in expected.items()
-            if (value := settings.get("Adafactor", name)) not in (None, usual)
-        ],
-        where=settings.where,
+    settings.check(
+        {
+            ("EncoderDecoderModel", "optimizer_def"): "Adafactor",
+            ("Trainer", "learning_rate_fn"): "create_learning_rate_scheduler",
+            ("Adafactor", "beta1"): None,
+            ("Adafactor", "weight_decay_rate"): None,
+            ("Adafactor", "step_offset"): 0,
+        }
     )
     is_factored = settings.switch("Adafactor", "factored", True)
     fewest = settings.number("Adafactor", "min_dim_size_to_factor", 128, whole=True)
