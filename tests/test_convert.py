@@ -304,6 +304,17 @@ def test_a_vocabulary_is_kept_beside_the_model(capsys, checkpoint, tmp_path):
         assert convt5.load_vocabulary(model).vocab_size == 125
 
 
+def test_a_named_vocabulary_that_replaces_another_is_told(capsys, tmp_path):
+    write_t5(tmp_path, tiny(vocab_size=400))
+    (tmp_path / "spiece.model").write_bytes(word_pieces.trained_model())
+    (tmp_path / "same.model").write_bytes(word_pieces.trained_model())
+    for name, count in ((f"{tmp_path}/same.model", 0), ("bytes", 1)):
+        flags = (f"--checkpoint={tmp_path}", f"--output_dir={tmp_path / name[-5:]}")
+        told = run(capsys, "--from=hf", *flags, f"--vocabulary={name}")
+        assert told.count(f"note: vocabulary={name} (characters ") == count
+        assert told.count("replaces the vocabulary") == count
+
+
 def test_a_run_goes_to_safetensors_and_back(capsys, checkpoint, tmp_path):
     out, export, again = tmp_path / "run", tmp_path / "export", tmp_path / "again"
     run(capsys, "--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={out}")

@@ -14,6 +14,7 @@ import pytest
 import seqio
 import tensorflow as tf
 import tiny_run
+import word_pieces
 from convt5.tasks import synthetic, vocabularies
 
 from convt5 import infer
@@ -25,7 +26,7 @@ from convt5.evaluation.results import Outcome, Results, ResumableLines
 from convt5.evaluation.settings import PredictConfig
 from convt5.interchange import portable
 from convt5.modeling.tree_paths import named_leaves
-from convt5.text import task_format
+from convt5.text import task_format, vocabulary_files
 from convt5.training.run_log import read_records
 
 TEXTS = ["one", "two", "", "three é", "four"]
@@ -527,6 +528,11 @@ def test_an_exported_model_needs_a_vocabulary(tmp_path, capsys):
     assert "ByteVocabulary, 359 ids" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"vocabulary path=.*/spm.model' names no file"):
         infer.main([*argv, f"--vocabulary={tmp_path}/spm.model"])
+    assert "replaces" not in capsys.readouterr().err
+    kept = vocabulary_files.KeptVocabulary("sentencepiece", 100, word_pieces.trained_model())
+    vocabulary_files.write(folder / "vocabulary", vocabulary_files.KeptText(kept, kept))
+    assert infer.main([*argv, "--vocabulary=bytes"]) == 0
+    assert "note: vocabulary=bytes (characters" in capsys.readouterr().err
 
 
 def test_a_run_whose_data_is_elsewhere_can_be_used_with_a_vocabulary(run_dir, tmp_path, capsys):

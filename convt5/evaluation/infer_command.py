@@ -107,7 +107,7 @@ def _plan(arguments: command_line.Arguments, *, is_dialogue: bool) -> _Plan:
     enable_persistent_cache()
     found = _one(checkpoints.select(checkpoint, flags.step), flags.step)
     model = checkpoints.model_config(found)
-    features = run_settings.text_features(flags.vocabulary or checkpoint, settings)
+    features = run_settings.chosen_features(flags.vocabulary, checkpoint, settings)
     vocabulary_files.check_size(features.inputs, model.vocab_size)
     config = from_flags(settings.predict, vars(flags))
     config = config.completed(model, settings.trained_lengths())

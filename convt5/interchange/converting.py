@@ -112,6 +112,9 @@ def _text_of(
         )
     vocabulary_files.check_size(vocabulary, limit)
     kept = vocabulary_files.of(vocabulary)
+    name = str(conversion.vocabulary)
+    if note := vocabulary_files.replacement(name, kept, conversion.checkpoint):
+        imported.report.notes.append(note)
     return None if kept is None else vocabulary_files.KeptText(kept, kept)
 
 

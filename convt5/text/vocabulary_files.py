@@ -151,6 +151,27 @@ def check_same_ids(
             )
 
 
+def replacement(source: str, given: KeptVocabulary | None, model: epath.PathLike) -> str | None:
+    """Returns a note that a named vocabulary replaces another one of a model; None if it does not.
+
+    Args:
+        source: the name of the vocabulary, for the note.
+        given: the vocabulary; None if it cannot be compared.
+        model: where the model lies.
+    """
+    try:
+        kept = load(model) if given else None
+    except errors.UserError:  # It is damaged: the user may name another for this reason.
+        return None
+    others = [v for v in (kept.inputs, kept.targets) if not given.agrees_with(v)] if kept else []
+    if not given or not others:
+        return None
+    return (
+        f"vocabulary={source} ({given.fingerprint}) replaces the vocabulary of {model} "
+        f"({others[0].fingerprint}): ids stand for other text than it states."
+    )
+
+
 def check_size(vocabulary: Any, vocab_size: int) -> None:
     """Raises `UserError` if a seqio vocabulary has ids for which a model has no embedding."""
     if vocabulary.vocab_size > vocab_size:
