@@ -365,6 +365,24 @@ def test_what_is_no_regular_file_gets_nothing_beside_it(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
+def test_a_dry_run_refuses_the_outputs_that_a_run_refuses(run_dir, tmp_path):
+    (tmp_path / "in.txt").write_text("one\n")
+    (tmp_path / "notes.jsonl").write_text("my notes")
+    write_all(tmp_path / "other.jsonl", TEXTS)
+    before = sorted(tmp_path.iterdir())
+    argv = [f"--checkpoint={run_dir}", f"--input={tmp_path}/in.txt", "--dry_run"]
+    for name, message in {
+        ".": "it is not a regular file",
+        "in.txt/out.jsonl": r"must be a file that can be written, but: .*in\.txt is no folder",
+        "notes.jsonl": "holds something else",
+        "other.jsonl": "was made with other settings",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            infer.main([*argv, f"--output={tmp_path}/{name}"])
+    assert infer.main([*argv, f"--output={tmp_path}/new/out.jsonl"]) == 0
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_a_dialogue_answers_until_its_end():
     lines = iter(["hello", "  ", "bye"])
 

@@ -17,7 +17,7 @@ from convt5.configuration import command_line
 from convt5.evaluation import checkpoints, inputs, run_settings, stream, task_data
 from convt5.evaluation.inputs import Inputs
 from convt5.evaluation.predictor import Predictor, decode_text
-from convt5.evaluation.results import ResumableLines, json_line
+from convt5.evaluation.results import ResumableLines, check_resumable, json_line
 from convt5.evaluation.run_settings import RunSettings
 from convt5.evaluation.settings import PredictConfig, from_flags
 from convt5.modeling import sharding
@@ -60,6 +60,8 @@ def run(arguments: command_line.Arguments, *, is_dialogue: bool) -> int:
     if plan.inputs is not None:
         _tell_faults(plan.inputs)  # Files are checked whole; a stream has not been read yet.
     if flags.dry_run:
+        if flags.output:
+            check_resumable(flags.output, _settings_of_output(plan, flags))
         print(_describe(plan))
         return 0
     with contextlib.ExitStack() as stack:

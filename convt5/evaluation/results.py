@@ -8,6 +8,7 @@
 import contextlib
 import json
 import os
+import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
@@ -186,12 +187,14 @@ class ResumableLines:
                 raise OSError(0, "it is not a regular file, so it cannot be resumed")
             self._file: BinaryIO = open(self.path, "a+b")  # noqa: SIM115  # Closed by `close`.
         except OSError as error:
-            raise errors.UserError(
-                f"output={self.path} must be a file that can be written, but: {error.strerror}."
-            ) from error
+            raise _unwritable(self.path, error.strerror) from error
         try:
             self._lock()
-            self._check_settings(settings)
+            if os.path.getsize(self.path):
+                _check_settings(self.path, settings)
+            else:
+                beside = epath.Path(f"{self.path}.settings.json")
+                atomic_files.replace_text(beside, json.dumps(settings, indent=2) + "\n")
             self.num_done = self._cut_torn_line()
         except BaseException:
             self._file.close()
@@ -238,30 +241,6 @@ class ResumableLines:
                 "choose another output."
             )
 
-    def _check_settings(self, settings: Mapping[str, Any]) -> None:
-        beside = epath.Path(f"{self.path}.settings.json")
-        has_lines = os.path.getsize(self.path) > 0
-        if not has_lines:
-            atomic_files.replace_text(beside, json.dumps(settings, indent=2) + "\n")
-            return
-        before = read_object(beside)
-        if before is None:
-            conflict = (
-                f"was made with unknown settings: {beside.name} beside it is damaged"
-                if beside.exists()
-                else f"holds something else: there is no {beside.name} beside it"
-            )
-            raise errors.UserError(
-                f"output={self.path} {conflict}; choose another output, or remove the file."
-            )
-        changes = differences(before, settings)
-        if changes:
-            raise errors.UserError(
-                f"output={self.path} was made with other settings ({'; '.join(changes)}), so it "
-                "cannot be resumed; restore these settings, choose another output, or remove "
-                "the file."
-            )
-
     def _cut_torn_line(self) -> int:
         """Removes an incomplete last line; returns the number of complete lines."""
         self._file.seek(0)
@@ -272,6 +251,53 @@ class ResumableLines:
         self._file.truncate(end)
         self._file.seek(end)
         return lines
+
+
+def check_resumable(path: epath.PathLike, settings: Mapping[str, Any]) -> None:
+    """Checks, without writing, that `ResumableLines` can be opened.
+
+    Raises:
+        UserError: the file has other settings, or cannot be written.
+    """
+    file = pathlib.Path(os.path.abspath(os.path.expanduser(os.fspath(path))))
+    nearest = next(place for place in (file, *file.parents) if os.path.exists(place))
+    fault = None
+    if nearest == file and not file.is_file():
+        fault = "it is not a regular file, so it cannot be resumed"
+    elif nearest != file and not nearest.is_dir():
+        fault = f"{nearest} is no folder"
+    elif not os.access(nearest, os.W_OK):
+        fault = f"{nearest} may not be written"
+    if fault:
+        raise _unwritable(file, fault)
+    if nearest == file and file.stat().st_size:
+        _check_settings(str(file), json.loads(json.dumps(settings)))
+
+
+def _unwritable(path: epath.PathLike, reason: str | None) -> errors.UserError:
+    return errors.UserError(f"output={path} must be a file that can be written, but: {reason}.")
+
+
+def _check_settings(path: str, settings: Mapping[str, Any]) -> None:
+    """Raises `UserError` unless the lines of a file were made with these settings."""
+    beside = epath.Path(f"{path}.settings.json")
+    before = read_object(beside)
+    if before is None:
+        conflict = (
+            f"was made with unknown settings: {beside.name} beside it is damaged"
+            if beside.exists()
+            else f"holds something else: there is no {beside.name} beside it"
+        )
+        raise errors.UserError(
+            f"output={path} {conflict}; choose another output, or remove the file."
+        )
+    changes = differences(before, settings)
+    if changes:
+        raise errors.UserError(
+            f"output={path} was made with other settings ({'; '.join(changes)}), so it "
+            "cannot be resumed; restore these settings, choose another output, or remove "
+            "the file."
+        )
 
 
 def json_line(record: Mapping[str, Any]) -> str:

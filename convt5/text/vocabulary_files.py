@@ -163,8 +163,10 @@ def replacement(source: str, given: KeptVocabulary | None, model: epath.PathLike
         kept = load(model) if given else None
     except errors.UserError:  # It is damaged: the user may name another for this reason.
         return None
-    others = [v for v in (kept.inputs, kept.targets) if not given.agrees_with(v)] if kept else []
-    if not given or not others:
+    if given is None or kept is None:
+        return None
+    others = [v for v in (kept.inputs, kept.targets) if not given.agrees_with(v)]
+    if not others:
         return None
     return (
         f"vocabulary={source} ({given.fingerprint}) replaces the vocabulary of {model} "
