@@ -40,7 +40,9 @@ def card_of(origin, **about) -> str:
 
 
 def test_a_card_tells_how_inputs_are_written_and_how_long_answers_are(tmp_path):
-    assert "Write inputs" not in card_of(tmp_path, has_tokenizer=True)
+    card = card_of(tmp_path, has_tokenizer=True)
+    assert "Write inputs" not in card
+    assert "max_new_tokens=50" in card
     squad = "question: {question} context: {context}"
     formats = [
         task_format.plain("english"),
@@ -50,7 +52,7 @@ def test_a_card_tells_how_inputs_are_written_and_how_long_answers_are(tmp_path):
     ]
     task_format.write(tmp_path, formats)
     card = card_of(tmp_path, has_tokenizer=True, longest=114)
-    assert "max_new_tokens=114" in card
+    assert "model.generate(**inputs)[0]))  # Up to 114 tokens, as in training." in card
     assert [line for line in card.splitlines() if line.startswith("- `")] == [
         "- `sst2`: `sst2 sentence: {text}`",
         f"- `squad`: `{squad}`, with spaces around punctuation",

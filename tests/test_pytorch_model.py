@@ -464,7 +464,7 @@ def test_weights_of_another_kind_are_refused(flags, message):
 
 
 @pytest.mark.parametrize("target", ["transformers", "hf"])
-def test_generation_stops_at_the_end_of_the_models_own_vocabulary(capsys, target, tmp_path):
+def test_generation_stops_at_the_end_and_length_of_the_models_own_texts(capsys, target, tmp_path):
     stack = StackConfig(num_layers=1, mixing="attention")
     config = tiny() if target == "transformers" else tiny(encoder=stack, decoder=stack)
     source, out = tmp_path / "in", tmp_path / "out"
@@ -472,12 +472,14 @@ def test_generation_stops_at_the_end_of_the_models_own_vocabulary(capsys, target
     portable.write_model(source, config, dict(named_leaves(model(config))))
     pieces = word_pieces.trained_model(eos_id=3, unk_id=1, bos_id=2)
     kept = vocabulary_files.KeptVocabulary("sentencepiece", 0, pieces)
-    vocabulary_files.write(source / "vocabulary", vocabulary_files.KeptText(kept, kept))
+    text = vocabulary_files.KeptText(kept, kept, decoder_length=114)
+    vocabulary_files.write(source / "vocabulary", text)
     convert_to = [f"--to={target}", f"--checkpoint={source}", f"--output_dir={out}"]
     run("--from=safetensors", *convert_to)
     for name in ("config.json", "generation_config.json"):
         told = json.loads((out / name).read_text())
         assert (told["eos_token_id"], told["pad_token_id"]) == (3, 0)
+    assert told["max_length"] == 115  # With the token that the decoder starts with.
     back = [f"--from={target}", "--to=safetensors", f"--checkpoint={out}"]
     run(*back, f"--output_dir={tmp_path / 'back'}")
     assert "eos_token_id" not in capsys.readouterr().out

@@ -233,7 +233,8 @@ def _export(
     text: vocabulary_files.KeptText | None,
     has_tokenizer: bool,
 ) -> None:
-    end_id = text.targets.end_id if text else 1
+    longest = text.decoder_length if text else None
+    generation: dict[str, Any] = {"end_id": text.targets.end_id if text else 1, "longest": longest}
     if conversion.target != "safetensors" and not isinstance(imported.config, ConvT5Config):
         raise errors.UserError(
             f"--to={conversion.target} is for text models, and {conversion.checkpoint} holds a "
@@ -245,10 +246,10 @@ def _export(
     if conversion.target == "transformers":
         is_t5 = hugging_face.is_t5(imported.config)
         if is_t5:
-            hugging_face.write_model(folder, imported.config, imported.params, end_id=end_id)
+            hugging_face.write_model(folder, imported.config, imported.params, **generation)
         else:
             pytorch_model.write_model(
-                folder, imported.config, imported.params, step=imported.step, end_id=end_id
+                folder, imported.config, imported.params, step=imported.step, **generation
             )
         card = model_card.text(
             imported,
@@ -256,11 +257,11 @@ def _export(
             licence=conversion.license,
             needs_code=not is_t5,
             has_tokenizer=has_tokenizer,
-            longest=text.decoder_length if text else None,
+            longest=longest,
         )
         (folder / model_card.FILE).write_text(card)
     elif conversion.target == "hf":
-        hugging_face.write_model(folder, imported.config, imported.params, end_id=end_id)
+        hugging_face.write_model(folder, imported.config, imported.params, **generation)
     elif conversion.target == "safetensors":
         portable.write_model(folder, imported.config, imported.params, step=imported.step)
     else:

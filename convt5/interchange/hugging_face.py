@@ -113,10 +113,11 @@ def write_model(
     params: Mapping[str, np.ndarray],
     *,
     end_id: int = 1,
+    longest: int | None = None,
 ) -> None:
-    """Writes config.json and model.safetensors into an existing folder.
+    """Writes config.json, generation_config.json and model.safetensors into an existing folder.
 
-    `end_id` is the token at which generation stops.
+    `end_id` and `longest` are as in `write_generation`.
 
     Raises:
         UserError: the model is not T5 1.0 or 1.1; names every setting that differs.
@@ -127,7 +128,21 @@ def write_model(
     # transformers refuses files that do not name their framework.
     safetensors_files.write(folder / WEIGHTS, arrays, metadata={"format": "pt"})
     write_json(folder / CONFIG, settings)
-    write_json(folder / GENERATION, special_ids(end_id))
+    write_generation(folder, end_id, longest)
+
+
+def write_generation(folder: pathlib.Path, end_id: int, longest: int | None) -> None:
+    """Writes generation_config.json, how `generate` of transformers ends.
+
+    Args:
+        folder: an existing folder.
+        end_id: the token at which generation stops.
+        longest: the most tokens to generate, the last included; None if unknown, for which
+            transformers takes 20.
+    """
+    # The length counts the token with which the decoder starts.
+    limit = {} if longest is None else {"max_length": longest + 1}
+    write_json(folder / GENERATION, special_ids(end_id) | limit)
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:

@@ -56,7 +56,7 @@ def text(
                 "",
                 *_inputs(origin),
                 "```python",
-                *(_use(trust, longest or 50) if has_tokenizer else _use_of_ids(trust)),
+                *(_use(trust, longest) if has_tokenizer else _use_of_ids(trust)),
                 "```",
                 "",
                 "## Data",
@@ -77,14 +77,16 @@ def text(
     )
 
 
-def _use(trust: str, longest: int) -> list[str]:
+def _use(trust: str, longest: int | None) -> list[str]:
+    limit = "" if longest else ", max_new_tokens=50"  # generation_config.json has a known length.
+    told = f"  # Up to {longest} tokens, as in training." if longest else ""
     return [
         "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer",
         "",
         f'tokenizer = AutoTokenizer.from_pretrained("."{trust})  # This folder.',
         f'model = AutoModelForSeq2SeqLM.from_pretrained("."{trust})',
         'inputs = tokenizer("a text", return_tensors="pt")',
-        f"print(tokenizer.decode(model.generate(**inputs, max_new_tokens={longest})[0]))",
+        f"print(tokenizer.decode(model.generate(**inputs{limit})[0])){told}",
     ]
 
 

@@ -41,17 +41,18 @@ def write_model(
     *,
     step: int = 0,
     end_id: int = 1,
+    longest: int | None = None,
 ) -> None:
     """Writes config.json, generation_config.json, weights and code into an existing folder.
 
-    `end_id` is the token at which generation stops.
+    `end_id` and `longest` are as in `hugging_face.write_generation`.
     """
     folder = pathlib.Path(path)
     arrays = {_name(path): array for path, array in params.items()}
     safetensors_files.write(folder / hugging_face.WEIGHTS, arrays, metadata={"format": "pt"})
     settings = as_settings(config, step=step, end_id=end_id)
     hugging_face.write_json(folder / hugging_face.CONFIG, settings)
-    hugging_face.write_json(folder / hugging_face.GENERATION, hugging_face.special_ids(end_id))
+    hugging_face.write_generation(folder, end_id, longest)
     code = pathlib.Path(__file__).with_name(CODE).read_text()
     (folder / CODE).write_text(code)
 
