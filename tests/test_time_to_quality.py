@@ -175,6 +175,25 @@ def test_wrong_flags_are_told(flags, message):
         time_to_quality.main(flags)
 
 
+def test_sides_of_other_settings_are_not_mixed(cache, tmp_path):
+    lines = [
+        {"minutes": 1, "side": side, "number": 1, "evaluations": 1, **about}
+        for side, about in {"t5_tiny": {}, T5X: {"batch_size": 8, "vocab_size": 64}}.items()
+    ]
+    file = tmp_path / "time_to_quality.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = [f"--cache={cache}", f"--output={tmp_path}", "--batch_size=4", "--vocab_size=64"]
+    with pytest.raises(
+        UserError, match=r"batch_size=4, but .* holds sides of batch_size=8"
+    ) as told:
+        time_to_quality.main(flags)
+    assert "vocab_size" not in str(told.value)
+    lines[1] |= {"batch_size": 4, "rows": 0}
+    file.write_text(json.dumps(lines[1]) + "\n")
+    with pytest.raises(UserError, match=r"rows=[1-9]\d+, but .* holds sides of rows=0; give the"):
+        time_to_quality.main(flags)
+
+
 def test_other_files_are_no_records(tmp_path):
     (tmp_path / "time_to_quality.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match=r"time_to_quality\.jsonl holds no records of this tool"):

@@ -11,7 +11,7 @@ from typing import Any
 from convt5 import errors
 from convt5.errors import checks, rules
 from convt5.evaluation.flags import LONG_INPUTS, STRATEGY_FLAGS
-from convt5.generation.search import BeamSearch, Greedy, Sampling, Strategy
+from convt5.generation.search import BeamSearch, Greedy, Sampling, Strategy, results_per_row
 from convt5.modeling.description import ModelDescription
 from convt5.text.task_format import TaskFormat
 
@@ -132,7 +132,7 @@ class PredictConfig:
         values = dataclasses.asdict(dataclasses.replace(self, strategy=strategy))
         del values["batch_size"]
         if isinstance(strategy, BeamSearch):  # Outputs state the number, whether set or derived.
-            values["strategy"]["num_results"] = strategy.num_results or strategy.beam_size
+            values["strategy"]["num_results"] = results_per_row(strategy)
         return values | {"strategy": {"name": type(strategy).__name__, **values["strategy"]}}
 
 

@@ -26,6 +26,7 @@ from convt5.generation.search import (
     Sampling,
     SearchInputs,
     length_penalty_faults,
+    results_per_row,
     search,
 )
 from convt5.modeling.model import ConvT5, HostOrDevice
@@ -132,7 +133,7 @@ def decode(
     _check_forced(strategy, prefix)
     keys = _row_keys(key, batch, strategy)
     if batch == 0:
-        return _nothing(strategy.num_results or getattr(strategy, "beam_size", 1), max_length)
+        return _nothing(results_per_row(strategy), max_length)
     shape = (_row_bucket(batch, batch_sharding), _length_bucket(model, max_length))
     # Only rows that request no result can have a longer prefix.
     inputs = _pad_inputs(model, sources, prefix[:, :max_length], limits, keys, shape=shape)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import numbers
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +111,11 @@ class BeamSearch:
 
 
 Strategy = Greedy | Sampling | BeamSearch
+
+
+def results_per_row(strategy: Any) -> int:
+    """Returns the number of results that a strategy has for each row, set or derived."""
+    return strategy.beam_size if strategy.num_results is None else strategy.num_results
 
 
 def length_penalty_faults(length_penalty: float, length: int = 1) -> list[str]:

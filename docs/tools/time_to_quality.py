@@ -1,8 +1,9 @@
 """Trains T5 of three libraries for the same time, and draws the validation loss over that time.
 
 `python docs/tools/time_to_quality.py --cache=CACHE --minutes=10 --t5x=CHECKOUT_OF_T5X` takes the
-minutes for each side, and evaluations beside. Finished sides are kept: given again, the command
-goes on behind them; with --report_only it tells and draws what there is.
+minutes for each side, and evaluations beside. Finished sides are kept: given again with the same
+settings and cache, the command goes on behind them; with --report_only it tells and draws what
+there is.
 
 All sides have the same rows in the same order, the sizes of `t5_tiny`, float32, the dropout of the
 model files and the rates of gin/studies/pretraining.gin, stretched over the minutes. Ours and T5X's
@@ -34,6 +35,7 @@ from convt5.data.cached_data import CachedDataConfig
 from convt5.modeling.architecture import ConvT5Config
 from convt5.reports import figures, markdown
 from convt5.runtime import machine
+from convt5.training.batch_fingerprint import fingerprint
 from convt5.training.compilation import compile_step
 from convt5.training.losses import TextLoss
 from convt5.training.optimizer import AdafactorConfig
@@ -240,6 +242,17 @@ class Kept:
             if len(records) < records[-1]["evaluations"]:
                 del self.finished[key]
 
+    def check(self, about: Record) -> None:
+        """Raises `UserError` if a finished side has other settings; earlier ones tell none."""
+        faults = [
+            f"{name}={value}, but {self._path} holds sides of {name}={other}; give the flags and "
+            "the cache of these, or another --output."
+            for name, value in about.items()
+            for other in {records[0].get(name, value) for records in self.finished.values()}
+            if other != value
+        ]
+        errors.raise_all(faults, where="flags")
+
     def add(self, record: Record) -> None:
         """Appends a record; call `Kept` again to see it."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -302,9 +315,13 @@ def main(argv: Sequence[str]) -> None:
     path = settings.output / _FILE
     kept = Kept(path)
     if not settings.report_only:
+        validation = list(_batches(settings, split="validation", num_epochs=1))
+        about = {name: getattr(settings, name) for name in ("batch_size", "vocab_size")}
+        about["rows"] = int(fingerprint(jax.device_put(dict(validation[0]))))
+        kept.check(about)
         for name in settings.sides or _present(settings.t5x):
             if (settings.minutes, name) not in kept.finished:
-                _train_side(name, settings, kept)
+                _train_side(name, settings, about, validation, kept)
     finished = Kept(path).finished
     if not finished:
         raise errors.UserError(f"--report_only: {settings.output} holds no finished side.")
@@ -362,22 +379,29 @@ def _present(checkout: pathlib.Path | None) -> list[str]:
     return [name for name in SIDES if name not in absent]
 
 
-def _train_side(name: str, settings: argparse.Namespace, kept: Kept) -> None:
-    def batches(**how: Any) -> Iterator[Batch]:
-        data = CachedDataConfig(path=str(settings.cache), batch_size=settings.batch_size, **how)
-        built = data.build(process_index=0, process_count=1)
-        return ({name: batch[name] for name in (*_TOKENS, _WEIGHTS)} for batch in built)
+def _batches(settings: argparse.Namespace, **how: Any) -> Iterator[Batch]:
+    data = CachedDataConfig(path=str(settings.cache), batch_size=settings.batch_size, **how)
+    built = data.build(process_index=0, process_count=1)
+    return ({name: batch[name] for name in (*_TOKENS, _WEIGHTS)} for batch in built)
 
-    validation = list(batches(split="validation", num_epochs=1))
+
+def _train_side(
+    name: str,
+    settings: argparse.Namespace,
+    about: Record,
+    validation: Sequence[Batch],
+    kept: Kept,
+) -> None:
     side = _make(name, settings, validation[0])
     measured = train(
         side,
-        batches(),
+        _batches(settings),
         validation,
         seconds=60 * settings.minutes,
         evaluations=settings.evaluations,
     )
     about = {
+        **about,
         "minutes": settings.minutes,
         "side": name,
         "evaluations": settings.evaluations,
