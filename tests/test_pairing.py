@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from quick import quick
 
 from convt5 import sweeps
-from convt5.analysis import costs
+from convt5.analysis import costs, pairing
 from convt5.analysis.pairing import pair
 from convt5.configuration import gin_config
 from convt5.errors import UserError
@@ -105,6 +105,23 @@ def test_the_impossible_names_what_comes_nearest():
         pair(one, T5, by="parameters", largest_change=1.5, **LENGTHS)
     with pytest.raises(UserError, match="lower multiple=512"):
         pair(DYNAMIC, T5, by="flops", multiple=512, **LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("by", "changes", "nearest"),
+    [
+        ("parameters", {"vocab_size": 2**20}, "emb_dim=256, mlp_dim=512 with"),
+        ("flops", {"emb_dim": 4, "num_heads": 1, "head_dim": 4}, "emb_dim=16, mlp_dim=32 with"),
+    ],
+)
+def test_the_hopeless_is_told_without_trying_every_width(by, changes, nearest, monkeypatch):
+    computed = []
+    whole = pairing._cost
+    monkeypatch.setattr(pairing, "_cost", lambda *given: computed.append(1) or whole(*given))
+    other = dataclasses.replace(T5, **changes)
+    with pytest.raises(UserError, match=f"the nearest are {nearest}"):
+        pair(DYNAMIC, other, by=by, **LENGTHS)
+    assert len(computed) <= 10
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ convt5.inspect --pair_with` shows its result.
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
 from convt5 import errors
@@ -89,7 +89,9 @@ def pair(
 
     target = cost(reference)
     nearest: Paired | None = None
-    for start in _residual_widths(config, multiple, largest_change):
+    starts = list(_residual_widths(config, multiple, largest_change))
+    ends = _mlp_ends(config, multiple, largest_change)
+    for start in _promising(starts, ends, target, tolerance, cost):
         for mlp_dim in _mlp_widths(start, target, cost, multiple, largest_change):
             candidate = dataclasses.replace(start, mlp_dim=mlp_dim)
             paired = Paired(candidate, cost(candidate), target)
@@ -135,6 +137,33 @@ def _residual_widths(
             continue  # The kernels do not divide this width into groups of channels.
 
 
+def _promising(
+    starts: list[ConvT5Config],
+    mlp_ends: tuple[int, int],
+    target: float,
+    tolerance: float,
+    cost: Callable[[ConvT5Config], float],
+) -> Iterator[ConvT5Config]:
+    """Yields models to try: after the first, only the nearest one if none costs the target."""
+    yield from starts[:1]
+    if not starts or mlp_ends[0] > mlp_ends[1]:
+        return
+    # Costs grow with both widths. For a deep model, each takes a third of a second.
+    for choose, mlp_dim in zip((min, max), mlp_ends, strict=True):
+        end = choose(starts, key=lambda start: start.emb_dim)
+        difference = cost(dataclasses.replace(end, mlp_dim=mlp_dim)) / target - 1
+        if (difference if choose is min else -difference) > tolerance:
+            yield end
+            return
+    yield from starts[1:]
+
+
+def _mlp_ends(config: ConvT5Config, multiple: int, largest_change: float) -> tuple[int, int]:
+    """Returns the least and the largest feed-forward width; the first is larger if none is."""
+    least = max(1, math.ceil(config.mlp_dim / largest_change / multiple))
+    return multiple * least, multiple * math.floor(config.mlp_dim * largest_change / multiple)
+
+
 def _mlp_widths(
     config: ConvT5Config, target: float, cost, multiple: int, largest_change: float
 ) -> list[int]:
@@ -143,10 +172,9 @@ def _mlp_widths(
     current_cost = cost(config)
     slope = cost(dataclasses.replace(config, mlp_dim=current + 1)) - current_cost
     exact = current + (target - current_cost) / slope
-    least = max(1, math.ceil(current / largest_change / multiple))
-    most = math.floor(current * largest_change / multiple)
-    around = {math.floor(exact / multiple), math.ceil(exact / multiple)}
-    return sorted({multiple * min(max(i, least), most) for i in around}) if least <= most else []
+    least, most = _mlp_ends(config, multiple, largest_change)
+    around = {multiple * math.floor(exact / multiple), multiple * math.ceil(exact / multiple)}
+    return sorted({min(max(width, least), most) for width in around}) if least <= most else []
 
 
 def _impossible(
