@@ -357,6 +357,17 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path):
         write_all(tmp_path / "file" / "out.jsonl", TEXTS)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("gs://bucket/out.jsonl", "must be a local file; copy it"), ("new/", "ends as that of a fol")],
+)
+def test_an_output_that_is_no_local_file_makes_no_folder(tmp_path, monkeypatch, name, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        ResumableLines(name, {})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_is_no_regular_file_gets_nothing_beside_it(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):
@@ -369,6 +380,7 @@ def test_a_dry_run_refuses_the_outputs_that_a_run_refuses(run_dir, tmp_path):
     (tmp_path / "in.txt").write_text("one\n")
     (tmp_path / "notes.jsonl").write_text("my notes")
     write_all(tmp_path / "other.jsonl", TEXTS)
+    (tmp_path / "loop").symlink_to("loop")
     before = sorted(tmp_path.iterdir())
     argv = [f"--checkpoint={run_dir}", f"--input={tmp_path}/in.txt", "--dry_run"]
     for name, message in {
@@ -376,6 +388,8 @@ def test_a_dry_run_refuses_the_outputs_that_a_run_refuses(run_dir, tmp_path):
         "in.txt/out.jsonl": r"must be a file that can be written, but: .*in\.txt is no folder",
         "notes.jsonl": "holds something else",
         "other.jsonl": "was made with other settings",
+        "loop": "Too many levels of symbolic links",
+        "new/": "its name ends as that of a folder",
     }.items():
         with pytest.raises(UserError, match=message):
             infer.main([*argv, f"--output={tmp_path}/{name}"])
@@ -551,6 +565,9 @@ def test_an_exported_model_needs_a_vocabulary(tmp_path, capsys):
     vocabulary_files.write(folder / "vocabulary", vocabulary_files.KeptText(kept, kept))
     assert infer.main([*argv, "--vocabulary=bytes"]) == 0
     assert "note: vocabulary=bytes (characters" in capsys.readouterr().err
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UserError, match="none is neither a SentencePiece file, nor a model with"):
+        infer.main([*argv, f"--vocabulary={tmp_path}/none"])
 
 
 def test_a_run_whose_data_is_elsewhere_can_be_used_with_a_vocabulary(run_dir, tmp_path, capsys):

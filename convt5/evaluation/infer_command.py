@@ -109,7 +109,9 @@ def _plan(arguments: command_line.Arguments, *, is_dialogue: bool) -> _Plan:
     enable_persistent_cache()
     found = _one(checkpoints.select(checkpoint, flags.step), flags.step)
     model = checkpoints.model_config(found)
-    features = run_settings.chosen_features(flags.vocabulary, checkpoint, settings)
+    features = run_settings.chosen_features(
+        flags.vocabulary, checkpoint, settings, trust=arguments.trust
+    )
     vocabulary_files.check_size(features.inputs, model.vocab_size)
     config = from_flags(settings.predict, vars(flags))
     config = config.completed(model, settings.trained_lengths())

@@ -470,7 +470,7 @@ def load_predictor(
         raise errors.UserError(f"step={step} must name one checkpoint.")
     _check_known(settings)
     run = run_settings.read_for_text(str(name), vocabulary=vocabulary, trust=trust)
-    features = run_settings.chosen_features(vocabulary, str(name), run)
+    features = run_settings.chosen_features(vocabulary, str(name), run, trust=trust)
     model_config = checkpoints.model_config(selected[0])
     config = dataclasses.replace(run.predict, **settings)
     chosen = run_settings.task_format(str(name), run, format, raw=raw)

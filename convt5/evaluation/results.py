@@ -180,6 +180,7 @@ class ResumableLines:
         """
         self.path = os.path.expanduser(os.fspath(path))
         settings = json.loads(json.dumps(settings))
+        _check_name(self.path)
         try:
             if folder := os.path.dirname(self.path):
                 os.makedirs(folder, exist_ok=True)
@@ -259,9 +260,16 @@ def check_resumable(path: epath.PathLike, settings: Mapping[str, Any]) -> None:
     Raises:
         UserError: the file has other settings, or cannot be written.
     """
-    file = pathlib.Path(os.path.abspath(os.path.expanduser(os.fspath(path))))
-    nearest = next(place for place in (file, *file.parents) if os.path.exists(place))
-    fault = None
+    path = os.path.expanduser(os.fspath(path))
+    _check_name(path)
+    file = pathlib.Path(os.path.abspath(path))
+    nearest, fault = next(place for place in (file, *file.parents) if os.path.exists(place)), None
+    try:
+        file.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:  # Such as a name that is too long.
+        raise _unwritable(file, error.strerror) from error
     if nearest == file and not file.is_file():
         fault = "it is not a regular file, so it cannot be resumed"
     elif nearest != file and not nearest.is_dir():
@@ -272,6 +280,16 @@ def check_resumable(path: epath.PathLike, settings: Mapping[str, Any]) -> None:
         raise _unwritable(file, fault)
     if nearest == file and file.stat().st_size:
         _check_settings(str(file), json.loads(json.dumps(settings)))
+
+
+def _check_name(path: str) -> None:
+    if atomic_files.is_remote(path):
+        raise errors.UserError(
+            f"output={path} must be a local file; copy it to the bucket afterwards, with gcloud "
+            "storage cp."
+        )
+    if path.endswith(os.sep):
+        raise _unwritable(path, "its name ends as that of a folder")
 
 
 def _unwritable(path: epath.PathLike, reason: str | None) -> errors.UserError:

@@ -246,13 +246,16 @@ def text_features(
     return features
 
 
-def chosen_features(vocabulary: str | None, checkpoint: str, settings: RunSettings) -> TextFeatures:
+def chosen_features(
+    vocabulary: str | None, checkpoint: str, settings: RunSettings, *, trust: Sequence[str] = ()
+) -> TextFeatures:
     """Returns the vocabularies of `vocabulary` if named, which is told if the model's differ."""
-    features = text_features(vocabulary or checkpoint, settings)
-    if vocabulary:
-        given = vocabulary_files.of(features.inputs)
-        if note := vocabulary_files.replacement(vocabulary, given, checkpoint):
-            print(f"note: {note}", file=sys.stderr)
+    if not vocabulary:
+        return text_features(checkpoint, settings)
+    features = text_features(vocabulary, trust=trust)
+    given = vocabulary_files.of(features.inputs)
+    if note := vocabulary_files.replacement(vocabulary, given, checkpoint):
+        print(f"note: {note}", file=sys.stderr)
     return features
 
 
