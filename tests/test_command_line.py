@@ -470,5 +470,7 @@ def test_a_bucket_that_cannot_be_reached_is_told():
     assert told is not None
     assert told.exit_code == 1
     assert str(told).startswith("gs://absent/run cannot be used (no host when reading")
+    quoted = errors.of_files(from_tensorflow("no scheme 's3' (file: 's3://b/x.json')"))
+    assert str(quoted).startswith("s3://b/x.json cannot be used")
     assert errors.of_files(from_tensorflow("a defect")) is None
     assert errors.of_files(RuntimeError("gs://absent/run")) is None

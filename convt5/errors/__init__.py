@@ -114,7 +114,7 @@ _OF_PATHS = {
 }
 
 
-_BUCKET = re.compile(r"\b(gs|s3|az|hf)://\S+")
+_BUCKET = re.compile(r"\b(gs|s3|az|hf)://[^\s'\"]+")
 _OF_STORES = "tensorflow.python.framework.errors_impl"  # What TensorFlow raises for them.
 _NO_TEMPORARY = "No usable temporary directory"  # An error of Python's tempfile.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
