@@ -99,6 +99,7 @@ def test_flags_of_the_command_are_parsed():
         (["--gin_file=a", "loaf"], ["unexpected argument 'loaf'"]),
         (["--gin_file=a", "--loaves=many"], ["loaves", "many"]),
         (["--gin_file=a", "--loaves="], ["--loaves is empty; give it a value, or leave it out"]),
+        (["--gin_file=a", "--loaves", ""], ["--loaves is empty; give it a value, or leave it out"]),
         (["--gin_file=a", "--gin.A"], ["--gin.A has no value", "--gin.A=VALUE"]),
         (["--gin_file=a", "--gin.A", "--hot"], ["--gin.A has no value"]),
         (["--gin_file"], ["--gin_file"]),

@@ -19,6 +19,7 @@ from convt5.interchange import portable
 from convt5.modeling import placement, sharding
 from convt5.modeling.architecture import ConvT5Config, StackConfig, TextStemConfig
 from convt5.modeling.attention import relative_position_bucket
+from convt5.modeling.layers import seed_key
 from convt5.modeling.model import ConvT5
 from convt5.ops import masking
 from convt5.training.losses import TextLoss
@@ -495,3 +496,10 @@ def test_tokens_and_segments_that_mix_examples_up_are_refused(unchecked):
     for side in ("encoder", "decoder"):
         with pytest.raises(UserError, match=f"{side}_segment_ids holds the segment 2"):
             model(tokens, tokens, **{f"{side}_segment_ids": packed})
+
+
+def test_each_seed_of_64_bits_has_a_key_of_its_own():
+    seeds = (0, 1, 2**32, 2**32 + 1, 2**63 - 1, -1, -(2**63))
+    keys = {tuple(jax.random.key_data(seed_key(seed)).tolist()) for seed in seeds}
+    assert len(keys) == len(seeds)
+    assert seed_key(5) == jax.random.key(5)

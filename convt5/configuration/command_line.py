@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import gc
 import io
+import itertools
 import os
 import pathlib
 import sys
@@ -153,9 +154,10 @@ def parse(command: Command, argv: Sequence[str]) -> Arguments:
     parser.add_argument("-h", "--help", action=_Help, nargs=0, text=command.help)
     for flag in command.flags:
         parser.add_argument(f"--{flag.name}", **flag.options)
-    if empty := [flag.name for flag in command.flags if f"--{flag.name}=" in rest]:
-        # As of a shell's variable that is not set.
-        parser.error(f"--{empty[0]} is empty; give it a value, or leave it out.")
+    for flag in command.flags:  # A shell's variable that is not set leaves them empty.
+        name = f"--{flag.name}"
+        if f"{name}=" in rest or (name, "") in itertools.pairwise(rest):
+            parser.error(f"{name} is empty; give it a value, or leave it out.")
     parsed, unknown = parser.parse_known_args(rest)
     if unknown:
         known = ["gin_file", "help", "gin.NAME=VALUE", *(flag.name for flag in command.flags)]

@@ -21,6 +21,7 @@ from convt5.evaluation.settings import PredictConfig, Rank
 from convt5.generation import decoding, samples
 from convt5.generation.samples import end_id
 from convt5.modeling import sharding
+from convt5.modeling.layers import seed_key
 from convt5.modeling.model import ConvT5
 from convt5.text import sentinels, vocabulary_files
 from convt5.text.task_format import FieldError, Given, TaskFormat
@@ -384,7 +385,7 @@ class Predictor:
         key = None
         if isinstance(strategy, decoding.Sampling):
             at = np.array([0 if i == PADDING_ROW else numbers[i] for i in batch.examples])
-            seed = decoding.seed_key(self.config.seed)
+            seed = seed_key(self.config.seed)
             key = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(seed, jnp.asarray(at))
         return decoding.decode(
             self.model,

@@ -236,13 +236,6 @@ def score(
     return Scores(token_log_probs, log_probs, scores, token_objectives.sum(axis=-1))
 
 
-def seed_key(seed: int) -> Key[Array, ""]:
-    """Returns a distinct key for each 64-bit integer; `jax.random.key` drops the upper 32 bits."""
-    low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
-    key = jax.random.key(low)
-    return jax.random.fold_in(key, high) if high else key
-
-
 def bucket_size(count: int, *, smallest: int = 1) -> int:
     """Returns the first of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at least both arguments.
 

@@ -20,6 +20,13 @@ NormKind = Literal["rms", "layer"]
 MlpKind = Literal["relu", "gated_gelu", "gated_silu"]
 
 
+def seed_key(seed: int) -> PRNGKeyArray:
+    """Returns a distinct key for each 64-bit integer; `jax.random.key` drops the upper 32 bits."""
+    low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+    key = jax.random.key(low)
+    return jax.random.fold_in(key, high) if high else key
+
+
 class Dense(nnx.Module):
     """y = x @ kernel + bias, kernel [in, out]; truncated normal of scale 1/sqrt(in) as in T5.
 

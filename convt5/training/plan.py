@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PRNGKeyArray
 
 from convt5.modeling import sharding
+from convt5.modeling.layers import seed_key
 from convt5.training import compilation, programs
 from convt5.training.programs import Kept, Outputs, Store
 from convt5.training.train_state import (
@@ -140,7 +141,7 @@ def make_plan(
     abstract = shapes_of(make_state)
     shardings = state_shardings(abstract, mesh, config.sharding_rules)
     batch_sharding = sharding.token_sharding(mesh)
-    init_key, dropout_key = jax.random.split(_seed_key(config.seed))
+    init_key, dropout_key = jax.random.split(seed_key(config.seed))
     return Plan(
         config=config,
         batch_size=batch_size,
@@ -179,10 +180,3 @@ def check_mesh(
         tensor_divides={"num_heads": heads} if heads else None,
         lengths=split_lengths(lengths) if lengths and split_lengths else lengths,
     )
-
-
-def _seed_key(seed: int) -> PRNGKeyArray:
-    """Returns a distinct key for each 64-bit integer; `jax.random.key` drops the upper 32 bits."""
-    low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
-    key = jax.random.key(low)
-    return jax.random.fold_in(key, high) if high else key
