@@ -121,7 +121,7 @@ def test_the_hopeless_is_told_without_trying_every_width(by, changes, nearest, m
     other = dataclasses.replace(T5, **changes)
     with pytest.raises(UserError, match=f"the nearest are {nearest}"):
         pair(DYNAMIC, other, by=by, **LENGTHS)
-    assert len(computed) <= 10
+    assert len(computed) <= 25
 
 
 @pytest.mark.parametrize(

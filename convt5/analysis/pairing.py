@@ -6,7 +6,7 @@ convt5.inspect --pair_with` shows its result.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from convt5 import errors
@@ -16,6 +16,9 @@ Quantity = Literal["parameters", "flops"]
 
 TOLERANCE = 0.01
 """Largest difference that counts as equal, as a fraction of the reference."""
+
+_FEW = 4
+"""Residual widths to try before asking whether any can have the cost."""
 
 
 class Paired(NamedTuple):
@@ -89,9 +92,7 @@ def pair(
 
     target = cost(reference)
     nearest: Paired | None = None
-    starts = list(_residual_widths(config, multiple, largest_change))
-    ends = _mlp_ends(config, multiple, largest_change)
-    for start in _promising(starts, ends, target, tolerance, cost):
+    for start in _candidates(config, target, tolerance, cost, multiple, largest_change):
         for mlp_dim in _mlp_widths(start, target, cost, multiple, largest_change):
             candidate = dataclasses.replace(start, mlp_dim=mlp_dim)
             paired = Paired(candidate, cost(candidate), target)
@@ -122,40 +123,44 @@ def _cost(config: ConvT5Config, by: Quantity, encoder_length: int, decoder_lengt
     return costs.forward_flops(config, encoder_length=encoder_length, decoder_length=decoder_length)
 
 
-def _residual_widths(
-    config: ConvT5Config, multiple: int, largest_change: float
+def _candidates(
+    config: ConvT5Config,
+    target: float,
+    tolerance: float,
+    cost: Callable[[ConvT5Config], float],
+    multiple: int,
+    largest_change: float,
 ) -> Iterator[ConvT5Config]:
-    """Yields models by residual width, from the current one to the most different."""
+    """Yields models by residual width, from the current one to the most different.
+
+    After the first few, only the last on the side of the target if no widths reach it.
+    """
     current = config.emb_dim
     least = math.ceil(current / largest_change / multiple)
     most = math.floor(current * largest_change / multiple)
     widths = {current, *(multiple * i for i in range(max(1, least), most + 1))}
-    for width in sorted(widths, key=lambda width: abs(math.log(width / current))):
+    nearest_first = sorted(widths, key=lambda width: abs(math.log(width / current)))
+    ends = _mlp_ends(config, multiple, largest_change)
+    if ends[0] > ends[1]:
+        return
+    yield from _of_widths(config, nearest_first[:_FEW])
+    # Costs grow with both widths. For a deep model, each takes a third of a second.
+    for sign, mlp_dim in zip((1, -1), ends, strict=True):
+        end = next(_of_widths(config, sorted(widths)[::sign]), config)
+        difference = cost(dataclasses.replace(end, mlp_dim=mlp_dim)) / target - 1
+        if sign * difference > tolerance:
+            yield end
+            return
+    yield from _of_widths(config, nearest_first[_FEW:])
+
+
+def _of_widths(config: ConvT5Config, widths: Sequence[int]) -> Iterator[ConvT5Config]:
+    """Yields the model with each residual width that it can have."""
+    for width in widths:
         try:
             yield dataclasses.replace(config, emb_dim=width)
         except errors.UserError:
             continue  # The kernels do not divide this width into groups of channels.
-
-
-def _promising(
-    starts: list[ConvT5Config],
-    mlp_ends: tuple[int, int],
-    target: float,
-    tolerance: float,
-    cost: Callable[[ConvT5Config], float],
-) -> Iterator[ConvT5Config]:
-    """Yields models to try: after the first, only the nearest one if none costs the target."""
-    yield from starts[:1]
-    if not starts or mlp_ends[0] > mlp_ends[1]:
-        return
-    # Costs grow with both widths. For a deep model, each takes a third of a second.
-    for choose, mlp_dim in zip((min, max), mlp_ends, strict=True):
-        end = choose(starts, key=lambda start: start.emb_dim)
-        difference = cost(dataclasses.replace(end, mlp_dim=mlp_dim)) / target - 1
-        if (difference if choose is min else -difference) > tolerance:
-            yield end
-            return
-    yield from starts[1:]
 
 
 def _mlp_ends(config: ConvT5Config, multiple: int, largest_change: float) -> tuple[int, int]:
@@ -174,7 +179,7 @@ def _mlp_widths(
     exact = current + (target - current_cost) / slope
     least, most = _mlp_ends(config, multiple, largest_change)
     around = {multiple * math.floor(exact / multiple), multiple * math.ceil(exact / multiple)}
-    return sorted({min(max(width, least), most) for width in around}) if least <= most else []
+    return sorted({min(max(width, least), most) for width in around})
 
 
 def _impossible(
