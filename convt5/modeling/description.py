@@ -5,6 +5,7 @@ receptive fields and costs. All rules are checked here, before anything is alloc
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -91,22 +92,22 @@ class StackConfig:
         """Returns the mixing of every layer, bottom first. The config must be valid."""
         attention = {index % self.num_layers for index in self.attention_layers}
         kinds = _per_layer(self.mixing, self.num_layers)
+        listed = [name for name in _MIXER_FIELDS if self._is_listed(name)]
+
+        @functools.cache
+        def layer(kind: type[MixerConfig], index: int) -> MixerConfig:
+            settings = {
+                field.name: getattr(self, field.name)
+                for field in dataclasses.fields(kind)
+                if field.name in _MIXER_FIELDS
+            }
+            chosen = {name: settings[name][index] for name in listed if name in settings}
+            return kind(causal=causal, **settings | chosen)
+
         return tuple(
-            self._layer(KINDS["attention" if i in attention else kind], i, causal=causal)
+            layer(KINDS["attention" if i in attention else kind], i if listed else 0)
             for i, kind in enumerate(kinds)
         )
-
-    def _layer(self, kind: type[MixerConfig], index: int, *, causal: bool) -> MixerConfig:
-        settings = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(kind)
-            if field.name in _MIXER_FIELDS
-        }
-        chosen = {
-            name: value[index] if self._is_listed(name) else value
-            for name, value in settings.items()
-        }
-        return kind(causal=causal, **chosen)
 
     def _is_listed(self, name: str) -> bool:
         """Returns whether a setting has a value for each layer."""
