@@ -18,6 +18,16 @@ TINY = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def sources():
+    """Programs tell where in the source each operation comes from, as outside of tests."""
+    name = "jax_traceback_in_locations_limit"
+    usual = jax.config.values[name]
+    jax.config.update(name, 10)
+    yield
+    jax.config.update(name, usual)
+
+
 def test_products_have_their_flops_and_the_part_of_their_function():
     ids = jnp.ones((2, 8), jnp.int32)
 
