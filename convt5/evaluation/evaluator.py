@@ -97,12 +97,7 @@ class Evaluator:
         ]
         self._sources = [token_ids(example, "inputs") for example in self.examples]
         self._targets = [target.tokens for target in fitted]
-        if num_padded := sum(0 in target for target in self._targets):
-            logging.warning(
-                "task=%s: %d targets hold the id 0 before their end; training takes it for padding "
-                "and leaves it out of the loss, but the loss here counts it.",
-                *(task.name, num_padded),
-            )
+        _tell_padding(task.name, self._targets)
         rows = row_numbers(self.examples)
         # Examples with the same source are computed together, as predictions rank labels.
         self._groups = _runs(list(zip(rows, self._sources, strict=True)))
@@ -293,6 +288,17 @@ class Evaluator:
                 record |= {"predictions": list(prediction.texts), "scores": list(prediction.scores)}
             records.append(record)
         return records
+
+
+def _tell_padding(task: str, targets: Sequence[Sequence[int]]) -> None:
+    """Warns of targets with an id that training takes for padding."""
+    if count := sum(0 in target for target in targets):
+        logging.warning(
+            "task=%s: %d targets hold the id 0 before their end; training takes it for padding and "
+            "leaves it out of the loss, but the loss here counts it.",
+            task,
+            count,
+        )
 
 
 def _runs(values: Sequence[Any]) -> list[list[int]]:
