@@ -36,8 +36,8 @@ _NUM_BLOCKS = 64
 _BLOCK_BYTES = 2**16
 
 InvalidUtf8 = Literal["refuse", "replace", "skip"]
-"""What to do with text that is not UTF-8, or holds NUL, as text in UTF-16 does: raise an error that
-names file and line, insert U+FFFD, or skip the document or row."""
+"""What to do with text that is not UTF-8, such as UTF-16: raise an error that names file and line,
+insert U+FFFD, or skip the document or row."""
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A path or glob, or several of them."""
@@ -314,12 +314,15 @@ def replace_invalid(text: str) -> str:
 
 
 def _invalid_place(text: str) -> int | None:
-    """Returns the index of the first character that is not UTF-8, or of NUL; None without one."""
+    """Returns the index of the first character that is not UTF-8; None without one.
+
+    In text that is a quarter NUL, or more, it is the first NUL: half of ASCII in UTF-16 is.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         return error.start
-    return text.index("\0") if "\0" in text else None
+    return text.index("\0") if "\0" in text and 4 * text.count("\0") >= len(text) else None
 
 
 def _conversion(text: str, at: int, line: int) -> str:
