@@ -286,13 +286,13 @@ class Checkpointer:
         """Returns whether the hosts of a run have agreed to stop at this step."""
         return self._manager.reached_preemption(step)
 
-    def wait_for_failures(self, phase: str, *, secs: int = 30) -> None:
+    def wait_for_failures(self, phase: str) -> None:
         """Waits until all processes of the run have failed in this phase, and can save together.
 
         Raises:
-            TimeoutError: some have not failed within so many seconds; they may wait for this one.
+            TimeoutError: some have not failed within half a minute; they may wait for this one.
         """
-        self._manager.wait_for_failures(phase, secs=secs)
+        self._manager.wait_for_failures(phase)
 
     @functools.cached_property
     def _manager(self) -> "Manager":

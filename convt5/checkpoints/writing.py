@@ -75,10 +75,10 @@ class Manager(ocp.CheckpointManager):
             force=True,
         )
 
-    def wait_for_failures(self, phase: str, *, secs: int) -> None:
+    def wait_for_failures(self, phase: str) -> None:
         """See `Checkpointer.wait_for_failures`."""
         try:
-            multihost.get_barrier_sync_fn()(key=phase, timeout_ms=1000 * secs)
+            multihost.get_barrier_sync_fn()(key=phase, timeout_ms=30_000)
         except jax.errors.JaxRuntimeError as error:
             raise TimeoutError(f"other processes have not failed while {phase}") from error
 
