@@ -128,6 +128,13 @@ def test_the_rate_follows_the_schedule_over_the_time():
     assert max(rates) == rates[2] > 0.99 * peak  # The warm-up is a fifteenth of the time.
     assert rates[2:] == sorted(rates[2:], reverse=True)
     assert rates[-1] < 0.02 * peak
+    # The same clock, if an update counts as a second, whatever it takes.
+    measured, rates[:] = list(rates), []
+    counted = time_to_quality.train(
+        side, iter(range(99)), [{}, {}], seconds=30, evaluations=3, seconds_per_step=1.0
+    )
+    assert list(counted) == records
+    assert rates == measured
 
 
 @pytest.mark.slow
@@ -160,11 +167,32 @@ def test_sides_are_trained_once_and_told_and_drawn(cache, tmp_path, capsys):
     assert capsys.readouterr().out.strip() in told
 
 
+def test_counted_updates_are_marked_and_not_mixed_with_measured_ones(cache, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    about = {"minutes": 1.0, "evaluations": 1, "number": 1, "seconds": 60, "steps": 80, "loss": 3}
+    about |= {"num_parameters": 9, "compile_seconds": 1, "machine": {"device": "H100"}}
+    lines = [about | {"side": "t5_tiny"}, about | {"side": T5X, "seconds_per_step": 0.75}]
+    file = tmp_path / "time_to_quality.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = [f"--output={tmp_path}", f"--cache={cache}", "--minutes=1", "--batch_size=4"]
+    flags += ["--t5x=here", "--sides", T5X]
+    time_to_quality.main([*flags, "--seconds_per_step=0.75"])  # Both are finished.
+    told = capsys.readouterr().out
+    assert "| T5X * " in told
+    assert "| `t5_tiny` |" in told
+    assert told.count(r"\* T5X: compiled and updated on H100; an update counts as 0.75 s") == 1
+    with pytest.raises(UserError, match=r"holds 1 minutes of t5x with 0\.75; give other --sides"):
+        time_to_quality.main([*flags, "--seconds_per_step=0.5"])
+    with pytest.raises(UserError, match="holds 1 minutes of t5_tiny with measured times"):
+        time_to_quality.main([*flags, "t5_tiny", "--seconds_per_step=0.75"])
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ([], "--cache is missing"),
         (["--cache=c", "--minutes=0"], r"--minutes=0\.0 must be above 0"),
+        (["--cache=c", "--seconds_per_step=0"], r"--seconds_per_step=0\.0 must be above 0"),
         (["--cache=c", "--sides", "t5x"], "--sides=t5x is not present; give --t5x=CHECKOUT"),
         (["--report_only", "--output=nowhere"], "nowhere holds no finished side"),
         (["--report_only", "--page=nowhere"], "--page=nowhere cannot be read"),

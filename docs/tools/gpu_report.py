@@ -1,19 +1,22 @@
 """Measures this GPU within a time limit, and writes the tables of docs/gpu.md.
 
-`python docs/tools/gpu_report.py --page=docs/gpu.md` runs each part in a process of its own, with
-its share of the time. Results are kept as they come: what a part measured before it failed or ran
-out of time stays, and the other parts run.
+`python docs/tools/gpu_report.py --page=docs/gpu.md` first compiles the programs of all parts side
+by side, while tests run. The parts then run alone, one after another, each in a process of its own
+with its share of the time, and load their programs. Results are kept as they come: what a part
+measured before it failed or ran out of time stays, and the other parts run.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kept_programs import write_tables
@@ -26,13 +29,20 @@ from convt5.training.run_log import read_records
 MARK = "gpu"
 MODELS = ("dynamic_small", "t5_small")
 _ENVIRONMENT = {
-    # PyTorch shares the GPU, and tests, which otherwise choose the CPU, take it.
+    # Processes and PyTorch share the GPU, and tests, which otherwise choose the CPU, take it.
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "JAX_PLATFORMS": "",
     # Otherwise XLA tries kernels for each product, and compiles a training step for minutes.
     "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false",
+    # Keeps the programs that compile fast too: there are hundreds.
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
+_PREPARATION = 0.4
+"""Most of the time that compiling side by side takes."""
+
 _RESULT = "result.json"
+_HALF_WRITTEN = "ignore:Error reading persistent compilation cache"
 
 
 class Part(NamedTuple):
@@ -43,44 +53,102 @@ class Part(NamedTuple):
 
 
 def parts(settings: argparse.Namespace, bindings: Sequence[str]) -> Mapping[str, Part]:
-    """Returns the parts in their order; `bindings` are settings of the models."""
-
-    def bench(suite: str, *more: str) -> list[str]:
-        folder = f"--output={settings.output / suite}"
-        sizes = [f"--lengths={settings.lengths}", f"--repeats={settings.repeats}"]
-        return ["convt5.bench", f"--suites={suite}", folder, *sizes, *more]
-
-    files = [f"--gin_file=gin/models/{name}.gin" for name in MODELS]
-    rows = f"--batch_size={settings.batch_size}"
-    workers = min(4, os.cpu_count() or 1)
-    tests = ["pytest", f"-n{workers}", "-m", "gpu and not slow", *settings.tests]
+    """Returns what is timed, in its order; `bindings` are settings of the models."""
+    ops = [f"--channels={settings.channels}"]
+    models = ["--only_ours", *map(_gin_file, MODELS), *bindings]
+    few = min(settings.repeats, 2)  # Decoding the longest rows takes 10 s each time.
     return {
-        "ops": Part(bench("ops", f"--channels={settings.channels}", rows), 0.2),
-        "train_step": Part(bench("train_step", rows, "--only_ours", *files, *bindings), 0.35),
-        "decode": Part(bench("decode", rows, "--only_ours", *files, *bindings), 0.25),
-        "tests": Part(tests, 0.2),
+        "ops": Part(_bench(settings, "ops", *ops), 0.25),
+        "train_step": Part(_bench(settings, "train_step", *models), 0.35),
+        "decode": Part(_bench(settings, "decode", *models, f"--repeats={few}"), 0.4),
     }
 
 
-def run(name: str, part: Part, folder: pathlib.Path, seconds: float) -> str:
-    """Runs a part; returns and keeps how it ended. Its output goes to a log."""
-    folder.mkdir(parents=True, exist_ok=True)
+def preparations(
+    settings: argparse.Namespace, bindings: Sequence[str]
+) -> Mapping[str, Sequence[str]]:
+    """Returns the tests, and for each program a command that runs it once and so compiles it."""
+    workers = min(4, os.cpu_count() or 1)
+    # A test that reads a program while another process writes it compiles it.
+    tests = ["pytest", f"-n{workers}", "-m", "gpu and not slow", "-W", _HALF_WRITTEN]
+    commands = {"tests": [*tests, *settings.tests]}
+    for length in settings.lengths.split(","):
+        once = ["--only_ours", f"--lengths={length}", "--repeats=1"]
+        cases = {"ops": ("ops", f"--channels={settings.channels}")}
+        for name in MODELS:
+            for suite in ("train_step", "decode"):
+                cases[f"{suite}_{name}"] = (suite, _gin_file(name), *bindings)
+        for case, (suite, *more) in cases.items():
+            name = f"prepare/{case}_{length}"
+            output = f"--output={settings.output / name}"
+            commands[name] = _bench(settings, suite, *more, *once, output)
+    return commands
+
+
+def _bench(settings: argparse.Namespace, suite: str, *more: str) -> list[str]:
+    """Returns a command that times a suite; `more` has precedence."""
+    folder = f"--output={settings.output / suite}"
+    sizes = [f"--{name}={getattr(settings, name)}" for name in ("lengths", "batch_size", "repeats")]
+    return ["convt5.bench", f"--suites={suite}", folder, *sizes, *more]
+
+
+def _gin_file(model: str) -> str:
+    return f"--gin_file=gin/models/{model}.gin"
+
+
+def run(
+    commands: Mapping[str, Sequence[str]], output: pathlib.Path, seconds: float
+) -> Iterator[str]:
+    """Runs commands side by side; yields and keeps how each ended. Their output goes to logs."""
     began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        running = {
+            name: stack.enter_context(_started(arguments, output, output / name))
+            for name, arguments in commands.items()
+        }
+        while running:
+            time.sleep(0.05)
+            for name, process in list(running.items()):
+                code, taken = process.poll(), time.monotonic() - began
+                if code is None and taken < seconds:
+                    continue
+                _end(running.pop(name))
+                end = "complete" if not code else f"failed with code {code}"
+                end = f"stopped after its {seconds:.0f} s" if code is None else end
+                yield _kept(name, f"{name}: {end}, {taken:.0f} s", output / name)
+
+
+@contextlib.contextmanager
+def _started(
+    arguments: Sequence[str], output: pathlib.Path, folder: pathlib.Path
+) -> Iterator[subprocess.Popen]:
+    """Starts a module of Python in a process group of its own, which ends with the context."""
+    folder.mkdir(parents=True, exist_ok=True)
+    programs = {"JAX_COMPILATION_CACHE_DIR": str(output.absolute() / "programs")}
     with open(folder / "log.txt", "w") as log:
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", *part.arguments],
-                env={**_ENVIRONMENT, **os.environ},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                timeout=seconds,
-                check=False,
-            )
-            end = "complete" if not done.returncode else f"failed with code {done.returncode}"
-        except subprocess.TimeoutExpired:
-            end = f"stopped after its {seconds:.0f} s"
-    told = f"{name}: {end}, {time.monotonic() - began:.0f} s"
-    if end != "complete" or not (folder / "records.jsonl").exists():
+        process = subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            env={**_ENVIRONMENT, **programs, **os.environ},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Ends a process and those that it started, which would disturb what is timed."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _kept(name: str, told: str, folder: pathlib.Path) -> str:
+    """Keeps how a command ended; where there is no result, adds the last line of its log."""
+    if ": complete," not in told or not (folder / "records.jsonl").exists():
         told += f"; {_last_line(folder)}"
     (folder / _RESULT).write_text(json.dumps(told))
     return told
@@ -93,7 +161,11 @@ def text(folder: pathlib.Path, names: Sequence[str]) -> str:
         result = folder / name / _RESULT
         if result.exists():
             ends.append(f"- {json.loads(result.read_text())}")
-        records += read_records(folder / name / "records.jsonl")
+        # Programs were compiled before: that time would be the time to load them.
+        records += [
+            {key: value for key, value in record.items() if key != "compile_seconds"}
+            for record in read_records(folder / name / "records.jsonl")
+        ]
     shown = report.text(records) if any(r["suite"] == "machine" for r in records) else ""
     return "\n".join([shown, *ends]) + "\n"
 
@@ -128,15 +200,25 @@ def main(argv: Sequence[str]) -> None:
         raise errors.UserError(f"--minutes={settings.minutes} must be a positive number.")
     if settings.page is not None:
         write_tables(settings.page, MARK, None)
-    chosen = parts(settings, bindings)
-    left, shares = 60 * settings.minutes, sum(part.share for part in chosen.values())
-    for name, part in chosen.items():
-        began = time.monotonic()
-        # What a part does not need is for those after it.
-        print(run(name, part, settings.output / name, left * part.share / shares), flush=True)
-        left -= time.monotonic() - began
+    measure(settings, bindings)
+
+
+def measure(settings: argparse.Namespace, bindings: Sequence[str]) -> None:
+    """Compiles side by side, then runs the parts alone; writes the tables after each."""
+    prepared, timed = preparations(settings, bindings), parts(settings, bindings)
+    shares = sum(part.share for part in timed.values())
+    stages = [(prepared, _PREPARATION)]
+    for name, part in timed.items():
+        stages.append(({name: part.arguments}, part.share / shares))
         shares -= part.share
-        tables = text(settings.output, list(chosen))
+    left = 60 * settings.minutes
+    for commands, share in stages:
+        began = time.monotonic()
+        for told in run(commands, settings.output, left * share):
+            print(told, flush=True)
+        # What a stage does not need is for those after it.
+        left -= time.monotonic() - began
+        tables = text(settings.output, [*timed, "tests"])
         (settings.output / "gpu.md").write_text(tables)
         if settings.page is not None:
             write_tables(settings.page, MARK, tables)

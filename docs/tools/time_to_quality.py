@@ -3,7 +3,8 @@
 `python docs/tools/time_to_quality.py --cache=CACHE --minutes=10 --t5x=CHECKOUT_OF_T5X` takes the
 minutes for each side, and evaluations beside. Finished sides are kept: given again with the same
 settings and cache, the command goes on behind them; with --report_only it tells and draws what
-there is.
+there is. A machine lent for minutes can make the updates of an hour: with --seconds_per_step each
+counts as the time that it takes elsewhere, and table and picture say so.
 
 All sides have the same rows in the same order, the sizes of `t5_tiny`, float32, the dropout of the
 model files and the rates of gin/studies/pretraining.gin, stretched over the minutes. Ours and T5X's
@@ -68,12 +69,14 @@ class Side(NamedTuple):
         update: makes an update on a batch, with a learning rate, and waits for it.
         evaluate: returns the cross-entropy of a batch, in nats, and the number of its targets,
             without dropout.
+        machine: what `machine.describe` does not know, if not JAX computes.
     """
 
     num_parameters: int
     compile_seconds: float
     update: Callable[[Batch, float], None]
     evaluate: Callable[[Batch], tuple[float, float]]
+    machine: Mapping[str, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,16 +155,24 @@ def t5x_side(checkout: pathlib.Path, config: ConvT5Config, batch: Batch) -> Side
 
 
 def hugging_face_side(config: ConvT5Config, batch: Batch) -> Side:
-    """Returns Hugging Face's model and optimizer, in PyTorch without compilation."""
+    """Returns Hugging Face's model and optimizer, in PyTorch without compilation.
+
+    They are on a GPU if there is one, where products are of float32 too.
+    """
     import torch  # An extra.
     from transformers.optimization import Adafactor
 
     del batch
-    model = hugging_face.make_model(config)
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if has_gpu else "cpu")
+    # Nothing is rounded to fewer bits, also not inside fused attention.
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    model = hugging_face.make_model(config).to(device)
     optimizer = Adafactor(model.parameters(), lr=0.0, relative_step=False, scale_parameter=True)
 
     def cross_entropy(batch: Batch) -> tuple[Any, float]:
-        rows = {name: torch.from_numpy(array).long() for name, array in batch.items()}
+        rows = {name: torch.from_numpy(array).to(device).long() for name, array in batch.items()}
         source, given, targets = (rows[name] for name in _TOKENS)
         mask = {"attention_mask": source.ne(0), "use_cache": False}
         logits = model(input_ids=source, decoder_input_ids=given, **mask).logits
@@ -169,7 +180,7 @@ def hugging_face_side(config: ConvT5Config, batch: Batch) -> Side:
         total = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), counted.flatten(), ignore_index=-100, reduction="sum"
         )
-        return total, float(rows[_WEIGHTS].sum())
+        return total, float(batch[_WEIGHTS].sum())
 
     def update(batch: Batch, rate: float) -> None:
         model.train()
@@ -185,7 +196,8 @@ def hugging_face_side(config: ConvT5Config, batch: Batch) -> Side:
             total, weight = cross_entropy(batch)
         return float(total), weight
 
-    return Side(sum(p.numel() for p in model.parameters()), 0.0, update, evaluate)
+    about = {"platform": "gpu", "device": torch.cuda.get_device_name()} if has_gpu else {}
+    return Side(sum(p.numel() for p in model.parameters()), 0.0, update, evaluate, about)
 
 
 def train(
@@ -195,10 +207,12 @@ def train(
     *,
     seconds: float,
     evaluations: int,
+    seconds_per_step: float | None = None,
 ) -> Iterator[Record]:
     """Trains for so many seconds, and yields what is known at evenly spread times of them.
 
-    The clock runs while batches are read and updates are made.
+    The clock runs while batches are read and updates are made, or counts updates, each as
+    `seconds_per_step`.
     """
     rates = np.asarray(jax.vmap(SCHEDULE)(jnp.arange(SCHEDULE.total_steps)))
     trained, steps = 0.0, 0
@@ -206,7 +220,7 @@ def train(
         while trained < seconds * number / evaluations:
             began = time.perf_counter()
             side.update(next(rows), float(rates[int(len(rates) * trained / seconds)]))
-            trained += time.perf_counter() - began
+            trained += seconds_per_step or time.perf_counter() - began
             steps += 1
         totals, weights = zip(*map(side.evaluate, validation), strict=True)
         yield {"seconds": trained, "steps": steps, "loss": sum(totals) / sum(weights)}
@@ -253,6 +267,18 @@ class Kept:
         ]
         errors.raise_all(faults, where="flags")
 
+    def check_clock(self, minutes: float, sides: Sequence[str], seconds: float | None) -> None:
+        """Raises `UserError` if an update of a finished side does not count as `seconds`."""
+        faults = [
+            f"--seconds_per_step={seconds}, but {self._path} holds {minutes:g} minutes of {name} "
+            f"with {other or 'measured times'}; give other --sides or another --output."
+            for name in sides
+            if seconds is not None and (minutes, name) in self.finished
+            for other in [_seconds_per_step(self.finished[minutes, name])]
+            if other != seconds
+        ]
+        errors.raise_all(faults, where="flags")
+
     def add(self, record: Record) -> None:
         """Appends a record; call `Kept` again to see it."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -261,15 +287,23 @@ class Kept:
 
 
 def table(minutes: float, sides: Mapping[str, Sequence[Record]]) -> str:
-    """Returns a row for each side: what it did in these minutes, and when it passed the worst."""
+    """Returns a row for each side: what it did in these minutes, and when it passed the worst.
+
+    A side whose updates were counted has a star, and a note below.
+    """
     worst = max(records[-1]["loss"] for records in sides.values())
-    rows = []
+    rows, notes = [], []
     for name, records in sides.items():
-        last = records[-1]
+        last, title = records[-1], TITLES.get(name, f"`{name}`")
+        if counted := _seconds_per_step(records):
+            notes.append(
+                rf"\* {title}: compiled and updated on {last['machine']['device']}; an update "
+                f"counts as {counted:g} s (`--seconds_per_step`)."
+            )
         passed = next(r["seconds"] for r in records if r["loss"] <= worst)
         rows.append(
             {
-                "side": TITLES.get(name, f"`{name}`"),
+                "side": f"{title} *" if counted else title,
                 "parameters": f"{last['num_parameters']:,}",
                 "compiled in": f"{last['compile_seconds']:.0f} s",
                 "steps": f"{last['steps']:,}",
@@ -278,7 +312,12 @@ def table(minutes: float, sides: Mapping[str, Sequence[Record]]) -> str:
                 f"minutes to a loss of {worst:.3f}": f"{passed / 60:.1f}",
             }
         )
-    return markdown.table(rows)
+    return "\n\n".join([markdown.table(rows), *notes])
+
+
+def _seconds_per_step(records: Sequence[Record]) -> float | None:
+    """Returns what an update counts as, or None if it was measured."""
+    return records[0].get("seconds_per_step")
 
 
 def draw(finished: Mapping[tuple[float, str], Sequence[Record]], path: pathlib.Path) -> None:
@@ -293,13 +332,16 @@ def draw(finished: Mapping[tuple[float, str], Sequence[Record]], path: pathlib.P
     )
     panels = figure.subplots(1, len(budgets), squeeze=False)[0]
     for axes, budget in zip(panels, budgets, strict=True):
+        notes = ["minutes of training"]
         for number, name in enumerate(SIDES):
             if records := finished.get((budget, name)):
                 x = [record["seconds"] / 60 for record in records]
                 y = [record["loss"] for record in records]
                 style = figures.style(number, points=len(records))
                 axes.plot(x, y, label=TITLES.get(name, name), **style)
-        axes.set(xlabel="minutes of training", title=f"{budget:g} min for each")
+                if counted := _seconds_per_step(records):
+                    notes.append(f"{TITLES.get(name, name)}: updates times {counted:g} s")
+        axes.set(xlabel="\n".join(notes), title=f"{budget:g} min for each")
         axes.set_xlim(left=0)
         figures.tidy(axes)
     panels[0].set(ylabel="validation loss, nats per target token")
@@ -319,7 +361,9 @@ def main(argv: Sequence[str]) -> None:
         about = {name: getattr(settings, name) for name in ("batch_size", "vocab_size")}
         about["rows"] = int(fingerprint(jax.device_put(dict(validation[0]))))
         kept.check(about)
-        for name in settings.sides or _present(settings.t5x):
+        sides = settings.sides or _present(settings.t5x)
+        kept.check_clock(settings.minutes, sides, settings.seconds_per_step)
+        for name in sides:
             if (settings.minutes, name) not in kept.finished:
                 _train_side(name, settings, about, validation, kept)
     finished = Kept(path).finished
@@ -341,6 +385,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--cache", type=path, help="a folder written by convt5.cache")
     add("--minutes", type=float, default=10.0, help="of training, for each side")
+    add("--seconds_per_step", type=float, help="that an update counts as; by default measured")
     add("--sides", nargs="+", choices=SIDES, help="by default those that are present")
     add("--t5x", type=path, help="a checkout of T5X, whose T5 is then a side")
     add("--evaluations", type=int, default=10, help="of each side")
@@ -354,9 +399,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(settings: argparse.Namespace) -> None:
     faults = [
-        f"--{name}={getattr(settings, name)} must be above 0."
-        for name in ("minutes", "evaluations", "batch_size", "vocab_size")
-        if not getattr(settings, name) > 0
+        f"--{name}={value} must be above 0."
+        for name in ("minutes", "seconds_per_step", "evaluations", "batch_size", "vocab_size")
+        for value in [getattr(settings, name)]
+        if value is not None and not value > 0
     ]
     if settings.cache is None and not settings.report_only:
         faults.append("--cache is missing; give a folder written by convt5.cache.")
@@ -392,13 +438,16 @@ def _train_side(
     validation: Sequence[Batch],
     kept: Kept,
 ) -> None:
-    side = _make(name, settings, validation[0])
+    # The default of a GPU has fewer bits.
+    with jax.default_matmul_precision("highest"):
+        side = _make(name, settings, validation[0])
     measured = train(
         side,
         _batches(settings),
         validation,
         seconds=60 * settings.minutes,
         evaluations=settings.evaluations,
+        seconds_per_step=settings.seconds_per_step,
     )
     about = {
         **about,
@@ -407,8 +456,10 @@ def _train_side(
         "evaluations": settings.evaluations,
         "num_parameters": side.num_parameters,
         "compile_seconds": side.compile_seconds,
-        "machine": machine.describe(),
+        "machine": {**machine.describe(), **side.machine},
     }
+    if settings.seconds_per_step is not None:
+        about["seconds_per_step"] = settings.seconds_per_step
     for number, record in enumerate(measured, start=1):
         kept.add({**about, "number": number, **record})
         print(
