@@ -1,7 +1,9 @@
 """The command that measures a GPU: what was measured stays, and every part runs on any machine."""
 
 import json
+import os
 import re
+import time
 
 import gpu_report
 import pytest
@@ -47,6 +49,8 @@ def test_parts_that_fail_or_take_too_long_keep_what_they_measured(tmp_path, page
         sleep = ["timeit", "-n1", "-r1", "import time; time.sleep(600)"]
         return {"ops": Part(sleep, 0.001), "decode": Part(["no_such_module"], 1.0)}
 
+    commands = {"tests": ["no_such_tests"], "prepare/ops": ["no_such_suite"]}
+    monkeypatch.setattr(gpu_report, "preparations", lambda *_: commands)
     monkeypatch.setattr(gpu_report, "parts", parts)
     (folder := tmp_path / "gpu" / "ops").mkdir(parents=True)
     row = {"suite": "decode", "case": "a", "length": 8, "seconds": 1.5, "tokens_per_second": 12.0}
@@ -62,6 +66,35 @@ def test_parts_that_fail_or_take_too_long_keep_what_they_measured(tmp_path, page
     assert "- ops: stopped after its 1 s" in text
     assert "- decode: failed with code 1" in text
     assert "No module named no_such_module" in text
+    assert "- tests: failed with code 1" in text
+    assert "prepare" not in text
+    assert "no_such_suite" in (tmp_path / "gpu" / "prepare" / "ops" / "log.txt").read_text()
+
+
+def test_commands_run_side_by_side_and_end_with_what_they_started(tmp_path):
+    begin = "import os, subprocess, sys; child = subprocess.Popen(['sleep', '600']); "
+    write = "print(child.pid, os.environ['JAX_COMPILATION_CACHE_DIR'], flush=True); child.wait()"
+    command = ["timeit", "-n1", "-r1", begin + write]
+    began = time.monotonic()
+    ends = list(gpu_report.run({"a": command, "b/c": command}, tmp_path, 2.0))
+    assert time.monotonic() - began < 4
+    assert [end[: end.index(",")] for end in ends] == [
+        f"{name}: stopped after its 2 s" for name in ("a", "b/c")
+    ]
+    for name in ("a", "b/c"):
+        pid, programs = (tmp_path / name / "log.txt").read_text().split()
+        assert programs == os.environ["JAX_COMPILATION_CACHE_DIR"]
+        deadline = time.monotonic() + 5
+        while not _has_ended(int(pid)):  # The system ends it a moment after the signal.
+            assert time.monotonic() < deadline
+
+
+def _has_ended(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().split()[2] == "Z"
+    except FileNotFoundError:
+        return True
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def preparations(
     commands = {"tests": [*tests, *settings.tests]}
     for length in settings.lengths.split(","):
         once = ["--only_ours", f"--lengths={length}", "--repeats=1"]
-        cases = {"ops": ("ops", f"--channels={settings.channels}")}
+        cases: dict[str, tuple[str, ...]] = {"ops": ("ops", f"--channels={settings.channels}")}
         for name in MODELS:
             for suite in ("train_step", "decode"):
                 cases[f"{suite}_{name}"] = (suite, _gin_file(name), *bindings)
