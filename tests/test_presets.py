@@ -174,6 +174,8 @@ def test_every_run_passes_the_dry_run(name, tmp_path, capsys):
         bindings += ["VOCABULARY=none", BYTES]
     if "\nCACHE = " in gin_files_of(file):
         bindings.append(f"CACHE={small_cache(tmp_path / 'cache')}")
+    if "\nINIT_FROM = " in gin_files_of(file):
+        bindings += ["INIT_FROM=unused", "trainer.train.init_from=None"]
     assert train.main([f"--gin_file={file}", *(f"--gin.{b}" for b in bindings), "--dry_run"]) == 0
     assert "nothing was trained" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
