@@ -355,6 +355,20 @@ def test_a_page_without_runs_says_so(tmp_path):
     assert "question_1" not in text
 
 
+def test_a_page_that_cannot_be_written_is_named_before_any_run(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(reading, "studies_of", lambda *_: {"s": study(tmp_path / "s")})
+    monkeypatch.setattr(paper_runs, "run_all", lambda *_, **__: calls.append(1))
+    (tmp_path / "file").touch()
+    flags = ("--gin_file=paper.gin",)
+    for page, more in (("file/paper.md", ()), ("paper.md", (f"--export_results={tmp_path}/file",))):
+        chosen = paper(tmp_path, page=str(tmp_path / page))
+        monkeypatch.setattr(reading, "read", lambda *_, chosen=chosen: chosen)
+        with pytest.raises(UserError, match=r"(page|export_results)=.*file.* cannot be written"):
+            sweep.main([*flags, *more])
+    assert not calls
+
+
 class TestRuns:
     def launch(self, calls):
         def run(arguments, log):

@@ -478,6 +478,17 @@ def test_a_file_of_results_is_replaced_neither_after_a_failed_import_nor_by_noth
         assert file.read_text() == cut
 
 
+def test_a_file_of_results_that_cannot_be_written_is_named_before_any_run(tmp_path, monkeypatch):
+    chosen, calls = study(tmp_path / "a"), []
+    monkeypatch.setattr(reading, "read", lambda *_: chosen)
+    monkeypatch.setattr(running, "run_all", lambda *_, **__: calls.append(1))
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "study.jsonl"):
+        with pytest.raises(UserError, match=f"--export_results={path} cannot be written"):
+            sweep.main(["--gin_file=study.gin", f"--export_results={path}"])
+    assert not calls
+
+
 def first_stages(calls) -> list[list[str]]:
     return [
         call

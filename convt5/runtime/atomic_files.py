@@ -7,6 +7,7 @@ import os
 import pathlib
 import secrets
 import stat
+import tempfile
 from collections.abc import Iterator
 
 from etils import epath
@@ -58,6 +59,15 @@ def replace_text(path: AnyPath, text: str) -> None:
     """Replaces a file atomically: the name always refers to a complete file."""
     with replacing(path) as partial:
         partial.write_bytes(text.encode())
+
+
+def check_replaceable(path: pathlib.Path) -> None:
+    """Raises `OSError` where a local file could not be replaced later; makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
 
 
 def remove_left_overs(folder: AnyPath) -> None:

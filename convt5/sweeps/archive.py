@@ -4,9 +4,11 @@ Each line is a finished run: its settings, its status, and the records with the 
 Checkpoints, logs and the records between evaluations are not included.
 """
 
+import contextlib
 import json
 import pathlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from convt5 import errors
@@ -29,14 +31,27 @@ def write(study: Study, path: pathlib.Path) -> int:
     lines = [_line(study, made) for made in running.runs(study) if made.is_done]
     if not lines and path.exists():
         return 0
-    try:
+    with _naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_files.replace_text(path, "".join(lines))
+    return len(lines)
+
+
+def check(path: pathlib.Path) -> None:
+    """Raises `UserError` if the file of results cannot be written, before there are any."""
+    with _naming(path):
+        atomic_files.check_replaceable(path)
+
+
+@contextlib.contextmanager
+def _naming(path: pathlib.Path) -> Iterator[None]:
+    """Context in which the flag of a file that cannot be written is named."""
+    try:
+        yield
     except OSError as error:
         raise errors.UserError(
             f"--export_results={path} cannot be written ({error.strerror}); name another file."
         ) from error
-    return len(lines)
 
 
 def read(study: Study, path: pathlib.Path) -> int:

@@ -2,20 +2,20 @@
 
 Three commands, of which only the first and the last need TensorFlow and the data:
 
-`ask --gin_file=gin/finetune/trec6.gin --gin.DATA=... --split=test --file=trec6.json` writes the token
-ids of the inputs and of the targets whose scores the metrics need.
+`ask --gin_file=gin/finetune/trec6.gin --gin.DATA=... --split=test --file=trec6.json` writes the
+token ids of the inputs and of the targets whose scores the metrics need.
 
 `answer --file=trec6.json --output=answers.jsonl RUN ...` computes scores and predictions of the
 runs, on whatever device JAX has.
 
-`measure`, with the settings of `ask` and `--answers=answers.jsonl`, prints the metrics of each run as
-JSON lines. They are those of `convt5.eval`: the evaluator is the same, and only the model is elsewhere.
+`measure`, with the settings of `ask` and `--answers=answers.jsonl`, prints the metrics of each run
+as JSON lines. They are those of `convt5.eval`: the evaluator is the same, and only the model is
+elsewhere.
 """
 
 import argparse
 import json
 import pathlib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,8 +26,9 @@ from convt5 import errors
 from convt5.configuration import command_line, gin_config
 from convt5.evaluation.predictor import Prediction, Predictor, TargetScore
 from convt5.evaluation.settings import PredictConfig
+from convt5.modeling.model import ConvT5
 
-_BATCH_SIZE = 128
+_BATCH_SIZE = 256
 
 
 class Ids(NamedTuple):
@@ -131,7 +132,9 @@ def answer(settings: argparse.Namespace, bindings: Sequence[str]) -> None:
         batch_size=_BATCH_SIZE,
     )
     for run in settings.runs:
-        predictor = Predictor(convt5.load_model(run), Ids(*asked["vocabulary"]), config)
+        model = convt5.load_model(run)
+        assert isinstance(model, ConvT5)
+        predictor = Predictor(model, Ids(*asked["vocabulary"]), config)
         answers: dict[str, Any] = {"run": pathlib.Path(run).name, "file": settings.file.name}
         answers["device"] = jax.devices()[0].device_kind
         answers["scores"] = predictor.score_choices(
