@@ -192,7 +192,7 @@ def test_an_error_while_writing_leaves_nothing(tmp_path):
 def test_two_conversions_into_one_directory_do_not_mix(tmp_path):
     with (
         converting.new_directory(tmp_path / "run"),
-        pytest.raises(UserError, match="in use"),
+        pytest.raises(UserError, match=r"output_dir=.* is in use .* another output_dir"),
         converting.new_directory(tmp_path / "run"),
     ):
         pytest.fail("the second conversion began")
@@ -239,6 +239,14 @@ def test_an_output_directory_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"output_dir=.*run cannot be made: .*file is no folder"):
         conversion.check_destination(str(tmp_path / "file" / "run"))
+
+
+def test_a_file_system_on_which_nothing_can_be_made_is_told():
+    with (
+        pytest.raises(UserError, match=r"output_dir=.* must be a folder that can be written"),
+        converting.new_directory(pathlib.Path("/proc/run")),
+    ):
+        pytest.fail("the folder was made")
 
 
 def test_the_root_is_no_output_directory():

@@ -125,7 +125,7 @@ def new_directory(destination: pathlib.Path) -> Iterator[pathlib.Path]:
     First removes what a killed conversion left behind; one that is running is an error.
     """
     partial = atomic_files.unfinished(destination, "incomplete")
-    with run_directory.hold(partial):
+    with run_directory.hold(partial, what="output_dir"):
         for left_over in partial.iterdir():
             if left_over.is_dir() and not left_over.is_symlink():
                 shutil.rmtree(left_over)
