@@ -16,6 +16,7 @@ from convt5.checkpoints.reading import find_checkpoint
 from convt5.configuration import gin_config
 from convt5.errors import UserError
 from convt5.interchange import conversion, converting, hugging_face, loading, portable
+from convt5.text import vocabulary_files
 
 with warnings.catch_warnings():  # TensorFlow's own imports warn.
     warnings.simplefilter("ignore")
@@ -310,6 +311,19 @@ def test_a_vocabulary_is_kept_beside_the_model(capsys, checkpoint, tmp_path):
     run(capsys, "--to=safetensors", f"--checkpoint={out}", f"--output_dir={export}")
     for model in (out, out / "checkpoints" / "7", export):
         assert convt5.load_vocabulary(model).vocab_size == 125
+
+
+def test_a_folder_named_as_vocabulary_brings_those_of_inputs_and_of_targets(capsys, tmp_path):
+    write_t5(tmp_path, tiny(vocab_size=400))
+    text = vocabulary_files.KeptText(
+        vocabulary_files.KeptVocabulary("sentencepiece", 100, word_pieces.trained_model()),
+        vocabulary_files.KeptVocabulary("characters", 100),
+        add_eos=False,
+    )
+    vocabulary_files.write(tmp_path / "other" / vocabulary_files.FOLDER, text)
+    flags = (f"--vocabulary={tmp_path}/other", f"--output_dir={tmp_path}/out")
+    run(capsys, "--from=hf", "--to=safetensors", f"--checkpoint={tmp_path}", *flags)
+    assert vocabulary_files.load(tmp_path / "out") == text
 
 
 def test_a_named_vocabulary_that_replaces_another_is_told(capsys, tmp_path):
