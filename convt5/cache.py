@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from convt5 import errors
 from convt5.configuration import command_line, gin_config, gin_files
 from convt5.data.block_workers import BlockWorkers
-from convt5.runtime import atomic_files
+from convt5.runtime import atomic_files, folders
 from convt5.runtime.bars import Bar
 from convt5.text import task_format
 
@@ -173,6 +173,7 @@ def _check_flags(flags: argparse.Namespace, pipeline_options: Sequence[str]) -> 
     for name in ("epochs", "rows", "processes", "shards"):
         if getattr(flags, name) is not None and getattr(flags, name) < 1:
             raise errors.UserError(f"{name}={getattr(flags, name)} must be at least 1.")
+    folders.check_outside_checkpoints(flags.output_dir, what="output_dir")
     if flags.shards > _MOST_SHARDS:
         raise errors.UserError(f"shards={flags.shards} must be at most {_MOST_SHARDS}.")
     if flags.rows is not None and flags.rows < flags.shards:

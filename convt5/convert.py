@@ -167,17 +167,17 @@ def main(argv: Sequence[str]) -> int:
     # Deferred, so that help and usage errors are fast.
     from convt5.interchange import converting
 
-    print(converting.convert(conversion, destination, _vocabulary(conversion)))
+    print(converting.convert(conversion, destination, _features(conversion)))
     return 0
 
 
-def _vocabulary(conversion: Conversion) -> Any:
-    """Returns the vocabulary of --vocabulary, or None."""
+def _features(conversion: Conversion) -> Any:
+    """Returns the vocabularies of --vocabulary, or None."""
     if conversion.vocabulary is None:
         return None
     from convt5.evaluation import run_settings
 
-    return run_settings.load_vocabulary(conversion.vocabulary, trust=conversion.trust)
+    return run_settings.text_features(conversion.vocabulary, trust=conversion.trust)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from convt5.checkpoints.reading import find_checkpoint
 from convt5.configuration import gin_config
 from convt5.errors import UserError
 from convt5.interchange import conversion, converting, hugging_face, loading, portable
+from convt5.text import vocabulary_files
 
 with warnings.catch_warnings():  # TensorFlow's own imports warn.
     warnings.simplefilter("ignore")
@@ -192,7 +193,7 @@ def test_an_error_while_writing_leaves_nothing(tmp_path):
 def test_two_conversions_into_one_directory_do_not_mix(tmp_path):
     with (
         converting.new_directory(tmp_path / "run"),
-        pytest.raises(UserError, match="in use"),
+        pytest.raises(UserError, match=r"output_dir=.* is in use .* another output_dir"),
         converting.new_directory(tmp_path / "run"),
     ):
         pytest.fail("the second conversion began")
@@ -239,6 +240,14 @@ def test_an_output_directory_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"output_dir=.*run cannot be made: .*file is no folder"):
         conversion.check_destination(str(tmp_path / "file" / "run"))
+
+
+def test_a_file_system_on_which_nothing_can_be_made_is_told():
+    with (
+        pytest.raises(UserError, match=r"output_dir=.* must be a folder that can be written"),
+        converting.new_directory(pathlib.Path("/proc/run")),
+    ):
+        pytest.fail("the folder was made")
 
 
 def test_the_root_is_no_output_directory():
@@ -302,6 +311,19 @@ def test_a_vocabulary_is_kept_beside_the_model(capsys, checkpoint, tmp_path):
     run(capsys, "--to=safetensors", f"--checkpoint={out}", f"--output_dir={export}")
     for model in (out, out / "checkpoints" / "7", export):
         assert convt5.load_vocabulary(model).vocab_size == 125
+
+
+def test_a_folder_named_as_vocabulary_brings_those_of_inputs_and_of_targets(capsys, tmp_path):
+    write_t5(tmp_path, tiny(vocab_size=400))
+    text = vocabulary_files.KeptText(
+        vocabulary_files.KeptVocabulary("sentencepiece", 100, word_pieces.trained_model()),
+        vocabulary_files.KeptVocabulary("characters", 100),
+        add_eos=False,
+    )
+    vocabulary_files.write(tmp_path / "other" / vocabulary_files.FOLDER, text)
+    flags = (f"--vocabulary={tmp_path}/other", f"--output_dir={tmp_path}/out")
+    run(capsys, "--from=hf", "--to=safetensors", f"--checkpoint={tmp_path}", *flags)
+    assert vocabulary_files.load(tmp_path / "out") == text
 
 
 def test_a_named_vocabulary_that_replaces_another_is_told(capsys, tmp_path):

@@ -1,6 +1,7 @@
 """Whatever a run directory is called, what is saved there is read again, or nothing is begun."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 
@@ -14,6 +15,8 @@ from quick import quick
 
 from convt5 import errors
 from convt5.checkpoints import checkpoint, read_back, reading
+from convt5.evaluation import results
+from convt5.interchange import conversion
 from convt5.runtime import folders
 from convt5.training import averaging, run_directory, run_log
 from convt5.training.trainer import train
@@ -229,3 +232,26 @@ def test_a_run_in_an_object_store_is_found(monkeypatch):
     monkeypatch.setattr(type(epath.Path(kept)), "exists", lambda path: str(path) == kept)
     for model in ("gs://bucket/run", "gs://bucket/run/checkpoints/5"):
         assert str(folders.run_folder(model, "kept.json")) == "gs://bucket/run"
+
+
+@pytest.mark.parametrize("inside", ["7000", "10/exported", "link/8", "."])
+def test_nothing_else_is_written_among_the_checkpoints_of_a_run(inside, tmp_path):
+    steps = tmp_path / "run" / "checkpoints"
+    (steps / "10").mkdir(parents=True)
+    (steps / "10" / "about").mkdir()
+    (steps / "link").symlink_to(steps)
+    output = str(steps / inside)
+    pattern = r"=.* lies in '.*/run/checkpoints', which holds the checkpoints of a run"
+    for setting, check in {
+        "output_dir": conversion.check_destination,
+        "run_dir": run_directory.check,
+        "output": functools.partial(results.check_resumable, settings={}),
+    }.items():
+        with pytest.raises(errors.UserError, match=setting + pattern):
+            check(output)
+
+
+def test_a_folder_called_checkpoints_may_hold_outputs_if_it_is_not_that_of_a_run(tmp_path):
+    (tmp_path / "checkpoints" / "10").mkdir(parents=True)
+    for name in ("checkpoints/t5", "checkpoints/20", "elsewhere/20"):
+        folders.check_outside_checkpoints(tmp_path / name, what="output_dir")

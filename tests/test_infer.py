@@ -556,6 +556,10 @@ def test_an_exported_model_needs_a_vocabulary(tmp_path, capsys):
         UserError, match=r"exported is neither a SentencePiece file, nor a model with"
     ):
         infer.main(argv)
+    (folder / "spiece.model").write_text("damaged")
+    with pytest.raises(UserError, match=r"spiece\.model cannot be read.* or remove it and name"):
+        infer.main([*argv, "--vocabulary=bytes"])
+    (folder / "spiece.model").unlink()
     assert infer.main([*argv, "--vocabulary=bytes"]) == 0
     assert "ByteVocabulary, 359 ids" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"vocabulary path=.*/spm.model' names no file"):

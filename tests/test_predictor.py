@@ -333,6 +333,8 @@ def test_a_sentinel_of_endless_digits_is_text(model):
 def test_impossible_settings_are_reported_together():
     with pytest.raises(UserError, match=r"(?s)max_length=0.*batch_size=0.*long_inputs='cut'"):
         PredictConfig(max_length=0, batch_size=0, long_inputs="cut")
+    with pytest.raises(UserError, match="long_inputs=None must be one of truncate, refuse"):
+        PredictConfig(long_inputs=None)
 
 
 def test_what_is_no_list_of_texts_is_refused(model):

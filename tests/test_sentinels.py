@@ -165,9 +165,23 @@ def test_what_transformers_has_no_tokenizer_of_is_not_written(vocabulary, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("options", [{"model_type": "bpe"}, {"user_defined_symbols": ["<sep>"]}])
-def test_what_transformers_would_split_into_other_ids_is_not_written(options, tmp_path):
-    model = word_pieces.trained_model(vocab_size=27, **options)
+def with_an_unused_piece(model: bytes) -> bytes:
+    messages: Any = sentencepiece_model_pb2  # Its contents are generated at import.
+    proto = messages.ModelProto.FromString(model)
+    next(piece for piece in proto.pieces if piece.piece == "▁cat").type = 5
+    return proto.SerializeToString()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        word_pieces.trained_model(vocab_size=27, model_type="bpe"),
+        word_pieces.trained_model(vocab_size=27, user_defined_symbols=["<sep>"]),
+        word_pieces.trained_model(vocab_size=27, treat_whitespace_as_suffix=True),
+        with_an_unused_piece(word_pieces.trained_model()),
+    ],
+)
+def test_what_transformers_would_split_into_other_ids_is_not_written(model, tmp_path):
     kept = vocabulary_files.KeptVocabulary("sentencepiece", 7, model)
     text = vocabulary_files.KeptText(kept, kept)
     assert not vocabulary_files.write_for_hugging_face(tmp_path, text)

@@ -25,7 +25,7 @@ from convt5.evaluation.results import Outcome, Results, closing_results
 from convt5.evaluation.run_settings import RunSettings
 from convt5.evaluation.settings import PredictConfig, from_flags
 from convt5.modeling import sharding
-from convt5.runtime import metric_names
+from convt5.runtime import folders, metric_names
 from convt5.runtime.progress import Progress
 from convt5.training.compilation import enable_persistent_cache
 
@@ -352,6 +352,7 @@ def _open_results(
             f"{folder} is a link, and nothing in a run directory is written through links; name "
             "the folder with --output_dir, or remove the link."
         )
+    folders.check_outside_checkpoints(folder, what="output_dir")
     described = plan.described()
     with closing_results(None if jax.process_index() else Results(folder, described)) as results:
         yield results

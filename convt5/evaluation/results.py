@@ -16,7 +16,7 @@ from etils import epath
 
 from convt5 import errors
 from convt5.checkpoints.record import differences
-from convt5.runtime import atomic_files, file_locks, foreign_files
+from convt5.runtime import atomic_files, file_locks, folders, foreign_files
 from convt5.training.run_log import TensorBoard
 
 
@@ -129,8 +129,8 @@ class Results:
         path = self.path(task, split, step)
         if atomic_files.is_remote(path):
             return
-        folders = [self.folder / "tensorboard", path.parent, path.parent.parent]
-        expected_kinds = [(p, "a folder") for p in folders]
+        directories = [self.folder / "tensorboard", path.parent, path.parent.parent]
+        expected_kinds = [(p, "a folder") for p in directories]
         expected_kinds += [(p, "a file") for p in (path, path.with_suffix(".jsonl"))]
         faults = [
             f"{p} is {kind}, where {want} must be"
@@ -290,6 +290,7 @@ def _check_name(path: str) -> None:
         )
     if path.endswith(os.sep):
         raise _unwritable(path, "its name ends as that of a folder")
+    folders.check_outside_checkpoints(path, what="output")
 
 
 def _unwritable(path: epath.PathLike, reason: str | None) -> errors.UserError:

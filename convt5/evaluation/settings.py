@@ -74,7 +74,7 @@ class PredictConfig:
         if self.long_inputs not in LONG_INPUTS:
             faults.append(
                 f"long_inputs={self.long_inputs!r} must be one of {', '.join(LONG_INPUTS)}."
-                f"{errors.suggest(self.long_inputs, LONG_INPUTS)}"
+                f"{errors.suggest(str(self.long_inputs), LONG_INPUTS)}"
             )
         errors.raise_all(faults, where="PredictConfig")
 

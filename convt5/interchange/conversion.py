@@ -102,6 +102,7 @@ def check_destination(output_dir: str) -> pathlib.Path:
             "with gcloud storage cp --recursive."
         )
     folders.check(output_dir, what="output_dir")
+    folders.check_outside_checkpoints(output_dir, what="output_dir")
     given = pathlib.Path(os.path.abspath(os.path.expanduser(output_dir)))
     for path in (given, *given.parents):
         if path.is_symlink() and not path.exists():

@@ -45,13 +45,17 @@ _NO_VOCABULARY = (
 )
 
 
-def convert(conversion: Conversion, destination: pathlib.Path, vocabulary: Any = None) -> str:
+def convert(
+    conversion: Conversion,
+    destination: pathlib.Path,
+    features: vocabulary_files.TextFeatures | None = None,
+) -> str:
     """Creates the destination; returns a message for the user.
 
     Args:
         conversion: what to read and to write.
         destination: the folder to create, as `check_destination` returns it.
-        vocabulary: the one of `conversion.vocabulary`; None means the one beside the checkpoint.
+        features: those of `conversion.vocabulary`; None means those beside the checkpoint.
 
     Raises:
         UserError: the input is invalid; nothing is written then.
@@ -70,7 +74,7 @@ def convert(conversion: Conversion, destination: pathlib.Path, vocabulary: Any =
         config = dataclasses.replace(imported.config, dtype=conversion.dtype)
         imported = imported._replace(config=config)
     origin = f"Imported from {conversion.checkpoint} ({conversion.source}) by convt5.convert."
-    text = _text_of(conversion, imported, vocabulary)
+    text = _text_of(conversion, imported, features)
     formats = task_format.load(conversion.checkpoint)
     if text is None and conversion.target == "run" and isinstance(imported.config, ConvT5Config):
         imported.report.notes.append(_NO_VOCABULARY)
@@ -99,10 +103,10 @@ def convert(conversion: Conversion, destination: pathlib.Path, vocabulary: Any =
 
 
 def _text_of(
-    conversion: Conversion, imported: Imported, vocabulary: Any
+    conversion: Conversion, imported: Imported, features: vocabulary_files.TextFeatures | None
 ) -> vocabulary_files.KeptText | None:
     """Returns the text of the model's token ids, as far as known."""
-    if vocabulary is None:
+    if features is None:
         return vocabulary_files.load(conversion.checkpoint)
     limit = getattr(imported.config, "vocab_size", None)
     if limit is None:
@@ -110,12 +114,15 @@ def _text_of(
             f"--vocabulary={conversion.vocabulary} is for text models, and "
             f"{conversion.checkpoint} holds a {type(imported.config).__name__}; leave it out."
         )
-    vocabulary_files.check_size(vocabulary, limit)
-    kept = vocabulary_files.of(vocabulary)
+    for vocabulary in (features.inputs, features.targets):
+        vocabulary_files.check_size(vocabulary, limit)
+    inputs, targets = map(vocabulary_files.of, (features.inputs, features.targets))
     name = str(conversion.vocabulary)
-    if note := vocabulary_files.replacement(name, kept, conversion.checkpoint):
+    if note := vocabulary_files.replacement(name, inputs, conversion.checkpoint):
         imported.report.notes.append(note)
-    return None if kept is None else vocabulary_files.KeptText(kept, kept)
+    if inputs is None or targets is None:
+        return None
+    return vocabulary_files.KeptText(inputs, targets, features.add_eos)
 
 
 @contextlib.contextmanager
@@ -125,7 +132,7 @@ def new_directory(destination: pathlib.Path) -> Iterator[pathlib.Path]:
     First removes what a killed conversion left behind; one that is running is an error.
     """
     partial = atomic_files.unfinished(destination, "incomplete")
-    with run_directory.hold(partial):
+    with run_directory.hold(partial, what="output_dir"):
         for left_over in partial.iterdir():
             if left_over.is_dir() and not left_over.is_symlink():
                 shutil.rmtree(left_over)

@@ -78,6 +78,34 @@ def check(path: epath.PathLike, *, what: str = "the checkpoint folder") -> None:
         raise errors.UserError(f"{what}={name!r} {fault}; choose another folder.")
 
 
+def check_outside_checkpoints(path: epath.PathLike, *, what: str) -> None:
+    """Raises `UserError` for an output that would lie among, or in, the checkpoints of a run.
+
+    There it would be taken for a checkpoint, or be deleted with one.
+
+    Args:
+        path: the file or folder, which need not exist.
+        what: the setting to name in the message, such as `run_dir`.
+    """
+    name = os.fspath(path)
+    output = epath.Path(name if is_remote(name) else os.path.realpath(os.path.expanduser(name)))
+    for folder in (output, *output.parents):
+        if folder.name == "checkpoints" and _holds_steps(folder):
+            raise errors.UserError(
+                f"{what}={name!r} lies in {os.fspath(folder)!r}, which holds the checkpoints of a "
+                "run and nothing else; choose a place outside."
+            )
+
+
+def _holds_steps(folder: epath.Path) -> bool:
+    """Returns whether one of the entries of a folder is a checkpoint."""
+    try:
+        entries = folder.iterdir() if folder.is_dir() else ()
+        return any(entry.name.isdigit() and (entry / "about").exists() for entry in entries)
+    except OSError:  # It cannot be read.
+        return False
+
+
 def _remote_fault(name: str) -> str | None:
     # Orbax takes the URLs of other stores for local folders.
     return None if name.startswith("gs://") else "must be a local folder, or begin with gs://"

@@ -10,14 +10,15 @@ from typing import Any
 
 _SPACE = "▁"
 _UNIGRAM = 1
-_SPECIAL_TYPES = _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_SPECIAL_TYPES = _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 
 
 def describe(model: bytes, marks: Mapping[int, str]) -> dict[str, Any] | None:
     """Returns the contents of tokenizer.json; None for a model that it cannot express.
 
-    Such are models of another type than unigram, and those with symbols that a user defined beside
-    sentinels: `tokenizers` begins a new text behind each, without the space before it.
+    Such are models of another type than unigram; those that put the space of a word behind it;
+    those with unused pieces, which `tokenizers` would use; and those with symbols that a user
+    defined beside sentinels, behind each of which it begins a new text, without the space before.
 
     Args:
         model: contents of a SentencePiece model file.
@@ -29,7 +30,8 @@ def describe(model: bytes, marks: Mapping[int, str]) -> dict[str, Any] | None:
     proto = messages.ModelProto.FromString(model)
     trained = proto.trainer_spec
     by_type = {t: {i for i, p in enumerate(proto.pieces) if p.type == t} for t in _SPECIAL_TYPES}
-    if trained.model_type != _UNIGRAM or by_type[_USER_DEFINED] - marks.keys():
+    others = (by_type[_USER_DEFINED] | by_type[_UNUSED]) - marks.keys()
+    if trained.model_type != _UNIGRAM or trained.treat_whitespace_as_suffix or others:
         return None
     # Not the ids of `trained`: pieces may have been put in since.
     (unknown,) = by_type[_UNKNOWN]

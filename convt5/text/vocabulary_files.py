@@ -259,7 +259,9 @@ def load(model: epath.PathLike) -> KeptText | None:
         try:
             pieces = read_model(exported)
         except (OSError, ValueError) as error:
-            remedy = "put the file back, or name the vocabulary (--vocabulary=FILE.model)."
+            remedy = (
+                "put the file back, or remove it and name the vocabulary (--vocabulary=FILE.model)."
+            )
             raise foreign_files.unreadable(exported, error, remedy) from None
         kept = KeptVocabulary("sentencepiece", _num_sentinels(exported, pieces), pieces)
     return KeptText(kept, kept)

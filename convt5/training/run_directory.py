@@ -48,30 +48,34 @@ _FOLDERS = (*_OF_STEPS, vocabulary_files.FOLDER, "tensorboard")
 
 
 @contextlib.contextmanager
-def hold(run_dir: epath.PathLike) -> Iterator[epath.Path]:
+def hold(run_dir: epath.PathLike, *, what: str = "run_dir") -> Iterator[epath.Path]:
     """Creates the run directory and locks out other processes until the context ends.
 
     The lock ends with the process, however it ends. In a run of several hosts, the first holds it
     for all. Directories in an object store are not locked. A new directory in which nothing was
     written before an error is removed.
 
+    Args:
+        run_dir: the directory.
+        what: the setting to name in messages.
+
     Raises:
         UserError: the directory is not writable, or another process uses it.
     """
-    check(run_dir)
+    check(run_dir, what=what)
     folder = folders.literal(run_dir)
     if atomic_files.is_remote(folder):
-        _check_writable(folder)
+        _check_writable(folder, what)
         yield folder
         return
     is_new = not folder.exists()
-    _check_writable(folder)
+    _check_writable(folder, what)
     if jax.process_index():
         yield folder
         return
     lock = _open_lock(folder)
     try:
-        _lock(lock, folder)
+        _lock(lock, folder, what)
         atomic_files.remove_left_overs(folder)
         yield folder
     except errors.UserError:
@@ -82,25 +86,31 @@ def hold(run_dir: epath.PathLike) -> Iterator[epath.Path]:
         os.close(lock)
 
 
-def check(run_dir: epath.PathLike) -> None:
-    """Raises `UserError` for a path that cannot be a run directory; creates nothing."""
+def check(run_dir: epath.PathLike, *, what: str = "run_dir") -> None:
+    """Raises `UserError` for a path that cannot be a run directory; creates nothing.
+
+    Args:
+        run_dir: the path.
+        what: the setting to name in messages.
+    """
     if not str(run_dir):
-        raise errors.UserError("run_dir='' must name a folder; `.` is the working directory.")
-    folders.check(run_dir, what="run_dir")
+        raise errors.UserError(f"{what}='' must name a folder; `.` is the working directory.")
+    folders.check(run_dir, what=what)
+    folders.check_outside_checkpoints(run_dir, what=what)
     if atomic_files.is_remote(run_dir):
         return
     folder = pathlib.Path(folders.literal(run_dir))
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not nearest.is_dir():
         kind = atomic_files.kind(nearest)
-        raise _unwritable(folder, f" {nearest} is {kind}{' to none' * nearest.is_symlink()}")
+        raise _unwritable(folder, what, f" {nearest} is {kind}{' to none' * nearest.is_symlink()}")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise _unwritable(folder, f" {nearest} may not be written")
+        raise _unwritable(folder, what, f" {nearest} may not be written")
     if nearest == folder and (faults := list(_in_the_way(folder))):
         raise errors.UserError(
-            f"run_dir={str(folder)!r} cannot be used: {'; '.join(errors.abbreviate(faults))}. A "
+            f"{what}={str(folder)!r} cannot be used: {'; '.join(errors.abbreviate(faults))}. A "
             "run directory is not written through links, and nothing in it is overwritten by a "
-            "different kind of file: remove the obstacle, or choose another run_dir."
+            f"different kind of file: remove the obstacle, or choose another {what}."
         )
 
 
@@ -200,28 +210,28 @@ def _open_lock(folder: epath.Path) -> int:
         ) from error
 
 
-def _check_writable(folder: epath.Path) -> None:
+def _check_writable(folder: epath.Path, what: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not atomic_files.is_remote(folder):
             with tempfile.TemporaryFile(dir=folder):
                 pass
     except OSError as error:
-        raise _unwritable(folder, f": {error.strerror}") from error
+        raise _unwritable(folder, what, f": {error.strerror}") from error
 
 
-def _unwritable(folder: os.PathLike, reason: str) -> errors.UserError:
+def _unwritable(folder: os.PathLike, what: str, reason: str) -> errors.UserError:
     return errors.UserError(
-        f"run_dir={str(folder)!r} must be a folder that can be written, but{reason}; choose "
-        "another run_dir, or change its permissions."
+        f"{what}={str(folder)!r} must be a folder that can be written, but{reason}; choose "
+        f"another {what}, or change its permissions."
     )
 
 
-def _lock(lock: int, folder: epath.Path) -> None:
+def _lock(lock: int, folder: epath.Path, what: str) -> None:
     if not file_locks.lock(lock):
         raise errors.UserError(
-            f"run_dir={str(folder)!r} is in use by {_holder(lock)}; wait for it to end, stop it, "
-            "or choose another run_dir."
+            f"{what}={str(folder)!r} is in use by {_holder(lock)}; wait for it to end, stop it, "
+            f"or choose another {what}."
         )
     about = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
     os.ftruncate(lock, 0)
