@@ -313,6 +313,17 @@ def replace_invalid(text: str) -> str:
     return whole.replace("\0", "\ufffd")
 
 
+def check_no_utf_16(name: str) -> None:
+    """Raises `UserError` if a file is UTF-16 by its first line, for readers of lines of bytes."""
+    with explain_errors(name), open_bytes(name) as file:
+        text = file.readline(_BLOCK_BYTES).decode("utf-8", "surrogateescape")
+    if text.startswith(_UTF_16) or _is_a_quarter_nul(text):
+        raise errors.UserError(
+            f"file {name!r} is UTF-16, of which lines of bytes are no text; convert it "
+            f"({_conversion(text, 0, 1)})."
+        )
+
+
 def _invalid_place(text: str) -> int | None:
     """Returns the index of the first character that is not UTF-8; None without one.
 
@@ -322,7 +333,11 @@ def _invalid_place(text: str) -> int | None:
         text.encode()
     except UnicodeEncodeError as error:
         return error.start
-    return text.index("\0") if "\0" in text and 4 * text.count("\0") >= len(text) else None
+    return text.index("\0") if _is_a_quarter_nul(text) else None
+
+
+def _is_a_quarter_nul(text: str) -> bool:
+    return 4 * text.count("\0") >= len(text) > 0
 
 
 def _conversion(text: str, at: int, line: int) -> str:

@@ -718,6 +718,16 @@ def test_lines_of_compressed_files_are_not_read_as_they_are(tmp_path):
             read()
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_lines_of_utf_16_are_not_read_as_bytes(tmp_path, encoding):
+    (tmp_path / "one.txt").write_text("één\n", "utf-8")
+    (tmp_path / "two.txt").write_text("één\ntwee\n", encoding)
+    source = seqio.TextLineDataSource({"train": f"{tmp_path}/*.txt"})
+    for read in ways_to_read(text_task(some_texts).replace(source=source)):
+        with pytest.raises(errors.UserError, match=r"two\.txt' is UTF-16, .* \(iconv -f utf-16"):
+            read()
+
+
 @pytest.mark.parametrize("source", ["memory", "files"])
 def test_tasks_that_share_documents_read_them_in_orders_of_their_own(tmp_path, monkeypatch, source):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

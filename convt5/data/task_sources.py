@@ -58,7 +58,7 @@ def check_files(task: seqio.Task, source: seqio.DataSource, split: str) -> None:
 
     Raises:
         UserError: no file matches the names of a split, one would be read twice, some of the split
-            are also in "train", or compressed files would be read as they are.
+            are also in "train", or files that are compressed or UTF-16 would be read as they are.
     """
     if isinstance(source, seqio.TfdsDataSource):
         sources.check_tfds_apart(source, split)
@@ -81,6 +81,10 @@ def check_files(task: seqio.Task, source: seqio.DataSource, split: str) -> None:
             f"task {task.name!r}, split={split!r}: {pattern!r} match {next(iter(twice))!r} twice, "
             "by its name or a link, and would read its rows twice; correct the patterns in it."
         )
+    if isinstance(source, seqio.TextLineDataSource):
+        for name in files:
+            if not local_files.is_remote(name):  # Opening many of those would take long.
+                local_files.check_no_utf_16(name)
     if not files:
         raise errors.UserError(
             f"task {task.name!r}, split={split!r}: no file matches {pattern!r} (working directory "
