@@ -118,17 +118,23 @@ def check_apart(splits: Mapping[str, Sequence[str]]) -> None:
 
 
 def _check_held_out(train: Sequence[str], held_out: Sequence[str], split: str) -> None:
-    ours, others = (
-        {without_compression(place): name for place, name in _by_place(names).items()}
-        for names in (train, held_out)
-    )
-    both = [name for place, name in others.items() if place in ours]
-    if both and ours.keys() != others.keys():
+    both = common(train, held_out)
+    if both and _by_content(train).keys() != _by_content(held_out).keys():
         raise errors.UserError(
             f"file {both[0]!r} of split={split!r} is also among the files of 'train', so what "
             "measures the model would be trained on; leave it out of one of the two paths, for "
             "instance by a glob that matches only one of them."
         )
+
+
+def common(train: Iterable[str], held_out: Iterable[str]) -> list[str]:
+    """Returns the names among `held_out` of files that are also in `train`."""
+    ours = _by_content(train)
+    return [name for place, name in _by_content(held_out).items() if place in ours]
+
+
+def _by_content(names: Iterable[str]) -> dict[str, str]:
+    return {without_compression(place): name for place, name in _by_place(names).items()}
 
 
 def _by_place(names: Iterable[str]) -> dict[str, str]:

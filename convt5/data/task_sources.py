@@ -2,15 +2,17 @@
 
 import collections
 import functools
+import itertools
 import os
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import seqio
 import tensorflow as tf
 
 from convt5 import errors
-from convt5.tasks import local_files, sources
+from convt5.tasks import local_files, sources, tables
 
 _CACHED_SPLIT = re.compile(r"info\.(.+)\.json")
 
@@ -51,6 +53,31 @@ def splits(task: seqio.Task, *, cached: bool) -> list[str]:
 def _cached_splits(folder: str) -> list[str]:
     names = map(_CACHED_SPLIT.fullmatch, tf.io.gfile.listdir(folder))
     return sorted(name[1] for name in names if name)
+
+
+def check_apart(trained: Iterable[seqio.Task], measured: Iterable[seqio.Task], split: str) -> None:
+    """Checks that files that measure tasks are not those of other tasks that are trained on.
+
+    `check_files` compares the splits of one task, or of tasks of the same files such as denoisers.
+
+    Raises:
+        UserError: some files of a task are also in the "train" of another one.
+    """
+    # Denoisers share a source, whose files are then listed once.
+    train = [_files(source, "train") for source in dict.fromkeys(task.source for task in trained)]
+    for source in dict.fromkeys(task.source for task in measured):
+        own, held_out = _files(source, "train"), _files(source, split)
+        others = [name for names in train if set(names) != set(own) for name in names]
+        if local_files.common(others, held_out):
+            local_files.check_apart({"train": [*itertools.chain(*train)], split: held_out})
+
+
+def _files(source: Any, split: str) -> list[str]:
+    """Returns the files of a split, as far as they are known."""
+    if isinstance(source, sources.TextFilesSource | tables.TableSource):
+        return source.files(split) if split in source.splits else []
+    is_known = isinstance(source, seqio.FileDataSource) and split in source.splits
+    return list(source.list_shards(split)) if is_known else []
 
 
 def check_files(task: seqio.Task, source: seqio.DataSource, split: str) -> None:
