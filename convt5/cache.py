@@ -196,6 +196,7 @@ def _check_flags(flags: argparse.Namespace, pipeline_options: Sequence[str]) -> 
 def _check_data(run: "TrainRun") -> None:
     """Raises `UserError` for data that cannot be cached."""
     from convt5 import data
+    from convt5.training import data_checks
     from convt5.training.validation import check_num_batches
 
     for config in (run.train_data, run.eval_data):
@@ -205,6 +206,7 @@ def _check_data(run: "TrainRun") -> None:
                 "(text from seqio) can be cached."
             )
     check_num_batches(run.eval_num_batches, run.eval_data)
+    data_checks.check_files_apart(run.train_data, run.eval_data)
 
 
 def _make_on_beam(

@@ -118,17 +118,23 @@ def check_apart(splits: Mapping[str, Sequence[str]]) -> None:
 
 
 def _check_held_out(train: Sequence[str], held_out: Sequence[str], split: str) -> None:
-    ours, others = (
-        {without_compression(place): name for place, name in _by_place(names).items()}
-        for names in (train, held_out)
-    )
-    both = [name for place, name in others.items() if place in ours]
-    if both and ours.keys() != others.keys():
+    both = common(train, held_out)
+    if both and _by_content(train).keys() != _by_content(held_out).keys():
         raise errors.UserError(
             f"file {both[0]!r} of split={split!r} is also among the files of 'train', so what "
             "measures the model would be trained on; leave it out of one of the two paths, for "
             "instance by a glob that matches only one of them."
         )
+
+
+def common(train: Iterable[str], held_out: Iterable[str]) -> list[str]:
+    """Returns the names among `held_out` of files that are also in `train`."""
+    ours = _by_content(train)
+    return [name for place, name in _by_content(held_out).items() if place in ours]
+
+
+def _by_content(names: Iterable[str]) -> dict[str, str]:
+    return {without_compression(place): name for place, name in _by_place(names).items()}
 
 
 def _by_place(names: Iterable[str]) -> dict[str, str]:
@@ -313,6 +319,17 @@ def replace_invalid(text: str) -> str:
     return whole.replace("\0", "\ufffd")
 
 
+def check_no_utf_16(name: str) -> None:
+    """Raises `UserError` if a file is UTF-16 by its first line, for readers of lines of bytes."""
+    with explain_errors(name), open_bytes(name) as file:
+        text = file.readline(_BLOCK_BYTES).decode("utf-8", "surrogateescape")
+    if text.startswith(_UTF_16) or _is_a_quarter_nul(text):
+        raise errors.UserError(
+            f"file {name!r} is UTF-16, of which lines of bytes are no text; convert it "
+            f"({_conversion(text, 0, 1)})."
+        )
+
+
 def _invalid_place(text: str) -> int | None:
     """Returns the index of the first character that is not UTF-8; None without one.
 
@@ -322,7 +339,11 @@ def _invalid_place(text: str) -> int | None:
         text.encode()
     except UnicodeEncodeError as error:
         return error.start
-    return text.index("\0") if "\0" in text and 4 * text.count("\0") >= len(text) else None
+    return text.index("\0") if _is_a_quarter_nul(text) else None
+
+
+def _is_a_quarter_nul(text: str) -> bool:
+    return 4 * text.count("\0") >= len(text) > 0
 
 
 def _conversion(text: str, at: int, line: int) -> str:

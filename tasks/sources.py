@@ -64,6 +64,11 @@ class TextFilesSource(seqio.DataSource):
         """
         self._files[split][0].check()
 
+    def files(self, split: str) -> list[str]:
+        """Returns the files of a split; none for documents held out of those of another."""
+        files, part = self._files[split]
+        return files.files() if part == "train" else []
+
     def list_shards(self, split: str) -> Sequence[str]:
         files, part = self._files[split]
         shards = files.stored()[part]

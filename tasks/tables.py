@@ -296,6 +296,10 @@ class TableSource(ItemSource):
             about.append(self._invalid_utf8)
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
 
+    def files(self, split: str) -> list[str]:
+        """Returns the files of a split; none for rows held out of those of another."""
+        return self._files.get(split, [])
+
     def items(self, split: str) -> tuple[tf.data.Dataset, int]:
         num_rows = len(next(iter(self._table(split).values())))
         return tf.data.Dataset.range(num_rows), num_rows

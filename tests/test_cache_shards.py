@@ -384,6 +384,10 @@ class TestBeam:
                 ["--runner=DirectRunner", "--", "--direct_num_workers=two"],
                 "invalid int value: 'two'); correct the options after --",
             ),
+            (
+                ["--runner=DirectRunner", "--", "--direct_num_worker=2"],
+                "(unknown option '--direct_num_worker=2'); correct the options after --",
+            ),
         ],
     )
     def test_mistakes_end_in_one_message(self, settings, tmp_path, flags, message):

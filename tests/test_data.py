@@ -20,6 +20,7 @@ from convt5.tasks import (
     pretraining,
     sources,
     synthetic,
+    tables,
     text_files,
     vocabularies,
     word_recall,
@@ -700,6 +701,53 @@ def test_files_to_measure_a_task_of_lines_are_not_trained_on(tmp_path):
         build(task, split="validation")
 
 
+@pytest.fixture
+def shared_lines(tmp_path):
+    """Returns a function that makes tasks of lines of the files a, b and c, by their letters."""
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"{name}\n")
+
+    def make(name, train, validation):
+        splits = {"train": train, "validation": validation}
+        files = {s: [f"{tmp_path}/{letter}.txt" for letter in ls] for s, ls in splits.items() if ls}
+        source = seqio.TextLineDataSource(files)
+        if name == "text":
+            parts = {split: (text_files.TextFiles(path=f), "train") for split, f in files.items()}
+            source = sources.TextFilesSource(parts)
+        elif name == "rows":
+            source = tables.TableSource(files, lambda row: {})
+        return text_task(some_texts).replace(name=name, source=source)
+
+    return make
+
+
+def mixture_of(tasks):
+    return seqio.Mixture("mixed", [(task, 1.0) for task in tasks])
+
+
+@pytest.mark.parametrize("kind", ["text", "lines", "rows"])
+def test_files_to_measure_one_task_are_not_those_of_another(shared_lines, kind):
+    one, other = shared_lines(kind, "a", None), shared_lines("other", "b", "a")
+    train = config(mixture_of([one, other]))
+    for measured in (mixture_of([one, other]), other):
+        with pytest.raises(errors.UserError, match=r"a\.txt' of split='validation' is also among"):
+            config(measured, split="validation").check_apart(train)
+
+
+def test_files_that_tasks_share_on_purpose_are_let_be(shared_lines, tmp_path):
+    denoisers = [shared_lines(name, "a", "a") for name in ("text", "lines")]
+    mixed = [*denoisers, shared_lines("other", "b", "c")]
+    train = config(mixture_of(mixed))
+    config(mixture_of(mixed), split="validation").check_apart(train)
+    config(shared_lines("other", "ab", None)).check_apart(train)
+    config(shared_lines("lines", None, "ab"), split="validation").check_apart(train)
+    divided = text_files.TextFiles(path=f"{tmp_path}/[ab].txt", holdout_every=2)
+    parts = {split: (divided, split) for split in ("train", "validation")}
+    held_out = shared_lines("text", "a", None).replace(source=sources.TextFilesSource(parts))
+    train = config(mixture_of([held_out, shared_lines("other", "c", None)]))
+    config(held_out, split="validation").check_apart(train)
+
+
 @pytest.mark.parametrize("again", ["*e.txt", "link.text"])
 def test_lines_of_a_file_are_not_read_twice(tmp_path, again):
     (tmp_path / "one.txt").write_text("a\n")
@@ -715,6 +763,16 @@ def test_lines_of_compressed_files_are_not_read_as_they_are(tmp_path):
     source = seqio.TextLineDataSource({"train": f"{tmp_path}/*.gz"})
     for read in ways_to_read(text_task(some_texts).replace(source=source)):
         with pytest.raises(errors.UserError, match=r"'texts', .* reads .*gz' as it is, compressed"):
+            read()
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_lines_of_utf_16_are_not_read_as_bytes(tmp_path, encoding):
+    (tmp_path / "one.txt").write_text("één\n", "utf-8")
+    (tmp_path / "two.txt").write_text("één\ntwee\n", encoding)
+    source = seqio.TextLineDataSource({"train": f"{tmp_path}/*.txt"})
+    for read in ways_to_read(text_task(some_texts).replace(source=source)):
+        with pytest.raises(errors.UserError, match=r"two\.txt' is UTF-16, .* \(iconv -f utf-16"):
             read()
 
 

@@ -637,10 +637,14 @@ def test_a_metric_that_a_finished_run_lacks_is_no_divergence(tmp_path):
     ("changes", "message"),
     [
         ({"rows": ["modle"]}, "rows='modle' is none of the axes .*Did you mean model"),
-        ({"versus": "schedule.Cosine.peak"}, "must be one of rows"),
+        (
+            {"versus": "schedule.Cosine.peak"},
+            "must be one of rows=.*, or set --gin.sweeps.Study.versus=None",
+        ),
         (
             {"grids": [Grid(axes={"model": [1, 2, 3]})], "versus": "model"},
-            "versus='model' must have two values, but has 1, 2, 3",
+            "versus='model' must have two values, but has 1, 2, 3; give the axis two, or set "
+            "--gin.sweeps.Study.versus=None",
         ),
         ({"seeds": []}, "seeds=.* must hold at least one"),
         ({"seeds": [1, 1]}, "must differ"),
@@ -1153,11 +1157,14 @@ class TestOverAnAxis:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"over": "model"}, "over='model' must be none of rows"),
-            ({"over": "gaps"}, "over='gaps' is none of the axes .*Did you mean gap"),
+            (
+                {"over": "model"},
+                "over='model' must be none of rows.*, or set --gin.sweeps.Study.over=None",
+            ),
+            ({"over": "gaps"}, "over='gaps' is none of the axes .*over=None. Did you mean gap"),
             (
                 {"pairing": Pairing(axis="models", reference="t5", by="equal")},
-                "pairing.axis='models' is none of the axes",
+                "pairing.axis='models' is none of the axes .*or set .*.Study.pairing=None",
             ),
         ],
     )
@@ -1168,7 +1175,10 @@ class TestOverAnAxis:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"reference": "T5"}, "reference='T5' is no value of model"),
+            (
+                {"reference": "T5"},
+                "reference='T5' is no value of model, .* or set --gin.sweeps.Study.pairing=None",
+            ),
             ({"by": "seconds"}, "by='seconds' gives 'seconds'; it must be one of"),
         ],
     )

@@ -14,6 +14,8 @@ from convt5 import errors
 
 # Otherwise Beam's direct runner would first download another program, and run that.
 _IN_PYTHON = "--allow_unsafe_triggers"
+# Job servers of other runners may know more options than Beam itself.
+_WITHOUT_JOB_SERVER = ("DirectRunner", "DataflowRunner")
 _OWN_MESSAGE = re.compile(r"convt5\.errors\.\w+: (.*?)(?:\n\n|\Z)", re.DOTALL)
 _STEP = re.compile(r" \[while running '[^']*'\]")
 _FRAMES = re.compile(r"^ .*\n", re.MULTILINE)
@@ -41,9 +43,10 @@ def run(
     usage = io.StringIO()
     try:
         with contextlib.redirect_stderr(usage):
-            chosen = PipelineOptions(flags)
-            chosen.get_all_options()  # Which reads them: until then any are accepted.
-        pipeline = beam.Pipeline(options=chosen)
+            unknown = _unknown_options(flags)
+            if unknown and runner in _WITHOUT_JOB_SERVER:
+                raise ValueError(f"unknown option {unknown[0]!r}")
+        pipeline = beam.Pipeline(options=PipelineOptions(flags))
     except (ImportError, SystemExit, ValueError) as error:
         reason = usage.getvalue().splitlines()[-1:] or [str(error)]
         raise errors.UserError(
@@ -67,6 +70,13 @@ def run(
         raise errors.TrainingError(
             f"--runner={runner} failed ({errors.clip(reason, limit=2000)})."
         ) from error
+
+
+def _unknown_options(flags: Sequence[str]) -> list[str]:
+    """Returns the arguments that Beam would discard; exits for a value of the wrong type."""
+    parsers: list[Any] = []
+    PipelineOptions([]).get_all_options(add_extra_args_fn=parsers.append)
+    return parsers[0].parse_known_args(flags)[1]
 
 
 def _call(work: Callable[[Any], Any], item: Any) -> None:

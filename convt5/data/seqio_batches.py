@@ -155,6 +155,15 @@ class DataConfig:
                         f"{task.name!r} have {_described(other)}; give all its tasks the same one."
                     )
 
+    def check_apart(self, train: "DataConfig") -> None:
+        """Raises `UserError` if files to measure a task are those of another that is trained on."""
+        if train.split == "train" != self.split:
+            trained, measured = (
+                [task for task in config.tasks() if not config.is_cached(task)]
+                for config in (train, self)
+            )
+            task_sources.check_apart(trained, measured, self.split)
+
     def check_labels(self) -> None:
         """Raises `UserError` for a label that `decoder_length` would truncate."""
         for task in self.tasks():

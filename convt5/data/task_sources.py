@@ -2,15 +2,17 @@
 
 import collections
 import functools
+import itertools
 import os
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import seqio
 import tensorflow as tf
 
 from convt5 import errors
-from convt5.tasks import local_files, sources
+from convt5.tasks import local_files, sources, tables
 
 _CACHED_SPLIT = re.compile(r"info\.(.+)\.json")
 
@@ -53,12 +55,37 @@ def _cached_splits(folder: str) -> list[str]:
     return sorted(name[1] for name in names if name)
 
 
+def check_apart(trained: Iterable[seqio.Task], measured: Iterable[seqio.Task], split: str) -> None:
+    """Checks that files that measure tasks are not those of other tasks that are trained on.
+
+    `check_files` compares the splits of one task, or of tasks of the same files such as denoisers.
+
+    Raises:
+        UserError: some files of a task are also in the "train" of another one.
+    """
+    # Denoisers share a source, whose files are then listed once.
+    train = [_files(source, "train") for source in dict.fromkeys(task.source for task in trained)]
+    for source in dict.fromkeys(task.source for task in measured):
+        own, held_out = _files(source, "train"), _files(source, split)
+        others = [name for names in train if set(names) != set(own) for name in names]
+        if local_files.common(others, held_out):
+            local_files.check_apart({"train": [*itertools.chain(*train)], split: held_out})
+
+
+def _files(source: Any, split: str) -> list[str]:
+    """Returns the files of a split, as far as they are known."""
+    if isinstance(source, sources.TextFilesSource | tables.TableSource):
+        return source.files(split) if split in source.splits else []
+    is_known = isinstance(source, seqio.FileDataSource) and split in source.splits
+    return list(source.list_shards(split)) if is_known else []
+
+
 def check_files(task: seqio.Task, source: seqio.DataSource, split: str) -> None:
     """Checks the files of a source that was given their names.
 
     Raises:
         UserError: no file matches the names of a split, one would be read twice, some of the split
-            are also in "train", or compressed files would be read as they are.
+            are also in "train", or files that are compressed or UTF-16 would be read as they are.
     """
     if isinstance(source, seqio.TfdsDataSource):
         sources.check_tfds_apart(source, split)
@@ -81,6 +108,10 @@ def check_files(task: seqio.Task, source: seqio.DataSource, split: str) -> None:
             f"task {task.name!r}, split={split!r}: {pattern!r} match {next(iter(twice))!r} twice, "
             "by its name or a link, and would read its rows twice; correct the patterns in it."
         )
+    if isinstance(source, seqio.TextLineDataSource):
+        for name in files:
+            if not local_files.is_remote(name):  # Opening many of those would take long.
+                local_files.check_no_utf_16(name)
     if not files:
         raise errors.UserError(
             f"task {task.name!r}, split={split!r}: no file matches {pattern!r} (working directory "

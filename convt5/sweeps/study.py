@@ -166,7 +166,8 @@ class Study:
                 "of one value to the grid that lacks it."
             )
         faults += [
-            f"{name}={axis!r} is none of the axes {', '.join(axes)}.{errors.suggest(axis, axes)}"
+            f"{name}={axis!r} is none of the axes {', '.join(axes)}; name one of them"
+            f"{'' if name == 'rows' else _or_none(name)}.{errors.suggest(axis, axes)}"
             for name, wanted in (
                 ("rows", self.rows),
                 ("versus", [self.versus]),
@@ -179,16 +180,22 @@ class Study:
         if len(self.rows) > 3:
             faults.append(f"rows={list(self.rows)} must be at most three axes.")
         if self.versus is not None and self.versus not in self.rows:
-            faults.append(f"versus={self.versus!r} must be one of rows={list(self.rows)}.")
+            faults.append(
+                f"versus={self.versus!r} must be one of rows={list(self.rows)}; name one of them"
+                f"{_or_none('versus')}."
+            )
         elif self.versus in axes and len(self.labels(self.versus)) != 2:
             faults.append(
                 f"versus={self.versus!r} must have two values, but has "
-                f"{', '.join(self.labels(self.versus))}."
+                f"{', '.join(self.labels(self.versus))}; give the axis two{_or_none('versus')}."
             )
         if len(set(self.seeds)) < len(self.seeds):
             faults.append(f"seeds={list(self.seeds)} must differ from each other.")
         if self.over in self.rows:
-            faults.append(f"over={self.over!r} must be none of rows={list(self.rows)}.")
+            faults.append(
+                f"over={self.over!r} must be none of rows={list(self.rows)}; name another axis"
+                f"{_or_none('over')}."
+            )
         errors.raise_all([*faults, *self._metric_faults()], where="Study")
         names = [point.name for point in self._unpaired()]
         if len(set(names)) < len(names):
@@ -291,7 +298,8 @@ class Study:
         if pairing.reference not in grid.values(pairing.axis):
             raise errors.UserError(
                 f"Pairing: reference={pairing.reference!r} is no value of {pairing.axis}, whose "
-                f"values are {', '.join(grid.values(pairing.axis))}."
+                f"values are {', '.join(grid.values(pairing.axis))}; give the axis this value, "
+                f"name another reference{_or_none('pairing')}."
             )
         labels = {axis: point.labels[axis] for axis in grid.axes}
         other = self._point(grid, labels | {pairing.axis: pairing.reference}, self.seeds[0])
@@ -327,6 +335,11 @@ def gin_text(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(gin_text, value))}]"
     return repr(value)
+
+
+def _or_none(name: str) -> str:
+    """Returns the end of a remedy: to do without a setting of the study, or a field of it."""
+    return f", or set --gin.sweeps.Study.{name.partition('.')[0]}=None"
 
 
 def _plain(text: str) -> str:

@@ -49,6 +49,13 @@ def check_images_apart(train: Any, held_out: Any) -> None:
         )
 
 
+def check_files_apart(train: Any, held_out: Any) -> None:
+    """Raises `UserError` if files that measure the model are among those that it is trained on."""
+    check = getattr(held_out, "check_apart", None)
+    if check is not None and hasattr(train, "provider"):
+        check(train)
+
+
 def check_vocabulary(model: Any, data: Data) -> None:
     """Checks that the tasks of a mixture have one vocabulary, with an embedding for each id.
 
