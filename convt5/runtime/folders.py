@@ -88,6 +88,8 @@ def check_outside_checkpoints(path: epath.PathLike, *, what: str) -> None:
         what: the setting to name in the message, such as `run_dir`.
     """
     name = os.fspath(path)
+    if is_remote(name) and _remote_fault(name):
+        return  # Runs are in no other stores.
     output = epath.Path(name if is_remote(name) else os.path.realpath(os.path.expanduser(name)))
     for folder in (output, *output.parents):
         if folder.name == "checkpoints" and _holds_steps(folder):
