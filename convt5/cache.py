@@ -24,6 +24,7 @@ from convt5.data.block_workers import BlockWorkers
 from convt5.runtime import atomic_files, folders
 from convt5.runtime.bars import Bar
 from convt5.text import task_format
+from convt5.training import data_checks
 
 if TYPE_CHECKING:
     from convt5.training.trainer import TrainRun
@@ -196,7 +197,6 @@ def _check_flags(flags: argparse.Namespace, pipeline_options: Sequence[str]) -> 
 def _check_data(run: "TrainRun") -> None:
     """Raises `UserError` for data that cannot be cached."""
     from convt5 import data
-    from convt5.training import data_checks
     from convt5.training.validation import check_num_batches
 
     for config in (run.train_data, run.eval_data):

@@ -131,8 +131,8 @@ def main(argv: Sequence[str]) -> int:
     if flags.import_results is not None:
         count = archive.read(study, flags.import_results)
         print(f"imported the results of {count} runs from {flags.import_results}", file=sys.stderr)
-    if flags.export_results is not None:
-        archive.check(flags.export_results)
+    if (path := flags.export_results) is not None:
+        archive.check(f"--export_results={path}", path)
     with _exporting(flags.export_results, functools.partial(archive.write, study)):
         if not flags.report_only:
             running.check(study)
@@ -152,9 +152,9 @@ def _answer(paper: Paper, flags: argparse.Namespace, trust: Sequence[str]) -> No
     if flags.import_results is not None:
         for name, count in paper_runs.read_results(studies, flags.import_results).items():
             print(f"imported the results of {count} runs of {name}", file=sys.stderr)
-    paper_page.check(paper)
-    if flags.export_results is not None:
-        archive.check(flags.export_results / "study.jsonl")
+    archive.check(f"page={paper.page!r}", paper.path)
+    if (folder := flags.export_results) is not None:
+        archive.check(f"--export_results={folder}", folder / "study.jsonl")
     with _exporting(flags.export_results, functools.partial(paper_runs.write_results, studies)):
         if not flags.report_only:
             paper_runs.run_all(paper, studies, most_runs=flags.most_runs, processes=flags.processes)

@@ -31,26 +31,26 @@ def write(study: Study, path: pathlib.Path) -> int:
     lines = [_line(study, made) for made in running.runs(study) if made.is_done]
     if not lines and path.exists():
         return 0
-    with _naming(path):
+    with naming(f"--export_results={path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_files.replace_text(path, "".join(lines))
     return len(lines)
 
 
-def check(path: pathlib.Path) -> None:
-    """Raises `UserError` if the file of results cannot be written, before there are any."""
-    with _naming(path):
+def check(what: str, path: pathlib.Path) -> None:
+    """Raises `UserError` if a file that is written after the runs could not be; see `naming`."""
+    with naming(what):
         atomic_files.check_replaceable(path)
 
 
 @contextlib.contextmanager
-def _naming(path: pathlib.Path) -> Iterator[None]:
-    """Context in which the flag of a file that cannot be written is named."""
+def naming(what: str) -> Iterator[None]:
+    """Context in which a file that cannot be written is named: its flag or setting, and value."""
     try:
         yield
     except OSError as error:
         raise errors.UserError(
-            f"--export_results={path} cannot be written ({error.strerror}); name another file."
+            f"{what} cannot be written ({error.strerror}); name another file."
         ) from error
 
 

@@ -1,16 +1,15 @@
 """The page of a paper: a verdict for each claim, and for each question tables and a plot."""
 
-import contextlib
 import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from convt5 import errors
 from convt5.reports import figures, markdown, tables
 from convt5.reports.tables import Table
 from convt5.runtime import atomic_files
-from convt5.sweeps import evidence, running
+from convt5.sweeps import archive, evidence, running
 from convt5.sweeps.evidence import Evidence, Line
 from convt5.sweeps.paper import Claim, Paper, Question
 from convt5.sweeps.study import Study
@@ -55,7 +54,7 @@ def write(paper: Paper, studies: Mapping[str, Study], *, suffix: str = figures.S
     state = _state(studies) + _machine(records)
     parts = [f"# {errors.printable(paper.title)}", *paper.text, errors.printable(state), _RULE]
     parts.append(markdown.sections([_summary(paper, answers)]).rstrip())
-    with _naming(paper):
+    with archive.naming(f"page={paper.page!r}"):
         folder.mkdir(parents=True, exist_ok=True)
         for number, (question, found) in enumerate(zip(paper.questions, answers, strict=True), 1):
             parts += [f"## {errors.printable(question.title)}", *question.text]
@@ -70,23 +69,6 @@ def write(paper: Paper, studies: Mapping[str, Study], *, suffix: str = figures.S
         text = "\n\n".join(parts) + "\n"
         atomic_files.replace_text(path, text)
     return text
-
-
-def check(paper: Paper) -> None:
-    """Raises `UserError` if the page cannot be written, before runs are made for it."""
-    with _naming(paper):
-        atomic_files.check_replaceable(paper.path)
-
-
-@contextlib.contextmanager
-def _naming(paper: Paper) -> Iterator[None]:
-    """Context in which a page that cannot be written is named."""
-    try:
-        yield
-    except OSError as error:
-        raise errors.UserError(
-            f"page={paper.page!r} cannot be written ({error.strerror}); name another file."
-        ) from error
 
 
 def _state(studies: Mapping[str, Study]) -> str:

@@ -20,7 +20,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any
 
 from convt5 import errors
 from convt5.configuration import command_line
@@ -124,18 +125,8 @@ class Run:
     @contextlib.contextmanager
     def started(self) -> Iterator[subprocess.Popen]:
         """Starts the command; whatever is left of it is killed when the context ends."""
-        with self.log.open("ab") as log:
-            process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        try:
+        with self.log.open("ab") as log, started(self._command, log) as process:
             yield process
-        finally:
-            kill(process)
 
     def last_step(self) -> int:
         """Returns the step of the last complete record; 0 before the first."""
@@ -271,6 +262,27 @@ def plan(timeline: Timeline, count: int, draw: random.Random) -> list[tuple[str,
     moments = [MOMENTS[i % len(MOMENTS)] for i in range(count)]
     draw.shuffle(moments)
     return list(zip(moments, targets, strict=True))
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[str | os.PathLike[str]],
+    log: IO[Any],
+    env: Mapping[str, str] | None = None,
+) -> Iterator[subprocess.Popen]:
+    """Starts a command in a process group of its own, which is killed when the context ends."""
+    process = subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        kill(process)
 
 
 def kill(process: subprocess.Popen) -> None:

@@ -12,13 +12,13 @@ import json
 import os
 import pathlib
 import re
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import chaos
 from kept_programs import write_tables
 
 from convt5 import errors
@@ -112,7 +112,7 @@ def run(
                 code, taken = process.poll(), time.monotonic() - began
                 if code is None and taken < seconds:
                     continue
-                _end(running.pop(name))
+                chaos.kill(running.pop(name))  # Also what it started, which would disturb others.
                 end = "complete" if not code else f"failed with code {code}"
                 end = f"stopped after its {seconds:.0f} s" if code is None else end
                 yield _kept(name, f"{name}: {end}, {taken:.0f} s", output / name)
@@ -125,25 +125,12 @@ def _started(
     """Starts a module of Python in a process group of its own, which ends with the context."""
     folder.mkdir(parents=True, exist_ok=True)
     programs = {"JAX_COMPILATION_CACHE_DIR": str(output.absolute() / "programs")}
-    with open(folder / "log.txt", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *arguments],
-            env={**_ENVIRONMENT, **programs, **os.environ},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
+    command = [sys.executable, "-m", *arguments]
+    with (
+        open(folder / "log.txt", "w") as log,
+        chaos.started(command, log, {**_ENVIRONMENT, **programs, **os.environ}) as process,
+    ):
         yield process
-    finally:
-        _end(process)
-
-
-def _end(process: subprocess.Popen) -> None:
-    """Ends a process and those that it started, which would disturb what is timed."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _kept(name: str, told: str, folder: pathlib.Path) -> str:
