@@ -720,6 +720,15 @@ def test_results_of_other_settings_count_as_absent(tmp_path):
     assert "max_length: 6 -> 7" in other.replaced("tiny_reviews", "validation", None)
 
 
+def test_each_task_and_split_has_its_own_file(tmp_path):
+    results = Results(tmp_path, {})
+    names = ["a_b", "a:b", "a#b", "a/b", "a%3Ab", "train[:10%]", "train[10:%]", "train_10__"]
+    paths = [results.path(name, name, 1) for name in names]
+    assert len(set(paths)) == len(names)
+    assert {path.parent.parent.parent for path in paths} == {results.folder}
+    assert paths[0].relative_to(results.folder).as_posix() == "a_b/a_b/step_1.json"
+
+
 def test_results_tell_the_data_that_they_are_of(tmp_path):
     def described(name, text):
         folder = _reviews(tmp_path / name, [{"text": text, "label": "yes"}] * 3)

@@ -8,6 +8,7 @@ from etils import epath
 from convt5.interchange import model_card
 from convt5.interchange.mapping import Imported, Report
 from convt5.modeling.architecture import ConvT5Config, StackConfig
+from convt5.reports import markdown
 from convt5.runtime import foreign_files
 from convt5.text import task_format
 
@@ -31,12 +32,12 @@ def test_names_of_a_run_add_no_line_and_no_cell_to_the_card(tmp_path):
     assert len(header) == len(rule) == len(row)
 
 
-def card_of(origin, **about) -> str:
+def card_of(origin, licence=None, **about) -> str:
     sizes = {"vocab_size": 9, "emb_dim": 4, "mlp_dim": 4, "num_heads": 1, "head_dim": 4}
     stack = StackConfig(num_layers=1, mixing="attention")
     config = ConvT5Config(**sizes, encoder=stack, decoder=stack)
     imported = Imported(config, {}, (), Report())
-    return model_card.text(imported, origin=str(origin), licence=None, needs_code=True, **about)
+    return model_card.text(imported, origin=str(origin), licence=licence, needs_code=True, **about)
 
 
 def test_a_card_tells_how_inputs_are_written_and_how_long_answers_are(tmp_path):
@@ -57,6 +58,15 @@ def test_a_card_tells_how_inputs_are_written_and_how_long_answers_are(tmp_path):
         "- `sst2`: `sst2 sentence: {text}`",
         f"- `squad`: `{squad}`, with spaces around punctuation",
     ]
+
+
+@pytest.mark.parametrize("licence", ["mit", "no", "other: #1\ntags: [a]", "\u2019s"])
+def test_a_licence_stays_a_text(licence, tmp_path):
+    _, head, body = card_of(tmp_path, licence, has_tokenizer=True).split("---\n")
+    about = dict(line.split(": ", 1) for line in head.splitlines())
+    assert json.loads(about["license"]) == licence
+    assert about["tags"] == "[convt5]"
+    assert f"\nWeights: {markdown.code(licence)}.\n" in body
 
 
 @pytest.mark.parametrize("has_tokenizer", [True, False])

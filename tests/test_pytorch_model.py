@@ -405,7 +405,7 @@ def test_the_command_goes_there_and_back(portable_folder, tmp_path):
         *(f"--checkpoint={portable_folder}", f"--output_dir={out}"),
     )
     card = (out / "README.md").read_text()
-    assert "license: mit" in card
+    assert 'license: "mit"' in card
     assert "5 updates" in card
     assert "trust_remote_code=True" in card
     run(

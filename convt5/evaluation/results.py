@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import pathlib
+import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
@@ -346,8 +347,8 @@ def _object(text: bytes) -> dict[str, Any] | None:
 
 
 def _file_name(name: str) -> str:
-    """Escapes a name: splits may be slices such as train[:10%], and task names hold colons."""
-    return "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
+    """Escapes a name, such as task:a or train[:10%], as in URLs: other names have other files."""
+    return "".join(c if c.isalnum() else urllib.parse.quote(c, safe="") for c in name)
 
 
 def _plain(value: Any) -> Any:

@@ -5,6 +5,7 @@ is called unknown.
 """
 
 import contextlib
+import json
 from typing import Any
 
 from etils import epath
@@ -18,6 +19,8 @@ from convt5.runtime import folders, foreign_files
 from convt5.text import task_format
 
 FILE = "README.md"
+
+_NO_LICENCE = "not stated by whoever exported them"
 
 _FIGURES = {
     "train_loss": "cross-entropy in training, nats per token",
@@ -69,7 +72,7 @@ def text(
                 "",
                 "## Licence",
                 "",
-                f"Weights: {licence or 'not stated by whoever exported them'}.",
+                f"Weights: {markdown.code(licence) if licence else _NO_LICENCE}.",
                 *(["The file `modeling_convt5.py` is part of convt5: Apache-2.0."] * needs_code),
             ]
         )
@@ -102,7 +105,8 @@ def _use_of_ids(trust: str) -> list[str]:
 def _front_matter(licence: str | None) -> list[str]:
     return [
         "---",
-        f"license: {licence or 'unknown'}",
+        # Quoted: YAML takes a bare `no` for false. JSON is YAML.
+        f"license: {json.dumps(licence or 'unknown')}",
         "library_name: transformers",
         "pipeline_tag: text2text-generation",
         "tags: [convt5]",
