@@ -161,7 +161,7 @@ class PreparedTfdsSource(seqio.TfdsDataSource):
     def get_dataset(self, split: str | None = None, *args, **kwargs) -> tf.data.Dataset:
         split = split or "train"
         with self._explained(split):
-            check_tfds_apart(self, split)
+            check_tfds_apart(self, split, self)
             dataset = super().get_dataset(split, *args, **kwargs)
         spec: Any = dataset.element_spec
         missing = [name for name in self._fields if name not in spec]
@@ -205,25 +205,32 @@ class PreparedTfdsSource(seqio.TfdsDataSource):
             )
 
 
-def check_tfds_apart(source: seqio.TfdsDataSource, split: str) -> None:
-    """Raises `UserError` if a part of a split, but not all, is also in "train"."""
+def check_tfds_apart(
+    source: seqio.TfdsDataSource, split: str, trained: seqio.TfdsDataSource
+) -> None:
+    """Raises `UserError` if examples of a split are also in the "train" of a source.
+
+    The same name for the "train" and the split of a source is let be, as are sources with the same
+    "train", which each compares with its own split.
+    """
     names = source.tfds_dataset._split_map or {}
-    train, held_out = names.get("train"), names.get(split)
-    if not isinstance(train, str) or not isinstance(held_out, str) or train == held_out:
+    train, held_out = (trained.tfds_dataset._split_map or {}).get("train"), names.get(split)
+    alike = held_out if trained is source else names.get("train")
+    if not isinstance(train, str) or not isinstance(held_out, str) or train == alike:
         return
     try:
-        known = source.tfds_dataset.info.splits
         is_apart = not _have_common_examples(
-            known[train].file_instructions, known[held_out].file_instructions
+            trained.tfds_dataset.info.splits[train].file_instructions,
+            source.tfds_dataset.info.splits[held_out].file_instructions,
         )
     except _TFDS_ERRORS:
         return  # Reading it tells what is wrong.
     if not is_apart:
         raise errors.UserError(
             f"split={split!r} of tfds_name={source.tfds_dataset.name!r} is {held_out!r} of TFDS, "
-            f"and 'train' is {train!r}, which has some of its examples, so what measures the model "
-            "would be trained on; set splits, such as {'train': 'train[:99%]', 'validation': "
-            "'train[99%:]'}."
+            f"and 'train'{' of another task' * (trained is not source)} is {train!r}, which has "
+            "some of its examples, so what measures the model would be trained on; set splits, "
+            "such as {'train': 'train[:99%]', 'validation': 'train[99%:]'}."
         )
 
 

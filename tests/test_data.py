@@ -30,7 +30,8 @@ from hypothesis import strategies as st
 
 from convt5 import data, errors
 from convt5.data import mixing, prefetching, seqio_batches, task_blocks
-from convt5.evaluation import task_data
+from convt5.evaluation import TaskEval, task_data
+from convt5.training import data_checks
 
 NAMES = {
     "encoder_input_tokens",
@@ -729,9 +730,11 @@ def mixture_of(tasks):
 def test_files_to_measure_one_task_are_not_those_of_another(shared_lines, kind):
     one, other = shared_lines(kind, "a", None), shared_lines("other", "b", "a")
     train = config(mixture_of([one, other]))
-    for measured in (mixture_of([one, other]), other):
+    held_out = [config(task, split="validation") for task in (mixture_of([one, other]), other)]
+    held_out.append(TaskEval(task=other, max_input_length=8, max_length=8))
+    for measured in held_out:
         with pytest.raises(errors.UserError, match=r"a\.txt' of split='validation' is also among"):
-            config(measured, split="validation").check_apart(train)
+            data_checks.check_files_apart(train, None, measured)
 
 
 def test_files_that_tasks_share_on_purpose_are_let_be(shared_lines, tmp_path):

@@ -225,6 +225,10 @@ def test_a_data_set_without_validation_is_told_and_can_be_divided(tmp_path):
     divided = make(splits={"train": "train[:90%]", "validation": "train[90%:]"})
     text = b"".join(e["targets"].tobytes() for e in examples(divided, "validation"))
     assert text
+    whole = make(splits={"train": "train"}, name="whole")
+    with pytest.raises(errors.UserError, match="'train' of another task is 'train', which has"):
+        task_sources.check_apart([divided, whole], [divided], "validation")
+    task_sources.check_apart([divided], [divided, whole], "validation")
     for slices in (
         {"train": "train", "validation": "train[90%:]"},
         {"train": "train[:95%]", "validation": "train[:10%]+train[99%:]"},

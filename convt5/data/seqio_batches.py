@@ -157,12 +157,12 @@ class DataConfig:
 
     def check_apart(self, train: "DataConfig") -> None:
         """Raises `UserError` if files to measure a task are those of another that is trained on."""
-        if train.split == "train" != self.split:
-            trained, measured = (
-                [task for task in config.tasks() if not config.is_cached(task)]
-                for config in (train, self)
-            )
-            task_sources.check_apart(trained, measured, self.split)
+        train.check_held_out(self._tasks_of_files(), self.split)
+
+    def check_held_out(self, measured: Sequence[seqio.Task], split: str) -> None:
+        """Raises `UserError` if files to measure tasks are those of others that are trained on."""
+        if self.split == "train" != split:
+            task_sources.check_apart(self._tasks_of_files(), measured, split)
 
     def check_labels(self) -> None:
         """Raises `UserError` for a label that `decoder_length` would truncate."""
@@ -309,6 +309,10 @@ class DataConfig:
         """Returns the tasks that have the split."""
         tasks = seqio.get_subtasks(self.provider())
         return [task for task in tasks if self.split in self._splits(task)]
+
+    def _tasks_of_files(self) -> list[seqio.Task]:
+        """Returns the tasks that are read from their source."""
+        return [task for task in self.tasks() if not self.is_cached(task)]
 
     def _splits(self, task: seqio.Task) -> list[str]:
         return task_sources.splits(task, cached=self._wants_cache(task))

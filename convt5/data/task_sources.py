@@ -61,11 +61,15 @@ def check_apart(trained: Iterable[seqio.Task], measured: Iterable[seqio.Task], s
     `check_files` compares the splits of one task, or of tasks of the same files such as denoisers.
 
     Raises:
-        UserError: some files of a task are also in the "train" of another one.
+        UserError: some files of a task, or examples of TFDS, are also in the "train" of another.
     """
     # Denoisers share a source, whose files are then listed once.
-    train = [_files(source, "train") for source in dict.fromkeys(task.source for task in trained)]
+    trained_sources = dict.fromkeys(task.source for task in trained)
+    train = [_files(source, "train") for source in trained_sources]
     for source in dict.fromkeys(task.source for task in measured):
+        for other in trained_sources:
+            if isinstance(source, seqio.TfdsDataSource) and isinstance(other, seqio.TfdsDataSource):
+                sources.check_tfds_apart(source, split, other)
         own, held_out = _files(source, "train"), _files(source, split)
         others = [name for names in train if set(names) != set(own) for name in names]
         if local_files.common(others, held_out):
@@ -88,7 +92,7 @@ def check_files(task: seqio.Task, source: seqio.DataSource, split: str) -> None:
             are also in "train", or files that are compressed or UTF-16 would be read as they are.
     """
     if isinstance(source, seqio.TfdsDataSource):
-        sources.check_tfds_apart(source, split)
+        sources.check_tfds_apart(source, split, source)
     if not isinstance(source, seqio.FileDataSource):
         return
     splits = {split, *({"train"} & {*source.splits})}

@@ -55,6 +55,18 @@ class TaskEval:
         self._predict(model)
         self._config()
 
+    def check_apart(self, train: Any) -> None:
+        """Raises `UserError` if files to measure the task are those of another one.
+
+        Args:
+            train: a `data.DataConfig`, on whose tasks the model is trained.
+        """
+        from convt5.evaluation import task_data
+
+        task = task_data.find_task(self.task)
+        if not task.requires_caching:
+            train.check_held_out([task], self.split)
+
     def _find_task(self, model: ConvT5Config) -> Any:
         from convt5.evaluation import task_data
 

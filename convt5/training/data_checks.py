@@ -49,11 +49,11 @@ def check_images_apart(train: Any, held_out: Any) -> None:
         )
 
 
-def check_files_apart(train: Any, held_out: Any) -> None:
+def check_files_apart(train: Any, *held_out: Any) -> None:
     """Raises `UserError` if files that measure the model are among those that it is trained on."""
-    check = getattr(held_out, "check_apart", None)
-    if check is not None and hasattr(train, "provider"):
-        check(train)
+    for each in held_out:
+        if hasattr(each, "check_apart") and hasattr(train, "check_held_out"):
+            each.check_apart(train)
 
 
 def check_vocabulary(model: Any, data: Data) -> None:

@@ -138,7 +138,7 @@ class TrainRun(StepConfig, Intervals):
             for task in self.task_evals:
                 if check := getattr(task, "check", None):
                     check(self.model)
-        data_checks.check_files_apart(self.train_data, self.eval_data)
+        data_checks.check_files_apart(self.train_data, self.eval_data, *self.task_evals)
         data_checks.check_rows(self.data)
 
     def has_vocabulary_here(self) -> bool:
@@ -210,7 +210,7 @@ class TrainRun(StepConfig, Intervals):
         """
         self.check()
         data_checks.check_vocabulary(self.model, self.data)
-        data_checks.check_files_apart(self.train_data, self.eval_data)
+        data_checks.check_files_apart(self.train_data, self.eval_data, *self.task_evals)
         programs = compilation.enable_persistent_cache()
         with stages.stage("plan"):
             plan = self.plan().keeping_programs(programs if keep_programs else None)
