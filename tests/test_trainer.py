@@ -23,6 +23,7 @@ from convt5 import errors
 from convt5.analysis.cost_report import Subject
 from convt5.checkpoints import checkpoint, reading, record
 from convt5.data.prefetching import position, split_position
+from convt5.evaluation import TaskEval
 from convt5.interchange import initialization
 from convt5.modeling import sharding
 from convt5.train import dry_run
@@ -1099,17 +1100,43 @@ def test_settings_of_a_wrong_type_are_told_together_before_anything_is_made(tmp_
         tmp_path / "run",
         num_steps=2,
         eval_num_batches=2.5,
-        checkpoint=checkpoint.CheckpointConfig(every_steps=float("nan")),
-        schedule=schedule.InverseSqrt(linear_warmup="no"),
         train_data=counting_run.Numbers(batch_size=8, num_examples=True),
     )
     with pytest.raises(errors.UserError) as caught:
         train(**settings)
     for words in (
         "eval_num_batches=2.5 must be of type int or NoneType",
-        "checkpoint.every_steps=nan must be of type int",
-        "schedule.linear_warmup='no' must be of type bool",
         "train_data.num_examples=True must be of type int or NoneType",
     ):
         assert words in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: checkpoint.CheckpointConfig(every_steps=float("nan")), "every_steps=nan must be"),
+        (lambda: checkpoint.CheckpointConfig(keep_last="3"), "keep_last='3' must be of type int"),
+        (
+            lambda: schedule.InverseSqrt(linear_warmup="no"),
+            "linear_warmup='no' must be of type bool",
+        ),
+        (lambda: schedule.Cosine(peak="0.1", total_steps=9), "Cosine: peak='0.1' must be of type"),
+        (lambda: optimizer.SGDConfig(momentum="0.9"), "momentum='0.9' must be of type float"),
+        (lambda: EMA(every_steps=1.5), "every_steps=1.5 must be of type int"),
+        (
+            lambda: TaskEval(task="t", num_examples="all", max_input_length=1, max_length=1),
+            "num_examples='all' must be of type int or NoneType",
+        ),
+    ],
+)
+def test_settings_of_a_wrong_type_are_told_where_a_program_makes_them(make, words):
+    with pytest.raises(errors.UserError, match=words):
+        make()
+
+
+def test_settings_with_checked_types_are_frozen_dataclasses_and_take_numbers_of_numpy():
+    made = schedule.Cosine(peak=np.float32(0.5), total_steps=np.int64(9))
+    assert dataclasses.replace(made, peak=0.5) == made
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.peak = 1.0

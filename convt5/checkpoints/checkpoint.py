@@ -25,6 +25,7 @@ from convt5 import errors
 from convt5.checkpoints import late_errors, named_arrays, read_back, reading, record
 from convt5.checkpoints.checksums import checksums
 from convt5.checkpoints.reading import EMA
+from convt5.errors import checks
 from convt5.runtime import atomic_files, folders, foreign_files, metric_names
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 BestMode = Literal["min", "max"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class CheckpointConfig:
     """When checkpoints are written, and which are kept.
 

@@ -46,7 +46,7 @@ _FEATURE = re.compile(r"\w+", re.ASCII)
 _SHORT, _LONG = _DTYPES = ("<u2", "<u4")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class CachedDataConfig:
     """The rows of a cache to read, and their order.
 

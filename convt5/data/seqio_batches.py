@@ -52,7 +52,7 @@ _ARCHIVE = b"PK"
 _MOST_SETTINGS_BYTES = 2**20
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class DataConfig:
     """The examples to read, and how they become batches.
 

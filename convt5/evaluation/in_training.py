@@ -1,15 +1,15 @@
 """Task metrics during training; gin binds them to `trainer.train(task_evals=[...])`."""
 
-import dataclasses
 from typing import Any
 
 from jax.sharding import Mesh
 
+from convt5.errors import checks
 from convt5.evaluation.settings import EvalConfig, PredictConfig
 from convt5.modeling.architecture import ConvT5Config
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class TaskEval:
     """A task whose own metrics are part of every evaluation of a run.
 

@@ -3,7 +3,6 @@
 `trainer.train(init_from=...)` applies it when a run starts; a resumed run ignores it.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from etils import epath
 
 from convt5 import errors
 from convt5.checkpoints import checkpoint, reading
+from convt5.errors import checks
 from convt5.interchange import loading
 from convt5.modeling.tree_paths import matches, named_leaves, pattern_faults
 from convt5.text import vocabulary_files
@@ -52,7 +52,7 @@ class Report(NamedTuple):
         return "\n".join(lines)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class InitFrom:
     """What a run copies from another one: its parameters, or its whole training state.
 

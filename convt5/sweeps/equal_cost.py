@@ -3,13 +3,13 @@
 Imports nothing heavy before widths are needed.
 """
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from convt5 import errors
 from convt5.analysis.pairing import TOLERANCE, Quantity, check_models, pair
+from convt5.errors import checks
 
 if TYPE_CHECKING:
     from convt5.training.trainer import TrainRun
@@ -32,7 +32,7 @@ class Described(Protocol):
     def is_own(self) -> bool: ...
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class Pairing:
     """Which models of a study get the cost of which reference, and in what quantity.
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from convt5 import errors
+from convt5.errors import checks
 from convt5.sweeps.study import SEED, Study
 
 QUANTITIES = ("seconds", "flops", "temporary_bytes")
@@ -29,7 +30,7 @@ _HARMLESS_FLAGS = (
 """Flags of `convt5.bench` that neither import modules nor trust any."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class Claim:
     """An expected difference between runs of studies.
 
@@ -111,7 +112,7 @@ class Claim:
         errors.raise_all(faults, where=f"Claim {self.text!r}, study {name}")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class CostClaim:
     """A claim that a model costs less than another at every length, measured by `convt5.bench`.
 
@@ -158,7 +159,7 @@ class Question:
         errors.raise_all(faults, where=f"Question {self.title!r}")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class Paper:
     """Questions that studies answer, on one page.
 

@@ -15,6 +15,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from convt5 import errors
+from convt5.errors import checks
 from convt5.runtime import metric_names
 from convt5.sweeps.equal_cost import Pairing
 
@@ -102,7 +103,7 @@ class Grid:
                 yield first | {axis: label}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class Study:
     """The runs of a grid, and how their results are shown.
 

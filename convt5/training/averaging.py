@@ -4,7 +4,6 @@ An averaged model is often better than the last one. The average is part of the 
 resumed run continues it exactly. It does not affect training.
 """
 
-import dataclasses
 from typing import Protocol, TypeVar
 
 import jax
@@ -23,7 +22,7 @@ class Averaging(Protocol):
     def after(self, update: Int[Array, ""], average: Tree, model: Tree) -> Tree: ...
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class EMA:
     """The exponential moving average of every array of a model, batch statistics included.
 
@@ -58,7 +57,7 @@ class EMA:
         return _update(self, update, average, model, share=1 - self.decay**self.every_steps)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class ScaledEMA:
     """An `EMA` whose decay follows from the size of the run, as in arXiv 2106.14881.
 

@@ -1,6 +1,5 @@
 """Training losses: functions from a model and a batch to weighted sums."""
 
-import dataclasses
 from collections.abc import Mapping
 
 import jax
@@ -14,7 +13,7 @@ from convt5.ops import linear_cross_entropy
 from convt5.training.train_step import CROSS_ENTROPY, PERPLEXITY, LossSums
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class TextLoss:
     """Token cross-entropy with teacher forcing on a seqio encoder-decoder batch.
 

@@ -3,7 +3,6 @@
 They act on trees of arrays and select parameters by name (`tree_paths`), never by module.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +12,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from convt5 import errors
+from convt5.errors import checks
 from convt5.modeling import canon
 from convt5.modeling.mixers import KINDS
 from convt5.modeling.tree_paths import matches, named_leaves, pattern_faults
@@ -37,7 +37,7 @@ class OptimizerConfig(Protocol):
     def build(self, schedule: Schedule) -> optax.GradientTransformation: ...
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class AdafactorConfig:
     """Adafactor as used to train T5 (Shazeer and Stern 2018, arXiv 1804.04235).
 
@@ -109,7 +109,7 @@ class AdafactorConfig:
         return optax.chain(*parts, optax.scale_by_learning_rate(schedule))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class AdamWConfig:
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101).
 
@@ -165,7 +165,7 @@ class AdamWConfig:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class SGDConfig:
     """Stochastic gradient descent, optionally with momentum; fields as in `AdamWConfig`."""
 

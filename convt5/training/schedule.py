@@ -3,7 +3,6 @@
 Each schedule is a frozen description, called inside the jitted step; gin selects one.
 """
 
-import dataclasses
 import math
 from typing import Protocol
 
@@ -23,7 +22,7 @@ class Schedule(Protocol):
     def __call__(self, step: ArrayLike) -> Rate: ...
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class Constant:
     """One rate for all steps, as in T5 fine-tuning."""
 
@@ -36,7 +35,7 @@ class Constant:
         return jnp.full_like(_as_float(step), self.rate)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class InverseSqrt:
     """multiplier / sqrt(max(step, warmup_steps)): T5's pre-training schedule.
 
@@ -71,7 +70,7 @@ class InverseSqrt:
         return rate * _warmup(step, self.warmup_steps) if self.linear_warmup else rate
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class Cosine:
     """A linear rise to `peak`, then half a cosine down to `final_fraction` of it.
 
@@ -97,7 +96,7 @@ class Cosine:
         return self.peak * fraction * _warmup(step, self.warmup_steps)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class EpochCosine:
     """Half a cosine that changes once per epoch, as in arXiv 2106.14881.
 
@@ -147,7 +146,7 @@ class EpochCosine:
         return rate * (self.warmup_factor * (1.0 - risen) + risen)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class Linear:
     """A linear rise to `peak`, then a linear fall to `final_fraction` of it; fields as `Cosine`."""
 

@@ -4,7 +4,6 @@ One bad batch, or one step too large, can set a long run back by days. Enabled b
 nothing of this is compiled.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -55,7 +54,7 @@ class SpikeMemory(NamedTuple):
         return {"mean": float(mean), **dict(zip(names, map(int, counts), strict=True))}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class SkipSpikes:
     """Skips an update if a measure exceeds `factor` times its running mean.
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from convt5 import errors
+from convt5.errors import checks
 from convt5.vision.policies import Policy
 
 # Principal components of red, green and blue in [0, 1] over ImageNet, one column per component.
@@ -22,7 +23,7 @@ Seed = tuple[int, int]
 """The seed of the data, and the number of the image or batch."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class Augmentation:
     """Random augmentation: that of arXiv 2106.14881, and RandAugment.
 

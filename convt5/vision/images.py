@@ -24,7 +24,7 @@ ChannelOrder = Literal["rgb", "bgr"]
 _MOST_SPARES = 1000  # Images tried when a whole batch is corrupt.
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class ImageDataConfig:
     """The images to read, and how they become batches.
 

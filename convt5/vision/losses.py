@@ -1,6 +1,5 @@
 """The loss of an image classifier: soft cross-entropy, with top-1 and top-5 accuracy."""
 
-import dataclasses
 from collections.abc import Mapping
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from convt5 import errors
+from convt5.errors import checks
 from convt5.modeling.layers import DropoutKey
 from convt5.training.train_step import CROSS_ENTROPY, LossSums
 from convt5.vision.description import ViTDescription
@@ -17,7 +17,7 @@ Logits = Float[Array, "batch classes"]
 Labels = Int[Array, " batch"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class VisionLoss:
     """Soft cross-entropy of the classes.
 

@@ -4,7 +4,6 @@ Cubuk et al. 2018 (arXiv 1805.09501) and 2019 (arXiv 1909.13719). `augmentation.
 applies a policy to an image that is already cropped and resized.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -12,6 +11,7 @@ import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
 from convt5 import errors
+from convt5.errors import checks
 
 _FILL = 128  # Fills areas outside a shifted or rotated image.
 _MOST_SHEAR, _MOST_TURN = 0.3, 30.0  # Pixels per pixel, and degrees.
@@ -42,7 +42,7 @@ class Step(NamedTuple):
     magnitude: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class RandAugment:
     """Applies a few operations in sequence, each drawn from the fourteen of the paper.
 
@@ -68,7 +68,7 @@ class RandAugment:
         return _apply_steps(image, [Step(str(name), 1.0, self.magnitude) for name in names], drawn)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class AutoAugment:
     """The policy learned on ImageNet: one of 25 pairs of operations (table 9)."""
 

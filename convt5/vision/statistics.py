@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from convt5 import errors
 from convt5.data.data_shards import ShardedBatches
 from convt5.data.protocols import DataConfig
+from convt5.errors import checks
 from convt5.modeling.sharding import check_rows, replicated
 from convt5.training.loop import Estimate
 from convt5.training.plan import Plan
@@ -23,7 +24,7 @@ from convt5.vision.images import ImageDataConfig
 from convt5.vision.model import Statistics
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.settings
 class Reestimate:
     """Averages means and unbiased variances over batches.
 
