@@ -14,10 +14,10 @@ import seqio
 import tensorflow as tf
 
 from convt5 import errors
+from convt5.runtime.local_files import InvalidUtf8
 from convt5.text import task_format
 
 from . import formats, label_checks, metrics, registration, vocabularies
-from .local_files import InvalidUtf8
 from .sources import PreparedTfdsSource, shuffle_buffer_size
 from .tables import Example, Layout, Path, Row, TableSource
 

@@ -11,10 +11,10 @@ from typing import Any
 import seqio
 import tensorflow as tf
 
+from convt5.runtime.local_files import InvalidUtf8
 from convt5.text.task_format import Field, TaskFormat
 
 from . import formats, metrics, vocabularies
-from .local_files import InvalidUtf8
 from .sources import shuffle_buffer_size
 from .tables import Example, Path, Row, TableSource
 

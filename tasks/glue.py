@@ -13,10 +13,10 @@ import seqio
 import tensorflow as tf
 
 from convt5 import errors
+from convt5.runtime.local_files import InvalidUtf8
 from convt5.text import task_format
 
 from . import classification, generation, metrics, vocabularies
-from .local_files import InvalidUtf8
 from .tables import Example, Layout, Path, Row, TableSource, find_splits
 
 STSB = "stsb"

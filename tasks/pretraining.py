@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 import seqio
 
 from convt5 import errors
+from convt5.runtime import local_files
+from convt5.runtime.local_files import InvalidUtf8
 
-from . import local_files, registration, vocabularies
-from .local_files import InvalidUtf8
+from . import registration, vocabularies
 from .sources import EmbeddedTextSource, PreparedTfdsSource, TextFilesSource
 from .span_corruption import MEAN_SPAN_LENGTH, NOISE_DENSITY, span_corruption
 from .text_files import Separator, TextFiles

@@ -10,10 +10,10 @@ from typing import Any
 import seqio
 import tensorflow as tf
 
+from convt5.runtime.local_files import InvalidUtf8
 from convt5.text import task_format
 
 from . import formats, metrics, registration, vocabularies
-from .local_files import InvalidUtf8
 from .sources import PreparedTfdsSource, shuffle_buffer_size
 from .tables import Example, Path, Row, TableSource
 

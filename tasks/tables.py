@@ -19,9 +19,8 @@ import tensorflow as tf
 from absl import logging
 
 from convt5 import errors
-from convt5.runtime import foreign_files
+from convt5.runtime import foreign_files, local_files
 
-from . import local_files
 from .sources import ItemSource
 
 Path = local_files.Paths | Mapping[str, local_files.Paths]

@@ -22,9 +22,7 @@ import tensorflow as tf
 from absl import logging
 
 from convt5 import errors
-from convt5.runtime import folders, foreign_files
-
-from . import local_files
+from convt5.runtime import folders, foreign_files, local_files
 
 Separator = Literal["auto", "line", "blank_line"]
 

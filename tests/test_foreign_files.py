@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import tf_bundle
 import word_pieces
-from convt5.tasks import local_files, tables, text_files, vocabularies
+from convt5.tasks import tables, text_files, vocabularies
 
 from convt5 import errors
 from convt5.checkpoints import checkpoint, reading, record
@@ -35,7 +35,7 @@ from convt5.interchange import (
     safetensors_files,
 )
 from convt5.interchange.tf_checkpoint import Checkpoint
-from convt5.runtime import atomic_files, foreign_files
+from convt5.runtime import atomic_files, foreign_files, local_files
 from convt5.sweeps import running
 from convt5.text import vocabulary_files
 from convt5.training import run_log

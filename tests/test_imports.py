@@ -151,6 +151,8 @@ def test_model_step_and_decoding_import_where_tensorflow_does_not():
         "convt5.analysis.costs",
         "convt5.generation.samples",
         "convt5.interchange.loading",
+        "convt5.evaluation.infer_command",
+        "convt5.text.plain_vocabularies",
         "convt5.vision.images",
         "convt5.vision.losses",
         "convt5.vision.statistics",

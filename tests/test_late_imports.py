@@ -4,6 +4,11 @@ import sys
 
 import commands
 import pytest
+import tiny_run
+
+from convt5.interchange import portable
+from convt5.modeling.tree_paths import named_leaves
+from convt5.text import vocabulary_files
 
 PACKAGE = {
     "keras/__init__.py": "print('keras')\nfrom keras import layers\nVERSION = 3\n",
@@ -80,3 +85,22 @@ def test_reading_data_needs_none_of_them():
     )
     done = commands.run([sys.executable, "-c", code], check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_predictions_of_an_exported_model_need_neither_tensorflow_nor_seqio(tmp_path):
+    model = tiny_run.make_model()
+    portable.write_model(tmp_path, model.config, dict(named_leaves(model)), step=7)
+    kept = vocabulary_files.KeptVocabulary("characters", 0)
+    vocabulary_files.write(
+        tmp_path / vocabulary_files.FOLDER, vocabulary_files.KeptText(kept, kept)
+    )
+    (tmp_path / "in.txt").write_text("some text\n")
+    code = (
+        "import sys\nsys.modules.update(tensorflow=None, seqio=None)\n"
+        "import convt5\nfrom convt5 import infer\n"
+        f"convt5.load_predictor({str(tmp_path)!r})\n"
+        f"infer.main(['--checkpoint={tmp_path}', '--input={tmp_path}/in.txt', '--max_length=4'])"
+    )
+    done = commands.run([sys.executable, "-c", code], check=True)
+    assert '"input": "some text"' in done.stdout

@@ -11,13 +11,13 @@ import os
 import pytest
 import seqio
 import tensorflow as tf
-from convt5.tasks import local_files, pretraining, tables, text_files, vocabularies
+from convt5.tasks import pretraining, tables, text_files, vocabularies
 from convt5.tasks.sources import TextFilesSource
 from convt5.tasks.text_files import TextFiles
 
 from convt5 import errors
 from convt5.evaluation import inputs, task_data
-from convt5.runtime import folders
+from convt5.runtime import folders, local_files
 
 PARAGRAPHS = "First line.\nIts second line.\n\n\nOther document.\n \nThird.\n"
 OPENERS = {"": open, ".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}

@@ -7,6 +7,7 @@ from convt5.tasks import vocabularies
 from word_pieces import trained_model
 
 from convt5 import errors
+from convt5.text import plain_vocabularies, sentinels, seqio_vocabularies, vocabulary_files
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +100,33 @@ def test_a_stored_model_with_a_hundred_sentinels_keeps_them(shared_data):
     vocabulary = vocabularies.sentencepiece(str(path))
     assert (vocabulary.vocab_size, vocabulary.extra_ids) == (32_101, 100)
     assert vocabulary.unk_id == 3
+
+
+@pytest.mark.parametrize("num_sentinels", [0, 7])
+@pytest.mark.parametrize("kind", ["bytes", "pieces", "pieces with sentinels"])
+def test_vocabularies_of_predictions_are_those_of_seqio(kind, num_sentinels, model_path, tmp_path):
+    path = tmp_path / "pieces.model"
+    own = 9 if kind == "pieces with sentinels" else 0
+    path.write_bytes(seqio.SentencePieceVocabulary(model_path, extra_ids=own).sp_model)
+    theirs = seqio_vocabularies.from_file(str(path), num_sentinels)
+    if kind == "bytes":
+        theirs = seqio_vocabularies.byte_level(num_sentinels)
+    kept = vocabulary_files.of(theirs)
+    assert kept is not None
+    ours, targets, _ = plain_vocabularies.features(vocabulary_files.KeptText(kept, kept), "here")
+    assert targets is ours
+    for name in ("vocab_size", "extra_ids", "eos_id"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert sentinels.ids_of(ours) == sentinels.ids_of(theirs)
+    for text in ("", "the cats", " the  dog ", "déjà vu", "a <extra_id_1> log <extra_id_0>"):
+        assert ours.encode(text) == theirs.encode(text)
+    every = np.arange(theirs.vocab_size + 3)
+    for ids in ([], [5, 1, 6], every[::-1], every[2:], np.random.default_rng(0).permutation(every)):
+        assert ours.decode(ids) == theirs.decode(ids)
+
+
+def test_a_saved_vocabulary_without_padding_at_zero_is_an_error():
+    model = trained_model(pad_id=-1, unk_id=0, bos_id=1, eos_id=2)
+    kept = vocabulary_files.KeptVocabulary("sentencepiece", 100, model)
+    with pytest.raises(errors.UserError, match=r"'here': id 0 is the piece '<unk>', but id 0 is"):
+        plain_vocabularies.features(vocabulary_files.KeptText(kept, kept), "here")

@@ -12,7 +12,8 @@ import seqio
 import tensorflow as tf
 
 from convt5 import errors
-from convt5.tasks import local_files, sources, tables
+from convt5.runtime import local_files
+from convt5.tasks import sources, tables
 
 _CACHED_SPLIT = re.compile(r"info\.(.+)\.json")
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TextIO
 
 from convt5 import errors
 from convt5.configuration import command_line
-from convt5.evaluation import checkpoints, inputs, run_settings, stream, task_data
+from convt5.evaluation import checkpoints, inputs, run_settings, stream
 from convt5.evaluation.inputs import Inputs
 from convt5.evaluation.predictor import Predictor, decode_text
 from convt5.evaluation.results import ResumableLines, check_resumable, json_line
@@ -110,7 +110,11 @@ def _plan(arguments: command_line.Arguments, *, is_dialogue: bool) -> _Plan:
     found = _one(checkpoints.select(checkpoint, flags.step), flags.step)
     model = checkpoints.model_config(found)
     features = run_settings.chosen_features(
-        flags.vocabulary, checkpoint, settings, trust=arguments.trust
+        flags.vocabulary,
+        checkpoint,
+        settings,
+        of_seqio=bool(flags.task),
+        trust=arguments.trust,
     )
     vocabulary_files.check_size(features.inputs, model.vocab_size)
     config = from_flags(settings.predict, vars(flags))
@@ -156,6 +160,8 @@ def _task_format(flags: Any, checkpoint: str, settings: RunSettings) -> TaskForm
     """Returns the format of the named task, or of the one saved with the model."""
     if not flags.task:
         return run_settings.task_format(checkpoint, settings, flags.format, raw=flags.raw)
+    from convt5.evaluation import task_data  # Deferred, as in `_task_inputs`.
+
     return task_data.find_format(flags.task)
 
 
@@ -212,6 +218,9 @@ def predict(predictor: Predictor, inputs: Inputs, output: ResumableLines | None)
 
 
 def _task_inputs(flags: Any, features: TextFeatures, config: Any, vocab_size: int) -> Inputs:
+    # Deferred: imports TensorFlow and seqio, which other inputs do not need.
+    from convt5.evaluation import task_data
+
     split = flags.split or "validation"
     task = task_data.find_task(flags.task)
     task_data.check_task(task, split, vocab_size=vocab_size, trained=features)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from convt5 import errors
-from convt5.runtime import foreign_files
+from convt5.runtime import foreign_files, local_files
 from convt5.text.task_format import FieldError, TaskFormat
 
 STDIN = "-"
@@ -69,9 +69,6 @@ def from_files(
     Raises:
         UserError: a file is missing or unreadable, or a line has no text; names the line.
     """
-    # Deferred: imports TensorFlow, which predictions of texts in memory do not need.
-    from convt5.tasks import local_files, tables
-
     local_files.check_invalid_utf8(invalid_utf8)
     path = os.path.expanduser(path)
     try:
@@ -84,6 +81,9 @@ def from_files(
     def read(tally: Any) -> Iterator[Item]:
         for name in names:
             if local_files.suffix(name) in (".tsv", ".csv"):
+                # Deferred: imports TensorFlow, which other inputs do not need.
+                from convt5.tasks import tables
+
                 rows = tables.read_rows(name, invalid_utf8=invalid_utf8, tally=tally)
                 lines = (_Line(row.values, f"{name}, line {row.line}") for row in rows)
                 yield from _items(lines, _record_parser(field, format), skip_blank=False)
@@ -116,8 +116,6 @@ def from_stream(
 
     They are JSON lines if `field` is given or the task has several fields.
     """
-    from convt5.tasks import local_files
-
     local_files.check_invalid_utf8(invalid_utf8)
     parse, skips_blank = _parser(field, format, is_json=False)
     tally = local_files.Tally()
@@ -275,8 +273,6 @@ class _Line(NamedTuple):
 
 def _lines(file: Iterable[bytes], name: str, invalid_utf8: Any, tally: Any) -> Iterator[_Line]:
     """Yields the lines of a file as training reads them."""
-    from convt5.tasks import local_files
-
     for number, line in enumerate(local_files.text_lines(file), start=1):
         text = local_files.handle_invalid(line, name, number, invalid_utf8, tally)
         if text is not None:

@@ -19,8 +19,8 @@ from convt5.configuration.trust import Untrusted, named_by_own
 from convt5.evaluation.settings import EvalConfig, PredictConfig, Rank
 from convt5.interchange import run_files
 from convt5.runtime import folders
+from convt5.text import plain_vocabularies, vocabulary_files
 from convt5.text import task_format as formats
-from convt5.text import vocabulary_files
 from convt5.text.task_format import TaskFormat
 from convt5.text.vocabulary_files import BYTES, TextFeatures
 from convt5.training.moved_runs import DATA_ARGUMENTS, data_is_gone
@@ -247,9 +247,19 @@ def text_features(
 
 
 def chosen_features(
-    vocabulary: str | None, checkpoint: str, settings: RunSettings, *, trust: Sequence[str] = ()
+    vocabulary: str | None,
+    checkpoint: str,
+    settings: RunSettings,
+    *,
+    of_seqio: bool = False,
+    trust: Sequence[str] = (),
 ) -> TextFeatures:
-    """Returns the vocabularies of `vocabulary` if named, which is told if the model's differ."""
+    """Returns the vocabularies of `vocabulary` if named, which is told if the model's differ.
+
+    Those saved with a model are objects of seqio, whose import takes seconds, only with `of_seqio`.
+    """
+    if not vocabulary and settings.kept and not of_seqio:
+        return plain_vocabularies.features(settings.kept, checkpoint)
     if not vocabulary:
         return text_features(checkpoint, settings)
     features = text_features(vocabulary, trust=trust)

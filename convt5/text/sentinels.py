@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from convt5 import errors
+
 T5_SENTINELS = 100
 
 MARK = re.compile(r"<extra_id_(\d{1,9})>")
@@ -84,6 +86,32 @@ def own_pieces(model: Any) -> tuple[int, ...]:
             yield piece_id
 
     return max((tuple(ids(spelling)) for spelling in _SPELLINGS), key=len)
+
+
+def num_own_pieces(model: Any, num_sentinels: int, path: str) -> int:
+    """Returns how many sentinels are pieces of a SentencePiece model.
+
+    Raises:
+        UserError: id 0 is not padding, there is no end piece, or the model has sentinels, but fewer
+            than num_sentinels.
+    """
+    faults = []
+    padding = model.pad_id()
+    if padding not in (0, -1) or (padding == -1 and not model.IsControl(0)):
+        faults.append(
+            f"id 0 is the piece {model.IdToPiece(0)!r}, but id 0 is padding; train the model "
+            "with --pad_id=0 --eos_id=1 --unk_id=2."
+        )
+    if model.eos_id() < 0:
+        faults.append("it has no end piece; train the model with --eos_id=1.")
+    own = len(own_pieces(model))
+    if 0 < own < num_sentinels:
+        faults.append(
+            f"it holds {own} sentinel pieces, fewer than num_sentinels={num_sentinels}; lower "
+            "num_sentinels, or use a model without them."
+        )
+    errors.raise_all(faults, where=f"vocabulary path={path!r}")
+    return own
 
 
 def _reuses_bytes(vocabulary: Any) -> bool:

@@ -50,15 +50,9 @@ def from_file(path: str, num_sentinels: int = T5_SENTINELS) -> seqio.SentencePie
             f"vocabulary path={path!r} cannot be read as a SentencePiece model ({error}); "
             "set it to a .model file made by sentencepiece."
         ) from error
-    _check_special_pieces(vocabulary, path)
-    own = len(sentinels.ids_of(vocabulary))
+    own = sentinels.num_own_pieces(vocabulary.tokenizer, num_sentinels, path)
     if not own:
         return seqio.SentencePieceVocabulary(path, extra_ids=num_sentinels)
-    if own < num_sentinels:
-        raise errors.UserError(
-            f"vocabulary path={path!r} holds {own} sentinel pieces, fewer than "
-            f"num_sentinels={num_sentinels}; lower num_sentinels, or use a model without them."
-        )
     return _OwnSentinels(path, own)
 
 
@@ -95,16 +89,3 @@ def _check_file(path: str) -> None:
             f"{MOST_VOCABULARY_BYTES:,} of any SentencePiece model; set it to a .model file made "
             "by sentencepiece."
         )
-
-
-def _check_special_pieces(vocabulary: seqio.SentencePieceVocabulary, path: str) -> None:
-    model = vocabulary.tokenizer
-    faults = []
-    if model.pad_id() not in (0, -1) or (model.pad_id() == -1 and not model.IsControl(0)):
-        faults.append(
-            f"id 0 is the piece {model.IdToPiece(0)!r}, but id 0 is padding; train the model with "
-            "--pad_id=0 --eos_id=1 --unk_id=2."
-        )
-    if model.eos_id() < 0:
-        faults.append("it has no end piece; train the model with --eos_id=1.")
-    errors.raise_all(faults, where=f"vocabulary path={path!r}")

@@ -114,7 +114,7 @@ def kept_by_run() -> Any:
 
 
 class TextFeatures(NamedTuple):
-    """How text becomes ids: seqio vocabularies, and whether the end token is added."""
+    """How text becomes ids: vocabularies as of seqio, and whether the end token is added."""
 
     inputs: Any
     targets: Any

@@ -16,10 +16,8 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
-import tensorflow as tf
-
 from convt5 import errors
-from convt5.runtime import atomic_files, foreign_files
+from convt5.runtime import atomic_files, foreign_files, quiet_imports
 from convt5.runtime.atomic_files import is_remote
 
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
@@ -156,22 +154,23 @@ def _by_place(names: Iterable[str]) -> dict[str, str]:
 def _matches(pattern: str) -> list[str]:
     try:
         return _names(os.path.expanduser(pattern))
-    except tf.errors.OpError as error:
-        is_unknown = isinstance(error, tf.errors.UnimplementedError)  # The kind of URL.
+    except _remote_errors(pattern) as error:
+        is_unknown = type(error).__name__ == "UnimplementedError"  # The kind of URL.
+        reason = getattr(error, "message", error)
         raise (None if is_unknown else errors.of_files(error)) or errors.UserError(
-            f"text path={pattern!r} cannot be listed ({error.message}); copy the files to a local "
-            "or mounted disk, or to Google Cloud Storage (gs://)."
+            f"text path={pattern!r} cannot be listed ({reason}); copy the files to a local or "
+            "mounted disk, or to Google Cloud Storage (gs://)."
         ) from error
 
 
 def _names(pattern: str) -> list[str]:
     if os.path.isfile(pattern):
         return [pattern]
-    is_folder = tf.io.gfile.isdir if is_remote(pattern) else os.path.isdir
+    is_folder = _tensorflow().io.gfile.isdir if is_remote(pattern) else os.path.isdir
     if is_folder(pattern):
         return _files_below(pattern)
     if is_remote(pattern):
-        matched = tf.io.gfile.glob(pattern)
+        matched = _tensorflow().io.gfile.glob(pattern)
     else:
         _check_readable(pattern)
         matched = glob.glob(pattern, recursive=True)
@@ -222,7 +221,7 @@ def _remote_files(folder: str) -> Iterator[str]:
     def refuse(error: Exception) -> NoReturn:
         raise error
 
-    for parent, folders, names in tf.io.gfile.walk(folder, onerror=refuse):
+    for parent, folders, names in _tensorflow().io.gfile.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (os.path.join(parent, name) for name in names if not name.startswith("."))
 
@@ -360,7 +359,7 @@ def _conversion(text: str, at: int, line: int) -> str:
 def identity(name: str) -> tuple[str, int, int]:
     """Returns a file's absolute name, size and time of modification, which differ for a copy."""
     if is_remote(name):
-        stat = tf.io.gfile.stat(name)
+        stat = _tensorflow().io.gfile.stat(name)
         return name, stat.length, stat.mtime_nsec
     stat = os.stat(name)
     return os.path.abspath(name), stat.st_size, stat.st_mtime_ns
@@ -415,7 +414,7 @@ def open_bytes(name: str) -> Any:
     """
     suffix = pathlib.PurePath(name).suffix.lower()
     stored = identity(name)[1] if suffix in OPENERS else None
-    file: Any = tf.io.gfile.GFile(name, "rb") if is_remote(name) else name
+    file: Any = _tensorflow().io.gfile.GFile(name, "rb") if is_remote(name) else name
     if suffix in OPENERS:
         file = OPENERS[suffix](file, "rb")
     elif file is name:
@@ -429,9 +428,21 @@ def explain_errors(name: str) -> Iterator[None]:
     try:
         yield
     except (
-        *(EOFError, lzma.LZMAError, zlib.error, OSError),
-        *(tf.errors.OpError, foreign_files.TooLargeError),
+        *(EOFError, lzma.LZMAError, zlib.error, OSError, foreign_files.TooLargeError),
+        *_remote_errors(name),
     ) as error:
         raise errors.UserError(
             f"text file {name!r} cannot be read ({error}); is it complete?"
         ) from error
+
+
+def _remote_errors(name: str) -> tuple[type[Exception], ...]:
+    """Returns what TensorFlow raises for a file, if it reads it."""
+    return (_tensorflow().errors.OpError,) if is_remote(name) else ()
+
+
+def _tensorflow() -> Any:
+    # Deferred: only remote files need it.
+    with quiet_imports.without_tensorflow_chatter():
+        import tensorflow
+    return tensorflow
