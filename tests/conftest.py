@@ -113,6 +113,8 @@ import pytest  # noqa: E402
 from jax._src.interpreters import mlir  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
+from convt5.runtime import late_imports  # noqa: E402
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_enable_custom_prng", True)
 
@@ -136,6 +138,13 @@ def share_contexts(make, num_programs: int = 200):
 
 
 mlir.make_ir_context = share_contexts(mlir.make_ir_context)
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Leaves packages out that TensorFlow imports and no test needs, such as Keras."""
+    with late_imports.postponed():
+        return (yield)
+
 
 _MARKS = {"slow": ("mark.slow", "quick("), "gpu": ("mark.gpu",), "tpu": ("mark.tpu",)}
 """How tests get the marks that `-m` selects."""

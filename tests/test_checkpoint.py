@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import shutil
@@ -169,6 +170,32 @@ def test_a_checkpoint_is_restored_onto_another_mesh(open_run):
     assert_same(restored, make_state(3))
     kernel = restored.model["layers"][0]["kernel"]
     assert kernel.sharding.spec == P("tensor", "data")
+
+
+def stored_arrays(folder):
+    """The store that holds the parameters of a checkpoint."""
+    import tensorstore
+
+    base = {"driver": "file", "path": f"{folder}/params/"}
+    return tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+
+
+@pytest.mark.parametrize(("smallest", "rows"), [(None, 8), (32, 1)])
+def test_devices_that_hold_the_same_write_parts_of_what_is_large(
+    open_run, tmp_path, monkeypatch, smallest, rows
+):
+    writing = importlib.import_module("convt5.checkpoints.writing")
+    if smallest is not None:
+        monkeypatch.setattr(writing, "_MIN_SLICE_BYTES", smallest)
+    replicated = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), P())
+    checkpointer = open_run()
+    checkpointer.save(3, make_state(3, sharding=replicated), data=NO_DATA)
+    checkpointer.wait()
+    state = checkpointer.restore(abstract(make_state(sharding=replicated))).state
+    assert_same(state, make_state(3))
+    store = stored_arrays(tmp_path / "checkpoints" / "3")
+    assert json.loads(store["layers.0.kernel/.zarray"])["chunks"] == [rows, 8]
+    assert json.loads(store["scale/.zarray"])["chunks"] == [8]
 
 
 def test_the_last_and_the_best_checkpoints_are_kept(open_run, tmp_path):
@@ -530,10 +557,7 @@ def declare(compressed=None, **changes):
     """Changes what an array says of itself, and perhaps its only piece."""
 
     def put(folder):
-        import tensorstore
-
-        base = {"driver": "file", "path": f"{folder}/params/"}
-        store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+        store = stored_arrays(folder)
         about = json.loads(store["scale/.zarray"])
         store["scale/.zarray"] = json.dumps(about | changes).encode()
         if compressed is not None:

@@ -1,6 +1,7 @@
 """Imports point one way, and the model runs on hosts that have neither TensorFlow nor seqio."""
 
 import ast
+import functools
 import pathlib
 import sys
 import tomllib
@@ -32,6 +33,7 @@ def statements(path: pathlib.Path):
         waiting += ast.iter_child_nodes(node)
 
 
+@functools.cache
 def imported(path: pathlib.Path) -> set[str]:
     """Every module that a file imports anywhere, as dotted names."""
     found = set()
@@ -45,10 +47,16 @@ def imported(path: pathlib.Path) -> set[str]:
 
 FILES = {module_name(path): path for path in SOURCES}
 FACES = {name for name, path in FILES.items() if path.name == "__init__.py"}
-IMPORTS = {
-    name: {other for other in imported(path) & FILES.keys() if other not in FACES} - {name}
-    for name, path in FILES.items()
-}
+
+
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """The modules of convt5 that each of them imports."""
+    return {
+        name: {other for other in imported(path) & FILES.keys() if other not in FACES} - {name}
+        for name, path in FILES.items()
+    }
+
 
 # From the ground up: a module may import only what stands on its own floor or below. A room has
 # one floor, but for the files that are named beneath it; no room imports its neighbours of a floor.
@@ -92,22 +100,22 @@ def room(name: str) -> str:
 
 def reachable(start: str) -> set[str]:
     seen: set[str] = set()
-    waiting = list(IMPORTS[start])
+    waiting = list(imports()[start])
     while waiting:
         if (name := waiting.pop()) not in seen:
             seen.add(name)
-            waiting += IMPORTS[name]
+            waiting += imports()[name]
     return seen
 
 
 def test_files_import_each_other_in_no_circle():
-    assert {name for name in IMPORTS if name in reachable(name)} == set()
+    assert {name for name in imports() if name in reachable(name)} == set()
 
 
 def test_imports_point_from_high_level_to_low():
     upward = {
         (name, other)
-        for name, others in IMPORTS.items()
+        for name, others in imports().items()
         for other in others
         if rank(other) > rank(name) or (rank(other) == rank(name) and room(other) != room(name))
     }

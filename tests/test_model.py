@@ -428,6 +428,7 @@ def test_every_allowed_number_of_buckets_tells_distances_apart(bidirectional, fe
                 assert behind[max_distance] == num_buckets - 1
 
 
+@functools.cache
 def bucket_in_whole_numbers(distance: int, num_buckets: int, max_distance: int) -> int:
     """The largest exact + k with (distance / exact) ** m >= (max_distance / exact) ** k."""
     exact = num_buckets // 2
@@ -441,14 +442,20 @@ def bucket_in_whole_numbers(distance: int, num_buckets: int, max_distance: int) 
 
 @pytest.mark.parametrize("jit", [True, False])
 def test_buckets_are_those_of_whole_numbers(jit):
-    distances = jnp.arange(601)
-    for num_buckets in (2, 3, 4, 7, 8, 16, 17, 32, 64):
-        for max_distance in (33, 40, 64, 100, 108, 128, 200, 256, 400):
-            settings = {"num_buckets": num_buckets, "max_distance": max_distance}
-            bucket = functools.partial(relative_position_bucket, bidirectional=False, **settings)
-            found = (jax.jit(bucket) if jit else bucket)(-distances)
-            expected = [bucket_in_whole_numbers(int(d), **settings) for d in distances]
-            np.testing.assert_array_equal(found, expected, err_msg=str(settings))
+    settings = [
+        {"num_buckets": num_buckets, "max_distance": max_distance}
+        for num_buckets in (2, 3, 4, 7, 8, 16, 17, 32, 64)
+        for max_distance in (33, 40, 64, 100, 108, 128, 200, 256, 400)
+    ]
+
+    def buckets(positions):
+        return [relative_position_bucket(positions, bidirectional=False, **x) for x in settings]
+
+    distances = range(601)
+    found = (jax.jit(buckets) if jit else buckets)(-jnp.asarray(distances))
+    for some, buckets_of in zip(settings, found, strict=True):
+        expected = [bucket_in_whole_numbers(distance, **some) for distance in distances]
+        np.testing.assert_array_equal(buckets_of, expected, err_msg=str(some))
 
 
 def test_buckets_may_reach_farther_than_any_distance():

@@ -4,6 +4,7 @@ Only the first write imports this module, because orbax takes a second to import
 """
 
 import contextlib
+import copy
 import dataclasses
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,11 @@ from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 with contextlib.suppress(ImportError):  # The module is private to orbax.
     _gcs_utils: Any = importlib.import_module("orbax.checkpoint._src.path.gcs_utils")
     _gcs_utils.is_hierarchical_namespace_enabled = lambda path: False
+
+
+_MIN_SLICE_BYTES = 2**20
+"""Least bytes of a part of an array that a device writes beside its replicas: taking smaller parts
+from the devices costs more than writing the array at once."""
 
 
 class Manager(ocp.CheckpointManager):
@@ -40,8 +46,8 @@ class Manager(ocp.CheckpointManager):
                 cleanup_tmp_directories=True,
             ),
             item_handlers={
-                "params": ocp.StandardCheckpointHandler(),
-                "optimizer": ocp.StandardCheckpointHandler(),
+                "params": _array_handler(),
+                "optimizer": _array_handler(),
                 "about": ocp.JsonCheckpointHandler(),
                 "data": _PositionsHandler(),
             },
@@ -67,8 +73,8 @@ class Manager(ocp.CheckpointManager):
         self.save(
             step,
             args=ocp.args.Composite(
-                params=ocp.args.StandardSave(params),
-                optimizer=ocp.args.StandardSave(optimizer),
+                params=ocp.args.PyTreeSave(params),
+                optimizer=ocp.args.PyTreeSave(optimizer),
                 about=ocp.args.JsonSave(about),
                 data=_SavePositions(positions),
             ),
@@ -81,6 +87,15 @@ class Manager(ocp.CheckpointManager):
             multihost.get_barrier_sync_fn()(key=phase, timeout_ms=30_000)
         except jax.errors.JaxRuntimeError as error:
             raise TimeoutError(f"other processes have not failed while {phase}") from error
+
+
+def _array_handler() -> ocp.PyTreeCheckpointHandler:
+    """Returns what writes the arrays of one part of a checkpoint."""
+    arrays: Any = copy.copy(ocp.type_handlers.get_type_handler(jax.Array))
+    # Private to orbax, whose constructor would leave out the metadata of arrays.
+    arrays._min_slice_bytes_for_replica_parallel = _MIN_SLICE_BYTES
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
 class _Kept(PreservationPolicy):
