@@ -105,7 +105,7 @@ def test_windows_line_ends_and_a_missing_last_one_are_no_text(tmp_path):
         ("in.jsonl", b'{"text": "one"}\n["two"]\n', None, r"line 2 is no JSON object"),
         ("in.jsonl", b'{"text": "one"}\n{"text": ""}\n', None, r"line 2 is empty"),
         ("in.jsonl", b'{"text": 1}\n', None, r"line 1 has 1 in the field 'text'.* must be text"),
-        ("in.jsonl", b'{"texts": "one"}\n', "text", r"line 1 has no field .* mean texts\?"),
+        ("in.jsonl", b'{"texts": "one"}\n', "text", r"no field .*--field\. Did you mean texts\?$"),
         ("in.jsonl", b'{"body": "one"}\n', None, r"has no field .*\['body'\]; name .* --field"),
         ("in.jsonl", b'{"text": "\\ud800"}\n', None, r"line 1 is not UTF-8"),
         ("in.txt", b"one\n", "text", r"line 1 is not JSON"),
