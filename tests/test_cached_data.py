@@ -18,7 +18,7 @@ from convt5.tasks import vocabularies  # pyright: ignore[reportMissingImports]
 
 from convt5 import cache, data, errors
 from convt5.analysis import inspect_command
-from convt5.data import block_workers, cached_data
+from convt5.data import block_workers, cache_shards, cached_data
 from convt5.data.block_workers import BlockWorkers
 from convt5.data.cached_data import CachedDataConfig
 from convt5.data.counts import Counts
@@ -308,6 +308,14 @@ def test_a_cache_that_another_has_made_meanwhile_is_kept(tmp_path):
     with pytest.raises(errors.UserError, match=r"cannot be put there .* whole in .*\.unfinished"):
         writer.finish(made_from={})
     assert (tmp_path / "cache" / "cache.json").read_text() == "theirs"
+
+
+def test_a_link_that_leads_nowhere_is_refused_before_a_row_is_made(tmp_path):
+    (tmp_path / "cache").symlink_to("nowhere")
+    with pytest.raises(errors.UserError, match="cache exists; remove it"):
+        cached_data.Writer(tmp_path / "cache")
+    with pytest.raises(errors.UserError, match="cache exists; remove it"):
+        cache_shards.ShardedCache(str(tmp_path / "cache"), 2, "one text")
 
 
 def test_a_tilde_is_the_home_folder(folder, tmp_path, monkeypatch):

@@ -605,6 +605,21 @@ def test_a_followed_run_that_is_done_ends_and_nothing_is_done_twice(run_dir, tmp
     assert capsys.readouterr().out == ""
 
 
+def test_results_of_another_run_do_not_count_as_done(run_dir, tmp_path, capsys):
+    for name in ("moved", "other"):
+        shutil.copytree(run_dir, tmp_path / name)
+    (tmp_path / "other/checkpoints/10").rename(tmp_path / "10")
+    (tmp_path / "other/checkpoints/20").rename(tmp_path / "other/checkpoints/10")
+    (tmp_path / "10").rename(tmp_path / "other/checkpoints/20")
+    argv = ["--follow", f"--output_dir={tmp_path}/results"]
+    for name, shown in ((run_dir, 4), (tmp_path / "moved", 0), (tmp_path / "other", 4)):
+        assert evaluation.main([f"--checkpoint={name}", *argv]) == 0
+        assert capsys.readouterr().out.count("tiny_reviews/validation") == shown
+    argv = [f"--checkpoint={run_dir}", "--dry_run", *argv[1:]]
+    assert evaluation.main(argv) == 0
+    assert "holds results of other settings (model: " in capsys.readouterr().err
+
+
 def test_the_checkpoints_of_a_run_are_followed_and_a_single_model_is_not(run_dir, tmp_path, capsys):
     argv = ["--follow", "--timeout=0.01", f"--output_dir={tmp_path}"]
     assert evaluation.main([f"--checkpoint={run_dir}/checkpoints", *argv]) == 0

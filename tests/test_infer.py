@@ -9,6 +9,7 @@ import json
 import lzma
 import os
 import re
+import shutil
 
 import pytest
 import seqio
@@ -104,7 +105,7 @@ def test_windows_line_ends_and_a_missing_last_one_are_no_text(tmp_path):
         ("in.jsonl", b'{"text": "one"}\n["two"]\n', None, r"line 2 is no JSON object"),
         ("in.jsonl", b'{"text": "one"}\n{"text": ""}\n', None, r"line 2 is empty"),
         ("in.jsonl", b'{"text": 1}\n', None, r"line 1 has 1 in the field 'text'.* must be text"),
-        ("in.jsonl", b'{"texts": "one"}\n', "text", r"line 1 has no field .* mean texts\?"),
+        ("in.jsonl", b'{"texts": "one"}\n', "text", r"no field .*--field\. Did you mean texts\?$"),
         ("in.jsonl", b'{"body": "one"}\n', None, r"has no field .*\['body'\]; name .* --field"),
         ("in.jsonl", b'{"text": "\\ud800"}\n', None, r"line 1 is not UTF-8"),
         ("in.txt", b"one\n", "text", r"line 1 is not JSON"),
@@ -468,6 +469,20 @@ def test_a_complete_output_of_other_inputs_is_refused(run_dir, tmp_path, capsys)
     source.write_text("one\nanother\n")
     with pytest.raises(UserError, match="line 2 of the output was made from 'two', but input 2 is"):
         infer.main(argv)
+
+
+def test_an_output_of_an_earlier_run_of_the_same_name_is_refused(run_dir, task, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(run_dir, run)
+    other = tiny_run.write_run(tmp_path / "other", steps=(10,), task=task)
+    (tmp_path / "in.txt").write_text("one\n")
+    argv = [f"--input={tmp_path}/in.txt", f"--output={tmp_path}/out.jsonl"]
+    assert infer.main([f"--checkpoint={run}", *argv]) == 0
+    shutil.rmtree(run / "checkpoints/20")
+    shutil.move(f"{other}/checkpoints/10", run / "checkpoints/20")
+    for flags in ([], ["--dry_run"]):
+        with pytest.raises(UserError, match=r"made with other settings \(model: \w+ -> \w+\)"):
+            infer.main([f"--checkpoint={run}", *argv, *flags])
 
 
 def test_the_command_answers_a_task_and_standard_input(run_dir, capsys, monkeypatch):

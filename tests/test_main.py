@@ -238,6 +238,7 @@ def test_letters_without_a_piece_are_counted_as_bytes(text):
         (["--output=spm.bin"], r"output='spm.bin' must end in .model"),
         (["--coverage=2"], "coverage=2.0 must be from 0.9 to 1"),
         (["--lines=0"], "lines=0 must be at least 1"),
+        (["--lines=100"], "lines=100 must be at least 101"),
     ],
 )
 def test_a_vocabulary_that_cannot_be_is_refused(text, tmp_path, monkeypatch, flags, message):
@@ -253,6 +254,13 @@ def test_a_vocabulary_that_cannot_be_written_is_refused_first(text, tmp_path, mo
     monkeypatch.setattr(vocabulary, "_train", lambda *_: pytest.fail("it was trained"))
     with pytest.raises(errors.UserError, match=rf"output='.*{folder}/a.model' cannot be written"):
         vocabulary.main([f"--text={text}", f"--output={tmp_path / folder / 'a.model'}"])
+
+
+def test_text_of_more_characters_than_pieces_names_the_flags(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(map(chr, range(0x4E00, 0x4E80))))
+    with pytest.raises(errors.UserError, match=r"Increase --size or decrease --coverage\.$"):
+        vocabulary.main([f"--text={path}", f"--output={tmp_path / 'spm.model'}", "--size=300"])
 
 
 def test_text_that_is_no_utf8_ends_with_its_file_and_line(tmp_path):

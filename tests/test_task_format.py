@@ -198,7 +198,7 @@ class TestFields:
         ("given", "message"),
         [
             ("alone", r"input 1 is one text, but task=pairs writes .* 'second' and 'first'"),
-            ({"first": "a"}, r"input 1 has no field 'second', but \['first'\]"),
+            ({"first": "a"}, r"input 1 has no field 'second', but \['first'\].* and 'first'\.$"),
             ({"first": "a", "second": " "}, "input 1 has nothing in the field 'second'"),
             ({"first": math.nan, "second": "b"}, r"has nan in the field 'first', which must be t"),
             ({"first": ["a"], "second": "b"}, r"has \['a'\] in the field 'first', which must be t"),

@@ -5,6 +5,8 @@ the file that is written last.
 """
 
 import contextlib
+import hashlib
+import json
 import math
 import os
 import pathlib
@@ -80,6 +82,13 @@ def read_description(folder: epath.PathLike) -> Any:
     """Returns the `describe_config` of the model in one checkpoint from `find_checkpoint`."""
     with _naming_read_errors(folder):
         return record.read(folder)["model"]
+
+
+def fingerprint(folder: epath.PathLike) -> str:
+    """Returns what identifies model and arrays of one checkpoint, wherever it lies."""
+    about = _about(folder)
+    text = json.dumps([about["model"], about.get("checksums")], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def load_params(

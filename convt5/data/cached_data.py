@@ -313,7 +313,7 @@ class Writer:
 
     def __init__(self, folder: pathlib.Path, *, identity: str | None = None):
         folder = _folder(folder)
-        if folder.exists():
+        if os.path.lexists(folder):  # A link that leads nowhere is in the way too.
             raise exists_already(folder)
         self._folder = folder
         self._unfinished = atomic_files.unfinished(folder, "unfinished")

@@ -25,6 +25,13 @@ _MOST_MEASURED = 20_000
 _LINE_BYTES = 4_000
 """Longest line; SentencePiece ignores longer ones, so they are split at spaces."""
 _BYTE_PIECES = 256
+_FEWEST_LINES = 101
+"""Fewest lines that SentencePiece draws from a text."""
+_SETTINGS = {
+    "vocab_size": "--size",
+    "character_coverage with --character_coverage option": "--coverage",
+}
+"""The flags for the settings of SentencePiece that its messages name."""
 
 COMMAND = command_line.Command(
     name="vocabulary",
@@ -106,8 +113,10 @@ def _check(flags: argparse.Namespace, output: pathlib.Path) -> None:
             f"size={flags.size} must be above {_BYTE_PIECES + 3}: that many are byte pieces and "
             "special tokens."
         )
-    if flags.lines < 1:
-        faults.append(f"lines={flags.lines} must be at least 1.")
+    if flags.lines < _FEWEST_LINES:
+        faults.append(
+            f"lines={flags.lines} must be at least {_FEWEST_LINES}, as SentencePiece requires."
+        )
     if not 0.9 <= flags.coverage <= 1:
         faults.append(f"coverage={flags.coverage} must be from 0.9 to 1.")
     if output.suffix != ".model":
@@ -203,6 +212,8 @@ def _train(lines: _Lines, flags: argparse.Namespace) -> bytes:
         if lines.error is not None:  # An error of reading the text, which SentencePiece wraps.
             raise lines.error from None
         reason = str(error).rpartition("] ")[2].strip().rstrip(".") or "there is no text"
+        for setting, flag in _SETTINGS.items():
+            reason = reason.replace(setting, flag)
         raise errors.UserError(
             f"size={flags.size}: SentencePiece cannot train a vocabulary on this text: {reason}."
         ) from error

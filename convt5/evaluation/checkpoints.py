@@ -39,6 +39,14 @@ class Found(NamedTuple):
     step: int | None
     run_dir: epath.Path
 
+    def described(self) -> dict[str, str]:
+        """Returns what identifies the model, as JSON values; nothing for an exported model.
+
+        Raises:
+            UserError: its checkpoint was removed, or is damaged.
+        """
+        return {} if self.step is None else {"model": reading.fingerprint(self.folder)}
+
 
 def select(directory: epath.PathLike, which: str = LATEST) -> list[Found]:
     """Selects checkpoints: "latest", "best", "all", or steps such as "100" or "100,200".
@@ -188,6 +196,16 @@ def any_config(found: Found) -> Any:
     if found.step is None:
         return loading.exported_config(found.folder)
     return loading.run_config(found.folder)
+
+
+def describe_if_there(found: Found) -> dict[str, str]:
+    """Returns `found.described()`; empty if it vanished, because its run deleted it."""
+    try:
+        return found.described()
+    except errors.UserError:
+        if found.folder.exists():
+            raise
+        return {}
 
 
 def model_config(found: Found) -> Any:

@@ -113,7 +113,8 @@ def run(arguments: command_line.Arguments) -> int:
         if results is not None:
             for task, one in itertools.product(plan.tasks, known or [found]):
                 results.check_writable(task.name, plan.split, one.step)
-                if replaced := results.replaced(task.name, plan.split, one.step):
+                model = checkpoints.describe_if_there(one)
+                if replaced := results.replaced(task.name, plan.split, one.step, model):
                     print(replaced, file=sys.stderr)
         if flags.dry_run:
             print(describe(plan, flags))
@@ -245,7 +246,12 @@ def evaluate(
     mesh = sharding.MeshConfig().build(jax.local_devices())
     evaluators: dict[str, Callable[[Any, Any, int | None], Outcome]] = {}
     for one in found:
-        wanted = [t for t in plan.tasks if not (skip and _is_done(results, t, plan, one.step))]
+        about = checkpoints.describe_if_there(one)
+        wanted = [
+            task
+            for task in plan.tasks
+            if not (skip and _is_done(results, task.name, plan.split, one.step, about))
+        ]
         if not wanted:
             continue
         model = checkpoints.load_if_there(one, mesh, ema=plan.ema)
@@ -257,7 +263,7 @@ def evaluate(
                 evaluators[task.name] = plan.evaluator(task)
             outcome = evaluators[task.name](model, mesh, one.step)
             if results is not None:
-                path = results.write(outcome, one.step)
+                path = results.write(outcome, one.step, about)
                 print(_summary(outcome, one.step, path), flush=True)
             yield outcome
 
@@ -358,9 +364,9 @@ def _open_results(
         yield results
 
 
-def _is_done(results: Results | None, task: Any, plan: Plan, step: int | None) -> bool:
+def _is_done(results: Results | None, *where: Any) -> bool:
     """Returns whether there are results already; the first host decides for all."""
-    return first_hosts(results is not None and results.exists(task.name, plan.split, step))
+    return first_hosts(results is not None and results.exists(*where))
 
 
 def _wait(is_there: Callable[[], Any], what: str, flags: Any) -> None:

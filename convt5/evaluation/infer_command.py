@@ -146,6 +146,7 @@ def _settings_of_output(plan: _Plan, flags: Any) -> dict[str, Any]:
     written = plan.written if not flags.raw else None
     return {
         "checkpoint": str(plan.found.folder),
+        **plan.found.described(),
         "vocabulary": flags.vocabulary,
         "input": plan.inputs.name if plan.inputs else None,
         "field": flags.field,

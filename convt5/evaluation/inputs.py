@@ -234,7 +234,7 @@ def _record_parser(
         if name is None:
             raise FieldError(
                 f"has no field {' or '.join(dict.fromkeys(names))!r}, but {sorted(record)}; name "
-                f"the field with --field{errors.suggest(names[0], record)}"
+                f"the field with --field.{errors.suggest(names[0], record)}"
             )
         if not isinstance(record[name], str) and format is None:
             raise FieldError(f"has {record[name]!r} in the field {name!r}, which must be text")
@@ -295,5 +295,5 @@ def _items(
         except UnicodeEncodeError as error:
             raise errors.UserError(f"{line.where} is not UTF-8 ({error}); correct it.") from None
         except FieldError as error:
-            raise errors.UserError(f"{line.where} {error}.") from None
+            raise error.at(line.where) from None
         yield Item(parsed)

@@ -223,7 +223,7 @@ class Predictor:
             try:
                 sources.append(self.encode(given, raw=raw))
             except FieldError as error:
-                raise errors.UserError(f"input {number} {error}.") from None
+                raise error.at(f"input {number}") from None
         return sources
 
     def _with_end(self, target: Sequence[int]) -> list[int]:

@@ -20,6 +20,9 @@ from convt5.checkpoints.record import differences
 from convt5.runtime import atomic_files, file_locks, folders, foreign_files
 from convt5.training.run_log import TensorBoard
 
+Model = Mapping[str, str]
+_UNKNOWN: Model = {}
+
 
 class Outcome(NamedTuple):
     """The results of one model on one task.
@@ -58,8 +61,12 @@ class Results:
         name = "model" if step is None else f"step_{step}"
         return self.folder / _file_name(task) / _file_name(split) / f"{name}.json"
 
-    def exists(self, task: str, split: str, step: int | None) -> bool:
+    def exists(self, task: str, split: str, step: int | None, model: Model = _UNKNOWN) -> bool:
         """Returns whether there are results with the same settings; damaged files do not count.
+
+        Args:
+            task, split, step: what was measured.
+            model: what identifies the model, as `write` got it.
 
         Raises:
             UserError: `write` could not write them.
@@ -67,30 +74,35 @@ class Results:
         path = self.path(task, split, step)
         self.check_writable(task, split, step)
         content = read_object(path)
-        return content is not None and not self._changes(content)
+        return content is not None and not self._changes(content, model)
 
-    def replaced(self, task: str, split: str, step: int | None) -> str:
+    def replaced(self, task: str, split: str, step: int | None, model: Model = _UNKNOWN) -> str:
         """Returns a sentence if `write` will replace results of other settings; else ""."""
         path = self.path(task, split, step)
         content = read_object(path)
-        if content is None or not (changes := self._changes(content)):
+        if content is None or not (changes := self._changes(content, model)):
             return ""
         return (
             f"{path} holds results of other settings ({'; '.join(changes)}), which will be "
             "replaced; to keep both, name a folder with --output_dir."
         )
 
-    def _changes(self, content: Mapping[str, Any]) -> list[str]:
+    def _changes(self, content: Mapping[str, Any], model: Model) -> list[str]:
         """Returns how the settings of results differ; earlier ones do not tell their data."""
-        before, now = content.get("settings"), dict(self._settings)
+        before, now = content.get("settings"), {**self._settings, **model}
         if not isinstance(before, dict):
             return ["unknown"]
         if "content" not in before:
             now.pop("content", None)
         return differences(before, now)
 
-    def write(self, outcome: Outcome, step: int | None) -> epath.Path:
+    def write(self, outcome: Outcome, step: int | None, model: Model = _UNKNOWN) -> epath.Path:
         """Writes all files of one task and step; returns the path of the metrics.
+
+        Args:
+            outcome: the results.
+            step: the step of the model; None for an exported one.
+            model: what identifies the model, written to the settings.
 
         Raises:
             UserError: the folder is not writable.
@@ -103,7 +115,7 @@ class Results:
             "step": step,
             "metrics": outcome.metrics,
             **outcome.counts,
-            "settings": self._settings,
+            "settings": {**self._settings, **model},
         }
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

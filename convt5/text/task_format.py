@@ -37,6 +37,11 @@ Given = str | Mapping[str, Any]
 class FieldError(errors.UserError):
     """An error in an input; the message begins with its location."""
 
+    def at(self, place: str) -> errors.UserError:
+        """Returns the error with the location of the input, such as "input 1"."""
+        end = "" if str(self).endswith((".", "?")) else "."  # A suggestion ends itself.
+        return errors.UserError(f"{place} {self}{end}")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskFormat:
@@ -124,7 +129,7 @@ class TaskFormat:
         if missing:
             raise FieldError(
                 f"has no field {missing[0]!r}, but {sorted(map(str, given))}; task={self.task} "
-                f"writes an input from {self._field_list()}{errors.suggest(missing[0], given)}"
+                f"writes an input from {self._field_list()}.{errors.suggest(missing[0], given)}"
             )
         texts = {name: self._text(given[name], name) for name in names}
         return texts if len(texts) > 1 else next(iter(texts.values()))
