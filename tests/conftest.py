@@ -139,6 +139,7 @@ def share_contexts(make, num_programs: int = 200):
 
 mlir.make_ir_context = share_contexts(mlir.make_ir_context)
 
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Leaves packages out that TensorFlow imports and no test needs, such as Keras."""
