@@ -687,9 +687,10 @@ def test_an_axis_that_the_trainer_does_not_know_is_refused_before_any_run(axes, 
         running.check(chosen)
 
 
-@pytest.fixture
-def tiny_cache(tmp_path):
+@pytest.fixture(scope="module")
+def tiny_cache(tmp_path_factory):
     """A cache of a few rows, which studies of pre-training look at before they begin."""
+    tmp_path = tmp_path_factory.mktemp("rows")
     (tmp_path / "text.txt").write_text("".join(f"text number {i}\n" for i in range(50)))
     vocabulary = "pretraining.text_span_corruption.vocabulary=@vocabularies.characters()"
     cache.main(
