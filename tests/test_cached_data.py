@@ -1,6 +1,7 @@
 """Caches: the same rows as were made, in an order that can be resumed, and damage that is named."""
 
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -8,7 +9,6 @@ import os
 import pathlib
 import signal
 import sys
-import time
 
 import commands
 import numpy as np
@@ -450,8 +450,11 @@ def test_any_number_of_processes_makes_the_same_rows_and_goes_on_when_killed(tmp
     process = commands.start([sys.executable, "-c", code])
     noted = tmp_path / ".two.unfinished" / "progress.json"
     commands.wait_until(lambda: noted.exists() and '"num_read"' in noted.read_text(), process)
+    workers = children_of(process.pid)
+    assert len(workers) >= 2
     process.kill()
     process.wait()
+    commands.wait_until(lambda: all(map(is_over, workers)), secs=60)
     cache.main(two)
     assert "train: resumes after" in capsys.readouterr().out
     one, two = (json.loads((tmp_path / n / "cache.json").read_text()) for n in ("one", "two"))
@@ -459,53 +462,34 @@ def test_any_number_of_processes_makes_the_same_rows_and_goes_on_when_killed(tmp
     assert one["splits"]["train"]["rows"] > 4000
 
 
-@pytest.mark.slow
-def test_processes_that_make_blocks_end_with_the_command_that_is_killed(tmp_path):
-    code = (
-        "import os, time\n"
-        "from convt5.data.block_workers import BlockWorkers\n"
-        "workers = BlockWorkers(2, dict)\n"
-        "print(*(pool.submit(os.getpid).result() for pool in workers._pools), flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    command = commands.start([sys.executable, "-c", code], stdout=-1)
-    assert command.stdout is not None
-    workers = [pathlib.Path("/proc", pid, "stat") for pid in command.stdout.readline().split()]
-    assert len(workers) == 2
-    assert all(path.exists() for path in workers)
-    command.kill()
-    command.wait()
-    command.stdout.close()
+def children_of(pid):
+    """Returns the processes that a process has started, as folders of /proc."""
+    listed = pathlib.Path(f"/proc/{pid}/task").glob("*/children")
+    return [pathlib.Path("/proc", child) for path in listed for child in path.read_text().split()]
 
-    def is_over(stat: pathlib.Path) -> bool:
-        try:
-            return stat.read_text().rpartition(")")[2].split()[0] == "Z"
-        except OSError:
-            return True
 
-    deadline = time.monotonic() + 60
-    while not all(map(is_over, workers)):
-        assert time.monotonic() < deadline, "a process outlives the command"
-        time.sleep(0.05)
+def is_over(process: pathlib.Path) -> bool:
+    try:
+        return (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_is_told(tmp_path):
-    with BlockWorkers(1, dict) as workers:
-        worker = workers._pools[0].submit(os.getpid).result()
-        os.kill(worker, signal.SIGKILL)
-        with pytest.raises(errors.TrainingError, match="one of the 1 processes ended before"):
-            workers.maker("task")(BlockPlace())
-
-
-@pytest.mark.slow
-def test_ctrl_c_does_not_reach_the_processes_that_make_blocks():
-    with BlockWorkers(1, dict) as workers:
-        requests = block_workers._Requests(workers._pools, dict, "task")
+def test_a_process_that_makes_blocks_prints_nothing_gets_no_ctrl_c_and_its_end_is_told(capfd):
+    # Its modules are imported before what it receives, which would import them loudly.
+    load = functools.partial(dict, feature=seqio.Feature)
+    with BlockWorkers(1, load) as workers:
+        requests = block_workers._Requests(workers._pools, load, "task")
         requests._submit(0, 0).exception()  # It has no such task.
         blocked = workers._pools[0].submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result()
-    assert signal.SIGINT in blocked
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        assert signal.SIGINT in blocked
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        assert workers.cpu_seconds() > 0
+        assert capfd.readouterr().err == ""
+        os.kill(workers._pools[0].submit(os.getpid).result(), signal.SIGKILL)
+        with pytest.raises(errors.TrainingError, match="one of the 1 processes ended before"):
+            workers.maker("task")(BlockPlace())
 
 
 @pytest.mark.slow
@@ -579,19 +563,3 @@ def test_processes_have_shares_of_the_cores_if_there_are_enough(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 3, 5, 7}, raising=False)
     assert block_workers._shares_of_cores(2) == [[1, 3, 7], [2, 5]]
     assert block_workers._shares_of_cores(6) == [[]] * 6
-
-
-@pytest.mark.slow
-def test_processes_start_without_messages_of_tensorflow(tmp_path):
-    (script := tmp_path / "script.py").write_text(
-        "import functools\n"
-        "from convt5.data.block_workers import BlockWorkers\n"
-        "from convt5.runtime import quiet_imports\n"
-        "if __name__ == '__main__':\n"
-        "    with quiet_imports.without_tensorflow_chatter():\n"
-        "        import seqio\n"
-        "    with BlockWorkers(1, functools.partial(dict, feature=seqio.Feature)) as workers:\n"
-        "        assert workers.cpu_seconds() > 0\n"
-    )
-    done = commands.run([sys.executable, script], check=True)
-    assert done.stderr == ""

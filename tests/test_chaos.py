@@ -157,7 +157,8 @@ def test_a_run_killed_three_times_ends_as_one_left_alone(tmp_path):
     done = commands.run(
         [
             *(sys.executable, chaos.__file__, f"--gin_file={settings}", "--kills=3"),
-            *(f"--output_dir={output}", "--gin.NUM_STEPS=200", "--seed=1"),
+            *(f"--output_dir={output}", "--gin.NUM_STEPS=200", "--gin.SAVE_EVERY=8"),
+            "--seed=1",
         ],
         env=counting_run.environment() | {"JAX_PLATFORMS": "cpu"},
         timeout=600,

@@ -1,5 +1,6 @@
 """The command that measures a GPU: what was measured stays, and every part runs on any machine."""
 
+import functools
 import json
 import os
 import re
@@ -9,7 +10,8 @@ import gpu_report
 import pytest
 from gpu_report import Part
 
-from convt5 import errors
+from convt5 import bench, errors
+from convt5.benchmarks import machine
 
 TINY = [
     *("--lengths=8", "--batch_size=2", "--channels=8", "--repeats=1"),
@@ -34,13 +36,31 @@ def page(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_part_runs_to_its_end_on_a_cpu(tmp_path, page):
+def test_every_part_runs_to_its_end_on_a_cpu(tmp_path, page, monkeypatch):
+    in_processes, called = gpu_report.run, []
+
+    def run(commands, output, seconds):
+        """Calls benchmarks in this process, which has imported all; tests need one of their own."""
+        for name, (module, *arguments) in commands.items():
+            if module == "pytest":
+                yield from in_processes({name: [module, *arguments, "-n0"]}, output, seconds)
+                continue
+            bench.main(arguments)
+            called.append(name)
+            yield gpu_report._kept(name, f"{name}: complete, 0 s", output / name)
+
+    monkeypatch.setattr(gpu_report, "run", run)
+    monkeypatch.setattr(machine, "describe", functools.cache(machine.describe))
     gpu_report.main([*TINY, f"--output={tmp_path}/gpu", f"--page={page}"])
     text = page.read_text()
     for name in ("ops", "train_step", "decode", "tests"):
         assert f"- {name}: complete" in text
     for case in ("depthwise K=3", "dynamic_small", "t5_small"):
         assert f"| {case} " in text
+    # All that is timed was compiled before.
+    models = [f"{suite}_{name}" for name in gpu_report.MODELS for suite in ("train_step", "decode")]
+    compiled = [f"prepare/{case}_8" for case in ("ops", *models)]
+    assert called == [*compiled, "ops", "train_step", "decode"]
 
 
 def test_parts_that_fail_or_take_too_long_keep_what_they_measured(tmp_path, page, monkeypatch):

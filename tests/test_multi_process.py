@@ -109,17 +109,15 @@ def test_two_processes_of_four_devices_train_as_one_of_eight(one_process, two_pr
 
 
 def test_a_run_goes_on_with_other_numbers_of_processes_and_devices(
-    start, one_process, two_processes, tmp_path
+    start, train_here, one_process, two_processes, tmp_path, capfd
 ):
     run_dir = shutil.copytree(two_processes, tmp_path / "run")
     for step in (4, 6, 8):
         shutil.rmtree(run_dir / "checkpoints" / str(step))
-    stages = [(1, 4), (1, 1), (2, 1)]
-    for steps, (processes, devices) in zip((4, 6, 8), stages, strict=True):
-        mesh = {"sharding.MeshConfig.fsdp": 2} if steps == 4 else {}
-        output = finish(
-            start(run_dir, processes=processes, devices=devices, NUM_STEPS=steps, **mesh)
-        )
+    train_here(run_dir, NUM_STEPS=4, **{"sharding.MeshConfig.fsdp": 2})
+    assert "resumes from the checkpoint of step 2" in "".join(capfd.readouterr())
+    for steps, processes in ((6, 1), (8, 2)):
+        output = finish(start(run_dir, processes=processes, devices=1, NUM_STEPS=steps))
         assert f"resumes from the checkpoint of step {steps - 2}" in output
     reference = records(one_process)
     for mine, expected in zip(records(run_dir), reference, strict=True):

@@ -48,7 +48,7 @@ trainer.train.checkpoint = @checkpoint.CheckpointConfig()
 trainer.train.run_dir = %RUN_DIR
 trainer.train.model = %MODEL
 trainer.train.loss = @losses.TextLoss()
-trainer.train.optimizer = @optimizer.AdafactorConfig()
+trainer.train.optimizer = @optimizer.AdamWConfig()
 trainer.train.schedule = @schedule.InverseSqrt()
 trainer.train.num_steps = {NUM_STEPS}
 trainer.train.train_data = @train/data.DataConfig()
@@ -67,20 +67,26 @@ trainer.train.eval_every_steps = 100_000
 """A run that begins at once, and is not over before it is stopped."""
 
 
+ONE_AFTER_ANOTHER = """
+import sys
+from convt5 import train
+for run_dir in sys.argv[2:]:
+    assert train.main([sys.argv[1], f"--gin.RUN_DIR={run_dir}"]) == 0
+"""
+
+
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory):
-    """Starts training in a run directory, in a process of its own."""
+    """Starts training in a run directory, or in several in turn, in a process of its own."""
     folder = tmp_path_factory.mktemp("resume")
     environment = counting_run.environment() | {"XDG_CACHE_HOME": str(folder / "cache")}
 
-    def start(run_dir, text=SETTINGS):
-        settings = folder / "run.gin"
-        settings.write_text(text)
+    def start(*run_dirs, text=SETTINGS):
+        (settings := folder / "run.gin").write_text(text)
+        train = ["-m", "convt5.train", f"--gin_file={settings}", f"--gin.RUN_DIR={run_dirs[0]}"]
+        in_turn = ["-c", ONE_AFTER_ANOTHER, f"--gin_file={settings}", *run_dirs]
         return commands.start(
-            [
-                *(sys.executable, "-m", "convt5.train"),
-                *(f"--gin_file={settings}", f"--gin.RUN_DIR={run_dir}"),
-            ],
+            [sys.executable, *(in_turn if len(run_dirs) > 1 else train)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -126,20 +132,13 @@ def losses(records):
     return [(r["loss"], r.get("validation/loss")) for r in records]
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(launch, tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
-    finish(launch(run_dir))
-    return read_all(run_dir)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_run_whose_output_nobody_reads_any_more_saves_when_it_is_stopped(
     launch, tmp_path, number
 ):
     run_dir = tmp_path / "run"
-    process = launch(run_dir, ENDLESS)
+    process = launch(run_dir, text=ENDLESS)
     commands.wait_until(lambda: count_records(run_dir) > 0, process)
     process.stdout.close()  # As after `2>&1 | tee log`, which Ctrl-C ends too.
     for _ in range(2 if number == signal.SIGHUP else 1):
@@ -151,14 +150,16 @@ def test_a_run_whose_output_nobody_reads_any_more_saves_when_it_is_stopped(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
-def test_a_killed_run_ends_bit_for_bit_as_one_left_alone(launch, uninterrupted, tmp_path):
-    run_dir = tmp_path / "run"
+def test_a_killed_run_ends_bit_for_bit_as_one_left_alone(launch, tmp_path):
+    run_dir, alone = tmp_path / "run", tmp_path / "alone"
     code, _ = stop_when(launch(run_dir), lambda: is_saving(run_dir, from_step=20))
     assert code == -signal.SIGKILL
 
-    assert "resumes from the checkpoint of step" in finish(launch(run_dir))
+    # The one left alone comes second, so that the other goes on in a process that has begun anew.
+    output = finish(launch(run_dir, alone))
+    assert output.count("resumes from the checkpoint of step") == 1
     trees, records = read_all(run_dir)
-    expected_trees, expected_records = uninterrupted
+    expected_trees, expected_records = read_all(alone)
     jax.tree.map(np.testing.assert_array_equal, trees, expected_trees)
     assert [r["step"] for r in records] == list(range(1, NUM_STEPS + 1))
     assert losses(records) == losses(expected_records)
@@ -167,8 +168,9 @@ def test_a_killed_run_ends_bit_for_bit_as_one_left_alone(launch, uninterrupted, 
 @pytest.mark.slow
 def test_a_run_asked_to_stop_saves_and_says_how_to_go_on(launch, tmp_path):
     run_dir = tmp_path / "run"
+    process = launch(run_dir, text=ENDLESS)
     code, output = stop_when(
-        launch(run_dir, ENDLESS), lambda: count_records(run_dir) >= 5, with_signal=signal.SIGTERM
+        process, lambda: count_records(run_dir) >= 5, with_signal=signal.SIGTERM
     )
     assert code == 143
     assert "repeat the command to resume" in output

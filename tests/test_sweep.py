@@ -687,9 +687,10 @@ def test_an_axis_that_the_trainer_does_not_know_is_refused_before_any_run(axes, 
         running.check(chosen)
 
 
-@pytest.fixture
-def tiny_cache(tmp_path):
+@pytest.fixture(scope="module")
+def tiny_cache(tmp_path_factory):
     """A cache of a few rows, which studies of pre-training look at before they begin."""
+    tmp_path = tmp_path_factory.mktemp("rows")
     (tmp_path / "text.txt").write_text("".join(f"text number {i}\n" for i in range(50)))
     vocabulary = "pretraining.text_span_corruption.vocabulary=@vocabularies.characters()"
     cache.main(
@@ -995,13 +996,14 @@ sweeps.Grid.axes = {{
 
 
 @pytest.mark.slow
-def test_a_study_that_is_stopped_goes_on_in_the_middle_of_a_run(tmp_path):
+def test_a_study_that_is_stopped_goes_on_in_the_middle_of_a_run(tmp_path, monkeypatch, capsys):
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     file, folder = tmp_path / "study.gin", tmp_path / "study"
     file.write_text(STUDY.format(folder=folder))
-    command = [sys.executable, "-m", "convt5.sweep", f"--gin_file={file}", "--processes=2"]
-    one_device = os.environ | {"XLA_FLAGS": commands.QUICK_COMPILATION}
-    first = commands.start(command, cwd=ROOT, env=one_device, stderr=subprocess.PIPE)
+    arguments = [f"--gin_file={file}", "--processes=2"]
+    monkeypatch.setenv("XLA_FLAGS", commands.QUICK_COMPILATION)  # One device.
+    command = [sys.executable, "-m", "convt5.sweep", *arguments]
+    first = commands.start(command, cwd=ROOT, stderr=subprocess.PIPE)
 
     def outputs():
         return [*folder.glob("runs/*peak=0.001*/output.txt")]
@@ -1012,13 +1014,12 @@ def test_a_study_that_is_stopped_goes_on_in_the_middle_of_a_run(tmp_path):
     assert first.returncode == 143
     (output,) = outputs()
     assert "stopped by SIGTERM" in output.read_text()
-    again = commands.run(command, cwd=ROOT, env=one_device, timeout=900)
-    assert again.returncode == 0, again.stderr
+    assert sweep.main(arguments) == 0
     assert "resumes from the checkpoint" in output.read_text()
     # The other run may have been quicker than the signal, which is then all that is told.
     (other,) = folder.glob("runs/*peak=1e+30*/output.txt")
     assert "is not finite" in other.read_text()
-    assert "2 of 2 runs are done" in again.stdout
+    assert "2 of 2 runs are done" in capsys.readouterr().out
 
 
 class TestOverAnAxis:

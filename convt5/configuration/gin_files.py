@@ -159,12 +159,9 @@ def came_with_model(file: pathlib.Path) -> bool:
 
     Such a file may be anybody's: models are copied with everything around them, including links.
     """
-    for path in _link_chain(file):
-        if any(_exists(path.parent / name) for name in _BESIDE_MODELS):
-            return True
-        if model_folder(path.parent) is not None:
-            return True
-    return False
+    folders = {path.parent for path in _link_chain(file)}
+    beside = (folder / name for folder in folders for name in _BESIDE_MODELS)
+    return any(map(_exists, beside)) or any(map(model_folder, folders))
 
 
 def _link_chain(file: pathlib.Path) -> Iterator[pathlib.Path]:
