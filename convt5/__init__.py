@@ -5,14 +5,13 @@ only JAX; data, tasks and evaluation need TensorFlow and seqio.
 """
 
 import importlib
-import importlib.abc
 import importlib.util
 import os
 import signal
 import sys
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # For editors; at run time, each is imported on first use.
     from convt5.errors import UserError as UserError
@@ -112,22 +111,24 @@ def current_name(module: str) -> str:
     return module
 
 
-class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports a moved module under its earlier name, as the same module object."""
+class _MovedModules:
+    """Imports a moved module under its earlier name, as the same module object.
+
+    A finder and a loader, without the classes of `importlib.abc`: with these Python 3.13 imports
+    `inspect`, before the folder of this package, which has another one, is searched no more.
+    """
 
     def find_spec(self, fullname: str, path=None, target=None) -> ModuleSpec | None:
         if current_name(fullname) == fullname:
             return None
         found = importlib.util.find_spec(current_name(fullname))
         # `python -m` takes it for the name of the program.
-        origin = None if found is None else found.origin
-        return importlib.util.spec_from_loader(fullname, self, origin=origin)
+        loader: Any = self
+        return ModuleSpec(fullname, loader, origin=None if found is None else found.origin)
 
     def get_code(self, fullname: str) -> CodeType | None:
         """Returns the code that `python -m` runs."""
-        spec = importlib.util.find_spec(current_name(fullname))
-        assert spec is not None
-        assert isinstance(spec.loader, importlib.abc.InspectLoader)
+        spec: Any = importlib.util.find_spec(current_name(fullname))
         return spec.loader.get_code(spec.name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

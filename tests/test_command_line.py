@@ -56,16 +56,19 @@ def start(*argv: str, cwd=ROOT) -> subprocess.CompletedProcess:
     )
 
 
-def test_a_warning_of_convt5_is_a_line_and_others_tell_their_place():
+def test_a_warning_of_convt5_is_a_line_and_others_tell_their_place(tmp_path):
     code = """
 import warnings
 from convt5.configuration import command_line
 ours = compile("import warnings; warnings.warn('odd')", command_line.__file__, "exec")
 command_line.run(lambda argv: (exec(ours), warnings.warn("foreign"))[1])
 """
-    done = start("-c", code)
+    file = tmp_path / "warn.py"
+    file.write_text(code)
+    done = start(file)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "warning: odd\n<string>:5: UserWarning: foreign\n"
+    line = code.splitlines()[-1]
+    assert done.stderr == f"warning: odd\n{file}:5: UserWarning: foreign\n  {line}\n"
 
 
 def test_files_and_bindings_are_collected_in_order():
