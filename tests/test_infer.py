@@ -483,6 +483,11 @@ def test_an_output_of_an_earlier_run_of_the_same_name_is_refused(run_dir, task, 
     for flags in ([], ["--dry_run"]):
         with pytest.raises(UserError, match=r"made with other settings \(model: \w+ -> \w+\)"):
             infer.main([f"--checkpoint={run}", *argv, *flags])
+    # Outputs begun before, which do not tell their model, go on.
+    path = tmp_path / "out.jsonl.settings.json"
+    before = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in before.items() if k != "model"}))
+    assert infer.main([f"--checkpoint={run}", *argv]) == 0
 
 
 def test_the_command_answers_a_task_and_standard_input(run_dir, capsys, monkeypatch):

@@ -88,13 +88,11 @@ class Results:
         )
 
     def _changes(self, content: Mapping[str, Any], model: Model) -> list[str]:
-        """Returns how the settings of results differ; earlier ones do not tell their data."""
+        """Returns how the settings of results differ."""
         before, now = content.get("settings"), {**self._settings, **model}
         if not isinstance(before, dict):
             return ["unknown"]
-        if "content" not in before:
-            now.pop("content", None)
-        return differences(before, now)
+        return _told_differences(before, now)
 
     def write(self, outcome: Outcome, step: int | None, model: Model = _UNKNOWN) -> epath.Path:
         """Writes all files of one task and step; returns the path of the metrics.
@@ -323,13 +321,18 @@ def _check_settings(path: str, settings: Mapping[str, Any]) -> None:
         raise errors.UserError(
             f"output={path} {conflict}; choose another output, or remove the file."
         )
-    changes = differences(before, settings)
-    if changes:
+    if changes := _told_differences(before, settings):
         raise errors.UserError(
             f"output={path} was made with other settings ({'; '.join(changes)}), so it "
             "cannot be resumed; restore these settings, choose another output, or remove "
             "the file."
         )
+
+
+def _told_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns `record.differences`, except in model and data where an earlier version told none."""
+    untold = {"content", "model"} - before.keys()
+    return differences(before, {name: now[name] for name in now.keys() - untold})
 
 
 def json_line(record: Mapping[str, Any]) -> str:
