@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 BestMode = Literal["min", "max"]
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class CheckpointConfig:
     """When checkpoints are written, and which are kept.
 

@@ -46,7 +46,8 @@ _FEATURE = re.compile(r"\w+", re.ASCII)
 _SHORT, _LONG = _DTYPES = ("<u2", "<u4")
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class CachedDataConfig:
     """The rows of a cache to read, and their order.
 

@@ -52,7 +52,8 @@ _ARCHIVE = b"PK"
 _MOST_SETTINGS_BYTES = 2**20
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class DataConfig:
     """The examples to read, and how they become batches.
 

@@ -17,9 +17,8 @@ MOST_STEPS = 2**31
 _Class = typing.TypeVar("_Class")
 
 
-@typing.dataclass_transform(kw_only_default=True, frozen_default=True)
-def settings(kind: type[_Class]) -> type[_Class]:
-    """Makes a class a frozen dataclass of settings, whose types are checked before its own rules.
+def typed(kind: type[_Class]) -> type[_Class]:
+    """Checks the types of a dataclass of settings before its own rules.
 
     Gin checks types as it reads files. A program's `Cosine(peak="0.1")` raises the same `UserError`
     instead of the TypeError of a comparison.
@@ -32,7 +31,7 @@ def settings(kind: type[_Class]) -> type[_Class]:
         check_rules(self)
 
     changed.__post_init__ = check
-    return dataclasses.dataclass(frozen=True, kw_only=True)(kind)
+    return kind
 
 
 def make_plain(description: Any) -> None:

@@ -1,5 +1,6 @@
 """Task metrics during training; gin binds them to `trainer.train(task_evals=[...])`."""
 
+import dataclasses
 from typing import Any
 
 from jax.sharding import Mesh
@@ -9,7 +10,8 @@ from convt5.evaluation.settings import EvalConfig, PredictConfig
 from convt5.modeling.architecture import ConvT5Config
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class TaskEval:
     """A task whose own metrics are part of every evaluation of a run.
 

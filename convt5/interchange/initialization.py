@@ -3,6 +3,7 @@
 `trainer.train(init_from=...)` applies it when a run starts; a resumed run ignores it.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -52,7 +53,8 @@ class Report(NamedTuple):
         return "\n".join(lines)
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class InitFrom:
     """What a run copies from another one: its parameters, or its whole training state.
 

@@ -3,6 +3,7 @@
 Imports nothing heavy before widths are needed.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, get_args
@@ -32,7 +33,8 @@ class Described(Protocol):
     def is_own(self) -> bool: ...
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class Pairing:
     """Which models of a study get the cost of which reference, and in what quantity.
 

@@ -30,7 +30,8 @@ _HARMLESS_FLAGS = (
 """Flags of `convt5.bench` that neither import modules nor trust any."""
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class Claim:
     """An expected difference between runs of studies.
 
@@ -112,7 +113,8 @@ class Claim:
         errors.raise_all(faults, where=f"Claim {self.text!r}, study {name}")
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class CostClaim:
     """A claim that a model costs less than another at every length, measured by `convt5.bench`.
 
@@ -159,7 +161,8 @@ class Question:
         errors.raise_all(faults, where=f"Question {self.title!r}")
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class Paper:
     """Questions that studies answer, on one page.
 

@@ -103,7 +103,8 @@ class Grid:
                 yield first | {axis: label}
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class Study:
     """The runs of a grid, and how their results are shown.
 

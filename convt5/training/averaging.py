@@ -4,6 +4,7 @@ An averaged model is often better than the last one. The average is part of the 
 resumed run continues it exactly. It does not affect training.
 """
 
+import dataclasses
 from typing import Protocol, TypeVar
 
 import jax
@@ -22,7 +23,8 @@ class Averaging(Protocol):
     def after(self, update: Int[Array, ""], average: Tree, model: Tree) -> Tree: ...
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class EMA:
     """The exponential moving average of every array of a model, batch statistics included.
 
@@ -57,7 +59,8 @@ class EMA:
         return _update(self, update, average, model, share=1 - self.decay**self.every_steps)
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class ScaledEMA:
     """An `EMA` whose decay follows from the size of the run, as in arXiv 2106.14881.
 

@@ -1,5 +1,6 @@
 """Training losses: functions from a model and a batch to weighted sums."""
 
+import dataclasses
 from collections.abc import Mapping
 
 import jax
@@ -13,7 +14,8 @@ from convt5.ops import linear_cross_entropy
 from convt5.training.train_step import CROSS_ENTROPY, PERPLEXITY, LossSums
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class TextLoss:
     """Token cross-entropy with teacher forcing on a seqio encoder-decoder batch.
 

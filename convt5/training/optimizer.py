@@ -3,6 +3,7 @@
 They act on trees of arrays and select parameters by name (`tree_paths`), never by module.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -37,7 +38,8 @@ class OptimizerConfig(Protocol):
     def build(self, schedule: Schedule) -> optax.GradientTransformation: ...
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class AdafactorConfig:
     """Adafactor as used to train T5 (Shazeer and Stern 2018, arXiv 1804.04235).
 
@@ -109,7 +111,8 @@ class AdafactorConfig:
         return optax.chain(*parts, optax.scale_by_learning_rate(schedule))
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class AdamWConfig:
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101).
 
@@ -165,7 +168,8 @@ class AdamWConfig:
         )
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class SGDConfig:
     """Stochastic gradient descent, optionally with momentum; fields as in `AdamWConfig`."""
 

@@ -3,6 +3,7 @@
 Each schedule is a frozen description, called inside the jitted step; gin selects one.
 """
 
+import dataclasses
 import math
 from typing import Protocol
 
@@ -22,7 +23,8 @@ class Schedule(Protocol):
     def __call__(self, step: ArrayLike) -> Rate: ...
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class Constant:
     """One rate for all steps, as in T5 fine-tuning."""
 
@@ -35,7 +37,8 @@ class Constant:
         return jnp.full_like(_as_float(step), self.rate)
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class InverseSqrt:
     """multiplier / sqrt(max(step, warmup_steps)): T5's pre-training schedule.
 
@@ -70,7 +73,8 @@ class InverseSqrt:
         return rate * _warmup(step, self.warmup_steps) if self.linear_warmup else rate
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class Cosine:
     """A linear rise to `peak`, then half a cosine down to `final_fraction` of it.
 
@@ -96,7 +100,8 @@ class Cosine:
         return self.peak * fraction * _warmup(step, self.warmup_steps)
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class EpochCosine:
     """Half a cosine that changes once per epoch, as in arXiv 2106.14881.
 
@@ -146,7 +151,8 @@ class EpochCosine:
         return rate * (self.warmup_factor * (1.0 - risen) + risen)
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class Linear:
     """A linear rise to `peak`, then a linear fall to `final_fraction` of it; fields as `Cosine`."""
 

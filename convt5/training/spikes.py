@@ -4,6 +4,7 @@ One bad batch, or one step too large, can set a long run back by days. Enabled b
 nothing of this is compiled.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -54,7 +55,8 @@ class SpikeMemory(NamedTuple):
         return {"mean": float(mean), **dict(zip(names, map(int, counts), strict=True))}
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class SkipSpikes:
     """Skips an update if a measure exceeds `factor` times its running mean.
 

@@ -23,7 +23,8 @@ Seed = tuple[int, int]
 """The seed of the data, and the number of the image or batch."""
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class Augmentation:
     """Random augmentation: that of arXiv 2106.14881, and RandAugment.
 

@@ -24,7 +24,8 @@ ChannelOrder = Literal["rgb", "bgr"]
 _MOST_SPARES = 1000  # Images tried when a whole batch is corrupt.
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class ImageDataConfig:
     """The images to read, and how they become batches.
 

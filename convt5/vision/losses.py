@@ -1,5 +1,6 @@
 """The loss of an image classifier: soft cross-entropy, with top-1 and top-5 accuracy."""
 
+import dataclasses
 from collections.abc import Mapping
 
 import jax
@@ -17,7 +18,8 @@ Logits = Float[Array, "batch classes"]
 Labels = Int[Array, " batch"]
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class VisionLoss:
     """Soft cross-entropy of the classes.
 

@@ -4,6 +4,7 @@ Cubuk et al. 2018 (arXiv 1805.09501) and 2019 (arXiv 1909.13719). `augmentation.
 applies a policy to an image that is already cropped and resized.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -42,7 +43,8 @@ class Step(NamedTuple):
     magnitude: float = 0.0
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class RandAugment:
     """Applies a few operations in sequence, each drawn from the fourteen of the paper.
 
@@ -68,7 +70,8 @@ class RandAugment:
         return _apply_steps(image, [Step(str(name), 1.0, self.magnitude) for name in names], drawn)
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class AutoAugment:
     """The policy learned on ImageNet: one of 25 pairs of operations (table 9)."""
 

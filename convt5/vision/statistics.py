@@ -24,7 +24,8 @@ from convt5.vision.images import ImageDataConfig
 from convt5.vision.model import Statistics
 
 
-@checks.settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class Reestimate:
     """Averages means and unbiased variances over batches.
 
