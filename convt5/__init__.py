@@ -93,6 +93,7 @@ _MOVED = {
     "settings": "configuration.settings",
     "sharding": "modeling.sharding",
     "task_format": "text.task_format",
+    "tasks.local_files": "runtime.local_files",
     "trainer": "training.trainer",
     "training.initialization": "interchange.initialization",
     "tree_paths": "modeling.tree_paths",
