@@ -123,8 +123,8 @@ class _MovedModules:
         if current_name(fullname) == fullname:
             return None
         found = importlib.util.find_spec(current_name(fullname))
-        # `python -m` takes it for the name of the program.
         loader: Any = self
+        # `python -m` takes the origin for the name of the program.
         return ModuleSpec(fullname, loader, origin=None if found is None else found.origin)
 
     def get_code(self, fullname: str) -> CodeType | None:

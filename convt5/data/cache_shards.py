@@ -74,8 +74,7 @@ class ShardedCache:
         return about
 
     def _begin_local(self, folder: pathlib.Path) -> pathlib.Path:
-        if os.path.lexists(folder):  # A link that leads nowhere is in the way too.
-            raise cached_data.exists_already(folder)
+        cached_data.check_absent(folder)
         unfinished = atomic_files.unfinished(folder, "unfinished")
         try:
             unfinished.mkdir(parents=True, exist_ok=True)

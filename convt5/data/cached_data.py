@@ -314,8 +314,7 @@ class Writer:
 
     def __init__(self, folder: pathlib.Path, *, identity: str | None = None):
         folder = _folder(folder)
-        if os.path.lexists(folder):  # A link that leads nowhere is in the way too.
-            raise exists_already(folder)
+        check_absent(folder)
         self._folder = folder
         self._unfinished = atomic_files.unfinished(folder, "unfinished")
         self._about: dict[str, Any] = {}
@@ -547,6 +546,12 @@ class Writer:
                 f"{self._unfinished} was changed while output_dir={self._folder} was being made "
                 f"there ({error}); repeat the command, and let nothing else write there."
             ) from error
+
+
+def check_absent(folder: os.PathLike[str] | str) -> None:
+    """Raises `UserError` if a local folder is there, or a link, even one that leads nowhere."""
+    if os.path.lexists(folder):
+        raise exists_already(folder)
 
 
 def exists_already(folder: os.PathLike[str] | str) -> errors.UserError:

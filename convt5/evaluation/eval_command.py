@@ -111,9 +111,9 @@ def run(arguments: command_line.Arguments) -> int:
     outcomes = 0
     with _open_results(plan, found, flags.output_dir) as results:
         if results is not None:
-            for task, one in itertools.product(plan.tasks, known or [found]):
+            models = {one: checkpoints.describe_if_there(one) for one in known or [found]}
+            for task, (one, model) in itertools.product(plan.tasks, models.items()):
                 results.check_writable(task.name, plan.split, one.step)
-                model = checkpoints.describe_if_there(one)
                 if replaced := results.replaced(task.name, plan.split, one.step, model):
                     print(replaced, file=sys.stderr)
         if flags.dry_run:

@@ -9,7 +9,7 @@ import itertools
 import operator
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from convt5 import errors
@@ -161,9 +161,14 @@ def _task_format(flags: Any, checkpoint: str, settings: RunSettings) -> TaskForm
     """Returns the format of the named task, or of the one saved with the model."""
     if not flags.task:
         return run_settings.task_format(checkpoint, settings, flags.format, raw=flags.raw)
-    from convt5.evaluation import task_data  # Deferred, as in `_task_inputs`.
+    return _task_data().find_format(flags.task)
 
-    return task_data.find_format(flags.task)
+
+def _task_data() -> Any:
+    """Imports TensorFlow and seqio, which only the examples of a task need."""
+    from convt5.evaluation import task_data
+
+    return task_data
 
 
 def _open_inputs(
@@ -219,9 +224,7 @@ def predict(predictor: Predictor, inputs: Inputs, output: ResumableLines | None)
 
 
 def _task_inputs(flags: Any, features: TextFeatures, config: Any, vocab_size: int) -> Inputs:
-    # Deferred: imports TensorFlow and seqio, which other inputs do not need.
-    from convt5.evaluation import task_data
-
+    task_data = _task_data()
     split = flags.split or "validation"
     task = task_data.find_task(flags.task)
     task_data.check_task(task, split, vocab_size=vocab_size, trained=features)
@@ -229,7 +232,7 @@ def _task_inputs(flags: Any, features: TextFeatures, config: Any, vocab_size: in
         task, split, lengths=config.task_lengths(), num_examples=flags.num_examples
     )
 
-    def text(example: task_data.Example, name: str) -> str:
+    def text(example: Mapping[str, Any], name: str) -> str:
         decode = functools.partial(decode_text, task.output_features[name].vocabulary)
         return task_data.original_text(example, name, decode)
 

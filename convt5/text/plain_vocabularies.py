@@ -4,13 +4,9 @@ They serve predictions; data and tasks need those of `seqio_vocabularies`.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-import sentencepiece
-from sentencepiece import sentencepiece_model_pb2
-
-from convt5.text import sentinels
-from convt5.text.vocabulary_files import KeptText, KeptVocabulary, TextFeatures
+from convt5.text import sentinels, tokenizer_files
+from convt5.text.vocabulary_files import KeptText, KeptVocabulary, TextFeatures, processor_of
 
 _END, _FIRST_BYTE = 1, 3  # Of bytes.
 
@@ -45,13 +41,12 @@ class SentencePieceVocabulary:
     """
 
     def __init__(self, model: bytes, num_sentinels: int, *, where: str):
-        messages: Any = sentencepiece_model_pb2  # Its contents are generated at import.
-        pieces = messages.ModelProto.FromString(model)
-        own = sentinels.num_own_pieces(_tokenizer(pieces), num_sentinels, where)
+        own = sentinels.num_own_pieces(processor_of(model), num_sentinels, where)
+        pieces = tokenizer_files.parse(model)
         for number in reversed(range(0 if own else num_sentinels)):
             mark = f"▁{sentinels.mark(number)}"
             pieces.pieces.add(piece=mark, score=0.0, type=pieces.SentencePiece.USER_DEFINED)
-        self.tokenizer = _tokenizer(pieces)
+        self.tokenizer = processor_of(pieces.SerializeToString())
         self.extra_ids = own or num_sentinels
         self.vocab_size: int = self.tokenizer.GetPieceSize()
         self.eos_id: int = self.tokenizer.eos_id()
@@ -77,12 +72,6 @@ def _build(kept: KeptVocabulary, where: str) -> ByteVocabulary | SentencePieceVo
     if kept.kind == "characters":
         return ByteVocabulary(kept.num_sentinels)
     return SentencePieceVocabulary(kept.model, kept.num_sentinels, where=where)
-
-
-def _tokenizer(pieces: Any) -> Any:
-    tokenizer: Any = sentencepiece.SentencePieceProcessor()
-    tokenizer.LoadFromSerializedProto(pieces.SerializeToString())
-    return tokenizer
 
 
 def _until(ids: Iterable[int], end: int) -> Sequence[int]:

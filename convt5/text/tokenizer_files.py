@@ -13,6 +13,14 @@ _UNIGRAM = 1
 _SPECIAL_TYPES = _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 
 
+def parse(model: bytes) -> Any:
+    """Returns the contents of a SentencePiece model file as a message of protobuf."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    messages: Any = sentencepiece_model_pb2  # Its contents are generated at import.
+    return messages.ModelProto.FromString(model)
+
+
 def describe(model: bytes, marks: Mapping[int, str]) -> dict[str, Any] | None:
     """Returns the contents of tokenizer.json; None for a model that it cannot express.
 
@@ -24,10 +32,7 @@ def describe(model: bytes, marks: Mapping[int, str]) -> dict[str, Any] | None:
         model: contents of a SentencePiece model file.
         marks: text of each sentinel by id; ids beyond the model's pieces must follow them.
     """
-    from sentencepiece import sentencepiece_model_pb2
-
-    messages: Any = sentencepiece_model_pb2  # Its contents are generated at import.
-    proto = messages.ModelProto.FromString(model)
+    proto = parse(model)
     trained = proto.trainer_spec
     by_type = {t: {i for i, p in enumerate(proto.pieces) if p.type == t} for t in _SPECIAL_TYPES}
     others = (by_type[_USER_DEFINED] | by_type[_UNUSED]) - marks.keys()

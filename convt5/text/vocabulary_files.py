@@ -71,7 +71,7 @@ class KeptVocabulary(NamedTuple):
     @property
     def end_id(self) -> int:
         """The id that ends a text."""
-        return 1 if self.kind == "characters" else _processor(self.model).eos_id()
+        return 1 if self.kind == "characters" else processor_of(self.model).eos_id()
 
     def agrees_with(self, other: "KeptVocabulary") -> bool:
         """Returns whether ids mean the same text; the number of sentinels may differ."""
@@ -281,7 +281,7 @@ def added_tokens(model: epath.PathLike) -> list[str]:
     tokens = [about.get("content") for about in described if isinstance(about, dict)]
     tokens += foreign_files.find_json(file.parent / "added_tokens.json") or {}
     try:
-        processor = _processor(read_model(file))
+        processor = processor_of(read_model(file))
     except (OSError, ValueError):  # It is damaged, which is told where it is read.
         return []
     unread = [t for t in tokens if isinstance(t, str) and not sentinels.MARK.fullmatch(t)]
@@ -316,7 +316,7 @@ def write_for_hugging_face(folder: epath.PathLike, text: KeptText) -> bool:
 
 def _write_pieces(folder: epath.Path, kept: KeptVocabulary) -> dict[str, Any] | None:
     """Writes a SentencePiece vocabulary, and returns what tokenizer_config.json says of it."""
-    processor = _processor(kept.model)
+    processor = processor_of(kept.model)
     own, size = sentinels.own_pieces(processor), processor.GetPieceSize()
     marks = own or range(size + kept.num_sentinels - 1, size - 1, -1)
     spelled = {token: sentinels.mark(number) for number, token in enumerate(marks)}
@@ -408,7 +408,7 @@ def _of_hugging_face(model: epath.PathLike) -> epath.Path | None:
 
 def _num_sentinels(file: epath.Path, model: bytes) -> int:
     """Returns how many sentinels a SentencePiece model of transformers has, or is given there."""
-    own = len(sentinels.own_pieces(_processor(model)))
+    own = len(sentinels.own_pieces(processor_of(model)))
     given = (foreign_files.find_json(file.parent / _TOKENIZER_FILE) or {}).get("extra_ids")
     if type(given) is not int or not 0 <= given <= MOST_TOKENS:
         given = sentinels.T5_SENTINELS
@@ -452,7 +452,7 @@ def read_model(file: epath.PathLike) -> bytes:
     """Returns a SentencePiece model as it is; raises `ValueError` for a file that is none."""
     model = foreign_files.read_bytes(file, foreign_files.MOST_VOCABULARY_BYTES)
     try:
-        processor = _processor(model)
+        processor = processor_of(model)
     except RuntimeError:
         raise ValueError("it is no SentencePiece model") from None
     if processor.eos_id() < 0:
@@ -468,14 +468,15 @@ def _count(value: Any, *, none: bool = False) -> Any:
 
 def _pieces(model: bytes) -> list[str]:
     """Returns the pieces of a SentencePiece model without sentinels at its end."""
-    processor = _processor(model)
+    processor = processor_of(model)
     pieces = [processor.IdToPiece(i) for i in range(processor.GetPieceSize())]
     while pieces and SENTINEL_PIECE.fullmatch(pieces[-1]):
         pieces.pop()
     return pieces
 
 
-def _processor(model: bytes) -> Any:
+def processor_of(model: bytes) -> Any:
+    """Returns the SentencePiece processor of the contents of a model file."""
     import sentencepiece
 
     processor: Any = sentencepiece.SentencePieceProcessor()
