@@ -147,7 +147,12 @@ def pytest_collection():
         return (yield)
 
 
-_MARKS = {"slow": ("mark.slow", "quick("), "gpu": ("mark.gpu",), "tpu": ("mark.tpu",)}
+_MARKS = {
+    "slow": ("mark.slow",),
+    "nightly": ("mark.nightly", "quick("),
+    "gpu": ("mark.gpu",),
+    "tpu": ("mark.tpu",),
+}
 """How tests get the marks that `-m` selects."""
 
 

@@ -116,7 +116,7 @@ def test_operators_are_timed_at_the_sizes_that_are_asked_for(monkeypatch):
         assert record["causal_conv1d_seconds"] is None  # It runs on GPUs alone.
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_writes_a_record_for_each_length_and_model(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("convt5.benchmarks.machine._COPY_ELEMENTS", 2**10)
     monkeypatch.setattr("convt5.benchmarks.machine._MATRIX", 16)
@@ -142,7 +142,7 @@ def test_a_run_writes_a_record_for_each_length_and_model(tmp_path, monkeypatch, 
     assert "depthwise_tiny" in cells(capsys.readouterr().out)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_models_that_take_too_long_are_left_out_at_greater_lengths():
     named = bench._models(["gin/models/depthwise_tiny.gin"], [flag[6:] for flag in TINY])
     sides = {name: functools.partial(models.train_step, config) for name, config in named.items()}

@@ -192,7 +192,7 @@ def test_stepping_equals_teacher_forcing_for_drawn_models(make_config):
     check_stepping(make_config())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @hypothesis.settings(max_examples=20, deadline=None)
 @hypothesis.given(configs())
 def test_stepping_equals_teacher_forcing_for_many_drawn_models(make_config):
@@ -310,7 +310,7 @@ def test_drawn_scores_are_those_of_scoring_the_results(strategy):
     np.testing.assert_allclose(found.scores, again.scores, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_double_precision_scores_agree_to_double_precision(x64):
     model, source = tiny_model("dynamic", dtype="float64"), sources()
     found = decode(model, source, max_length=5, strategy=BeamSearch(beam_size=2))

@@ -129,7 +129,7 @@ def test_a_few_mistakes_end_in_one_message(command, place, trained):
     fuzz(command, place, trained, QUICK_CASES)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", fuzzing.COMMANDS)
 def test_many_mistakes_end_in_one_message(command, place, trained):
     fuzz(command, place, trained, SLOW_CASES)

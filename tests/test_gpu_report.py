@@ -35,7 +35,7 @@ def page(tmp_path):
     return page
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_part_runs_to_its_end_on_a_cpu(tmp_path, page, monkeypatch):
     in_processes, called = gpu_report.run, []
 

@@ -144,7 +144,7 @@ def test_a_convolution_of_split_rows_equals_that_of_whole_rows(case):
     check_convolution(case)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(SETTINGS, max_examples=40)
 @given(case=convolutions())
 def test_many_convolutions_of_split_rows_equal_those_of_whole_rows(case):

@@ -176,7 +176,7 @@ def test_the_future_and_other_examples_are_never_read_and_packed_equals_separate
     np.testing.assert_array_equal(logits(sources, [targets[0], later])[:, :9], both[:, :9])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_update_is_the_same_on_a_mesh_of_every_axis():
     changes = {"emb_dim": 16, "num_heads": 8, "head_dim": 2}
     model_config = config("hyena", **changes)

@@ -476,7 +476,7 @@ def test_buckets_are_those_of_the_stacks_that_attend():
     assert tiny_config(relative_buckets=1).relative_buckets == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("variant", quick(["dynamic", "released"], chosen=["dynamic"]))
 def test_hessian_vector_products_of_a_model_are_the_same_in_either_mode(variant):
     # Second derivatives of each layer compile for seconds: one that convolves, one that attends.

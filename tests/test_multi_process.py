@@ -134,6 +134,7 @@ def test_a_run_goes_on_with_other_numbers_of_processes_and_devices(
     )
 
 
+@pytest.mark.nightly
 def test_checksums_of_many_arrays_that_processes_share_do_not_wait_for_each_other(start, tmp_path):
     # Started together, sums of two arrays hung: each process had begun with another one.
     run_dir = tmp_path / "run"

@@ -125,7 +125,7 @@ def assert_trajectory(recorded, state, metrics, imported) -> None:
         np.testing.assert_allclose(value, expected, rtol=0, atol=TOLERANCE, err_msg=name)
 
 
-@pytest.mark.slow  # The quick suite has the steps with factored memory, on packed rows.
+@pytest.mark.nightly  # The quick suite has the steps with factored memory, on packed rows.
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ten_steps_equal_the_originals(golden, family):
     folder = golden / "mesh_tf" / family

@@ -214,7 +214,7 @@ def test_proofs_that_take_long_say_so_and_what_takes_less(capsys, monkeypatch):
 
 
 class TestMeshes:
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_an_update_is_the_same_on_meshes(self):
         sizes = ["data=2, fsdp=2, tensor=2", "data=2, sequence=4"]
         layers: Any = [{"num_layers": 1, "mixing": kind} for kind in ("dynamic", "depthwise")]

@@ -48,7 +48,7 @@ STACKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("half", ["encoder", "decoder"])
 @pytest.mark.parametrize("stack", quick(list(STACKS), chosen=["mixed"]))
 def test_at_initialisation_every_layer_reads_what_the_closed_form_says(stack, half):

@@ -46,7 +46,7 @@ def test_products_have_their_flops_and_the_part_of_their_function():
     assert max(flops[step_costs.OTHER]) == 2 * 2 * 8 * 8 * 16
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_operations_that_ran_have_the_flops_and_the_time_of_the_step():
     settings = [*TINY, "architecture.StackConfig.num_layers=1"]
     (config,) = bench._models(["gin/models/dynamic_tiny.gin"], settings).values()
@@ -63,7 +63,7 @@ def test_operations_that_ran_have_the_flops_and_the_time_of_the_step():
     assert 0 < max(map(max, taken.values())) <= 2 * seconds
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_parts_add_up_to_the_step(capsys):
     bindings = [f"--gin.{each}" for each in [*TINY, "architecture.StackConfig.num_layers=1"]]
     flags = ["--lengths", "8", "--repeats=1", "--batch_size=1"]

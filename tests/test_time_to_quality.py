@@ -83,7 +83,7 @@ def make(name, batch):
     return time_to_quality._make(name, time_to_quality._parser().parse_args(flags), batch)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", present())
 def test_a_side_learns_and_leaves_out_padding(name):
     (batch,) = batches(1)
@@ -100,7 +100,7 @@ def test_a_side_learns_and_leaves_out_padding(name):
     assert side.evaluate(batch)[0] < 0.9 * before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_side_that_updates_at_rate_zero_stays_where_it_was():
     (batch,) = batches(1)
     side = make("dynamic_tiny", batch)
@@ -137,7 +137,7 @@ def test_the_rate_follows_the_schedule_over_the_time():
     assert rates == measured
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sides_are_trained_once_and_told_and_drawn(cache, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     page = tmp_path / "page.md"

@@ -385,7 +385,7 @@ def test_an_update_of_the_model_is_the_same_on_every_mesh(case):
     check_update_of_the_model(*case)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_accumulated_gradients_are_the_same_where_rows_are_split():
     # Without dropout, of which each microbatch has its own.
     mesh = MeshConfig(data=2, fsdp=1, sequence=2, tensor=2)

@@ -125,7 +125,7 @@ def test_microbatches_move_running_statistics_by_their_mean():
         np.testing.assert_allclose(found[name], expected, rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_microbatches_are_the_same_on_a_mesh():
     alone, spread = after_two_steps(grad_accum_steps=2), after_two_steps((2, 2, 2), 2)
     for name, expected in alone.items():

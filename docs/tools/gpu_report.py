@@ -70,7 +70,8 @@ def preparations(
     """Returns the tests, and for each program a command that runs it once and so compiles it."""
     workers = min(4, os.cpu_count() or 1)
     # A test that reads a program while another process writes it compiles it.
-    tests = ["pytest", f"-n{workers}", "-m", "gpu and not slow", "-W", _HALF_WRITTEN]
+    chosen = ["-m", "gpu and not slow and not nightly"]
+    tests = ["pytest", f"-n{workers}", *chosen, "-W", _HALF_WRITTEN]
     commands = {"tests": [*tests, *settings.tests]}
     for length in settings.lengths.split(","):
         once = ["--only_ours", f"--lengths={length}", "--repeats=1"]
