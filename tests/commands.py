@@ -6,8 +6,11 @@ way in which tests start processes.
 """
 
 import atexit
+import contextlib
+import hashlib
 import os
 import pathlib
+import platform
 import shutil
 import signal
 import subprocess
@@ -31,6 +34,30 @@ QUICK_COMPILATION = " ".join(
     ]
 )
 """Flags of XLA for tests, which compile many small programs and run each a few times."""
+
+
+def compiled_programs() -> pathlib.Path:
+    """Returns a folder of the user's cache for what tests compile for this kind of processor.
+
+    Programs of more than a month ago are removed. A program for one processor may have
+    instructions that another lacks.
+    """
+    processor = [platform.machine(), platform.processor()]
+    with contextlib.suppress(OSError):
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        processor += sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))})
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    name = hashlib.sha256("\n".join(processor).encode()).hexdigest()[:16]
+    folder = pathlib.Path(base, "convt5", "tests", name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            if path.stat().st_mtime < time.time() - 30 * 24 * 3600:
+                path.unlink()
+    except OSError:  # A home that cannot be written, or another run that removes the same files.
+        folder = folder if os.access(folder, os.W_OK) else ROOT / ".pytest_cache" / "jax"
+    return folder
+
 
 # Variables that change what commands print, or make them part of a run of several processes.
 _PRINTING = ("COLUMNS", "LINES", "PYTHONIOENCODING", "PYTHONUNBUFFERED", "NO_COLOR", "FORCE_COLOR")

@@ -14,6 +14,10 @@ from collections.abc import Collection
 
 import commands
 
+# Most of the time of these tests is spent compiling the same small programs: parallel workers,
+# commands started by tests, later runs and other checkouts find them here.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(commands.compiled_programs())
 commands.settle()
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     commands.keep_to_one_core(int(worker.removeprefix("gw")))
@@ -29,10 +33,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # Other workers and commands that tests start find compiled modules and rewritten tests beside them.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# Most of the time of these tests is spent compiling the same small programs: parallel workers,
-# commands started by tests and later runs find them here.
-CACHE = pathlib.Path(__file__).resolve().parents[1] / ".pytest_cache" / "jax"
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 # Keeping the smallest takes longer than compiling them again.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
