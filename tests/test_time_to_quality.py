@@ -118,11 +118,13 @@ def test_the_rate_follows_the_schedule_over_the_time():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("time.perf_counter", lambda: now[0])
-        side = time_to_quality.Side(1, 0.0, update, lambda batch: (6.0, 2.0))
+        side = time_to_quality.Side(1, 0.0, update, lambda batch: (6.0, 2.0), dict, print)
         records = list(
             time_to_quality.train(side, iter(range(99)), [{}, {}], seconds=30, evaluations=3)
         )
-    assert records == [{"seconds": s, "steps": s, "loss": 3.0} for s in (10, 20, 30)]
+    assert records == [
+        {"number": n, "seconds": 10 * n, "steps": 10 * n, "loss": 3.0} for n in (1, 2, 3)
+    ]
     peak = time_to_quality.SCHEDULE.peak
     assert rates[0] < 0.01 * peak  # The first of 200 steps of warm-up.
     assert max(rates) == rates[2] > 0.99 * peak  # The warm-up is a fifteenth of the time.
@@ -135,6 +137,59 @@ def test_the_rate_follows_the_schedule_over_the_time():
     )
     assert list(counted) == records
     assert rates == measured
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", present())
+def test_a_side_goes_on_in_another_process_as_if_it_had_not_stopped(name):
+    first, second, third = batches(3)
+    side, other = make(name, first), make(name, first)
+    side.update(first, 0.03)
+    other.restore(side.state())
+    assert other.evaluate(third) == side.evaluate(third)
+    side.update(second, 0.02)
+    other.update(second, 0.02)  # With the same dropout and memory.
+    assert other.evaluate(third) == side.evaluate(third)
+
+
+def test_a_side_that_was_stopped_goes_on_behind_its_last_evaluation(cache, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    seen, stops = [], [5]
+
+    def make_sum(name, settings, batch):
+        total = np.zeros(1)
+
+        def update(batch, rate):
+            seen.append((int(batch["encoder_input_tokens"][0, 0]), rate))
+            total[0] += seen[-1][0]
+            if len(seen) in stops:
+                raise KeyboardInterrupt
+
+        def restore(arrays):
+            total[:] = arrays["total"]
+
+        state, evaluate = lambda: {"total": total}, lambda batch: (float(total[0]), 1.0)
+        return time_to_quality.Side(1, 0.0, update, evaluate, state, restore)
+
+    monkeypatch.setattr(time_to_quality, "_make", make_sum)
+    flags = [f"--cache={cache}", "--minutes=0.1", "--evaluations=3", "--seconds_per_step=1"]
+    flags += ["--batch_size=4", f"--vocab_size={VOCAB_SIZE}", "--sides", "t5_tiny"]
+    kept = [*flags, f"--keep={tmp_path / 'kept'}", f"--output={tmp_path / 'stopped'}"]
+    with pytest.raises(KeyboardInterrupt):
+        time_to_quality.main(kept)
+    with pytest.raises(UserError, match=r"batch_size=2, but .* is of a side of batch_size=4; give"):
+        time_to_quality.main([*kept, "--batch_size=2"])
+    time_to_quality.main(kept)
+    # The update after the last evaluation is made again.
+    stopped = [*seen[:4], *seen[5:]]
+    assert seen[4] == seen[5]
+    seen.clear(), stops.clear()
+    time_to_quality.main([*flags, f"--output={tmp_path / 'whole'}"])
+    assert stopped == seen
+    files = [tmp_path / name / "time_to_quality.jsonl" for name in ("stopped", "whole")]
+    stopped, whole = ([json.loads(x) for x in f.read_text().splitlines()] for f in files)
+    assert stopped == whole
+    assert [(r["number"], r["steps"]) for r in whole] == [(1, 2), (2, 4), (3, 6)]
 
 
 @pytest.mark.nightly

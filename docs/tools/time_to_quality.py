@@ -2,9 +2,11 @@
 
 `python docs/tools/time_to_quality.py --cache=CACHE --minutes=10 --t5x=CHECKOUT_OF_T5X` takes the
 minutes for each side, and evaluations beside. Finished sides are kept: given again with the same
-settings and cache, the command goes on behind them; with --report_only it tells and draws what
-there is. A machine lent for minutes can make the updates of an hour: with --seconds_per_step each
-counts as the time that it takes elsewhere, and table and picture say so.
+settings and cache, the command goes on behind them, and with --keep=FOLDER behind the last
+evaluation of a side that was stopped; with --report_only it tells and draws what there is. A
+machine lent for minutes, or one that has other work to do, can make the updates of an hour: with
+--seconds_per_step each counts as the time that it takes elsewhere or alone, and table and picture
+say so.
 
 All sides have the same rows in the same order, the sizes of `t5_tiny`, float32, the dropout of the
 model files and the rates of gin/studies/pretraining.gin, stretched over the minutes. Ours and T5X's
@@ -16,6 +18,8 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
+import io
+import itertools
 import json
 import pathlib
 import sys
@@ -28,6 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from kept_programs import write_tables
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 from convt5 import errors
 from convt5.benchmarks import hugging_face, peers, t5x
@@ -57,7 +63,11 @@ _TOKENS = ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_token
 _WEIGHTS = "decoder_loss_weights"
 
 Batch = Mapping[str, np.ndarray]
+Arrays = dict[str, np.ndarray]
 Record = Mapping[str, Any]
+
+_NOTHING: Record = {"number": 0, "seconds": 0.0, "steps": 0}
+"""What a side has done that has not begun."""
 
 
 class Side(NamedTuple):
@@ -69,6 +79,8 @@ class Side(NamedTuple):
         update: makes an update on a batch, with a learning rate, and waits for it.
         evaluate: returns the cross-entropy of a batch, in nats, and the number of its targets,
             without dropout.
+        state: returns what later updates depend on.
+        restore: takes what `state` returned, perhaps in another process.
         machine: what `machine.describe` does not know, if not JAX computes.
     """
 
@@ -76,6 +88,8 @@ class Side(NamedTuple):
     compile_seconds: float
     update: Callable[[Batch, float], None]
     evaluate: Callable[[Batch], tuple[float, float]]
+    state: Callable[[], Arrays]
+    restore: Callable[[Arrays], None]
     machine: Mapping[str, Any] = {}
 
 
@@ -114,7 +128,36 @@ def ours(config: ConvT5Config, batch: Batch) -> Side:
         total, weight = sums.call(state[0].model, on_device).metrics[CROSS_ENTROPY]
         return float(total), float(weight)
 
-    return Side(plan.num_parameters(), step.seconds + sums.seconds, update, evaluate)
+    seconds = step.seconds + sums.seconds
+    return Side(plan.num_parameters(), seconds, update, evaluate, *_keepers(state))
+
+
+def _keepers(state: list[Any]) -> tuple[Callable[[], Arrays], Callable[[Arrays], None]]:
+    """Returns `Side.state` and `Side.restore` of a tree of JAX arrays, the only element."""
+
+    def taken() -> Arrays:
+        leaves = jax.tree.leaves(jax.tree.map(_numbers, state[0]))
+        return {str(number): np.asarray(leaf) for number, leaf in enumerate(leaves)}
+
+    def restore(arrays: Arrays) -> None:
+        leaves, structure = jax.tree.flatten(state[0])
+        placed = [_placed(arrays[str(number)], leaf) for number, leaf in enumerate(leaves)]
+        state[0] = jax.tree.unflatten(structure, placed)
+
+    return taken, restore
+
+
+def _is_key(leaf: jax.Array) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _numbers(leaf: jax.Array) -> jax.Array:
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _placed(array: np.ndarray, like: jax.Array) -> jax.Array:
+    wrapped = jax.random.wrap_key_data(jnp.asarray(array)) if _is_key(like) else array
+    return jax.device_put(wrapped, like.sharding)
 
 
 def t5x_side(checkout: pathlib.Path, config: ConvT5Config, batch: Batch) -> Side:
@@ -151,7 +194,7 @@ def t5x_side(checkout: pathlib.Path, config: ConvT5Config, batch: Batch) -> Side
         return float(total), float(weight)
 
     count = sum(leaf.size for leaf in jax.tree.leaves(parameters))
-    return Side(count, step.seconds + sums.seconds, update, evaluate)
+    return Side(count, step.seconds + sums.seconds, update, evaluate, *_keepers(state))
 
 
 def hugging_face_side(config: ConvT5Config, batch: Batch) -> Side:
@@ -196,8 +239,25 @@ def hugging_face_side(config: ConvT5Config, batch: Batch) -> Side:
             total, weight = cross_entropy(batch)
         return float(total), weight
 
+    # Dropout draws from the generator of the device.
+    generator = torch.cuda.default_generators[0] if has_gpu else torch.default_generator
+
+    def state() -> Arrays:
+        file = io.BytesIO()
+        parts = model.state_dict(), optimizer.state_dict(), generator.get_state()
+        torch.save(parts, file)
+        return {"torch": np.frombuffer(file.getvalue(), np.uint8)}
+
+    def restore(arrays: Arrays) -> None:
+        file = io.BytesIO(arrays["torch"].tobytes())
+        parameters, memory, random = torch.load(file, weights_only=True, map_location="cpu")
+        model.load_state_dict(parameters)
+        optimizer.load_state_dict(memory)
+        generator.set_state(random)
+
     about = {"platform": "gpu", "device": torch.cuda.get_device_name()} if has_gpu else {}
-    return Side(sum(p.numel() for p in model.parameters()), 0.0, update, evaluate, about)
+    count = sum(p.numel() for p in model.parameters())
+    return Side(count, 0.0, update, evaluate, state, restore, about)
 
 
 def train(
@@ -208,22 +268,25 @@ def train(
     seconds: float,
     evaluations: int,
     seconds_per_step: float | None = None,
+    last: Record = _NOTHING,
 ) -> Iterator[Record]:
     """Trains for so many seconds, and yields what is known at evenly spread times of them.
 
     The clock runs while batches are read and updates are made, or counts updates, each as
-    `seconds_per_step`.
+    `seconds_per_step`. With the last record of a side that has its state, training goes on there.
     """
     rates = np.asarray(jax.vmap(SCHEDULE)(jnp.arange(SCHEDULE.total_steps)))
-    trained, steps = 0.0, 0
-    for number in range(1, evaluations + 1):
+    trained, steps = last["seconds"], last["steps"]
+    rows = itertools.islice(rows, steps, None)
+    for number in range(last["number"] + 1, evaluations + 1):
         while trained < seconds * number / evaluations:
             began = time.perf_counter()
             side.update(next(rows), float(rates[int(len(rates) * trained / seconds)]))
             trained += seconds_per_step or time.perf_counter() - began
             steps += 1
         totals, weights = zip(*map(side.evaluate, validation), strict=True)
-        yield {"seconds": trained, "steps": steps, "loss": sum(totals) / sum(weights)}
+        loss = sum(totals) / sum(weights)
+        yield {"number": number, "seconds": trained, "steps": steps, "loss": loss}
 
 
 class Kept:
@@ -245,9 +308,9 @@ class Kept:
             lines = path.read_text().splitlines() if path.exists() else []
             for record in map(json.loads, lines):
                 key = record["minutes"], record["side"]
-                # The last start of a side counts.
-                old = [] if record["number"] == 1 else self.finished.get(key, [])
-                self.finished[key] = [*old, record]
+                # A side that was stopped made again what follows its kept state, or everything.
+                before = self.finished.get(key, [])[: record["number"] - 1]
+                self.finished[key] = [*before, record]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise errors.UserError(
                 f"{path} holds no records of this tool ({error!r}); remove it."
@@ -392,6 +455,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch_size", type=int, default=16, help="rows of a batch")
     add("--vocab_size", type=int, default=8192, help="of the models")
     add("--output", type=path, default="docs/performance", help="folder of records and picture")
+    add("--keep", type=path, help="folder of the state of each side at its last evaluation")
     add("--page", type=path, help="also writes the table into this page")
     add("--report_only", action="store_true", help="trains nothing")
     return parser
@@ -441,6 +505,16 @@ def _train_side(
     # The default of a GPU has fewer bits.
     with jax.default_matmul_precision("highest"):
         side = _make(name, settings, validation[0])
+    about = {
+        **about,
+        "minutes": settings.minutes,
+        "side": name,
+        "evaluations": settings.evaluations,
+        "num_parameters": side.num_parameters,
+    }
+    if settings.seconds_per_step is not None:
+        about["seconds_per_step"] = settings.seconds_per_step
+    place = settings.keep and settings.keep / f"{name}_{settings.minutes:g}.safetensors"
     measured = train(
         side,
         _batches(settings),
@@ -448,26 +522,48 @@ def _train_side(
         seconds=60 * settings.minutes,
         evaluations=settings.evaluations,
         seconds_per_step=settings.seconds_per_step,
+        last=_restore(side, about, place) if place and place.exists() else _NOTHING,
     )
-    about = {
-        **about,
-        "minutes": settings.minutes,
-        "side": name,
-        "evaluations": settings.evaluations,
-        "num_parameters": side.num_parameters,
+    found = {
         "compile_seconds": side.compile_seconds,
         "machine": {**machine.describe(), **side.machine},
     }
-    if settings.seconds_per_step is not None:
-        about["seconds_per_step"] = settings.seconds_per_step
-    for number, record in enumerate(measured, start=1):
-        kept.add({**about, "number": number, **record})
+    for record in measured:
+        kept.add({**about, **found, **record})
+        if place is not None:
+            _keep(side, {**about, **record}, place)
         print(
             f"{name}: {record['seconds']:.0f} s, {record['steps']:,} steps, "
             f"loss {record['loss']:.3f}",
             file=sys.stderr,
             flush=True,
         )
+
+
+def _keep(side: Side, record: Record, path: pathlib.Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_suffix(".new")
+    save_file(side.state(), written, {"record": json.dumps(record)})
+    written.replace(path)
+
+
+def _restore(side: Side, about: Record, path: pathlib.Path) -> Record:
+    """Restores a side that was stopped, and returns its last record.
+
+    Raises:
+        UserError: it had other settings.
+    """
+    with safe_open(path, "numpy") as file:
+        record = json.loads(file.metadata()["record"])
+    faults = [
+        f"{name}={value}, but {path} is of a side of {name}={record.get(name)}; give the flags and "
+        "the cache of that, or another --keep."
+        for name, value in about.items()
+        if record.get(name) != value
+    ]
+    errors.raise_all(faults, where="flags")
+    side.restore(load_file(path))
+    return record
 
 
 def _make(name: str, settings: argparse.Namespace, batch: Batch) -> Side:
