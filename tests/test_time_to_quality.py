@@ -16,6 +16,9 @@ from convt5.benchmarks import t5x
 from convt5.data import cached_data
 from convt5.errors import UserError
 
+# A build of PyTorch for GPUs, where there is none.
+pytestmark = pytest.mark.filterwarnings("ignore:CUDA initialization")
+
 VOCAB_SIZE = 64
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
