@@ -1,6 +1,7 @@
 """The train state: its tree of names, its making on a mesh, and one application of gradients."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from convt5.analysis import collectives
+from convt5.modeling.layers import Dense, build_layers
 from convt5.modeling.sharding import MeshConfig, Rule
 from convt5.modeling.tree_paths import named_leaves
 from convt5.training.optimizer import AdafactorConfig, AdamWConfig, SGDConfig
@@ -80,6 +83,49 @@ def test_the_initial_state_is_the_same_on_every_mesh(sizes):
     assert state.model.layers[0].kernel[...].sharding.spec == P("fsdp", "tensor")
     for (name, found), (_, leaf) in zip(named_leaves(state), named_leaves(expected), strict=True):
         np.testing.assert_allclose(found, leaf, rtol=1e-6, err_msg=name)
+
+
+WIDTHS = [8, 12, 8, 8]
+
+
+def dense_layer(width: int, key: jax.Array) -> Dense:
+    return Dense(8, width, key=key, use_bias=True)
+
+
+class Tower(nnx.Module):
+    def __init__(self, key: jax.Array):
+        self.layers = build_layers(dense_layer, WIDTHS, key)
+
+
+class TowerConfig:
+    def build(self, key: jax.Array) -> Tower:
+        return Tower(key)
+
+
+@jax.jit
+def one_by_one(key: jax.Array) -> list[Dense]:
+    return [dense_layer(w, k) for w, k in zip(WIDTHS, jax.random.split(key, 4), strict=True)]
+
+
+def test_layers_built_by_a_loop_equal_layers_built_one_by_one():
+    key = jax.random.key(5)
+    found = jax.jit(Tower)(key).layers
+    jax.tree.map(np.testing.assert_array_equal, list(found), one_by_one(key))
+
+
+def test_each_device_draws_only_its_part_of_layers_built_by_a_loop():
+    key = jax.random.key(5)
+    mesh = MeshConfig(fsdp=2, tensor=2).build()
+    shardings = state_shardings(abstract_state(TowerConfig(), OPTIMIZER), mesh, RULES)
+    make = make_init_state(functools.partial(new_state, TowerConfig(), OPTIMIZER), shardings)
+    compiled = make.lower(key).compile()
+    text = compiled.as_text()
+    assert not collectives.parse(text, dict(mesh.shape))
+    shapes = set(re.findall(r"32\[((?:3,)?\d+,\d+)\]", text))
+    assert "3,4,4" in shapes
+    assert not {"3,8,8", "3,8,4", "3,4,8", "8,8", "8,12"} & shapes
+    found = list(compiled(key).model.layers)
+    jax.tree.map(np.testing.assert_array_equal, found, one_by_one(key))
 
 
 def test_an_update_moves_against_the_gradient_and_counts():

@@ -14,7 +14,7 @@ from convt5.modeling import fsdp
 from convt5.modeling.attention import Attention, AttentionState, RelativeBias
 from convt5.modeling.canon import Along, Canon, apply_canon, canons_of
 from convt5.modeling.description import LayerOrder, ModelDescription, Remat
-from convt5.modeling.layers import DropoutKey, Mlp, Norm, dropout, split_key
+from convt5.modeling.layers import DropoutKey, Mlp, Norm, build_layers, dropout, split_key
 from convt5.modeling.mixers.base import MixerConfig, Position, StackInputs, State, select_rows
 
 T = TypeVar("T")
@@ -184,13 +184,10 @@ class Stack(nnx.Module):
     def __init__(self, config: ModelDescription, *, decoder: bool, key: PRNGKeyArray):
         mixings = config.decoder_layers if decoder else config.encoder_layers
         key, bias_key = jax.random.split(key)
-        keys = jax.random.split(key, len(mixings))
+        kind = DecoderLayer if decoder else EncoderLayer
         # Any: nnx.List has no element type, and only decoder layers have `step`.
-        self.layers: Any = nnx.List(
-            [
-                (DecoderLayer if decoder else EncoderLayer)(config, mixing, key=keys[i])
-                for i, mixing in enumerate(mixings)
-            ]
+        self.layers: Any = build_layers(
+            lambda mixing, key: kind(config, mixing, key=key), mixings, key
         )
         reads_distances = any(mixing.reads_distances for mixing in mixings)
         self.relative_bias = (

@@ -4,11 +4,16 @@ Modules compute in the dtype of their input and hold float32 parameters. They ar
 random state (`dropout_key=None` means deterministic), and a call changes nothing.
 """
 
-from typing import Literal
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from convt5 import errors
@@ -165,6 +170,33 @@ def dropout(
 def split_key(key: DropoutKey, num: int) -> tuple[DropoutKey, ...]:
     """Splits a key into `num` keys; None, which means deterministic, stays None."""
     return (None,) * num if key is None else tuple(jax.random.split(key, num))
+
+
+def build_layers(
+    build: Callable[[Any, PRNGKeyArray], nnx.Module], configs: Sequence[Any], key: PRNGKeyArray
+) -> nnx.List:
+    """Builds a layer for each description, each with its own random numbers.
+
+    Under a trace, such as that of `jax.jit`, one loop builds all layers of equal descriptions. The
+    program is compiled in a fraction of the time, and its values are the same.
+
+    Args:
+        build: builds a layer from its description and a key.
+        configs: descriptions of the layers, bottom first.
+        key: random key of all layers.
+    """
+    keys = jax.random.split(key, len(configs))
+    if not isinstance(key, Tracer):
+        # JAX keeps the program of each operation, but would compile a loop anew every time.
+        return nnx.List([build(config, keys[i]) for i, config in enumerate(configs)])
+    layers: dict[int, nnx.Module] = {}
+    for config in configs:
+        places = [i for i, other in enumerate(configs) if other == config]
+        if places[0] not in layers:
+            stacked = jax.lax.map(functools.partial(build, config), keys[np.array(places)])
+            for n, place in enumerate(places):
+                layers[place] = jax.tree.map(operator.itemgetter(n), stacked)
+    return nnx.List([layers[place] for place in range(len(configs))])
 
 
 def truncated_normal(stddev: float) -> jax.nn.initializers.Initializer:

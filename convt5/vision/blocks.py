@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from convt5.modeling.canon import Along, Canon, CanonTaps, apply_canon
-from convt5.modeling.layers import Dense, Norm, at_least_float32
+from convt5.modeling.layers import Dense, Norm, at_least_float32, build_layers
 from convt5.vision.description import ViTDescription
 
 
@@ -111,9 +111,10 @@ class Encoder(nnx.Module):
     """The blocks, and the final norm."""
 
     def __init__(self, config: ViTDescription, *, key: PRNGKeyArray):
-        keys = jax.random.split(key, config.num_layers)
         # Any: nnx.List has no element type.
-        self.layers: Any = nnx.List([Block(config, key=key) for key in keys])
+        self.layers: Any = build_layers(
+            lambda config, key: Block(config, key=key), [config] * config.num_layers, key
+        )
         self.final_norm = norm(config)
 
     def __call__(
