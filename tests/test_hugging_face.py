@@ -165,7 +165,7 @@ def tiny(**changes) -> ConvT5Config:
 
 
 def written(path, config: ConvT5Config):
-    params = dict(named_leaves(jax.jit(config.build)(jax.random.key(0))))
+    params = dict(named_leaves(config.build(jax.random.key(0))))
     hugging_face.write_model(path, config, params)
     return params
 

@@ -48,7 +48,7 @@ def config(variant: str, **overrides):
 
 @functools.cache
 def model(variant: str) -> ConvT5:
-    made = jax.jit(config(variant).build)(jax.random.key(0))
+    made = config(variant).build(jax.random.key(0))
     for stack in (made.encoder, made.decoder):
         for layer in stack.layers:
             layer.mixing.skip[...] = jnp.linspace(-1.0, 1.0, 8)

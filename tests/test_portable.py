@@ -65,7 +65,7 @@ def hybrid(**changes) -> ConvT5Config:
 
 @pytest.fixture(scope="module")
 def model():
-    return jax.jit(hybrid().build)(jax.random.key(1))
+    return hybrid().build(jax.random.key(1))
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_folder_is_described_without_its_weights(kind, model, tmp_path):
     if kind == "t5":
         stack = StackConfig(num_layers=1, mixing="attention")
         config = hybrid(encoder=stack, decoder=stack)
-        params = dict(named_leaves(jax.jit(config.build)(jax.random.key(0))))
+        params = dict(named_leaves(config.build(jax.random.key(0))))
     writer = {"portable": portable, "transformers": pytorch_model, "t5": hugging_face}[kind]
     writer.write_model(tmp_path, config, params)
     (tmp_path / "model.safetensors").unlink()
@@ -226,7 +226,7 @@ def test_programs_run_without_our_code_and_equal_the_model(model, tmp_path):
 @pytest.mark.slow
 def test_programs_with_attention_in_the_encoder_take_any_batch():
     stack = StackConfig(num_layers=2, mixing=("attention", "dynamic"), kernel_size=3)
-    model = jax.jit(hybrid(encoder=stack, decoder=stack).build)(jax.random.key(1))
+    model = hybrid(encoder=stack, decoder=stack).build(jax.random.key(1))
     programs = stablehlo.export_programs(model, encoder_length=5, decoder_length=4)
     params = dict(named_leaves(model))
     step = jax.jit(ConvT5.decode_step)
@@ -247,7 +247,7 @@ def test_programs_with_attention_in_the_encoder_take_any_batch():
 @pytest.mark.parametrize("mixing", ["attention", "dynamic"])
 def test_programs_have_no_logits_where_attention_has_no_room(mixing):
     stack = StackConfig(num_layers=1, mixing=mixing, kernel_size=2)
-    model = jax.jit(hybrid(encoder=stack, decoder=stack).build)(jax.random.key(1))
+    model = hybrid(encoder=stack, decoder=stack).build(jax.random.key(1))
     programs = stablehlo.export_programs(model, encoder_length=5, decoder_length=2)
     params = dict(named_leaves(model))
     state = programs["start"].call(params, programs["encode"].call(params, SOURCES), SOURCES)
@@ -265,7 +265,7 @@ def test_lengths_of_programs_are_checked(model, tmp_path):
         stablehlo.write_programs(tmp_path, model, encoder_length=0, decoder_length=4)
     stack = StackConfig(num_layers=1, mixing="depthwise", kernel_size=2)
     config = hybrid(encoder=stack, decoder=stack, positions="learned", max_positions=6)
-    learned = jax.jit(config.build)(jax.random.key(1))
+    learned = config.build(jax.random.key(1))
     with pytest.raises(UserError, match="decoder_length=7 must be at least 1, and at most 6"):
         stablehlo.write_programs(tmp_path, learned, decoder_length=7)
     stablehlo.write_programs(tmp_path, learned)
