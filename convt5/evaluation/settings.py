@@ -5,7 +5,7 @@ precedence.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from convt5 import errors
@@ -61,11 +61,8 @@ class PredictConfig:
     seed: int = 0
 
     def __post_init__(self):
-        faults = [
-            f"{name}={value!r} must be at least 1, and an integer."
-            for name in ("max_length", "max_input_length", "batch_size")
-            if (value := getattr(self, name)) is not None and rules.count(value)
-        ]
+        faults = checks.count_faults(self, ("batch_size",))
+        faults += checks.count_faults(self, _LENGTHS, none="the length used in training")
         faults += _seed_faults(self.seed)
         if self.strategy is not None and not checks.is_description(self.strategy):
             faults.append(
@@ -137,6 +134,7 @@ class PredictConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class EvalConfig:
     """Which tasks are measured, and on which of their examples.
 
@@ -151,7 +149,7 @@ class EvalConfig:
         seed: random seed of everything random in a task.
     """
 
-    tasks: Sequence[Any] = ()
+    tasks: Any = ()
     split: str | None = None
     num_examples: int | None = None
     every_nth: int = 1

@@ -89,6 +89,8 @@ class ImageDataConfig:
                 faults.append(
                     f"{name}={getattr(self, name)} must be one number, or {self.in_channels}."
                 )
+        if not np.all(np.isfinite(self.mean)):
+            faults.append(f"mean={self.mean} must be finite.")
         if not np.all(np.asarray(self.stddev) > 0):
             faults.append(f"stddev={self.stddev} must be positive.")
         errors.raise_all(faults, where="ImageDataConfig")

@@ -18,6 +18,7 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from convt5 import errors
+from convt5.errors import checks
 from convt5.runtime import foreign_files, quiet_imports, tfds_features
 
 OnCorrupt = Literal["refuse", "skip"]
@@ -88,6 +89,7 @@ class Digits:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class Npz:
     """Arrays in a .npz file: `images` uint8 [N, H, W] or [N, H, W, C], and `labels` [N].
 
@@ -125,6 +127,7 @@ class Npz:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class Folder:
     """Image files in one folder for each class; classes are numbered in the order of their names.
 
@@ -139,6 +142,12 @@ class Folder:
 
     path: str
     channels: int = 3
+
+    def __post_init__(self):
+        if self.channels not in (1, 3):
+            raise errors.UserError(
+                f"Folder: channels={self.channels} must be 1 (grey) or 3 (colour)."
+            )
 
     def open(self, split: str) -> ImageSet:
         """Lists the files, without reading them."""
@@ -210,6 +219,7 @@ class Folder:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class Tfds:
     """A TFDS data set with features `image` and `label`, such as mnist, cifar10, imagenet2012.
 
