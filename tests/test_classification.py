@@ -363,6 +363,13 @@ class TestBadInput:
         with pytest.raises(errors.UserError, match="line 1 names the column 'text' twice"):
             read("text,text,label\na,b,positive\n", "train.csv")
 
+    def test_a_header_without_rows_is_told_if_it_lacks_a_field(self, read):
+        # It may be the only row of a file without a header.
+        with pytest.raises(errors.UserError, match=r"line 1 has no field 'label'; its fields are"):
+            read("a fine film\tpositive\n", "train.tsv")
+        with pytest.raises(errors.UserError, match="split='train' has no row"):
+            read("text\tlabel\n", "train.tsv")
+
     def test_columns_without_a_name_are_left_alone(self, read):
         assert read("text,label,,\na,positive,,\n", "train.csv") == [
             ("text_classification text: a", "positive")

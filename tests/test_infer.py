@@ -168,6 +168,14 @@ def test_tables_are_read_as_in_training(tmp_path, name, fields, given):
         inputs.from_files(str(tmp_path / name), field="title")
 
 
+def test_a_header_without_rows_is_told_if_it_lacks_the_field(tmp_path):
+    (tmp_path / "in.tsv").write_text("the only row\t1\n")
+    with pytest.raises(UserError, match=r"in.tsv, line 1 has no field 'inputs or input or"):
+        inputs.from_files(str(tmp_path / "in.tsv"))
+    (tmp_path / "in.tsv").write_text("text\tid\n")
+    assert inputs.from_files(str(tmp_path / "in.tsv")).faults() == "1 empty files"
+
+
 def test_a_missing_file_is_named():
     with pytest.raises(UserError, match=r"input=/nowhere/in\.txt names no file"):
         inputs.from_files("/nowhere/in.txt")

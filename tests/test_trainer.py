@@ -1162,7 +1162,7 @@ def images_of_digits(**settings):
         (lambda: sources.Folder(path="photos", channels=2), "channels=2 must be 1"),
         (lambda: Grid(axes=["SEED"]), r"axes=\['SEED'\] must be of type Mapping\[str, Any\]"),
         (lambda: EvalConfig(predict="no"), "predict='no' must be of type bool"),
-        (lambda: PredictConfig(batch_size=None), "batch_size=None must be an integer"),
+        (lambda: PredictConfig(batch_size=None), "batch_size=None must be at least 1, and an"),
     ],
 )
 def test_settings_of_a_wrong_type_are_told_where_a_program_makes_them(make, words):
