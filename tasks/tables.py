@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import os
 import pathlib
 import re
@@ -101,7 +102,7 @@ class Row:
             UserError: the field is missing, empty or not text.
         """
         value = self.value(field)
-        if not isinstance(value, str | int | float):
+        if not isinstance(value, str | int | float) or value in (math.inf, -math.inf):
             raise self.error(f"has {value!r} under {field!r}, which is no text.")
         return str(value)
 
@@ -175,14 +176,23 @@ def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[str]]:
             f"path={str(folder)!r} is a folder without a {', '.join(SUFFIXES)} file, also "
             "compressed; set it to a folder with files such as train.jsonl and dev.jsonl."
         )
-    # Otherwise rows of "train" would be held out in its place.
-    unread = [file for file in found if file not in files and "validation" not in splits]
-    for file in unread:
-        if _split_and_part(file.relative_to(folder))[0] == "validation":
+    unread = [
+        (file, split)
+        for file in found
+        if not _suffix(str(file))
+        and (split := _split_and_part(file.relative_to(folder))[0]) in {"validation", *splits}
+    ]
+    for file, split in unread:
+        if split not in splits:  # Rows of "train" would be held out in its place.
             raise errors.UserError(
-                f"file {str(file)!r} is of split='validation' by its name, but of no known kind; "
+                f"file {str(file)!r} is of split={split!r} by its name, but of no known kind; "
                 f"convert it to one of {', '.join(SUFFIXES)}, or put it elsewhere."
             )
+    if unread:
+        logging.warning(
+            "path=%r: %d files are not read, such as %r of split=%r: their names do not end in %s",
+            *(str(folder), len(unread), str(unread[0][0]), unread[0][1], ", ".join(SUFFIXES)),
+        )
     return splits
 
 

@@ -312,7 +312,7 @@ def test_the_encoding_of_text_that_is_no_utf_8_is_guessed(tmp_path, encoding, ma
 @pytest.mark.parametrize("name", ["a.txt", "a.tsv", "a.csv"])
 def test_text_with_a_nul_for_every_letter_is_not_utf_8(tmp_path, name):
     path = tmp_path / name
-    path.write_bytes(b"one\nt\0w\0o\0\nthree\n")
+    path.write_bytes(b"one\nt\0w\0o\0\nthree\na\0 sparse nul \xff\n")
 
     def read(policy):
         if name == "a.txt":
@@ -323,7 +323,7 @@ def test_text_with_a_nul_for_every_letter_is_not_utf_8(tmp_path, name):
     fault = rf"{name}', line 2 is not UTF-8 \(byte 0x00 after 't'\); .* \(tr -d '.000'\)"
     with pytest.raises(errors.UserError, match=fault):
         read("refuse")
-    assert read("replace") == ["one", "t\ufffdw\ufffdo\ufffd", "three"]
+    assert read("replace") == ["one", "t\ufffdw\ufffdo\ufffd", "three", "a\0 sparse nul \ufffd"]
     assert read("skip") == ["one", "three"]
 
 

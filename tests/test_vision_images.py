@@ -280,6 +280,7 @@ def test_names_of_images_may_be_any_bytes(folder):
     (folder / "dog" / "10.png").rename(folder / "dog" / os.fsdecode(b"10 %\n\xff.png"))
     opened = Folder(path=str(folder), channels=1).open("train")
     assert [opened.read(i)[1] for i in range(opened.size)] == [0, 0, 1, 1]
+    assert opened.class_names == ("c\\udce4t", "dog")
 
 
 def test_a_folder_holds_images_of_every_kind_of_file(tmp_path):

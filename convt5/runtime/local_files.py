@@ -313,9 +313,9 @@ def handle_invalid(
 
 
 def replace_invalid(text: str) -> str:
-    """Replaces invalid bytes and NUL in text from `text_lines` by U+FFFD."""
+    """Replaces invalid bytes in text from `text_lines` by U+FFFD, and NUL in UTF-16."""
     whole = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    return whole.replace("\0", "\ufffd")
+    return whole.replace("\0", "\ufffd") if _is_a_quarter_nul(text) else whole
 
 
 def check_no_utf_16(name: str) -> None:

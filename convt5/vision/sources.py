@@ -193,7 +193,7 @@ class Folder:
             labels=(files[0][1], files[-1][1]),
             read=read,
             fingerprint=hashlib.sha256(os.fsencode("\n".join(names))).hexdigest(),
-            class_names=tuple(classes),
+            class_names=tuple(map(errors.printable, classes)),
         )
 
     def _root(self, split: str) -> pathlib.Path:
