@@ -125,7 +125,7 @@ class TextFiles:
         return local_files.Tally(**about["tally"])
 
     def documents(self) -> Iterator[bytes]:
-        """Yields the documents in the order of the files, as UTF-8.
+        """Yields the documents in the order of the files, as UTF-8; logs what is wrong with them.
 
         Whitespace at the ends of lines is kept.
         """
@@ -152,6 +152,8 @@ class TextFiles:
         for name in self.files():
             for document in reader.read(name):
                 yield document.encode()
+        if faults := reader.tally.faults():
+            logging.warning("text path=%s: %s", self.path, faults)
 
     def _name(self, format_number: int, files: Sequence[object]) -> str:
         about = [format_number, self.separator, self.text_key, self.holdout_every, *files]
@@ -188,8 +190,6 @@ class TextFiles:
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
         about = {"tally": dataclasses.asdict(tally), "sizes": sizes}
         (folder / _ABOUT_FILE).write_text(json.dumps(about))
-        if tally.faults():
-            logging.warning("text path=%s: %s", self.path, tally.faults())
 
     def _check_not_empty(self, tally: local_files.Tally) -> None:
         if not tally.documents:

@@ -524,7 +524,9 @@ LATIN = "eins\nzwei für\ndrei\n\nvier\n".encode("latin1")
         ({"separator": "blank_line"}, ["eins\nzwei f\ufffdr\ndrei", "vier"]),
     ],
 )
-def test_bytes_that_are_no_utf_8_are_refused_replaced_or_skipped(tmp_path, settings, expected):
+def test_bytes_that_are_no_utf_8_are_refused_replaced_or_skipped(
+    tmp_path, settings, expected, caplog
+):
     path = tmp_path / "latin.txt"
     path.write_bytes(LATIN)
     with pytest.raises(
@@ -535,6 +537,8 @@ def test_bytes_that_are_no_utf_8_are_refused_replaced_or_skipped(tmp_path, setti
     skipped = TextFiles(path=path, invalid_utf8="skip", **settings)
     assert [d.decode() for d in replaced.documents()] == expected
     assert [d.decode() for d in skipped.documents()] == [d for d in expected if "\ufffd" not in d]
+    for told in ("with bytes that are no UTF-8, which were replaced", "left out for bytes"):
+        assert caplog.text.count(f": 1 documents {told}") == 1
     assert (replaced.tally().replaced, skipped.tally().skipped) == (1, 1)
     assert skipped.tally().documents == len(expected) - 1
     assert replaced.fingerprint() != skipped.fingerprint()
