@@ -367,7 +367,8 @@ class TableSource(ItemSource):
 
     def _examples(self, split: str) -> list[Example]:
         files = self._files_of(split)
-        tally = self._tallies[split] = local_files.Tally()
+        tally = local_files.Tally(missing_shards=local_files.num_missing_shards(files))
+        self._tallies[split] = tally
         rows = (row for file in files for row in self._rows(file, tally))
         examples = [example for row in rows if (example := self._parse(row)) is not None]
         if tally.faults():

@@ -6,6 +6,7 @@ folder is `$XDG_CACHE_HOME/convt5/text`; it can be deleted, in part or as a whol
 when a file changes.
 """
 
+import codecs
 import dataclasses
 import hashlib
 import io
@@ -252,7 +253,7 @@ def _guess_separator(names: Sequence[str]) -> Separator:
         if local_files.is_json_lines(name):
             continue
         with local_files.explain_errors(name), local_files.open_bytes(name) as file:
-            start = file.read(_SNIFFED_BYTES).strip()
+            start = file.read(_SNIFFED_BYTES).removeprefix(codecs.BOM_UTF8).strip()
         if start:
             has_blank = any(not line.strip() for line in io.BytesIO(start))
             separator = "blank_line" if has_blank else "line"
@@ -265,7 +266,8 @@ class _Reader:
     """Reads documents from files, and counts them."""
 
     def __init__(self, files: TextFiles, separator: Separator):
-        self.tally = local_files.Tally()
+        missing = local_files.num_missing_shards(files.files())
+        self.tally = local_files.Tally(missing_shards=missing)
         self._files = files
         self._separator = separator
 

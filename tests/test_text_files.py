@@ -46,8 +46,9 @@ def test_blank_lines_separate_documents_in_any_compression(tmp_path, suffix):
     assert documents == [b"First line.\nIts second line.", b"Other document.", b"Third."]
 
 
-def test_without_a_blank_line_each_line_is_a_document(tmp_path):
-    path = write(tmp_path / "text.txt", "one\n\ttwo \r\nthree\n\n")
+@pytest.mark.parametrize("start", ["", "\n\n", "\ufeff\n\n"])
+def test_without_a_blank_line_each_line_is_a_document(tmp_path, start):
+    path = write(tmp_path / "text.txt", f"{start}one\n\ttwo \r\nthree\n\n")
     assert list(TextFiles(path=path).documents()) == [b"one", b"\ttwo ", b"three"]
 
 
@@ -66,6 +67,20 @@ def test_json_lines_hold_a_document_each(tmp_path, suffix):
     path = write(tmp_path / f"rows.jsonl{suffix}", text, suffix)
     documents = list(TextFiles(path=path).documents())
     assert documents == [b"one\n\nstill one", "naïve".encode()]
+
+
+def test_files_that_are_missing_of_a_numbered_set_are_told(tmp_path):
+    for name in ("a-00000-of-00003.jsonl", "a-00002-of-00003.jsonl.gz", "b-1-of-1.jsonl"):
+        suffix = ".gz" if name.endswith(".gz") else ""
+        write(tmp_path / name, '{"text": "one"}\n', suffix)
+    path = str(tmp_path / "*.jsonl*")
+    table = tables.TableSource(path, lambda row: {"text": row.text("text")})
+    for told in (
+        TextFiles(path=path).tally().faults(),
+        table.tally("train").faults(),
+        inputs.from_files(path).faults(),
+    ):
+        assert told == "1 files missing from numbered sets such as part-00000-of-00002"
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "ndjson", "json"])

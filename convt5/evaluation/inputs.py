@@ -105,7 +105,7 @@ def from_files(
                     yield item
             tally.empty_files += tally.documents == before
 
-    tally = local_files.Tally()
+    tally = local_files.Tally(missing_shards=local_files.num_missing_shards(names))
     total = sum(1 for _ in read(tally))
     return Inputs(
         path, total, lambda: _as_many(total, read(local_files.Tally()), path), tally.faults
