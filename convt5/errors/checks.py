@@ -4,7 +4,6 @@ import dataclasses
 import inspect
 import numbers
 import os
-import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -75,8 +74,9 @@ def type_faults(description: Any, where: str = "") -> Iterator[str]:
         value, name = getattr(description, field.name), f"{where}{field.name}"
         hint = hints.get(field.name, Any)
         if not _fits(value, hint):
-            words = " or ".join(map(_type_name, _alternatives(hint)))
-            yield f"{name}={errors.clip(value)} must be of type {words}."
+            words = _type_name(hint)
+            kind = "" if words.startswith("a ") else "of type "
+            yield f"{name}={errors.clip(value)} must be {kind}{words}."
         elif is_description(value):
             yield from type_faults(value, f"{name}.")
 
@@ -117,7 +117,15 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _type_name(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else re.sub(r"\b(\w+\.)+", "", str(hint))
+    kinds, origin = _alternatives(hint), typing.get_origin(hint)
+    if len(kinds) > 1:
+        return " or ".join(map(_type_name, kinds))
+    inner = [_type_name(kind) for kind in typing.get_args(hint) if kind is not Ellipsis]
+    if origin in (Sequence, tuple):
+        return f"a list of {inner[0]}"
+    if origin is Mapping:
+        return f"a dictionary from {inner[0]} to {inner[1]}"
+    return getattr(hint, "__name__", str(hint))
 
 
 _PLAIN: dict[Any, Callable[[object], bool]] = {
